@@ -1,0 +1,51 @@
+# Every target sets up what it needs: a virtual environment in .venv, pinned by requirements.lock.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SRC := warmroute.py policies proxy launch replayer sim bench tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format types imports unit lock clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "warmroute needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+setup: $(READY) ## create .venv with everything the project needs
+
+demo: $(READY) ## 8 simulated engines, five policies, one verdict (under 4 minutes)
+	$(BIN)/warmroute demo
+
+lint: $(READY) ## ruff: format and rules
+	$(BIN)/ruff format --check $(SRC)
+	$(BIN)/ruff check $(SRC)
+
+format: $(READY) ## rewrite the sources in the house format
+	$(BIN)/ruff format $(SRC)
+	$(BIN)/ruff check --fix $(SRC)
+
+types: $(READY) ## mypy, strict
+	$(BIN)/mypy
+
+imports: $(READY) ## which folder may import which
+	$(BIN)/lint-imports
+
+unit: $(READY) ## pytest only
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test: lint types imports unit ## everything CI runs
+
+lock: ## write requirements.lock anew from pyproject.toml (needs uv)
+	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements.lock
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
