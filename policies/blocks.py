@@ -1,0 +1,52 @@
+"""Prefix blocks: a prompt as a chain of hashes, each standing for its block and everything before it.
+
+The chain is ``h[i] = xxh3_64(block[i], seed=h[i-1])``, so equal hashes mean equal prefixes (up to 64-bit collisions).
+``h[-1]``, the root, carries the namespace: prompts for different models, adapters or cache salts never share blocks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from xxhash import xxh3_64_intdigest
+
+TOKEN_ID_BYTES = 4
+
+
+def root_hash(*namespace: str) -> int:
+    """Start of a chain for one namespace (model, adapter, cache salt); an unsigned 64-bit integer."""
+    return xxh3_64_intdigest("\x1f".join(namespace).encode())
+
+
+def hash_byte_blocks(data: bytes | memoryview, block_bytes: int, root: int = 0) -> list[int]:
+    """Chained hashes of all *full* blocks of ``data``; the tail shorter than ``block_bytes`` has none.
+
+    Complexity: O(len(data)), one hash call per block.
+    """
+    if block_bytes < 1:
+        raise ValueError(f"block_bytes must be at least 1, got {block_bytes}")
+    view = memoryview(data)
+    digest = xxh3_64_intdigest
+    parent = root
+    hashes: list[int] = []
+    append = hashes.append
+    for end in range(block_bytes, len(view) + 1, block_bytes):
+        parent = digest(view[end - block_bytes : end], parent)
+        append(parent)
+    return hashes
+
+
+def hash_token_blocks(token_ids: Iterable[int], block_tokens: int, root: int = 0) -> list[int]:
+    """Chained hashes of all full blocks of ``block_tokens`` token ids (each 0 <= id < 2**32).
+
+    Raises:
+        ValueError: an id is not an integer in range, or ``block_tokens`` is below 1.
+    """
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
+    try:
+        packed = array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token ids must be integers from 0 to 2**32 - 1: {error}") from error
+    return hash_byte_blocks(memoryview(packed).cast("B"), block_tokens * TOKEN_ID_BYTES, root)

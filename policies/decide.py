@@ -1,0 +1,40 @@
+"""``decide``: the one function the live proxy, explanations, the simulator and the tests all call."""
+
+from __future__ import annotations
+
+from policies.classes import ClassThresholds
+from policies.offload.base import OffloadPlanner
+from policies.routing.base import RoutingPolicy
+from policies.types import Decision, FleetSnapshot, NoCandidateError, Reason, RequestView
+
+
+def decide(
+    request: RequestView,
+    fleet: FleetSnapshot,
+    policy: RoutingPolicy,
+    planner: OffloadPlanner,
+    thresholds: ClassThresholds,
+) -> Decision:
+    """Choose D, classify by the new tokens there, and ask the planner for a P.
+
+    Raises:
+        NoCandidateError: the snapshot holds no instance.
+    """
+    if not fleet.instances:
+        raise NoCandidateError("no instance may take the request")
+    choice = policy.choose(request, fleet)
+    chosen = next(view for view in fleet.instances if view.instance == choice.instance)
+    request_class = thresholds.classify(request.prompt_tokens - chosen.cached_tokens)
+    plan = planner.plan(request, chosen, request_class, fleet)
+    return Decision(
+        request_id=request.request_id,
+        decode_on=chosen.instance,
+        prefill_on=plan.prefill_on,
+        request_class=request_class,
+        reason=Reason.ONLY_CANDIDATE if len(fleet.instances) == 1 else choice.reason,
+        offload=plan,
+        scores=choice.scores,
+        policy=policy.name,
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=chosen.cached_tokens,
+    )

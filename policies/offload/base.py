@@ -1,0 +1,53 @@
+"""The planner interface and the choice of P that planners share."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+from policies.types import FleetSnapshot, InstanceView, OffloadPlan, RequestClass, RequestView, Role
+
+
+class OffloadPlanner(Protocol):
+    """Decides whether a request's prefill runs elsewhere. Implementations are frozen dataclasses and pure."""
+
+    name: ClassVar[str]
+
+    def plan(
+        self, request: RequestView, decode: InstanceView, request_class: RequestClass, fleet: FleetSnapshot
+    ) -> OffloadPlan:
+        """Answer for one request that will decode on ``decode``."""
+        ...
+
+
+def has_room(decode: InstanceView, request: RequestView) -> bool:
+    """Whether D's pool can hold the whole request besides what is in use and what is promised; unknown size: yes."""
+    if not decode.kv_capacity_tokens:
+        return True
+    taken = max(decode.kv_used_tokens, decode.kv_promised_tokens)
+    return request.prompt_tokens + request.max_tokens <= decode.kv_capacity_tokens - taken
+
+
+def best_prefill(request: RequestView, decode: InstanceView, fleet: FleetSnapshot) -> InstanceView | None:
+    """P with the least ``pending_prefill + new tokens``; never D nor over a broken pair; roles that may send."""
+    candidates = [
+        view
+        for view in fleet.prefill_instances or fleet.instances
+        if view.instance != decode.instance
+        and view.role in {Role.KV_BOTH, Role.KV_PRODUCER}
+        and (view.instance, decode.instance) not in fleet.broken_pairs
+    ]
+    return min(
+        candidates,
+        key=lambda view: (
+            view.pending_prefill_tokens + request.prompt_tokens - view.cached_tokens,
+            view.requests,
+            view.recent_tokens,
+            view.instance,
+        ),
+        default=None,
+    )
+
+
+def may_receive(decode: InstanceView) -> bool:
+    """Whether D's role lets it pull a KV cache."""
+    return decode.role in {Role.KV_BOTH, Role.KV_CONSUMER}

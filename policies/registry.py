@@ -1,0 +1,72 @@
+"""Policies and planners by name: ours and third parties' are found by the same entry points."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, cast
+
+from policies.offload.base import OffloadPlanner
+from policies.routing.base import RoutingPolicy
+
+ROUTING_GROUP = "warmroute.routing"
+OFFLOAD_GROUP = "warmroute.offload"
+
+
+class UnknownPolicyError(ValueError):
+    """No policy of that name is installed; the message lists those that are."""
+
+
+class PolicyParameterError(ValueError):
+    """A parameter the policy does not have, or a value it refuses."""
+
+
+def routing_policies() -> list[str]:
+    """Names of all installed routing policies, sorted."""
+    return sorted(_found(ROUTING_GROUP))
+
+
+def offload_planners() -> list[str]:
+    """Names of all installed offload planners, sorted."""
+    return sorted(_found(OFFLOAD_GROUP))
+
+
+def make_routing(name: str, params: Mapping[str, Any] | None = None) -> RoutingPolicy:
+    """Build a routing policy.
+
+    Raises:
+        UnknownPolicyError: no such policy.
+        PolicyParameterError: an unknown parameter or a refused value.
+    """
+    return cast(RoutingPolicy, _make(ROUTING_GROUP, "routing policy", name, params or {}))
+
+
+def make_planner(name: str, params: Mapping[str, Any] | None = None) -> OffloadPlanner:
+    """Build an offload planner; errors as ``make_routing``."""
+    return cast(OffloadPlanner, _make(OFFLOAD_GROUP, "offload planner", name, params or {}))
+
+
+def parameters(policy: object) -> dict[str, Any]:
+    """Parameters of a policy or planner with their values."""
+    return dataclasses.asdict(policy) if dataclasses.is_dataclass(policy) and not isinstance(policy, type) else {}
+
+
+def _found(group: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def _make(group: str, kind: str, name: str, params: Mapping[str, Any]) -> object:
+    found = _found(group)
+    if name not in found:
+        raise UnknownPolicyError(f"unknown {kind} {name!r}; known: {', '.join(sorted(found))}")
+    factory = found[name].load()
+    known = [field.name for field in dataclasses.fields(factory)] if dataclasses.is_dataclass(factory) else None
+    unknown = [key for key in params if known is not None and key not in known]
+    if unknown:
+        has = ", ".join(known or []) or "none"
+        raise PolicyParameterError(f"{kind} {name!r} has no parameter {', '.join(map(repr, unknown))}; it has: {has}")
+    try:
+        return factory(**params)
+    except (TypeError, ValueError) as error:
+        raise PolicyParameterError(f"{kind} {name!r}: {error}") from error

@@ -1,0 +1,57 @@
+"""What every routing policy shares: the interface, the tie-break rule and the overload rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar, Protocol
+
+from policies.types import CandidateScore, Choice, FleetSnapshot, InstanceView, RequestView
+
+
+class RoutingPolicy(Protocol):
+    """Chooses the decode instance. Implementations are frozen dataclasses: their fields are the policy's parameters."""
+
+    name: ClassVar[str]
+
+    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
+        """Answer for one request; a pure function of its arguments. ``fleet.instances`` is never empty."""
+        ...
+
+
+def tie_break(fleet: FleetSnapshot, position: int) -> tuple[int, float, int]:
+    """Order among candidates of equal score: fewer requests in flight, fewer recently assigned tokens, then a turn that
+    moves on with every decision, so that an idle fleet does not pile onto the first instance of the list."""
+    view = fleet.instances[position]
+    return view.requests, view.recent_tokens, (position - fleet.sequence) % len(fleet.instances)
+
+
+def lowest(fleet: FleetSnapshot, scores: Iterable[CandidateScore]) -> InstanceView:
+    """Candidate of the lowest score that is not skipped; ties by ``tie_break``. Scores are in fleet order."""
+    best = min(
+        (score.score, *tie_break(fleet, position), position)
+        for position, score in enumerate(scores)
+        if not score.skipped
+    )
+    return fleet.instances[best[-1]]
+
+
+def is_overloaded(view: InstanceView, fleet: FleetSnapshot, factor: float, floor_tokens: int) -> bool:
+    """Whether queued prefill on one instance exceeds ``factor`` x the fleet's mean and also ``floor_tokens``.
+
+    The floor keeps a nearly idle fleet from calling the only busy instance overloaded: twice a mean of almost nothing
+    is almost nothing.
+    """
+    if view.pending_prefill_tokens <= floor_tokens:
+        return False
+    mean = sum(other.pending_prefill_tokens for other in fleet.instances) / len(fleet.instances)
+    return view.pending_prefill_tokens > factor * mean
+
+
+def require(condition: bool, message: str) -> None:
+    """Refuse a policy parameter.
+
+    Raises:
+        ValueError: with ``message``, when ``condition`` does not hold.
+    """
+    if not condition:
+        raise ValueError(message)

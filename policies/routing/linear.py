@@ -1,0 +1,43 @@
+"""Linear: load minus cache, in tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from policies.routing.base import lowest, require
+from policies.types import CandidateScore, Choice, FleetSnapshot, Reason, RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``score = ongoing_tokens + recent_weight x recent_tokens - alpha x cached_tokens``, lowest wins.
+
+    ``ongoing_tokens`` is queued prefill plus context being decoded. Source: the co-located baseline of the agentic-kvc
+    reports (8 x H20, 2026-05); the recent term is ours, at a weight that only tells apart instances that are otherwise
+    idle. Defaults: ``alpha`` 1.0, ``recent_weight`` 0.1. Complexity: O(n).
+    """
+
+    alpha: float = 1.0
+    recent_weight: float = 0.1
+    name: ClassVar[str] = "linear"
+
+    def __post_init__(self) -> None:
+        require(self.alpha >= 0, "linear: alpha must not be negative")
+        require(self.recent_weight >= 0, "linear: recent_weight must not be negative")
+
+    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
+        """See the class."""
+        scores = tuple(
+            CandidateScore(
+                view.instance,
+                view.ongoing_tokens + self.recent_weight * view.recent_tokens - self.alpha * view.cached_tokens,
+                {
+                    "ongoing_tokens": view.ongoing_tokens,
+                    "recent_tokens": view.recent_tokens,
+                    "cached_tokens": view.cached_tokens,
+                },
+            )
+            for view in fleet.instances
+        )
+        return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, scores)

@@ -1,0 +1,28 @@
+"""Round robin: the fleet in turn, blind to cache and load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from policies.types import CandidateScore, Choice, FleetSnapshot, Reason, RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin:
+    """Instance number ``sequence mod n``.
+
+    Complexity: O(n) for the score list. The baseline every router has; with an even load it shows what affinity earns.
+    """
+
+    name: ClassVar[str] = "round_robin"
+
+    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
+        """See the class."""
+        n = len(fleet.instances)
+        turn = fleet.sequence % n
+        scores = tuple(
+            CandidateScore(view.instance, float((position - turn) % n), {"position": float(position)})
+            for position, view in enumerate(fleet.instances)
+        )
+        return Choice(fleet.instances[turn].instance, Reason.NEXT_IN_TURN, scores)

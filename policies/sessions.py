@@ -1,0 +1,66 @@
+"""Which instance a session last ran on: bounded in number, forgotten after a time to live."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+
+class SessionTable:
+    """Session id -> instance, least recently used first. O(1) per call, amortised."""
+
+    def __init__(self, capacity: int = 100_000, ttl_s: float = 3600.0) -> None:
+        """``capacity`` sessions at most; one idle for ``ttl_s`` seconds is forgotten."""
+        if capacity < 1 or ttl_s <= 0:
+            raise ValueError(f"capacity and ttl_s must be positive, got {capacity} and {ttl_s}")
+        self._capacity = capacity
+        self._ttl_s = ttl_s
+        self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._per_instance: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def instance_of(self, session_id: str, now_s: float) -> str | None:
+        """Instance the session is pinned to, or None. Does not refresh the pin."""
+        self._expire(now_s)
+        pin = self._pins.get(session_id)
+        return pin[0] if pin else None
+
+    def pin(self, session_id: str, instance: str, now_s: float) -> None:
+        """Pin a session, or move and refresh its pin."""
+        self._expire(now_s)
+        old = self._pins.pop(session_id, None)
+        if old:
+            self._uncount(old[0])
+        self._pins[session_id] = (instance, now_s)
+        self._per_instance[instance] += 1
+        while len(self._pins) > self._capacity:
+            self._drop_oldest()
+
+    def remove_instance(self, instance: str) -> int:
+        """Unpin every session of an instance that is gone; returns how many. O(sessions)."""
+        gone = [session for session, pin in self._pins.items() if pin[0] == instance]
+        for session in gone:
+            del self._pins[session]
+        del self._per_instance[instance]
+        return len(gone)
+
+    def count(self, instance: str) -> int:
+        """Live sessions pinned to an instance."""
+        return self._per_instance[instance]
+
+    def _expire(self, now_s: float) -> None:
+        while self._pins:
+            _, touched_s = next(iter(self._pins.values()))
+            if now_s - touched_s < self._ttl_s:
+                return
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, (instance, _) = self._pins.popitem(last=False)
+        self._uncount(instance)
+
+    def _uncount(self, instance: str) -> None:
+        self._per_instance[instance] -= 1
+        if not self._per_instance[instance]:
+            del self._per_instance[instance]

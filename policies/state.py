@@ -1,0 +1,214 @@
+"""What the router knows of its fleet: index, ledger, sessions and hotspots behind one door.
+
+``snapshot`` reads, ``commit`` counts; both are synchronous and take the time as an argument, so the proxy on the wall
+clock and a simulation in virtual time run the same code. Switching the policy touches none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from policies.hotspots import HotspotTracker, is_hotspot
+from policies.ledger import Lease, Ledger, Load
+from policies.prefix_index import PrefixIndex
+from policies.sessions import SessionTable
+from policies.types import Decision, FleetSnapshot, InstanceView, RequestView, Role
+
+
+@dataclass(slots=True)
+class _Instance:
+    role: Role
+    kv_capacity_tokens: int = 0
+    kv_used_tokens: int = 0
+
+
+class Commitment:
+    """What one decision reserved: a lease per leg, an offload slot, and the index entries to take back if need be."""
+
+    __slots__ = ("_added", "_new_if_colocated", "_state", "decode", "prefill")
+
+    def __init__(
+        self,
+        state: FleetState,
+        decode: Lease,
+        prefill: Lease | None,
+        added: dict[str, tuple[int, ...]],
+        new_if_colocated: int,
+    ) -> None:
+        self._state = state
+        self._added = added
+        self._new_if_colocated = new_if_colocated
+        self.decode = decode
+        self.prefill = prefill
+
+    def end_prefill(self) -> None:
+        """The P leg is over: release its lease and its offload slot. Later calls do nothing."""
+        if self.prefill is not None and self.prefill.release():
+            self._state.offloads_in_flight -= 1
+
+    def fall_back(self) -> None:
+        """The offload failed: end its P leg and count the prefill on D after all."""
+        self.end_prefill()
+        self.decode.add_prefill(self._new_if_colocated)
+
+    def retract(self, instance: str) -> None:
+        """Take back the blocks that were entered for an instance which never computed them."""
+        self._state.index.forget(instance, self._added.pop(instance, ()))
+
+    def release(self) -> None:
+        """Release whatever is still held. Later calls do nothing."""
+        self.end_prefill()
+        self.decode.release()
+
+
+class FleetState:
+    """Index, ledger, sessions and hotspots of one fleet."""
+
+    def __init__(
+        self,
+        index: PrefixIndex | None = None,
+        ledger: Ledger | None = None,
+        sessions: SessionTable | None = None,
+        hotspots: HotspotTracker | None = None,
+    ) -> None:
+        self.index = index or PrefixIndex()
+        self.ledger = ledger or Ledger()
+        self.sessions = sessions or SessionTable()
+        self.hotspots = hotspots or HotspotTracker()
+        self.broken_pairs: frozenset[tuple[str, str]] = frozenset()
+        self.offloads_in_flight = 0
+        self._instances: dict[str, _Instance] = {}
+        self._sequence = 0
+
+    @property
+    def instances(self) -> list[str]:
+        """Names of all known instances, in the order they were added."""
+        return list(self._instances)
+
+    def add_instance(self, instance: str, role: Role = Role.NONE) -> None:
+        """Make an instance known. Idempotent; the role is taken over."""
+        known = self._instances.get(instance)
+        if known:
+            known.role = role
+            return
+        self._instances[instance] = _Instance(role)
+        self.index.add_instance(instance)
+
+    def remove_instance(self, instance: str) -> None:
+        """Forget an instance: blocks, pins and figures. Its leases stay counted until they are released."""
+        self._instances.pop(instance, None)
+        self.index.remove_instance(instance)
+        self.sessions.remove_instance(instance)
+
+    def restarted(self, instance: str) -> None:
+        """The instance's cache is empty again: drop its blocks, pins and recent load."""
+        self.index.clear_instance(instance)
+        self.sessions.remove_instance(instance)
+        self.ledger.forget_recent(instance)
+
+    def set_capacity(self, instance: str, kv_capacity_tokens: int, block_tokens: float) -> None:
+        """Take the engine's KV pool as the bound of its shadow index."""
+        self._instances[instance].kv_capacity_tokens = kv_capacity_tokens
+        if kv_capacity_tokens and block_tokens:
+            self.index.add_instance(instance, max(1, int(kv_capacity_tokens / block_tokens)))
+
+    def set_usage(self, instance: str, kv_used_tokens: int) -> None:
+        """Take over the KV in use that the engine reported."""
+        self._instances[instance].kv_used_tokens = kv_used_tokens
+
+    def snapshot(
+        self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()
+    ) -> FleetSnapshot:
+        """The fleet as this request sees it: ``eligible`` instances may decode, ``prefill_only`` only prefill."""
+        matched = self.index.match(request.block_hashes)
+        class_blocks = min(self.hotspots.class_blocks, len(request.block_hashes))
+        views = tuple(
+            self._view(name, request, matched.get(name, 0), class_blocks, now_s)
+            for name in self._instances
+            if name in eligible
+        )
+        return FleetSnapshot(
+            instances=views,
+            sequence=self._sequence,
+            pinned=self.sessions.instance_of(request.session_id, now_s) if request.session_id else None,
+            hotspot=self.hotspots.view(request.block_hashes),
+            offloads_in_flight=self.offloads_in_flight,
+            broken_pairs=self.broken_pairs,
+            prefill_instances=(
+                *views,
+                *(
+                    self._view(name, request, matched.get(name, 0), class_blocks, now_s)
+                    for name in self._instances
+                    if name in prefill_only
+                ),
+            )
+            if prefill_only
+            else (),
+        )
+
+    def commit(self, request: RequestView, fleet: FleetSnapshot, decision: Decision, now_s: float) -> Commitment:
+        """Count the decision: leases, index entries, session pin, hotspot streak. Nothing may be awaited in between."""
+        self._sequence += 1
+        holders = sum(view.holds_class for view in fleet.instances)
+        chosen = next(view for view in fleet.instances if view.instance == decision.decode_on)
+        self.hotspots.record(
+            request.block_hashes,
+            to_holder=chosen.holds_class,
+            alarmed=is_hotspot(fleet.hotspot.share, holders, len(fleet.instances) - holders),
+        )
+        if request.session_id:
+            self.sessions.pin(request.session_id, decision.decode_on, now_s)
+        prefill_lease = None
+        added: dict[str, tuple[int, ...]] = {}
+        new_on_decode = decision.new_tokens
+        if decision.prefill_on is not None:
+            prefill = next(
+                view for view in fleet.prefill_instances or fleet.instances if view.instance == decision.prefill_on
+            )
+            new_on_prefill = request.prompt_tokens - prefill.cached_tokens
+            prefill_lease = self.ledger.acquire(prefill.instance, new_on_prefill, request.prompt_tokens, now_s)
+            added[prefill.instance] = self._enter(prefill.instance, request)
+            self.offloads_in_flight += 1
+            new_on_decode = 0
+        decode_lease = self.ledger.acquire(decision.decode_on, new_on_decode, request.prompt_tokens, now_s)
+        added[decision.decode_on] = self._enter(decision.decode_on, request)
+        return Commitment(self, decode_lease, prefill_lease, added, decision.new_tokens)
+
+    def _enter(self, instance: str, request: RequestView) -> tuple[int, ...]:
+        held = self.index.match_one(instance, request.block_hashes)
+        self.index.insert(instance, request.block_hashes)
+        return tuple(request.block_hashes[held:])
+
+    def _view(
+        self, name: str, request: RequestView, matched_blocks: int, class_blocks: int, now_s: float
+    ) -> InstanceView:
+        known = self._instances[name]
+        load: Load = self.ledger.load(name, now_s)
+        return InstanceView(
+            name,
+            cacheable_tokens(request, matched_blocks),
+            load.requests,
+            load.pending_prefill_tokens,
+            load.decoding_tokens,
+            load.recent_tokens,
+            self.sessions.count(name),
+            known.kv_capacity_tokens,
+            known.kv_used_tokens,
+            load.promised_tokens,
+            known.role,
+            bool(class_blocks) and matched_blocks >= class_blocks,
+        )
+
+
+def cacheable_tokens(request: RequestView, matched_blocks: int) -> int:
+    """Tokens of ``matched_blocks`` blocks that an engine would reuse.
+
+    vLLM always computes the last prompt token itself, so at most the full blocks of ``prompt - 1`` tokens count.
+    """
+    if not matched_blocks:
+        return 0
+    if request.exact:
+        usable = int((request.prompt_tokens - 1) // request.block_tokens)
+        return int(min(matched_blocks, usable) * request.block_tokens)
+    return max(0, min(int(matched_blocks * request.block_tokens), request.prompt_tokens - 1))
