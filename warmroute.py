@@ -2,4 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 __version__ = "0.1.0"
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"warmroute {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Cache-aware serving proxy and elastic prefill/decode router for agentic LLM traffic."""
+
+
+def build() -> typer.Typer:
+    """The root application with every folder's commands."""
+    from launch.cli import register as register_launch
+    from replayer.cli import register as register_replayer
+    from sim.cli import register as register_sim
+
+    from proxy.cli import register as register_proxy
+
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False, add_completion=False)
+    app.callback()(_options)
+    for register in (register_proxy, register_replayer, register_launch, register_sim):
+        register(app)
+    return app
+
+
+def main() -> None:
+    """Console entry point."""
+    build()()
+
+
+if __name__ == "__main__":
+    main()

@@ -21,12 +21,13 @@ class _Instance:
     role: Role
     kv_capacity_tokens: int = 0
     kv_used_tokens: int = 0
+    promised_at_report_tokens: int = 0
 
 
 class Commitment:
     """What one decision reserved: a lease per leg, an offload slot, and the index entries to take back if need be."""
 
-    __slots__ = ("_added", "_new_if_colocated", "_state", "decode", "prefill")
+    __slots__ = ("_added", "_not_yet_on_decode", "_state", "decode", "prefill")
 
     def __init__(
         self,
@@ -34,11 +35,11 @@ class Commitment:
         decode: Lease,
         prefill: Lease | None,
         added: dict[str, tuple[int, ...]],
-        new_if_colocated: int,
+        not_yet_on_decode: int,
     ) -> None:
         self._state = state
         self._added = added
-        self._new_if_colocated = new_if_colocated
+        self._not_yet_on_decode = not_yet_on_decode
         self.decode = decode
         self.prefill = prefill
 
@@ -48,9 +49,10 @@ class Commitment:
             self._state.offloads_in_flight -= 1
 
     def fall_back(self) -> None:
-        """The offload failed: end its P leg and count the prefill on D after all."""
+        """The offload failed: end its P leg and count the prefill on D after all. Later calls do nothing."""
         self.end_prefill()
-        self.decode.add_prefill(self._new_if_colocated)
+        self.decode.add_prefill(self._not_yet_on_decode)
+        self._not_yet_on_decode = 0
 
     def retract(self, instance: str) -> None:
         """Take back the blocks that were entered for an instance which never computed them."""
@@ -72,10 +74,10 @@ class FleetState:
         sessions: SessionTable | None = None,
         hotspots: HotspotTracker | None = None,
     ) -> None:
-        self.index = index or PrefixIndex()
-        self.ledger = ledger or Ledger()
-        self.sessions = sessions or SessionTable()
-        self.hotspots = hotspots or HotspotTracker()
+        self.index = PrefixIndex() if index is None else index
+        self.ledger = Ledger() if ledger is None else ledger
+        self.sessions = SessionTable() if sessions is None else sessions  # an empty table is false
+        self.hotspots = HotspotTracker() if hotspots is None else hotspots
         self.broken_pairs: frozenset[tuple[str, str]] = frozenset()
         self.offloads_in_flight = 0
         self._instances: dict[str, _Instance] = {}
@@ -85,6 +87,10 @@ class FleetState:
     def instances(self) -> list[str]:
         """Names of all known instances, in the order they were added."""
         return list(self._instances)
+
+    def role(self, instance: str) -> Role:
+        """Role of a known instance."""
+        return self._instances[instance].role
 
     def add_instance(self, instance: str, role: Role = Role.NONE) -> None:
         """Make an instance known. Idempotent; the role is taken over."""
@@ -100,6 +106,7 @@ class FleetState:
         self._instances.pop(instance, None)
         self.index.remove_instance(instance)
         self.sessions.remove_instance(instance)
+        self.ledger.forget_recent(instance)
 
     def restarted(self, instance: str) -> None:
         """The instance's cache is empty again: drop its blocks, pins and recent load."""
@@ -115,7 +122,9 @@ class FleetState:
 
     def set_usage(self, instance: str, kv_used_tokens: int) -> None:
         """Take over the KV in use that the engine reported."""
-        self._instances[instance].kv_used_tokens = kv_used_tokens
+        known = self._instances[instance]
+        known.kv_used_tokens = kv_used_tokens
+        known.promised_at_report_tokens = self.ledger.promised_tokens(instance)
 
     def snapshot(
         self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()
@@ -173,7 +182,7 @@ class FleetState:
             new_on_decode = 0
         decode_lease = self.ledger.acquire(decision.decode_on, new_on_decode, request.prompt_tokens, now_s)
         added[decision.decode_on] = self._enter(decision.decode_on, request)
-        return Commitment(self, decode_lease, prefill_lease, added, decision.new_tokens)
+        return Commitment(self, decode_lease, prefill_lease, added, decision.new_tokens - new_on_decode)
 
     def _enter(self, instance: str, request: RequestView) -> tuple[int, ...]:
         held = self.index.match_one(instance, request.block_hashes)
@@ -185,6 +194,8 @@ class FleetState:
     ) -> InstanceView:
         known = self._instances[name]
         load: Load = self.ledger.load(name, now_s)
+        # What was promised before the report is in its figure, unless the engine had not got round to it yet.
+        reported = min(known.promised_at_report_tokens, known.kv_used_tokens)
         return InstanceView(
             name,
             cacheable_tokens(request, matched_blocks),
@@ -195,7 +206,7 @@ class FleetState:
             self.sessions.count(name),
             known.kv_capacity_tokens,
             known.kv_used_tokens,
-            load.promised_tokens,
+            max(0, load.promised_tokens - reported),
             known.role,
             bool(class_blocks) and matched_blocks >= class_blocks,
         )

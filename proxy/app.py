@@ -1,0 +1,82 @@
+"""The whole application: generation POSTs go to the raw ASGI app, all else to FastAPI."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from proxy.admin import admin_routes
+from proxy.core import Core
+from proxy.errors import RequestError, error_body
+from proxy.exchange import Receive, Send
+from proxy.generation import GenerationApp
+from proxy.health import HealthMonitor
+from proxy.parse import Endpoint
+from proxy.settings import Settings
+
+
+class ProxyApp:
+    """ASGI application over one core. FastAPI's middleware never touches the hot path."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.core = Core(settings)
+        self._generation = GenerationApp(self.core)
+        self._rest = _control_app(self.core)
+        self._generation_paths = frozenset(endpoint.value for endpoint in Endpoint)
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._generation_paths:
+            await self._generation(scope, receive, send)
+        else:
+            await self._rest(scope, receive, send)
+
+
+def _control_app(core: Core) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        core.open()
+        monitor = HealthMonitor(core)
+        try:
+            # The first probe tells block size and capacity, so it comes before the first request.
+            await monitor.probe_all()
+            probing = asyncio.create_task(monitor.run(), name="health")
+            try:
+                yield
+            finally:
+                core.draining = True
+                probing.cancel()
+                with suppress(asyncio.CancelledError):
+                    await probing
+        finally:
+            await core.close()
+
+    app = FastAPI(title="warmroute", lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app.include_router(admin_routes(core))
+
+    @app.exception_handler(RequestError)
+    async def on_request_error(_: Request, error: RequestError) -> Response:
+        headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
+        return Response(error.body(), error.status, headers, "application/json")
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(_: Request, error: RequestValidationError) -> Response:
+        problems = "; ".join(
+            f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in error.errors()
+        )
+        return Response(error_body(problems, "invalid_request_error"), 400, media_type="application/json")
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return Response(
+            error_body(message, "invalid_request_error"), error.status_code, error.headers, "application/json"
+        )
+
+    return app

@@ -1,0 +1,136 @@
+"""One row per request: a ring in memory, and a JSONL file if asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from policies.types import Decision
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    OK = "ok"
+    REJECTED = "rejected"
+    """Refused by the proxy: bad input."""
+    ENGINE_REFUSED = "engine_refused"
+    """The engine answered 4xx; passed on as it came."""
+    CLIENT_GONE = "client_gone"
+    NO_INSTANCE = "no_instance"
+    UPSTREAM_ERROR = "upstream_error"
+    UPSTREAM_TIMEOUT = "upstream_timeout"
+    STREAM_BROKEN = "stream_broken"
+    """The engine's stream broke after its first byte had gone to the client."""
+    SHUTDOWN = "shutdown"
+    """The proxy ended before the request did."""
+    INTERNAL_ERROR = "internal_error"
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One request, filled in as it goes."""
+
+    request_id: str
+    endpoint: str
+    arrived_unix_s: float
+    session_id: str | None = None
+    stream: bool = False
+    status: int = 0
+    outcome: Outcome = Outcome.INTERNAL_ERROR
+    planner: str = ""
+    decision: Decision | None = None
+    offload_reason: str | None = None
+    prefill_instance: str | None = None
+    prompt_tokens: int | None = None
+    predicted_cached_tokens: int | None = None
+    actual_cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    events: int = 0
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    stages_ms: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        decision = self.decision
+        return {
+            "request_id": self.request_id,
+            "session_id": self.session_id,
+            "arrived_unix_s": self.arrived_unix_s,
+            "endpoint": self.endpoint,
+            "stream": self.stream,
+            "status": self.status,
+            "outcome": self.outcome.value,
+            "error": self.error,
+            "policy": decision.policy if decision else None,
+            "planner": self.planner,
+            "class": decision.request_class.value if decision else None,
+            "instance": decision.decode_on if decision else None,
+            "prefill_instance": self.prefill_instance,
+            "reason": decision.reason.value if decision else None,
+            "offload_reason": self.offload_reason,
+            "prompt_tokens": self.prompt_tokens,
+            "predicted_cached_tokens": self.predicted_cached_tokens,
+            "actual_cached_tokens": self.actual_cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "events": self.events,
+            "scores": [score._asdict() for score in decision.scores] if decision else [],
+            "attempts": self.attempts,
+            "stages_ms": {name: round(value, 3) for name, value in self.stages_ms.items()},
+        }
+
+
+class Breakdown:
+    """The last ``capacity`` rows, oldest first, and counts since the start."""
+
+    def __init__(self, capacity: int, jsonl_path: Path | None = None) -> None:
+        self._rows: deque[Row] = deque(maxlen=capacity)
+        self._file: BinaryIO | None = None
+        if jsonl_path is not None:
+            jsonl_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = jsonl_path.open("ab")
+        self.started = 0
+        self.finished = 0
+        self.outcomes: dict[str, int] = {}
+
+    def open_row(self, row: Row) -> Row:
+        """Count a request in."""
+        self.started += 1
+        return row
+
+    def close_row(self, row: Row) -> None:
+        """Keep a finished row; every opened row is closed once."""
+        self.finished += 1
+        self.outcomes[row.outcome.value] = self.outcomes.get(row.outcome.value, 0) + 1
+        self._rows.append(row)
+        if self._file is not None:
+            self._file.write(msgspec.json.encode(row.as_dict()) + b"\n")
+
+    def select(self, limit: int, **equal: str) -> Iterator[dict[str, Any]]:
+        """The newest ``limit`` rows, oldest first, whose fields equal ``equal`` (by name of the JSON field)."""
+        found: list[dict[str, Any]] = []
+        for row in reversed(self._rows):
+            if len(found) >= limit:
+                break
+            as_dict = row.as_dict()
+            if all(str(as_dict.get(key)) == value for key, value in equal.items()):
+                found.append(as_dict)
+        return iter(found[::-1])
+
+    def flush(self) -> None:
+        """Write buffered rows to the file."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,41 @@
+"""One JSON error shape: OpenAI's."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RequestError(Exception):
+    """A request that cannot be served, as the client will see it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        """The error object as JSON."""
+        return error_body(self.message, self.kind, self.code, self.param)
+
+
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
+    """``{"error": {"message", "type", "param", "code"}}`` as JSON."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def stream_error_event(message: str, code: str) -> bytes:
+    """The same as a server-sent event, for a stream that breaks after it began."""
+    return b"data: " + error_body(message, "upstream_error", code) + b"\n\n"

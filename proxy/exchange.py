@@ -1,0 +1,322 @@
+"""One request from its body to its last byte: route, send, relay, learn. The hot path."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from policies.types import NoCandidateError, OffloadReason, RequestView
+from proxy.bodies import ask_for_usage
+from proxy.breakdown import Outcome, Row
+from proxy.errors import RequestError, stream_error_event
+from proxy.handoff import OffloadFailedError
+from proxy.parse import Parsed, session_of
+from proxy.router import Routed
+from proxy.upstream import Answer, NotConnectedError, UpstreamError
+from proxy.usage import Usage, UsageFilter, usage_of_answer, usage_of_stream
+
+if TYPE_CHECKING:
+    from proxy.core import Core
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_USAGE_TAIL_CHUNKS = 8
+
+
+class AttemptFailedError(Exception):
+    """One instance did not produce a first byte; another may be tried."""
+
+    def __init__(self, instance: str, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.instance = instance
+        self.timed_out = timed_out
+
+
+class Exchange:
+    """Serves one client request. Owns its leases and its upstream answer, and gives both back whatever happens."""
+
+    def __init__(self, core: Core, row: Row, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        self._core = core
+        self._row = row
+        self._headers = headers
+        self._receive = receive
+        self._send = send
+        self._client_gone = False
+        self._answered = False
+        self._arrived_s = time.perf_counter()
+
+    async def run(self, parsed: Parsed) -> None:
+        """Serve a parsed request, watching all the while whether the client is still there.
+
+        Raises:
+            RequestError: nothing was sent yet and no instance could serve it.
+        """
+        serving = asyncio.current_task()
+        assert serving is not None
+        watcher = asyncio.create_task(self._watch_client(serving))
+        try:
+            await self._serve(parsed)
+        except asyncio.CancelledError:
+            if not self._client_gone:
+                self._row.outcome = Outcome.SHUTDOWN
+                raise
+            self._row.outcome = Outcome.CLIENT_GONE
+        finally:
+            watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await watcher
+            if self._client_gone:
+                serving.uncancel()
+            self._row.stages_ms["total"] = self._elapsed_ms()
+
+    async def _watch_client(self, serving: asyncio.Task[Any]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._answered:
+            self._client_gone = True
+            serving.cancel()
+
+    async def _serve(self, parsed: Parsed) -> None:
+        core, row = self._core, self._row
+        session_id = session_of(self._headers, core.session_headers, parsed.fields)
+        row.session_id, row.stream = session_id, parsed.stream
+        request = core.router.view(parsed, row.request_id, session_id)
+        row.prompt_tokens = request.prompt_tokens
+        row.stages_ms["parse"] = self._elapsed_ms()
+        tried: set[str] = set()
+        failure: AttemptFailedError | None = None
+        for _ in range(core.settings.limits.max_attempts):
+            started_s = time.perf_counter()
+            try:
+                routed = core.router.route(request, core.instances.healthy() - tried)
+            except NoCandidateError:
+                break
+            row.stages_ms["decide"] = (time.perf_counter() - started_s) * 1e3
+            self._note(routed)
+            try:
+                await self._attempt(parsed, request, routed)
+            except AttemptFailedError as error:
+                failure = error
+                tried.add(error.instance)
+                routed.commitment.retract(error.instance)
+                row.attempts.append({"instance": error.instance, "error": str(error)})
+            except asyncio.CancelledError:
+                if not self._answered and "first_byte" not in row.stages_ms:
+                    # Whatever part of the prompt was computed is unknown: better to expect nothing of it.
+                    routed.commitment.retract(routed.decision.decode_on)
+                raise
+            else:
+                return
+            finally:
+                routed.commitment.release()
+        raise self._give_up(failure)
+
+    def _note(self, routed: Routed) -> None:
+        row, decision = self._row, routed.decision
+        row.decision, row.planner = decision, self._core.router.planner.name
+        row.offload_reason, row.prefill_instance = decision.offload.reason.value, decision.prefill_on
+        prefill = routed.prefill_view
+        row.predicted_cached_tokens = prefill.cached_tokens if prefill else decision.cached_tokens
+
+    def _give_up(self, failure: AttemptFailedError | None) -> RequestError:
+        if failure is None:
+            self._row.outcome = Outcome.NO_INSTANCE
+            return RequestError(
+                503,
+                "no healthy instance: all are down or draining; see GET /instances",
+                kind="service_unavailable",
+                code="no_instance",
+                retry_after_s=max(1, round(self._core.settings.health.interval_s)),
+            )
+        message = f"{len(self._row.attempts)} attempt(s) failed, the last on {failure.instance}: {failure}"
+        if failure.timed_out:
+            self._row.outcome = Outcome.UPSTREAM_TIMEOUT
+            return RequestError(504, message, kind="upstream_error", code="upstream_timeout")
+        self._row.outcome = Outcome.UPSTREAM_ERROR
+        return RequestError(502, message, kind="upstream_error", code="upstream_error", retry_after_s=1)
+
+    async def _attempt(self, parsed: Parsed, request: RequestView, routed: Routed) -> None:
+        decision = routed.decision
+        drop_usage = self._core.settings.inject_usage and parsed.stream and parsed.fields.stream_options is None
+        body = ask_for_usage(parsed.body) if drop_usage else parsed.body
+        prefill_usage: Usage | None = None
+        opened: tuple[Answer, bytes] | None = None
+        if decision.prefill_on is not None:
+            opened, prefill_usage = await self._offload(parsed, body, routed)
+        if opened is None:
+            opened = await self._open(decision.decode_on, parsed, body, self._first_byte_bound(parsed))
+        answer, first = opened
+        try:
+            self._row.stages_ms["first_byte"] = self._elapsed_ms()
+            routed.commitment.decode.first_token()
+            if answer.status == 200 and parsed.stream:
+                usage = await self._relay_stream(answer, first, routed, drop_usage)
+            else:
+                usage = await self._relay_whole(answer, first, routed)
+        finally:
+            answer.close()
+        self._learn(parsed, usage, prefill_usage)
+
+    async def _offload(
+        self, parsed: Parsed, body: bytes, routed: Routed
+    ) -> tuple[tuple[Answer, bytes] | None, Usage | None]:
+        """Both legs of a hand-off up to D's first byte; None when it failed and the prefill is D's own again."""
+        core, row, decision = self._core, self._row, routed.decision
+        assert decision.prefill_on is not None
+        bound_s = core.settings.offload.first_token_timeout_s
+        try:
+            try:
+                started_s = time.perf_counter()
+                handed = await core.handoff.prefill(
+                    core.instances[decision.prefill_on], parsed.endpoint.value, body, self._upstream_headers()
+                )
+                row.stages_ms["prefill_leg"] = (time.perf_counter() - started_s) * 1e3
+            except OffloadFailedError:
+                routed.commitment.retract(decision.prefill_on)
+                raise
+            routed.commitment.end_prefill()
+            try:
+                opened = await self._open(decision.decode_on, parsed, handed.body, bound_s)
+            except AttemptFailedError as error:
+                reason = OffloadReason.FELL_BACK_D_TIMEOUT if error.timed_out else OffloadReason.FELL_BACK_D_ERROR
+                raise OffloadFailedError(reason, str(error)) from error
+            if opened[0].status != 200:
+                opened[0].close()
+                raise OffloadFailedError(OffloadReason.FELL_BACK_D_ERROR, f"D answered {opened[0].status}")
+        except OffloadFailedError as error:
+            core.settle_offload(decision.prefill_on, decision.decode_on, ok=False)
+            routed.commitment.fall_back()
+            row.attempts.append({"instance": decision.prefill_on, "error": str(error), "offload": error.reason.value})
+            row.offload_reason, row.prefill_instance = error.reason.value, None
+            row.predicted_cached_tokens = decision.cached_tokens
+            return None, None
+        core.settle_offload(decision.prefill_on, decision.decode_on, ok=True)
+        return opened, handed.usage
+
+    async def _open(self, instance: str, parsed: Parsed, body: bytes, bound_s: float) -> tuple[Answer, bytes]:
+        """Send to one instance and wait for the first byte of its answer's body (the whole of it unless streamed).
+
+        Raises:
+            AttemptFailedError: refused, broken, late, or answered 5xx.
+        """
+        core = self._core
+        answer: Answer | None = None
+        opened = False
+        try:
+            async with asyncio.timeout(bound_s):
+                answer = await core.upstream.post(
+                    core.instances[instance].url + parsed.endpoint.value, body, self._upstream_headers()
+                )
+                streamed = parsed.stream and answer.status == 200
+                first = await (answer.chunk() if streamed else answer.read())
+            if answer.status >= 500:
+                raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")
+            if streamed and not first:
+                raise UpstreamError("closed its stream before the first byte")
+            opened = True
+        except TimeoutError as error:
+            core.instances.failed(instance, f"no first byte within {bound_s:g} s")
+            raise AttemptFailedError(instance, f"no first byte within {bound_s:g} s", timed_out=True) from error
+        except UpstreamError as error:
+            core.instances.failed(instance, str(error), refused=isinstance(error, NotConnectedError))
+            raise AttemptFailedError(instance, str(error)) from error
+        finally:
+            if answer is not None and not opened:
+                answer.close()
+        core.instances.succeeded(instance)
+        return answer, first
+
+    def _first_byte_bound(self, parsed: Parsed) -> float:
+        timeouts = self._core.settings.timeouts
+        return timeouts.first_byte_s if parsed.stream else timeouts.total_s
+
+    async def _relay_whole(self, answer: Answer, content: bytes, routed: Routed) -> Usage | None:
+        row = self._row
+        row.status = answer.status
+        row.outcome = Outcome.OK if answer.status < 400 else Outcome.ENGINE_REFUSED
+        if answer.status >= 400:
+            routed.commitment.retract(routed.decision.decode_on)
+        await self._start(answer, routed, len(content))
+        self._answered = True
+        await self._send({"type": "http.response.body", "body": content})
+        return usage_of_answer(content)
+
+    async def _relay_stream(self, answer: Answer, chunk: bytes, routed: Routed, drop_usage: bool) -> Usage | None:
+        """Pass the stream on as it comes; ends it with an error event if the engine breaks it off."""
+        row, send = self._row, self._send
+        row.status = 200
+        await self._start(answer, routed, None)
+        keep = UsageFilter() if drop_usage else None
+        tail: deque[bytes] = deque(maxlen=_USAGE_TAIL_CHUNKS)
+        idle_s = self._core.settings.timeouts.idle_s
+        loop = asyncio.get_running_loop()
+        closing = b""
+        row.outcome = Outcome.OK
+        try:
+            async with asyncio.timeout(idle_s) as silence:
+                while chunk:
+                    tail.append(chunk)
+                    row.events += chunk.count(b"data: ")
+                    out = keep.feed(chunk) if keep else chunk
+                    if out:
+                        await send({"type": "http.response.body", "body": out, "more_body": True})
+                    silence.reschedule(loop.time() + idle_s)
+                    chunk = await answer.chunk()
+            closing = keep.flush() if keep else b""
+        except (UpstreamError, TimeoutError) as error:
+            what = f"no data for {idle_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            closing = self._break_stream(routed.decision.decode_on, what, tail)
+        self._answered = True
+        await send({"type": "http.response.body", "body": closing})
+        return usage_of_stream(b"".join(tail))
+
+    def _break_stream(self, instance: str, what: str, tail: deque[bytes]) -> bytes:
+        row = self._row
+        row.outcome, row.error = Outcome.STREAM_BROKEN, what
+        row.attempts.append({"instance": instance, "error": what})
+        self._core.instances.failed(instance, what)
+        event = stream_error_event(f"the stream from {instance} broke off: {what}", "stream_broken")
+        ended = bool(tail) and tail[-1].endswith(b"\n\n")
+        return event if ended else b"\n\n" + event
+
+    async def _start(self, answer: Answer, routed: Routed, length: int | None) -> None:
+        decision = routed.decision
+        headers = [
+            (b"content-type", answer.content_type.encode("latin-1")),
+            (b"x-request-id", self._row.request_id.encode("latin-1")),
+            (b"x-warmroute-instance", decision.decode_on.encode("latin-1")),
+            (b"x-warmroute-class", decision.request_class.encode()),
+            (b"x-warmroute-reason", decision.reason.encode()),
+            (b"x-warmroute-predicted-cached-tokens", str(self._row.predicted_cached_tokens).encode()),
+        ]
+        if self._row.prefill_instance:
+            headers.append((b"x-warmroute-prefill-instance", self._row.prefill_instance.encode("latin-1")))
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
+        await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
+
+    def _learn(self, parsed: Parsed, usage: Usage | None, prefill_usage: Usage | None) -> None:
+        row = self._row
+        if usage is None:
+            return
+        # After a hand-off D reports all it pulled as cached: what was really reused is what P says.
+        row.actual_cached_tokens = (prefill_usage or usage).cached_tokens
+        row.completion_tokens = usage.completion_tokens
+        if usage.prompt_tokens:
+            row.prompt_tokens = usage.prompt_tokens
+            self._core.router.learn_ratio(parsed.prompt.text_bytes, usage.prompt_tokens)
+
+    def _upstream_headers(self) -> dict[str, str]:
+        forwarded = self._core.forwarded_headers(self._headers)
+        forwarded["content-type"] = "application/json"
+        forwarded["x-request-id"] = self._row.request_id
+        return forwarded
+
+    def _elapsed_ms(self) -> float:
+        return (time.perf_counter() - self._arrived_s) * 1e3

@@ -1,0 +1,118 @@
+"""The live router: the fleet's state, the policy in force, and the one synchronous step that decides and counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from policies.decide import decide
+from policies.hotspots import HotspotTracker
+from policies.ledger import Ledger
+from policies.offload.base import OffloadPlanner
+from policies.prefix_index import PrefixIndex
+from policies.registry import make_planner, make_routing, routing_policies
+from policies.routing.base import RoutingPolicy
+from policies.sessions import SessionTable
+from policies.state import Commitment, FleetState
+from policies.types import Decision, FleetSnapshot, InstanceView, RequestView, Role
+from proxy.parse import Endpoint, Parsed, parse_request, request_view
+from proxy.settings import Settings
+
+_RATIO_WEIGHT = 0.1
+
+
+class Routed(NamedTuple):
+    """A decision that is already counted."""
+
+    decision: Decision
+    commitment: Commitment
+    prefill_view: InstanceView | None
+    """P as the decision saw it, when the prefill is offloaded."""
+
+
+class Router:
+    """Owns the fleet's state. Switching the policy changes neither index nor sessions nor ledger."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.thresholds = settings.classes.thresholds()
+        self.policy: RoutingPolicy = make_routing(settings.policy.name, settings.policy.params)
+        self.planner: OffloadPlanner = make_planner(settings.offload.planner, settings.offload.params)
+        self.block_tokens = settings.index.block_tokens
+        self.bytes_per_token = settings.index.bytes_per_token
+        self.state = FleetState(
+            PrefixIndex(settings.index.capacity_blocks),
+            Ledger(settings.ledger.recent_half_life_s),
+            SessionTable(settings.sessions.capacity, settings.sessions.ttl_s),
+            HotspotTracker(),
+        )
+        for instance in settings.instances:
+            self.state.add_instance(instance.name, instance.role)
+
+    def parse(self, endpoint: Endpoint, body: bytes) -> Parsed:
+        """Parse a body with the block sizes in force; raises RequestError."""
+        return parse_request(endpoint, body, self.block_tokens, self._settings.index.text_block_bytes)
+
+    def view(self, parsed: Parsed, request_id: str, session_id: str | None) -> RequestView:
+        """The request as policies see it."""
+        return request_view(
+            parsed,
+            request_id,
+            session_id,
+            self.block_tokens,
+            self._settings.index.text_block_bytes,
+            self.bytes_per_token,
+        )
+
+    def route(self, request: RequestView, available: set[str]) -> Routed:
+        """Decide and count, without an await in between. Raises NoCandidateError."""
+        now_s = time.monotonic()
+        fleet = self._snapshot(request, available, now_s)
+        decision = decide(request, fleet, self.policy, self.planner, self.thresholds)
+        commitment = self.state.commit(request, fleet, decision, now_s)
+        prefill = None
+        if decision.prefill_on is not None:
+            among = fleet.prefill_instances or fleet.instances
+            prefill = next(view for view in among if view.instance == decision.prefill_on)
+        return Routed(decision, commitment, prefill)
+
+    def explain(self, request: RequestView, available: set[str]) -> tuple[FleetSnapshot, dict[str, Decision]]:
+        """What every installed policy would decide now; nothing is counted.
+
+        The policy in force answers with its parameters, the others with their defaults. Raises NoCandidateError.
+        """
+        fleet = self._snapshot(request, available, time.monotonic())
+        answers = {}
+        for name in routing_policies():
+            policy = self.policy if name == self.policy.name else make_routing(name)
+            answers[name] = decide(request, fleet, policy, self.planner, self.thresholds)
+        return fleet, answers
+
+    def switch(
+        self,
+        name: str | None,
+        params: Mapping[str, Any] | None,
+        planner: str | None,
+        planner_params: Mapping[str, Any] | None,
+    ) -> None:
+        """Put another policy or planner in force; both are built before either is taken over."""
+        policy = make_routing(name, params) if name is not None else self.policy
+        offload = make_planner(planner, planner_params) if planner is not None else self.planner
+        self.policy, self.planner = policy, offload
+
+    def learn_ratio(self, text_bytes: int, prompt_tokens: int) -> None:
+        """Correct the bytes-per-token ratio by what an engine counted (exponential average)."""
+        if text_bytes and prompt_tokens:
+            self.bytes_per_token += _RATIO_WEIGHT * (text_bytes / prompt_tokens - self.bytes_per_token)
+
+    def set_block_tokens(self, block_tokens: int) -> None:
+        """Take over the engines' block size; blocks of another size mean nothing any more."""
+        if block_tokens != self.block_tokens:
+            self.block_tokens = block_tokens
+            for name in self.state.instances:
+                self.state.restarted(name)
+
+    def _snapshot(self, request: RequestView, available: set[str], now_s: float) -> FleetSnapshot:
+        decoders = {name for name in available if self.state.role(name) is not Role.KV_PRODUCER}
+        return self.state.snapshot(request, now_s, decoders, available - decoders)

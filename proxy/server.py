@@ -1,0 +1,32 @@
+"""Runs the application under uvicorn."""
+
+from __future__ import annotations
+
+import logging
+
+import uvicorn
+
+from proxy.app import ProxyApp
+from proxy.settings import Settings
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGINT or SIGTERM; running streams get ``grace_s`` to finish."""
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    uvicorn.Server(server_config(settings)).run()
+
+
+def server_config(settings: Settings) -> uvicorn.Config:
+    """uvicorn's configuration for a proxy."""
+    return uvicorn.Config(
+        ProxyApp(settings),
+        host=settings.host,
+        port=settings.port,
+        log_level=settings.log_level,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(settings.grace_s)),
+        backlog=4096,
+    )

@@ -1,0 +1,108 @@
+"""A proxy on a free port in front of scripted engines, all in the test's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from proxy.app import ProxyApp
+from proxy.core import Core
+from proxy.server import server_config
+from proxy.settings import Settings, load_settings
+from tests.proxy.stub_engine import StubEngine
+
+
+@dataclass
+class Running:
+    """A proxy that serves, its engines, and a client for it."""
+
+    core: Core
+    url: str
+    engines: list[StubEngine]
+    client: httpx.AsyncClient
+
+    async def rows(self, **query: Any) -> list[dict[str, Any]]:
+        return (await self.client.get("/breakdown", params={"limit": 1000, **query})).json()["rows"]
+
+    async def settled(self) -> dict[str, Any]:
+        """Statistics once nothing is in flight any more."""
+        for _ in range(200):
+            stats = (await self.client.get("/stats")).json()
+            if not stats["requests"]["in_flight"]:
+                return stats
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"requests still in flight: {stats}")
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        for _ in range(400):
+            if holds():
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("condition did not come true in 8 s")
+
+
+def ledger_is_zero(stats: dict[str, Any]) -> bool:
+    return not any(stats["ledger"].values())
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: Settings) -> AsyncIterator[tuple[Core, str]]:
+    """The real server on a free port."""
+    config = server_config(settings)
+    app = config.app
+    assert isinstance(app, ProxyApp)
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    task = asyncio.create_task(server.serve())
+    try:
+        while not server.started:
+            if task.done():
+                task.result()
+                raise AssertionError("the server ended before it started")
+            await asyncio.sleep(0.01)
+        yield app.core, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+StartProxy = Callable[..., Awaitable[Running]]
+
+
+@pytest.fixture
+async def start_proxy() -> AsyncIterator[StartProxy]:
+    """``await start_proxy(n_engines, **settings)``: everything is stopped when the test ends."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(count: int = 2, engines: list[StubEngine] | None = None, **overrides: Any) -> Running:
+            fleet = engines or [StubEngine() for _ in range(count)]
+            for engine in fleet:
+                if not engine.port:
+                    await engine.start()
+                stack.push_async_callback(engine.stop)
+            role = overrides.pop("role", "none")
+            settings = load_settings(
+                None,
+                **{
+                    "port": 0,
+                    "instances": [
+                        {"name": f"inst-{i}", "url": engine.url, "bootstrap_url": engine.url, "role": role}
+                        for i, engine in enumerate(fleet)
+                    ],
+                    "health": {"interval_s": 0.1, "timeout_s": 2.0},
+                    "log_level": "warning",
+                    **overrides,
+                },
+            )
+            core, url = await stack.enter_async_context(serving(settings))
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, trust_env=False))
+            return Running(core, url, fleet, client)
+
+        yield start

@@ -1,0 +1,188 @@
+"""A scripted engine for the proxy's own tests: it answers like vLLM and misbehaves on demand.
+
+It knows nothing of caches or scheduling (the simulated engine does); what it counts is what reached it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+
+@dataclass
+class StubEngine:
+    """One engine on a free loopback port. Set ``mode`` to choose its behaviour."""
+
+    mode: str = "ok"
+    model: str = "stub"
+    tokens: int = 4
+    token_delay_s: float = 0.0
+    prefill_s: float = 0.0
+    cached_tokens: int | None = None
+    block_tokens: int = 16
+    blocks: int = 10_000
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    seen_headers: list[dict[str, str]] = field(default_factory=list)
+    raw_bodies: list[bytes] = field(default_factory=list)
+    aborted: int = 0
+    running: int = 0
+    engine_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started_unix_s: float = field(default_factory=time.time)
+    port: int = 0
+
+    async def start(self) -> StubEngine:
+        app = web.Application(client_max_size=64 * 1024 * 1024)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/query", self._query)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
+        await self._runner.setup()
+        await self._listen()
+        return self
+
+    async def _listen(self) -> None:
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await self._site.start()
+        assert self._site._server is not None
+        self.port = self._site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def restart(self) -> None:
+        """The same port, a new process as far as anyone can tell."""
+        self.engine_id = uuid.uuid4().hex
+        self.started_unix_s += 1
+        await self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=500 if self.mode == "sick" else 200)
+
+    async def _query(self, _: web.Request) -> web.Response:
+        return web.json_response({"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": "tcp://x"}}}})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        labels = f'{{engine="0",model_name="{self.model}"}}'
+        config = f'{{block_size="{self.block_tokens}",num_gpu_blocks="{self.blocks}"}}'
+        return web.Response(
+            text=f"vllm:num_requests_running{labels} {self.running}\n"
+            f"vllm:num_requests_waiting{labels} 0\n"
+            f"vllm:kv_cache_usage_perc{labels} 0.25\n"
+            f"vllm:cache_config_info{config} 1.0\n"
+            f"process_start_time_seconds {self.started_unix_s}\n"
+        )
+
+    def _usage(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt = body.get("prompt")
+        count = len(prompt) if isinstance(prompt, list) else max(1, len(json.dumps(body.get("messages", prompt))) // 4)
+        usage: dict[str, Any] = {"prompt_tokens": count, "completion_tokens": self.tokens, "total_tokens": count}
+        if self.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+        return usage
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = json.loads(raw)
+        self.raw_bodies.append(raw)
+        self.seen.append(body)
+        self.seen_headers.append({key.lower(): value for key, value in request.headers.items()})
+        self.running += 1
+        try:
+            return await self._answer(request, body)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        is_prefill_leg = bool((body.get("kv_transfer_params") or {}).get("do_remote_decode"))
+        is_decode_leg = bool((body.get("kv_transfer_params") or {}).get("do_remote_prefill"))
+        if self.mode == "error" or (self.mode == "p_error" and is_prefill_leg):
+            return web.json_response({"error": {"message": "boom"}}, status=500)
+        if self.mode == "refuse_input":
+            return web.json_response({"error": {"message": "too long", "type": "BadRequestError"}}, status=400)
+        if (
+            self.mode == "hang"
+            or (self.mode == "p_hang" and is_prefill_leg)
+            or (self.mode == "pull_hang" and is_decode_leg)
+        ):
+            await asyncio.sleep(3600)
+        if self.mode == "reset":
+            assert request.transport is not None
+            request.transport.abort()
+            await asyncio.sleep(0.05)
+        if self.prefill_s:
+            await asyncio.sleep(self.prefill_s)
+        if not body.get("stream"):
+            return web.json_response(
+                {
+                    "id": "x",
+                    "object": "text_completion",
+                    "model": self.model,
+                    "usage": self._usage(body),
+                    "choices": [
+                        {
+                            "index": 0,
+                            "text": "w " * self.tokens,
+                            "finish_reason": "length",
+                            "message": {"role": "assistant", "content": "w"},
+                        }
+                    ],
+                    "kv_transfer_params": None,
+                }
+            )
+        return await self._stream(request, body)
+
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        if self.mode == "empty_stream":
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        for number in range(self.tokens):
+            if number == 2 and self.mode == "break_stream":
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if number == 2 and self.mode == "stall_stream":
+                await asyncio.sleep(3600)
+            await response.write(self.event(number))
+            await asyncio.sleep(self.token_delay_s)
+        if (body.get("stream_options") or {}).get("include_usage"):
+            await response.write(b"data: " + json.dumps(self.usage_event(body)).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def event(self, number: int) -> bytes:
+        chunk = {
+            "id": "x",
+            "object": "text_completion",
+            "model": self.model,
+            "usage": None,
+            "choices": [
+                {"index": 0, "text": f"w{number} ", "delta": {"content": f"w{number} "}, "finish_reason": None}
+            ],
+        }
+        return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+    def usage_event(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"id": "x", "object": "text_completion", "model": self.model, "choices": [], "usage": self._usage(body)}

@@ -1,0 +1,139 @@
+"""The hand-off as the proxy conducts it: what each leg carries, and what happens when one fails.
+
+The engine's side of the hand-off is played by the simulated engine (tests/integration) and by real ones later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
+from tests.proxy.stub_engine import StubEngine
+
+HEAVY = {"model": "stub", "prompt": list(range(400)), "max_tokens": 4}
+THRESHOLD = {"planner": "threshold", "params": {"min_decode_requests": 0}}
+SMALL_CLASSES = {"medium_tokens": 50, "heavy_tokens": 100}
+
+
+async def start(start_proxy: StartProxy, count: int = 2, **more: Any) -> Running:
+    offload = {**THRESHOLD, **more.pop("offload", {})}
+    return await start_proxy(count, role="kv_both", offload=offload, classes=SMALL_CLASSES, **more)
+
+
+def legs(proxy: Running) -> tuple[dict[str, Any], dict[str, Any], StubEngine]:
+    """P's body, D's body, and the engine that was P."""
+    seen = [(engine, body) for engine in proxy.engines for body in engine.seen]
+    [(p_engine, p_body)] = [item for item in seen if item[1]["kv_transfer_params"]["do_remote_decode"]]
+    [(_, d_body)] = [item for item in seen if item[1]["kv_transfer_params"]["do_remote_prefill"]]
+    return p_body, d_body, p_engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_both_legs_follow_the_contract(start_proxy: StartProxy, stream: bool) -> None:
+    proxy = await start(start_proxy)
+    answer = await proxy.client.post("/v1/completions", json={**HEAVY, "stream": stream})
+    assert answer.status_code == 200
+    p_body, d_body, p_engine = legs(proxy)
+    transfer_id = p_body["kv_transfer_params"]["transfer_id"]
+    assert p_body["kv_transfer_params"] == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": transfer_id,
+    }
+    assert (p_body["max_tokens"], p_body["min_tokens"], p_body["stream"]) == (1, 1, False)
+    assert "stream_options" not in p_body
+    assert d_body["kv_transfer_params"] == {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "transfer_id": transfer_id,
+        "remote_engine_id": p_engine.engine_id,
+        "remote_bootstrap_addr": p_engine.url,
+    }
+    assert d_body["max_tokens"] == 4
+    assert d_body.get("stream", False) is stream
+    assert answer.headers["x-warmroute-prefill-instance"] != answer.headers["x-warmroute-instance"]
+    [row] = await proxy.rows()
+    assert (row["offload_reason"], row["outcome"]) == ("chosen", "ok")
+    assert ledger_is_zero(await proxy.settled())
+
+
+async def test_chat_prefill_leg_bounds_max_completion_tokens_too(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy)
+    body = {
+        "model": "stub",
+        "messages": [{"role": "user", "content": "z" * 4000}],
+        "max_completion_tokens": 9,
+    }
+    assert (await proxy.client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert legs(proxy)[0]["max_completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "offload", "reason"),
+    [
+        ("p_error", {}, "fell_back_p_error"),
+        ("p_hang", {"prefill_timeout_s": 0.2}, "fell_back_p_timeout"),
+        ("pull_hang", {"first_token_timeout_s": 0.2}, "fell_back_d_timeout"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_failed_hand_off_runs_co_located_without_transfer_params(
+    start_proxy: StartProxy, mode: str, offload: dict[str, Any], reason: str, stream: bool
+) -> None:
+    proxy = await start(start_proxy, engines=[StubEngine(mode=mode) for _ in range(2)], offload=offload)
+    answer = await proxy.client.post("/v1/completions", json={**HEAVY, "stream": stream})
+    assert answer.status_code == 200
+    last_on_d = proxy.engines[int(answer.headers["x-warmroute-instance"][-1])].seen[-1]
+    assert "kv_transfer_params" not in last_on_d
+    assert "x-warmroute-prefill-instance" not in answer.headers
+    [row] = await proxy.rows()
+    assert (row["offload_reason"], row["outcome"], row["prefill_instance"]) == (reason, "ok", None)
+    assert ledger_is_zero(await proxy.settled())
+
+
+async def test_p_that_restarts_between_the_legs_is_noticed_before_d_is_touched(start_proxy: StartProxy) -> None:
+    engines = [StubEngine(prefill_s=0.3), StubEngine(prefill_s=0.3)]
+    proxy = await start(start_proxy, engines=engines)
+    request = asyncio.create_task(proxy.client.post("/v1/completions", json=HEAVY))
+    await proxy.until(lambda: sum(engine.running for engine in engines) == 1)
+    next(engine for engine in engines if engine.running).engine_id = "another life"
+    answer = await request
+    assert answer.status_code == 200
+    assert (await proxy.rows())[0]["offload_reason"] == "fell_back_p_identity"
+    pulls = [b for e in engines for b in e.seen if (b.get("kv_transfer_params") or {}).get("do_remote_prefill")]
+    assert pulls == []
+
+
+async def test_pair_that_keeps_failing_is_left_alone_for_a_while(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy, engines=[StubEngine(mode="p_error") for _ in range(2)])
+    for number in range(12):
+        ids = list(range(number * 1000, number * 1000 + 400))
+        await proxy.client.post("/v1/completions", json={**HEAVY, "prompt": ids})
+    reasons = [row["offload_reason"] for row in await proxy.rows()]
+    # Two pairs, three failures each at most; then both are left alone.
+    assert 3 <= reasons.count("fell_back_p_error") <= 6
+    assert reasons[-3:] == ["pair_broken"] * 3
+
+
+async def test_client_that_leaves_during_the_prefill_leg_aborts_it(start_proxy: StartProxy) -> None:
+    engines = [StubEngine(prefill_s=30), StubEngine(prefill_s=30)]
+    proxy = await start(start_proxy, engines=engines)
+    request = asyncio.create_task(
+        httpx.AsyncClient(base_url=proxy.url, timeout=60, trust_env=False).post("/v1/completions", json=HEAVY)
+    )
+    await proxy.until(lambda: sum(engine.running for engine in engines) == 1)
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    await proxy.until(lambda: sum(engine.aborted for engine in engines) == 1)
+    assert ledger_is_zero(await proxy.settled())
+
+
+async def test_light_requests_are_never_offloaded(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy)
+    await proxy.client.post("/v1/completions", json={**HEAVY, "prompt": list(range(40))})
+    assert (await proxy.rows())[0]["offload_reason"] == "below_threshold"
+    assert "kv_transfer_params" not in next(body for engine in proxy.engines for body in engine.seen)
