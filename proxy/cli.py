@@ -42,6 +42,14 @@ def serve(
     run(settings)
 
 
+def settings() -> None:
+    """Print every setting of `warmroute serve` with its default, as Markdown."""
+    from proxy.settings_reference import reference
+
+    typer.echo(reference(), nl=False)
+
+
 def register(app: typer.Typer) -> None:
     """Add this folder's commands to the root application."""
     app.command()(serve)
+    app.command()(settings)

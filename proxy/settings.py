@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
@@ -236,7 +237,7 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
         return FromFile(**overrides)
     except ValidationError as error:
         raise SettingsError(_explain(error, path)) from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, yaml.YAMLError) as error:
         raise SettingsError(f"{path or 'settings'}: {error}") from error
 
 

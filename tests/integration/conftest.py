@@ -1,0 +1,62 @@
+"""The real proxy in front of simulated engines that run as processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.core import Core
+from proxy.settings import load_settings
+from tests.integration.fleet import SimEngine, start_engines
+from tests.proxy.conftest import serving
+
+
+@dataclass
+class Cluster:
+    core: Core
+    url: str
+    engines: list[SimEngine]
+    client: httpx.AsyncClient
+
+
+StartCluster = Callable[..., Awaitable[Cluster]]
+
+
+@pytest.fixture
+async def start_cluster(tmp_path: Path) -> AsyncIterator[StartCluster]:
+    """``await start_cluster(count, *engine_flags, **proxy_settings)``."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(count: int, *flags: str, **overrides: Any) -> Cluster:
+            engines = await start_engines(count, tmp_path, *flags)
+            for engine in engines:
+                stack.callback(engine.kill)
+            settings = load_settings(
+                None,
+                **{
+                    "port": 0,
+                    "instances": [
+                        {
+                            "name": f"inst-{number}",
+                            "url": engine.url,
+                            "bootstrap_url": engine.bootstrap_url,
+                            "role": "kv_both",
+                        }
+                        for number, engine in enumerate(engines)
+                    ],
+                    "health": {"interval_s": 0.25},
+                    "log_level": "error",
+                    **overrides,
+                },
+            )
+            core, url = await stack.enter_async_context(serving(settings))
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
+            return Cluster(core, url, engines, client)
+
+        yield start

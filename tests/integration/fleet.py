@@ -1,0 +1,73 @@
+"""Simulated engines as real processes on free ports, killed and started again at will."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class SimEngine:
+    """One ``python -m sim`` process."""
+
+    log: Path
+    flags: tuple[str, ...] = ()
+    port: int = field(default_factory=free_port)
+    bootstrap_port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def bootstrap_url(self) -> str:
+        return f"http://127.0.0.1:{self.bootstrap_port}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "sim", "--port", str(self.port), "--bootstrap-port", str(self.bootstrap_port)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen([*command, *self.flags], cwd=ROOT, stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait(timeout=10)
+            self.process = None
+
+    async def healthy(self, client: httpx.AsyncClient) -> None:
+        for _ in range(600):
+            assert self.process is not None
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if (await client.get(f"{self.url}/health")).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"engine on {self.url} did not come up: {self.log.read_text()}")
+
+
+async def start_engines(count: int, folder: Path, *flags: str) -> list[SimEngine]:
+    """``count`` engines, all healthy; the caller kills them."""
+    engines = [SimEngine(folder / f"engine-{number}.log", flags) for number in range(count)]
+    for engine in engines:
+        engine.start()
+    async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+        await asyncio.gather(*(engine.healthy(client) for engine in engines))
+    return engines

@@ -1,0 +1,64 @@
+"""The index's predictions against what the engines report."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from tests.integration.conftest import Cluster, StartCluster
+
+
+def conversation(seed: int, turns: int, system: list[int]) -> list[list[int]]:
+    """Token-id prompts of one session: each turn repeats the history and adds to it."""
+    draw = random.Random(seed)
+    prompt = list(system)
+    prompts = []
+    for _ in range(turns):
+        prompt = prompt + [draw.randrange(1000, 30_000) for _ in range(draw.randrange(50, 900))]
+        prompts.append(prompt)
+    return prompts
+
+
+async def run_sessions(cluster: Cluster, sessions: int, turns: int) -> list[dict[str, Any]]:
+    system = list(range(700))
+
+    async def run(number: int) -> None:
+        for prompt in conversation(number, turns, system):
+            answer = await cluster.client.post(
+                "/v1/completions",
+                json={"model": "warm-sim", "prompt": prompt, "max_tokens": 5, "stream": number % 2 == 0},
+                headers={"x-session-id": f"s{number}"},
+            )
+            assert answer.status_code == 200
+
+    await asyncio.gather(*(run(number) for number in range(sessions)))
+    return (await cluster.client.get("/breakdown", params={"limit": 10_000})).json()["rows"]
+
+
+async def test_predictions_are_exact_for_token_ids_while_nothing_is_evicted(start_cluster: StartCluster) -> None:
+    for policy in ("linear", "session_sticky", "round_robin"):
+        cluster = await start_cluster(3, "--time-scale", "100", policy={"name": policy})
+        rows = await run_sessions(cluster, sessions=24, turns=6)
+        assert len(rows) == 144
+        exact = sum(row["predicted_cached_tokens"] == row["actual_cached_tokens"] for row in rows)
+        assert exact / len(rows) >= 0.99, policy
+        assert sum(row["actual_cached_tokens"] for row in rows) > 0
+
+
+async def test_prediction_error_is_reported_when_something_was_evicted(start_cluster: StartCluster) -> None:
+    # A pool of 6,400 tokens is far below what 24 growing sessions need: engines must evict what the index may expect.
+    cluster = await start_cluster(
+        2, "--time-scale", "100", "--kv-capacity-tokens", "6400", policy={"name": "round_robin"}
+    )
+    rows = await run_sessions(cluster, sessions=24, turns=6)
+    off = sum(abs(row["predicted_cached_tokens"] - row["actual_cached_tokens"]) for row in rows)
+    metrics = (await cluster.client.get("/metrics")).text
+    counted = sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in metrics.splitlines()
+        if line.startswith("warmroute_cache_prediction_error_tokens_total{")
+    )
+    assert counted == off
+    index_blocks = [row["index_blocks"] for row in (await cluster.client.get("/instances")).json()["instances"]]
+    assert all(blocks <= 100 for blocks in index_blocks)

@@ -1,0 +1,73 @@
+"""Reading usage, and taking one event out of a stream however it is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.usage import UsageFilter, is_usage_event, usage_of_answer, usage_of_stream
+
+TOKENS = [
+    b"data: " + json.dumps({"choices": [{"text": f"w{n} \n"}], "usage": None}).encode() + b"\n\n" for n in range(5)
+]
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n'
+CONTINUOUS = b'data: {"choices":[{"text":"x"}],"usage":{"prompt_tokens":9,"completion_tokens":1}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def cut(stream: bytes, places: list[int]) -> list[bytes]:
+    edges = sorted({0, len(stream), *(place % (len(stream) + 1) for place in places)})
+    return [stream[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+@given(st.lists(st.integers(min_value=0, max_value=10_000)), st.integers(min_value=0, max_value=6))
+def test_filter_takes_out_the_usage_event_and_nothing_else_however_the_stream_is_cut(
+    places: list[int], position: int
+) -> None:
+    events = [*TOKENS, DONE]
+    stream = b"".join([*events[:position], USAGE, *events[position:]])
+    keep = UsageFilter()
+    passed = b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush()
+    assert passed == b"".join(events)
+
+
+@given(st.lists(st.integers(min_value=0, max_value=10_000)), st.binary(max_size=40))
+def test_filter_passes_every_other_byte_unchanged(places: list[int], torn_end: bytes) -> None:
+    stream = b"".join([*TOKENS, CONTINUOUS, b": comment\n\n", DONE]) + torn_end
+    keep = UsageFilter()
+    assert b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush() == stream
+
+
+def test_usage_comes_from_the_last_event_that_has_one() -> None:
+    usage = usage_of_stream(b'...torn"}]}\n\n' + CONTINUOUS + USAGE + DONE)
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (9, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "cached"),
+    [
+        (b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":4}}}', 4),
+        (b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":null}}', 0),
+        (b'{"usage":{"prompt_tokens":9}}', 0),
+        (b'{"usage":{}}', None),
+    ],
+)
+def test_missing_details_mean_no_hit_as_in_vllm_0_18(body: bytes, cached: int | None) -> None:
+    usage = usage_of_answer(body)
+    assert usage is not None
+    assert usage.cached_tokens == cached
+
+
+@pytest.mark.parametrize("body", [b"", b"not json", b"[]", b'{"usage": 5}', b'{"no": 1}'])
+def test_answers_without_usage_are_no_error(body: bytes) -> None:
+    assert usage_of_answer(body) is None
+
+
+@pytest.mark.parametrize("event", [DONE, TOKENS[0], CONTINUOUS, b"", b'data: {"usage"', b": usage"])
+def test_only_the_event_without_choices_counts_as_the_usage_event(event: bytes) -> None:
+    assert not is_usage_event(event.removesuffix(b"\n\n"))
+    assert is_usage_event(USAGE.removesuffix(b"\n\n"))
