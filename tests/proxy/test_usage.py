@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -20,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 def cut(stream: bytes, places: list[int]) -> list[bytes]:
     edges = sorted({0, len(stream), *(place % (len(stream) + 1) for place in places)})
-    return [stream[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [stream[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @given(st.lists(st.integers(min_value=0, max_value=10_000)), st.integers(min_value=0, max_value=6))

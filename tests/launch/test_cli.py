@@ -1,0 +1,179 @@
+"""The launcher as a process: another shell sees and stops it, and nothing survives its death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from launch.__main__ import app
+from launch.fleet import FLEETS
+from launch.state import FleetState, StateError, read_state
+from tests.launch.conftest import REPOSITORY, STUB_LAUNCH, fleet_values, until
+
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("leaves_nothing")]
+
+
+class Launcher:
+    """`up` in a process of its own."""
+
+    def __init__(self, tmp_path: Path, *options: str, **values: Any) -> None:
+        self.run_dir = tmp_path / "run"
+        self.fleet_file = tmp_path / "fleet.yaml"
+        self.fleet_file.write_text(yaml.safe_dump(fleet_values(**values)))
+        self.command = [*STUB_LAUNCH, "up", str(self.fleet_file), "--run-dir", str(self.run_dir), *options]
+        self.process = subprocess.Popen(
+            self.command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def ready(self) -> FleetState:
+        """Wait until the fleet is ready."""
+
+        def state() -> FleetState | None:
+            if self.process.poll() is not None:
+                pytest.fail(self.process.communicate()[0])
+            try:
+                found = read_state(self.run_dir)
+            except StateError:
+                return None
+            return found if found.status == "ready" else None
+
+        found = until(state)
+        assert isinstance(found, FleetState)
+        return found
+
+    def end(self, signum: int) -> tuple[int, str]:
+        """Signal the launcher; its exit code and output."""
+        self.process.send_signal(signum)
+        output, _ = self.process.communicate(timeout=30)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    found = Launcher(tmp_path, "--no-proxy")
+    yield found
+    if found.process.poll() is None:
+        found.end(signal.SIGTERM)
+
+
+def cli(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_stop_everything(launcher: Launcher, signum: int, code: int) -> None:
+    state = launcher.ready()
+    assert len(state.running) == 2
+    assert launcher.end(signum)[0] == code
+    assert not state.running
+    assert read_state(launcher.run_dir).status == "stopped"
+
+
+def test_a_killed_launcher_leaves_nothing(launcher: Launcher) -> None:
+    state = launcher.ready()
+    processes = [psutil.Process(process.pid) for process in state.running]
+    assert len(processes) == 2
+    assert launcher.end(signal.SIGKILL)[0] == -signal.SIGKILL
+    gone, alive = psutil.wait_procs(processes, timeout=20)
+    assert len(gone) == 2, alive
+    code, output = cli("status", "--run-dir", str(launcher.run_dir))
+    assert code == 3
+    assert "no longer runs" in output
+    assert cli("down", "--run-dir", str(launcher.run_dir))[1].endswith("nothing runs\n")
+
+
+def test_status_and_down_from_another_shell(launcher: Launcher) -> None:
+    state = launcher.ready()
+    directory = ("--run-dir", str(launcher.run_dir))
+    code, output = cli("status", *directory, "--json")
+    assert code == 0
+    assert msgspec.json.decode(output, type=FleetState) == state
+    code, output = cli("status", *directory)
+    assert (code, output.count("ready")) == (0, 2)
+    assert cli("down", *directory) == (0, f"{launcher.run_dir}: stopped 2 processes\n")
+    assert launcher.process.wait(20) == 143
+    assert not state.running
+
+
+def test_down_never_signals_a_recycled_pid(tmp_path: Path) -> None:
+    """State files of long ago name pids that belong to others now: here, to this very test."""
+    mine = {"pid": os.getpid(), "created_unix_s": 1e9}
+    process = {"name": "inst-0", "kind": "sim", "url": "", "log": "", **mine}
+    state = {"fleet": "f", "supervisor_pid": os.getpid(), "supervisor_created_unix_s": 1e9, "started_unix_s": 1e9}
+    (tmp_path / "state.json").write_text(json.dumps({**state, "processes": [process]}))
+    assert cli("down", "--run-dir", str(tmp_path)) == (0, f"{tmp_path}: nothing runs\n")
+
+
+def test_a_crashed_engine_is_reported_and_shown(launcher: Launcher) -> None:
+    state = launcher.ready()
+    os.kill(state.processes[0].pid, signal.SIGKILL)
+    until(lambda: read_state(launcher.run_dir).processes[0].status == "exited")
+    code, output = cli("status", "--run-dir", str(launcher.run_dir))
+    assert code == 3
+    assert "exited" in output
+    code, output = launcher.end(signal.SIGINT)
+    assert code == 130
+    assert "inst-0 ended unexpectedly with code -9" in output
+
+
+def test_detached_with_proxy(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, "--detach", count=1)
+    output, _ = launcher.process.communicate(timeout=60)
+    assert launcher.process.returncode == 0, output
+    state = read_state(launcher.run_dir)
+    try:
+        assert state.supervised
+        assert [process.kind for process in state.running] == ["sim", "proxy"]
+        assert "detached; stop it with" in output
+    finally:
+        code, _ = cli("down", "--run-dir", str(launcher.run_dir))
+    assert code == 0
+    assert not state.running
+    assert not state.supervised
+
+
+def test_failing_to_start_detached_shows_why(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, "--detach", "--no-proxy", ready_timeout_s=0.001)
+    output, _ = launcher.process.communicate(timeout=60)
+    assert launcher.process.returncode == 2
+    assert "was not ready within 0.001 s" in output
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FLEETS.glob("*.yaml")))
+def test_dry_run_prints_commands_and_starts_nothing(name: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    code, output = cli("up", name, "--dry-run", "--run-dir", str(run_dir))
+    assert code == 0
+    assert output.count(" -m sim --host 127.0.0.1 --port ") == output.count("--profile h20") >= 4
+    assert f"-m proxy --config {run_dir}/proxy.yaml" in output
+    assert "instances:" in output
+    assert not run_dir.exists()
+
+
+def test_a_bad_fleet_file_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("kind: sim\ncount: 0\n")
+    code, output = cli("up", str(path))
+    assert code == 2
+    assert "count: Input should be greater than or equal to 1" in output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nothing_to_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in ("status", "down"):
+        code, output = cli(command)
+        assert code == 2
+        assert "no fleet runs" in output

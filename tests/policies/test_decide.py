@@ -1,0 +1,81 @@
+"""decide(): one function from a request and a snapshot to a decision."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from policies.classes import ClassThresholds
+from policies.decide import decide
+from policies.offload.never import Never
+from policies.offload.threshold import Threshold
+from policies.registry import make_routing, routing_policies
+from policies.routing.linear import Linear
+from policies.routing.session_sticky import SessionSticky
+from policies.types import (
+    Choice,
+    FleetSnapshot,
+    InstanceView,
+    NoCandidateError,
+    OffloadReason,
+    Reason,
+    RequestClass,
+    RequestView,
+    Role,
+)
+from tests.policies.builders import ask, fleet_of, idle
+
+DEFAULT = ClassThresholds()
+
+
+@pytest.mark.parametrize(
+    ("cached", "expected"),
+    [(45_001, RequestClass.WARM), (45_000, RequestClass.MEDIUM), (30_000, RequestClass.HEAVY)],
+)
+def test_the_class_is_by_new_tokens_on_the_chosen_instance(cached: int, expected: RequestClass) -> None:
+    fleet = fleet_of(InstanceView("warm", cached_tokens=cached), InstanceView("cold"))
+    decision = decide(ask(50_000), fleet, Linear(), Never(), DEFAULT)
+    assert (decision.decode_on, decision.request_class) == ("warm", expected)
+    assert (decision.prompt_tokens, decision.cached_tokens, decision.new_tokens) == (50_000, cached, 50_000 - cached)
+
+
+def test_what_is_cached_elsewhere_does_not_make_a_request_warm() -> None:
+    warm = InstanceView("warm", cached_tokens=49_000, pending_prefill_tokens=10**6)
+    decision = decide(ask(50_000), fleet_of(warm, InstanceView("cold")), Linear(), Never(), DEFAULT)
+    assert (decision.decode_on, decision.request_class) == ("cold", RequestClass.HEAVY)
+
+
+def test_without_an_instance_there_is_no_decision() -> None:
+    with pytest.raises(NoCandidateError, match="no instance may take the request"):
+        decide(ask(), FleetSnapshot(()), Linear(), Never(), DEFAULT)
+
+
+@pytest.mark.parametrize("policy", routing_policies())
+def test_with_one_instance_the_reason_is_that_there_was_no_other(policy: str) -> None:
+    request = ask(session_id="s")
+    decision = decide(request, fleet_of(*idle(1), pinned="inst-0"), make_routing(policy), Never(), DEFAULT)
+    assert (decision.decode_on, decision.reason) == ("inst-0", Reason.ONLY_CANDIDATE)
+    assert (decision.policy, len(decision.scores)) == (policy, 1)
+
+
+def test_the_policy_reason_and_the_plan_are_passed_on() -> None:
+    busy = InstanceView("d", role=Role.KV_BOTH, requests=2)
+    other = InstanceView("p", role=Role.KV_BOTH, recent_tokens=5.0)
+    request = ask(50_000, session_id="s")
+    decision = decide(request, fleet_of(busy, other, pinned="d"), SessionSticky(), Threshold(), DEFAULT)
+    assert (decision.request_id, decision.decode_on, decision.prefill_on) == ("req", "d", "p")
+    assert (decision.reason, decision.offload.reason) == (Reason.SESSION_PINNED, OffloadReason.CHOSEN)
+    assert decision.offload.inputs["new_tokens"] == 50_000
+
+
+class _Stray:
+    name: ClassVar[str] = "stray"
+
+    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
+        return Choice("nowhere", Reason.DRAWN, ())
+
+
+def test_a_policy_that_answers_with_a_stranger_is_named_in_the_error() -> None:
+    with pytest.raises(ValueError, match="policy 'stray' chose 'nowhere', which is not a candidate"):
+        decide(ask(), fleet_of(*idle(2)), _Stray(), Never(), DEFAULT)

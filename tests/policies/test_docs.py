@@ -1,0 +1,71 @@
+"""docs/policies.md says what the code says: defaults, reasons, bounds."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policies.classes import ClassThresholds
+from policies.hotspots import HotspotTracker
+from policies.ledger import Ledger
+from policies.prefix_index import PrefixIndex
+from policies.registry import make_planner, make_routing, parameters
+from policies.sessions import SessionTable
+from policies.types import OffloadReason, Reason
+
+PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def table(first_column: str) -> dict[str, list[str]]:
+    """Rows of the page's table whose first heading is ``first_column``: name in backticks -> the other cells."""
+    rows = re.search(rf"^\| {first_column} \|.*\n\|[ -:|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    assert rows, f"docs/policies.md has no table that begins with {first_column!r}"
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.group(1).splitlines()]
+    return {row[0].strip("`"): row[1:] for row in cells}
+
+
+def own_names(group: str) -> list[str]:
+    """Names that this project, not a third party, declares in an entry point group."""
+    section = re.search(rf'\[project\.entry-points\."{group}"\]\n((?:\w+ = .*\n)+)', PYPROJECT)
+    assert section
+    return [line.partition(" ")[0] for line in section.group(1).splitlines()]
+
+
+def cell_of(defaults: dict[str, Any]) -> str:
+    return ", ".join(f"`{name}={value}`" for name, value in defaults.items()) or "none"
+
+
+def test_the_table_of_policies_is_complete_and_its_defaults_are_those_of_the_code() -> None:
+    documented = {name: cells[-1] for name, cells in table("policy").items()}
+    assert documented == {name: cell_of(parameters(make_routing(name))) for name in own_names("warmroute.routing")}
+
+
+def test_the_table_of_planners_is_complete_and_its_defaults_are_those_of_the_code() -> None:
+    documented = {name: cells[-1] for name, cells in table("planner").items()}
+    assert documented == {name: cell_of(parameters(make_planner(name))) for name in own_names("warmroute.offload")}
+
+
+@pytest.mark.parametrize(("column", "reasons"), [("reason", Reason), ("offload reason", OffloadReason)])
+def test_the_lists_of_reasons_are_those_of_the_code(column: str, reasons: type[StrEnum]) -> None:
+    assert list(table(column)) == [reason.value for reason in reasons]
+    assert all(cells[0] for cells in table(column).values())
+
+
+@pytest.mark.parametrize("owner", [PrefixIndex, Ledger, SessionTable, HotspotTracker, ClassThresholds])
+def test_the_bounds_of_the_state_are_those_of_the_code(owner: Callable[..., object]) -> None:
+    documented = re.findall(r"`(\w+=[^`]+)`", table("state")[owner.__name__][-1])
+    signature = inspect.signature(owner).parameters.values()
+    assert sorted(documented) == sorted(f"{p.name}={p.default}" for p in signature)
+
+
+def test_the_class_thresholds_in_the_text_are_those_of_the_code() -> None:
+    thresholds = ClassThresholds()
+    text = f"WARM below {thresholds.medium_tokens:,}, MEDIUM from\n   {thresholds.medium_tokens:,}, HEAVY from"
+    assert f"{text} {thresholds.heavy_tokens:,}" in PAGE

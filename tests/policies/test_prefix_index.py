@@ -1,0 +1,160 @@
+"""The prefix index by example: holders, bounds, slots and the work of one match."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policies.blocks import hash_token_blocks
+from policies.prefix_index import PrefixIndex
+
+
+def chain(*ids: int) -> list[int]:
+    return hash_token_blocks(ids, 1)
+
+
+def index_of(*names: str, capacity: int = 1_000) -> PrefixIndex:
+    index = PrefixIndex(capacity)
+    for name in names:
+        index.add_instance(name)
+    return index
+
+
+def test_match_reports_every_instance_its_own_longest_prefix() -> None:
+    index = index_of("a", "b", "c")
+    index.insert("a", chain(1, 2, 3, 4))
+    index.insert("b", chain(1, 2))
+    assert index.match(chain(1, 2, 3, 9)) == {"a": 3, "b": 2, "c": 0}
+    assert index.match(chain(8)) == {"a": 0, "b": 0, "c": 0}
+    assert index.match([]) == {"a": 0, "b": 0, "c": 0}
+    assert PrefixIndex().match(chain(1)) == {}
+
+
+def test_a_block_held_without_its_predecessor_does_not_count() -> None:
+    index = index_of("a")
+    blocks = chain(1, 2, 3)
+    index.insert("a", blocks)
+    index.forget("a", blocks[1:2])
+    assert index.match(blocks) == {"a": 1}
+    assert index.match_one("a", blocks) == 1
+
+
+def test_insert_counts_only_what_was_new() -> None:
+    index = index_of("a")
+    assert index.insert("a", chain(1, 2, 3)) == 3
+    assert index.insert("a", chain(1, 2, 3, 4)) == 1
+    assert index.blocks("a") == index.distinct_blocks == 4
+
+
+def test_the_tail_is_evicted_before_the_head() -> None:
+    index = index_of("a", capacity=4)
+    index.insert("a", chain(1, 2, 3, 4))
+    index.insert("a", chain(9))
+    assert index.match_one("a", chain(1, 2, 3, 4)) == 3
+    index.insert("a", chain(9, 10))
+    assert index.match_one("a", chain(1, 2, 3, 4)) == 2
+    assert index.match_one("a", chain(9, 10)) == 2
+
+
+def test_a_prompt_longer_than_the_bound_keeps_its_head() -> None:
+    index = index_of("a", capacity=3)
+    index.insert("a", chain(*range(10)))
+    assert index.blocks("a") == 3
+    assert index.match_one("a", chain(*range(10))) == 3
+
+
+def test_the_least_recently_used_chain_goes_first_and_use_refreshes() -> None:
+    index = index_of("a", capacity=4)
+    index.insert("a", chain(1, 2))
+    index.insert("a", chain(5, 6))
+    index.insert("a", chain(1, 2))
+    index.insert("a", chain(8, 9))
+    assert [index.match_one("a", chain(*ids)) for ids in [(1, 2), (5, 6), (8, 9)]] == [2, 0, 2]
+
+
+def test_a_smaller_bound_evicts_at_once_and_keeps_the_rest() -> None:
+    index = index_of("a")
+    index.insert("a", chain(1, 2, 3, 4))
+    index.add_instance("a", 2)
+    assert (index.blocks("a"), index.capacity("a"), index.match_one("a", chain(1, 2, 3, 4))) == (2, 2, 2)
+    assert index.distinct_blocks == 2
+
+
+def test_an_instance_that_leaves_is_no_holder_any_more() -> None:
+    index = index_of("a", "b")
+    index.insert("a", chain(1, 2))
+    index.insert("b", chain(1))
+    index.remove_instance("a")
+    assert index.match(chain(1, 2)) == {"b": 1}
+    assert index.distinct_blocks == 1
+    index.remove_instance("a")
+    index.forget("a", chain(1))
+    assert index.match(chain(1)) == {"b": 1}
+
+
+def test_a_newcomer_on_a_reused_slot_inherits_nothing() -> None:
+    index = index_of("a", "b")
+    index.insert("a", chain(1, 2))
+    index.remove_instance("a")
+    index.add_instance("c")
+    assert index.match(chain(1, 2)) == {"b": 0, "c": 0}
+
+
+def test_slots_are_reused_so_that_masks_stay_small_however_often_a_fleet_changes() -> None:
+    index = index_of("keeper")
+    for turn in range(200):
+        index.add_instance(f"i{turn}")
+        index.insert(f"i{turn}", chain(1))
+        index.remove_instance(f"i{turn}")
+    index.add_instance("last")
+    index.insert("last", chain(1))
+    assert max(index._holders.values()) < 1 << 2
+
+
+def test_a_restarted_instance_is_empty_and_still_known() -> None:
+    index = index_of("a", "b")
+    index.insert("a", chain(1, 2))
+    index.insert("b", chain(1, 2))
+    index.clear_instance("a")
+    assert index.match(chain(1, 2)) == {"a": 0, "b": 2}
+    assert index.insert("a", chain(1)) == 1
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_a_bound_below_one_block_is_refused(capacity: int) -> None:
+    with pytest.raises(ValueError, match=f"capacity_blocks must be at least 1, got {capacity}"):
+        PrefixIndex(capacity)
+    with pytest.raises(ValueError, match=f"capacity_blocks must be at least 1, got {capacity}"):
+        PrefixIndex().add_instance("a", capacity)
+
+
+class _CountingHolders(dict[int, int]):
+    """Counts look-ups: the work of a match that does not depend on the machine."""
+
+    lookups = 0
+
+    def get(self, key: int, default: Any = None) -> Any:
+        self.lookups += 1
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("instances", [1, 8, 64])
+def test_a_match_looks_every_block_up_once_whatever_the_size_of_the_fleet(instances: int) -> None:
+    index = index_of(*(f"i{n}" for n in range(instances)), capacity=10_000)
+    blocks = chain(*range(1_375))
+    for n in range(instances):
+        index.insert(f"i{n}", blocks[: 1_375 - 20 * n])
+    holders = _CountingHolders(index._holders)
+    index._holders = holders
+    assert max(index.match(blocks).values()) == 1_375
+    assert holders.lookups == 1_375
+
+
+def test_a_match_stops_at_the_first_block_nobody_holds() -> None:
+    index = index_of("a", "b")
+    index.insert("a", chain(1, 2))
+    holders = _CountingHolders(index._holders)
+    index._holders = holders
+    index.match(chain(1, 2, *range(100, 1_100)))
+    assert holders.lookups <= 4

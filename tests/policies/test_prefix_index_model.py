@@ -1,0 +1,107 @@
+"""The prefix index against a model that does the obvious thing slowly, over any order of operations."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from policies.blocks import hash_token_blocks
+from policies.prefix_index import PrefixIndex
+
+NAMES = st.sampled_from(["a", "b", "c", "d"])
+PROMPTS = st.lists(st.integers(0, 2), max_size=9).map(lambda ids: hash_token_blocks(ids, 1))
+
+
+class _ModelInstance:
+    """Blocks in a plain list, least recently used first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.blocks: list[int] = []
+
+    def insert(self, hashes: list[int]) -> int:
+        new = sum(block not in self.blocks for block in hashes)
+        kept = [block for block in self.blocks if block not in hashes]
+        self.blocks = kept + hashes[::-1]
+        self.evict()
+        return new
+
+    def evict(self) -> None:
+        self.blocks = self.blocks[max(0, len(self.blocks) - self.capacity) :]
+
+    def longest(self, hashes: list[int]) -> int:
+        return next((depth for depth, block in enumerate(hashes) if block not in self.blocks), len(hashes))
+
+
+class PrefixIndexMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(capacity_blocks=12)
+        self.model: dict[str, _ModelInstance] = {}
+        self.forgotten = False
+
+    @rule(name=NAMES, capacity=st.none() | st.integers(1, 12))
+    def add_or_resize(self, name: str, capacity: int | None) -> None:
+        self.index.add_instance(name, capacity)
+        bound = 12 if capacity is None else capacity
+        model = self.model.setdefault(name, _ModelInstance(bound))
+        model.capacity = bound
+        model.evict()
+
+    @rule(name=NAMES)
+    def remove(self, name: str) -> None:
+        self.index.remove_instance(name)
+        self.model.pop(name, None)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), hashes=PROMPTS)
+    def insert(self, data: st.DataObject, hashes: list[int]) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model)))
+        assert self.index.insert(name, hashes) == self.model[name].insert(hashes)
+
+    @rule(name=NAMES, hashes=PROMPTS, start=st.integers(0, 9))
+    def forget(self, name: str, hashes: list[int], start: int) -> None:
+        self.forgotten = True
+        self.index.forget(name, hashes[start:])
+        if name in self.model:
+            self.model[name].blocks = [b for b in self.model[name].blocks if b not in hashes[start:]]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def clear(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model)))
+        self.index.clear_instance(name)
+        self.model[name].blocks = []
+
+    @rule(hashes=PROMPTS)
+    def match(self, hashes: list[int]) -> None:
+        expected = {name: instance.longest(hashes) for name, instance in self.model.items()}
+        assert self.index.match(hashes) == expected
+        assert {name: self.index.match_one(name, hashes) for name in self.model} == expected
+
+    @rule(hashes=PROMPTS)
+    def a_tail_never_outlives_its_head(self, hashes: list[int]) -> None:
+        for lru in self.index._lru.values():
+            held = [block in lru for block in hashes]
+            assert self.forgotten or held == sorted(held, reverse=True)
+
+    @invariant()
+    def bounds_hold_and_holders_are_exactly_the_blocks_held(self) -> None:
+        for name, instance in self.model.items():
+            assert self.index.blocks(name) == len(instance.blocks) <= self.index.capacity(name) == instance.capacity
+        distinct = {block for instance in self.model.values() for block in instance.blocks}
+        assert self.index.distinct_blocks == len(distinct)
+        masks = self.index._holders
+        assert set(masks) == distinct
+        for block, mask in masks.items():
+            assert mask.bit_count() == sum(block in instance.blocks for instance in self.model.values())
+
+    @invariant()
+    def slots_are_the_lowest_free_ones(self) -> None:
+        assert sorted(self.index._names.values()) == sorted(self.model)
+        assert all(slot < 4 for slot in self.index._names)
+
+
+TestPrefixIndexAgainstModel = PrefixIndexMachine.TestCase
+TestPrefixIndexAgainstModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

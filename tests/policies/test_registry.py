@@ -1,0 +1,151 @@
+"""The registry: names, parameters, third parties."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policies.classes import ClassThresholds
+from policies.decide import decide
+from policies.registry import (
+    PolicyParameterError,
+    UnknownPolicyError,
+    make_planner,
+    make_routing,
+    offload_planners,
+    parameters,
+    routing_policies,
+)
+from tests.policies.builders import ask, fleet_of, idle
+
+ROUTING = {"round_robin", "random", "least_loaded", "linear", "lmetric", "session_sticky", "unified"}
+DOCS = Path(__file__).parents[2] / "docs" / "policies.md"
+
+
+def test_the_policies_of_the_product_are_installed() -> None:
+    assert set(routing_policies()) >= ROUTING
+    assert set(offload_planners()) >= {"never", "threshold"}
+    assert routing_policies() == sorted(routing_policies())
+
+
+@pytest.mark.parametrize("name", sorted(ROUTING))
+def test_a_policy_is_registered_under_its_own_name(name: str) -> None:
+    policy = make_routing(name)
+    assert policy.name == name
+    assert make_routing(name, parameters(policy)) == policy
+
+
+@pytest.mark.parametrize("name", ["never", "threshold"])
+def test_a_planner_is_registered_under_its_own_name(name: str) -> None:
+    planner = make_planner(name)
+    assert planner.name == name
+    assert make_planner(name, parameters(planner)) == planner
+
+
+def test_parameters_are_taken_and_shown() -> None:
+    policy = make_routing("linear", {"alpha": 2})
+    assert parameters(policy) == {"alpha": 2, "recent_weight": 0.1}
+    assert parameters(object()) == {}
+
+
+def test_a_policy_cannot_be_changed_once_made() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_routing("linear").alpha = 3.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [make_routing, make_planner])
+def test_an_unknown_name_lists_the_known_ones(make: Any) -> None:
+    known = routing_policies() if make is make_routing else offload_planners()
+    with pytest.raises(UnknownPolicyError, match=re.escape(f"'lineer'; known: {', '.join(known)}")):
+        make("lineer")
+
+
+def test_an_unknown_parameter_lists_the_known_ones() -> None:
+    with pytest.raises(PolicyParameterError, match="'linear' has no parameter 'aplha'; it has: alpha, recent_weight"):
+        make_routing("linear", {"aplha": 1.0})
+    with pytest.raises(PolicyParameterError, match="'round_robin' has no parameter 'seed'; it has: none"):
+        make_routing("round_robin", {"seed": 1})
+    with pytest.raises(PolicyParameterError, match="'threshold' has no parameter 'cap'; it has: max_in_flight"):
+        make_planner("threshold", {"cap": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "says"),
+    [
+        ("linear", {"alpha": -1.0}, "alpha must not be negative"),
+        ("linear", {"recent_weight": float("nan")}, "recent_weight must not be negative"),
+        ("linear", {"alpha": "1"}, "alpha must be a number, got '1'"),
+        ("linear", {"alpha": True}, "alpha must be a number, got True"),
+        ("least_loaded", {"decode_weight": -0.1}, "weights must not be negative"),
+        ("lmetric", {"min_window": 0}, "min_window must be at least 1"),
+        ("lmetric", {"min_window": 1.5}, "min_window must be an integer, got 1.5"),
+        ("lmetric", {"detect_hotspots": "false"}, "detect_hotspots must be true or false, got 'false'"),
+        ("random", {"seed": "x"}, "seed must be an integer, got 'x'"),
+        ("session_sticky", {"overload_factor": 0.9}, "overload_factor must be at least 1"),
+        ("session_sticky", {"overload_floor_tokens": -1}, "overload_floor_tokens must not be negative"),
+        ("session_sticky", {"affinity_gate": 1.1}, "affinity_gate must be between 0 and 1"),
+        ("unified", {"affinity_gate": -0.1}, "affinity_gate must be between 0 and 1"),
+        ("unified", {"overload_factor": 0.5}, "overload_factor must be at least 1"),
+        ("unified", {"overload_floor_tokens": -1}, "overload_floor_tokens must not be negative"),
+        ("unified", {"recent_weight": -1}, "weights must not be negative"),
+    ],
+)
+def test_a_bad_value_names_policy_and_parameter(name: str, params: dict[str, Any], says: str) -> None:
+    with pytest.raises(PolicyParameterError) as caught:
+        make_routing(name, params)
+    assert str(caught.value).startswith(f"routing policy {name!r}: ")
+    assert says in str(caught.value)
+
+
+def test_a_bad_planner_value_is_refused_likewise() -> None:
+    with pytest.raises(PolicyParameterError, match=r"offload planner 'threshold': .*max_in_flight must be at least 1"):
+        make_planner("threshold", {"max_in_flight": 0})
+
+
+def documented_example() -> str:
+    """The Python listing of the page that tells third parties how to add a policy."""
+    return re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL).group(1)  # type: ignore[union-attr]
+
+
+def documented_entry_point() -> str:
+    return re.search(r"```toml\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL).group(1)  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The documented example, installed as a distribution of its own; returns the policy's name."""
+    section, entry = documented_entry_point().strip().splitlines()
+    assert section == '[project.entry-points."warmroute.routing"]'
+    name, target = (part.strip(' "') for part in entry.split("="))
+    module = target.partition(":")[0]
+    (tmp_path / f"{module}.py").write_text(documented_example(), encoding="utf-8")
+    info = tmp_path / "acme_routing-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-routing\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(f"[warmroute.routing]\n{name} = {target}\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    return name
+
+
+def test_a_third_party_policy_is_found_by_its_entry_point(third_party: str) -> None:
+    assert third_party not in ROUTING
+    assert third_party in routing_policies()
+    policy = make_routing(third_party)
+    assert policy.name == third_party
+
+
+def test_a_third_party_policy_decides_like_ours(third_party: str) -> None:
+    views = [view._replace(pending_prefill_tokens=100 * (i != 2)) for i, view in enumerate(idle(4))]
+    decision = decide(ask(), fleet_of(*views), make_routing(third_party), make_planner("never"), ClassThresholds())
+    assert (decision.decode_on, decision.policy, len(decision.scores)) == ("inst-2", third_party, 4)
+
+
+def test_parameters_of_a_third_party_policy_are_checked_like_ours(third_party: str) -> None:
+    with pytest.raises(PolicyParameterError, match="has no parameter 'nonsense'; it has: "):
+        make_routing(third_party, {"nonsense": 1})
