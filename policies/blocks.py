@@ -16,7 +16,9 @@ TOKEN_ID_BYTES = 4
 
 def root_hash(*namespace: str) -> int:
     """Start of a chain for one namespace (model, adapter, cache salt); an unsigned 64-bit integer."""
-    return xxh3_64_intdigest("\x1f".join(namespace).encode())
+    # Each part carries its length: a client chooses its salt, and must not be able to spell another namespace with it.
+    framed = "".join(f"{len(part)}:{part}" for part in namespace)
+    return xxh3_64_intdigest(framed.encode("utf-8", "surrogatepass"))
 
 
 def hash_byte_blocks(data: bytes | memoryview, block_bytes: int, root: int = 0) -> list[int]:

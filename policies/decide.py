@@ -19,11 +19,14 @@ def decide(
 
     Raises:
         NoCandidateError: the snapshot holds no instance.
+        ValueError: the policy chose an instance that is not in the snapshot.
     """
     if not fleet.instances:
         raise NoCandidateError("no instance may take the request")
     choice = policy.choose(request, fleet)
-    chosen = next(view for view in fleet.instances if view.instance == choice.instance)
+    chosen = next((view for view in fleet.instances if view.instance == choice.instance), None)
+    if chosen is None:
+        raise ValueError(f"policy {policy.name!r} chose {choice.instance!r}, which is not a candidate")
     request_class = thresholds.classify(request.prompt_tokens - chosen.cached_tokens)
     plan = planner.plan(request, chosen, request_class, fleet)
     return Decision(

@@ -1,7 +1,7 @@
 """The ledger: what every instance has in flight, by leases.
 
 A lease is taken in the same synchronous step that decides, before any await, so two requests of one event-loop tick see
-each other (the race that cost a neighbour 20 % of TTFT p90). It is released exactly once, whatever happens in between.
+each other. It is released exactly once, whatever happens in between.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import exp2
+from typing import NamedTuple
 
 
 class Phase(StrEnum):
@@ -29,17 +30,14 @@ class _Account:
     recent_at_s: float = 0.0
 
 
-class Load:
+class Load(NamedTuple):
     """What the ledger says of one instance (a plain reading, not a live view)."""
 
-    __slots__ = ("decoding_tokens", "pending_prefill_tokens", "promised_tokens", "recent_tokens", "requests")
-
-    def __init__(self, account: _Account, recent_tokens: float) -> None:
-        self.requests = account.requests
-        self.pending_prefill_tokens = account.pending_prefill_tokens
-        self.decoding_tokens = account.decoding_tokens
-        self.promised_tokens = account.promised_tokens
-        self.recent_tokens = recent_tokens
+    requests: int = 0
+    pending_prefill_tokens: int = 0
+    decoding_tokens: int = 0
+    promised_tokens: int = 0
+    recent_tokens: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -110,13 +108,27 @@ class Ledger:
         account = self._accounts.get(instance)
         if account is None:
             return _IDLE
-        return Load(account, self._decayed(account, now_s))
+        return Load(
+            account.requests,
+            account.pending_prefill_tokens,
+            account.decoding_tokens,
+            account.promised_tokens,
+            self._decayed(account, now_s),
+        )
+
+    def promised_tokens(self, instance: str) -> int:
+        """KV in tokens that the requests in flight on one instance need; needs no time."""
+        account = self._accounts.get(instance)
+        return account.promised_tokens if account else 0
 
     def forget_recent(self, instance: str) -> None:
-        """Clear the decayed term of an instance that restarted; leases in flight stay counted."""
+        """Clear the decayed term of an instance that restarted or left; leases in flight stay counted."""
         account = self._accounts.get(instance)
-        if account is not None:
-            account.recent_tokens = 0.0
+        if account is None:
+            return
+        account.recent_tokens = 0.0
+        if not account.requests:  # no lease refers to it, and the names of departed instances must not pile up
+            del self._accounts[instance]
 
     def totals(self) -> dict[str, int]:
         """Sums over all instances; every value is zero when nothing is in flight."""
@@ -134,4 +146,4 @@ class Ledger:
         return account.recent_tokens * exp2(-max(0.0, now_s - account.recent_at_s) / self._half_life_s)
 
 
-_IDLE = Load(_Account(), 0.0)
+_IDLE = Load()

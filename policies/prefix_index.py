@@ -7,15 +7,29 @@ bound it forgets about when the engine does.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import groupby
+from typing import NamedTuple
+
+
+class Insertion(NamedTuple):
+    """What one ``insert`` entered."""
+
+    instance: str
+    new_blocks: tuple[int, ...]
+    """Blocks the instance did not hold before."""
+    serial: int
+    """Number of the insertion; a block carries that of the last one that touched it."""
 
 
 class PrefixIndex:
     """Chained block hashes to holders.
 
-    Complexity for a prompt of b blocks and n instances: ``match`` O(b + n) with two C-level operations per block;
+    Invariant: an instance that holds a block holds every block before it in the chain. ``insert`` enters whole
+    prefixes, eviction takes tails first, and ``retract`` leaves what others touched.
+
+    Complexity for a prompt of b blocks and n instances: ``match`` O(n log b) look-ups,
     ``insert`` O(b). Memory: see ``docs/policies.md`` (measured by ``bench/prefix_index.py``).
     """
 
@@ -24,9 +38,11 @@ class PrefixIndex:
         _check_capacity(capacity_blocks)
         self._default_capacity = capacity_blocks
         self._holders: dict[int, int] = {}
+        self._everyone = 0
+        self._serial = 0
         self._slots: dict[str, int] = {}
         self._names: dict[int, str] = {}
-        self._lru: dict[str, OrderedDict[int, None]] = {}
+        self._lru: dict[str, OrderedDict[int, int]] = {}
         self._capacity: dict[str, int] = {}
 
     def add_instance(self, instance: str, capacity_blocks: int | None = None) -> None:
@@ -39,6 +55,7 @@ class PrefixIndex:
                 slot += 1
             self._slots[instance] = slot
             self._names[slot] = instance
+            self._everyone |= 1 << slot
             self._lru[instance] = OrderedDict()
         self._capacity[instance] = capacity
         self._evict(instance)
@@ -48,7 +65,9 @@ class PrefixIndex:
         if instance not in self._slots:
             return
         self.clear_instance(instance)
-        del self._names[self._slots.pop(instance)]
+        slot = self._slots.pop(instance)
+        self._everyone &= ~(1 << slot)
+        del self._names[slot]
         del self._lru[instance], self._capacity[instance]
 
     def clear_instance(self, instance: str) -> None:
@@ -60,57 +79,69 @@ class PrefixIndex:
         lru.clear()
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
-        """Longest held prefix of every instance, in blocks: one walk over ``hashes`` for all of them."""
-        matched = dict.fromkeys(self._slots, 0)
-        alive = sum(1 << slot for slot in self._names)
-        depth = 0
-        for holders, run in groupby(map(self._holders.get, hashes)):
-            still = alive & holders if holders else 0
-            if still != alive:
-                self._record(matched, alive & ~still, depth)
-                alive = still
-            if not alive:
-                return matched
-            depth += len(list(run))
-        self._record(matched, alive, depth)
-        return matched
+        """Longest held prefix of every instance, in blocks: one descent over ``hashes`` for all of them.
+
+        Who holds a block holds all before it, so the holders only get fewer with depth and every change among them is
+        found by bisection.
+        """
+        everyone = self._everyone
+        full = len(hashes)
+        depths = dict.fromkeys(self._slots, 0)
+        holders = self._holders.get
+        last = holders(hashes[-1], 0) if full else everyone
+        self._record(depths, last, full)
+        spans = [(0, everyone, full, last)]
+        while spans:
+            low, at_low, high, at_high = spans.pop()
+            if at_low == at_high:
+                continue
+            if high - low == 1:
+                self._record(depths, at_low & ~at_high, low)
+                continue
+            middle = (low + high) // 2
+            at_middle = holders(hashes[middle - 1], 0)
+            spans.append((low, at_low, middle, at_middle))
+            spans.append((middle, at_middle, high, at_high))
+        return depths
 
     def match_one(self, instance: str, hashes: Sequence[int]) -> int:
         """Longest prefix held by one instance, in blocks."""
         lru = self._lru[instance]
-        for depth, block in enumerate(hashes):
-            if block not in lru:
-                return depth
-        return len(hashes)
+        return bisect_left(hashes, True, key=lambda block: block not in lru)
 
-    def insert(self, instance: str, hashes: Sequence[int]) -> int:
-        """Enter a prompt's blocks as most recently used on ``instance``; returns how many were new there.
+    def insert(self, instance: str, hashes: Sequence[int]) -> Insertion:
+        """Enter a prompt's blocks as most recently used on ``instance``.
 
         Blocks are touched from the tail to the head, so that a tail is always evicted before its head.
         """
+        self._serial += 1
+        serial = self._serial
         lru = self._lru[instance]
         holders = self._holders
         bit = 1 << self._slots[instance]
-        before = len(lru)
+        held = self.match_one(instance, hashes)
+        new = tuple(hashes[held:])
+        for block in reversed(new):
+            lru[block] = serial
+            holders[block] = holders.get(block, 0) | bit
         move_to_end = lru.move_to_end
-        for block in reversed(hashes):
-            if block in lru:
-                move_to_end(block)
-            else:
-                lru[block] = None
-                holders[block] = holders.get(block, 0) | bit
-        new = len(lru) - before
+        for block in reversed(hashes[:held]):
+            move_to_end(block)
+            lru[block] = serial
         self._evict(instance)
-        return new
+        return Insertion(instance, new, serial)
 
-    def forget(self, instance: str, hashes: Sequence[int]) -> None:
-        """Take blocks out of one instance, such as those of a request that never reached it."""
-        lru = self._lru.get(instance)
+    def retract(self, insertion: Insertion) -> None:
+        """Take back what an insertion entered, for a request that never ran there.
+
+        Blocks that another request has touched since stay: that request computes them. So no gap can open in a chain.
+        """
+        lru = self._lru.get(insertion.instance)
         if lru is None:
             return
-        bit = 1 << self._slots[instance]
-        for block in hashes:
-            if block in lru:
+        bit = 1 << self._slots[insertion.instance]
+        for block in insertion.new_blocks:
+            if lru.get(block) == insertion.serial:
                 del lru[block]
                 self._drop_holder(block, bit)
 
@@ -145,8 +176,6 @@ class PrefixIndex:
             del self._holders[block]
 
     def _record(self, matched: dict[str, int], slots: int, depth: int) -> None:
-        if not depth:
-            return
         while slots:
             low = slots & -slots
             matched[self._names[low.bit_length() - 1]] = depth

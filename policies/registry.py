@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 from typing import Any, cast
 
 from policies.offload.base import OffloadPlanner
@@ -12,6 +13,15 @@ from policies.routing.base import RoutingPolicy
 
 ROUTING_GROUP = "warmroute.routing"
 OFFLOAD_GROUP = "warmroute.offload"
+
+_ACCEPTED: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
+    {
+        "bool": ("true or false", (bool,)),
+        "int": ("an integer", (int,)),
+        "float": ("a number", (int, float)),
+        "str": ("a string", (str,)),
+    }
+)
 
 
 class UnknownPolicyError(ValueError):
@@ -56,6 +66,18 @@ def _found(group: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 
+def _check_types(what: str, factory: Any, params: Mapping[str, Any]) -> None:
+    """Refuse a value that is not of its field's plain type: the text ``"false"`` would silently count as true."""
+    for field in dataclasses.fields(factory):
+        declared = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
+        if field.name not in params or declared not in _ACCEPTED:
+            continue
+        wanted, types = _ACCEPTED[declared]
+        value = params[field.name]
+        if not isinstance(value, types) or isinstance(value, bool) is not (declared == "bool"):
+            raise PolicyParameterError(f"{what}: {field.name} must be {wanted}, got {value!r}")
+
+
 def _make(group: str, kind: str, name: str, params: Mapping[str, Any]) -> object:
     found = _found(group)
     if name not in found:
@@ -66,6 +88,8 @@ def _make(group: str, kind: str, name: str, params: Mapping[str, Any]) -> object
     if unknown:
         has = ", ".join(known or []) or "none"
         raise PolicyParameterError(f"{kind} {name!r} has no parameter {', '.join(map(repr, unknown))}; it has: {has}")
+    if known is not None:
+        _check_types(f"{kind} {name!r}", factory, params)
     try:
         return factory(**params)
     except (TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger, Load
-from policies.prefix_index import PrefixIndex
+from policies.prefix_index import Insertion, PrefixIndex
 from policies.sessions import SessionTable
 from policies.types import Decision, FleetSnapshot, InstanceView, RequestView, Role
 
@@ -34,7 +34,7 @@ class Commitment:
         state: FleetState,
         decode: Lease,
         prefill: Lease | None,
-        added: dict[str, tuple[int, ...]],
+        added: dict[str, Insertion],
         not_yet_on_decode: int,
     ) -> None:
         self._state = state
@@ -56,7 +56,9 @@ class Commitment:
 
     def retract(self, instance: str) -> None:
         """Take back the blocks that were entered for an instance which never computed them."""
-        self._state.index.forget(instance, self._added.pop(instance, ()))
+        insertion = self._added.pop(instance, None)
+        if insertion is not None:
+            self._state.index.retract(insertion)
 
     def release(self) -> None:
         """Release whatever is still held. Later calls do nothing."""
@@ -169,7 +171,7 @@ class FleetState:
         if request.session_id:
             self.sessions.pin(request.session_id, decision.decode_on, now_s)
         prefill_lease = None
-        added: dict[str, tuple[int, ...]] = {}
+        added: dict[str, Insertion] = {}
         new_on_decode = decision.new_tokens
         if decision.prefill_on is not None:
             prefill = next(
@@ -177,17 +179,12 @@ class FleetState:
             )
             new_on_prefill = request.prompt_tokens - prefill.cached_tokens
             prefill_lease = self.ledger.acquire(prefill.instance, new_on_prefill, request.prompt_tokens, now_s)
-            added[prefill.instance] = self._enter(prefill.instance, request)
+            added[prefill.instance] = self.index.insert(prefill.instance, request.block_hashes)
             self.offloads_in_flight += 1
             new_on_decode = 0
         decode_lease = self.ledger.acquire(decision.decode_on, new_on_decode, request.prompt_tokens, now_s)
-        added[decision.decode_on] = self._enter(decision.decode_on, request)
+        added[decision.decode_on] = self.index.insert(decision.decode_on, request.block_hashes)
         return Commitment(self, decode_lease, prefill_lease, added, decision.new_tokens - new_on_decode)
-
-    def _enter(self, instance: str, request: RequestView) -> tuple[int, ...]:
-        held = self.index.match_one(instance, request.block_hashes)
-        self.index.insert(instance, request.block_hashes)
-        return tuple(request.block_hashes[held:])
 
     def _view(
         self, name: str, request: RequestView, matched_blocks: int, class_blocks: int, now_s: float

@@ -98,7 +98,7 @@ class InstanceView(NamedTuple):
     kv_used_tokens: int = 0
     """KV in use as the engine last reported it."""
     kv_promised_tokens: int = 0
-    """KV that decisions since that report will need."""
+    """KV that requests in flight will need beyond ``kv_used_tokens``: those decided on since that report."""
     role: Role = Role.NONE
     holds_class: bool = False
     """Whether the instance holds the prefix class (the first few blocks) of this request."""

@@ -24,7 +24,17 @@ POLICIES = sorted((ROOT / "policies").rglob("*.py"))
 MAX_LINES = 400
 
 ALLOWED_IMPORTS = {
-    *("__future__", "array", "collections", "collections.abc", "dataclasses", "enum", "functools", "itertools"),
+    *(
+        "__future__",
+        "array",
+        "bisect",
+        "collections",
+        "collections.abc",
+        "dataclasses",
+        "enum",
+        "functools",
+        "itertools",
+    ),
     *("math", "operator", "types", "typing", "numpy", "xxhash"),
 }
 """No module among these reads a clock, draws without a seed (numpy.random is refused below), or does I/O."""

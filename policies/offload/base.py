@@ -23,7 +23,7 @@ def has_room(decode: InstanceView, request: RequestView) -> bool:
     """Whether D's pool can hold the whole request besides what is in use and what is promised; unknown size: yes."""
     if not decode.kv_capacity_tokens:
         return True
-    taken = max(decode.kv_used_tokens, decode.kv_promised_tokens)
+    taken = decode.kv_used_tokens + decode.kv_promised_tokens
     return request.prompt_tokens + request.max_tokens <= decode.kv_capacity_tokens - taken
 
 

@@ -41,7 +41,9 @@ class Threshold:
             return OffloadPlan(None, refusal, inputs)
         prefill = best_prefill(request, decode, fleet)
         if prefill is None:
-            return OffloadPlan(None, OffloadReason.NO_PREFILL_CANDIDATE, inputs)
+            mended = best_prefill(request, decode, fleet._replace(broken_pairs=frozenset()))
+            none_left = OffloadReason.NO_PREFILL_CANDIDATE if mended is None else OffloadReason.PAIR_BROKEN
+            return OffloadPlan(None, none_left, inputs)
         return OffloadPlan(
             prefill.instance,
             OffloadReason.CHOSEN,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Protocol
 
 from policies.types import CandidateScore, Choice, FleetSnapshot, InstanceView, RequestView
 
@@ -33,6 +33,12 @@ def lowest(fleet: FleetSnapshot, scores: Iterable[CandidateScore]) -> InstanceVi
         if not score.skipped
     )
     return fleet.instances[best[-1]]
+
+
+def preferred(fleet: FleetSnapshot, rank: Callable[[InstanceView], Any]) -> InstanceView:
+    """Instance of the lowest ``rank``; ties by ``tie_break``."""
+    position = min(range(len(fleet.instances)), key=lambda i: (rank(fleet.instances[i]), tie_break(fleet, i)))
+    return fleet.instances[position]
 
 
 def is_overloaded(view: InstanceView, fleet: FleetSnapshot, factor: float, floor_tokens: int) -> bool:

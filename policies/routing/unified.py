@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.routing.base import is_overloaded, lowest, require
+from policies.routing.base import is_overloaded, lowest, preferred, require
 from policies.routing.lmetric import lmetric_score
 from policies.types import Choice, FleetSnapshot, Reason, RequestView
 
@@ -45,9 +45,9 @@ class Unified:
             lmetric_score(view, request.prompt_tokens, view.requests, self.decode_weight, self.recent_weight)
             for view in fleet.instances
         )
-        warmest = max(
-            fleet.instances,
-            key=lambda view: (view.cached_tokens, -view.pending_prefill_tokens, view.instance == fleet.pinned),
+        warmest = preferred(
+            fleet,
+            lambda view: (-view.cached_tokens, view.pending_prefill_tokens, view.instance != fleet.pinned),
         )
         if warmest.cached_tokens <= self.affinity_gate * request.prompt_tokens:
             return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, scores)

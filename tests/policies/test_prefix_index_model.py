@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from policies.blocks import hash_token_blocks
-from policies.prefix_index import PrefixIndex
+from policies.prefix_index import Insertion, PrefixIndex
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 PROMPTS = st.lists(st.integers(0, 2), max_size=9).map(lambda ids: hash_token_blocks(ids, 1))
@@ -19,9 +19,11 @@ class _ModelInstance:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.blocks: list[int] = []
+        self.touched_by: dict[int, int] = {}
 
-    def insert(self, hashes: list[int]) -> int:
-        new = sum(block not in self.blocks for block in hashes)
+    def insert(self, hashes: list[int], serial: int) -> list[int]:
+        new = [block for block in hashes if block not in self.blocks]
+        self.touched_by |= dict.fromkeys(hashes, serial)
         kept = [block for block in self.blocks if block not in hashes]
         self.blocks = kept + hashes[::-1]
         self.evict()
@@ -39,7 +41,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex(capacity_blocks=12)
         self.model: dict[str, _ModelInstance] = {}
-        self.forgotten = False
+        self.insertions: list[Insertion] = []
 
     @rule(name=NAMES, capacity=st.none() | st.integers(1, 12))
     def add_or_resize(self, name: str, capacity: int | None) -> None:
@@ -58,14 +60,19 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @rule(data=st.data(), hashes=PROMPTS)
     def insert(self, data: st.DataObject, hashes: list[int]) -> None:
         name = data.draw(st.sampled_from(sorted(self.model)))
-        assert self.index.insert(name, hashes) == self.model[name].insert(hashes)
+        insertion = self.index.insert(name, hashes)
+        self.insertions.append(insertion)
+        assert list(insertion.new_blocks) == self.model[name].insert(hashes, insertion.serial)
 
-    @rule(name=NAMES, hashes=PROMPTS, start=st.integers(0, 9))
-    def forget(self, name: str, hashes: list[int], start: int) -> None:
-        self.forgotten = True
-        self.index.forget(name, hashes[start:])
-        if name in self.model:
-            self.model[name].blocks = [b for b in self.model[name].blocks if b not in hashes[start:]]
+    @precondition(lambda self: self.insertions)
+    @rule(data=st.data())
+    def retract(self, data: st.DataObject) -> None:
+        insertion = data.draw(st.sampled_from(self.insertions))
+        self.index.retract(insertion)
+        model = self.model.get(insertion.instance)
+        if model:
+            mine = {block for block in insertion.new_blocks if model.touched_by.get(block) == insertion.serial}
+            model.blocks = [block for block in model.blocks if block not in mine]
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -73,6 +80,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.model)))
         self.index.clear_instance(name)
         self.model[name].blocks = []
+        self.model[name].touched_by = {}
 
     @rule(hashes=PROMPTS)
     def match(self, hashes: list[int]) -> None:
@@ -84,7 +92,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     def a_tail_never_outlives_its_head(self, hashes: list[int]) -> None:
         for lru in self.index._lru.values():
             held = [block in lru for block in hashes]
-            assert self.forgotten or held == sorted(held, reverse=True)
+            assert held == sorted(held, reverse=True)
 
     @invariant()
     def bounds_hold_and_holders_are_exactly_the_blocks_held(self) -> None:

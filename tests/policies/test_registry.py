@@ -102,6 +102,22 @@ def test_a_bad_value_names_policy_and_parameter(name: str, params: dict[str, Any
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("linear", {"alpha": 0, "recent_weight": 0}),
+        ("least_loaded", {"decode_weight": 0, "recent_weight": 0.0}),
+        ("lmetric", {"min_window": 1, "detect_hotspots": False}),
+        ("session_sticky", {"affinity_gate": 0, "overload_factor": 1, "overload_floor_tokens": 0}),
+        ("unified", {"affinity_gate": 0, "overload_factor": 1, "overload_floor_tokens": 0, "decode_weight": 0}),
+        ("unified", {"affinity_gate": 1}),
+    ],
+)
+def test_values_at_the_edge_of_their_range_are_taken(name: str, params: dict[str, Any]) -> None:
+    taken = parameters(make_routing(name, params))
+    assert {key: taken[key] for key in params} == params
+
+
 def test_a_bad_planner_value_is_refused_likewise() -> None:
     with pytest.raises(PolicyParameterError, match=r"offload planner 'threshold': .*max_in_flight must be at least 1"):
         make_planner("threshold", {"max_in_flight": 0})
