@@ -1,0 +1,1 @@
+"""Drives load: trace formats, sampling, synthetic traces, prompts, replay, records, reports, comparison."""

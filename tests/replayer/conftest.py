@@ -42,8 +42,10 @@ class Stub:
     """Send each event in so many pieces, to tear lines apart."""
     inflight: dict[str, int] = field(default_factory=dict)
     most_sessions: int = 0
-    release: asyncio.Event | None = None
-    """While set and not signalled, answers wait."""
+    hold_after: int | None = None
+    """Answers to calls past this number never come."""
+    held: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a call is held."""
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -57,8 +59,9 @@ class Stub:
             self.inflight[sid] -= 1
 
     async def _answer(self, request: web.Request, body: dict[str, Any], fault: str) -> web.StreamResponse:
-        if self.release is not None:
-            await self.release.wait()
+        if self.hold_after is not None and len(self.calls) > self.hold_after:
+            self.held.set()
+            await asyncio.sleep(60)
         await asyncio.sleep(self.delay_s)
         if fault == "busy":
             return web.json_response({"error": {"message": "too busy"}}, status=503)

@@ -1,0 +1,50 @@
+"""What can be asked of an endpoint before anything is sent: its URLs and the model it serves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import msgspec
+
+CONTROL_TIMEOUT_S = 10.0
+
+
+class EndpointError(Exception):
+    """The endpoint cannot be used at all; the message says what was tried."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+def base_url(endpoint: str) -> str:
+    """The endpoint up to and including ``/v1``."""
+    trimmed = endpoint.rstrip("/")
+    return trimmed if trimmed.endswith("/v1") else trimmed + "/v1"
+
+
+async def first_model(http: aiohttp.ClientSession, endpoint: str, api_key: str | None) -> str:
+    """The first model the endpoint serves.
+
+    Raises:
+        EndpointError: the endpoint cannot be reached, or names none.
+    """
+    url = base_url(endpoint) + "/models"
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    advice = "start it, mend --endpoint, or give --model"
+    try:
+        async with asyncio.timeout(CONTROL_TIMEOUT_S), http.get(url, headers=headers) as response:
+            answer = await response.read()
+            if response.status != 200:
+                raise EndpointError(f"{url} answered {response.status}; {advice}")
+        models = msgspec.json.decode(answer, type=_Models).data
+    except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError, ValueError) as error:
+        raise EndpointError(f"{url}: {error or type(error).__name__}; {advice}") from error
+    if not models:
+        raise EndpointError(f"{url} names no model; {advice}")
+    return models[0].id

@@ -1,0 +1,114 @@
+"""The commands, as a user types them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from replayer import cli
+from replayer.formats import bailian
+from replayer.records import read_run
+from tests.replayer.conftest import Stub, make_trace
+
+RUNNER = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    built = typer.Typer()
+    cli.register(built)
+    return built
+
+
+def test_every_command_has_help(app: typer.Typer) -> None:
+    for command in ("replay", "sample", "synth", "summary", "compare", "report"):
+        result = RUNNER.invoke(app, [command, "--help"])
+        assert result.exit_code == 0, result.output
+
+
+def test_synth_sample_summary_work_together(app: typer.Typer, tmp_path: Path) -> None:
+    made, picked = tmp_path / "made.jsonl.gz", tmp_path / "picked.jsonl"
+    result = RUNNER.invoke(
+        app, ["synth", "-o", str(made), "--requests", "300", "--duration", "60", "--length-scale", "0.1"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "Target against generated" in result.output
+    result = RUNNER.invoke(app, ["sample", str(made), "-o", str(picked), "--target-requests", "50"])
+    assert result.exit_code == 0, result.output
+    assert "shared_apc" in result.output
+    assert 40 <= len(picked.read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["replay", "nowhere.jsonl"],
+        ["summary", "nowhere.jsonl"],
+        ["sample", "nowhere.jsonl", "-o", "x.jsonl"],
+        ["synth", "-o", "x.jsonl", "--rate", "1", "--duration", "5"],
+        ["synth", "-o", "x.jsonl", "--rate", "-1"],
+    ],
+)
+def test_mistakes_exit_2_with_one_clear_line(app: typer.Typer, arguments: list[str], tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert result.output.startswith("error: ")
+    assert "Traceback" not in result.output
+
+
+async def command(*arguments: str) -> asyncio.subprocess.Process:
+    """Start ``python -m replayer``; its caller waits for it."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "replayer", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"COLUMNS": "200"},
+    )  # fmt: skip
+
+
+async def test_the_command_replays_prints_the_load_first_and_the_summary_after(stub: Stub, tmp_path: Path) -> None:
+    trace, output = tmp_path / "t.jsonl", tmp_path / "run.jsonl"
+    bailian.write(trace, make_trace(2, 2).requests)
+    process = await command(str(trace), "-o", str(output), "--endpoint", stub.url, "--time-scale", "1000000")
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    text = out.decode()
+    assert text.index("Offered load") < text.index("4 requests of 4 planned, 4 ok, complete")
+    assert read_run(output).end is not None
+
+
+async def test_ctrl_c_closes_the_file_exits_130_and_resume_goes_on(stub: Stub, tmp_path: Path) -> None:
+    trace, output = tmp_path / "t.jsonl", tmp_path / "run.jsonl"
+    bailian.write(trace, make_trace(3, 2).requests)
+    arguments = (str(trace), "-o", str(output), "--endpoint", stub.url, "--time-scale", "1000000")
+    stub.hold_after = 3
+    process = await command(*arguments, "--max-inflight-sessions", "1")
+    await stub.held.wait()
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert process.returncode == cli.EXIT_INTERRUPTED
+    assert "--resume" in err.decode()
+    assert (len(read_run(output).records), read_run(output).end) == (3, None)
+    stub.hold_after = None
+    process = await command(*arguments, "--resume")
+    _, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    run = read_run(output)
+    assert run.end is not None
+    assert len(run.records) == 6
+
+
+def test_summary_prints_json(app: typer.Typer, tmp_path: Path) -> None:
+    from replayer.records import RunHeader, encode_line
+
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(encode_line(RunHeader(label="x")))
+    result = RUNNER.invoke(app, ["summary", str(path), "--json"])
+    assert json.loads(result.output)["label"] == "x"
