@@ -126,9 +126,7 @@ def test_min_tokens_keeps_the_first_token_from_ending() -> None:
 
 
 BROKEN = {
-    "stale engine id": d_leg("d-leg", PROMPT)._replace(
-        kv_transfer=KvTransfer(False, True, "t", "an older id", "p")
-    ),
+    "stale engine id": d_leg("d-leg", PROMPT)._replace(kv_transfer=KvTransfer(False, True, "t", "an older id", "p")),
     "unreachable P": d_leg("d-leg", PROMPT, source="nobody"),
     "unknown transfer": d_leg("d-leg", PROMPT, "another"),
     "no engine id": d_leg("d-leg", PROMPT)._replace(kv_transfer=KvTransfer(False, True, "t", None, "p")),

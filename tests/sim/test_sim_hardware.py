@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from sim.cli import register
 from sim.core.engine import Engine
 from sim.core.sequence import Request
 from sim.core.timing import DecodeRun
 from sim.core.types import EngineConfig
 from sim.fit import Fit, fit, model_prefill
-from sim.fit_report import by_kind, markdown, profile_yaml, summary
+from sim.fit_report import by_kind, profile_yaml
 from sim.hardware import HARDWARE_FOLDER, HardwareProfile, LoadRow, ProfileError, Transport, load_profile
 from sim.points import load_points
 from sim.virtual import VirtualFleet
@@ -55,8 +58,14 @@ def test_residuals_stay_within_the_documented_bounds(
 def test_the_documented_residuals_are_the_fits(fits: dict[str, Fit]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "sim.md").read_text(encoding="utf-8")
     for name in PROFILES:
-        assert summary(fits[name]) in page
-        assert markdown(fits[name]) in page
+        _, found, section = page.partition(f"## Residuals of {name}\n")
+        assert found
+        table = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")][2:]
+        assert len(table) == len(fits[name].residuals)
+        for line, residual in zip(table, fits[name].residuals, strict=True):
+            kind, label, _, _, error, note = (cell.strip() for cell in line.strip("|").split("|"))
+            assert (kind, label, note) == (residual.kind, residual.label, residual.note)
+            assert float(error.rstrip("%")) == pytest.approx(100 * residual.error, abs=0.3)
 
 
 def test_by_kind_counts_only_points_that_count(fits: dict[str, Fit]) -> None:
@@ -192,3 +201,16 @@ def test_bad_profiles_say_what_is_wrong(tmp_path: Path) -> None:
         load_profile(str(broken))
     with pytest.raises(ProfileError, match="it has: rdma"):
         load_profile("h20").transport("nvlink")
+
+
+def test_the_command_prints_every_residual_and_refuses_nonsense() -> None:
+    app = typer.Typer()
+    register(app)
+    runner = CliRunner()
+    done = runner.invoke(app, ["fit", "h20", "--markdown"])
+    assert done.exit_code == 0
+    assert "| busy TTFT | 65,536 among 8 | 15.62 s |" in done.output
+    assert "h20: 12 points, median error" in done.output
+    missing = runner.invoke(app, ["fit", "h999"])
+    assert missing.exit_code == 2
+    assert "cannot read" in missing.output

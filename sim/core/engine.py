@@ -1,0 +1,353 @@
+"""One engine in engine time: requests in, token events out, steps that somebody else waits for.
+
+A driver calls ``begin_step(now)``, lets the time pass until the end it returns, and calls ``end_step()``. Between the
+two it may submit, abort, and ``interrupt`` a run of decode steps. Nothing here knows what a clock is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+from sim.core.blocks import BlockPool
+from sim.core.handoff import HoldTable, LoadFailurePolicy, Pull, PullAnswer, PullFailure
+from sim.core.scheduler import Counters, Plan, Scheduler
+from sim.core.sequence import KvTransfer, Request, Sequence, Status
+from sim.core.timing import DecodeRun, StepTiming
+from sim.core.types import EngineConfig, EngineDeadError, EngineState, TokenEvent, TransferSeconds
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step in flight; ``steps`` > 1 is a run of decode steps with nothing else between them."""
+
+    start_s: float
+    end_s: float
+    plan: Plan
+    steps: int = 1
+    run: DecodeRun | None = None
+
+
+@dataclass(slots=True)
+class Engine:
+    """One vLLM instance: scheduler, timing and hand-off behind five calls. All times are engine seconds."""
+
+    config: EngineConfig
+    timing: StepTiming
+    transfer_seconds: TransferSeconds
+    scheduler: Scheduler = field(init=False)
+    holds: HoldTable = field(init=False, default_factory=HoldTable)
+    _live: dict[str, Sequence] = field(init=False, default_factory=dict)
+    _arriving: list[tuple[float, int, Sequence]] = field(init=False, default_factory=list)
+    _orphans: dict[str, Sequence] = field(init=False, default_factory=dict)
+    _pulls: list[Pull] = field(init=False, default_factory=list)
+    _step: _Step | None = field(init=False, default=None)
+    _submitted: int = field(init=False, default=0)
+    _dead: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        pool = BlockPool(config.num_blocks)
+        self.scheduler = Scheduler(pool, config.block_tokens, config.max_num_batched_tokens, config.max_num_seqs)
+
+    # Requests
+
+    def submit(self, request: Request, now_s: float) -> None:
+        """Take a request that arrived at ``now_s``; it reaches the scheduler after the front end's time.
+
+        Raises:
+            ValueError: it can never be served (too long, no tokens) or its id is in use.
+            EngineDeadError: the engine died, perhaps of this request.
+        """
+        self._check_alive()
+        if request.request_id in self._live:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        transfer = request.kv_transfer
+        if self.config.role == "kv_consumer" and transfer is not None and transfer.do_remote_decode:
+            # The connector of a consumer has no sender; vLLM's engine core dies of the attempt.
+            self._dead = True
+            raise EngineDeadError("do_remote_decode sent to a kv_consumer")
+        if self.config.role in {"none", "kv_producer"} and transfer is not None and transfer.do_remote_prefill:
+            request = request._replace(kv_transfer=KvTransfer())
+        sequence = Sequence(request, self.config.block_tokens, self.config.max_model_len)
+        self._live[request.request_id] = sequence
+        self._submitted += 1
+        ready_s = now_s + self.timing.frontend(request.prompt_tokens)
+        heapq.heappush(self._arriving, (ready_s, self._submitted, sequence))
+        if self._step is not None and self._step.steps > 1:
+            self.interrupt(ready_s)
+
+    def abort(self, request_id: str) -> bool:
+        """Stop a request, wherever it is, and free its blocks; False when it is not (or no longer) known.
+
+        A request that waits for remote KV keeps its blocks until the transfer is reported, as in vLLM; if it never
+        is, they are leaked.
+        """
+        sequence = self._live.pop(request_id, None)
+        if sequence is None:
+            return False
+        status, sequence.status = sequence.status, Status.DONE
+        if status is Status.PULLING:
+            self._orphans[request_id] = sequence
+            del self.scheduler.pulling[request_id]
+            self._count_finish("abort")
+            return True
+        if status is Status.RUNNING:
+            self.scheduler.running.remove(sequence)
+        elif status is Status.WAITING:
+            self.scheduler.waiting.remove(sequence)
+        self.scheduler.release(sequence)
+        self._count_finish("abort")
+        return True
+
+    # Steps
+
+    def begin_step(self, now_s: float, horizon_s: float = math.inf) -> float | None:
+        """Schedule at ``now_s``; returns when the step ends, None when there is nothing to compute.
+
+        Decode steps during which nothing else can happen are one step here; it ends no later than ``horizon_s``
+        unless a single decode takes longer.
+        """
+        self._check_alive()
+        if self._step is not None:
+            raise RuntimeError("the step in flight has not been ended")
+        scheduler = self.scheduler
+        arriving = self._arriving
+        while arriving and arriving[0][0] <= now_s:
+            sequence = heapq.heappop(arriving)[2]
+            if sequence.status is Status.ARRIVING:
+                sequence.status = Status.WAITING
+                scheduler.waiting.append(sequence)
+        if not (scheduler.running or scheduler.waiting or scheduler.pulling):
+            return None
+        for blocks in self.holds.reap(now_s):
+            scheduler.pool.release(blocks)
+        plan = scheduler.plan()
+        for sequence in plan.pulls:
+            self._ask_for_kv(sequence)
+        if not plan.streams and not plan.chunks:
+            return None
+        self._step = self._time_step(plan, now_s, horizon_s)
+        return self._step.end_s
+
+    def end_step(self) -> list[TokenEvent]:
+        """The step in flight is over: hand out its tokens, finish requests, free or hold their blocks."""
+        step = self._step
+        if step is None:
+            raise RuntimeError("no step is in flight")
+        self._step = None
+        plan = step.plan
+        alive = [sequence for sequence in plan.streams if sequence.status is Status.RUNNING]
+        if step.steps > 1:
+            self.scheduler.grow_by_steps(alive, step.steps - 1)
+        alive += [sequence for sequence, _, _ in plan.chunks if sequence.status is Status.RUNNING]
+        events = []
+        finished = False
+        for sequence in alive:
+            if sequence.computed != sequence.request.prompt_tokens + sequence.generated + step.steps - 1:
+                continue
+            event = self._hand_out(sequence, step.steps, step.end_s)
+            finished = finished or event.finish_reason is not None
+            events.append(event)
+        if finished:
+            running = self.scheduler.running
+            running[:] = [sequence for sequence in running if sequence.status is Status.RUNNING]
+        return events
+
+    def interrupt(self, now_s: float) -> None:
+        """Cut a run of decode steps in flight short: it ends with the first of its steps that ends at or after now."""
+        step = self._step
+        if step is None or step.run is None or step.steps == 1 or now_s >= step.end_s:
+            return
+        steps = step.run.steps_reaching(max(now_s - step.start_s, 0.0))
+        if steps < step.steps:
+            step.steps = steps
+            step.end_s = step.start_s + step.run.duration(steps)
+
+    @property
+    def step_end_s(self) -> float | None:
+        """When the step in flight ends; None when there is none."""
+        return None if self._step is None else self._step.end_s
+
+    def next_event_s(self) -> float:
+        """With no step in flight: when ``begin_step`` may have something to do (infinite: not by itself)."""
+        arrival = self._arriving[0][0] if self._arriving else math.inf
+        if self.scheduler.waiting:
+            return min(arrival, self.holds.next_free_s())
+        return arrival
+
+    # Hand-off
+
+    def take_pulls(self) -> list[Pull]:
+        """The KV requests that ``begin_step`` made since the last call; the driver answers each once."""
+        pulls, self._pulls = self._pulls, []
+        return pulls
+
+    def serve_pull(
+        self, transfer_id: str, engine_id: str, blocks: int, peer_streams: int, peer_transfers: int, now_s: float
+    ) -> PullAnswer:
+        """P's side: start sending ``blocks`` blocks of ``transfer_id``, if that is what this engine holds."""
+        if engine_id != self.config.engine_id:
+            return PullAnswer(0.0, PullFailure.STALE_ENGINE_ID)
+        if not self.holds.can_send(transfer_id, now_s):
+            return PullAnswer(0.0, PullFailure.UNKNOWN_TRANSFER)
+        streams = (len(self.scheduler.running) + peer_streams) / 2
+        transfers = max(self.holds.sending(now_s), peer_transfers) + 1
+        size = blocks * self.config.block_tokens * self.config.kv_bytes_per_token
+        seconds = self.transfer_seconds(size, streams, transfers)
+        self.holds.send(transfer_id, now_s + seconds)
+        return PullAnswer(seconds)
+
+    def finish_pull(self, request_id: str) -> None:
+        """D's side: the KV of a request has arrived. Its blocks are freed at last if it was aborted meanwhile."""
+        self._settle_orphan(request_id)
+        sequence = self.scheduler.pulling.get(request_id)
+        if sequence is not None:
+            self.scheduler.finish_pull(sequence)
+
+    def fail_pull(self, request_id: str, now_s: float) -> TokenEvent | None:
+        """D's side: the KV will not come. What follows is ``load_failure_policy``: nothing at all, an error event, or
+        a place in the queue to compute the prompt here."""
+        policy = self.config.load_failure_policy
+        if policy is LoadFailurePolicy.HANG:
+            return None
+        self._settle_orphan(request_id)
+        sequence = self.scheduler.pulling.get(request_id)
+        if sequence is None:
+            return None
+        self.scheduler.drop_pull(sequence)
+        if policy is LoadFailurePolicy.RECOMPUTE:
+            self.scheduler.requeue(sequence)
+            return None
+        sequence.status = Status.DONE
+        del self._live[request_id]
+        self._count_finish("error")
+        return TokenEvent(request_id, 0, True, "error", 0, None, now_s)
+
+    # Introspection
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the start."""
+        return self.scheduler.counters
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are queued, or wait for KV, or are still in the front end (vllm:num_requests_waiting)."""
+        return len(self._live) - len(self.scheduler.running)
+
+    @property
+    def live_requests(self) -> int:
+        """Requests that have been submitted and are neither finished nor aborted."""
+        return len(self._live)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of blocks in use, 0..1 (vllm:kv_cache_usage_perc)."""
+        return 1.0 - self.scheduler.pool.free_blocks / self.config.num_blocks
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached blocks; False, and nothing done, while any block is in use (vLLM does the same)."""
+        return self.scheduler.pool.reset_cache()
+
+    def state(self) -> EngineState:
+        """Count every block's owner. Costs a pass over all blocks in use: for tests and debugging."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        owners = (*scheduler.running, *scheduler.waiting, *scheduler.pulling.values())
+        used = {block for sequence in owners for block in sequence.blocks}
+        held = self.holds.blocks() - used
+        leaked = {block for sequence in self._orphans.values() for block in sequence.blocks} - used - held
+        return EngineState(
+            running=len(scheduler.running),
+            waiting=self.waiting - len(scheduler.pulling),
+            pulling=len(scheduler.pulling),
+            total_blocks=pool.num_blocks,
+            free_blocks=pool.free_blocks,
+            used_blocks=len(used),
+            held_blocks=len(held),
+            leaked_blocks=len(leaked),
+            cached_blocks=pool.cached_blocks,
+            holds=len(self.holds),
+            expired_holds=self.holds.expired,
+            evictions=pool.evictions,
+        )
+
+    # Inside
+
+    def _time_step(self, plan: Plan, now_s: float, horizon_s: float) -> _Step:
+        timing, streams = self.timing, plan.streams
+        context = sum(sequence.computed for sequence in streams)
+        if plan.chunks:
+            chunks_s = sum(timing.chunk(count, before) for _, count, before in plan.chunks)
+            return _Step(now_s, now_s + timing.mixed(chunks_s, len(streams), context), plan)
+        run = DecodeRun(timing.decode(len(streams), context), timing.decode_context_s * len(streams))
+        steps = self._fusible_steps(plan, run, now_s, horizon_s)
+        return _Step(now_s, now_s + run.duration(steps), plan, steps, run)
+
+    def _fusible_steps(self, plan: Plan, run: DecodeRun, now_s: float, horizon_s: float) -> int:
+        """How many decode steps in a row will find the same requests, enough blocks and nothing new."""
+        scheduler = self.scheduler
+        if plan.preempted or plan.pulls or len(plan.streams) < len(scheduler.running):
+            return 1
+        steps = min(sequence.target - sequence.generated for sequence in plan.streams)
+        # A first token is news of its own: the step that makes it stays single.
+        if steps == 1 or any(not sequence.generated for sequence in plan.streams):
+            return 1
+        if not math.isinf(horizon_s):
+            steps = min(steps, max(run.steps_within(horizon_s - now_s), 1))
+        event_s = self.next_event_s()
+        if not math.isinf(event_s):
+            steps = min(steps, run.steps_reaching(max(event_s - now_s, 0.0)))
+        while steps > 1 and scheduler.blocks_for_steps(plan.streams, steps - 1) > scheduler.pool.free_blocks:
+            steps //= 2
+        return steps
+
+    def _hand_out(self, sequence: Sequence, tokens: int, now_s: float) -> TokenEvent:
+        request = sequence.request
+        counters = self.counters
+        first = not sequence.generated
+        if first:
+            counters.prompt_tokens += request.prompt_tokens
+        sequence.generated += tokens
+        counters.generation_tokens += tokens
+        cached = sequence.cached_tokens or 0
+        if sequence.generated < sequence.target:
+            return TokenEvent(request.request_id, tokens, first, None, cached, None, now_s)
+        reason = sequence.finish_reason
+        sequence.status = Status.DONE
+        del self._live[request.request_id]
+        self._count_finish(reason)
+        transfer = request.kv_transfer
+        held = None
+        # P sends only what finished by length: a first token that ends the sequence means D waits in vain.
+        if transfer is not None and transfer.do_remote_decode and reason == "length" and self.config.role != "none":
+            held = transfer.transfer_id
+        if held is not None:
+            self.holds.add(held, sequence.blocks, now_s + self.config.abort_timeout_s)
+            sequence.blocks = []
+        else:
+            self.scheduler.release(sequence)
+        return TokenEvent(request.request_id, tokens, first, reason, cached, held, now_s)
+
+    def _ask_for_kv(self, sequence: Sequence) -> None:
+        scheduler = self.scheduler
+        transfer = sequence.request.kv_transfer
+        if transfer is None:
+            raise RuntimeError(f"{sequence.request.request_id} wants a pull without kv_transfer")
+        missing = len(sequence.blocks) - sequence.published
+        others = len(scheduler.pulling) - 1
+        self._pulls.append(Pull(sequence.request.request_id, transfer, missing, len(scheduler.running), others))
+
+    def _settle_orphan(self, request_id: str) -> None:
+        orphan = self._orphans.pop(request_id, None)
+        if orphan is not None:
+            self.scheduler.release(orphan)
+
+    def _count_finish(self, reason: str) -> None:
+        finished = self.counters.finished
+        finished[reason] = finished.get(reason, 0) + 1
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineDeadError("the engine core has died")

@@ -1,0 +1,121 @@
+"""KV hand-off between engines as vLLM 0.18.1's MooncakeConnector does it: what P holds, and how a pull can fail."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from sim.core.sequence import KvTransfer
+
+
+class LoadFailurePolicy(StrEnum):
+    """What D does with a request whose KV does not come. ``HANG`` is vLLM 0.18.1; the others came later."""
+
+    HANG = "hang"
+    FAIL = "fail"
+    RECOMPUTE = "recompute"
+
+
+class PullFailure(StrEnum):
+    """Why a pull did not happen."""
+
+    INVALID_PARAMS = "invalid_params"
+    UNREACHABLE = "unreachable"
+    STALE_ENGINE_ID = "stale_engine_id"
+    UNKNOWN_TRANSFER = "unknown_transfer"
+    FAULT = "fault"
+
+
+def failure_delay_s(failure: PullFailure, abort_timeout_s: float) -> float:
+    """Engine seconds until D knows that a pull failed: at once, but for a transfer that P may still come to know."""
+    return abort_timeout_s if failure is PullFailure.UNKNOWN_TRANSFER else 0.0
+
+
+class Pull(NamedTuple):
+    """D asks for KV: what whoever drives the engine must get from P, then report with ``finish_pull``."""
+
+    request_id: str
+    params: KvTransfer
+    blocks: int
+    """Blocks D lacks; only these are transferred."""
+    streams: int
+    """Requests running on D."""
+    transfers: int
+    """Other pulls D has in flight."""
+
+
+class PullAnswer(NamedTuple):
+    """P's answer to a pull: seconds until D has the KV, or why it will not."""
+
+    seconds: float
+    failure: PullFailure | None = None
+
+
+@dataclass(slots=True)
+class Hold:
+    """Blocks of a finished P leg, kept for whoever asks with the transfer id."""
+
+    transfer_id: str
+    blocks: list[int]
+    free_at_s: float
+    """When the blocks may go: the expiry, or the end of the transfer."""
+    sent: bool = False
+
+
+class HoldTable:
+    """P's side: blocks held per transfer id. A hold serves one pull; what is past its time goes when P next steps."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Hold] = {}
+        self._sending: list[Hold] = []
+        self.expired = 0
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._sending)
+
+    def blocks(self) -> set[int]:
+        """Every block held."""
+        return {block for hold in (*self._open.values(), *self._sending) for block in hold.blocks}
+
+    def sending(self, now_s: float) -> int:
+        """Transfers under way at ``now_s``."""
+        return sum(hold.free_at_s > now_s for hold in self._sending if hold.sent)
+
+    def add(self, transfer_id: str, blocks: list[int], expires_s: float) -> None:
+        """Hold ``blocks``. A second hold under the same id replaces the first, which goes with the next step."""
+        previous = self._open.pop(transfer_id, None)
+        if previous is not None:
+            previous.free_at_s = -math.inf
+            self._sending.append(previous)
+        self._open[transfer_id] = Hold(transfer_id, blocks, expires_s)
+
+    def can_send(self, transfer_id: str, now_s: float) -> bool:
+        """Whether a pull of ``transfer_id`` would be served: held, not expired, not pulled before."""
+        hold = self._open.get(transfer_id)
+        return hold is not None and hold.free_at_s > now_s
+
+    def send(self, transfer_id: str, done_s: float) -> None:
+        """Start the transfer that ends at ``done_s`` (``can_send`` said yes)."""
+        hold = self._open.pop(transfer_id)
+        hold.sent = True
+        hold.free_at_s = done_s
+        self._sending.append(hold)
+
+    def reap(self, now_s: float) -> list[list[int]]:
+        """Take out what is sent or expired by ``now_s``; returns the block lists to release."""
+        if not self._open and not self._sending:
+            return []
+        gone = [hold for hold in self._sending if hold.free_at_s <= now_s]
+        if gone:
+            self._sending = [hold for hold in self._sending if hold.free_at_s > now_s]
+        late = [hold for hold in self._open.values() if hold.free_at_s <= now_s]
+        for hold in late:
+            del self._open[hold.transfer_id]
+        self.expired += len(late)
+        return [hold.blocks for hold in (*gone, *late)]
+
+    def next_free_s(self) -> float:
+        """When the next hold is past its time (infinite: none is held)."""
+        return min((hold.free_at_s for hold in (*self._open.values(), *self._sending)), default=math.inf)

@@ -1,0 +1,75 @@
+"""The words of an engine's interface: configuration, token events, a count of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sim.core.handoff import LoadFailurePolicy
+
+TransferSeconds = Callable[[int, float, int], float]
+"""(bytes, streams running on each side, transfers under way) -> seconds"""
+
+
+class EngineDeadError(Exception):
+    """The engine core has died, as vLLM's does of requests it cannot handle; nothing but a restart helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What is configured about one engine. Sizes in tokens unless the name says blocks."""
+
+    num_blocks: int
+    block_tokens: int = 64
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+    max_model_len: int = 200_000
+    role: str = "kv_both"
+    """``kv_both``, ``kv_producer``, ``kv_consumer`` or ``none``."""
+    engine_id: str = "engine"
+    kv_bytes_per_token: int = 98_304
+    abort_timeout_s: float = 480.0
+    """How long P holds blocks nobody asks for (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT)."""
+    load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.HANG
+
+    def __post_init__(self) -> None:
+        if min(self.block_tokens, self.max_num_batched_tokens, self.max_num_seqs) < 1:
+            raise ValueError("block_tokens, max_num_batched_tokens and max_num_seqs must be at least 1")
+        if self.max_model_len > self.num_blocks * self.block_tokens:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} does not fit the KV pool of {self.num_blocks} blocks of "
+                f"{self.block_tokens} tokens: lower max_model_len or enlarge the pool"
+            )
+
+
+class TokenEvent(NamedTuple):
+    """Tokens a request got when a step ended; ``tokens`` is 0 only for one that failed."""
+
+    request_id: str
+    tokens: int
+    first: bool
+    finish_reason: str | None
+    """``length``, ``stop`` or ``error``; None while the request goes on."""
+    cached_tokens: int
+    transfer_id: str | None
+    """Set when the request finished as a P leg and its blocks are held under this id."""
+    time_s: float
+    """When the last of the tokens is there."""
+
+
+class EngineState(NamedTuple):
+    """A count of everything, for tests and the state endpoint. Blocks are distinct; the four kinds add up to all."""
+
+    running: int
+    waiting: int
+    pulling: int
+    total_blocks: int
+    free_blocks: int
+    used_blocks: int
+    held_blocks: int
+    leaked_blocks: int
+    cached_blocks: int
+    holds: int
+    expired_holds: int
+    evictions: int

@@ -1,0 +1,181 @@
+"""Hardware profiles: what a step, a transfer and a KV pool cost on one kind of instance, read from YAML.
+
+A profile is written by ``warmroute fit`` from a file of measured points; ``sim/fit.py`` says how.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sim.core.timing import StepTiming
+
+HARDWARE_FOLDER = Path(__file__).resolve().parent.parent / "configs" / "hardware"
+
+
+class ProfileError(Exception):
+    """A hardware profile or points file cannot be used; the text says why."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StepCosts(_Strict):
+    """Fitted coefficients, in seconds; ``sim.core.timing.StepTiming`` says what each one multiplies."""
+
+    frontend_s: float = Field(ge=0)
+    frontend_token_s: float = Field(ge=0)
+    decode_s: float = Field(gt=0)
+    decode_experts_s: float = Field(ge=0)
+    expert_miss: float = Field(ge=0, lt=1)
+    decode_context_s: float = Field(ge=0)
+    prefill_s: float = Field(ge=0)
+    prefill_token_s: float = Field(gt=0)
+    prefill_context_s: float = Field(ge=0)
+    prefill_floor_s: float = Field(ge=0)
+    mixed_stream_s: float = Field(ge=0)
+
+
+class KvPool(_Strict):
+    """An instance's KV memory."""
+
+    pool_tokens: int = Field(gt=0)
+    bytes_per_token: int = Field(gt=0)
+    connector_fraction: float = Field(ge=0, lt=1)
+    """Share of the pool that a KV connector (any role but ``none``) takes away."""
+
+
+class LoadRow(_Strict):
+    """Transfer times with ``streams`` decode streams running on each side: (bytes, seconds), bytes increasing."""
+
+    streams: float = Field(ge=0)
+    points: tuple[tuple[float, float], ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _increasing(self) -> LoadRow:
+        sizes = [size for size, _ in self.points]
+        if sizes != sorted(set(sizes)) or sizes[0] <= 0:
+            raise ValueError("transfer points need increasing sizes above 0")
+        return self
+
+    def seconds(self, size_bytes: float) -> float:
+        """Time to move ``size_bytes``: linear from 0 through the points, beyond the last at its bandwidth."""
+        points = self.points
+        sizes = [size for size, _ in points]
+        index = bisect_left(sizes, size_bytes)
+        if index == 0:
+            return points[0][1] * size_bytes / sizes[0]
+        if index == len(points):
+            return points[-1][1] * size_bytes / sizes[-1]
+        (low, low_s), (high, high_s) = points[index - 1 : index + 1]
+        return low_s + (high_s - low_s) * (size_bytes - low) / (high - low)
+
+
+class Transport(_Strict):
+    """One way to move KV between instances: measured times by size and by load on both sides."""
+
+    contention: float = Field(ge=0)
+    """Each further transfer under way adds this share of the unshared time (1: they share one link fairly)."""
+    rows: tuple[LoadRow, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _increasing(self) -> Transport:
+        loads = [row.streams for row in self.rows]
+        if loads != sorted(set(loads)):
+            raise ValueError("transfer rows need increasing numbers of streams")
+        return self
+
+    def seconds(self, size_bytes: int, streams: float, transfers: int) -> float:
+        """Seconds to move ``size_bytes`` with ``streams`` decoding on each side, the ``transfers``-th one under way.
+
+        Linear between the rows; beyond the last row it stays at the last row.
+        """
+        rows = self.rows
+        index = bisect_left([row.streams for row in rows], streams)
+        if index == 0:
+            alone = rows[0].seconds(size_bytes)
+        elif index == len(rows):
+            alone = rows[-1].seconds(size_bytes)
+        else:
+            low, high = rows[index - 1 : index + 1]
+            share = (streams - low.streams) / (high.streams - low.streams)
+            alone = low.seconds(size_bytes) * (1 - share) + high.seconds(size_bytes) * share
+        return alone * (1 + self.contention * max(transfers - 1, 0))
+
+
+class HardwareProfile(_Strict):
+    """Everything the simulator knows about a kind of instance."""
+
+    name: str
+    source: str
+    max_num_batched_tokens: int = Field(gt=0)
+    max_num_seqs: int = Field(gt=0)
+    max_model_len: int = Field(gt=0)
+    step: StepCosts
+    kv: KvPool
+    default_transport: str
+    transports: dict[str, Transport]
+
+    @model_validator(mode="after")
+    def _default_exists(self) -> HardwareProfile:
+        if self.default_transport not in self.transports:
+            raise ValueError(f"default_transport {self.default_transport!r} is not in transports")
+        return self
+
+    @property
+    def timing(self) -> StepTiming:
+        """The step coefficients as the engine core takes them."""
+        return StepTiming(**self.step.model_dump())
+
+    def transport(self, name: str | None = None) -> Transport:
+        """The named transport, or the default one.
+
+        Raises:
+            ProfileError: the profile has no such transport.
+        """
+        chosen = name or self.default_transport
+        if chosen not in self.transports:
+            known = ", ".join(sorted(self.transports))
+            raise ProfileError(f"profile {self.name} has no transport {chosen!r}; it has: {known}")
+        return self.transports[chosen]
+
+
+def profile_path(name: str) -> Path:
+    """Where a profile lies: a path to a YAML file as it is, else the name of one in configs/hardware."""
+    if name.endswith((".yaml", ".yml")):
+        return Path(name)
+    return HARDWARE_FOLDER / f"{name}.yaml"
+
+
+def read_yaml(path: Path) -> object:
+    """The content of a YAML file.
+
+    Raises:
+        ProfileError: the file is missing or not YAML.
+    """
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ProfileError(f"{path} is not YAML: {error}") from error
+
+
+def load_profile(name: str) -> HardwareProfile:
+    """Read a profile by name (``h20``, ``h200``) or path.
+
+    Raises:
+        ProfileError: it does not exist or does not fit the model; the text names the known profiles.
+    """
+    path = profile_path(name)
+    if not path.exists():
+        known = sorted(each.stem for each in HARDWARE_FOLDER.glob("*.yaml") if not each.stem.endswith("_points"))
+        raise ProfileError(f"no hardware profile {path}; known: {', '.join(known)}")
+    try:
+        return HardwareProfile.model_validate(read_yaml(path))
+    except ValidationError as error:
+        raise ProfileError(f"{path} is not a hardware profile: {error}") from error

@@ -1,0 +1,111 @@
+"""Measured points of one kind of instance, the input of ``warmroute fit``: the file format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sim.hardware import KvPool, ProfileError, read_yaml
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DecodePoint(_Strict):
+    """A step that decodes one token for each of ``streams`` with ``context`` tokens each."""
+
+    streams: int = Field(gt=0)
+    context: int = Field(ge=0)
+    seconds: float = Field(gt=0)
+
+
+class PrefillPoint(_Strict):
+    """Time to first token of ``new`` tokens after ``cached`` ones on an idle instance."""
+
+    new: int = Field(gt=0)
+    cached: int = Field(ge=0)
+    seconds: float = Field(gt=0)
+
+
+class InterferencePoint(_Strict):
+    """A prefill that arrives while ``streams`` decode."""
+
+    streams: int = Field(gt=0)
+    prefill: int = Field(gt=0)
+    ttft_s: float = Field(gt=0)
+    tpot_s: float = Field(gt=0)
+    """Burst average: ttft_s over the tokens that each stream got meanwhile."""
+    gap_s: float | None = None
+    """Longest time between two tokens of a stream."""
+    skip: str | None = None
+    """Why the point is left out, if it is."""
+
+
+class TransferPoint(_Strict):
+    """``tokens`` of KV moved, ``streams`` decoding on each side, ``transfers`` at a time."""
+
+    tokens: int = Field(gt=0)
+    streams: int = Field(default=0, ge=0)
+    transfers: int = Field(default=1, ge=1)
+    seconds: float = Field(gt=0)
+
+
+class LoadFactor(_Strict):
+    """How many times longer a transfer takes with ``streams`` decoding on each side."""
+
+    streams: int = Field(gt=0)
+    factor: float = Field(gt=0)
+
+
+class TransportPoints(_Strict):
+    """What was measured of one transport: bare transfers, or whole D legs from which the rest is subtracted."""
+
+    transfers: tuple[TransferPoint, ...] = ()
+    legs: tuple[TransferPoint, ...] = ()
+    raw_gb_per_s: float | None = None
+    """With legs: peak bandwidth, below which no transfer's time is put."""
+    load_factors: tuple[LoadFactor, ...] = ()
+    contention: float | None = None
+    """Set, not fitted (see ``sim.hardware.Transport``)."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> TransportPoints:
+        if bool(self.transfers) == bool(self.legs):
+            raise ValueError("a transport has either transfers or legs")
+        if self.legs and self.raw_gb_per_s is None:
+            raise ValueError("legs need raw_gb_per_s")
+        if self.transfers and self.contention is None:
+            raise ValueError("bare transfers need a contention")
+        return self
+
+
+class Points(_Strict):
+    """All points of one kind of instance and what is taken over into its profile unchanged."""
+
+    name: str
+    source: str
+    max_num_batched_tokens: int = Field(gt=0)
+    max_num_seqs: int = Field(gt=0)
+    max_model_len: int = Field(gt=0)
+    kv: KvPool
+    fixed: dict[str, float]
+    background_context_tokens: int = Field(ge=0)
+    decode: tuple[DecodePoint, ...] = Field(min_length=2)
+    prefill: tuple[PrefillPoint, ...]
+    interference: tuple[InterferencePoint, ...]
+    default_transport: str
+    transports: dict[str, TransportPoints]
+
+
+def load_points(path: Path) -> Points:
+    """Read a points file.
+
+    Raises:
+        ProfileError: it cannot be read or does not fit the format.
+    """
+    try:
+        return Points.model_validate(read_yaml(path))
+    except ValidationError as error:
+        raise ProfileError(f"{path} is not a points file: {error}") from error

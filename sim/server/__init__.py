@@ -1,0 +1,1 @@
+"""Serves one simulated engine over HTTP: vLLM's OpenAI API, its metrics, its bootstrap server, and faults on demand."""

@@ -1,0 +1,164 @@
+"""The engine's two ASGI applications: the OpenAI API with its surroundings, and the KV bootstrap server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from sim.core.content import token_ids
+from sim.server.answers import models
+from sim.server.asgi import ClientGone, Receive, Scope, Send, answer, read_body, until_disconnect
+from sim.server.driver import Driver
+from sim.server.faults import Faults
+from sim.server.generation import Generation, fail
+from sim.server.metrics import EngineMetrics
+from sim.server.parsing import ApiError, parse_tokenize
+from sim.server.pulls import PullQuestion, serve_pull
+from sim.server.settings import ServerSettings
+
+_VERSION = msgspec.json.encode({"version": "0.18.1", "simulator": "warmroute"})
+
+Route = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Routes:
+    """Exact paths, each with one method; everything else is 404 or 405."""
+
+    def __init__(self, routes: dict[tuple[str, str], Route]) -> None:
+        self._routes = routes
+        self._paths = {path for _, path in routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one HTTP request."""
+        route = self._routes.get((scope["method"], scope["path"]))
+        if route is None:
+            known = scope["path"] in self._paths
+            error = ApiError(405, "Method Not Allowed") if known else ApiError(404, "Not Found", "NotFoundError")
+            await answer(send, error.status, error.body)
+            return
+        try:
+            await route(scope, receive, send)
+        except ApiError as error:
+            await answer(send, error.status, error.body)
+        except ClientGone:
+            return
+
+
+class EngineApp:
+    """The application on the engine's port."""
+
+    def __init__(self, settings: ServerSettings, driver: Driver, metrics: EngineMetrics, faults: Faults) -> None:
+        self._settings = settings
+        self._driver = driver
+        self._metrics = metrics
+        self._faults = faults
+        self._generation = Generation(settings, driver, faults)
+        self._models = models(settings.model, settings.config.max_model_len, time.time())
+
+    def routes(self) -> Routes:
+        """All of them."""
+        return Routes(
+            {
+                ("POST", "/v1/completions"): self._completions,
+                ("POST", "/v1/chat/completions"): self._chat,
+                ("GET", "/v1/models"): self._list_models,
+                ("GET", "/health"): self._health,
+                ("GET", "/version"): self._version,
+                ("GET", "/metrics"): self._expose_metrics,
+                ("POST", "/tokenize"): self._tokenize,
+                ("POST", "/reset_prefix_cache"): self._reset_prefix_cache,
+                ("POST", "/sim/faults"): self._set_faults,
+                ("GET", "/sim/faults"): self._show_faults,
+                ("GET", "/sim/state"): self._state,
+            }
+        )
+
+    async def _completions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._generation.handle(scope, receive, send, chat=False)
+
+    async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._generation.handle(scope, receive, send, chat=True)
+
+    async def _list_models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, 200, self._models)
+
+    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fault = self._faults.for_health()
+        if fault is None:
+            await answer(send, 200, b"")
+            return
+        await read_body(receive)
+        gone = asyncio.ensure_future(until_disconnect(receive))
+        try:
+            await fail(fault, receive, send, gone)
+        finally:
+            gone.cancel()
+
+    async def _version(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, 200, _VERSION)
+
+    async def _expose_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, 200, self._metrics.expose(), EngineMetrics.content_type.encode())
+
+    async def _tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tokens = token_ids(parse_tokenize(await read_body(receive)))
+        limit = self._settings.config.max_model_len
+        body = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None}
+        await answer(send, 200, msgspec.json.encode(body))
+
+    async def _reset_prefix_cache(self, scope: Scope, receive: Receive, send: Send) -> None:
+        done = self._driver.engine.reset_prefix_cache()
+        await answer(send, 200, msgspec.json.encode({"reset": done}))
+
+    async def _set_faults(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            fault = self._faults.set(await read_body(receive))
+        except msgspec.MsgspecError as error:
+            raise ApiError(400, f"not a fault: {error}") from error
+        await answer(send, 200, msgspec.json.encode(fault))
+
+    async def _show_faults(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, 200, msgspec.json.encode(self._faults.current))
+
+    async def _state(self, scope: Scope, receive: Receive, send: Send) -> None:
+        driver = self._driver
+        engine = driver.engine
+        body = {
+            **engine.state()._asdict(),
+            "live_requests": engine.live_requests,
+            "engine_id": engine.config.engine_id,
+            "now_s": driver.clock.now(),
+            "time_scale": driver.clock.time_scale,
+            "prefix_queries": engine.counters.prefix_queries,
+            "prefix_hits": engine.counters.prefix_hits,
+            "preemptions": engine.counters.preemptions,
+            "finished": engine.counters.finished,
+        }
+        await answer(send, 200, msgspec.json.encode(body))
+
+
+class BootstrapApp:
+    """The application on the bootstrap port: who this engine is, and its side of a pull."""
+
+    def __init__(self, settings: ServerSettings, driver: Driver) -> None:
+        self._driver = driver
+        entry = {"engine_id": settings.config.engine_id, "worker_addr": {"0": {"0": f"tcp://{settings.host}:0"}}}
+        self._query = msgspec.json.encode({"0": entry})
+
+    def routes(self) -> Routes:
+        """All of them."""
+        return Routes({("GET", "/query"): self._answer_query, ("POST", "/sim/pull"): self._pull})
+
+    async def _answer_query(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, 200, self._query)
+
+    async def _pull(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            question = msgspec.json.decode(await read_body(receive), type=PullQuestion)
+        except msgspec.MsgspecError as error:
+            raise ApiError(400, f"not a pull: {error}") from error
+        reply = await serve_pull(self._driver, question)
+        await answer(send, 200, msgspec.json.encode(reply))

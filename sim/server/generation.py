@@ -1,0 +1,172 @@
+"""The two generation endpoints: parse, submit, relay tokens, and notice when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+
+from sim.core.types import EngineDeadError
+from sim.server.answers import DONE, Answer
+from sim.server.asgi import ClientGone, Receive, Scope, Send, answer, break_connection, read_body, until_disconnect
+from sim.server.driver import Delivery, Driver
+from sim.server.faults import Fault, Faults, end_at_first_token
+from sim.server.parsing import ApiError, Call, parse_chat, parse_completion
+from sim.server.settings import ServerSettings
+
+_SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class Generation:
+    """POST /v1/completions and /v1/chat/completions of one engine."""
+
+    def __init__(self, settings: ServerSettings, driver: Driver, faults: Faults) -> None:
+        self._settings = settings
+        self._driver = driver
+        self._faults = faults
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, *, chat: bool) -> None:
+        """Answer one request. Its engine time of arrival is now, before the body is read and parsed."""
+        arrived_s = self._driver.clock.now()
+        try:
+            body = await read_body(receive)
+        except ClientGone:
+            return
+        try:
+            call = self._parse(scope, body, chat)
+        except ApiError as error:
+            await answer(send, error.status, error.body)
+            return
+        gone = asyncio.ensure_future(until_disconnect(receive))
+        try:
+            await self._answer(call, arrived_s, receive, send, gone)
+        finally:
+            gone.cancel()
+            self._driver.abort(call.request.request_id)
+
+    def _parse(self, scope: Scope, body: bytes, chat: bool) -> Call:
+        request_id = None
+        for name, value in scope["headers"]:
+            if name == b"x-request-id":
+                request_id = value.decode("latin-1")
+            elif name == b"content-type" and value.split(b";")[0].strip().lower() != b"application/json":
+                raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
+        return (parse_chat if chat else parse_completion)(body, self._settings, request_id)
+
+    async def _answer(
+        self, call: Call, arrived_s: float, receive: Receive, send: Send, gone: asyncio.Future[None]
+    ) -> None:
+        fault = self._faults.for_request(call.request.kv_transfer)
+        if fault is not None:
+            if fault.mode in {"refuse", "hang", "error"}:
+                await fail(fault, receive, send, gone)
+                return
+            if fault.mode == "slow":
+                done, _ = await asyncio.wait([gone], timeout=fault.delay_s / self._driver.clock.time_scale)
+                if done:
+                    return
+                arrived_s += fault.delay_s
+            elif fault.mode == "p_eos":
+                call = call._replace(request=end_at_first_token(call.request, fault.force))
+        try:
+            delivery = self._driver.submit(call.request, arrived_s, call.stream)
+        except ValueError as error:
+            refusal = ApiError(400, str(error))
+            await answer(send, refusal.status, refusal.body)
+            return
+        except EngineDeadError as error:
+            refusal = ApiError(500, str(error), "InternalServerError")
+            await answer(send, refusal.status, refusal.body)
+            return
+        gone.add_done_callback(lambda _: delivery.cut())
+        if call.stream:
+            await self._stream(call, delivery, fault, receive, send, gone)
+        else:
+            await self._whole(call, delivery, fault, receive, send, gone)
+
+    async def _whole(
+        self,
+        call: Call,
+        delivery: Delivery,
+        fault: Fault | None,
+        receive: Receive,
+        send: Send,
+        gone: asyncio.Future[None],
+    ) -> None:
+        await delivery.tokens()
+        if delivery.cut_off:
+            await self._hang_up(send, receive)
+        elif fault is not None and fault.mode == "hang_mid_stream":
+            await gone
+        elif fault is not None and fault.mode == "reset_mid_stream":
+            await _break_off(send, receive, gone, reset=True)
+        elif delivery.finish_reason == "error":
+            await answer(send, 500, _kv_load_error().body)
+        else:
+            await answer(send, 200, Answer(call, self._settings.model).whole(delivery))
+
+    async def _stream(
+        self,
+        call: Call,
+        delivery: Delivery,
+        fault: Fault | None,
+        receive: Receive,
+        send: Send,
+        gone: asyncio.Future[None],
+    ) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        shape = Answer(call, self._settings.model)
+        opening = shape.opening()
+        breaks = fault if fault is not None and fault.mode in {"hang_mid_stream", "reset_mid_stream"} else None
+        while True:
+            count = await delivery.tokens()
+            if delivery.cut_off:
+                await self._hang_up(send, receive)
+                return
+            end = delivery.sent
+            if breaks is not None and end >= breaks.after_tokens:
+                events = opening + shape.event(end - count, max(breaks.after_tokens, end - count), None)
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+                if breaks.mode == "hang_mid_stream":
+                    await gone
+                else:
+                    # What was sent must leave before the reset takes it away.
+                    await asyncio.sleep(0.01)
+                    await _break_off(send, receive, gone, reset=True)
+                return
+            if delivery.finish_reason == "error":
+                events = opening + b"data: " + _kv_load_error().body + b"\n\n" + DONE
+            else:
+                events = opening + shape.event(end - count, end, delivery.finish_reason)
+            opening = b""
+            if delivery.ended:
+                if call.include_usage and delivery.finish_reason != "error":
+                    events += shape.usage_event(delivery)
+                if delivery.finish_reason != "error":
+                    events += DONE
+            await send({"type": "http.response.body", "body": events, "more_body": not delivery.ended})
+            if delivery.ended:
+                return
+
+    async def _hang_up(self, send: Send, receive: Receive) -> None:
+        """The request was cut off: by its client, who needs no answer, or by the end of the server."""
+        if self._driver.closed:
+            await break_connection(send, receive, reset=False)
+
+
+async def fail(fault: Fault, receive: Receive, send: Send, gone: asyncio.Future[None]) -> None:
+    """Meet a request with a fault that keeps the engine out of it."""
+    if fault.mode == "error":
+        kind = "InternalServerError" if fault.status >= 500 else "BadRequestError"
+        await answer(send, fault.status, ApiError(fault.status, "simulated failure", kind).body)
+    elif fault.mode == "refuse":
+        await _break_off(send, receive, gone, reset=False)
+    else:
+        await gone
+
+
+async def _break_off(send: Send, receive: Receive, gone: asyncio.Future[None], *, reset: bool) -> None:
+    gone.cancel()
+    await break_connection(send, receive, reset=reset)
+
+
+def _kv_load_error() -> ApiError:
+    return ApiError(500, "KV load failure: the transfer from the remote engine failed", "InternalServerError")

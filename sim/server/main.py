@@ -1,0 +1,154 @@
+"""Runs one engine process: two ports, one event loop, gone within moments of SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from sim.server.app import BootstrapApp, EngineApp, Routes
+from sim.server.driver import Driver, EngineClock
+from sim.server.faults import Faults
+from sim.server.metrics import EngineMetrics
+from sim.server.pulls import Puller
+from sim.server.settings import ServerSettings
+
+log = logging.getLogger("sim")
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the process's signals alone: two of them share one process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Stop:
+    """Whether and why the process is to end."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.exit_code = 0
+
+    def now(self, exit_code: int = 0) -> None:
+        """End the process."""
+        self.exit_code = max(self.exit_code, exit_code)
+        self.event.set()
+
+    def soon(self) -> None:
+        """End the process for a dead engine, but give the answer that says so time to leave."""
+        asyncio.get_running_loop().call_later(0.2, self.now, 1)
+
+
+def run(settings: ServerSettings) -> int:
+    """Serve until a signal comes or the engine dies; the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    ports = [settings.port] if settings.bootstrap_port is None else [settings.port, settings.bootstrap_port]
+    sockets: list[socket.socket] = []
+    try:
+        for port in ports:
+            try:
+                sockets.append(socket.create_server((settings.host, port), backlog=2048))
+            except (OSError, OverflowError) as error:
+                print(f"engine: cannot listen on {settings.host}:{port}: {error}", file=sys.stderr)
+                return 1
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(settings, sockets))
+    finally:
+        for each in sockets:
+            each.close()
+
+
+async def _serve(settings: ServerSettings, sockets: list[socket.socket]) -> int:
+    loop = asyncio.get_running_loop()
+    stop = _Stop()
+    loop.set_exception_handler(lambda _, context: _fatal(context, stop))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.now)
+    settings = replace(settings, port=sockets[0].getsockname()[1])
+    engine = settings.engine()
+    faults = Faults()
+    metrics = EngineMetrics(engine, settings)
+    puller = Puller(faults)
+    driver = Driver(
+        engine,
+        EngineClock(settings.time_scale),
+        flush_s=settings.flush_s,
+        stream_interval=settings.stream_interval,
+        on_pull=lambda pull: puller.start(driver, pull),
+        on_first_token=metrics.first_token,
+        on_dead=stop.soon,
+    )
+    applications = [EngineApp(settings, driver, metrics, faults).routes()]
+    if len(sockets) > 1:
+        await puller.open()
+        applications.append(BootstrapApp(settings, driver).routes())
+    servers = [_server(application, settings) for application in applications]
+    tasks = [
+        asyncio.create_task(server.serve(sockets=[each]), name="http")
+        for server, each in zip(servers, sockets, strict=True)
+    ]
+    try:
+        _announce(settings, sockets)
+        stopping = asyncio.create_task(stop.event.wait(), name="stop")
+        await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+    finally:
+        driver.close()
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await puller.close()
+    return stop.exit_code
+
+
+def _server(application: Routes, settings: ServerSettings) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            application,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=settings.access_log,
+            log_level="info" if settings.access_log else "warning",
+            timeout_graceful_shutdown=1,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+        )
+    )
+
+
+def _announce(settings: ServerSettings, sockets: list[socket.socket]) -> None:
+    config = settings.config
+    ports = [each.getsockname()[1] for each in sockets]
+    bootstrap = f", bootstrap {ports[1]}" if len(ports) > 1 else ""
+    log.info(
+        "%s on http://%s:%d%s: profile %s, %d blocks of %d tokens, role %s, time scale %g, engine id %s",
+        settings.model,
+        settings.host,
+        ports[0],
+        bootstrap,
+        settings.profile.name,
+        config.num_blocks,
+        config.block_tokens,
+        config.role,
+        settings.time_scale,
+        config.engine_id,
+    )
+
+
+def _fatal(context: dict[str, Any], stop: _Stop) -> None:
+    """An error nobody caught means the engine's timing is broken: say so and end, rather than serve on."""
+    log.error("%s", context.get("message"), exc_info=context.get("exception"))
+    stop.now(1)

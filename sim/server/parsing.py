@@ -1,0 +1,261 @@
+"""OpenAI request bodies into engine requests, with the checks and messages of vLLM's API server."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from sim.core.content import output_bytes, text_token_bytes, token_bytes
+from sim.core.sequence import KvTransfer, Request
+from sim.server.settings import ServerSettings
+
+DEFAULT_MAX_TOKENS = 16
+
+_T = TypeVar("_T")
+
+
+class ApiError(Exception):
+    """An error answer of the API: its HTTP status and OpenAI's error object."""
+
+    def __init__(self, status: int, message: str, kind: str = "BadRequestError", param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+class StreamOptions(msgspec.Struct):
+    """``stream_options`` of a request."""
+
+    include_usage: bool = False
+
+
+class KvTransferParams(msgspec.Struct):
+    """``kv_transfer_params`` as they come; unknown fields are ignored."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    transfer_id: str | None = None
+    remote_engine_id: str | None = None
+    remote_bootstrap_addr: str | None = None
+
+
+class _Generation(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    n: int | None = None
+    kv_transfer_params: KvTransferParams | None = None
+
+
+class CompletionBody(_Generation, kw_only=True):
+    """Body of POST /v1/completions, as far as the simulator looks at it."""
+
+    prompt: msgspec.Raw
+
+
+class ChatBody(_Generation, kw_only=True):
+    """Body of POST /v1/chat/completions, as far as the simulator looks at it."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    max_completion_tokens: int | None = None
+
+
+class TokenizeBody(msgspec.Struct):
+    """Body of POST /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+class Call(NamedTuple):
+    """One generation request, ready to be submitted, and how its answer is to look."""
+
+    request: Request
+    chat: bool
+    stream: bool
+    include_usage: bool
+    public_id: str
+
+
+_completion = msgspec.json.Decoder(CompletionBody)
+_chat = msgspec.json.Decoder(ChatBody)
+_tokenize = msgspec.json.Decoder(TokenizeBody)
+_ids = msgspec.json.Decoder(list[int])
+_prompt = msgspec.json.Decoder(str | list[str | list[int]])
+
+
+def parse_completion(body: bytes, settings: ServerSettings, request_id: str | None) -> Call:
+    """A /v1/completions body as an engine request.
+
+    Raises:
+        ApiError: 400 or 404, with vLLM's wording.
+    """
+    decoded = _decode(_completion, body)
+    return _call(decoded, _prompt_tokens(bytes(decoded.prompt)), decoded.max_tokens, settings, request_id, chat=False)
+
+
+def parse_chat(body: bytes, settings: ServerSettings, request_id: str | None) -> Call:
+    """A /v1/chat/completions body as an engine request.
+
+    Raises:
+        ApiError: 400 or 404, with vLLM's wording.
+    """
+    decoded = _decode(_chat, body)
+    tokens = text_token_bytes(render_chat(decoded.messages, decoded.tools))
+    limit = decoded.max_completion_tokens if decoded.max_completion_tokens is not None else decoded.max_tokens
+    return _call(decoded, tokens, limit, settings, request_id, chat=True)
+
+
+def parse_tokenize(body: bytes) -> bytes:
+    """A /tokenize body's token bytes.
+
+    Raises:
+        ApiError: 400: neither a prompt nor messages.
+    """
+    decoded = _decode(_tokenize, body)
+    if decoded.messages is not None:
+        return text_token_bytes(render_chat(decoded.messages, None))
+    if decoded.prompt is None:
+        raise ApiError(400, "either prompt or messages is required", param="prompt")
+    return text_token_bytes(decoded.prompt)
+
+
+def render_chat(messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+    """A conversation as one text: equal beginnings of conversations give equal beginnings of texts."""
+    pieces = []
+    if tools:
+        pieces.append("<|tools|>\n" + msgspec.json.encode(tools, order="sorted").decode() + "<|end|>\n")
+    for message in messages:
+        role = message.get("role")
+        if not isinstance(role, str):
+            raise ApiError(400, "each message needs a role", param="messages")
+        pieces.append(f"<|{role}|>\n{_content(message.get('content'))}")
+        rest = {key: value for key, value in message.items() if key not in {"role", "content"} and value is not None}
+        if rest:
+            pieces.append(msgspec.json.encode(rest, order="sorted").decode())
+        pieces.append("<|end|>\n")
+    pieces.append("<|assistant|>\n")
+    return "".join(pieces)
+
+
+def _content(content: object) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(
+            part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else _canonical(part)
+            for part in content
+        )
+    raise ApiError(400, "message content must be a string, a list of parts or null", param="messages")
+
+
+def _canonical(part: object) -> str:
+    return msgspec.json.encode(part, order="sorted").decode()
+
+
+def _decode(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"invalid request: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+
+
+def _prompt_tokens(raw: bytes) -> bytes:
+    """Token bytes of a prompt: a string, token ids, or a list with one of either."""
+    try:
+        if raw[:1] == b"[" and raw[1:].lstrip()[:1].isdigit():
+            return token_bytes(_ids.decode(raw))
+        prompt = _prompt.decode(raw)
+        if isinstance(prompt, list):
+            if len(prompt) != 1:
+                raise ApiError(400, f"the simulator takes one prompt a request, got {len(prompt)}", param="prompt")
+            prompt = prompt[0]
+        return text_token_bytes(prompt) if isinstance(prompt, str) else token_bytes(prompt)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"invalid prompt: {error}", param="prompt") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the prompt is not JSON: {error}", param="prompt") from error
+    except OverflowError as error:
+        raise ApiError(400, "token ids must be in 0 .. 2**32 - 1", param="prompt") from error
+
+
+def _call(
+    body: _Generation, tokens: bytes, limit: int | None, settings: ServerSettings, request_id: str | None, *, chat: bool
+) -> Call:
+    if body.model is not None and body.model != settings.model:
+        raise ApiError(404, f"The model `{body.model}` does not exist.", "NotFoundError", "model")
+    if body.n not in {None, 1}:
+        raise ApiError(400, "the simulator generates one choice a request: n must be 1", param="n")
+    max_tokens = DEFAULT_MAX_TOKENS if limit is None else limit
+    min_tokens = body.min_tokens or 0
+    if max_tokens < 1:
+        raise ApiError(400, f"max_tokens must be at least 1, got {max_tokens}.", param="max_tokens")
+    if not 0 <= min_tokens <= max_tokens:
+        message = f"min_tokens must be in 0 .. max_tokens={max_tokens}, got {min_tokens}."
+        raise ApiError(400, message, param="min_tokens")
+    count = len(tokens) // 4
+    if not count:
+        raise ApiError(400, "The prompt is empty.", param="prompt")
+    if count + max_tokens > settings.config.max_model_len:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {settings.config.max_model_len} tokens. However, you requested "
+            f"{max_tokens} output tokens and your prompt contains {count} input tokens. Please reduce the length of "
+            "the input prompt or the number of requested output tokens.",
+            param="input_tokens",
+        )
+    seed = (settings.seed if body.seed is None else body.seed) % 2**63
+    internal_id = uuid.uuid4().hex
+    request = Request.from_tokens(
+        internal_id,
+        tokens,
+        settings.config.block_tokens,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        seed=seed,
+        kv_transfer=_kv_transfer(body.kv_transfer_params),
+    )
+    if body.stop:
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop
+        request = request._replace(stop_after=_stop_after(request, stops))
+    prefix = "chatcmpl-" if chat else "cmpl-"
+    return Call(
+        request,
+        chat,
+        bool(body.stream),
+        body.stream_options is not None and body.stream_options.include_usage,
+        prefix + (request_id or internal_id),
+    )
+
+
+def _kv_transfer(params: KvTransferParams | None) -> KvTransfer | None:
+    if params is None:
+        return None
+    return KvTransfer(
+        bool(params.do_remote_decode),
+        bool(params.do_remote_prefill),
+        params.transfer_id,
+        params.remote_engine_id,
+        params.remote_bootstrap_addr,
+    )
+
+
+def _stop_after(request: Request, stops: list[str]) -> int | None:
+    """Tokens up to and with the first stop string in the (predetermined) output."""
+    text = output_bytes(request.output_offset, 0, request.max_tokens)
+    least = request.min_tokens * 4
+    ends = [text.find(stop.encode(), least) + len(stop) for stop in stops if stop and stop.encode() in text[least:]]
+    return -(-min(ends) // 4) if ends else None

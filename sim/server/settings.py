@@ -1,0 +1,118 @@
+"""What one engine process is told on its command line, resolved against its hardware profile."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+from sim.core.engine import Engine
+from sim.core.handoff import LoadFailurePolicy
+from sim.core.types import EngineConfig
+from sim.hardware import HardwareProfile, load_profile
+
+ROLES = ("kv_both", "kv_producer", "kv_consumer", "none")
+
+
+class SettingsError(Exception):
+    """The options do not make an engine; the text says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """One engine process. ``flush_s`` is wall time, all other times are engine seconds."""
+
+    host: str
+    port: int
+    bootstrap_port: int | None
+    """None for role ``none``."""
+    model: str
+    time_scale: float
+    seed: int
+    stream_interval: int
+    flush_s: float
+    access_log: bool
+    profile: HardwareProfile
+    transport: str | None
+    config: EngineConfig
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        port: int,
+        host: str = "127.0.0.1",
+        bootstrap_port: int | None = None,
+        profile: str = "h20",
+        model: str = "warm-sim",
+        block_size: int = 64,
+        kv_capacity_tokens: int | None = None,
+        role: str = "kv_both",
+        max_num_batched_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        max_model_len: int | None = None,
+        time_scale: float = 1.0,
+        seed: int = 0,
+        stream_interval: int = 1,
+        flush_s: float = 0.008,
+        transport: str | None = None,
+        connector_kv_fraction: float | None = None,
+        kv_load_failure_policy: str = "hang",
+        abort_timeout_s: float = 480.0,
+        access_log: bool = False,
+    ) -> ServerSettings:
+        """Fill what is not given from the profile.
+
+        Raises:
+            SettingsError, ProfileError: an option is out of range or the profile does not exist.
+        """
+        if role not in ROLES:
+            raise SettingsError(f"--role {role!r}: choose one of {', '.join(ROLES)}")
+        if kv_load_failure_policy not in set(LoadFailurePolicy):
+            raise SettingsError(f"--kv-load-failure-policy {kv_load_failure_policy!r}: choose hang, fail or recompute")
+        if connector_kv_fraction is not None and not 0 <= connector_kv_fraction < 1:
+            raise SettingsError(f"--connector-kv-fraction {connector_kv_fraction} is not in 0 .. 1")
+        hardware = load_profile(profile)
+        hardware.transport(transport)
+        if connector_kv_fraction is None:
+            connector_kv_fraction = hardware.kv.connector_fraction if kv_capacity_tokens is None else 0.0
+        tokens = float(kv_capacity_tokens or hardware.kv.pool_tokens)
+        if role != "none":
+            tokens *= 1 - connector_kv_fraction
+        blocks = int(tokens) // block_size
+        if blocks < 1:
+            raise SettingsError(f"a KV pool of {int(tokens)} tokens holds no block of {block_size}: enlarge it")
+        try:
+            config = EngineConfig(
+                num_blocks=blocks,
+                block_tokens=block_size,
+                max_num_batched_tokens=max_num_batched_tokens or hardware.max_num_batched_tokens,
+                max_num_seqs=max_num_seqs or hardware.max_num_seqs,
+                max_model_len=max_model_len or min(hardware.max_model_len, blocks * block_size),
+                role=role,
+                engine_id=str(uuid.uuid4()),
+                kv_bytes_per_token=hardware.kv.bytes_per_token,
+                abort_timeout_s=abort_timeout_s,
+                load_failure_policy=LoadFailurePolicy(kv_load_failure_policy),
+            )
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        if bootstrap_port is None:
+            bootstrap_port = port + 1000 if port else 0
+        return cls(
+            host=host,
+            port=port,
+            bootstrap_port=None if role == "none" else bootstrap_port,
+            model=model,
+            time_scale=time_scale,
+            seed=seed,
+            stream_interval=stream_interval,
+            flush_s=flush_s,
+            access_log=access_log,
+            profile=hardware,
+            transport=transport,
+            config=config,
+        )
+
+    def engine(self) -> Engine:
+        """A fresh engine as configured."""
+        return Engine(self.config, self.profile.timing, self.profile.transport(self.transport).seconds)
