@@ -70,6 +70,7 @@ async def until_quiet(cluster: Cluster) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.xdist_group("fleet")
 @pytest.mark.parametrize("planner", ["never", "threshold"])
 async def test_nothing_leaks(start_cluster: StartCluster, planner: str) -> None:
     cluster = await start_cluster(
