@@ -17,7 +17,7 @@ from proxy.handoff import OffloadFailedError
 from proxy.parse import Parsed, session_of
 from proxy.router import Routed
 from proxy.upstream import Answer, NotConnectedError, UpstreamError
-from proxy.usage import Usage, UsageFilter, usage_of_answer, usage_of_stream
+from proxy.usage import Usage, UsageFilter, usage_of_answer, usage_of_stream, with_cached_tokens
 
 if TYPE_CHECKING:
     from proxy.core import Core
@@ -155,9 +155,17 @@ class Exchange:
         try:
             self._row.stages_ms["first_byte"] = self._elapsed_ms()
             routed.commitment.decode.first_token()
+            cached_on_prefill = prefill_usage.cached_tokens if prefill_usage else None
             if answer.status == 200 and parsed.stream:
-                usage = await self._relay_stream(answer, first, routed, drop_usage)
+                keep = (
+                    UsageFilter(drop=drop_usage, cached_tokens=cached_on_prefill)
+                    if drop_usage or cached_on_prefill is not None
+                    else None
+                )
+                usage = await self._relay_stream(answer, first, routed, keep)
             else:
+                if cached_on_prefill is not None:
+                    first = with_cached_tokens(first, cached_on_prefill)
                 usage = await self._relay_whole(answer, first, routed)
         finally:
             answer.close()
@@ -247,12 +255,13 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": content})
         return usage_of_answer(content)
 
-    async def _relay_stream(self, answer: Answer, chunk: bytes, routed: Routed, drop_usage: bool) -> Usage | None:
+    async def _relay_stream(
+        self, answer: Answer, chunk: bytes, routed: Routed, keep: UsageFilter | None
+    ) -> Usage | None:
         """Pass the stream on as it comes; ends it with an error event if the engine breaks it off."""
         row, send = self._row, self._send
         row.status = 200
         await self._start(answer, routed, None)
-        keep = UsageFilter() if drop_usage else None
         tail: deque[bytes] = deque(maxlen=_USAGE_TAIL_CHUNKS)
         idle_s = self._core.settings.timeouts.idle_s
         loop = asyncio.get_running_loop()

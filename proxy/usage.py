@@ -83,13 +83,28 @@ def _usage_of_event(event: bytes) -> Usage | None:
         return None
 
 
-class UsageFilter:
-    """Passes a stream on event by event and takes out the usage event, for clients that did not ask for it.
+def with_cached_tokens(answer: bytes, cached_tokens: int) -> bytes:
+    """An answer (or the JSON of an event) whose usage says ``cached_tokens``; unchanged if it has no usage."""
+    try:
+        content = msgspec.json.decode(answer)
+    except msgspec.DecodeError:
+        return answer
+    if not isinstance(content, dict) or not isinstance(content.get("usage"), dict):
+        return answer
+    content["usage"]["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return msgspec.json.encode(content)
 
-    Every other byte passes unchanged. Holds back at most one incomplete event.
+
+class UsageFilter:
+    """Passes a stream on event by event; takes out the usage event, or corrects its cached tokens.
+
+    Taken out for clients that did not ask for it. Corrected after a hand-off, where D counts all it pulled as cached
+    (``cached_tokens``: what P reused). Every other byte passes unchanged. Holds back at most one incomplete event.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, drop: bool, cached_tokens: int | None = None) -> None:
+        self._drop = drop
+        self._cached_tokens = cached_tokens
         self._held = b""
 
     def feed(self, chunk: bytes) -> bytes:
@@ -105,7 +120,17 @@ class UsageFilter:
         if b'"usage":{' not in whole and b'"usage": {' not in whole:
             return whole
         events = whole.split(b"\n\n")[:-1]
-        return b"".join(event + b"\n\n" for event in events if not is_usage_event(event))
+        return b"".join(self._mend(event) for event in events)
+
+    def _mend(self, event: bytes) -> bytes:
+        if not is_usage_event(event):
+            return event + b"\n\n"
+        if self._drop:
+            return b""
+        if self._cached_tokens is None:
+            return event + b"\n\n"
+        start = event.find(b"{")
+        return event[:start] + with_cached_tokens(event[start:], self._cached_tokens) + b"\n\n"
 
     def flush(self) -> bytes:
         """What is left when the stream ends in the middle of an event."""

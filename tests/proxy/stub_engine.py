@@ -92,7 +92,9 @@ class StubEngine:
         prompt = body.get("prompt")
         count = len(prompt) if isinstance(prompt, list) else max(1, len(json.dumps(body.get("messages", prompt))) // 4)
         usage: dict[str, Any] = {"prompt_tokens": count, "completion_tokens": self.tokens, "total_tokens": count}
-        if self.cached_tokens is not None:
+        if (body.get("kv_transfer_params") or {}).get("do_remote_prefill"):
+            usage["prompt_tokens_details"] = {"cached_tokens": count - 1}
+        elif self.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
         return usage
 

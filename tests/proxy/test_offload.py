@@ -6,6 +6,7 @@ The engine's side of the hand-off is played by the simulated engine (tests/integ
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -59,6 +60,16 @@ async def test_both_legs_follow_the_contract(start_proxy: StartProxy, stream: bo
     [row] = await proxy.rows()
     assert (row["offload_reason"], row["outcome"]) == ("chosen", "ok")
     assert ledger_is_zero(await proxy.settled())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_counts_what_p_reused_not_what_d_pulled(start_proxy: StartProxy, stream: bool) -> None:
+    proxy = await start(start_proxy, engines=[StubEngine(cached_tokens=64), StubEngine(cached_tokens=64)])
+    body = {**HEAVY, "stream": stream, **({"stream_options": {"include_usage": True}} if stream else {})}
+    answer = await proxy.client.post("/v1/completions", json=body)
+    text = answer.text if not stream else next(e[6:] for e in answer.text.split("\n\n") if '"choices":[]' in e)
+    assert json.loads(text)["usage"]["prompt_tokens_details"] == {"cached_tokens": 64}
+    assert (await proxy.rows())[0]["actual_cached_tokens"] == 64
 
 
 async def test_chat_prefill_leg_bounds_max_completion_tokens_too(start_proxy: StartProxy) -> None:

@@ -30,7 +30,7 @@ def test_filter_takes_out_the_usage_event_and_nothing_else_however_the_stream_is
 ) -> None:
     events = [*TOKENS, DONE]
     stream = b"".join([*events[:position], USAGE, *events[position:]])
-    keep = UsageFilter()
+    keep = UsageFilter(drop=True)
     passed = b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush()
     assert passed == b"".join(events)
 
@@ -38,8 +38,20 @@ def test_filter_takes_out_the_usage_event_and_nothing_else_however_the_stream_is
 @given(st.lists(st.integers(min_value=0, max_value=10_000)), st.binary(max_size=40))
 def test_filter_passes_every_other_byte_unchanged(places: list[int], torn_end: bytes) -> None:
     stream = b"".join([*TOKENS, CONTINUOUS, b": comment\n\n", DONE]) + torn_end
-    keep = UsageFilter()
+    keep = UsageFilter(drop=True)
     assert b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush() == stream
+
+
+@given(st.lists(st.integers(min_value=0, max_value=10_000)))
+def test_filter_corrects_cached_tokens_and_nothing_else_however_the_stream_is_cut(places: list[int]) -> None:
+    stream = b"".join([*TOKENS, USAGE, DONE])
+    keep = UsageFilter(drop=False, cached_tokens=7)
+    passed = b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush()
+    assert passed.startswith(b"".join(TOKENS))
+    assert passed.endswith(DONE)
+    usage = usage_of_stream(passed)
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.cached_tokens) == (9, 7)
 
 
 def test_usage_comes_from_the_last_event_that_has_one() -> None:
