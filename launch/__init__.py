@@ -1,0 +1,1 @@
+"""Starts and checks fleets: engine command lines, supervision, proof of freshness, experiments."""

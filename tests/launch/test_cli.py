@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import psutil
 import pytest
@@ -18,6 +21,7 @@ from typer.testing import CliRunner
 
 from launch.__main__ import app
 from launch.fleet import FLEETS
+from launch.fresh import StaleEngineError, prove_fresh
 from launch.state import FleetState, StateError, read_state
 from tests.launch.conftest import REPOSITORY, STUB_LAUNCH, fleet_values, until
 
@@ -128,18 +132,33 @@ def test_a_crashed_engine_is_reported_and_shown(launcher: Launcher) -> None:
     assert "inst-0 ended unexpectedly with code -9" in output
 
 
-def test_detached_with_proxy(tmp_path: Path) -> None:
-    launcher = Launcher(tmp_path, "--detach", count=1)
+def test_a_real_fleet_detached_proved_used_and_stopped(tmp_path: Path) -> None:
+    """Two simulated engines and the proxy: seen from another process, fresh at first, stale after one request."""
+    since = time.time()
+    launcher = Launcher(tmp_path, "--detach", count=2)
     output, _ = launcher.process.communicate(timeout=60)
     assert launcher.process.returncode == 0, output
+    directory = ("--run-dir", str(launcher.run_dir))
     state = read_state(launcher.run_dir)
     try:
-        assert state.supervised
-        assert [process.kind for process in state.running] == ["sim", "proxy"]
         assert "detached; stop it with" in output
+        assert state.supervised
+        assert [process.kind for process in state.running] == ["sim", "sim", "proxy"]
+        assert cli("status", *directory)[0] == 0
+        proof = asyncio.run(prove_fresh(state.processes, since_unix_s=since))
+        assert len(proof.engine_ids) == 2
+        body = {"model": "warm-sim", "prompt": list(range(500)), "max_tokens": 2}
+        answer = httpx.post(f"{state.proxy_url}/v1/completions", json=body, timeout=30)
+        assert answer.status_code == 200
+        served = answer.headers["x-warmroute-instance"]
+        with pytest.raises(
+            StaleEngineError, match=rf"{served}: vllm:prefix_cache_queries_total is \d+, not 0"
+        ) as stale:
+            asyncio.run(prove_fresh(state.processes, since_unix_s=since))
+        assert ({"inst-0", "inst-1"} - {served}).pop() not in str(stale.value)
     finally:
-        code, _ = cli("down", "--run-dir", str(launcher.run_dir))
-    assert code == 0
+        code, told = cli("down", *directory)
+    assert (code, told) == (0, f"{launcher.run_dir}: stopped 3 processes\n")
     assert not state.running
     assert not state.supervised
 

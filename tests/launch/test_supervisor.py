@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch import guard
 from launch.engines import ProcessSpec
 from launch.fleet import FleetFile
 from launch.processes import ManagedProcess, StartError, creation_time, end_recorded_group, same_process, stop_processes
@@ -200,6 +201,13 @@ def test_a_command_that_does_not_exist_is_told(tmp_path: Path) -> None:
     until(process.exited)
     assert process.reap() == 127
     assert "guard: cannot run /nonesuch: No such file" in process.log_tail()
+
+
+def test_the_guard_refuses_when_its_launcher_is_gone() -> None:
+    command = [sys.executable, str(guard.__file__), "1", sys.executable, "-c", "print('ran')"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (found.returncode, found.stdout) == (71, "")
+    assert "the launcher is gone" in found.stderr
 
 
 def test_state_files(tmp_path: Path) -> None:

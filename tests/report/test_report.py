@@ -88,6 +88,10 @@ def test_ids_are_unique_where_they_are_referred_to(three_arms: str) -> None:
         assert reference in ids
 
 
+def test_the_rule_for_exclusions_is_told(three_arms: str) -> None:
+    assert "No request is left out for warm-up or as an outlier.\nThe intervals cover" in three_arms
+
+
 def test_conditions_are_told(three_arms: str) -> None:
     text = " ".join(Page(three_arms).text)
     for condition in ("trace_sha256", "ab" * 32, "clock_scale", "seed", "warmroute_version", "0.1.0"):

@@ -1,0 +1,117 @@
+"""One arm of an experiment: a fresh fleet, the proof of it, one replay, the proxy's own records, everything stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from launch.fleet import FleetFile
+from launch.fresh import FRESH_FILE, FreshProof, prove_fresh
+from launch.processors import ProcessorSampler, ProcessorUse
+from launch.supervisor import Fleet
+from replayer.plan import Plan
+from replayer.records import RequestRecord, Run
+from replayer.replay import ReplayOptions, replay_trace
+from replayer.report import Row, read_breakdown
+from replayer.trace import Trace
+
+RUN_FILE = "run.jsonl"
+BREAKDOWN_FILE = "breakdown.jsonl"
+PROCESSORS_FILE = "processors.json"
+_SETTLE_S = 0.3
+"""After the last request: longer than the supervisor takes to notice an end."""
+_TIMEOUT_S = 30.0
+
+
+class ArmError(RuntimeError):
+    """An arm whose figures would mean nothing; the message says what happened."""
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """What one arm left."""
+
+    label: str
+    run: Run
+    breakdown: list[Row]
+    processors: ProcessorUse
+    proof: FreshProof
+
+    @property
+    def warnings(self) -> list[str]:
+        """Reasons to distrust the figures."""
+        warning = self.processors.warning
+        return [warning] if warning else []
+
+
+async def run_arm(
+    label: str,
+    fleet: FleetFile,
+    trace: Trace,
+    options: ReplayOptions,
+    arm_dir: Path,
+    *,
+    previous_engine_ids: Collection[str] = (),
+    on_phase: Callable[[str], None] = lambda phase: None,
+    on_start: Callable[[Plan, int], None] | None = None,
+    on_record: Callable[[RequestRecord], None] | None = None,
+) -> ArmResult:
+    """Start the fleet, prove it fresh, replay the trace against its proxy, collect, stop.
+
+    Args:
+        label: name of the arm in records and reports.
+        fleet: engines and proxy, the policy included.
+        trace: what to replay.
+        options: settings of the replay; ``endpoint``, ``model`` and ``label`` are filled in.
+        arm_dir: where logs, state, proof and records go.
+        previous_engine_ids: engine ids of the arm before (see `launch.fresh`).
+        on_phase: called with "starting", "replaying", "stopping".
+        on_start: passed on to the replay.
+        on_record: passed on to the replay.
+
+    Raises:
+        StartError: the fleet did not start.
+        StaleEngineError: an engine is not fresh.
+        ArmError: a process ended during the replay, or the proxy's records cannot be read.
+    """
+    on_phase("starting")
+    since_unix_s = time.time()
+    async with Fleet(fleet, arm_dir, source=label) as running:
+        proof = await prove_fresh(
+            running.state.processes,
+            since_unix_s=since_unix_s,
+            previous_engine_ids=previous_engine_ids,
+            path=arm_dir / FRESH_FILE,
+        )
+        on_phase("replaying")
+        options = msgspec.structs.replace(options, label=label, endpoint=fleet.proxy_url(), model=fleet.model)
+        async with ProcessorSampler() as sampler:
+            run = await replay_trace(trace, arm_dir / RUN_FILE, options, on_start=on_start, on_record=on_record)
+            use = sampler.use
+        await asyncio.sleep(_SETTLE_S)
+        if running.unexpected_exits:
+            raise ArmError(f"{label}: {'; '.join(running.unexpected_exits)}. The run is not a measurement.")
+        await _fetch_breakdown(fleet.proxy_url(), len(run.records), arm_dir / BREAKDOWN_FILE)
+        _write(arm_dir / PROCESSORS_FILE, msgspec.json.encode(use))
+        on_phase("stopping")
+    return ArmResult(label, run, read_breakdown(arm_dir / BREAKDOWN_FILE), use, proof)
+
+
+async def _fetch_breakdown(proxy_url: str, requests: int, path: Path) -> None:
+    try:
+        async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
+            response = await client.get(f"{proxy_url}/breakdown", params={"limit": max(1, requests), "format": "jsonl"})
+            response.raise_for_status()
+    except httpx.HTTPError as error:
+        raise ArmError(f"the proxy's /breakdown cannot be read ({type(error).__name__}: {error})") from error
+    _write(path, response.content)
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)

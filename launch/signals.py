@@ -1,0 +1,46 @@
+"""Runs a coroutine until it ends or a person ends it: SIGINT, SIGTERM and SIGHUP cancel it once, its clean-up runs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_until_signal(main: Coroutine[Any, Any, int]) -> int:
+    """Exit code of the coroutine, or 128 + the number of the signal that ended it (130 for Ctrl-C).
+
+    Only the first signal cancels. Further ones are ignored while the clean-up runs, which is bounded: cutting it short
+    would leave processes behind.
+    """
+    received: list[int] = []
+
+    async def cancellable() -> int:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def on_signal(signum: int) -> None:
+            if not received:
+                received.append(signum)
+                task.cancel()
+
+        # Somebody who had SIGHUP ignored (nohup) wants to outlive the terminal.
+        wanted = [
+            signum for signum in _SIGNALS if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN
+        ]
+        for signum in wanted:
+            loop.add_signal_handler(signum, on_signal, signum)
+        try:
+            return await main
+        finally:
+            for signum in wanted:
+                loop.remove_signal_handler(signum)
+
+    try:
+        return asyncio.run(cancellable())
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        return 128 + (received[0] if received else signal.SIGINT)
