@@ -144,7 +144,9 @@ def _logarithmic(axes: Any, which: str) -> None:
     """A logarithmic axis labelled 0.1, 0.2, 0.5, 1: matplotlib's own labels are mathematics, which is switched off."""
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+    low, high = axis.get_view_interval()
+    subs = (1.0, 2.0, 5.0) if high < 1000 * max(low, 1e-12) else (1.0,)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

@@ -117,12 +117,30 @@ def compare_all(arms: Sequence[Arm], **options: Any) -> tuple[list[Comparison], 
     return comparisons, refusals
 
 
+def against_leader(arms: Sequence[Arm], **options: Any) -> list[Comparison]:
+    """The arms after the first against the one of them with the lowest E2E p50: who is really ahead.
+
+    Empty with fewer than two such arms, or when they cannot be compared.
+    """
+    timed = [
+        (arm, median)
+        for arm in arms[1:]
+        if (median := summarise_arm(arm.label, arm.run).summary.total.e2e_s.p50) is not None
+    ]
+    if len(timed) < 2:
+        return []
+    leader, _ = min(timed, key=lambda pair: pair[1])
+    comparisons, _ = compare_all([leader, *(arm for arm, _ in timed if arm is not leader)], **options)
+    return comparisons
+
+
 def render(
     arms: Sequence[Arm],
     comparisons: Sequence[Comparison],
     *,
     title: str = "Replay report",
     remarks: Sequence[str] = (),
+    among_the_best: Sequence[Comparison] = (),
 ) -> str:
     """The page as HTML text. Labels and every other text from the files are escaped.
 
@@ -131,6 +149,7 @@ def render(
         comparisons: what `compare_all` or `compare` found.
         title: heading of the page.
         remarks: sentences shown above the tables, for example why a comparison was refused.
+        among_the_best: the arms against the leader (`against_leader`); only their verdicts are shown.
     """
     summaries = [summarise_arm(arm.label, arm.run) for arm in arms]
     instances = sorted({name for summary in summaries for name in summary.requests_by_instance}, key=figures.natural)
@@ -143,6 +162,7 @@ def render(
         arms=arms,
         summaries=summaries,
         comparisons=comparisons,
+        among_the_best=among_the_best,
         remarks=list(remarks),
         warnings=[(arm.label, warning) for arm in arms for warning in arm.warnings],
         instances=instances,
@@ -172,7 +192,7 @@ def _breakdown(rows: list[Row]) -> Row:
         "rows": len(rows),
         "outcomes": Counter(str(row.get("outcome")) for row in rows).most_common(),
         "offload": Counter(str(row.get("offload_reason")) for row in rows).most_common(),
-        "retried": sum(len(row.get("attempts") or []) > 1 for row in rows),
+        "retried": sum(bool(row.get("attempts")) for row in rows),
         "stages": [(stage, quantiles(values)) for stage, values in stages.items()],
     }
 

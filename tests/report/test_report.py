@@ -18,6 +18,7 @@ from replayer.records import Run
 from replayer.report import (
     Arm,
     BreakdownError,
+    against_leader,
     compare_all,
     read_breakdown,
     render,
@@ -68,6 +69,20 @@ def test_every_arm_is_in_tables_figures_and_verdicts(three_arms: str) -> None:
     drawings = [attrs for tag, attrs in Page(three_arms).tags if tag == "svg"]
     assert len(drawings) == 7
     assert all("unified" in (attrs["aria-label"] or "") for attrs in drawings)
+
+
+def test_the_leader_is_the_fastest_of_the_arms_after_the_first_and_the_others_are_held_against_it() -> None:
+    runs = {"base": make_run(slower=0.5), "slow": make_run(noise_seed=2), "fast": make_run(slower=0.8, noise_seed=3)}
+    arms = [Arm(label, run) for label, run in runs.items()]
+    found = [(one.baseline_label, one.candidate_label) for one in against_leader(arms, resamples=1000)]
+    assert found == [("fast", "slow")]
+    page = render(arms, [], among_the_best=against_leader(arms, resamples=1000))
+    assert "fast has the lowest E2E p50" not in page  # verdicts go with comparisons only
+    comparisons, _ = compare_all(arms, resamples=1000)
+    page = render(arms, comparisons, among_the_best=against_leader(arms, resamples=1000))
+    assert "fast has the lowest E2E p50" in page
+    assert "slow against fast: worse on TTFT p50" in page
+    assert against_leader(arms[:2], resamples=1000) == []
 
 
 def test_the_page_refers_to_nothing_outside_itself(three_arms: str) -> None:
