@@ -26,10 +26,9 @@ def _options(
 def build() -> typer.Typer:
     """The root application with every folder's commands."""
     from launch.cli import register as register_launch
+    from proxy.cli import register as register_proxy
     from replayer.cli import register as register_replayer
     from sim.cli import register as register_sim
-
-    from proxy.cli import register as register_proxy
 
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False, add_completion=False)
     app.callback()(_options)
