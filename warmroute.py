@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -39,6 +41,9 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Console entry point."""
+    if not sys.stdout.isatty():
+        # Where nobody says how wide the output is, tables must not be cut to 80 columns.
+        os.environ.setdefault("COLUMNS", "140")
     build()()
 
 

@@ -60,6 +60,12 @@ def test_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         load_settings(broken)
 
 
+def test_the_shipped_settings_file_loads() -> None:
+    settings = load_settings(Path(__file__).parents[2] / "configs" / "proxy.yaml")
+    assert [instance.name for instance in settings.instances] == ["inst-0", "inst-1"]
+    assert settings.policy.name == "session_sticky"
+
+
 def test_no_instance_at_all_is_refused() -> None:
     with pytest.raises(SettingsError, match="instances"):
         load_settings(None)
