@@ -110,17 +110,20 @@ class UsageFilter:
     def feed(self, chunk: bytes) -> bytes:
         """The bytes to send on for one piece of the stream; may be empty."""
         data = self._held + chunk if self._held else chunk
-        end = data.rfind(b"\n\n")
-        if end < 0:
+        if b"\r\n" in data:
+            # Framed with CRLF, which JSON never holds unescaped: not vLLM's framing, so nothing is held back or mended.
+            self._held = b""
+            return data
+        # Engines may write "usage": null on every event; only an object can be the event to mend.
+        if b'"usage":{' in data or b'"usage": {' in data:
+            *events, self._held = data.split(b"\n\n")
+            return b"".join(self._mend(event) for event in events)
+        end = data.rfind(b"\n\n") + 2
+        if end < 2:
             self._held = data
             return b""
-        end += 2
-        whole, self._held = data[:end], data[end:]
-        # Engines may write "usage": null on every event; only an object can be the event to drop.
-        if b'"usage":{' not in whole and b'"usage": {' not in whole:
-            return whole
-        events = whole.split(b"\n\n")[:-1]
-        return b"".join(self._mend(event) for event in events)
+        self._held = data[end:]
+        return data[:end]
 
     def _mend(self, event: bytes) -> bytes:
         if not is_usage_event(event):

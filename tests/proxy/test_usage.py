@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from proxy.usage import UsageFilter, is_usage_event, usage_of_answer, usage_of_stream
@@ -36,6 +36,7 @@ def test_filter_takes_out_the_usage_event_and_nothing_else_however_the_stream_is
 
 
 @given(st.lists(st.integers(min_value=0, max_value=10_000)), st.binary(max_size=40))
+@example(places=[], torn_end=b"\n")
 def test_filter_passes_every_other_byte_unchanged(places: list[int], torn_end: bytes) -> None:
     stream = b"".join([*TOKENS, CONTINUOUS, b": comment\n\n", DONE]) + torn_end
     keep = UsageFilter(drop=True)
@@ -52,6 +53,13 @@ def test_filter_corrects_cached_tokens_and_nothing_else_however_the_stream_is_cu
     usage = usage_of_stream(passed)
     assert usage is not None
     assert (usage.prompt_tokens, usage.cached_tokens) == (9, 7)
+
+
+@given(st.lists(st.integers(min_value=0, max_value=10_000)))
+def test_a_stream_framed_with_crlf_is_never_held_back(places: list[int]) -> None:
+    stream = b"".join([*TOKENS, USAGE, DONE]).replace(b"\n\n", b"\r\n\r\n")
+    keep = UsageFilter(drop=True)
+    assert b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush() == stream
 
 
 def test_usage_comes_from_the_last_event_that_has_one() -> None:
