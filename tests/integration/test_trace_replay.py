@@ -13,7 +13,7 @@ from replayer.summary import summarise
 from replayer.trace import load_trace
 from tests.integration.conftest import StartCluster
 
-SCALE = 40.0
+SCALE = 20.0
 # All of the trace's blocks fit: what is measured is routing, not eviction.
 POOL_TOKENS = 4_000_000
 
