@@ -26,6 +26,7 @@ def server_config(settings: Settings) -> uvicorn.Config:
         log_level=settings.log_level,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=max(1, round(settings.grace_s)),
         backlog=4096,

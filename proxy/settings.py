@@ -7,7 +7,13 @@ from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
 
 from policies.classes import ClassThresholds
 from policies.registry import make_planner, make_routing
@@ -230,8 +236,14 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            file = (YamlConfigSettingsSource(settings_cls, yaml_file=path),) if path else ()
-            return (init_settings, env_settings, *file)
+            if path is None:
+                return (init_settings, env_settings)
+            written = YamlConfigSettingsSource(settings_cls, yaml_file=path)()
+            for section, name in (("policy", "name"), ("offload", "planner")):
+                if any(name in (source().get(section) or {}) for source in (init_settings, env_settings)):
+                    # Parameters in the file are those of the file's policy; another one takes its defaults.
+                    written = {**written, section: _without_params(written.get(section))}
+            return (init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=written))
 
     try:
         return FromFile(**overrides)
@@ -239,6 +251,10 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
         raise SettingsError(_explain(error, path)) from error
     except (ValueError, OSError, yaml.YAMLError) as error:
         raise SettingsError(f"{path or 'settings'}: {error}") from error
+
+
+def _without_params(section: Any) -> Any:
+    return {key: value for key, value in section.items() if key != "params"} if isinstance(section, dict) else {}
 
 
 def _explain(error: ValidationError, path: Path | None) -> str:

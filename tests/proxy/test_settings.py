@@ -24,6 +24,25 @@ def test_file_then_environment_then_flags(tmp_path: Path, monkeypatch: pytest.Mo
     assert settings.limits.body_bytes == 4096
 
 
+def test_another_policy_named_by_flag_or_environment_does_not_inherit_the_files_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "proxy.yaml"
+    file.write_text(
+        "instances: [{url: 'http://127.0.0.1:8000'}]\n"
+        "policy: {name: linear, params: {alpha: 2.0}}\n"
+        "offload: {planner: threshold, params: {max_in_flight: 9}, prefill_timeout_s: 7}\n"
+    )
+    assert load_settings(file).policy.params == {"alpha": 2.0}
+    by_flag = load_settings(file, policy={"name": "lmetric"}, offload={"planner": "never"})
+    assert (by_flag.policy.name, by_flag.policy.params) == ("lmetric", {})
+    assert (by_flag.offload.planner, by_flag.offload.params, by_flag.offload.prefill_timeout_s) == ("never", {}, 7)
+    monkeypatch.setenv("WARMROUTE_POLICY__NAME", "unified")
+    by_environment = load_settings(file)
+    assert (by_environment.policy.name, by_environment.policy.params) == ("unified", {})
+    assert by_environment.offload.params == {"max_in_flight": 9}
+
+
 def test_name_defaults_to_the_address() -> None:
     assert load_settings(None, **ONE).instances[0].name == "127.0.0.1:8000"
 
