@@ -5,7 +5,7 @@ from __future__ import annotations
 from policies.classes import ClassThresholds
 from policies.offload.base import OffloadPlanner
 from policies.routing.base import RoutingPolicy
-from policies.types import Decision, FleetSnapshot, NoCandidateError, Reason, RequestView
+from policies.types import Decision, FleetSnapshot, NoCandidateError, OffloadPlan, OffloadReason, Reason, RequestView
 
 
 def decide(
@@ -28,7 +28,10 @@ def decide(
     if chosen is None:
         raise ValueError(f"policy {policy.name!r} chose {choice.instance!r}, which is not a candidate")
     request_class = thresholds.classify(request.prompt_tokens - chosen.cached_tokens)
-    plan = planner.plan(request, chosen, request_class, fleet)
+    if request.may_offload:
+        plan = planner.plan(request, chosen, request_class, fleet)
+    else:
+        plan = OffloadPlan(None, OffloadReason.REQUEST_SHAPE)
     return Decision(
         request_id=request.request_id,
         decode_on=chosen.instance,

@@ -45,6 +45,7 @@ class OffloadReason(StrEnum):
     """What the offload planner said, and (from ``FELL_BACK_*`` on) what became of an offload that was tried."""
 
     PLANNER_NEVER = "planner_never"
+    REQUEST_SHAPE = "request_shape"
     BELOW_THRESHOLD = "below_threshold"
     ROLE_FORBIDS = "role_forbids"
     NO_PREFILL_CANDIDATE = "no_prefill_candidate"
@@ -75,6 +76,8 @@ class RequestView(NamedTuple):
     """Upper bound of output tokens the client asked for."""
     exact: bool = True
     """True when ``prompt_tokens`` and the blocks come from token ids."""
+    may_offload: bool = True
+    """False for what one hand-off cannot carry: several prompts or choices, log probabilities of the prompt."""
 
 
 class InstanceView(NamedTuple):

@@ -44,6 +44,11 @@ class GenerationBody(msgspec.Struct):
     prompt_cache_key: str | None = None
     user: str | None = None
     cache_salt: str | None = None
+    n: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -52,6 +57,7 @@ class Prompt(msgspec.Struct, frozen=True):
     hashes: list[int]
     tokens: int
     text_bytes: int
+    prompts: int = 1
 
 
 class Parsed(msgspec.Struct, frozen=True):
@@ -98,6 +104,12 @@ def parse_request(endpoint: Endpoint, body: bytes, block_tokens: int, text_block
         raise _invalid(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if bytes(fields.kv_transfer_params) not in {b"", b"null"}:
+        raise RequestError(
+            400,
+            "'kv_transfer_params' is set by the proxy alone: a wrong one can take an engine down",
+            param="kv_transfer_params",
+        )
     salts = (fields.model, fields.cache_salt or "")
     if endpoint is Endpoint.CHAT:
         prompt = _chat_prompt(fields, text_block_bytes, salts)
@@ -124,7 +136,9 @@ def request_view(
         )
     else:
         tokens, block, exact = prompt.tokens, float(block_tokens), True
-    return RequestView(request_id, tokens, prompt.hashes, block, session_id, parsed.max_tokens, exact)
+    return RequestView(
+        request_id, tokens, prompt.hashes, block, session_id, parsed.max_tokens, exact, _may_offload(parsed)
+    )
 
 
 def session_of(headers: dict[bytes, bytes], names: tuple[bytes, ...], fields: GenerationBody) -> str | None:
@@ -135,6 +149,13 @@ def session_of(headers: dict[bytes, bytes], names: tuple[bytes, ...], fields: Ge
             return value.decode("latin-1")[:_MAX_SESSION_ID]
     from_body = fields.prompt_cache_key or fields.user
     return from_body[:_MAX_SESSION_ID] if from_body else None
+
+
+def _may_offload(parsed: Parsed) -> bool:
+    """One prompt, one choice, nothing asked about the prompt's own tokens: else P's work is not all that D needs."""
+    fields = parsed.fields
+    several = parsed.prompt.prompts > 1 or (fields.n or 1) > 1 or (fields.best_of or 1) > 1
+    return not (several or fields.echo or fields.prompt_logprobs is not None)
 
 
 def _chat_prompt(fields: GenerationBody, text_block_bytes: int, salts: tuple[str, ...]) -> Prompt:
@@ -187,10 +208,10 @@ def _batch_prompt(items: list[Any], block_tokens: int, text_block_bytes: int, sa
     """Several prompts in one request run on one instance; the first one's blocks decide, all their lengths count."""
     if items and all(isinstance(item, str) and item for item in items):
         first = _text_prompt(items[0], text_block_bytes, salts)
-        return Prompt(first.hashes, 0, sum(len(item.encode("utf-8", "surrogatepass")) for item in items))
+        return Prompt(first.hashes, 0, sum(len(item.encode("utf-8", "surrogatepass")) for item in items), len(items))
     if items and all(isinstance(item, list) and item and all(type(i) is int for i in item) for item in items):
         first = _token_prompt(items[0], block_tokens, salts)
-        return Prompt(first.hashes, sum(len(item) for item in items), 0)
+        return Prompt(first.hashes, sum(len(item) for item in items), 0, len(items))
     raise RequestError(
         400, "'prompt' must be a string, a list of strings, a list of token ids or a list of such lists", param="prompt"
     )

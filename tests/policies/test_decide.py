@@ -76,6 +76,15 @@ class _Stray:
         return Choice("nowhere", Reason.DRAWN, ())
 
 
+def test_a_request_one_hand_off_cannot_carry_never_reaches_the_planner() -> None:
+    views = [InstanceView(name, requests=1, role=Role.KV_BOTH) for name in ("a", "b")]
+    planner = Threshold()
+    offloaded = decide(ask(50_000), fleet_of(*views), Linear(), planner, DEFAULT)
+    assert offloaded.offload.reason is OffloadReason.CHOSEN
+    stayed = decide(ask(50_000, may_offload=False), fleet_of(*views), Linear(), planner, DEFAULT)
+    assert (stayed.prefill_on, stayed.offload.reason) == (None, OffloadReason.REQUEST_SHAPE)
+
+
 def test_a_policy_that_answers_with_a_stranger_is_named_in_the_error() -> None:
     with pytest.raises(ValueError, match="policy 'stray' chose 'nowhere', which is not a candidate"):
         decide(ask(), fleet_of(*idle(2)), _Stray(), Never(), DEFAULT)

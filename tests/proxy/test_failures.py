@@ -32,6 +32,13 @@ OK = {"model": "stub", "prompt": list(range(200)), "max_tokens": 4}
         ("/v1/completions", b'{"model": "stub", "prompt": "x", "stream": "yes"}', 400, "stream", "Expected `bool"),
         ("/v1/completions", b'{"model": "stub", "prompt": "x", "max_tokens": "many"}', 400, "max_tokens", "int"),
         ("/v1/completions", b'{"model": "gpt-9", "prompt": "x"}', 404, "model", "served here: stub"),
+        (
+            "/v1/completions",
+            b'{"model": "stub", "prompt": "x", "kv_transfer_params": {"do_remote_prefill": true}}',
+            400,
+            "kv_transfer_params",
+            "set by the proxy alone",
+        ),
         ("/v1/chat/completions", b'{"model": "stub"}', 400, "messages", "'messages' is missing"),
         ("/v1/chat/completions", b'{"model": "stub", "messages": "hi"}', 400, "messages", "list of messages"),
         ("/v1/chat/completions", b'{"model": "stub", "messages": []}', 400, "messages", "non-empty"),

@@ -143,6 +143,17 @@ async def test_client_that_leaves_during_the_prefill_leg_aborts_it(start_proxy: 
     assert ledger_is_zero(await proxy.settled())
 
 
+@pytest.mark.parametrize(
+    "shape", [{"n": 2}, {"best_of": 2}, {"echo": True}, {"prompt_logprobs": 1}, {"prompt": [HEAVY["prompt"]] * 2}]
+)
+async def test_requests_one_hand_off_cannot_carry_run_co_located(
+    start_proxy: StartProxy, shape: dict[str, Any]
+) -> None:
+    proxy = await start(start_proxy)
+    assert (await proxy.client.post("/v1/completions", json={**HEAVY, **shape})).status_code == 200
+    assert [row["offload_reason"] for row in await proxy.rows()] == ["request_shape"]
+
+
 async def test_light_requests_are_never_offloaded(start_proxy: StartProxy) -> None:
     proxy = await start(start_proxy)
     await proxy.client.post("/v1/completions", json={**HEAVY, "prompt": list(range(40))})
