@@ -95,7 +95,7 @@ def replay_command(
         typer.Option(min=1, help="Send so many requests: whole sessions by arrival, the last one cut to fit."),
     ] = None,
     idle_gap_cap: Annotated[float, typer.Option(min=0, help="Longest think time, seconds of the trace.")] = 60.0,
-    timeout: Annotated[float, typer.Option(help="Seconds for one request, from sending to its last byte.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for one request, from sending to its last byte.")] = 3600.0,
     seed: Annotated[int, typer.Option(help="Chooses the tokens that ids stand for.")] = 0,
     prompt_mode: Annotated[
         PromptMode,

@@ -39,7 +39,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     clock_scale: float = 1.0
     max_inflight_sessions: int | None = None
     """Sessions under way at once, thinking ones included; None: no limit."""
-    timeout_s: float = 600.0
+    timeout_s: float = 3600.0
     """For one request, from sending to its last byte."""
     seed: int = 0
     """Chooses the tokens that ids stand for."""

@@ -18,21 +18,21 @@ def loaded(*pending: int) -> list[InstanceView]:
 def test_a_session_stays_where_it_is_though_others_are_idle() -> None:
     choice = SessionSticky().choose(TURN, fleet_of(*loaded(20_000, 0, 0), pinned="inst-0"))
     assert (choice.instance, choice.reason) == ("inst-0", Reason.SESSION_PINNED)
-    assert [score.score for score in choice.scores] == [20_000, 0, 0]
+    assert [score.score for score in choice.scores] == [21_000, 1_000, 1_000]
 
 
-def test_a_first_turn_goes_to_least_pending_plus_recent() -> None:
+def test_a_first_turn_goes_to_least_pending_plus_new_plus_recent() -> None:
     views = [
-        InstanceView("a", pending_prefill_tokens=500, recent_tokens=600.0, sessions=2),
+        InstanceView("a", pending_prefill_tokens=500, recent_tokens=600.0),
         InstanceView("b", recent_tokens=1_000.0, cached_tokens=900),
         InstanceView("c", pending_prefill_tokens=1_200),
     ]
     choice = SessionSticky().choose(TURN, fleet_of(*views))
-    assert [score.score for score in choice.scores] == [1_100, 1_000, 1_200]
+    assert [score.score for score in choice.scores] == [2_100, 1_100, 2_200]
     assert score_of(choice, "a").inputs == {
         "pending_prefill_tokens": 500,
         "recent_tokens": 600.0,
-        "sessions": 2,
+        "new_tokens": 1_000,
         "cached_tokens": 0,
     }
     assert (choice.instance, choice.reason) == ("b", Reason.SESSION_PLACED)
@@ -55,6 +55,26 @@ def test_a_pin_is_overridden_above_twice_the_mean_and_above_the_floor(pending: t
     assert [score.skipped for score in choice.scores] == [not stays, False, False]
 
 
+@pytest.mark.parametrize(
+    ("cached_here", "cached_there", "stays"),
+    [
+        (20_000, 0, True),  # 40,000 shorter a queue for 20,000 tokens lost: exactly the margin of 2
+        (19_999, 0, False),
+        (30_000, 10_001, False),  # what the other instance holds is not lost
+        (0, 0, False),
+    ],
+)
+def test_a_pin_is_overridden_only_when_moving_pays(cached_here: int, cached_there: int, stays: bool) -> None:
+    views = [
+        InstanceView("home", cached_tokens=cached_here, pending_prefill_tokens=45_000),
+        InstanceView("near", cached_tokens=cached_there, pending_prefill_tokens=5_000),
+        InstanceView("busy", pending_prefill_tokens=15_000),
+    ]
+    choice = SessionSticky().choose(ask(50_000, session_id="s"), fleet_of(*views, pinned="home"))
+    assert (choice.instance == "home") is stays
+    assert choice.reason is (Reason.SESSION_PINNED if stays else Reason.SESSION_OVERLOADED)
+
+
 def test_twice_the_mean_cannot_be_exceeded_by_one_of_two_instances() -> None:
     """The mean counts the instance itself, as its source has it: two instances need a factor below 2."""
     fleet = fleet_of(*loaded(10**6, 0), pinned="inst-0")
@@ -74,7 +94,7 @@ def test_without_a_session_the_longest_prefix_is_followed_above_the_gate() -> No
 
 
 def test_without_a_session_a_prefix_at_the_gate_is_not_worth_following() -> None:
-    views = [InstanceView("a", cached_tokens=500, recent_tokens=1.0), InstanceView("b")]
+    views = [InstanceView("a", cached_tokens=500, recent_tokens=501.0), InstanceView("b")]
     choice = SessionSticky().choose(ask(1_000), fleet_of(*views))
     assert (choice.instance, choice.reason) == ("b", Reason.LEAST_LOADED)
 
