@@ -105,7 +105,7 @@ def report_command(
     The page refers to nothing outside itself and can be printed. Runs that must not be compared (other trace, scale or
     limit) are shown side by side without a verdict, and the page says why.
     """
-    from replayer.report import BreakdownError, compare_all, read_breakdown, render, write_report
+    from replayer.report import BreakdownError, against_leader, compare_all, read_breakdown, render, write_report
 
     arms = load_arms(runs)
     by_label = {arm.label: position for position, arm in enumerate(arms)}
@@ -122,8 +122,12 @@ def report_command(
     comparisons, refusals = compare_all(
         arms, resamples=resamples, seed=seed, skip_first_s=skip_first_s, clock=clock, force=force
     )
+    among_the_best = against_leader(
+        arms, resamples=resamples, seed=seed, skip_first_s=skip_first_s, clock=clock, force=force
+    )
     try:
-        write_report(output, render(arms, comparisons, title=title, remarks=refusals))
+        page = render(arms, comparisons, title=title, remarks=refusals, among_the_best=among_the_best)
+        write_report(output, page)
     except OSError as error:
         _stop(f"cannot write {output}: {error.strerror}")
     for found in comparisons:
