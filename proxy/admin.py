@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from policies.registry import offload_planners, parameters, routing_policies
+from policies.registry import parameters
 from policies.types import Decision, NoCandidateError
 from proxy.core import Core
 from proxy.errors import RequestError
@@ -165,8 +165,8 @@ def _policy(core: Core) -> dict[str, Any]:
         "params": parameters(policy),
         "planner": planner.name,
         "planner_params": parameters(planner),
-        "known_policies": routing_policies(),
-        "known_planners": offload_planners(),
+        "known_policies": sorted(core.router.known_policies),
+        "known_planners": core.router.known_planners,
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import httpx
 
-from policies.registry import routing_policies
 from proxy.breakdown import Breakdown
 from proxy.handoff import HandOff
 from proxy.instances import Instances
@@ -32,8 +31,6 @@ class Core:
         self.breakdown = Breakdown(settings.breakdown.capacity, settings.breakdown.jsonl_path)
         self.session_headers = tuple(name.lower().encode("latin-1") for name in settings.sessions.headers)
         self.draining = False
-        # Entry points are files on disk: read them before the first request asks.
-        routing_policies()
 
     def open(self) -> None:
         """Open the connections; needs a running event loop."""

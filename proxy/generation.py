@@ -44,9 +44,13 @@ class GenerationApp:
         except ClientGoneError:
             row.outcome = Outcome.CLIENT_GONE
         except Exception as error:
-            row.status, row.error = 500, repr(error)
             log.exception("request %s failed", row.request_id)
-            raise
+            row.error = repr(error)
+            if row.status:  # part of the answer is out: all that is left is to cut the connection
+                raise
+            row.status = 500
+            told = RequestError(500, "internal error; see the proxy's log", kind="server_error", code="internal_error")
+            await _send_error(send, told, row.request_id)
         finally:
             breakdown.close_row(row)
             self._core.metrics.record(row)

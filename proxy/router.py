@@ -11,7 +11,7 @@ from policies.hotspots import HotspotTracker
 from policies.ledger import Ledger
 from policies.offload.base import OffloadPlanner
 from policies.prefix_index import PrefixIndex
-from policies.registry import make_planner, make_routing, routing_policies
+from policies.registry import make_planner, make_routing, offload_planners, routing_policies
 from policies.routing.base import RoutingPolicy
 from policies.sessions import SessionTable
 from policies.state import Commitment, FleetState
@@ -39,6 +39,9 @@ class Router:
         self.thresholds = settings.classes.thresholds()
         self.policy: RoutingPolicy = make_routing(settings.policy.name, settings.policy.params)
         self.planner: OffloadPlanner = make_planner(settings.offload.planner, settings.offload.params)
+        # Entry points are files on disk: read once, not on the event loop for every explanation.
+        self.known_policies = {name: make_routing(name) for name in routing_policies()}
+        self.known_planners = offload_planners()
         self.block_tokens = settings.index.block_tokens
         self.bytes_per_token = settings.index.bytes_per_token
         self.state = FleetState(
@@ -83,11 +86,10 @@ class Router:
         The policy in force answers with its parameters, the others with their defaults. Raises NoCandidateError.
         """
         fleet = self._snapshot(request, available, time.monotonic())
-        answers = {}
-        for name in routing_policies():
-            policy = self.policy if name == self.policy.name else make_routing(name)
-            answers[name] = decide(request, fleet, policy, self.planner, self.thresholds)
-        return fleet, answers
+        policies = self.known_policies | {self.policy.name: self.policy}
+        return fleet, {
+            name: decide(request, fleet, policy, self.planner, self.thresholds) for name, policy in policies.items()
+        }
 
     def switch(
         self,

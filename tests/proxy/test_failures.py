@@ -211,6 +211,23 @@ async def test_client_that_leaves_before_its_body_is_complete_is_accounted_for(s
     assert await reader.read() == b""
 
 
+async def test_a_defect_of_our_own_is_a_clean_500_a_row_and_no_leak(
+    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = await start_proxy(1)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("defect")
+
+    monkeypatch.setattr(proxy.core, "forwarded_headers", broken)
+    answer = await proxy.client.post("/v1/completions", json=OK)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    [row] = await proxy.rows()
+    assert (row["outcome"], row["status"], row["error"]) == ("internal_error", 500, "RuntimeError('defect')")
+    assert ledger_is_zero(await proxy.settled())
+
+
 async def test_sick_probes_take_an_instance_out_and_good_ones_bring_it_back(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(2)
     proxy.engines[0].mode = "sick"
