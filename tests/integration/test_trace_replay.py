@@ -16,6 +16,9 @@ from tests.integration.conftest import StartCluster
 SCALE = 20.0
 # All of the trace's blocks fit: what is measured is routing, not eviction.
 POOL_TOKENS = 4_000_000
+# Round-robin's figure is that of the trace's own order. The slower h20 is near saturation there, turns finish late, and
+# the order in which they come is the machine's as much as the trace's (APC .20 to .21 over several runs).
+PROFILE = "h200"
 
 
 def public_trace(name: str) -> Path:
@@ -41,6 +44,8 @@ async def test_replay_of_a_public_trace_loses_nothing_and_hits_as_published(
         str(SCALE),
         "--kv-capacity-tokens",
         str(POOL_TOKENS),
+        "--profile",
+        PROFILE,
         policy={"name": policy},
         ledger={"recent_half_life_s": 30.0 / SCALE},
     )
