@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger, Load
+from policies.pairs import PairBreaker
 from policies.prefix_index import Insertion, PrefixIndex
 from policies.sessions import SessionTable
 from policies.types import Decision, FleetSnapshot, InstanceView, RequestView, Role
@@ -80,7 +81,7 @@ class FleetState:
         self.ledger = Ledger() if ledger is None else ledger
         self.sessions = SessionTable() if sessions is None else sessions  # an empty table is false
         self.hotspots = HotspotTracker() if hotspots is None else hotspots
-        self.broken_pairs: frozenset[tuple[str, str]] = frozenset()
+        self.pairs = PairBreaker()
         self.offloads_in_flight = 0
         self._instances: dict[str, _Instance] = {}
         self._sequence = 0
@@ -145,7 +146,7 @@ class FleetState:
             pinned=self.sessions.instance_of(request.session_id, now_s) if request.session_id else None,
             hotspot=self.hotspots.view(request.block_hashes),
             offloads_in_flight=self.offloads_in_flight,
-            broken_pairs=self.broken_pairs,
+            broken_pairs=self.pairs.broken(now_s),
             prefill_instances=(
                 *views,
                 *(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from policies.types import Decision
+
+log = logging.getLogger("warmroute.breakdown")
 
 
 class Outcome(StrEnum):
@@ -111,7 +115,7 @@ class Breakdown:
         self.outcomes[row.outcome.value] = self.outcomes.get(row.outcome.value, 0) + 1
         self._rows.append(row)
         if self._file is not None:
-            self._file.write(msgspec.json.encode(row.as_dict()) + b"\n")
+            self._write(msgspec.json.encode(row.as_dict()) + b"\n")
 
     def select(self, limit: int, **equal: str) -> Iterator[dict[str, Any]]:
         """The newest ``limit`` rows, oldest first, whose fields equal ``equal`` (by name of the JSON field)."""
@@ -126,11 +130,27 @@ class Breakdown:
 
     def flush(self) -> None:
         """Write buffered rows to the file."""
-        if self._file is not None:
-            self._file.flush()
+        self._write(b"")
 
     def close(self) -> None:
         """Flush and close the file."""
+        self._write(b"")
         if self._file is not None:
             self._file.close()
+            self._file = None
+
+    def _write(self, line: bytes) -> None:
+        """Append, or flush for an empty line. A full disk ends the file, not the request whose row it was."""
+        if self._file is None:
+            return
+        try:
+            if line:
+                self._file.write(line)
+            else:
+                self._file.flush()
+        except OSError as error:
+            log.error("the breakdown file is given up, rows stay in memory only: %s", error)
+            # Closing would try to write what is buffered once more: let go of the descriptor alone.
+            with suppress(OSError):
+                self._file.raw.close()  # type: ignore[attr-defined]
             self._file = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import httpx
 
 from proxy.breakdown import Breakdown
@@ -50,8 +52,8 @@ class Core:
                 self.breakdown.close()
 
     def settle_offload(self, prefill: str, decode: str, *, ok: bool) -> None:
-        """Count how a hand-off ended and show open breakers to the planner."""
-        self.router.state.broken_pairs = self.handoff.settled(prefill, decode, ok)
+        """Count how a hand-off ended, for the breaker of its pair."""
+        self.router.state.pairs.record((prefill, decode), ok, time.monotonic())
 
     def forwarded_headers(self, headers: dict[bytes, bytes]) -> dict[str, str]:
         """Of a client's headers, those an engine may see."""

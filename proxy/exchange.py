@@ -38,6 +38,10 @@ class AttemptFailedError(Exception):
         self.timed_out = timed_out
 
 
+class ClientStalledError(Exception):
+    """The client stopped reading its stream."""
+
+
 class Exchange:
     """Serves one client request. Owns its leases and its upstream answer, and gives both back whatever happens."""
 
@@ -67,6 +71,9 @@ class Exchange:
                 self._row.outcome = Outcome.SHUTDOWN
                 raise
             self._row.outcome = Outcome.CLIENT_GONE
+        except ClientStalledError as error:
+            # Leaving the answer incomplete makes the server close the connection.
+            self._row.outcome, self._row.error = Outcome.CLIENT_GONE, str(error)
         finally:
             watcher.cancel()
             with suppress(asyncio.CancelledError):
@@ -266,6 +273,7 @@ class Exchange:
         idle_s = self._core.settings.timeouts.idle_s
         loop = asyncio.get_running_loop()
         closing = b""
+        sending = False
         row.outcome = Outcome.OK
         try:
             async with asyncio.timeout(idle_s) as silence:
@@ -274,11 +282,15 @@ class Exchange:
                     row.events += chunk.count(b"data: ")
                     out = keep.feed(chunk) if keep else chunk
                     if out:
+                        sending = True
                         await send({"type": "http.response.body", "body": out, "more_body": True})
+                        sending = False
                     silence.reschedule(loop.time() + idle_s)
                     chunk = await answer.chunk()
             closing = keep.flush() if keep else b""
         except (UpstreamError, TimeoutError) as error:
+            if sending:
+                raise ClientStalledError(f"the client read nothing for {idle_s:g} s") from error
             what = f"no data for {idle_s:g} s" if isinstance(error, TimeoutError) else str(error)
             closing = self._break_stream(routed.decision.decode_on, what, tail)
         self._answered = True

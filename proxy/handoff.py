@@ -1,9 +1,8 @@
-"""The hand-off of a prefilled KV cache: the P leg, P's identity, and a breaker per (P, D) pair."""
+"""The hand-off of a prefilled KV cache: the P leg and P's identity."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -34,30 +33,6 @@ class HandedOff(NamedTuple):
     usage: Usage | None
 
 
-class PairBreaker:
-    """Opens a (P, D) pair for ``cooldown_s`` after ``failures`` failed hand-offs in a row."""
-
-    def __init__(self, failures: int = 3, cooldown_s: float = 30.0) -> None:
-        self._limit = failures
-        self._cooldown_s = cooldown_s
-        self._failures: dict[tuple[str, str], int] = {}
-        self._open_until_s: dict[tuple[str, str], float] = {}
-
-    def record(self, pair: tuple[str, str], ok: bool, now_s: float) -> None:
-        """Count one hand-off; after the cooldown a single further failure opens the pair again."""
-        if ok:
-            self._failures.pop(pair, None)
-            self._open_until_s.pop(pair, None)
-            return
-        self._failures[pair] = self._failures.get(pair, 0) + 1
-        if self._failures[pair] >= self._limit:
-            self._open_until_s[pair] = now_s + self._cooldown_s
-
-    def broken(self, now_s: float) -> frozenset[tuple[str, str]]:
-        """Pairs that may not be used now."""
-        return frozenset(pair for pair, until_s in self._open_until_s.items() if now_s < until_s)
-
-
 class HandOff:
     """Runs P legs. The D leg is an ordinary request with the body this returns."""
 
@@ -65,7 +40,6 @@ class HandOff:
         self._settings = settings
         self._upstream = upstream
         self._control = control
-        self.breaker = PairBreaker()
 
     async def prefill(self, prefill: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> HandedOff:
         """Prefill on P under its bound, then make sure P is still the engine that did it.
@@ -96,12 +70,6 @@ class HandOff:
         return HandedOff(
             decode_leg(body, transfer_id, engine_id, prefill.settings.bootstrap_url), usage_of_answer(content)
         )
-
-    def settled(self, prefill: str, decode: str, ok: bool) -> frozenset[tuple[str, str]]:
-        """Count how a hand-off ended; returns the pairs that are broken now."""
-        now_s = time.monotonic()
-        self.breaker.record((prefill, decode), ok, now_s)
-        return self.breaker.broken(now_s)
 
     async def _identity(self, prefill: Instance) -> str:
         if prefill.settings.bootstrap_url is None:

@@ -52,7 +52,10 @@ class HealthMonitor:
                 await self._read_identity(instance)
                 if not was_healthy or not instance.models:
                     await self._read_models(instance)
-        except (httpx.HTTPError, TimeoutError, ValueError, msgspec.DecodeError) as error:
+        except Exception as error:
+            # Whatever an engine answers must not end the probing of the others.
+            expected = isinstance(error, httpx.HTTPError | TimeoutError)
+            log.debug("probe of %s failed", instance.name, exc_info=not expected)
             self._core.instances.failed(instance.name, f"probe: {error!r}")
         else:
             self._core.instances.probed(instance.name)

@@ -22,6 +22,7 @@ class StubEngine:
     mode: str = "ok"
     model: str = "stub"
     tokens: int = 4
+    padding_bytes: int = 0
     token_delay_s: float = 0.0
     prefill_s: float = 0.0
     cached_tokens: int | None = None
@@ -75,6 +76,8 @@ class StubEngine:
         return web.json_response({"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": "tcp://x"}}}})
 
     async def _models(self, _: web.Request) -> web.Response:
+        if self.mode == "nonsense":
+            return web.json_response(["not", "an", "object"])
         return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
@@ -181,7 +184,12 @@ class StubEngine:
             "model": self.model,
             "usage": None,
             "choices": [
-                {"index": 0, "text": f"w{number} ", "delta": {"content": f"w{number} "}, "finish_reason": None}
+                {
+                    "index": 0,
+                    "text": f"w{number} " + "x" * self.padding_bytes,
+                    "delta": {"content": f"w{number} "},
+                    "finish_reason": None,
+                }
             ],
         }
         return b"data: " + json.dumps(chunk).encode() + b"\n\n"

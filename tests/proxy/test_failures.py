@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -235,6 +236,46 @@ async def test_sick_probes_take_an_instance_out_and_good_ones_bring_it_back(star
     proxy.engines[0].mode = "ok"
     await proxy.until(lambda: proxy.core.instances.healthy() == {"inst-0", "inst-1"})
     assert (await proxy.client.get("/instances")).json()["instances"][0]["restarts"] == 0
+
+
+async def test_an_engine_that_answers_nonsense_does_not_end_the_probing_of_the_others(
+    start_proxy: StartProxy,
+) -> None:
+    proxy = await start_proxy(2, engines=[StubEngine(mode="nonsense"), StubEngine()])
+    assert proxy.core.instances.healthy() == {"inst-1"}
+    proxy.engines[1].mode = "sick"
+    await proxy.until(lambda: not proxy.core.instances.healthy())
+    for engine in proxy.engines:
+        engine.mode = "ok"
+    await proxy.until(lambda: proxy.core.instances.healthy() == {"inst-0", "inst-1"})
+
+
+async def test_a_client_that_stops_reading_is_cut_and_its_engine_is_not_blamed(start_proxy: StartProxy) -> None:
+    engine = StubEngine(tokens=2000, padding_bytes=50_000)
+    proxy = await start_proxy(1, engines=[engine], timeouts={"idle_s": 0.5})
+    body = json.dumps({**OK, "stream": True}).encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]), limit=1024)
+    try:
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        await proxy.until(lambda: proxy.core.breakdown.finished == 1)
+    finally:
+        writer.close()
+    [row] = await proxy.rows()
+    assert (row["outcome"], row["error"]) == ("client_gone", "the client read nothing for 0.5 s")
+    await proxy.until(lambda: engine.aborted == 1 or engine.running == 0)
+    assert proxy.core.instances["inst-0"].failures_in_a_row == 0
+    assert proxy.core.instances["inst-0"].last_error is None
+    assert ledger_is_zero(await proxy.settled())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+async def test_a_full_disk_costs_the_breakdown_file_and_no_request(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(1, breakdown={"jsonl_path": "/dev/full"})
+    for _ in range(30):
+        assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
+    await proxy.until(lambda: proxy.core.breakdown._file is None)
+    assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
+    assert len(await proxy.rows()) == 31
 
 
 async def test_two_requests_of_one_tick_see_each_other(start_proxy: StartProxy) -> None:
