@@ -23,6 +23,7 @@ class Phase(StrEnum):
 @dataclass(slots=True)
 class _Account:
     requests: int = 0
+    prefilling: int = 0
     pending_prefill_tokens: int = 0
     decoding_tokens: int = 0
     promised_tokens: int = 0
@@ -38,6 +39,8 @@ class Load(NamedTuple):
     decoding_tokens: int = 0
     promised_tokens: int = 0
     recent_tokens: float = 0.0
+    prefilling: int = 0
+    """Of ``requests``, those whose first token is still to come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +57,7 @@ class Lease:
         """The prefill is done: its tokens stop pending and its context starts decoding. Later calls do nothing."""
         if self.phase is Phase.PREFILL:
             self.phase = Phase.DECODE
+            self._account.prefilling -= 1
             self._account.pending_prefill_tokens -= self.new_tokens
             self._account.decoding_tokens += self.context_tokens
 
@@ -68,6 +72,7 @@ class Lease:
         if self.phase is Phase.RELEASED:
             return False
         if self.phase is Phase.PREFILL:
+            self._account.prefilling -= 1
             self._account.pending_prefill_tokens -= self.new_tokens
         else:
             self._account.decoding_tokens -= self.context_tokens
@@ -97,6 +102,7 @@ class Ledger:
             raise ValueError(f"token counts must not be negative, got {new_tokens} and {context_tokens}")
         account = self._accounts.setdefault(instance, _Account(recent_at_s=now_s))
         account.requests += 1
+        account.prefilling += 1
         account.pending_prefill_tokens += new_tokens
         account.promised_tokens += context_tokens
         account.recent_tokens = self._decayed(account, now_s) + new_tokens
@@ -114,6 +120,7 @@ class Ledger:
             account.decoding_tokens,
             account.promised_tokens,
             self._decayed(account, now_s),
+            account.prefilling,
         )
 
     def promised_tokens(self, instance: str) -> int:
@@ -135,6 +142,7 @@ class Ledger:
         accounts = self._accounts.values()
         return {
             "requests": sum(a.requests for a in accounts),
+            "prefilling": sum(a.prefilling for a in accounts),
             "pending_prefill_tokens": sum(a.pending_prefill_tokens for a in accounts),
             "decoding_tokens": sum(a.decoding_tokens for a in accounts),
             "promised_tokens": sum(a.promised_tokens for a in accounts),

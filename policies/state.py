@@ -9,17 +9,23 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from policies.costbook import CostBook, Workload
+from policies.holds import Hold, Holds
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger, Load
 from policies.pairs import PairBreaker
+from policies.predictor import Match, Predictor, Promised
 from policies.prefix_index import Insertion, PrefixIndex
 from policies.sessions import SessionTable
-from policies.types import Decision, FleetSnapshot, InstanceView, RequestView, Role
+from policies.types import Connector, Decision, FleetSnapshot, InstanceView, RequestView, Role, Transport
 
 
 @dataclass(slots=True)
 class _Instance:
     role: Role
+    host: str = ""
+    transport: Transport | None = None
+    connector: Connector = Connector.MOONCAKE
     kv_capacity_tokens: int = 0
     kv_used_tokens: int = 0
     promised_at_report_tokens: int = 0
@@ -28,7 +34,17 @@ class _Instance:
 class Commitment:
     """What one decision reserved: a lease per leg, an offload slot, and the index entries to take back if need be."""
 
-    __slots__ = ("_added", "_not_yet_on_decode", "_state", "decode", "prefill")
+    __slots__ = (
+        "_added",
+        "_hold",
+        "_in_flight",
+        "_not_yet_on_decode",
+        "_promised",
+        "_state",
+        "decode",
+        "prefill",
+        "workload",
+    )
 
     def __init__(
         self,
@@ -37,34 +53,64 @@ class Commitment:
         prefill: Lease | None,
         added: dict[str, Insertion],
         not_yet_on_decode: int,
+        workload: Workload,
+        promised: Promised,
     ) -> None:
         self._state = state
+        self._promised = promised
         self._added = added
         self._not_yet_on_decode = not_yet_on_decode
+        self._hold: Hold | None = None
+        self._in_flight = prefill is not None
         self.decode = decode
         self.prefill = prefill
+        self.workload = workload
+        """What was asked of D and P, for the models of what that takes."""
 
     def end_prefill(self) -> None:
-        """The P leg is over: release its lease and its offload slot. Later calls do nothing."""
+        """The P leg is over and its KV waits for D: release P's lease, count the hold. Later calls do nothing."""
         if self.prefill is not None and self.prefill.release():
-            self._state.offloads_in_flight -= 1
+            self._promised.kept(self.prefill.instance)
+            self._hold = self._state.holds.take(self.prefill.instance, self.prefill.context_tokens)
 
-    def fall_back(self) -> None:
-        """The offload failed: end its P leg and count the prefill on D after all. Later calls do nothing."""
-        self.end_prefill()
+    def handed_over(self) -> None:
+        """D has answered its first token, so it has the KV: the offload is over. Later calls do nothing."""
+        if self._hold is not None:
+            self._hold.release()
+        self._end_offload()
+
+    def fall_back(self, orphaned_until_s: float = 0.0) -> None:
+        """The offload failed: end it and count the prefill on D after all. Later calls do nothing.
+
+        What P holds, if it came to that, stays there until ``orphaned_until_s``.
+        """
+        if self._hold is not None:
+            self._hold.orphan(orphaned_until_s)
+        self._end_offload()
         self.decode.add_prefill(self._not_yet_on_decode)
         self._not_yet_on_decode = 0
 
     def retract(self, instance: str) -> None:
         """Take back the blocks that were entered for an instance which never computed them."""
+        self._promised.broken(instance)
         insertion = self._added.pop(instance, None)
         if insertion is not None:
             self._state.index.retract(insertion)
 
-    def release(self) -> None:
-        """Release whatever is still held. Later calls do nothing."""
-        self.end_prefill()
+    def release(self, orphaned_until_s: float = 0.0) -> None:
+        """Release whatever is still held; a hold nobody pulled stays until then. Later calls do nothing."""
+        if self._hold is not None:
+            self._hold.orphan(orphaned_until_s)
+        self._end_offload()
         self.decode.release()
+        self._promised.kept()
+
+    def _end_offload(self) -> None:
+        if self.prefill is not None:
+            self.prefill.release()
+        if self._in_flight:
+            self._in_flight = False
+            self._state.offloads_in_flight -= 1
 
 
 class FleetState:
@@ -78,10 +124,13 @@ class FleetState:
         hotspots: HotspotTracker | None = None,
     ) -> None:
         self.index = PrefixIndex() if index is None else index
+        self.predictor = Predictor(self.index)
         self.ledger = Ledger() if ledger is None else ledger
         self.sessions = SessionTable() if sessions is None else sessions  # an empty table is false
         self.hotspots = HotspotTracker() if hotspots is None else hotspots
         self.pairs = PairBreaker()
+        self.holds = Holds()
+        self.costs = CostBook()
         self.offloads_in_flight = 0
         self._instances: dict[str, _Instance] = {}
         self._sequence = 0
@@ -95,27 +144,39 @@ class FleetState:
         """Role of a known instance."""
         return self._instances[instance].role
 
-    def add_instance(self, instance: str, role: Role = Role.NONE) -> None:
-        """Make an instance known. Idempotent; the role is taken over."""
+    def add_instance(
+        self,
+        instance: str,
+        role: Role = Role.NONE,
+        host: str = "",
+        transport: Transport | None = None,
+        connector: Connector = Connector.MOONCAKE,
+    ) -> None:
+        """Make an instance known. Idempotent; role, host, transport and connector are taken over."""
         known = self._instances.get(instance)
         if known:
-            known.role = role
+            known.role, known.host, known.transport, known.connector = role, host, transport, connector
             return
-        self._instances[instance] = _Instance(role)
+        self._instances[instance] = _Instance(role, host, transport, connector)
         self.index.add_instance(instance)
+        self.predictor.add_instance(instance)
 
     def remove_instance(self, instance: str) -> None:
         """Forget an instance: blocks, pins and figures. Its leases stay counted until they are released."""
         self._instances.pop(instance, None)
         self.index.remove_instance(instance)
+        self.predictor.remove_instance(instance)
         self.sessions.remove_instance(instance)
         self.ledger.forget_recent(instance)
+        self.holds.forget(instance)
 
     def restarted(self, instance: str) -> None:
         """The instance's cache is empty again: drop its blocks, pins and recent load."""
         self.index.clear_instance(instance)
+        self.predictor.restarted(instance)
         self.sessions.remove_instance(instance)
         self.ledger.forget_recent(instance)
+        self.holds.forget(instance)
 
     def set_capacity(self, instance: str, kv_capacity_tokens: int, block_tokens: float) -> None:
         """Take the engine's KV pool as the bound of its shadow index."""
@@ -129,14 +190,18 @@ class FleetState:
         known.kv_used_tokens = kv_used_tokens
         known.promised_at_report_tokens = self.ledger.promised_tokens(instance)
 
+    def expected_tokens(self, instance: str, now_s: float) -> int:
+        """KV that requests in flight and holds explain: what an engine reports beyond it, nobody asked for."""
+        return self.ledger.promised_tokens(instance) + self.holds.tokens(instance, now_s)
+
     def snapshot(
         self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()
     ) -> FleetSnapshot:
         """The fleet as this request sees it: ``eligible`` instances may decode, ``prefill_only`` only prefill."""
-        matched = self.index.match(request.block_hashes)
+        matched = self.predictor.match(request, now_s)
         class_blocks = min(self.hotspots.class_blocks, len(request.block_hashes))
         views = tuple(
-            self._view(name, request, matched.get(name, 0), class_blocks, now_s)
+            self._view(name, request, matched[name], class_blocks, now_s)
             for name in self._instances
             if name in eligible
         )
@@ -147,10 +212,11 @@ class FleetState:
             hotspot=self.hotspots.view(request.block_hashes),
             offloads_in_flight=self.offloads_in_flight,
             broken_pairs=self.pairs.broken(now_s),
+            costs=self.costs.at(now_s),
             prefill_instances=(
                 *views,
                 *(
-                    self._view(name, request, matched.get(name, 0), class_blocks, now_s)
+                    self._view(name, request, matched[name], class_blocks, now_s)
                     for name in self._instances
                     if name in prefill_only
                 ),
@@ -172,7 +238,9 @@ class FleetState:
         if request.session_id:
             self.sessions.pin(request.session_id, decision.decode_on, now_s)
         prefill_lease = None
+        prefill: InstanceView | None = None
         added: dict[str, Insertion] = {}
+        promised = self.predictor.promised()
         new_on_decode = decision.new_tokens
         if decision.prefill_on is not None:
             prefill = next(
@@ -181,22 +249,24 @@ class FleetState:
             new_on_prefill = request.prompt_tokens - prefill.cached_tokens
             prefill_lease = self.ledger.acquire(prefill.instance, new_on_prefill, request.prompt_tokens, now_s)
             added[prefill.instance] = self.index.insert(prefill.instance, request.block_hashes)
+            promised.add(prefill.instance, request)
             self.offloads_in_flight += 1
             new_on_decode = 0
         decode_lease = self.ledger.acquire(decision.decode_on, new_on_decode, request.prompt_tokens, now_s)
         added[decision.decode_on] = self.index.insert(decision.decode_on, request.block_hashes)
-        return Commitment(self, decode_lease, prefill_lease, added, decision.new_tokens - new_on_decode)
+        promised.add(decision.decode_on, request)
+        workload = Workload.of(request, chosen, prefill, self.offloads_in_flight, self.costs.bytes_per_token)
+        not_yet_on_decode = decision.new_tokens - new_on_decode
+        return Commitment(self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised)
 
-    def _view(
-        self, name: str, request: RequestView, matched_blocks: int, class_blocks: int, now_s: float
-    ) -> InstanceView:
+    def _view(self, name: str, request: RequestView, match: Match, class_blocks: int, now_s: float) -> InstanceView:
         known = self._instances[name]
         load: Load = self.ledger.load(name, now_s)
         # What was promised before the report is in its figure, unless the engine had not got round to it yet.
         reported = min(known.promised_at_report_tokens, known.kv_used_tokens)
         return InstanceView(
             name,
-            cacheable_tokens(request, matched_blocks),
+            cacheable_tokens(request, match.blocks),
             load.requests,
             load.pending_prefill_tokens,
             load.decoding_tokens,
@@ -204,9 +274,16 @@ class FleetState:
             self.sessions.count(name),
             known.kv_capacity_tokens,
             known.kv_used_tokens,
-            max(0, load.promised_tokens - reported),
+            max(0, load.promised_tokens - reported) + self.holds.tokens(name, now_s),
             known.role,
-            bool(class_blocks) and matched_blocks >= class_blocks,
+            bool(class_blocks) and match.blocks >= class_blocks,
+            load.prefilling,
+            known.host,
+            known.transport,
+            known.connector,
+            match.source,
+            cacheable_tokens(request, match.shadow_blocks),
+            None if match.exact_blocks is None else cacheable_tokens(request, match.exact_blocks),
         )
 
 

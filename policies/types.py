@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from policies.costs import Costs
 
 
 class RequestClass(StrEnum):
@@ -22,6 +25,32 @@ class Role(StrEnum):
     KV_PRODUCER = "kv_producer"
     KV_CONSUMER = "kv_consumer"
     NONE = "none"
+
+
+class Connector(StrEnum):
+    """vLLM's KV connector of an instance: how a hand-off is spelt."""
+
+    MOONCAKE = "mooncake"
+    NIXL = "nixl"
+
+
+class Transport(StrEnum):
+    """What a KV cache travels over."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
+    EFA = "efa"
+    NVLINK = "nvlink"
+    """Between GPUs of one host only."""
+
+
+class IndexSource(StrEnum):
+    """Who predicts what an instance has cached."""
+
+    SHADOW = "shadow"
+    """The router's own memory of what it sent there."""
+    EXACT = "exact"
+    """What the engine reports in its KV events."""
 
 
 class Reason(StrEnum):
@@ -53,10 +82,15 @@ class OffloadReason(StrEnum):
     PAIR_BROKEN = "pair_broken"
     NO_ROOM_ON_D = "no_room_on_d"
     NOTHING_TO_PROTECT = "nothing_to_protect"
+    DOES_NOT_PAY = "does_not_pay"
+    UNSURE = "unsure"
+    """It would pay if the estimate were right, but not if it is wrong by what estimates were wrong so far."""
     CHOSEN = "chosen"
     FELL_BACK_P_TIMEOUT = "fell_back_p_timeout"
     FELL_BACK_P_ERROR = "fell_back_p_error"
     FELL_BACK_P_IDENTITY = "fell_back_p_identity"
+    FELL_BACK_P_GONE = "fell_back_p_gone"
+    """P vanished while D pulled."""
     FELL_BACK_D_TIMEOUT = "fell_back_d_timeout"
     FELL_BACK_D_ERROR = "fell_back_d_error"
 
@@ -78,6 +112,8 @@ class RequestView(NamedTuple):
     """True when ``prompt_tokens`` and the blocks come from token ids."""
     may_offload: bool = True
     """False for what one hand-off cannot carry: several prompts or choices, log probabilities of the prompt."""
+    plain: bool = True
+    """True when KV events tell of these very blocks: token ids for a base model, no adapter, no cache salt."""
 
 
 class InstanceView(NamedTuple):
@@ -105,6 +141,24 @@ class InstanceView(NamedTuple):
     role: Role = Role.NONE
     holds_class: bool = False
     """Whether the instance holds the prefix class (the first few blocks) of this request."""
+    prefilling: int = 0
+    """Of ``requests``, those whose first token is still to come."""
+    host: str = ""
+    """The machine it runs on."""
+    transport: Transport | None = None
+    """What its connector moves KV over, where that is proven."""
+    connector: Connector = Connector.MOONCAKE
+    index_source: IndexSource = IndexSource.SHADOW
+    """Whose prediction ``cached_tokens`` is."""
+    shadow_cached_tokens: int = 0
+    """What the shadow index predicts."""
+    exact_cached_tokens: int | None = None
+    """What the exact index predicts; None where it cannot be asked."""
+
+    @property
+    def decode_streams(self) -> int:
+        """Requests past their first token."""
+        return self.requests - self.prefilling
 
     @property
     def ongoing_tokens(self) -> int:
@@ -137,6 +191,8 @@ class FleetSnapshot(NamedTuple):
     """(P, D) pairs whose breaker is open."""
     prefill_instances: tuple[InstanceView, ...] = ()
     """Instances that may take a prefill for another, where roles separate them; empty: any of ``instances``."""
+    costs: Costs | None = None
+    """What prefills and transfers take, as learned so far; None: nobody learns."""
 
 
 class CandidateScore(NamedTuple):
@@ -165,6 +221,21 @@ class OffloadPlan(NamedTuple):
     inputs: Mapping[str, float] = {}
 
 
+class Prediction(NamedTuple):
+    """Cached tokens of one request on one instance, as predicted by either index."""
+
+    source: IndexSource
+    """Which of the two was used."""
+    shadow_tokens: int
+    exact_tokens: int | None = None
+    """None where the exact index could not be asked."""
+
+    @classmethod
+    def of(cls, view: InstanceView) -> Prediction:
+        """What an instance's view predicts."""
+        return cls(view.index_source, view.shadow_cached_tokens, view.exact_cached_tokens)
+
+
 class Decision(NamedTuple):
     """What is done with a request: D, perhaps P, and why."""
 
@@ -179,6 +250,9 @@ class Decision(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens predicted to be cached on ``decode_on``."""
+    decode_prediction: Prediction | None = None
+    prefill_prediction: Prediction | None = None
+    """The same for ``prefill_on``."""
 
     @property
     def new_tokens(self) -> int:

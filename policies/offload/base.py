@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
-from policies.types import FleetSnapshot, InstanceView, OffloadPlan, RequestClass, RequestView, Role
+from policies.types import FleetSnapshot, InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView, Role
 
 
 class OffloadPlanner(Protocol):
@@ -32,9 +32,7 @@ def best_prefill(request: RequestView, decode: InstanceView, fleet: FleetSnapsho
     candidates = [
         view
         for view in fleet.prefill_instances or fleet.instances
-        if view.instance != decode.instance
-        and view.role in {Role.KV_BOTH, Role.KV_PRODUCER}
-        and (view.instance, decode.instance) not in fleet.broken_pairs
+        if may_send(view, decode) and (view.instance, decode.instance) not in fleet.broken_pairs
     ]
     return min(
         candidates,
@@ -48,6 +46,23 @@ def best_prefill(request: RequestView, decode: InstanceView, fleet: FleetSnapsho
     )
 
 
+def why_no_prefill(decode: InstanceView, fleet: FleetSnapshot) -> OffloadReason:
+    """Why nobody could be chosen: the breakers of all that may send are open, or there is nobody."""
+    senders = [view for view in fleet.prefill_instances or fleet.instances if may_send(view, decode)]
+    if senders and all((view.instance, decode.instance) in fleet.broken_pairs for view in senders):
+        return OffloadReason.PAIR_BROKEN
+    return OffloadReason.NO_PREFILL_CANDIDATE
+
+
 def may_receive(decode: InstanceView) -> bool:
     """Whether D's role lets it pull a KV cache."""
     return decode.role in {Role.KV_BOTH, Role.KV_CONSUMER}
+
+
+def may_send(view: InstanceView, decode: InstanceView) -> bool:
+    """Whether an instance can prefill for D: another one, in a sending role, with the same connector."""
+    return (
+        view.instance != decode.instance
+        and view.role in {Role.KV_BOTH, Role.KV_PRODUCER}
+        and view.connector is decode.connector
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.offload.base import best_prefill, has_room, may_receive
+from policies.offload.base import best_prefill, has_room, may_receive, why_no_prefill
 from policies.types import FleetSnapshot, InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
 
@@ -41,9 +41,7 @@ class Threshold:
             return OffloadPlan(None, refusal, inputs)
         prefill = best_prefill(request, decode, fleet)
         if prefill is None:
-            mended = best_prefill(request, decode, fleet._replace(broken_pairs=frozenset()))
-            none_left = OffloadReason.NO_PREFILL_CANDIDATE if mended is None else OffloadReason.PAIR_BROKEN
-            return OffloadPlan(None, none_left, inputs)
+            return OffloadPlan(None, why_no_prefill(decode, fleet), inputs)
         return OffloadPlan(
             prefill.instance,
             OffloadReason.CHOSEN,

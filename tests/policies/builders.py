@@ -10,6 +10,7 @@ from policies.blocks import hash_token_blocks
 from policies.types import (
     CandidateScore,
     Choice,
+    Connector,
     Decision,
     FleetSnapshot,
     HotspotView,
@@ -20,6 +21,7 @@ from policies.types import (
     RequestClass,
     RequestView,
     Role,
+    Transport,
 )
 
 BLOCK_TOKENS = 16
@@ -81,8 +83,12 @@ def cases(draw: st.DrawFn) -> tuple[RequestView, FleetSnapshot]:
     views = tuple(
         InstanceView(
             name,
+            host=draw(st.sampled_from(["h1", "h2"])),
+            transport=draw(st.sampled_from([None, *Transport])),
+            connector=draw(st.sampled_from([*[Connector.MOONCAKE] * 3, Connector.NIXL])),
             cached_tokens=draw(st.integers(0, prompt - 1)),
-            requests=draw(st.integers(0, 40)),
+            requests=(requests := draw(st.integers(0, 40))),
+            prefilling=draw(st.integers(0, requests)),
             pending_prefill_tokens=draw(tokens),
             decoding_tokens=draw(tokens),
             recent_tokens=draw(st.floats(0, 1e6)),

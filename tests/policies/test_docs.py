@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 
 from policies.classes import ClassThresholds
+from policies.costs import TRANSFER_FORMULAS, PrefillModel, TransferModel
 from policies.hotspots import HotspotTracker
 from policies.ledger import Ledger
+from policies.offload.cost_model import CostModel
+from policies.pairs import PairBreaker
 from policies.prefix_index import PrefixIndex
 from policies.registry import make_planner, make_routing, parameters
 from policies.sessions import SessionTable
@@ -63,6 +67,27 @@ def test_the_bounds_of_the_state_are_those_of_the_code(owner: Callable[..., obje
     documented = re.findall(r"`(\w+=[^`]+)`", table("state")[owner.__name__][-1])
     signature = inspect.signature(owner).parameters.values()
     assert sorted(documented) == sorted(f"{p.name}={p.default}" for p in signature)
+
+
+@pytest.mark.parametrize("owner", [PrefillModel, TransferModel, PairBreaker])
+def test_the_constants_of_the_cost_models_are_those_of_the_code(owner: Callable[..., object]) -> None:
+    parameters_of = inspect.signature(owner).parameters.values()
+    public = {p.name: p.default for p in parameters_of if not p.name.startswith("_")}
+    assert table("model")[owner.__name__][-1] == cell_of(public)
+
+
+def test_the_constants_of_the_transports_are_those_of_the_code() -> None:
+    documented = {name: [float(cell) for cell in cells[:-1]] for name, cells in table("transport").items()}
+    assert documented == {transport.value: list(formula) for transport, formula in TRANSFER_FORMULAS.items()}
+
+
+def test_every_parameter_of_the_cost_model_is_explained() -> None:
+    assert list(table("parameter")) == [field.name for field in dataclasses.fields(CostModel)]
+
+
+def test_every_input_of_the_cost_model_is_named() -> None:
+    source = inspect.getsource(CostModel.plan)
+    assert all(f"`{name}`" in PAGE for name in re.findall(r'"(\w+_s)":', source))
 
 
 def test_the_class_thresholds_in_the_text_are_those_of_the_code() -> None:

@@ -9,7 +9,7 @@ from policies.ledger import Ledger
 from policies.prefix_index import PrefixIndex
 from policies.sessions import SessionTable
 from policies.state import Commitment, FleetState, cacheable_tokens
-from policies.types import FleetSnapshot, InstanceView, RequestView, Role
+from policies.types import Connector, FleetSnapshot, InstanceView, RequestView, Role, Transport
 from tests.policies.builders import ask, ask_ids, ask_new, decision_for
 
 
@@ -68,12 +68,65 @@ def test_an_offload_counts_the_prefill_on_p_and_the_kv_on_both() -> None:
     assert (p.requests, p.pending_prefill_tokens, p.kv_promised_tokens, p.recent_tokens) == (1, 1_600, 1_600, 1_600)
     assert d.cached_tokens == p.cached_tokens == 1_584
     assert look(state, request).offloads_in_flight == 1
-    commitment.end_prefill()
-    commitment.end_prefill()
-    assert look(state, request).offloads_in_flight == 0
-    assert view_of(state, request, "inst-2").requests == 0
     commitment.release()
     assert not any(state.ledger.totals().values())
+
+
+def test_an_offload_is_in_flight_and_its_kv_held_on_p_until_d_has_its_first_token() -> None:
+    state, request = state_of(), ask_new(1, 1_600)
+    commitment = commit(state, request, "inst-0", "inst-2")
+    commitment.end_prefill()
+    commitment.end_prefill()
+    p = view_of(state, request, "inst-2")
+    assert (p.requests, p.prefilling, p.kv_promised_tokens) == (0, 0, 1_600)
+    assert (look(state, request).offloads_in_flight, state.holds.total()) == (1, 1_600)
+    assert state.expected_tokens("inst-2", 0.0) == 1_600
+    commitment.handed_over()
+    commitment.handed_over()
+    assert (look(state, request).offloads_in_flight, state.holds.total()) == (0, 0)
+    assert view_of(state, request, "inst-2").kv_promised_tokens == 0
+    commitment.fall_back(99.0)
+    commitment.release(99.0)
+    assert state.expected_tokens("inst-2", 1.0) == 0
+
+
+@pytest.mark.parametrize("ends_by", ["fall_back", "release"])
+def test_kv_that_nobody_will_pull_stays_on_p_until_the_engine_gives_it_up(ends_by: str) -> None:
+    state, request = state_of(), ask_new(1, 1_600)
+    commitment = commit(state, request, "inst-0", "inst-2")
+    commitment.end_prefill()
+    getattr(commitment, ends_by)(480.0)
+    assert (state.offloads_in_flight, state.holds.total()) == (0, 0)
+    assert [state.expected_tokens("inst-2", now_s) for now_s in (0.0, 479.9, 480.0)] == [1_600, 1_600, 0]
+    commitment.release(900.0)
+    assert state.expected_tokens("inst-2", 500.0) == 0
+
+
+def test_a_p_leg_that_failed_leaves_nothing_held() -> None:
+    state, request = state_of(), ask_new(1, 1_600)
+    commitment = commit(state, request, "inst-0", "inst-2")
+    commitment.fall_back(480.0)
+    assert state.expected_tokens("inst-2", 0.0) == 0
+    assert state.expected_tokens("inst-0", 0.0) == 1_600
+
+
+def test_prefill_streams_and_decode_streams_are_told_apart() -> None:
+    state, request = state_of(), ask_new(1, 1_600)
+    first = commit(state, request, "inst-0")
+    commit(state, request, "inst-0")
+    first.decode.first_token()
+    seen = view_of(state, request, "inst-0")
+    assert (seen.requests, seen.prefilling, seen.decode_streams) == (2, 1, 1)
+
+
+def test_what_is_known_of_an_instance_is_shown_and_can_be_corrected() -> None:
+    state = FleetState()
+    state.add_instance("a", Role.KV_BOTH, "host-1", Transport.NVLINK, Connector.NIXL)
+    seen = view_of(state, ask(), "a")
+    assert (seen.host, seen.transport, seen.connector) == ("host-1", Transport.NVLINK, Connector.NIXL)
+    state.add_instance("a", Role.KV_BOTH, "host-2")
+    seen = view_of(state, ask(), "a")
+    assert (seen.host, seen.transport, seen.connector) == ("host-2", None, Connector.MOONCAKE)
 
 
 def test_the_cap_slot_of_a_released_offload_is_given_back_once() -> None:

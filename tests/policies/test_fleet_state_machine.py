@@ -73,16 +73,20 @@ class FleetStateMachine(RuleBasedStateMachine):
         commitment.end_prefill()
 
     @rule(commitment=commitments)
-    def fall_back(self, commitment: Commitment) -> None:
-        commitment.fall_back()
+    def handed_over(self, commitment: Commitment) -> None:
+        commitment.handed_over()
+
+    @rule(commitment=commitments, hold_s=st.sampled_from([0.0, 20.0]))
+    def fall_back(self, commitment: Commitment, hold_s: float) -> None:
+        commitment.fall_back(self.now_s + hold_s)
 
     @rule(commitment=commitments, name=st.sampled_from(NAMES))
     def retract(self, commitment: Commitment, name: str) -> None:
         commitment.retract(name)
 
-    @rule(commitment=commitments)
-    def release(self, commitment: Commitment) -> None:
-        commitment.release()
+    @rule(commitment=commitments, hold_s=st.sampled_from([0.0, 20.0]))
+    def release(self, commitment: Commitment, hold_s: float) -> None:
+        commitment.release(self.now_s + hold_s)
         assert commitment.decode.phase is Phase.RELEASED
 
     @rule(commitment=consumes(commitments))
@@ -111,11 +115,13 @@ class FleetStateMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_ever_negative_or_over_its_bound(self) -> None:
         assert all(value >= 0 for value in self.state.ledger.totals().values())
+        assert self.state.holds.total() >= 0
         assert self.state.offloads_in_flight >= 0
         assert len(self.state.sessions) <= 3
         fleet = self.state.snapshot(ask_ids([0] * 40), self.now_s, self.state.instances)
         for view in fleet.instances:
             assert self.state.index.blocks(view.instance) <= CAPACITY_BLOCKS
+            assert 0 <= view.prefilling <= view.requests
             numbers = (view.requests, view.pending_prefill_tokens, view.decoding_tokens, view.kv_promised_tokens)
             assert min(*numbers, view.recent_tokens, view.cached_tokens, view.sessions) >= 0
 
@@ -124,6 +130,7 @@ class FleetStateMachine(RuleBasedStateMachine):
         leases = [leg for c in self.open for leg in (c.decode, c.prefill) if leg and leg.phase is not Phase.RELEASED]
         totals = self.state.ledger.totals()
         assert totals["requests"] == len(leases)
+        assert totals["prefilling"] == sum(leg.phase is Phase.PREFILL for leg in leases)
         assert totals["promised_tokens"] == sum(leg.context_tokens for leg in leases)
         assert totals["decoding_tokens"] == sum(leg.context_tokens for leg in leases if leg.phase is Phase.DECODE)
         assert totals["pending_prefill_tokens"] == sum(leg.new_tokens for leg in leases if leg.phase is Phase.PREFILL)
@@ -133,6 +140,7 @@ class FleetStateMachine(RuleBasedStateMachine):
             commitment.release()
         assert not any(self.state.ledger.totals().values())
         assert self.state.offloads_in_flight == 0
+        assert self.state.holds.total() == 0
         for name in NAMES:
             load = self.state.ledger.load(name, self.now_s)
             assert (load.requests, load.pending_prefill_tokens, load.decoding_tokens, load.promised_tokens) == (0,) * 4

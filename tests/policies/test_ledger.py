@@ -6,15 +6,15 @@ import pytest
 
 from policies.ledger import Ledger, Load
 
-ZERO = {"requests": 0, "pending_prefill_tokens": 0, "decoding_tokens": 0, "promised_tokens": 0}
+ZERO = {"requests": 0, "prefilling": 0, "pending_prefill_tokens": 0, "decoding_tokens": 0, "promised_tokens": 0}
 
 
 def test_a_lease_counts_new_tokens_until_first_token_and_context_after_it() -> None:
     ledger = Ledger()
     lease = ledger.acquire("a", new_tokens=300, context_tokens=1_000, now_s=0.0)
-    assert ledger.load("a", 0.0) == Load(1, 300, 0, 1_000, 300.0)
+    assert ledger.load("a", 0.0) == Load(1, 300, 0, 1_000, 300.0, prefilling=1)
     lease.first_token()
-    assert ledger.load("a", 0.0) == Load(1, 0, 1_000, 1_000, 300.0)
+    assert ledger.load("a", 0.0) == Load(1, 0, 1_000, 1_000, 300.0, prefilling=0)
     assert lease.release()
     assert ledger.load("a", 0.0) == Load(0, 0, 0, 0, 300.0)
 
@@ -53,7 +53,7 @@ def test_two_decisions_at_one_instant_see_each_other() -> None:
     ledger.acquire("a", 100, 100, 5.0)
     assert ledger.load("a", 5.0).pending_prefill_tokens == 100
     ledger.acquire("a", 100, 100, 5.0)
-    assert ledger.load("a", 5.0) == Load(2, 200, 0, 200, 200.0)
+    assert ledger.load("a", 5.0) == Load(2, 200, 0, 200, 200.0, prefilling=2)
 
 
 def test_recent_tokens_halve_every_half_life_and_outlive_the_lease() -> None:
@@ -92,7 +92,7 @@ def test_forgetting_clears_the_recent_term_and_keeps_the_leases() -> None:
     ledger = Ledger()
     lease = ledger.acquire("a", 300, 1_000, 0.0)
     ledger.forget_recent("a")
-    assert ledger.load("a", 0.0) == Load(1, 300, 0, 1_000, 0.0)
+    assert ledger.load("a", 0.0) == Load(1, 300, 0, 1_000, 0.0, prefilling=1)
     lease.release()
     assert ledger.totals() == ZERO
     ledger.forget_recent("never seen")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.registry import make_planner, make_routing, offload_planners, routing_policies
+from policies.registry import make_planner, make_routing, offload_planners, parameters, routing_policies
 from policies.routing.base import lowest, tie_break
 from policies.types import CandidateScore, FleetSnapshot, InstanceView, OffloadReason, Reason, RequestClass, RequestView
 from tests.policies.builders import ask, cases, fleet_of, idle
@@ -107,10 +107,15 @@ def test_a_plan_is_pure_and_prefills_on_another_willing_instance(
     assert (request, fleet) == before
     assert (plan.prefill_on is not None) == (plan.reason is OffloadReason.CHOSEN)
     if plan.prefill_on is not None:
-        prefill = next(view for view in fleet.instances if view.instance == plan.prefill_on)
+        among = fleet.prefill_instances or fleet.instances
+        prefill = next(view for view in among if view.instance == plan.prefill_on)
         assert prefill.instance != decode.instance
         assert (prefill.instance, decode.instance) not in fleet.broken_pairs
         assert prefill.role in {"kv_both", "kv_producer"}
         assert decode.role in {"kv_both", "kv_consumer"}
-        assert fleet.offloads_in_flight < 4
-        assert request_class is RequestClass.HEAVY
+        assert prefill.connector is decode.connector
+        assert fleet.offloads_in_flight < parameters(PLANNERS[name])["max_in_flight"]
+        if name == "threshold":
+            assert request_class is RequestClass.HEAVY
+        else:
+            assert request.prompt_tokens - decode.cached_tokens >= parameters(PLANNERS[name])["min_new_tokens"]

@@ -1,0 +1,46 @@
+"""Static prefill/decode disaggregation: instances are for one or the other, so every prefill worth it goes to a P."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from policies.offload.base import best_prefill, has_room, may_receive, why_no_prefill
+from policies.types import FleetSnapshot, InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class StaticPd:
+    """Every prompt with ``min_new_tokens`` or more to compute goes to the P with the least pending plus new tokens.
+
+    New tokens on P are what its prefix cache lacks, so the turns of one session find their way back to the P that
+    computed the turns before. For fleets of ``kv_producer`` and ``kv_consumer`` instances (4P+4D, 6P+2D). D computes
+    what is shorter itself, and what it has no room to receive. Default: 256, below which a hand-off costs more than
+    computing. Complexity: O(n).
+    """
+
+    min_new_tokens: int = 256
+    max_in_flight: int = 256
+    name: ClassVar[str] = "static_pd"
+
+    def __post_init__(self) -> None:
+        if self.max_in_flight < 1 or self.min_new_tokens < 0:
+            raise ValueError("static_pd: max_in_flight must be at least 1 and min_new_tokens at least 0")
+
+    def plan(
+        self, request: RequestView, decode: InstanceView, request_class: RequestClass, fleet: FleetSnapshot
+    ) -> OffloadPlan:
+        """See the class."""
+        inputs = {"new_tokens": float(request.prompt_tokens - decode.cached_tokens)}
+        if request.prompt_tokens - decode.cached_tokens < self.min_new_tokens:
+            return OffloadPlan(None, OffloadReason.BELOW_THRESHOLD, inputs)
+        if not may_receive(decode):
+            return OffloadPlan(None, OffloadReason.ROLE_FORBIDS, inputs)
+        if fleet.offloads_in_flight >= self.max_in_flight:
+            return OffloadPlan(None, OffloadReason.CAP_REACHED, inputs)
+        if not has_room(decode, request):
+            return OffloadPlan(None, OffloadReason.NO_ROOM_ON_D, inputs)
+        prefill = best_prefill(request, decode, fleet)
+        if prefill is None:
+            return OffloadPlan(None, why_no_prefill(decode, fleet), inputs)
+        return OffloadPlan(prefill.instance, OffloadReason.CHOSEN, inputs)

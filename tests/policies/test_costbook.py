@@ -1,0 +1,102 @@
+"""The cost book: what a decision asked of D and P, and what is learned from the times it took."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.costbook import KV_BYTES_PER_TOKEN, CostBook, PrefillJob, Workload, transfer_job
+from policies.costs import PrefillModel, TransferModel, transfer_formula
+from policies.state import FleetState
+from policies.types import InstanceView, Role, Transport
+from tests.policies.builders import ask, ask_new, decision_for
+
+REQUEST = ask(60_000)
+D = InstanceView("d", cached_tokens=20_000, requests=5, prefilling=1, pending_prefill_tokens=3_000, host="h")
+P = InstanceView("p", cached_tokens=10_000, requests=9, prefilling=2, pending_prefill_tokens=8_000, host="h")
+D, P = (view._replace(transport=Transport.NVLINK) for view in (D, P))
+
+
+def test_a_workload_is_what_the_decision_saw() -> None:
+    workload = Workload.of(REQUEST, D, P, 3, 1_000.0)
+    assert workload.decode == PrefillJob("d", 40_000, 20_000, 3_000, 1)
+    assert workload.prefill == PrefillJob("p", 50_000, 10_000, 8_000, 2)
+    assert workload.transfer == transfer_job(REQUEST, P, D, 2, 1_000.0)
+    assert workload.transfer.pair == ("p", "d")
+    assert workload.transfer.transport is Transport.NVLINK
+    assert workload.transfer.size_bytes == 40_000 * 1_000.0  # what D lacks, not what P computes
+    assert (workload.transfer.streams, workload.transfer.others) == (7, 2)
+
+
+def test_without_an_offload_there_is_only_what_d_computes() -> None:
+    assert Workload.of(REQUEST, D, None, 0, 1_000.0) == (PrefillJob("d", 40_000, 20_000, 3_000, 1), None, None)
+
+
+def test_a_committed_decision_carries_its_workload() -> None:
+    state, request = FleetState(), ask_new(1, 1_600)
+    for name in ("a", "b"):
+        state.add_instance(name, Role.KV_BOTH, "h", Transport.NVLINK)
+    fleet = state.snapshot(request, 0.0, state.instances)
+    commitment = state.commit(request, fleet, decision_for(request, "a", "b"), 0.0)
+    assert commitment.workload.decode.new_tokens == 1_600
+    assert commitment.workload.transfer is not None
+    assert commitment.workload.transfer.others == 0
+    assert commitment.workload.transfer.size_bytes == 1_600 * KV_BYTES_PER_TOKEN
+    assert fleet.costs is not None
+    assert fleet.costs.prefill is state.costs.prefill
+
+
+def test_a_prefill_returns_what_was_predicted_before_it_taught_anything() -> None:
+    book, job = CostBook(), PrefillJob("d", 40_000, 20_000, 3_000, 1)
+    fresh = PrefillModel()
+    expected_s = fresh.queue_s(3_000, 1) + fresh.predict(40_000, 20_000).seconds
+    first_s = book.prefilled(job, 30.0)
+    second_s = book.prefilled(job, 30.0)
+    assert first_s == pytest.approx(expected_s)
+    assert expected_s < second_s < 30.0
+    for _ in range(80):
+        book.prefilled(job, 30.0)
+    assert book.prefilled(job, 30.0) == pytest.approx(30.0, rel=0.1)
+
+
+def test_a_transfer_returns_what_was_predicted_before_it_taught_anything() -> None:
+    book = CostBook()
+    job = transfer_job(REQUEST, P, D, 0, KV_BYTES_PER_TOKEN)
+    assert book.transferred(job, 9.0, 0.0) == pytest.approx(transfer_formula(job))
+    for _ in range(40):
+        book.transferred(job, 9.0, 1.0)
+    assert book.transferred(job, 9.0, 1.0) == pytest.approx(9.0, rel=0.05)
+    assert book.at(1.0).transfer.predict(job, 1.0).seconds == pytest.approx(9.0, rel=0.05)
+
+
+def test_a_decision_keeps_the_costs_it_was_made_with() -> None:
+    book = CostBook()
+    costs = book.at(5.0)
+    book.transferred(transfer_job(REQUEST, P, D, 0, KV_BYTES_PER_TOKEN), 99.0, 5.0)
+    book.prefilled(PrefillJob("d", 40_000, 0, 0, 0), 99.0)
+    assert (costs.prefill, costs.transfer, costs.now_s) == (PrefillModel(), TransferModel(), 5.0)
+    assert book.at(5.0).transfer != costs.transfer
+
+
+def test_failures_raise_the_risk_of_their_pair_and_successes_lower_it() -> None:
+    book = CostBook()
+    job = transfer_job(REQUEST, P, D, 0, KV_BYTES_PER_TOKEN)
+    prior = book.transfer.failure_rate(job.pair)
+    book.fell_back(job)
+    failed = book.transfer.failure_rate(job.pair)
+    book.handed_over(job)
+    settled = book.transfer.failure_rate(job.pair)
+    assert prior < settled < failed
+    assert book.transfer.observations() == {}  # a hand-off nobody timed teaches no time
+    book.transferred(job, 0.1, 0.0)
+    assert book.transfer.failure_rate(job.pair) < settled
+
+
+def test_what_was_known_of_an_instance_that_left_goes_with_it() -> None:
+    book = CostBook()
+    job = transfer_job(REQUEST, P, D, 0, KV_BYTES_PER_TOKEN)
+    other = job._replace(pair=("x", "y"))
+    for each in (job, other):
+        book.transferred(each, 9.0, 0.0)
+    book.forget("p")
+    assert list(book.transfer.observations()) == [("x", "y")]
+    assert book.transfer.failure_rate(job.pair) == TransferModel().prior_failure_rate
