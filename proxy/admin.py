@@ -57,7 +57,7 @@ def admin_routes(core: Core) -> APIRouter:
 
     @routes.get("/metrics", summary="Prometheus exposition")
     async def metrics() -> Response:
-        text = core.metrics.render(core.router, core.instances, time.monotonic())
+        text = core.metrics.render(core.router, core.instances, core.events, time.monotonic())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.get("/breakdown", summary="The newest requests: why each went where, what it cost", response_model=None)
@@ -100,7 +100,7 @@ def admin_routes(core: Core) -> APIRouter:
 
     @routes.post("/explain", summary="What every policy would do with a request, with all scores; nothing is counted")
     async def explain(request: Request) -> dict[str, Any]:
-        return _explain(core, dict(request.scope["headers"]), await request.body())
+        return await _explain(core, dict(request.scope["headers"]), await request.body())
 
     return routes
 
@@ -121,6 +121,9 @@ def _instances(core: Core) -> list[dict[str, Any]]:
                 "engine_id": instance.engine_id,
                 "started_unix_s": instance.started_unix_s,
                 "restarts": instance.restarts,
+                "recycle_wanted": instance.recycle_wanted,
+                "host": instance.settings.host,
+                "transport": instance.settings.transport.value if instance.settings.transport else None,
                 "requests": load.requests,
                 "pending_prefill_tokens": load.pending_prefill_tokens,
                 "decoding_tokens": load.decoding_tokens,
@@ -128,6 +131,7 @@ def _instances(core: Core) -> list[dict[str, Any]]:
                 "sessions": state.sessions.count(instance.name),
                 "index_blocks": state.index.blocks(instance.name),
                 "index_capacity_blocks": state.index.capacity(instance.name),
+                "kv_events": _kv_events(core, instance.name),
                 "engine": {
                     "running": instance.running,
                     "waiting": instance.waiting,
@@ -140,6 +144,14 @@ def _instances(core: Core) -> list[dict[str, Any]]:
     return rows
 
 
+def _kv_events(core: Core, name: str) -> dict[str, Any] | None:
+    """Where the exact index of an instance stands; None where its events are not listened to."""
+    if name not in core.events.streams:
+        return None
+    exact = core.router.state.predictor.exact
+    return {**core.events.figures(name), "trusted": exact.trusted(name), "not_trusted_because": exact.reason(name)}
+
+
 def _stats(core: Core) -> dict[str, Any]:
     state, breakdown = core.router.state, core.breakdown
     return {
@@ -149,9 +161,20 @@ def _stats(core: Core) -> dict[str, Any]:
             "in_flight": breakdown.started - breakdown.finished,
             "outcomes": breakdown.outcomes,
         },
-        "ledger": {**state.ledger.totals(), "offloads": state.offloads_in_flight},
+        "ledger": {
+            **state.ledger.totals(),
+            "offloads": state.offloads_in_flight,
+            "held_tokens": state.holds.total(),
+        },
         "sessions": len(state.sessions),
         "index": {"distinct_blocks": state.index.distinct_blocks, "block_tokens": core.router.block_tokens},
+        "exact_index": {
+            "distinct_blocks": state.predictor.exact.distinct_blocks,
+            "trusted": sorted(state.predictor.exact.trusted_instances()),
+            "promised_prompts": len(state.predictor.promises),
+        },
+        "tokenizer": core.tokens.as_dict(),
+        "prediction_error": core.metrics.errors.as_dict(),
         "bytes_per_token": round(core.router.bytes_per_token, 4),
         "policy": core.router.policy.name,
         "planner": core.router.planner.name,
@@ -170,9 +193,9 @@ def _policy(core: Core) -> dict[str, Any]:
     }
 
 
-def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict[str, Any]:
+async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict[str, Any]:
     endpoint = Endpoint.CHAT if b'"messages"' in body else Endpoint.COMPLETIONS
-    parsed = core.router.parse(endpoint, body)
+    parsed = await core.tokenized(core.router.parse(endpoint, body))
     session_id = session_of(headers, core.session_headers, parsed.fields)
     request = core.router.view(parsed, "explain", session_id)
     try:

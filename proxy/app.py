@@ -46,14 +46,19 @@ def _control_app(core: Core) -> FastAPI:
         try:
             # The first probe tells block size and capacity, so it comes before the first request.
             await monitor.probe_all()
-            probing = asyncio.create_task(monitor.run(), name="health")
+            tasks = [
+                asyncio.create_task(monitor.run(), name="health"),
+                asyncio.create_task(core.events.run(), name="kv-events"),
+            ]
             try:
                 yield
             finally:
                 core.draining = True
-                probing.cancel()
-                with suppress(asyncio.CancelledError):
-                    await probing
+                for task in tasks:
+                    task.cancel()
+                for task in tasks:
+                    with suppress(asyncio.CancelledError):
+                        await task
         finally:
             await core.close()
 

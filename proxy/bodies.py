@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -10,13 +11,20 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.encode
 
 
+class _TransferAnswer(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+_decode_transfer = msgspec.json.Decoder(_TransferAnswer).decode
+
+
 def ask_for_usage(body: bytes) -> bytes:
     """Add ``stream_options.include_usage``; the caller has seen that the body has no ``stream_options``."""
     return body.rstrip()[:-1] + b',"stream_options":{"include_usage":true}}'
 
 
-def prefill_leg(body: bytes, transfer_id: str) -> bytes:
-    """The P leg: one token, not streamed, KV kept for ``transfer_id``.
+def prefill_leg(body: bytes, transfer_params: Mapping[str, Any]) -> bytes:
+    """The P leg: one token, not streamed, KV kept for D.
 
     ``min_tokens`` 1 because an engine sends the KV only of a request that ended *by length*: an end-of-sequence as the
     first token would leave D waiting for minutes.
@@ -25,11 +33,7 @@ def prefill_leg(body: bytes, transfer_id: str) -> bytes:
         "max_tokens": 1,
         "min_tokens": 1,
         "stream": False,
-        "kv_transfer_params": {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "transfer_id": transfer_id,
-        },
+        "kv_transfer_params": transfer_params,
     }
     fields = _decode_fields(body)
     fields.pop("stream_options", None)
@@ -38,13 +42,14 @@ def prefill_leg(body: bytes, transfer_id: str) -> bytes:
     return _encode({**fields, **changes})
 
 
-def decode_leg(body: bytes, transfer_id: str, engine_id: str, bootstrap_url: str) -> bytes:
+def decode_leg(body: bytes, transfer_params: Mapping[str, Any]) -> bytes:
     """The D leg: pull the KV that P kept, then answer the client."""
-    params = {
-        "do_remote_decode": False,
-        "do_remote_prefill": True,
-        "transfer_id": transfer_id,
-        "remote_engine_id": engine_id,
-        "remote_bootstrap_addr": bootstrap_url,
-    }
-    return _encode({**_decode_fields(body), "kv_transfer_params": params})
+    return _encode({**_decode_fields(body), "kv_transfer_params": transfer_params})
+
+
+def transfer_params_of(answer: bytes) -> dict[str, Any] | None:
+    """``kv_transfer_params`` of P's answer; None where it has none (Mooncake's is null)."""
+    try:
+        return _decode_transfer(answer).kv_transfer_params
+    except msgspec.DecodeError:
+        return None

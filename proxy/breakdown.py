@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from policies.types import Decision
+from policies.types import Decision, Prediction
 
 log = logging.getLogger("warmroute.breakdown")
 
@@ -59,11 +59,24 @@ class Row:
     events: int = 0
     attempts: list[dict[str, Any]] = field(default_factory=list)
     stages_ms: dict[str, float] = field(default_factory=dict)
+    legs: dict[str, dict[str, float]] = field(default_factory=dict)
+    """``prefill``, ``transfer`` or ``first_token`` -> what the cost models predicted, what it took."""
     error: str | None = None
+
+    def note_leg(self, leg: str, predicted_s: float, actual_s: float) -> None:
+        """Keep how well a leg's time was predicted."""
+        self.legs[leg] = {"predicted_s": round(predicted_s, 4), "actual_s": round(actual_s, 4)}
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What both indexes said of the instance that computed the prompt (P after a hand-off)."""
+        if self.decision is None:
+            return None
+        return self.decision.prefill_prediction if self.prefill_instance else self.decision.decode_prediction
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        decision = self.decision
+        decision, prediction = self.decision, self.prediction
         return {
             "request_id": self.request_id,
             "session_id": self.session_id,
@@ -83,10 +96,15 @@ class Row:
             "prompt_tokens": self.prompt_tokens,
             "predicted_cached_tokens": self.predicted_cached_tokens,
             "actual_cached_tokens": self.actual_cached_tokens,
+            "index_source": prediction.source.value if prediction else None,
+            "predicted_by_shadow_tokens": prediction.shadow_tokens if prediction else None,
+            "predicted_by_exact_tokens": prediction.exact_tokens if prediction else None,
             "completion_tokens": self.completion_tokens,
             "events": self.events,
             "scores": [score._asdict() for score in decision.scores] if decision else [],
+            "offload_inputs": dict(decision.offload.inputs) if decision else {},
             "attempts": self.attempts,
+            "legs": self.legs,
             "stages_ms": {name: round(value, 3) for name, value in self.stages_ms.items()},
         }
 

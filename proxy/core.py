@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import time
-
 import httpx
 
 from proxy.breakdown import Breakdown
+from proxy.events.subscriber import EventSubscriber
 from proxy.handoff import HandOff
 from proxy.instances import Instances
+from proxy.leaks import LeakWatch
 from proxy.metrics import Metrics
+from proxy.parse import Parsed
 from proxy.router import Router
 from proxy.settings import Settings
+from proxy.tokens.service import Tokens
 from proxy.upstream import AiohttpUpstream, Upstream
 
 # Engines see these of a client's headers, and no others.
@@ -27,11 +29,15 @@ class Core:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.router = Router(settings)
         self.instances = Instances(settings.instances, settings.health)
+        self._base_models: set[str] = set()
+        self.router = Router(settings, self.is_base_model)
+        self.events = EventSubscriber(settings.instances, settings.events, self.router.state.predictor.exact)
+        self.tokens = Tokens(settings.tokenizer)
         self.metrics = Metrics()
         self.breakdown = Breakdown(settings.breakdown.capacity, settings.breakdown.jsonl_path)
         self.session_headers = tuple(name.lower().encode("latin-1") for name in settings.sessions.headers)
+        self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
         self.draining = False
 
     def open(self) -> None:
@@ -49,11 +55,20 @@ class Core:
             try:
                 await self.control.aclose()
             finally:
+                self.tokens.close()
                 self.breakdown.close()
 
-    def settle_offload(self, prefill: str, decode: str, *, ok: bool) -> None:
-        """Count how a hand-off ended, for the breaker of its pair."""
-        self.router.state.pairs.record((prefill, decode), ok, time.monotonic())
+    async def tokenized(self, parsed: Parsed) -> Parsed:
+        """A text or chat request with exact blocks where the tokenizer is known, else as it is. The body stays."""
+        ids = await self.tokens.tokens_of(parsed)
+        return parsed if ids is None else self.router.tokenized(parsed, ids)
+
+    def is_base_model(self, name: str) -> bool:
+        """Whether an engine has listed ``name`` as a model of its own, not as an adapter (which names its parent)."""
+        if name not in self._base_models:
+            cards = [card for instance in self.instances for card in instance.models]
+            self._base_models |= {str(card["id"]) for card in cards if card.get("parent") is None}
+        return name in self._base_models
 
     def forwarded_headers(self, headers: dict[bytes, bytes]) -> dict[str, str]:
         """Of a client's headers, those an engine may see."""

@@ -39,3 +39,12 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
 def stream_error_event(message: str, code: str) -> bytes:
     """The same as a server-sent event, for a stream that breaks after it began."""
     return b"data: " + error_body(message, "upstream_error", code) + b"\n\n"
+
+
+class AttemptFailedError(Exception):
+    """One instance did not produce a first byte; another may be tried."""
+
+    def __init__(self, instance: str, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.instance = instance
+        self.timed_out = timed_out

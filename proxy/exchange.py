@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from policies.types import NoCandidateError, OffloadReason, RequestView
+from policies.types import NoCandidateError, RequestView
 from proxy.bodies import ask_for_usage
 from proxy.breakdown import Outcome, Row
-from proxy.errors import RequestError, stream_error_event
-from proxy.handoff import OffloadFailedError
+from proxy.errors import AttemptFailedError, RequestError, stream_error_event
+from proxy.offloading import hand_over
 from proxy.parse import Parsed, session_of
 from proxy.router import Routed
 from proxy.upstream import Answer, NotConnectedError, UpstreamError
@@ -27,15 +27,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _USAGE_TAIL_CHUNKS = 8
-
-
-class AttemptFailedError(Exception):
-    """One instance did not produce a first byte; another may be tried."""
-
-    def __init__(self, instance: str, message: str, *, timed_out: bool = False) -> None:
-        super().__init__(message)
-        self.instance = instance
-        self.timed_out = timed_out
 
 
 class ClientStalledError(Exception):
@@ -93,6 +84,7 @@ class Exchange:
         core, row = self._core, self._row
         session_id = session_of(self._headers, core.session_headers, parsed.fields)
         row.session_id, row.stream = session_id, parsed.stream
+        parsed = await core.tokenized(parsed)
         request = core.router.view(parsed, row.request_id, session_id)
         row.prompt_tokens = request.prompt_tokens
         row.stages_ms["parse"] = self._elapsed_ms()
@@ -121,7 +113,7 @@ class Exchange:
             else:
                 return
             finally:
-                routed.commitment.release()
+                routed.commitment.release(time.monotonic() + core.settings.offload.hold_s)
         raise self._give_up(failure)
 
     def _note(self, routed: Routed) -> None:
@@ -155,9 +147,20 @@ class Exchange:
         prefill_usage: Usage | None = None
         opened: tuple[Answer, bytes] | None = None
         if decision.prefill_on is not None:
-            opened, prefill_usage = await self._offload(parsed, body, routed)
+            opened, prefill_usage = await hand_over(
+                self._core,
+                self._row,
+                routed,
+                parsed.endpoint.value,
+                body,
+                self._upstream_headers(),
+                lambda leg, bound_s: self._open(decision.decode_on, parsed, leg, bound_s, pulling=True),
+            )
         if opened is None:
+            started_s = time.perf_counter()
             opened = await self._open(decision.decode_on, parsed, body, self._first_byte_bound(parsed))
+            if parsed.stream and opened[0].status == 200:
+                self._row.note_leg("first_token", *self._core.router.prefilled(routed, time.perf_counter() - started_s))
         answer, first = opened
         try:
             self._row.stages_ms["first_byte"] = self._elapsed_ms()
@@ -178,44 +181,12 @@ class Exchange:
             answer.close()
         self._learn(parsed, usage, prefill_usage)
 
-    async def _offload(
-        self, parsed: Parsed, body: bytes, routed: Routed
-    ) -> tuple[tuple[Answer, bytes] | None, Usage | None]:
-        """Both legs of a hand-off up to D's first byte; None when it failed and the prefill is D's own again."""
-        core, row, decision = self._core, self._row, routed.decision
-        assert decision.prefill_on is not None
-        bound_s = core.settings.offload.first_token_timeout_s
-        try:
-            try:
-                started_s = time.perf_counter()
-                handed = await core.handoff.prefill(
-                    core.instances[decision.prefill_on], parsed.endpoint.value, body, self._upstream_headers()
-                )
-                row.stages_ms["prefill_leg"] = (time.perf_counter() - started_s) * 1e3
-            except OffloadFailedError:
-                routed.commitment.retract(decision.prefill_on)
-                raise
-            routed.commitment.end_prefill()
-            try:
-                opened = await self._open(decision.decode_on, parsed, handed.body, bound_s)
-            except AttemptFailedError as error:
-                reason = OffloadReason.FELL_BACK_D_TIMEOUT if error.timed_out else OffloadReason.FELL_BACK_D_ERROR
-                raise OffloadFailedError(reason, str(error)) from error
-            if opened[0].status != 200:
-                opened[0].close()
-                raise OffloadFailedError(OffloadReason.FELL_BACK_D_ERROR, f"D answered {opened[0].status}")
-        except OffloadFailedError as error:
-            core.settle_offload(decision.prefill_on, decision.decode_on, ok=False)
-            routed.commitment.fall_back()
-            row.attempts.append({"instance": decision.prefill_on, "error": str(error), "offload": error.reason.value})
-            row.offload_reason, row.prefill_instance = error.reason.value, None
-            row.predicted_cached_tokens = decision.cached_tokens
-            return None, None
-        core.settle_offload(decision.prefill_on, decision.decode_on, ok=True)
-        return opened, handed.usage
-
-    async def _open(self, instance: str, parsed: Parsed, body: bytes, bound_s: float) -> tuple[Answer, bytes]:
+    async def _open(
+        self, instance: str, parsed: Parsed, body: bytes, bound_s: float, *, pulling: bool = False
+    ) -> tuple[Answer, bytes]:
         """Send to one instance and wait for the first byte of its answer's body (the whole of it unless streamed).
+
+        While it pulls KV, lateness is not held against it: it may be P that does not send.
 
         Raises:
             AttemptFailedError: refused, broken, late, or answered 5xx.
@@ -236,7 +207,8 @@ class Exchange:
                 raise UpstreamError("closed its stream before the first byte")
             opened = True
         except TimeoutError as error:
-            core.instances.failed(instance, f"no first byte within {bound_s:g} s")
+            if not pulling:
+                core.instances.failed(instance, f"no first byte within {bound_s:g} s")
             raise AttemptFailedError(instance, f"no first byte within {bound_s:g} s", timed_out=True) from error
         except UpstreamError as error:
             core.instances.failed(instance, str(error), refused=isinstance(error, NotConnectedError))
@@ -332,6 +304,7 @@ class Exchange:
         if usage.prompt_tokens:
             row.prompt_tokens = usage.prompt_tokens
             self._core.router.learn_ratio(parsed.prompt.text_bytes, usage.prompt_tokens)
+            self._core.tokens.check(parsed, usage.prompt_tokens)
 
     def _upstream_headers(self) -> dict[str, str]:
         forwarded = self._core.forwarded_headers(self._headers)

@@ -1,4 +1,4 @@
-"""The hand-off of a prefilled KV cache: the P leg and P's identity."""
+"""The hand-off of a prefilled KV cache: the P leg, P's identity, and the watch over P while D pulls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import httpx
 import msgspec
 
 from policies.types import OffloadReason
-from proxy.bodies import decode_leg, prefill_leg
+from proxy.bodies import decode_leg, prefill_leg, transfer_params_of
+from proxy.connectors import DIALECTS
 from proxy.instances import Instance
 from proxy.settings import OffloadSettings
 from proxy.upstream import Upstream, UpstreamError
@@ -19,7 +20,7 @@ from proxy.usage import Usage, usage_of_answer
 
 
 class OffloadFailedError(Exception):
-    """The P leg did not end with a KV cache that D may pull."""
+    """A hand-off that did not come about."""
 
     def __init__(self, reason: OffloadReason, message: str) -> None:
         super().__init__(message)
@@ -27,14 +28,15 @@ class OffloadFailedError(Exception):
 
 
 class HandedOff(NamedTuple):
-    """A P leg that went well: the body for D, and what P computed."""
+    """A P leg that went well: the body for D, what P computed, and who P was."""
 
     body: bytes
     usage: Usage | None
+    engine_id: str | None
 
 
 class HandOff:
-    """Runs P legs. The D leg is an ordinary request with the body this returns."""
+    """Runs P legs and watches P. The D leg is an ordinary request with the body this returns."""
 
     def __init__(self, settings: OffloadSettings, upstream: Upstream, control: httpx.AsyncClient) -> None:
         self._settings = settings
@@ -47,11 +49,13 @@ class HandOff:
         Raises:
             OffloadFailedError: with the reason; D has not been touched.
         """
+        dialect = DIALECTS[prefill.settings.connector]
         transfer_id = f"xfer-{uuid.uuid4().hex}"
-        engine_id = prefill.engine_id or await self._identity(prefill)
+        engine_id = (prefill.engine_id if dialect.needs_bootstrap else None) or await self._identity(prefill)
         try:
             async with asyncio.timeout(self._settings.prefill_timeout_s):
-                answer = await self._upstream.post(prefill.url + path, prefill_leg(body, transfer_id), headers)
+                leg = prefill_leg(body, dialect.prefill_params(transfer_id))
+                answer = await self._upstream.post(prefill.url + path, leg, headers)
                 try:
                     status, content = answer.status, await answer.read()
                 finally:
@@ -66,18 +70,48 @@ class HandOff:
             raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, f"P answered {status}")
         if await self._identity(prefill) != engine_id:
             raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, "P restarted during the hand-off")
-        assert prefill.settings.bootstrap_url is not None
-        return HandedOff(
-            decode_leg(body, transfer_id, engine_id, prefill.settings.bootstrap_url), usage_of_answer(content)
-        )
-
-    async def _identity(self, prefill: Instance) -> str:
-        if prefill.settings.bootstrap_url is None:
-            raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, f"{prefill.name} has no bootstrap_url")
         try:
-            return await query_engine_id(self._control, prefill.settings.bootstrap_url, self._settings.query_timeout_s)
+            params = dialect.decode_params(
+                transfer_id, transfer_params_of(content), engine_id, prefill.settings.bootstrap_url
+            )
+        except ValueError as error:
+            raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, str(error)) from error
+        return HandedOff(decode_leg(body, params), usage_of_answer(content), engine_id)
+
+    async def watch(self, prefill: Instance, engine_id: str | None) -> str:
+        """Return once P is no longer the engine that holds the KV, with what was seen; else wait for ever.
+
+        An engine that died or restarted will never send; D would not notice for minutes. One refused question is
+        believed, a slow answer is not: a long prefill may hold a live engine's interpreter for seconds.
+        """
+        while True:
+            await asyncio.sleep(self._settings.watch_interval_s)
+            try:
+                if await self._identity(prefill) != engine_id:
+                    return "P restarted while D pulled"
+            except OffloadFailedError as error:
+                if isinstance(error.__cause__, httpx.ConnectError):
+                    return f"P vanished while D pulled: {error}"
+
+    async def _identity(self, prefill: Instance) -> str | None:
+        """P's engine id; for a connector without a bootstrap server None, once P's ``/health`` answers.
+
+        Raises:
+            OffloadFailedError: no answer, or none that makes sense.
+        """
+        bootstrap_url = prefill.settings.bootstrap_url
+        try:
+            if not DIALECTS[prefill.settings.connector].needs_bootstrap:
+                answer = await self._control.get(f"{prefill.url}/health", timeout=self._settings.query_timeout_s)
+                answer.raise_for_status()
+                return None
+            if bootstrap_url is None:
+                raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, f"{prefill.name} has no bootstrap_url")
+            return await query_engine_id(self._control, bootstrap_url, self._settings.query_timeout_s)
         except (httpx.HTTPError, ValueError) as error:
-            raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, f"/query of P: {error}") from error
+            raise OffloadFailedError(
+                OffloadReason.FELL_BACK_P_IDENTITY, f"P does not say who it is: {error}"
+            ) from error
 
 
 async def query_engine_id(control: httpx.AsyncClient, bootstrap_url: str, timeout_s: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import httpx
 import msgspec
@@ -88,7 +89,11 @@ class HealthMonitor:
         usage = samples.get("vllm:kv_cache_usage_perc")
         if usage is not None:
             instance.kv_usage = usage.value
-            self._core.router.state.set_usage(instance.name, int(usage.value * instance.kv_capacity_tokens))
+            used_tokens = int(usage.value * instance.kv_capacity_tokens)
+            self._core.router.state.set_usage(instance.name, used_tokens)
+            self._core.leaks.observe(
+                instance, used_tokens, self._core.router.state.expected_tokens(instance.name, time.monotonic())
+            )
 
     def _saw_start(self, instance: Instance, started_unix_s: float) -> None:
         if instance.started_unix_s is not None and started_unix_s != instance.started_unix_s:
@@ -132,5 +137,6 @@ class HealthMonitor:
     def _restarted(self, instance: Instance) -> None:
         instance.restarts += 1
         instance.models = []
+        self._core.leaks.restarted(instance)
         self._core.router.state.restarted(instance.name)
         log.warning("%s restarted: its cache index is cleared", instance.name)

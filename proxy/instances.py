@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -26,6 +27,9 @@ class Instance:
     running: int = 0
     waiting: int = 0
     restarts: int = 0
+    recycle_wanted: str | None = None
+    """Why the engine should be restarted; until then it gets no new requests, for a while at least."""
+    recycle_wanted_at_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -36,6 +40,14 @@ class Instance:
     def url(self) -> str:
         """Base URL."""
         return self.settings.url
+
+
+RECYCLE_PATIENCE_S = 60.0
+
+
+def _resting(instance: Instance) -> bool:
+    waited_s = time.monotonic() - instance.recycle_wanted_at_s
+    return instance.recycle_wanted is not None and waited_s < RECYCLE_PATIENCE_S
 
 
 class Instances:
@@ -56,8 +68,11 @@ class Instances:
         return self._by_name[name]
 
     def healthy(self) -> set[str]:
-        """Names of the instances that may be sent requests."""
-        return {name for name, instance in self._by_name.items() if instance.healthy}
+        """Names of the instances that may be sent requests.
+
+        One that should be recycled rests for ``RECYCLE_PATIENCE_S``; if nobody restarts it, it serves on as it is.
+        """
+        return {name for name, instance in self._by_name.items() if instance.healthy and not _resting(instance)}
 
     def succeeded(self, name: str) -> None:
         """A request was answered: the failures so far were not in a row."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from policies.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
+from policies.exact_index import PLAIN_ROOT
 from policies.types import RequestView
 from proxy.errors import RequestError
 
@@ -52,12 +54,14 @@ class GenerationBody(msgspec.Struct):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt as chained blocks; ``tokens`` for token ids, ``text_bytes`` for text (the other is 0)."""
+    """A prompt as chained blocks; ``tokens`` is 0 for text nobody has tokenized, ``text_bytes`` for token ids."""
 
     hashes: list[int]
     tokens: int
     text_bytes: int
     prompts: int = 1
+    plain: bool = False
+    """Blocks of token ids, for a base model, without cache salt: those that engines' KV events tell of."""
 
 
 class Parsed(msgspec.Struct, frozen=True):
@@ -92,8 +96,14 @@ _decode_ids = msgspec.json.Decoder(list[int]).decode
 _decode_any = msgspec.json.Decoder().decode
 
 
-def parse_request(endpoint: Endpoint, body: bytes, block_tokens: int, text_block_bytes: int) -> Parsed:
-    """Read one request body.
+def parse_request(
+    endpoint: Endpoint,
+    body: bytes,
+    block_tokens: int,
+    text_block_bytes: int,
+    is_base_model: Callable[[str], bool] = lambda _: False,
+) -> Parsed:
+    """Read one request body. ``is_base_model`` says of a model's name whether it is served without an adapter.
 
     Raises:
         RequestError: 400 with what is wrong and where, in OpenAI's shape.
@@ -114,7 +124,7 @@ def parse_request(endpoint: Endpoint, body: bytes, block_tokens: int, text_block
     if endpoint is Endpoint.CHAT:
         prompt = _chat_prompt(fields, text_block_bytes, salts)
     else:
-        prompt = _completion_prompt(fields.prompt, block_tokens, text_block_bytes, salts)
+        prompt = _completion_prompt(fields, block_tokens, text_block_bytes, salts, is_base_model(fields.model))
     return Parsed(endpoint, body, fields, prompt)
 
 
@@ -128,7 +138,7 @@ def request_view(
 ) -> RequestView:
     """What policies see: exact for token ids, by the learned ratio for text."""
     prompt = parsed.prompt
-    if prompt.text_bytes:
+    if not prompt.tokens:
         tokens, block, exact = (
             max(1, round(prompt.text_bytes / bytes_per_token)),
             text_block_bytes / bytes_per_token,
@@ -137,8 +147,23 @@ def request_view(
     else:
         tokens, block, exact = prompt.tokens, float(block_tokens), True
     return RequestView(
-        request_id, tokens, prompt.hashes, block, session_id, parsed.max_tokens, exact, _may_offload(parsed)
+        request_id,
+        tokens,
+        prompt.hashes,
+        block,
+        session_id,
+        parsed.max_tokens,
+        exact,
+        _may_offload(parsed),
+        prompt.plain,
     )
+
+
+def with_token_ids(parsed: Parsed, ids: Sequence[int], block_tokens: int, base_model: bool) -> Parsed:
+    """A text or chat request whose prompt was tokenized: blocks of token ids, the body as it came."""
+    fields = parsed.fields
+    prompt = _token_prompt(ids, block_tokens, (fields.model, fields.cache_salt or ""), base_model)
+    return msgspec.structs.replace(parsed, prompt=msgspec.structs.replace(prompt, text_bytes=parsed.prompt.text_bytes))
 
 
 def session_of(headers: dict[bytes, bytes], names: tuple[bytes, ...], fields: GenerationBody) -> str | None:
@@ -172,23 +197,24 @@ def _chat_prompt(fields: GenerationBody, text_block_bytes: int, salts: tuple[str
 
 
 def _completion_prompt(
-    raw_prompt: msgspec.Raw, block_tokens: int, text_block_bytes: int, salts: tuple[str, ...]
+    fields: GenerationBody, block_tokens: int, text_block_bytes: int, salts: tuple[str, ...], base_model: bool
 ) -> Prompt:
+    raw_prompt = fields.prompt
     raw = memoryview(raw_prompt)
     if not raw:
         raise RequestError(400, "'prompt' is missing: give a string or a list of token ids", param="prompt")
     if raw[0] == ord("["):
         try:
-            return _token_prompt(_decode_ids(raw_prompt), block_tokens, salts)
+            return _token_prompt(_decode_ids(raw_prompt), block_tokens, salts, base_model)
         except msgspec.ValidationError:
-            return _batch_prompt(_decode_any(raw_prompt), block_tokens, text_block_bytes, salts)
+            return _batch_prompt(_decode_any(raw_prompt), block_tokens, text_block_bytes, salts, base_model)
     value = _decode_any(raw_prompt)
     if not isinstance(value, str) or not value:
         raise RequestError(400, "'prompt' must be a non-empty string or list of token ids", param="prompt")
     return _text_prompt(value, text_block_bytes, salts)
 
 
-def _token_prompt(ids: list[int], block_tokens: int, salts: tuple[str, ...]) -> Prompt:
+def _token_prompt(ids: Sequence[int], block_tokens: int, salts: tuple[str, ...], base_model: bool) -> Prompt:
     if not ids:
         raise RequestError(400, "'prompt' is an empty list: give at least one token id", param="prompt")
     try:
@@ -196,7 +222,9 @@ def _token_prompt(ids: list[int], block_tokens: int, salts: tuple[str, ...]) -> 
     except OverflowError as error:
         raise RequestError(400, f"'prompt' holds a token id out of range: {error}", param="prompt") from error
     view = memoryview(packed).cast("B")
-    return Prompt(hash_byte_blocks(view, block_tokens * TOKEN_ID_BYTES, root_hash("ids", *salts)), len(ids), 0)
+    plain = base_model and not salts[1]
+    root = PLAIN_ROOT if plain else root_hash("ids", *salts)
+    return Prompt(hash_byte_blocks(view, block_tokens * TOKEN_ID_BYTES, root), len(ids), 0, plain=plain)
 
 
 def _text_prompt(text: str, text_block_bytes: int, salts: tuple[str, ...]) -> Prompt:
@@ -204,14 +232,16 @@ def _text_prompt(text: str, text_block_bytes: int, salts: tuple[str, ...]) -> Pr
     return Prompt(hash_byte_blocks(data, text_block_bytes, root_hash("text", *salts)), 0, len(data))
 
 
-def _batch_prompt(items: list[Any], block_tokens: int, text_block_bytes: int, salts: tuple[str, ...]) -> Prompt:
+def _batch_prompt(
+    items: list[Any], block_tokens: int, text_block_bytes: int, salts: tuple[str, ...], base_model: bool
+) -> Prompt:
     """Several prompts in one request run on one instance; the first one's blocks decide, all their lengths count."""
     if items and all(isinstance(item, str) and item for item in items):
         first = _text_prompt(items[0], text_block_bytes, salts)
         return Prompt(first.hashes, 0, sum(len(item.encode("utf-8", "surrogatepass")) for item in items), len(items))
     if items and all(isinstance(item, list) and item and all(type(i) is int for i in item) for item in items):
-        first = _token_prompt(items[0], block_tokens, salts)
-        return Prompt(first.hashes, sum(len(item) for item in items), 0, len(items))
+        first = _token_prompt(items[0], block_tokens, salts, base_model)
+        return Prompt(first.hashes, sum(len(item) for item in items), 0, len(items), first.plain)
     raise RequestError(
         400, "'prompt' must be a string, a list of strings, a list of token ids or a list of such lists", param="prompt"
     )

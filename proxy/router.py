@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from policies.decide import decide
@@ -15,8 +15,8 @@ from policies.registry import make_planner, make_routing, offload_planners, rout
 from policies.routing.base import RoutingPolicy
 from policies.sessions import SessionTable
 from policies.state import Commitment, FleetState
-from policies.types import Decision, FleetSnapshot, InstanceView, RequestView, Role
-from proxy.parse import Endpoint, Parsed, parse_request, request_view
+from policies.types import Decision, FleetSnapshot, InstanceView, Prediction, RequestView, Role
+from proxy.parse import Endpoint, Parsed, parse_request, request_view, with_token_ids
 from proxy.settings import Settings
 
 _RATIO_WEIGHT = 0.1
@@ -31,11 +31,20 @@ class Routed(NamedTuple):
     """P as the decision saw it, when the prefill is offloaded."""
 
 
+class LegTime(NamedTuple):
+    """What a leg was predicted to take by the cost models, and what it took, in seconds."""
+
+    predicted_s: float
+    actual_s: float
+
+
 class Router:
     """Owns the fleet's state. Switching the policy changes neither index nor sessions nor ledger."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, is_base_model: Callable[[str], bool] = lambda _: False) -> None:
+        """``is_base_model`` says of a model's name whether the fleet serves it without an adapter."""
         self._settings = settings
+        self._is_base_model = is_base_model
         self.thresholds = settings.classes.thresholds()
         self.policy: RoutingPolicy = make_routing(settings.policy.name, settings.policy.params)
         self.planner: OffloadPlanner = make_planner(settings.offload.planner, settings.offload.params)
@@ -50,12 +59,18 @@ class Router:
             SessionTable(settings.sessions.capacity, settings.sessions.ttl_s),
             HotspotTracker(),
         )
+        self.state.predictor.exact.set_block_tokens(self.block_tokens)
         for instance in settings.instances:
-            self.state.add_instance(instance.name, instance.role)
+            self.state.add_instance(instance.name, instance.role, instance.host, instance.transport, instance.connector)
 
     def parse(self, endpoint: Endpoint, body: bytes) -> Parsed:
         """Parse a body with the block sizes in force; raises RequestError."""
-        return parse_request(endpoint, body, self.block_tokens, self._settings.index.text_block_bytes)
+        text_block_bytes = self._settings.index.text_block_bytes
+        return parse_request(endpoint, body, self.block_tokens, text_block_bytes, self._is_base_model)
+
+    def tokenized(self, parsed: Parsed, ids: Sequence[int]) -> Parsed:
+        """A text or chat request with the token ids of its prompt, so that its blocks are exact."""
+        return with_token_ids(parsed, ids, self.block_tokens, self._is_base_model(parsed.fields.model))
 
     def view(self, parsed: Parsed, request_id: str, session_id: str | None) -> RequestView:
         """The request as policies see it."""
@@ -78,6 +93,10 @@ class Router:
         if decision.prefill_on is not None:
             among = fleet.prefill_instances or fleet.instances
             prefill = next(view for view in among if view.instance == decision.prefill_on)
+        decode = next(view for view in fleet.instances if view.instance == decision.decode_on)
+        decision = decision._replace(
+            decode_prediction=Prediction.of(decode), prefill_prediction=Prediction.of(prefill) if prefill else None
+        )
         return Routed(decision, commitment, prefill)
 
     def explain(self, request: RequestView, available: set[str]) -> tuple[FleetSnapshot, dict[str, Decision]]:
@@ -108,12 +127,40 @@ class Router:
         if text_bytes and prompt_tokens:
             self.bytes_per_token += _RATIO_WEIGHT * (text_bytes / prompt_tokens - self.bytes_per_token)
 
+    def prefilled(self, routed: Routed, seconds: float) -> LegTime:
+        """Learn from D's first token of a request that ran co-located."""
+        return LegTime(self.state.costs.prefilled(routed.commitment.workload.decode, seconds), seconds)
+
+    def prefilled_on_p(self, routed: Routed, seconds: float) -> LegTime:
+        """Learn from a P leg that went well; its KV waits for D from now on."""
+        routed.commitment.end_prefill()
+        assert routed.commitment.workload.prefill is not None
+        return LegTime(self.state.costs.prefilled(routed.commitment.workload.prefill, seconds), seconds)
+
+    def handed_over(self, routed: Routed, seconds: float) -> LegTime:
+        """D answered ``seconds`` after it was sent its leg: the hand-off is over and went well."""
+        routed.commitment.handed_over()
+        job, now_s = routed.commitment.workload.transfer, time.monotonic()
+        assert job is not None
+        self.state.pairs.record(job.pair, True, now_s)
+        return LegTime(self.state.costs.transferred(job, seconds, now_s), seconds)
+
+    def fell_back(self, routed: Routed) -> None:
+        """The hand-off failed: D prefills after all, and the pair's breaker and risk hear of it."""
+        now_s = time.monotonic()
+        routed.commitment.fall_back(now_s + self._settings.offload.hold_s)
+        job = routed.commitment.workload.transfer
+        assert job is not None
+        self.state.pairs.record(job.pair, False, now_s)
+        self.state.costs.fell_back(job)
+
     def set_block_tokens(self, block_tokens: int) -> None:
         """Take over the engines' block size; blocks of another size mean nothing any more."""
         if block_tokens != self.block_tokens:
             self.block_tokens = block_tokens
             for name in self.state.instances:
                 self.state.restarted(name)
+            self.state.predictor.exact.set_block_tokens(block_tokens)
 
     def _snapshot(self, request: RequestView, available: set[str], now_s: float) -> FleetSnapshot:
         decoders = {name for name in available if self.state.role(name) is not Role.KV_PRODUCER}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -17,7 +18,7 @@ from pydantic_settings import (
 
 from policies.classes import ClassThresholds
 from policies.registry import make_planner, make_routing
-from policies.types import Role
+from policies.types import Connector, Role, Transport
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -39,6 +40,17 @@ class InstanceSettings(_Section):
     role: Role = Field(
         default=Role.NONE, description="kv_both, kv_producer, kv_consumer, or none without a KV connector"
     )
+    connector: Connector = Field(default=Connector.MOONCAKE, description="KV connector: mooncake or nixl")
+    host: str = Field(default="", description="machine the engine runs on; default: the host of the URL")
+    transport: Transport | None = Field(
+        default=None, description="what its connector moves KV over, if proven: tcp, rdma, efa or nvlink"
+    )
+    events_url: str | None = Field(
+        default=None, description="ZMQ endpoint of its KV events, such as tcp://127.0.0.1:5557; none: shadow index only"
+    )
+    events_replay_url: str | None = Field(
+        default=None, description="ZMQ endpoint where it replays events that were missed, if it does"
+    )
 
     @field_validator("url", "bootstrap_url")
     @classmethod
@@ -49,12 +61,29 @@ class InstanceSettings(_Section):
             raise ValueError(f"{value!r} is not an http:// or https:// URL")
         return value.rstrip("/")
 
+    @field_validator("events_url", "events_replay_url")
+    @classmethod
+    def _zmq_endpoint(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        scheme, _, rest = value.partition("://")
+        if scheme not in {"tcp", "ipc"} or not rest or (scheme == "tcp" and not rest.rpartition(":")[2].isdigit()):
+            raise ValueError(f"{value!r} is not a ZMQ endpoint: give tcp://HOST:PORT or ipc://PATH")
+        if "*" in rest:
+            raise ValueError(f"{value!r} is what an engine binds: give the host to connect to in place of '*'")
+        return value
+
     @model_validator(mode="after")
     def _has_name(self) -> InstanceSettings:
         if not self.name:
             object.__setattr__(self, "name", self.url.split("://", 1)[1])
-        if self.role in {Role.KV_BOTH, Role.KV_PRODUCER} and self.bootstrap_url is None:
+        if not self.host:
+            object.__setattr__(self, "host", urlsplit(self.url).hostname or self.url)
+        sends = self.role in {Role.KV_BOTH, Role.KV_PRODUCER}
+        if sends and self.connector is Connector.MOONCAKE and self.bootstrap_url is None:
             raise ValueError(f"instance {self.name!r} has role {self.role}: give its bootstrap_url, or role: none")
+        if self.events_replay_url is not None and self.events_url is None:
+            raise ValueError(f"instance {self.name!r} has an events_replay_url: give its events_url too")
         return self
 
 
@@ -80,6 +109,17 @@ class OffloadSettings(_Section):
         default=60.0, description="bound on the D leg's first token after a hand-off"
     )
     query_timeout_s: Seconds = Field(default=5.0, description="bound on one bootstrap /query")
+    watch_interval_s: Seconds = Field(
+        default=2.0, description="while D pulls, how often P is asked whether it is still the same engine"
+    )
+    hold_s: Seconds = Field(
+        default=480.0,
+        description="how long an engine keeps KV nobody pulls (its VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT)",
+    )
+    leak_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.1,
+        description="share of D's KV pool that abandoned pulls may keep occupied before the instance is recycled",
+    )
 
     @model_validator(mode="after")
     def _exists(self) -> OffloadSettings:
@@ -114,6 +154,42 @@ class IndexSettings(_Section):
     bytes_per_token: Annotated[float, Field(gt=0)] = Field(
         default=4.0, description="first guess for text, then learned"
     )
+
+
+class EventSettings(_Section):
+    """KV events of the instances that publish them (their ``events_url``)."""
+
+    topic: str = Field(default="", description="topic to subscribe to, a prefix; empty: all")
+    receive_hwm: int = Field(default=100_000, ge=1, description="batches queued per instance before some are lost")
+    blocks_per_turn: int = Field(default=256, ge=1, description="blocks entered before other work has its turn")
+    replay_timeout_s: Seconds = Field(default=5.0, description="bound on fetching missed batches")
+    join_interval_s: Seconds = Field(
+        default=2.0, description="between two attempts to learn by replay what was stored before the proxy listened"
+    )
+
+
+class TokenizerSettings(_Section):
+    """The model's tokenizer, so that text and chat prompts have exact blocks too."""
+
+    path: Path | None = Field(
+        default=None, description="tokenizer.json or the model's folder; none: text and chat are routed by bytes"
+    )
+    chat_template: str = Field(
+        default="auto", description="auto (beside the tokenizer), or the Jinja file given to the engine"
+    )
+    threads: int = Field(default=2, ge=1, description="threads that tokenize")
+    cache_bytes: int = Field(default=256 * 1024 * 1024, ge=0, description="memory for pieces of text already tokenized")
+    mismatches: int = Field(
+        default=3, ge=1, description="prompts in a row an engine counts otherwise before an endpoint is routed by bytes"
+    )
+
+    @model_validator(mode="after")
+    def _exists(self) -> TokenizerSettings:
+        if self.path is not None and not self.path.exists():
+            raise ValueError(f"no tokenizer at {self.path}: give a tokenizer.json or a folder that holds one")
+        if self.chat_template != "auto" and not Path(self.chat_template).is_file():
+            raise ValueError(f"no chat template at {self.chat_template}: give a Jinja file, or auto")
+        return self
 
 
 class LedgerSettings(_Section):
@@ -191,6 +267,8 @@ class Settings(BaseSettings):
     offload: OffloadSettings = Field(default_factory=OffloadSettings)
     classes: ClassSettings = Field(default_factory=ClassSettings)
     index: IndexSettings = Field(default_factory=IndexSettings)
+    events: EventSettings = Field(default_factory=EventSettings)
+    tokenizer: TokenizerSettings = Field(default_factory=TokenizerSettings)
     ledger: LedgerSettings = Field(default_factory=LedgerSettings)
     sessions: SessionSettings = Field(default_factory=SessionSettings)
     timeouts: TimeoutSettings = Field(default_factory=TimeoutSettings)

@@ -78,7 +78,10 @@ StartProxy = Callable[..., Awaitable[Running]]
 
 @pytest.fixture
 async def start_proxy() -> AsyncIterator[StartProxy]:
-    """``await start_proxy(n_engines, **settings)``: everything is stopped when the test ends."""
+    """``await start_proxy(n_engines, **settings)``: everything is stopped when the test ends.
+
+    ``role`` is every instance's, ``each`` further settings per instance.
+    """
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(count: int = 2, engines: list[StubEngine] | None = None, **overrides: Any) -> Running:
@@ -88,14 +91,15 @@ async def start_proxy() -> AsyncIterator[StartProxy]:
                     await engine.start()
                 stack.push_async_callback(engine.stop)
             role = overrides.pop("role", "none")
+            each: list[dict[str, Any]] = overrides.pop("each", [{}] * len(fleet))
+            known = [
+                {"name": f"inst-{i}", "url": e.url, "bootstrap_url": e.url, "role": role} for i, e in enumerate(fleet)
+            ]
             settings = load_settings(
                 None,
                 **{
                     "port": 0,
-                    "instances": [
-                        {"name": f"inst-{i}", "url": engine.url, "bootstrap_url": engine.url, "role": role}
-                        for i, engine in enumerate(fleet)
-                    ],
+                    "instances": [{**instance, **more} for instance, more in zip(known, each, strict=True)],
                     "health": {"interval_s": 0.1, "timeout_s": 2.0},
                     "log_level": "warning",
                     **overrides,

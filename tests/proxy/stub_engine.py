@@ -28,10 +28,16 @@ class StubEngine:
     cached_tokens: int | None = None
     block_tokens: int = 16
     blocks: int = 10_000
+    kv_usage: float = 0.25
+    nixl_block_ids: list[int] | None = None
+    """Makes it answer P legs as NixlConnector does, with these blocks."""
+    pull_s: float = 0.0
+    query_delay_s: float = 0.0
     seen: list[dict[str, Any]] = field(default_factory=list)
     seen_headers: list[dict[str, str]] = field(default_factory=list)
     raw_bodies: list[bytes] = field(default_factory=list)
     aborted: int = 0
+    probes: int = 0
     running: int = 0
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     started_unix_s: float = field(default_factory=time.time)
@@ -73,6 +79,7 @@ class StubEngine:
         return web.Response(status=500 if self.mode == "sick" else 200)
 
     async def _query(self, _: web.Request) -> web.Response:
+        await asyncio.sleep(self.query_delay_s)
         return web.json_response({"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": "tcp://x"}}}})
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -81,12 +88,13 @@ class StubEngine:
         return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        self.probes += 1
         labels = f'{{engine="0",model_name="{self.model}"}}'
         config = f'{{block_size="{self.block_tokens}",num_gpu_blocks="{self.blocks}"}}'
         return web.Response(
             text=f"vllm:num_requests_running{labels} {self.running}\n"
             f"vllm:num_requests_waiting{labels} 0\n"
-            f"vllm:kv_cache_usage_perc{labels} 0.25\n"
+            f"vllm:kv_cache_usage_perc{labels} {self.kv_usage}\n"
             f"vllm:cache_config_info{config} 1.0\n"
             f"process_start_time_seconds {self.started_unix_s}\n"
         )
@@ -133,8 +141,7 @@ class StubEngine:
             assert request.transport is not None
             request.transport.abort()
             await asyncio.sleep(0.05)
-        if self.prefill_s:
-            await asyncio.sleep(self.prefill_s)
+        await asyncio.sleep(self.pull_s if is_decode_leg else self.prefill_s)
         if not body.get("stream"):
             return web.json_response(
                 {
@@ -150,10 +157,23 @@ class StubEngine:
                             "message": {"role": "assistant", "content": "w"},
                         }
                     ],
-                    "kv_transfer_params": None,
+                    "kv_transfer_params": self._answered_params() if is_prefill_leg else None,
                 }
             )
         return await self._stream(request, body)
+
+    def _answered_params(self) -> dict[str, Any] | None:
+        if self.nixl_block_ids is None:
+            return None
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine_id,
+            "remote_block_ids": self.nixl_block_ids,
+            "remote_host": "127.0.0.1",
+            "remote_port": 20_000 + self.port % 1_000,
+            "tp_size": 1,
+        }
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})

@@ -53,7 +53,7 @@ def test_name_defaults_to_the_address() -> None:
         ({"polcy": {}}, "polcy: unknown key"),
         ({"policy": {"name": "lienar"}}, "known: least_loaded, linear"),
         ({"policy": {"name": "linear", "params": {"alfa": 1}}}, "it has: alpha"),
-        ({"offload": {"planner": "maybe"}}, "known: never, threshold"),
+        ({"offload": {"planner": "maybe"}}, "known: cost_model, never, static_pd, threshold"),
         ({"classes": {"medium_tokens": 9, "heavy_tokens": 9}}, "medium_tokens < heavy_tokens"),
         ({"port": 70000}, "port"),
         ({"timeouts": {"idle_s": 0}}, "timeouts.idle_s"),

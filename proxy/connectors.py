@@ -1,0 +1,85 @@
+"""How each KV connector of vLLM wants a hand-off spelt: the ``kv_transfer_params`` of both legs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from policies.types import Connector
+
+
+class HandOffDialect(Protocol):
+    """The parameters of one connector."""
+
+    needs_bootstrap: bool
+    """Whether P has a bootstrap server that tells its engine id."""
+
+    def prefill_params(self, transfer_id: str) -> dict[str, Any]:
+        """What P is told."""
+        ...
+
+    def decode_params(
+        self, transfer_id: str, answered: dict[str, Any] | None, engine_id: str | None, bootstrap_url: str | None
+    ) -> dict[str, Any]:
+        """What D is told, given what P answered as its ``kv_transfer_params``.
+
+        Raises:
+            ValueError: P's answer lacks what this connector needs.
+        """
+        ...
+
+
+class MooncakeDialect:
+    """MooncakeConnector: the router names the transfer; P answers nothing, D needs P's engine id and bootstrap."""
+
+    needs_bootstrap = True
+
+    def prefill_params(self, transfer_id: str) -> dict[str, Any]:
+        """See the class."""
+        return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+
+    def decode_params(
+        self, transfer_id: str, answered: dict[str, Any] | None, engine_id: str | None, bootstrap_url: str | None
+    ) -> dict[str, Any]:
+        """See the class. A D leg without engine id or bootstrap address hangs or kills D: it is never built."""
+        if not engine_id or not bootstrap_url:
+            raise ValueError("P's engine id or bootstrap address is unknown")
+        return {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id,
+            "remote_engine_id": engine_id,
+            "remote_bootstrap_addr": bootstrap_url,
+        }
+
+
+class NixlDialect:
+    """NixlConnector: P answers with its address and block ids, and D is told just that."""
+
+    needs_bootstrap = False
+
+    def prefill_params(self, transfer_id: str) -> dict[str, Any]:
+        """See the class."""
+        return {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+
+    def decode_params(
+        self, transfer_id: str, answered: dict[str, Any] | None, engine_id: str | None, bootstrap_url: str | None
+    ) -> dict[str, Any]:
+        """See the class."""
+        if not answered or not answered.get("remote_block_ids"):
+            raise ValueError("P answered no kv_transfer_params with remote_block_ids")
+        return answered
+
+
+DIALECTS: Mapping[Connector, HandOffDialect] = MappingProxyType(
+    {Connector.MOONCAKE: MooncakeDialect(), Connector.NIXL: NixlDialect()}
+)
+"""Connector of an instance -> how it is spoken to. A further connector is one more class."""

@@ -1,0 +1,213 @@
+"""Listens to the KV events of every instance that publishes them, over ZMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+
+import zmq
+import zmq.asyncio
+
+from policies.exact_index import ExactIndex
+from proxy.events.stream import EventStream
+from proxy.settings import EventSettings, InstanceSettings
+
+log = logging.getLogger("warmroute.events")
+
+_SEQUENCE_BYTES = 8
+_END = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
+_RECONNECT_MS = 50
+"""Between two attempts to connect, always: what a new process sends before we are connected again is missed."""
+
+
+class EventSubscriber:
+    """One task and one socket per instance with an ``events_url``, for as long as ``run`` is not cancelled."""
+
+    def __init__(self, instances: tuple[InstanceSettings, ...], settings: EventSettings, index: ExactIndex) -> None:
+        self._settings = settings
+        self._index = index
+        self._instances = [instance for instance in instances if instance.events_url is not None]
+        self.streams: dict[str, EventStream] = {}
+        for instance in self._instances:
+            index.follow(instance.name)
+            self.streams[instance.name] = EventStream(index, instance.name, settings.blocks_per_turn)
+
+    def figures(self, instance: str) -> dict[str, int]:
+        """What came in from one instance since the start, and what its part of the index is now."""
+        stream, counters = self.streams[instance], self._index.counters(instance)
+        return {
+            "trusted": int(self._index.trusted(instance)),
+            "blocks": self._index.blocks(instance),
+            "next_sequence": -1 if stream.next is None else stream.next,
+            **asdict(stream.counters),
+            **asdict(counters),
+        }
+
+    async def run(self) -> None:
+        """Listen for ever. Sockets and context are closed when this ends, however it ends."""
+        if not self._instances:
+            return
+        context = zmq.asyncio.Context()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for instance in self._instances:
+                    listener = _Listener(context, instance, self.streams[instance.name], self._settings, self._index)
+                    group.create_task(listener.run(), name=f"kv-events {instance.name}")
+        finally:
+            context.destroy(linger=0)
+
+
+class _Listener:
+    """Follows one instance."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        instance: InstanceSettings,
+        stream: EventStream,
+        settings: EventSettings,
+        index: ExactIndex,
+    ) -> None:
+        self._context = context
+        self._instance = instance
+        self._stream = stream
+        self._settings = settings
+        self._index = index
+
+    async def run(self) -> None:
+        """Listen for ever."""
+        assert self._instance.events_url is not None
+        name = self._instance.name
+        socket = self._context.socket(zmq.SUB)
+        try:
+            socket.setsockopt(zmq.RCVHWM, self._settings.receive_hwm)
+            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            # A host that vanishes without a word leaves a connection that looks alive.
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
+            socket.setsockopt(zmq.SUBSCRIBE, self._settings.topic.encode())
+            socket.connect(self._instance.events_url)
+            while True:
+                frames = await self._next(socket)
+                if frames is None:
+                    continue
+                try:
+                    await self._take(frames)
+                except Exception:
+                    # Whatever an engine sends must not end the listening.
+                    log.exception("%s: a KV event could not be applied", name)
+                    self._stream.counters.malformed += 1
+                    self._index.distrust(name, "unreadable")
+        except zmq.ZMQError as error:
+            log.error("%s: no KV events from %s: %s", name, self._instance.events_url, error)
+            self._index.distrust(name, "socket_failed")
+        finally:
+            socket.close(linger=0)
+
+    async def _next(self, socket: zmq.asyncio.Socket) -> list[bytes] | None:
+        """The next message; None now and then, while what the engine did before we listened is not known yet."""
+        if self._instance.events_replay_url is None:
+            return list(await socket.recv_multipart())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.join_interval_s):
+                return list(await socket.recv_multipart())
+        if not self._stream.synced():
+            # Nothing has come so far: what the engine has stored, if anything, only a replay can tell.
+            await self._replay(0)
+        return None
+
+    async def _take(self, frames: list[bytes]) -> None:
+        if len(frames) < 2 or len(frames[-2]) != _SEQUENCE_BYTES:
+            self._stream.counters.malformed += 1
+            log.debug("%s sent %d frames that are no KV events", self._instance.name, len(frames))
+            return
+        sequence, payload = int.from_bytes(frames[-2], "big"), frames[-1]
+        missing = self._stream.missing_before(sequence)
+        if missing is not None:
+            await self._fill(missing, sequence)
+        if self._stream.wanted(sequence):
+            await self._apply(payload)
+
+    async def _fill(self, start: int, sequence: int) -> None:
+        """Get what is missing from ``start`` to ``sequence``: that part, else everything, else give up."""
+        name = self._instance.name
+        for first in dict.fromkeys((start, 0)) if self._instance.events_replay_url is not None else ():
+            if await self._replay(first) and self._reaches(sequence):
+                log.info("%s: KV events %d to %d were replayed", name, first, sequence - 1)
+                return
+        self._stream.give_up(sequence, "missed_events" if start else "joined_late")
+        log.warning(
+            "%s: KV events %d to %d were missed: its exact index is not used until the engine restarts or clears "
+            "its cache",
+            name,
+            start,
+            sequence - 1,
+        )
+
+    def _reaches(self, sequence: int) -> bool:
+        following = self._stream.next
+        return following is not None and following >= sequence
+
+    async def _replay(self, start: int) -> bool:
+        """Fetch and apply all batches from ``start`` on; False when the engine does not have them or does not answer.
+
+        Meanwhile the instance is not trusted.
+        """
+        self._index.suspend(self._instance.name)
+        try:
+            async with asyncio.timeout(self._settings.replay_timeout_s):
+                complete = await self._replay_all(start)
+        except TimeoutError:
+            log.debug("%s: no end of the replay within %g s", self._instance.name, self._settings.replay_timeout_s)
+            complete = False
+        finally:
+            self._index.resume(self._instance.name)
+        if not complete:
+            self._stream.give_up(None, "replay_failed")
+        return complete
+
+    async def _replay_all(self, start: int) -> bool:
+        """Ask until there is nothing more: an engine drops what its socket's queue cannot hold, so holes are normal."""
+        stream, position, begun = self._stream, start, False
+        while True:
+            progress = beyond = False
+            async with contextlib.aclosing(self._replayed(position)) as batches:
+                async for sequence, payload in batches:
+                    if sequence != position:
+                        beyond = True
+                        continue
+                    if not begun:
+                        begun = True
+                        stream.begin_replay(start)
+                    stream.counters.replayed += 1
+                    await self._apply(payload)
+                    position += 1
+                    progress = True
+            if not progress:
+                if not beyond and not begun:
+                    # The engine keeps nothing from there on: from 0 that means that there never was anything.
+                    stream.begin_replay(start)
+                return not beyond
+
+    async def _replayed(self, start: int) -> AsyncGenerator[tuple[int, bytes], None]:
+        """(number, payload) of every batch the engine still keeps from ``start`` on, once."""
+        assert self._instance.events_replay_url is not None
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(self._instance.events_replay_url)
+            await socket.send_multipart([b"", start.to_bytes(_SEQUENCE_BYTES, "big")])
+            while True:
+                frames = await socket.recv_multipart()
+                if len(frames) < 2 or frames[-2] == _END:
+                    return
+                yield int.from_bytes(frames[-2], "big"), frames[-1]
+        finally:
+            socket.close(linger=0)
+
+    async def _apply(self, payload: bytes) -> None:
+        for _ in self._stream.apply(payload):
+            await asyncio.sleep(0)

@@ -1,0 +1,1 @@
+"""Text and chat prompts as the token ids the engine will make of them."""
