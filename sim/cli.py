@@ -56,6 +56,12 @@ def engine(
         typer.Option(help="Engine seconds that P holds blocks nobody pulls, and that D waits for an unknown transfer."),
     ] = 480.0,
     access_log: Annotated[bool, typer.Option(help="Log every HTTP request.")] = False,
+    kv_events_port: Annotated[
+        int | None, typer.Option(help="Publish KV events as vLLM does (ZMQ) on this port; default: none.", min=1)
+    ] = None,
+    kv_events_replay_port: Annotated[
+        int | None, typer.Option(help="Also replay past KV events on this port.", min=1)
+    ] = None,
 ) -> None:
     """Run one simulated engine: vLLM's OpenAI API, metrics and KV hand-off, timed by a hardware profile."""
     from sim.hardware import ProfileError
@@ -84,6 +90,8 @@ def engine(
             kv_load_failure_policy=kv_load_failure_policy,
             abort_timeout_s=abort_timeout_s,
             access_log=access_log,
+            kv_events_port=kv_events_port,
+            kv_events_replay_port=kv_events_replay_port,
         )
     except (SettingsError, ProfileError) as error:
         typer.echo(f"engine: {error}", err=True)

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
 
+from sim.core.kvevents import BlockRemoved, CacheCleared, KvEvent
+
 
 class BlockPool:
     """``num_blocks`` KV blocks. A block nobody references is free; a free block stays cached until it is reused.
@@ -20,6 +22,8 @@ class BlockPool:
             raise ValueError(f"a KV pool needs at least 1 block, got {num_blocks}")
         self.num_blocks = num_blocks
         self.evictions = 0
+        self.events: list[KvEvent] | None = None
+        """What changed in the cache since it was last emptied by a reader; None: nobody reads."""
         self._references = [0] * num_blocks
         self._key_of: list[int | None] = [None] * num_blocks
         self._cached: dict[int, int] = {}
@@ -109,6 +113,8 @@ class BlockPool:
         self._cached.clear()
         self._duplicates.clear()
         self._key_of = [None] * self.num_blocks
+        if self.events is not None:
+            self.events.append(CacheCleared())
         return True
 
     def _forget(self, block: int) -> None:
@@ -117,6 +123,8 @@ class BlockPool:
         self.evictions += 1
         if key is None:
             return
+        if self.events is not None:
+            self.events.append(BlockRemoved(key))
         duplicates = self._duplicates.get(key)
         if self._cached.get(key) == block:
             if duplicates:

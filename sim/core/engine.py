@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from sim.core.blocks import BlockPool
 from sim.core.handoff import HoldTable, LoadFailurePolicy, Pull, PullAnswer, PullFailure
+from sim.core.kvevents import KvEvent
 from sim.core.scheduler import Counters, Plan, Scheduler
 from sim.core.sequence import KvTransfer, Request, Sequence, Status
 from sim.core.timing import DecodeRun, StepTiming
@@ -153,6 +154,18 @@ class Engine:
         if finished:
             running = self.scheduler.running
             running[:] = [sequence for sequence in running if sequence.status is Status.RUNNING]
+        return events
+
+    def report_kv_events(self) -> None:
+        """From now on keep what changes in the prefix cache, for ``take_kv_events``."""
+        self.scheduler.pool.events = []
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """What changed in the prefix cache since the last call; nothing unless ``report_kv_events`` was called."""
+        pool = self.scheduler.pool
+        if not pool.events:
+            return []
+        events, pool.events = pool.events, []
         return events
 
     def interrupt(self, now_s: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sim.core.blocks import BlockPool
+from sim.core.kvevents import BlocksStored
 from sim.core.sequence import Sequence, Status
 
 
@@ -213,6 +214,10 @@ class Scheduler:
         if full_blocks > start:
             sequence.extend_keys(full_blocks)
             self.pool.publish(sequence.blocks[start:full_blocks], sequence.keys[start:full_blocks])
+            if self.pool.events is not None:
+                keys, parent = sequence.keys, sequence.keys[start - 1] if start else None
+                tokens = sequence.block_tokens_between(start, full_blocks)
+                self.pool.events.append(BlocksStored(tuple(keys[start:full_blocks]), parent, tokens))
             sequence.published = full_blocks
 
     def _preempt(self, sequence: Sequence) -> None:

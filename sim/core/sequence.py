@@ -37,6 +37,8 @@ class Request(NamedTuple):
     """Tokens after which the simulated model would end by itself, the ending token included; None: never."""
     seed: int = 0
     kv_transfer: KvTransfer | None = None
+    tokens: bytes = b""
+    """The prompt's token bytes, where known: only reports of the cache's content need them."""
 
     @classmethod
     def from_tokens(
@@ -55,7 +57,7 @@ class Request(NamedTuple):
         keys = chain_keys(tokens, block_tokens)
         tail = tokens[len(keys) * block_tokens * TOKEN_BYTES :]
         count = len(tokens) // TOKEN_BYTES
-        return cls(request_id, count, keys, tail, max_tokens, min_tokens, stop_after, seed, kv_transfer)
+        return cls(request_id, count, keys, tail, max_tokens, min_tokens, stop_after, seed, kv_transfer, tokens)
 
     @property
     def output_offset(self) -> int:
@@ -136,6 +138,16 @@ class Sequence:
                 self.offset = self.request.output_offset
             output = output_bytes(self.offset, max(start - prompt, 0), start + self.block_tokens - prompt)
             keys.append(block_key(head + output, keys[-1] if keys else ROOT_KEY))
+
+    def block_tokens_between(self, first: int, last: int) -> bytes:
+        """Token bytes of the blocks from ``first`` up to ``last`` (exclusive), prompt and output."""
+        start, stop, prompt = first * self.block_tokens, last * self.block_tokens, self.request.prompt_tokens
+        known = self.request.tokens[start * TOKEN_BYTES : min(stop, prompt) * TOKEN_BYTES]
+        if stop <= prompt:
+            return known
+        if self.offset is None:
+            self.offset = self.request.output_offset
+        return known + output_bytes(self.offset, max(start - prompt, 0), stop - prompt)
 
 
 def _end(request: Request, max_model_len: int) -> tuple[int, str]:

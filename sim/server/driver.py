@@ -107,6 +107,7 @@ class Driver:
         on_pull: Callable[[Pull], None],
         on_first_token: Callable[[float], None],
         on_dead: Callable[[], None],
+        on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
         self.clock = clock
@@ -116,6 +117,7 @@ class Driver:
         self._on_pull = on_pull
         self._on_first_token = on_first_token
         self._on_dead = on_dead
+        self._on_step = on_step
         self._loop = asyncio.get_running_loop()
         self._deliveries: dict[str, Delivery] = {}
         self._unflushed: set[Delivery] = set()
@@ -215,7 +217,9 @@ class Driver:
             if end_s is not None:
                 if end_s > now_s:
                     break
-                for event in engine.end_step():
+                events = engine.end_step()
+                self._on_step()
+                for event in events:
                     self._deliver(event)
                 start_s = end_s
             horizon_s = start_s + self._flush_s * self.clock.time_scale

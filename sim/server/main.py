@@ -18,6 +18,7 @@ import uvloop
 from sim.server.app import BootstrapApp, EngineApp, Routes
 from sim.server.driver import Driver, EngineClock
 from sim.server.faults import Faults
+from sim.server.kvevents import KvEventPublisher
 from sim.server.metrics import EngineMetrics
 from sim.server.pulls import Puller
 from sim.server.settings import ServerSettings
@@ -80,6 +81,14 @@ async def _serve(settings: ServerSettings, sockets: list[socket.socket]) -> int:
     faults = Faults()
     metrics = EngineMetrics(engine, settings)
     puller = Puller(faults)
+    publisher = _publisher(settings)
+    if publisher is not None:
+        engine.report_kv_events()
+        try:
+            publisher.open()
+        except OSError as error:
+            print(f"engine: {error}", file=sys.stderr)
+            return 1
     driver = Driver(
         engine,
         EngineClock(settings.time_scale),
@@ -88,6 +97,7 @@ async def _serve(settings: ServerSettings, sockets: list[socket.socket]) -> int:
         on_pull=lambda pull: puller.start(driver, pull),
         on_first_token=metrics.first_token,
         on_dead=stop.soon,
+        on_step=lambda: publisher.publish(engine.take_kv_events()) if publisher is not None else None,
     )
     applications = [EngineApp(settings, driver, metrics, faults).routes()]
     if len(sockets) > 1:
@@ -98,6 +108,7 @@ async def _serve(settings: ServerSettings, sockets: list[socket.socket]) -> int:
         asyncio.create_task(server.serve(sockets=[each]), name="http")
         for server, each in zip(servers, sockets, strict=True)
     ]
+    replaying = asyncio.create_task(publisher.run(), name="kv-events") if publisher is not None else None
     try:
         _announce(settings, sockets)
         stopping = asyncio.create_task(stop.event.wait(), name="stop")
@@ -109,7 +120,19 @@ async def _serve(settings: ServerSettings, sockets: list[socket.socket]) -> int:
             server.should_exit = True
         await asyncio.gather(*tasks, return_exceptions=True)
         await puller.close()
+        if replaying is not None:
+            replaying.cancel()
+            await asyncio.gather(replaying, return_exceptions=True)
+        if publisher is not None:
+            publisher.close()
     return stop.exit_code
+
+
+def _publisher(settings: ServerSettings) -> KvEventPublisher | None:
+    port = settings.kv_events_port
+    if port is None:
+        return None
+    return KvEventPublisher(settings.host, port, settings.kv_events_replay_port, settings.config.block_tokens)
 
 
 def _server(application: Routes, settings: ServerSettings) -> _Server:

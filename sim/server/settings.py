@@ -34,6 +34,9 @@ class ServerSettings:
     profile: HardwareProfile
     transport: str | None
     config: EngineConfig
+    kv_events_port: int | None = None
+    """None: no KV events."""
+    kv_events_replay_port: int | None = None
 
     @classmethod
     def resolve(
@@ -59,6 +62,8 @@ class ServerSettings:
         kv_load_failure_policy: str = "hang",
         abort_timeout_s: float = 480.0,
         access_log: bool = False,
+        kv_events_port: int | None = None,
+        kv_events_replay_port: int | None = None,
     ) -> ServerSettings:
         """Fill what is not given from the profile.
 
@@ -69,6 +74,8 @@ class ServerSettings:
             raise SettingsError(f"--role {role!r}: choose one of {', '.join(ROLES)}")
         if kv_load_failure_policy not in set(LoadFailurePolicy):
             raise SettingsError(f"--kv-load-failure-policy {kv_load_failure_policy!r}: choose hang, fail or recompute")
+        if kv_events_replay_port is not None and kv_events_port is None:
+            raise SettingsError("--kv-events-replay-port needs --kv-events-port")
         if connector_kv_fraction is not None and not 0 <= connector_kv_fraction < 1:
             raise SettingsError(f"--connector-kv-fraction {connector_kv_fraction} is not in 0 .. 1")
         hardware = load_profile(profile)
@@ -111,6 +118,8 @@ class ServerSettings:
             profile=hardware,
             transport=transport,
             config=config,
+            kv_events_port=kv_events_port,
+            kv_events_replay_port=kv_events_replay_port,
         )
 
     def engine(self) -> Engine:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -15,10 +17,21 @@ import httpx
 ROOT = Path(__file__).parents[2]
 
 
+_FIRST_PORT, _PORTS = 11_000, 1_900
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_numbers = count(os.getpid() % _PORTS)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free port below those the kernel gives to outgoing connections, which could take it before it is used."""
+    while True:
+        port = _FIRST_PORT + 2_000 * (_WORKER % 4) + next(_numbers) % _PORTS
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 @dataclass
@@ -63,9 +76,9 @@ class SimEngine:
         raise AssertionError(f"engine on {self.url} did not come up: {self.log.read_text()}")
 
 
-async def start_engines(count: int, folder: Path, *flags: str) -> list[SimEngine]:
-    """``count`` engines, all healthy; the caller kills them."""
-    engines = [SimEngine(folder / f"engine-{number}.log", flags) for number in range(count)]
+async def start_engines(number_of_engines: int, folder: Path, *flags: str) -> list[SimEngine]:
+    """``number_of_engines`` engines, all healthy; the caller kills them."""
+    engines = [SimEngine(folder / f"engine-{number}.log", flags) for number in range(number_of_engines)]
     for engine in engines:
         engine.start()
     async with httpx.AsyncClient(timeout=2, trust_env=False) as client:

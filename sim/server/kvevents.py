@@ -1,0 +1,92 @@
+"""Publishes KV events as vLLM does: a ZMQ PUB socket with numbered batches, and a ROUTER that replays them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from sim.core.content import token_ids
+from sim.core.kvevents import BlockRemoved, BlocksStored, KvEvent
+
+TOPIC = b"kv-events"
+_END = (-1).to_bytes(8, "big", signed=True)
+_HIGH_WATER_MARK = 100_000
+_KEPT_BATCHES = 10_000
+
+
+class KvEventPublisher:
+    """One engine's stream of events. ``open`` binds, ``run`` answers replays, ``close`` ends both."""
+
+    def __init__(self, host: str, port: int, replay_port: int | None, block_tokens: int) -> None:
+        self._host = host
+        self._port = port
+        self._replay_port = replay_port
+        self._block_tokens = block_tokens
+        self._sequence = 0
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT_BATCHES)
+        self._context = zmq.asyncio.Context()
+        self._publisher: zmq.Socket[bytes] | None = None
+        self._replay: zmq.asyncio.Socket | None = None
+
+    def open(self) -> None:
+        """Bind the sockets.
+
+        Raises:
+            OSError: a port is taken.
+        """
+        try:
+            self._publisher = zmq.Context(self._context).socket(zmq.PUB)
+            self._publisher.set_hwm(_HIGH_WATER_MARK)
+            self._publisher.bind(f"tcp://{self._host}:{self._port}")
+            if self._replay_port is not None:
+                self._replay = self._context.socket(zmq.ROUTER)
+                self._replay.bind(f"tcp://{self._host}:{self._replay_port}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(f"cannot publish KV events on {self._host}:{self._port}: {error}") from error
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """Send one batch; nothing for no events."""
+        if not events or self._publisher is None:
+            return
+        payload = msgspec.msgpack.encode([time.time(), [self._wire(event) for event in events], 0])
+        number = self._sequence.to_bytes(8, "big")
+        self._sequence += 1
+        self._kept.append((number, payload))
+        self._publisher.send_multipart([TOPIC, number, payload], zmq.NOBLOCK)
+
+    async def run(self) -> None:
+        """Answer replay requests until cancelled."""
+        if self._replay is None:
+            return
+        while True:
+            frames = await self._replay.recv_multipart()
+            if len(frames) != 3:
+                continue
+            client, empty, start = frames
+            for number, payload in [batch for batch in self._kept if batch[0] >= start]:
+                await self._replay.send_multipart([client, empty, number, payload])
+                await asyncio.sleep(0)
+            await self._replay.send_multipart([client, empty, _END, b""])
+
+    def close(self) -> None:
+        """Close the sockets; what is not sent yet is lost."""
+        for socket in (self._publisher, self._replay):
+            if socket is not None:
+                socket.close(linger=0)
+        self._publisher = self._replay = None
+        self._context.destroy(linger=0)
+
+    def _wire(self, event: KvEvent) -> list[object]:
+        if isinstance(event, BlocksStored):
+            ids = token_ids(event.tokens)
+            return ["BlockStored", event.keys, event.parent, ids, self._block_tokens, None, "GPU", None, None]
+        if isinstance(event, BlockRemoved):
+            return ["BlockRemoved", [event.key], "GPU"]
+        return ["AllBlocksCleared"]

@@ -1,0 +1,218 @@
+"""The exact index against what engines report, over real ZMQ streams: right where the shadow index errs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.settings import load_settings
+from tests.integration.conftest import Cluster
+from tests.integration.fleet import SimEngine, free_port
+from tests.integration.test_prediction import run_sessions
+from tests.proxy.conftest import serving
+
+StartListening = Callable[..., Awaitable[Cluster]]
+
+
+@pytest.fixture
+async def start_listening(tmp_path: Path) -> AsyncIterator[StartListening]:
+    """``await start_listening(count, *engine_flags, replay=False, **proxy_settings)``."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(count: int, *flags: str, replay: bool = False, **overrides: Any) -> Cluster:
+            engines, instances = [], []
+            for number in range(count):
+                events, again = free_port(), free_port()
+                publishing = ("--kv-events-port", str(events), "--kv-events-replay-port", str(again))
+                engine = SimEngine(tmp_path / f"engine-{number}.log", (*flags, *publishing))
+                stack.callback(engine.kill)
+                engine.start()
+                engines.append(engine)
+                instances.append(
+                    {
+                        "name": f"inst-{number}",
+                        "url": engine.url,
+                        "bootstrap_url": engine.bootstrap_url,
+                        "role": "kv_both",
+                        "events_url": f"tcp://127.0.0.1:{events}",
+                        "events_replay_url": f"tcp://127.0.0.1:{again}" if replay else None,
+                    }
+                )
+            async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+                await asyncio.gather(*(engine.healthy(client) for engine in engines))
+            given = {"port": 0, "instances": instances, "health": {"interval_s": 0.25}, "log_level": "error"}
+            core, url = await stack.enter_async_context(serving(load_settings(None, **{**given, **overrides})))
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
+            return Cluster(core, url, engines, client)
+
+        yield start
+
+
+async def send(cluster: Cluster, prompt: list[int], **more: Any) -> dict[str, Any]:
+    answer = await cluster.client.post(
+        "/v1/completions", json={"model": "warm-sim", "prompt": prompt, "max_tokens": 3, **more}
+    )
+    assert answer.status_code == 200, answer.text
+    rows = (await cluster.client.get("/breakdown", params={"limit": 1})).json()["rows"]
+    return rows[0]
+
+
+async def events_of(cluster: Cluster, number: int = 0) -> dict[str, Any]:
+    return (await cluster.client.get("/instances")).json()["instances"][number]["kv_events"]
+
+
+async def until(cluster: Cluster, holds: Callable[[dict[str, Any]], bool], number: int = 0) -> dict[str, Any]:
+    for _ in range(400):
+        seen = await events_of(cluster, number)
+        if holds(seen):
+            return seen
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"did not come true in 8 s: {seen}")
+
+
+async def test_the_exact_index_is_right_under_eviction_where_the_shadow_errs(start_listening: StartListening) -> None:
+    # 6,400 tokens per engine are far below what 24 growing sessions need.
+    cluster = await start_listening(
+        2, "--time-scale", "100", "--kv-capacity-tokens", "6400", policy={"name": "round_robin"}
+    )
+    await send(cluster, list(range(64)))
+    await send(cluster, list(range(64)))
+    for number in range(2):
+        await until(cluster, lambda seen: seen["trusted"], number)
+    system = list(range(700))
+    draw = random.Random(5)
+    for _ in range(96):
+        # What they answer fills the engines' caches too, which the shadow index does not see.
+        session, turn = draw.randrange(8), draw.randrange(1, 4)
+        prompt = [*system, *[(session + 1) * 100_000 + token for token in range(turn * 300)]]
+        await send(cluster, prompt, max_tokens=draw.randrange(1, 400))
+    errors = (await cluster.client.get("/stats")).json()["prediction_error"]["side_by_side"]
+    assert errors["exact"]["requests"] == errors["shadow"]["requests"] >= 96
+    assert errors["exact"]["actual_cached_tokens"] > 0
+    assert errors["exact"]["absolute_error_tokens"] == 0, errors
+    assert errors["shadow"]["absolute_error_tokens"] > 0, errors
+    seen = [await events_of(cluster, number) for number in range(2)]
+    assert all(each["removed"] > 50 for each in seen)
+    assert all(each["unknown_parent"] == each["unknown_removed"] == each["gaps"] == 0 for each in seen)
+
+
+async def test_siblings_at_the_same_moment_are_predicted_too(start_listening: StartListening) -> None:
+    cluster = await start_listening(3, "--time-scale", "100", policy={"name": "linear"})
+    await asyncio.gather(*(send(cluster, [number] * 64) for number in range(6)))
+    rows = await run_sessions(cluster, sessions=24, turns=6)
+    used = [row for row in rows if row["index_source"] == "exact"]
+    assert len(used) > 100
+    right = sum(row["predicted_by_exact_tokens"] == row["actual_cached_tokens"] for row in used)
+    assert right / len(used) >= 0.99
+    stats = (await cluster.client.get("/stats")).json()
+    assert stats["ledger"]["requests"] == 0
+
+
+async def test_a_proxy_that_comes_late_learns_by_replay_and_only_then(start_listening: StartListening) -> None:
+    first = await start_listening(1, "--time-scale", "100")
+    prompt = list(range(1_000))
+    await send(first, prompt)
+    instance = first.core.settings.instances[0]
+    replay_url = f"tcp://127.0.0.1:{first.engines[0].flags[-1]}"
+    for knows, url in ((True, replay_url), (False, None)):
+        late = instance.model_copy(update={"events_replay_url": url}).model_dump()
+        settings = load_settings(
+            None, port=0, instances=[late], events={"join_interval_s": 0.1}, health={"interval_s": 0.25}
+        )
+        async with (
+            serving(settings) as (core, url_of_late),
+            httpx.AsyncClient(base_url=url_of_late, timeout=60, trust_env=False) as client,
+        ):
+            cluster = Cluster(core, url_of_late, first.engines, client)
+            if knows:
+                await until(cluster, lambda seen: seen["trusted"])
+                row = await send(cluster, [*prompt, *range(5_000, 5_100)])
+                assert row["index_source"] == "exact"
+                assert row["predicted_by_exact_tokens"] == row["actual_cached_tokens"] == 960
+                assert row["predicted_by_shadow_tokens"] == 0
+                continue
+            for number in range(200):  # the first few may pass before the subscription has taken effect
+                row = await send(cluster, [number] * 200)
+                assert (row["index_source"], row["predicted_by_exact_tokens"]) == ("shadow", None)
+                if (await events_of(cluster))["not_trusted_because"] == "joined_late":
+                    break
+            seen = await events_of(cluster)
+            assert (seen["not_trusted_because"], seen["trusted"], seen["blocks"]) == ("joined_late", False, 0)
+
+
+async def test_an_engine_that_restarts_is_followed(start_listening: StartListening) -> None:
+    cluster = await start_listening(1, "--time-scale", "100", replay=True, events={"join_interval_s": 0.1})
+    prompt = list(range(1_000))
+    for expected in (0, 960):
+        row = await send(cluster, prompt)
+        assert row["actual_cached_tokens"] == expected
+    await until(cluster, lambda seen: seen["trusted"] and seen["blocks"] >= 15)
+    engine = cluster.engines[0]
+    engine.kill()
+    engine.start()
+    async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+        await engine.healthy(client)
+    for _ in range(200):
+        row_of = (await cluster.client.get("/instances")).json()["instances"][0]
+        if row_of["restarts"] == 1 and row_of["healthy"]:
+            break
+        await asyncio.sleep(0.05)
+    assert row_of["kv_events"]["blocks"] == 0
+    for expected in (0, 960):
+        row = await send(cluster, prompt)
+        assert row["predicted_cached_tokens"] == row["actual_cached_tokens"] == expected
+    await until(cluster, lambda seen: seen["trusted"] and seen["blocks"] >= 15)
+    row = await send(cluster, prompt)
+    assert (row["index_source"], row["predicted_by_exact_tokens"], row["actual_cached_tokens"]) == ("exact", 960, 960)
+
+
+async def test_a_cleared_cache_is_known_with_the_next_step(start_listening: StartListening) -> None:
+    cluster = await start_listening(1, "--time-scale", "100")
+    prompt = list(range(1_000))
+    await send(cluster, prompt)
+    await until(cluster, lambda seen: seen["trusted"])
+    assert (await cluster.client.post(f"{cluster.engines[0].url}/reset_prefix_cache")).status_code == 200
+    await send(cluster, list(range(9_000, 9_200)))
+    seen = await until(cluster, lambda seen: seen["cleared"] == 1)
+    assert seen["blocks"] <= 4
+    await asyncio.sleep(1.1)  # until a finished request no longer stands in for its events
+    row = await send(cluster, prompt)
+    assert (row["predicted_by_exact_tokens"], row["actual_cached_tokens"]) == (0, 0)
+    assert row["predicted_by_shadow_tokens"] == 960
+
+
+async def test_both_ends_of_a_hand_off_are_known(start_listening: StartListening) -> None:
+    cluster = await start_listening(
+        2,
+        "--time-scale",
+        "100",
+        classes={"medium_tokens": 500, "heavy_tokens": 1_500},
+        offload={"planner": "threshold", "params": {"min_decode_requests": 0}},
+    )
+    await asyncio.gather(*(send(cluster, [number] * 64) for number in range(4)))
+    prompt = list(range(10_000, 14_000))
+    row = await send(cluster, prompt)
+    assert row["prefill_instance"] is not None
+    assert row["offload_reason"] == "chosen"
+    names = {"inst-0": 0, "inst-1": 1}
+    for name in (row["instance"], row["prefill_instance"]):
+        await until(cluster, lambda seen: seen["trusted"] and seen["blocks"] >= 62, names[name])
+    again = await send(cluster, [*prompt, *range(64)])
+    assert again["predicted_by_exact_tokens"] == again["actual_cached_tokens"] == 3_968
+
+
+async def test_promises_do_not_pile_up(start_listening: StartListening) -> None:
+    cluster = await start_listening(2, "--time-scale", "100")
+    await run_sessions(cluster, sessions=10, turns=3)
+    for number in range(3):
+        await send(cluster, [number] * 100)
+        await asyncio.sleep(1.1)
+    promises = cluster.core.router.state.predictor.promises
+    assert len(promises) <= 2
