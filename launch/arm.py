@@ -13,8 +13,10 @@ import msgspec
 
 from launch.fleet import FleetFile
 from launch.fresh import FRESH_FILE, FreshProof, prove_fresh
+from launch.fresh_gpus import idle_inventory
 from launch.processors import ProcessorSampler, ProcessorUse
 from launch.supervisor import Fleet
+from launch.telemetry import TELEMETRY_FILE, TelemetrySampler
 from replayer.plan import Plan
 from replayer.records import RequestRecord, Run
 from replayer.replay import ReplayOptions, replay_trace
@@ -27,6 +29,8 @@ PROCESSORS_FILE = "processors.json"
 _SETTLE_S = 0.3
 """After the last request: longer than the supervisor takes to notice an end."""
 _TIMEOUT_S = 30.0
+_GPU_IDLE_S = 10.0
+"""How long GPU memory of the arm before may take to be free."""
 
 
 class ArmError(RuntimeError):
@@ -42,12 +46,14 @@ class ArmResult:
     breakdown: list[Row]
     processors: ProcessorUse
     proof: FreshProof
+    telemetry: str = ""
+    """Why there is no GPU telemetry, or not all of it; empty when ``telemetry.csv`` is complete."""
 
     @property
     def warnings(self) -> list[str]:
         """Reasons to distrust the figures."""
         warning = self.processors.warning
-        return [warning] if warning else []
+        return [*([warning] if warning else []), *self.proof.warnings]
 
 
 async def run_arm(
@@ -63,6 +69,8 @@ async def run_arm(
     on_record: Callable[[RequestRecord], None] | None = None,
 ) -> ArmResult:
     """Start the fleet, prove it fresh, replay the trace against its proxy, collect, stop.
+
+    Where the machine has GPUs their telemetry goes to ``telemetry.csv`` while the trace is replayed.
 
     Args:
         label: name of the arm in records and reports.
@@ -81,6 +89,7 @@ async def run_arm(
         ArmError: a process ended during the replay, or the proxy's records cannot be read.
     """
     on_phase("starting")
+    gpus_before = await idle_inventory(_GPU_IDLE_S) if fleet.kind != "sim" else None
     since_unix_s = time.time()
     async with Fleet(fleet, arm_dir, source=label) as running:
         proof = await prove_fresh(
@@ -88,10 +97,12 @@ async def run_arm(
             since_unix_s=since_unix_s,
             previous_engine_ids=previous_engine_ids,
             path=arm_dir / FRESH_FILE,
+            gpus_before=gpus_before,
         )
         on_phase("replaying")
-        options = msgspec.structs.replace(options, label=label, endpoint=fleet.proxy_url(), model=fleet.model)
-        async with ProcessorSampler() as sampler:
+        options = msgspec.structs.replace(options, label=label, endpoint=fleet.proxy_url(), model=fleet.request_model)
+        telemetry = TelemetrySampler(arm_dir / TELEMETRY_FILE)
+        async with telemetry, ProcessorSampler() as sampler:
             run = await replay_trace(trace, arm_dir / RUN_FILE, options, on_start=on_start, on_record=on_record)
             use = sampler.use
         await asyncio.sleep(_SETTLE_S)
@@ -100,7 +111,9 @@ async def run_arm(
         await _fetch_breakdown(fleet.proxy_url(), len(run.records), arm_dir / BREAKDOWN_FILE)
         _write(arm_dir / PROCESSORS_FILE, msgspec.json.encode(use))
         on_phase("stopping")
-    return ArmResult(label, run, read_breakdown(arm_dir / BREAKDOWN_FILE), use, proof)
+    return ArmResult(
+        label, run, read_breakdown(arm_dir / BREAKDOWN_FILE), use, proof, telemetry=telemetry.problem or ""
+    )
 
 
 async def _fetch_breakdown(proxy_url: str, requests: int, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -10,7 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from urllib.parse import urlsplit
 
 import typer
 
@@ -18,11 +20,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from launch.fleet import FleetFile
-    from launch.state import FleetState
+    from launch.state import FleetState, ProcessState
 
 RUNS = Path("runs")
 _SETTLE_S = 0.1
 _DOWN_MARGIN_S = 10.0
+_COLUMNS = ("process", "status", "pid", "role", "devices", "transport", "url", "bootstrap", "restarts", "recycles")
+_ALWAYS = frozenset({"process", "status", "pid", "restarts", "recycles"})
+_NUMBERS = frozenset({"pid", "restarts", "recycles"})
 
 RunDir = Annotated[
     Path | None,
@@ -42,6 +47,20 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once the fleet is ready; stop it with `down`.")
     ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a key of the fleet file: dotted key, YAML value, such as vllm.max_model_len=8192 or "
+            "vllm.extra_args=[--seed,7]. May be repeated.",
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Same as --set model=...: a model id or a folder.")] = None,
+    require_fresh: Annotated[
+        bool,
+        typer.Option("--require-fresh", help="Prove every engine fresh once it is ready (fresh.json), or stop all."),
+    ] = False,
 ) -> None:
     """Start the engines of a fleet file and the proxy in front of them, and keep them until Ctrl-C or SIGTERM.
 
@@ -53,7 +72,8 @@ def up(
 
     try:
         source = find_fleet(fleet_file)
-        fleet = load_fleet(source)
+        overrides = [*(settings or []), *([f"model={json.dumps(model)}"] if model else [])]
+        fleet = load_fleet(source, overrides)
     except FleetError as error:
         _stop(str(error))
     directory = run_dir or new_run_dir(source.stem, RUNS)
@@ -61,11 +81,13 @@ def up(
         _print_plan(fleet, directory, with_proxy)
         return
     if detach:
-        _detach(source, directory, with_proxy)
+        options = [] if with_proxy else ["--no-proxy"]
+        options += [part for override in overrides for part in ("--set", override)]
+        _detach(source, directory, [*options, *(["--require-fresh"] if require_fresh else [])])
         return
     from launch.signals import run_until_signal
 
-    raise typer.Exit(run_until_signal(_hold(fleet, directory, source, with_proxy)))
+    raise typer.Exit(run_until_signal(_hold(fleet, directory, source, with_proxy, require_fresh)))
 
 
 def status(
@@ -86,12 +108,12 @@ def status(
 
 def down(run_dir: RunDir = None) -> None:
     """Stop a fleet started by `up` in another shell: its launcher first, then whatever it left behind."""
-    from launch.processes import end_recorded_group
+    from launch.processes import end_recorded, kill_marked, marked
     from launch.state import read_state
 
     state, directory = _state(run_dir)
     count = len(state.running)
-    if not state.supervised and not count:
+    if not state.supervised and not count and not marked(state.marks):
         typer.echo(f"{directory}: nothing runs")
         return
     if state.supervised:
@@ -100,51 +122,87 @@ def down(run_dir: RunDir = None) -> None:
     state = read_state(directory)
     for signum in (signal.SIGTERM, signal.SIGKILL):
         for process in state.running:
-            end_recorded_group(process.pid, process.created_unix_s, signum)
-        _wait_until(lambda: not state.running, _DOWN_MARGIN_S)
-    if state.running or state.supervised:
-        _stop(f"still running: {', '.join(f'{process.name} (pid {process.pid})' for process in state.running)}")
+            end_recorded(process.pid, process.created_unix_s, signum)
+        _wait_until(lambda: not state.running, state.stop_grace_s if signum == signal.SIGTERM else _DOWN_MARGIN_S)
+    # What guards that were killed themselves have left behind.
+    kill_marked(state.marks)
+    _wait_until(lambda: not marked(state.marks), _DOWN_MARGIN_S)
+    if state.running or state.supervised or marked(state.marks):
+        told = [f"{process.name} (pid {process.pid})" for process in state.running]
+        _stop(f"still running: {', '.join(told) or ', '.join(f'pid {pid}' for pid in marked(state.marks))}")
     typer.echo(f"{directory}: stopped {count} processes")
 
 
 def state_table(state: FleetState, directory: Path) -> Table:
-    """The processes of a fleet as a Rich table."""
+    """The processes of a fleet as a Rich table; each one's log is NAME.log in the run directory.
+
+    A transport with a question mark is configured, but not proven by the engine's log.
+    """
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=escape(f"{state.fleet}  ({directory})"), title_justify="left")
-    for column in ("process", "status", "pid", "url", "bootstrap", "restarts", "log"):
-        table.add_column(column, justify="right" if column in {"pid", "restarts"} else "left", overflow="fold")
-    for process in state.processes:
-        shown = process.status
-        if not process.alive and shown not in {"exited", "stopped"}:
-            shown = "gone"
-        if process.exit_code is not None:
-            shown += f" (code {process.exit_code})"
-        table.add_row(
-            escape(process.name),
-            escape(shown),
-            str(process.pid),
-            escape(process.url),
-            escape(process.bootstrap_url or "–"),
-            str(process.restarts),
-            escape(process.log),
-            style="" if process.alive else "red",
-        )
+    rows = [_row(process) for process in state.processes]
+    # A column that nobody fills would only make the others narrow.
+    shown = [name for name in _COLUMNS if name in _ALWAYS or any(row[name] not in {"", "0"} for row in rows)]
+    for name in shown:
+        justify: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name in {"process", "status", "pid"})
+    for process, row in zip(state.processes, rows, strict=True):
+        table.add_row(*(escape(row[name] or "–") for name in shown), style="" if process.alive else "red")
     if not state.supervised:
         table.caption = "the launcher of this fleet no longer runs"
     return table
 
 
-async def _hold(fleet: FleetFile, directory: Path, source: Path, with_proxy: bool) -> int:
+def _row(process: ProcessState) -> dict[str, str]:
+    """One process as `status` shows it, by column; empty where there is nothing to tell."""
+    status = process.status
+    if not process.alive and status not in {"exited", "stopped"}:
+        status = "gone"
+    if process.exit_code is not None:
+        status += f" (code {process.exit_code})"
+    transport = process.transport or (f"{process.configured_transport}?" if process.configured_transport else "")
+    return {
+        "process": process.name,
+        "status": status,
+        "pid": str(process.pid),
+        "role": process.role,
+        "devices": ",".join(process.devices),
+        "transport": transport,
+        "url": process.url,
+        "bootstrap": f":{urlsplit(process.bootstrap_url).port}" if process.bootstrap_url else "",
+        "restarts": str(process.restarts),
+        "recycles": str(process.recycles),
+    }
+
+
+def _proved(directory: Path, options: list[str]) -> bool:
+    """Whether the fleet proved fresh, where that was asked for; the launcher ends when it did not."""
+    import msgspec
+
+    from launch.fresh import FRESH_FILE, FreshProof
+
+    if "--require-fresh" not in options:
+        return True
+    try:
+        return msgspec.json.decode((directory / FRESH_FILE).read_bytes(), type=FreshProof).fresh
+    except (OSError, msgspec.MsgspecError):
+        return False  # not written yet
+
+
+async def _hold(fleet: FleetFile, directory: Path, source: Path, with_proxy: bool, require_fresh: bool) -> int:
     """Run the fleet until it fails or this task is cancelled; the exit status."""
     from rich.console import Console
     from rich.markup import escape
 
+    from launch.fresh import FRESH_FILE, StaleEngineError, prove_fresh
     from launch.processes import StartError
     from launch.supervisor import Fleet
 
     console = Console()
+    since_unix_s = time.time()
+    (directory / FRESH_FILE).unlink(missing_ok=True)
 
     def notify(message: str) -> None:
         console.print(f"{time.strftime('%H:%M:%S')} {escape(message)}", style="yellow", soft_wrap=True)
@@ -152,20 +210,22 @@ async def _hold(fleet: FleetFile, directory: Path, source: Path, with_proxy: boo
     runner = Fleet(fleet, directory, source=str(source), with_proxy=with_proxy, notify=notify)
     try:
         async with runner:
+            if require_fresh:
+                await prove_fresh(runner.state.processes, since_unix_s=since_unix_s, path=directory / FRESH_FILE)
             console.print(state_table(runner.state, directory))
             if runner.state.proxy_url:
                 console.print(f"ready: {runner.state.proxy_url}/v1 (Ctrl-C stops everything)", soft_wrap=True)
             reason = await runner.wait()
             typer.echo(f"error: {reason}; stopping the fleet", err=True)
             return 1
-    except StartError as error:
+    except (StartError, StaleEngineError) as error:
         typer.echo(f"error: {error}", err=True)
         return 1
     finally:
         console.print(f"stopped; logs in {escape(str(directory))}", soft_wrap=True)
 
 
-def _detach(source: Path, directory: Path, with_proxy: bool) -> None:
+def _detach(source: Path, directory: Path, options: list[str]) -> None:
     """Start a second launcher in its own session and wait until its fleet is ready."""
     from rich.console import Console
 
@@ -173,8 +233,7 @@ def _detach(source: Path, directory: Path, with_proxy: bool) -> None:
 
     directory.mkdir(parents=True, exist_ok=True)
     log_path = directory / "launcher.log"
-    command = [sys.executable, "-m", "launch", "up", str(source), "--run-dir", str(directory)]
-    command += [] if with_proxy else ["--no-proxy"]
+    command = [sys.executable, "-m", "launch", "up", str(source), "--run-dir", str(directory), *options]
     with log_path.open("wb") as log:
         launcher = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -185,7 +244,12 @@ def _detach(source: Path, directory: Path, with_proxy: bool) -> None:
                 state = read_state(directory)
             except StateError:
                 state = None
-            if state is not None and state.supervisor_pid == launcher.pid and state.status == "ready":
+            if (
+                state is not None
+                and state.supervisor_pid == launcher.pid
+                and state.status == "ready"
+                and _proved(directory, options)
+            ):
                 break
             if launcher.poll() is not None:
                 sys.stderr.write(log_path.read_text(errors="replace"))
@@ -202,7 +266,7 @@ def _detach(source: Path, directory: Path, with_proxy: bool) -> None:
 def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
     import yaml
 
-    from launch.engines import engine_specs, proxy_spec
+    from launch.engines import KINDS, engine_specs, proxy_spec
     from launch.fleet import ports_in_use
     from launch.supervisor import PROXY_CONFIG
 
@@ -212,11 +276,12 @@ def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
     for spec in specs:
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in spec.environment.items())
         typer.echo(f"# {spec.name}: ready when {', '.join(spec.ready_urls)} answer 200")
-        typer.echo(f"{variables} {shlex.join(spec.command)}".strip())
+        unset = "".join(f"-u {name} " for name in spec.drop_environment)
+        typer.echo(f"{f'env {unset}' if unset else ''}{variables} {shlex.join(spec.command)}".strip())
     if with_proxy:
         typer.echo(f"# {directory / PROXY_CONFIG}:")
         typer.echo(yaml.safe_dump(fleet.proxy_config(), sort_keys=False), nl=False)
-    for problem in ports_in_use(fleet, with_proxy=with_proxy):
+    for problem in [*KINDS[fleet.kind].problems(fleet, os.environ), *ports_in_use(fleet, with_proxy=with_proxy)]:
         typer.echo(f"warning: {problem}", err=True)
 
 
@@ -242,10 +307,14 @@ def _stop(message: str) -> NoReturn:
 
 
 def register(app: typer.Typer) -> None:
-    """Add ``up``, ``down``, ``status`` and ``demo`` to an application."""
+    """Add ``up``, ``down``, ``status``, ``demo``, ``doctor`` and ``telemetry`` to an application."""
     from launch.demo_cli import demo
+    from launch.doctor.cli import doctor
+    from launch.telemetry_cli import telemetry
 
     app.command("up")(up)
     app.command("down")(down)
     app.command("status")(status)
     app.command("demo")(demo)
+    app.command("doctor")(doctor)
+    app.command("telemetry")(telemetry)

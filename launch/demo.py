@@ -37,7 +37,7 @@ async def run_demo(settings: DemoSettings, run_dir: Path, base_port: int, consol
     """
     began = time.monotonic()
     trace = await asyncio.to_thread(make_trace, settings, run_dir / TRACE_FILE)
-    engines = settings.fleet_of(settings.arms[0]).count
+    engines = settings.fleet_of(settings.arms[0]).instances
     console.print(
         f"{len(trace.requests)} requests of {len(trace.sessions())} sessions; {engines} simulated engines running "
         f"{settings.clock_scale:g} times faster than real time; {len(settings.arms)} policies",

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from launch.fleet import FleetFile
+from launch.members import Member
+from launch.vllm_engine import VllmEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,15 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables added to the launcher's own environment."""
     drop_environment_prefix: str | None = None
-    """Variables of the launcher's environment that the process must not see."""
+    """Variables of the launcher's environment that the process must not see, by the start of their names."""
+    drop_environment: tuple[str, ...] = ()
+    """The same by whole names."""
     ready_urls: tuple[str, ...] = ()
     """All must answer 200 before the process counts as ready."""
     url: str = ""
     bootstrap_url: str | None = None
+    member: Member | None = None
+    """The instance it is; None for the proxy."""
 
 
 class EngineKind(Protocol):
@@ -44,8 +50,16 @@ class EngineKind(Protocol):
         """Variables instance ``index`` needs beyond the fleet file's own."""
         ...
 
+    def dropped_environment(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
+        """Inherited variables that instance ``index`` must not see."""
+        ...
+
     def ready_urls(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
         """URLs that answer 200 once instance ``index`` can serve."""
+        ...
+
+    def problems(self, fleet: FleetFile, inherited: Mapping[str, str]) -> list[str]:
+        """What this machine lacks to start the fleet, as sentences; ``inherited`` is the launcher's environment."""
         ...
 
 
@@ -54,12 +68,12 @@ class SimEngine:
 
     def command(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
         """Command line of instance ``index``."""
-        sim = fleet.sim
+        sim, member = fleet.sim, fleet.members[index]
         options: dict[str, object] = {
             "host": fleet.host,
-            "port": fleet.base_port + index,
-            "bootstrap-port": fleet.base_bootstrap_port + index if fleet.has_bootstrap else None,
-            "role": fleet.role.value,
+            "port": member.port,
+            "bootstrap-port": member.bootstrap_port,
+            "role": member.role.value,
             "model": fleet.model,
             "profile": sim.profile,
             **{name.replace("_", "-"): value for name, value in sim.model_dump(exclude={"profile"}).items()},
@@ -71,13 +85,21 @@ class SimEngine:
         """Nothing: flags say it all."""
         return {}
 
+    def dropped_environment(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
+
     def ready_urls(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
         """Health, and the bootstrap server where there is one."""
         bootstrap = fleet.bootstrap_url(index)
         return (f"{fleet.url(index)}/health", *((f"{bootstrap}/query",) if bootstrap else ()))
 
+    def problems(self, fleet: FleetFile, inherited: Mapping[str, str]) -> list[str]:
+        """None: it is part of this project."""
+        return []
 
-KINDS: dict[str, EngineKind] = {"sim": SimEngine()}
+
+KINDS: dict[str, EngineKind] = {"sim": SimEngine(), "vllm": VllmEngine()}
 """Engine kind of a fleet file -> how to run it."""
 
 
@@ -86,15 +108,17 @@ def engine_specs(fleet: FleetFile) -> list[ProcessSpec]:
     kind = KINDS[fleet.kind]
     return [
         ProcessSpec(
-            name=fleet.name(index),
+            name=member.name,
             kind=fleet.kind,
-            command=kind.command(fleet, index),
-            environment={**kind.environment(fleet, index), **fleet.env},
-            ready_urls=kind.ready_urls(fleet, index),
-            url=fleet.url(index),
-            bootstrap_url=fleet.bootstrap_url(index),
+            command=kind.command(fleet, member.index),
+            environment={**kind.environment(fleet, member.index), **member.env},
+            drop_environment=kind.dropped_environment(fleet, member.index),
+            ready_urls=kind.ready_urls(fleet, member.index),
+            url=fleet.url(member.index),
+            bootstrap_url=fleet.bootstrap_url(member.index),
+            member=member,
         )
-        for index in range(fleet.count)
+        for member in fleet.members
     ]
 
 

@@ -1,40 +1,188 @@
-"""Runs a command that dies with its launcher: ``python guard.py LAUNCHER_PID COMMAND [ARGUMENT ...]``.
+"""Runs a command whose whole process tree dies with its launcher: ``python guard.py LAUNCHER_PID COMMAND [ARG ...]``.
 
-On Linux the kernel is asked (``prctl(PR_SET_PDEATHSIG)``) to kill this process when the thread that started it ends;
-the request survives ``execve``, so the command inherits it. That covers a launcher killed by SIGKILL, which can clean
-up nothing itself. Elsewhere the command runs unguarded and only an orderly stop ends it.
+On Linux this stays as a small parent of the command. It is the tree's *child subreaper* (``prctl(2)``): whatever loses
+its parent in there, also in a session of its own, becomes a child of this process and so can still be found. It asks
+the kernel for a signal when its launcher dies, which covers a launcher killed by SIGKILL; then, or when it is asked to
+(`END_SIGNAL`), or when the command has ended, it kills everything below it and ends as the command did. Should this
+process itself be killed, the command gets SIGKILL from the kernel.
+
+SIGTERM, SIGINT and SIGHUP are passed on to the command's process group. Elsewhere than on Linux the command replaces
+this process, and only an orderly stop ends its tree.
 
 This file is started by its path with ``-I -S`` and imports the standard library only, to cost a few milliseconds.
-A ``preexec_fn`` would do the same between fork and exec, where Python code may deadlock in a threaded launcher.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
+import time
 
+END_SIGNAL = signal.SIGUSR1
+"""Asks a guard to kill its tree at once."""
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_HANDLED = {*_PASSED_ON, END_SIGNAL, signal.SIGCHLD}
+_POLL_S = 0.01
+_NO_PRCTL, _NO_LAUNCHER, _NO_COMMAND = 70, 71, 127
 
 
 def main(arguments: list[str]) -> int:
-    """Ask for the death signal, check that the launcher still lives, become the command."""
+    """Guard the command until its tree is gone; the exit status, which is the command's."""
     launcher, command = int(arguments[0]), arguments[1:]
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            sys.stderr.write(f"guard: prctl failed: {os.strerror(ctypes.get_errno())}\n")
-            return 70
+    if sys.platform != "linux":
+        return _become(command) if os.getppid() == launcher else _orphaned()
+    # Before anything that could be signalled: signals wait until the loop below takes them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+    if not (_prctl(_PR_SET_CHILD_SUBREAPER, 1) and _prctl(_PR_SET_PDEATHSIG, END_SIGNAL)):
+        return _NO_PRCTL
     # The launcher may have died before the request above: then nobody would ever send the signal.
     if os.getppid() != launcher:
-        sys.stderr.write("guard: the launcher is gone\n")
-        return 71
+        return _orphaned()
+    guard = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os._exit(_run(command, guard))
+    return _as_ended(_watch(child))
+
+
+def _run(command: list[str], guard: int) -> int:
+    """In the child: die with the guard, take signals again, become the command."""
+    if not _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        return _NO_PRCTL
+    if os.getppid() != guard:
+        return _orphaned()
+    os.setpgid(0, 0)
+    for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(ignored_by_python, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+    return _become(command)
+
+
+def _become(command: list[str]) -> int:
     try:
         os.execvp(command[0], command)  # replaces this process; returns only by raising
     except OSError as error:
-        sys.stderr.write(f"guard: cannot run {command[0]}: {error.strerror}\n")
-        return 127
+        _tell(f"cannot run {command[0]}: {error.strerror}")
+        return _NO_COMMAND
+
+
+def _watch(child: int) -> int:
+    """Pass signals on until the command has ended, then end what is left; its wait status."""
+    while True:
+        signum = signal.sigwait(_HANDLED)
+        if signum in _PASSED_ON:
+            _signal_group(child, signum)
+            continue
+        status = None if signum == END_SIGNAL else _reap(child)
+        if status is not None or signum == END_SIGNAL:
+            return _end_tree(child, status)
+
+
+def _end_tree(child: int, status: int | None) -> int:
+    """Kill everything below this process until nothing is left."""
+    while True:
+        for pid in _descendants(os.getpid()):
+            _kill(pid)
+        try:
+            while True:
+                pid, found = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                if pid == child:
+                    status = found
+        except ChildProcessError:
+            return status if status is not None else signal.SIGKILL
+        time.sleep(_POLL_S)
+
+
+def _reap(child: int) -> int | None:
+    """Collect everything that has ended; the command's wait status once it is among it."""
+    status = None
+    try:
+        while True:
+            pid, found = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == child:
+                status = found
+    except ChildProcessError:
+        return status
+    return status
+
+
+def _descendants(root: int) -> list[int]:
+    """Every process below ``root``, from /proc."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                # pid (name, which may hold anything) state parent ...
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+        children.setdefault(parent, []).append(int(name))
+    found: list[int] = []
+    waiting = [root]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _signal_group(child: int, signum: int) -> None:
+    try:
+        os.killpg(child, signum)
+    except ProcessLookupError:
+        # The child has not made its group yet, or has ended.
+        try:
+            os.kill(child, signum)
+        except ProcessLookupError:
+            return
+
+
+def _as_ended(status: int) -> int:
+    """End this process as the command ended: the same exit code, or the same signal."""
+    if os.WIFSIGNALED(status):
+        signum = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if signum != signal.SIGKILL:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
+        os.kill(os.getpid(), signum)
+    return os.waitstatus_to_exitcode(status) & 0xFF
+
+
+def _prctl(option: int, value: int) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) == 0:
+        return True
+    _tell(f"prctl({option}) failed: {os.strerror(ctypes.get_errno())}")
+    return False
+
+
+def _orphaned() -> int:
+    _tell("the launcher is gone")
+    return _NO_LAUNCHER
+
+
+def _tell(message: str) -> None:
+    sys.stderr.write(f"guard: {message}\n")
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,19 @@ class ProcessState(msgspec.Struct, kw_only=True):
     status: str = "starting"
     """starting, ready, exited, restarting or stopped."""
     restarts: int = 0
+    """After ends nobody asked for."""
+    recycles: int = 0
+    """At the proxy's wish."""
     exit_code: int | None = None
+    role: str = ""
+    """Of an engine: kv_both, kv_producer, kv_consumer or none."""
+    devices: list[str] = msgspec.field(default_factory=list)
+    configured_transport: str | None = None
+    transport: str | None = None
+    """What the connector's log proved; None when it did not, or without a connector."""
+    events_url: str | None = None
+    mark: str = ""
+    """In the environment of everything it started (see `launch.processes`)."""
 
     @property
     def alive(self) -> bool:
@@ -64,6 +76,11 @@ class FleetState(msgspec.Struct, kw_only=True):
     def running(self) -> list[ProcessState]:
         """The processes that still run."""
         return [process for process in self.processes if process.alive]
+
+    @property
+    def marks(self) -> list[str]:
+        """The marks of all processes' trees."""
+        return [process.mark for process in self.processes if process.mark]
 
 
 def write_state(run_dir: Path, state: FleetState) -> None:

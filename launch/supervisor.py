@@ -16,16 +16,21 @@ from typing import Self
 import httpx
 import yaml
 
-from launch.engines import ProcessSpec, engine_specs, proxy_spec
+from launch.arrival import arrival_problems
+from launch.engines import KINDS, ProcessSpec, engine_specs, proxy_spec
 from launch.fleet import FleetFile, ports_in_use
+from launch.fleet_sections import Protocol
+from launch.likeness import unlike_engines
 from launch.processes import ManagedProcess, StartError, creation_time, stop_processes
 from launch.state import FleetState, ProcessState, StateError, read_state, write_state
+from launch.transport import prove_transport
+from launch.watch import Watch
+from policies.types import Role
 
 PROXY_CONFIG = "proxy.yaml"
 _WATCH_S = 0.1
 _READY_POLL_S = 0.1
 _PROBE_TIMEOUT_S = 2.0
-_MAX_BACKOFF_S = 30.0
 
 Notify = Callable[[str], None]
 
@@ -55,8 +60,9 @@ class Fleet:
         self.with_proxy = with_proxy
         self.unexpected_exits: list[str] = []
         """One sentence for every process that ended without being told to."""
-        self._notify = notify
-        self._processes: list[ManagedProcess] = []
+        self.notify = notify
+        self.processes: list[ManagedProcess] = []
+        """In the order of their start; empty before it and after the stop."""
         self._watching: asyncio.Task[None] | None = None
         self.state = FleetState(
             fleet=source,
@@ -102,8 +108,8 @@ class Fleet:
         deadline = asyncio.get_running_loop().time() + self.fleet.ready_timeout_s
         async with httpx.AsyncClient(timeout=_PROBE_TIMEOUT_S) as client:
             waits = [
-                asyncio.create_task(self._until_ready(process, client, deadline), name=f"ready-{process.spec.name}")
-                for process in self._processes
+                asyncio.create_task(self.until_ready(process, client, deadline), name=f"ready-{process.spec.name}")
+                for process in self.processes
             ]
             try:
                 await asyncio.gather(*waits)
@@ -111,12 +117,14 @@ class Fleet:
                 for wait in waits:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
+            await self._check_alike(client)
             if self.with_proxy:
+                self._write_proxy_config()
                 proxy = self._launch(proxy_spec(self.fleet, self.run_dir / PROXY_CONFIG))
-                await self._until_ready(proxy, client, deadline)
+                await self.until_ready(proxy, client, deadline)
         self.state.status = "ready"
         write_state(self.run_dir, self.state)
-        self._watching = asyncio.create_task(self._watch(), name="fleet-watch")
+        self._watching = asyncio.create_task(Watch(self).run(), name="fleet-watch")
 
     def _prepare(self) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -132,13 +140,39 @@ class Fleet:
         busy = ports_in_use(self.fleet, with_proxy=self.with_proxy)
         if busy:
             raise StartError("; ".join(busy) + ". Stop what listens there or move the ports in the fleet file.")
-        if self.with_proxy:
-            text = yaml.safe_dump(self.fleet.proxy_config(), sort_keys=False)
-            (self.run_dir / PROXY_CONFIG).write_text(text, encoding="utf-8")
+        lacking = KINDS[self.fleet.kind].problems(self.fleet, os.environ)
+        if lacking:
+            raise StartError("; ".join(lacking))
+
+    async def _check_alike(self, client: httpx.AsyncClient) -> None:
+        """Refuse engines and peers that would exchange KV of different shapes.
+
+        Raises:
+            StartError: two of them differ.
+        """
+        if self.fleet.kind != "vllm":
+            return
+        urls = {
+            member.name: self.fleet.url(member.index) for member in self.fleet.members if member.role is not Role.NONE
+        }
+        urls |= {peer.name or peer.url: peer.url for peer in self.fleet.peers if peer.role is not Role.NONE}
+        unlike, silent = await unlike_engines(urls, client)
+        if unlike:
+            raise StartError(f"engines that exchange KV must be alike: {'; '.join(unlike)}")
+        for told in silent:
+            self.notify(f"warning: {told}")
+
+    def _write_proxy_config(self) -> None:
+        """The proxy's settings, with what the engines' logs proved."""
+        proven = {
+            found.name: Protocol(found.transport) for found in self.state.processes if found.transport is not None
+        }
+        text = yaml.safe_dump(self.fleet.proxy_config(proven), sort_keys=False)
+        (self.run_dir / PROXY_CONFIG).write_text(text, encoding="utf-8")
 
     def _launch(self, spec: ProcessSpec) -> ManagedProcess:
         process = ManagedProcess(spec, self.run_dir / f"{spec.name}.log")
-        self._processes.append(process)
+        self.processes.append(process)
         found = ProcessState(
             name=spec.name,
             kind=spec.kind,
@@ -148,17 +182,31 @@ class Fleet:
             bootstrap_url=spec.bootstrap_url,
             log=str(process.log_path),
         )
+        if spec.member is not None:
+            found.role, found.devices = spec.member.role.value, list(spec.member.devices)
+            found.events_url = self.fleet.events_url(spec.member.index)
+            if spec.kind == "vllm" and spec.member.role is not Role.NONE:
+                found.configured_transport = spec.member.vllm.transfer.protocol.value
         self.state.processes.append(found)
-        process.start()
-        found.pid, found.created_unix_s = process.pid, process.created_unix_s
-        write_state(self.run_dir, self.state)
+        self.start_process(process)
         return process
 
-    async def _until_ready(self, process: ManagedProcess, client: httpx.AsyncClient, deadline: float) -> None:
-        """Wait until every ready URL answers 200.
+    def start_process(self, process: ManagedProcess) -> None:
+        """Start a process, for the first time or again.
 
         Raises:
-            StartError: the process ended first, or the time is up.
+            StartError: the operating system refused.
+        """
+        process.start()
+        found = self.state_of(process)
+        found.pid, found.created_unix_s, found.mark = process.pid, process.created_unix_s, process.mark
+        self.set_status(process, "starting")
+
+    async def until_ready(self, process: ManagedProcess, client: httpx.AsyncClient, deadline: float) -> None:
+        """Wait until every ready URL answers 200, then check what the process received and how it moves KV.
+
+        Raises:
+            StartError: the process ended first, the time is up, or it runs otherwise than it should.
         """
         loop = asyncio.get_running_loop()
         for url in process.spec.ready_urls:
@@ -183,50 +231,14 @@ class Fleet:
                         f"the end of {process.log_path}:\n{process.log_tail()}"
                     )
                 await asyncio.sleep(_READY_POLL_S)
-        missing = process.environment_missing()
-        if missing:
-            raise StartError(f"{process.spec.name} did not receive these variables: {', '.join(missing)}")
-        self._set(process, "ready")
-
-    async def _watch(self) -> None:
-        """Notice ends nobody asked for; restart where the fleet file says so."""
-        async with asyncio.TaskGroup() as restarts, httpx.AsyncClient(timeout=_PROBE_TIMEOUT_S) as client:
-            while True:
-                for process in self._ended():
-                    found = self._state_of(process)
-                    if self.fleet.restart == "on_failure" and found.restarts < self.fleet.max_restarts:
-                        restarts.create_task(self._restart(process, client))
-                await asyncio.sleep(_WATCH_S)
-
-    def _ended(self) -> list[ManagedProcess]:
-        """Processes that ended unasked since the last look; each is told once."""
-        ended = [process for process in self._processes if process.exit_code is None and process.exited()]
-        for process in ended:
-            code = process.reap()
-            self._set(process, "exited", code)
-            told = f"{process.spec.name} ended unexpectedly with code {code}; log: {process.log_path}"
-            self.unexpected_exits.append(told)
-            self._notify(told)
-        return ended
-
-    async def _restart(self, process: ManagedProcess, client: httpx.AsyncClient) -> None:
-        found = self._state_of(process)
-        self._set(process, "restarting", process.exit_code)
-        pause = min(_MAX_BACKOFF_S, self.fleet.restart_backoff_s * 2**found.restarts)
-        found.restarts += 1
-        self._notify(f"{process.spec.name} restarts in {pause:g} s (restart {found.restarts})")
-        await asyncio.sleep(pause)
-        try:
-            process.start()
-            found.pid, found.created_unix_s, found.exit_code = process.pid, process.created_unix_s, None
-            self._set(process, "starting")
-            deadline = asyncio.get_running_loop().time() + self.fleet.ready_timeout_s
-            await self._until_ready(process, client, deadline)
-            self._notify(f"{process.spec.name} is ready again")
-        except StartError as error:
-            self._notify(str(error))
-            await stop_processes([process], self.fleet.stop_grace_s)
-            self._set(process, "exited", process.exit_code)
+        problems = await asyncio.to_thread(arrival_problems, process)
+        if problems:
+            raise StartError("; ".join(problems))
+        transport, told = prove_transport(process)
+        if told:
+            self.notify(f"warning: {told}")
+        self.state_of(process).transport = transport.value if transport else None
+        self.set_status(process, "ready")
 
     async def _stop_surely(self, status: str) -> None:
         """Stop to the end even when cancelled meanwhile; the cancellation is raised afterwards."""
@@ -246,27 +258,29 @@ class Fleet:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
             self._watching = None
-        if not self._processes:
+        if not self.processes:
             return
         self.state.status = "stopping"
         write_state(self.run_dir, self.state)
         # The proxy first: it sees no engine vanish under a request.
-        proxies = [process for process in self._processes if process.spec.kind == "proxy"]
+        proxies = [process for process in self.processes if process.spec.kind == "proxy"]
         await stop_processes(proxies, self.fleet.stop_grace_s)
-        await stop_processes(self._processes, self.fleet.stop_grace_s)
-        for process in self._processes:
-            found = self._state_of(process)
+        await stop_processes(self.processes, self.fleet.stop_grace_s)
+        for process in self.processes:
+            found = self.state_of(process)
             if found.status != "exited":
                 found.status, found.exit_code = "stopped", process.exit_code
         self.state.status = status
         write_state(self.run_dir, self.state)
-        self._processes = []
+        self.processes = []
 
-    def _state_of(self, process: ManagedProcess) -> ProcessState:
+    def state_of(self, process: ManagedProcess) -> ProcessState:
+        """What the state file says of a process."""
         return next(found for found in self.state.processes if found.name == process.spec.name)
 
-    def _set(self, process: ManagedProcess, status: str, exit_code: int | None = None) -> None:
-        found = self._state_of(process)
+    def set_status(self, process: ManagedProcess, status: str, exit_code: int | None = None) -> None:
+        """Note a process's status, on disk too."""
+        found = self.state_of(process)
         found.status, found.exit_code = status, exit_code
         write_state(self.run_dir, self.state)
 

@@ -1,11 +1,13 @@
 """The least an engine can be: health, metrics, bootstrap /query, and a POST that makes it stale.
 
 ``python stub_engine.py PORT BOOTSTRAP_PORT [child]``: ``child`` also starts a process of its own, as vLLM does.
+``STUB_SERVED`` in the environment is the number of requests it claims to have served already.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 ENGINE_ID = str(uuid.uuid4())
 STARTED = time.time()
-served = 0
+served = int(os.environ.get("STUB_SERVED", "0"))
 
 
 class Handler(BaseHTTPRequestHandler):

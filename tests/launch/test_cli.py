@@ -20,8 +20,8 @@ import yaml
 from typer.testing import CliRunner
 
 from launch.__main__ import app
-from launch.fleet import FLEETS
-from launch.fresh import StaleEngineError, prove_fresh
+from launch.fleet import FLEETS, load_fleet
+from launch.fresh import FRESH_FILE, FreshProof, StaleEngineError, prove_fresh
 from launch.state import FleetState, StateError, read_state
 from tests.launch.conftest import REPOSITORY, STUB_LAUNCH, fleet_values, until
 
@@ -170,12 +170,37 @@ def test_failing_to_start_detached_shows_why(tmp_path: Path) -> None:
     assert "was not ready within 0.001 s" in output
 
 
+def test_a_stale_fleet_that_must_be_fresh_is_stopped(tmp_path: Path) -> None:
+    stale = Launcher(tmp_path, "--no-proxy", "--require-fresh", env={"STUB_SERVED": "3"})
+    output, _ = stale.process.communicate(timeout=60)
+    assert stale.process.returncode == 1
+    assert "inst-0: vllm:prefix_cache_queries_total is 300, not 0" in output
+    assert not read_state(stale.run_dir).running
+    assert msgspec.json.decode((stale.run_dir / FRESH_FILE).read_bytes(), type=FreshProof).fresh is False
+
+
+def test_a_fresh_fleet_is_proven_and_goes_on(tmp_path: Path) -> None:
+    fresh = Launcher(tmp_path, "--no-proxy", "--require-fresh", "--detach", "--set", "count=1")
+    output, _ = fresh.process.communicate(timeout=60)
+    try:
+        assert fresh.process.returncode == 0, output
+        assert msgspec.json.decode((fresh.run_dir / FRESH_FILE).read_bytes(), type=FreshProof).fresh
+        assert len(read_state(fresh.run_dir).running) == 1
+    finally:
+        assert cli("down", "--run-dir", str(fresh.run_dir))[0] == 0
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in FLEETS.glob("*.yaml")))
 def test_dry_run_prints_commands_and_starts_nothing(name: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     code, output = cli("up", name, "--dry-run", "--run-dir", str(run_dir))
     assert code == 0
-    assert output.count(" -m sim --host 127.0.0.1 --port ") == output.count("--profile h20") >= 4
+    engines = len(load_fleet(Path(name)).members)
+    command = " -m sim --host 127.0.0.1 " if name.startswith("sim-") else " -m vllm.entrypoints.openai.api_server "
+    assert output.count(command) == engines >= 2
+    assert output.count("env -u MC_INTRANODE_NVLINK ") + output.count("env -u MC_FORCE_TCP ") == (
+        0 if name.startswith("sim-") else engines
+    )
     assert f"-m proxy --config {run_dir}/proxy.yaml" in output
     assert "instances:" in output
     assert not run_dir.exists()

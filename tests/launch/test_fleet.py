@@ -24,7 +24,7 @@ GOOD: dict[str, Any] = {"kind": "sim", "count": 2}
         ({"sim": {"profil": "h20"}}, "sim.profil: unknown key"),
         ({"count": 0}, "count: Input should be greater than or equal to 1"),
         ({"count": "many"}, "count: Input should be a valid integer"),
-        ({"kind": "vllm"}, "kind: Input should be 'sim'"),
+        ({"kind": "tgi"}, "kind: Input should be 'sim' or 'vllm'"),
         ({"role": "both"}, "role: Input should be"),
         ({"base_port": 80}, "base_port: Input should be greater than or equal to 1024"),
         ({"base_port": 65535}, "inst-1 would get port 65536"),
@@ -74,11 +74,11 @@ def test_a_port_somebody_holds_is_told() -> None:
         assert ports_in_use(fleet, with_proxy=False) == []
 
 
-@pytest.mark.parametrize("path", sorted(FLEETS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_fleets_give_whole_command_lines(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", sorted(FLEETS.glob("sim-*.yaml")), ids=lambda path: path.stem)
+def test_shipped_simulated_fleets_give_whole_command_lines(path: Path, tmp_path: Path) -> None:
     fleet = load_fleet(path)
     specs = engine_specs(fleet)
-    assert len(specs) == fleet.count
+    assert len(specs) == fleet.count == len(fleet.members)
     for index, spec in enumerate(specs):
         options = dict(zip(spec.command[3::2], spec.command[4::2], strict=True))
         assert spec.command[1:3] == ("-m", "sim")

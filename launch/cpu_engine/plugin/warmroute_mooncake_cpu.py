@@ -1,0 +1,120 @@
+"""vLLM general plug-in that lets the stock MooncakeConnector run on vLLM's CPU platform.
+
+The connector moves memory by address and length and needs nothing of a GPU, yet three things stop it on a CPU:
+
+- **The layout assert (vLLM 0.18.x).** ``register_kv_caches`` demands ``cache.shape[-3] == block_size``, the order
+  (block, token, head). CPU attention keeps (block, head, token). What the connector uses afterwards is the address, the
+  size in bytes and the number of blocks, which are the same for a transposed view; so it is shown such views.
+- **The device index (vLLM 0.20 and later).** The worker asks ``torch.accelerator.current_device_index()``, which
+  raises where there is no accelerator. It answers 0 here.
+- **AMX tile permission.** Linux wants a process to ask before it touches AMX tiles (``arch_prctl``,
+  ``ARCH_REQ_XCOMP_PERM``). oneDNN asks in the first matrix product of a prefill; vLLM's own attention kernel does not.
+  An engine whose first forward pass is a decode, as after a pull, would die of SIGILL with bfloat16 weights.
+
+vLLM calls `register` in every process it starts. Off the CPU platform it does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+log = logging.getLogger("vllm.warmroute_mooncake_cpu")
+
+CONNECTOR = "MooncakeConnector"
+"""Name of the connector in vLLM's registry, under which ``--kv-transfer-config`` asks for it."""
+
+
+def register() -> None:
+    """Adapt torch and vLLM in this process; entry point of ``vllm.general_plugins``. May be called again."""
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
+
+    if not current_platform.is_cpu():
+        return
+    import torch  # type: ignore[import-not-found]
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # type: ignore[import-not-found]
+
+    ask_for_amx_tiles(torch.cpu)
+    answer_device_index(torch.accelerator)
+    adapt_connector(KVConnectorFactory)
+
+
+def ask_for_amx_tiles(cpu: Any) -> bool:
+    """Ask the kernel for AMX tiles where the processor has them; whether this process may use them.
+
+    Args:
+        cpu: the module ``torch.cpu``.
+    """
+    supported, ask = getattr(cpu, "_is_amx_tile_supported", None), getattr(cpu, "_init_amx", None)
+    if supported is None or ask is None or not supported():
+        return False
+    allowed = bool(ask())
+    if not allowed:
+        log.warning("the kernel refuses AMX tiles to this process: bfloat16 engines may die of SIGILL, use float32")
+    return allowed
+
+
+def answer_device_index(accelerator: Any) -> None:
+    """Make ``current_device_index()`` answer 0 where it raises for want of an accelerator.
+
+    Args:
+        accelerator: the module ``torch.accelerator``.
+    """
+    ask = getattr(accelerator, "current_device_index", None)
+    if ask is None:
+        return
+    try:
+        ask()
+    except RuntimeError:
+        accelerator.current_device_index = lambda: 0
+
+
+def adapt_connector(factory: Any) -> None:
+    """Have vLLM's connector registry load the adapted connector under the stock one's name.
+
+    Args:
+        factory: the class ``KVConnectorFactory``; its registry maps a name to a function that imports the class.
+    """
+    stock: Callable[[], type] = factory._registry[CONNECTOR]
+    if getattr(stock, "shows_token_major_views", False):
+        return
+
+    # Lazy as the stock entry is: engines without this connector never import Mooncake.
+    @cache
+    def load() -> type:
+        return with_token_major_views(stock())
+
+    load.shows_token_major_views = True  # type: ignore[attr-defined]
+    factory._registry[CONNECTOR] = load
+
+
+def with_token_major_views(connector: Any) -> type:
+    """A subclass of the connector, of the same name, whose worker is shown (block, token, head) caches."""
+
+    def register_kv_caches(self: Any, kv_caches: dict[str, Any]) -> None:
+        worker = self.connector_worker
+        # Only 0.18.x, known by this attribute, has the assert; later versions find the layout out by themselves.
+        if hasattr(worker, "kv_topo"):
+            kv_caches = {layer: token_major(kv, worker.block_size) for layer, kv in kv_caches.items()}
+        connector.register_kv_caches(self, kv_caches)
+
+    adapted = type(connector.__name__, (connector,), {"register_kv_caches": register_kv_caches})
+    adapted.__module__ = connector.__module__
+    return adapted
+
+
+def token_major(kv: Any, block_size: int) -> Any:
+    """A view of one layer's cache with tokens before heads.
+
+    Args:
+        kv: tensor (2, blocks, heads, block_size, head_size), as CPU attention has it; any other comes back unchanged.
+        block_size: tokens of one block.
+
+    Returns:
+        View (2, blocks, block_size, heads, head_size) of the same memory.
+    """
+    if kv.dim() != 5 or kv.shape[-2] != block_size:
+        return kv
+    return kv.transpose(-3, -2)

@@ -1,0 +1,13 @@
+"""All checks, in the order they are shown; importing the modules registers them."""
+
+from __future__ import annotations
+
+from launch.doctor import checks_engines, checks_gpus, checks_host, checks_network
+from launch.doctor.findings import CHECKS, Check
+
+MODULES = (checks_engines, checks_gpus, checks_host, checks_network)
+
+
+def all_checks() -> list[Check]:
+    """Every check."""
+    return list(CHECKS)

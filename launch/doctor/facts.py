@@ -1,0 +1,142 @@
+"""What the doctor knows of a machine: plain values, gathered by `launch.doctor.probe`, made up by tests.
+
+None means "could not be told" everywhere, never "no".
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from launch.gpus import GpuInventory
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """A resource limit; None is unlimited."""
+
+    soft: int | None
+    hard: int | None
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine itself."""
+
+    memory_total_bytes: int
+    memory_available_bytes: int
+    shm_total_bytes: int | None = None
+    """Size of /dev/shm; None where there is none."""
+    shm_free_bytes: int | None = None
+    nofile: Limit
+    """Open files."""
+    memlock: Limit
+    """Locked memory, bytes."""
+    numa_nodes: int | None = None
+    cpus: int
+    libraries: dict[str, bool]
+    """System library by its linker name (``libnuma.so.1``) -> whether the dynamic linker knows it."""
+    clock_synchronised: bool | None = None
+    clock_error_s: float | None = None
+    """The kernel's own bound on the error of its clock."""
+
+
+class EnginePython(msgspec.Struct, frozen=True, kw_only=True):
+    """What one Python would run engines with."""
+
+    executable: str
+    error: str | None = None
+    """Why it could not be asked; None when it answered."""
+    python: str = ""
+    packages: dict[str, str] = {}
+    """Distribution -> version, of those that matter."""
+    torch_cuda: str | None = None
+    """CUDA runtime that torch was built for; None without CUDA or without torch."""
+    openmp: str | None = None
+    """Path of its ``libiomp5.so``."""
+    mooncake_missing: list[str] = []
+    """Shared libraries its Mooncake needs and the dynamic linker does not find."""
+
+
+class Rdma(msgspec.Struct, frozen=True, kw_only=True):
+    """RDMA adapters as the kernel and as libibverbs see them."""
+
+    kernel_devices: list[str] = []
+    """Names under /sys/class/infiniband."""
+    active_devices: list[str] = []
+    """Those with a port in state ACTIVE."""
+    verbs_devices: list[str] | None = None
+    """What ``ibv_devices`` lists; None when the tool is missing."""
+
+
+class Efa(msgspec.Struct, frozen=True, kw_only=True):
+    """AWS Elastic Fabric Adapter."""
+
+    devices: list[str] = []
+    """RDMA devices that the ``efa`` driver drives."""
+    fi_info: str | None = None
+    """Path of libfabric's ``fi_info``; None when there is none."""
+    provider_ok: bool | None = None
+    """Whether ``fi_info -p efa`` finds the provider; None when it could not be run."""
+    libfabric: str | None = None
+    """Path of the libfabric that would be loaded."""
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine of the fleet as it would be started."""
+
+    name: str
+    kind: str = "vllm"
+    command: list[str] = []
+    environment: dict[str, str] = {}
+    """Everything it would see: inherited, minus what the launcher drops, plus what it adds."""
+    host: str = "127.0.0.1"
+    role: str = "none"
+    protocol: str | None = None
+    """tcp, rdma, efa or nvlink; None without a KV connector."""
+    device: str = "cuda"
+    """cuda or cpu."""
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """The fleet file, worked out."""
+
+    source: str
+    engines: list[Engine]
+    busy_ports: list[str] = []
+    """Sentences from the launcher's own check."""
+    start_problems: list[str] = []
+    """What the launcher itself would refuse to start for."""
+
+
+class Clock(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer's Date header compared with the local clock."""
+
+    name: str
+    url: str
+    error: str | None = None
+    """Why it could not be compared; None when it was."""
+    offset_s: float = 0.0
+    """How far its clock is certainly off, ahead positive; 0 within what a Date header can tell (about 2 s)."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the checks look at."""
+
+    host: Host
+    gpus: GpuInventory
+    engine_python: EnginePython
+    rdma: Rdma = Rdma()
+    efa: Efa = Efa()
+    environment: dict[str, str] = {}
+    """The doctor's own, which engines started from this shell would inherit."""
+    fleet: Fleet | None = None
+    clocks: list[Clock] = []
+
+    def engines(self) -> list[Engine]:
+        """The fleet's engines; without a fleet one that stands for whatever this shell would start."""
+        if self.fleet is not None:
+            return self.fleet.engines
+        device = "cuda" if self.gpus.gpus else "cpu"
+        return [Engine(name="an engine started from this shell", environment=self.environment, device=device)]
+
+    def protocols(self) -> set[str]:
+        """Transports the fleet asks for."""
+        return {engine.protocol for engine in (self.fleet.engines if self.fleet else ()) if engine.protocol}

@@ -1,0 +1,71 @@
+"""Asks another Python which engine software it has, without importing any of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+
+import msgspec
+
+from launch.doctor.facts import EnginePython
+from launch.doctor.versions import ASKED_PACKAGES
+
+_TIMEOUT_S = 60.0
+"""A cold virtual environment of 7 GB on a slow disk takes a while to answer even this."""
+
+# Runs in the engines' Python. `find_spec` of a top-level package locates it and runs none of its code.
+_QUESTION = r"""
+import importlib.metadata as metadata, importlib.util, json, os, platform, re, subprocess, sys
+answer = {"python": platform.python_version(), "packages": {}, "mooncake_missing": []}
+for name in json.loads(sys.argv[1]):
+    try:
+        answer["packages"][name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+def folder(name):
+    spec = importlib.util.find_spec(name)
+    places = list(spec.submodule_search_locations or []) if spec else []
+    return places[0] if places else None
+torch = folder("torch")
+if torch and os.path.exists(os.path.join(torch, "version.py")):
+    with open(os.path.join(torch, "version.py"), encoding="utf-8") as file:
+        found = re.search(r"^cuda[^=\n]*=\s*'([^']+)'", file.read(), re.M)
+    answer["torch_cuda"] = found.group(1) if found else None
+openmp = os.path.join(sys.prefix, "lib", "libiomp5.so")
+answer["openmp"] = openmp if os.path.exists(openmp) else None
+mooncake = folder("mooncake")
+for name in os.listdir(mooncake) if mooncake else []:
+    if name.startswith("engine") and name.endswith(".so"):
+        try:
+            told = subprocess.run(["ldd", os.path.join(mooncake, name)], capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        answer["mooncake_missing"] += re.findall(r"^\s*(\S+) => not found", told.stdout, re.M)
+print(json.dumps(answer))
+"""
+
+
+def ask_python(executable: str) -> EnginePython:
+    """What this Python would run engines with; `EnginePython.error` says why it could not be asked."""
+    try:
+        done = subprocess.run(
+            [executable, "-c", _QUESTION, json.dumps(ASKED_PACKAGES)],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            cwd=tempfile.gettempdir(),  # `-c` puts the current folder first, and ours has packages of its own
+        )
+    except OSError as error:
+        return EnginePython(executable=executable, error=f"cannot be run ({error.strerror})")
+    except subprocess.TimeoutExpired:
+        return EnginePython(executable=executable, error=f"did not answer within {_TIMEOUT_S:g} s")
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.strip().splitlines()[-1:] or ["no message"]
+        return EnginePython(executable=executable, error=f"could not tell its packages ({last[0]})")
+    try:
+        return msgspec.convert({"executable": executable, **json.loads(done.stdout)}, EnginePython)
+    except (ValueError, TypeError) as error:
+        return EnginePython(executable=executable, error=f"gave an answer that is none ({error}); is it a Python?")

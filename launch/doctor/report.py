@@ -1,0 +1,87 @@
+"""The doctor's findings as a table, as JSON, and the tables of docs/doctor.md."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from launch.doctor.findings import Check, Finding, Status
+from launch.doctor.versions import TESTED
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA = 1
+_STYLES = {Status.OK: "green", Status.NOTE: "", Status.WARNING: "yellow", Status.PROBLEM: "bold red"}
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``--json`` prints."""
+
+    schema: int = SCHEMA
+    checked_unix_s: float
+    machine: str
+    problems: int
+    warnings: int
+    findings: list[Finding]
+
+
+def make_report(findings: Sequence[Finding]) -> Report:
+    """The findings with their count."""
+    return Report(
+        checked_unix_s=time.time(),
+        machine=platform.node(),
+        problems=count(findings, Status.PROBLEM),
+        warnings=count(findings, Status.WARNING),
+        findings=list(findings),
+    )
+
+
+def count(findings: Sequence[Finding], status: Status) -> int:
+    """How many findings have this status."""
+    return sum(finding.status is status for finding in findings)
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """One sentence for the end of the output."""
+    problems, warnings = count(findings, Status.PROBLEM), count(findings, Status.WARNING)
+    if not problems and not warnings:
+        return "nothing to mend"
+    return f"{problems} problem(s), {warnings} warning(s)"
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """The findings as a Rich table."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="warmroute doctor", title_justify="left")
+    for column in ("status", "check", "found", "mend"):
+        table.add_column(column, overflow="fold", no_wrap=column in {"status", "check"})
+    for finding in findings:
+        style = _STYLES[finding.status]
+        shown = f"[{style}]{finding.status}[/]" if style else str(finding.status)
+        table.add_row(shown, finding.check, escape(finding.found), escape(finding.mend))
+    return table
+
+
+def checks_markdown(checks: Sequence[Check]) -> str:
+    """The table of checks in docs/doctor.md."""
+    rows = ["| check | looks at | why | worst |", "| --- | --- | --- | --- |"]
+    rows += [f"| `{one.name}` | {one.looks_at} | {one.why} | {one.worst} |" for one in checks]
+    return "\n".join(rows)
+
+
+def versions_markdown() -> str:
+    """The table of tested versions in docs/doctor.md."""
+    rows = ["| vLLM | torch | Mooncake | on | KV moved over | to know |", "| --- | --- | --- | --- | --- | --- |"]
+    rows += [
+        f"| {row.vllm_package} {row.vllm} | {row.torch} | {row.mooncake_package} {row.mooncake} | {row.hardware} | "
+        f"{row.transports} | {'; '.join(row.remarks) or '–'} |"
+        for row in TESTED
+    ]
+    return "\n".join(rows)

@@ -1,0 +1,83 @@
+"""Engines the proxy wants replaced, and engines that are dead behind a living API server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+DRAIN_LIMIT_S = 30.0
+"""An engine that is to be recycled is stopped this long after the wish was first seen, idle or not."""
+DEAD_AFTER = 3
+"""Server errors from /health in a row that make an engine dead."""
+
+
+class Wishes:
+    """What the proxy's ``GET /instances`` asks for, over time.
+
+    Args:
+        drain_limit_s: see `DRAIN_LIMIT_S`.
+        clock: seconds from any fixed moment.
+    """
+
+    def __init__(self, drain_limit_s: float = DRAIN_LIMIT_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._drain_limit_s = drain_limit_s
+        self._clock = clock
+        self._first_seen: dict[str, float] = {}
+
+    def due(self, rows: list[dict[str, Any]]) -> dict[str, str]:
+        """Instances to recycle now, with the proxy's reason: those that are idle or have drained long enough."""
+        now = self._clock()
+        wanted = {str(row.get("name")): row for row in rows if row.get("recycle_wanted")}
+        self._first_seen = {name: self._first_seen.get(name, now) for name in wanted}
+        return {
+            name: str(row["recycle_wanted"])
+            for name, row in wanted.items()
+            if not row.get("requests") or now - self._first_seen[name] >= self._drain_limit_s
+        }
+
+    def forget(self, name: str) -> None:
+        """Start over with an instance: it has been recycled."""
+        self._first_seen.pop(name, None)
+
+
+async def instance_rows(client: httpx.AsyncClient, proxy_url: str) -> list[dict[str, Any]]:
+    """The rows of the proxy's ``GET /instances``; empty when it does not answer (its end is noticed elsewhere)."""
+    try:
+        response = await client.get(f"{proxy_url}/instances")
+        response.raise_for_status()
+        rows = response.json()["instances"]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return []
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+class HealthRecord:
+    """Counts server errors in a row from /health.
+
+    vLLM answers 503 there once its engine process has died; usually the API server then ends, but not surely. No answer
+    at all is no evidence: a busy engine may be slow.
+    """
+
+    def __init__(self) -> None:
+        self._errors: dict[str, int] = {}
+
+    def dead(self, name: str, status: int | None) -> bool:
+        """Note one answer (None: none came); whether the engine counts as dead now."""
+        if status is not None:
+            self._errors[name] = self._errors.get(name, 0) + 1 if status >= 500 else 0
+        return self._errors.get(name, 0) >= DEAD_AFTER
+
+    def forget(self, name: str) -> None:
+        """Start over with an engine."""
+        self._errors.pop(name, None)
+
+
+async def health_status(client: httpx.AsyncClient, url: str) -> int | None:
+    """Status code of a health URL; None without an answer."""
+    try:
+        return (await client.get(url)).status_code
+    except httpx.HTTPError:
+        return None

@@ -1,0 +1,25 @@
+"""``python stub_proxy.py PORT FILE``: a proxy that is ready, and whose GET /instances answers what FILE holds."""
+
+from __future__ import annotations
+
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers everything with the file."""
+
+    def do_GET(self) -> None:
+        body = Path(sys.argv[2]).read_bytes()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        """No log."""
+
+
+if __name__ == "__main__":
+    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
