@@ -1,0 +1,266 @@
+"""What the tests do with engines and with the proxy in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from launch.fleet import FleetFile
+from launch.state import ProcessState, read_state
+from proxy.core import Core
+
+REAL_ENGINES = [
+    pytest.mark.engines,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.xdist_group("engines"),
+    pytest.mark.timeout(400),  # the first test's includes the start of the engines
+]
+"""``pytestmark`` of a module that needs the engines."""
+
+BLOCK = 16
+"""Tokens of the engines' KV blocks."""
+
+
+def fresh_prompt(tokens: int) -> list[int]:
+    """Token ids nobody has sent before, of ordinary vocabulary entries."""
+    draw = random.Random(uuid.uuid4().int)
+    return [draw.randrange(10, 2000) for _ in range(tokens)]
+
+
+def fresh_text(length: int) -> str:
+    """Text nobody has sent before, of about so many bytes."""
+    draw = random.Random(uuid.uuid4().int)
+    words = ["import", "return", "value", "class", "self", "none", "path", "error", "list", "for", "while", "str"]
+    return " ".join(f"{draw.choice(words)}{draw.randrange(100)}" for _ in range(length // 7))
+
+
+async def until(holds: Callable[[], Awaitable[bool]], what: str, bound_s: float = 60.0) -> None:
+    """Wait until something comes true."""
+    deadline = asyncio.get_running_loop().time() + bound_s
+    while True:
+        if await holds():
+            return
+        assert asyncio.get_running_loop().time() < deadline, f"not within {bound_s:g} s: {what}"
+        await asyncio.sleep(0.1)
+
+
+@dataclass
+class Engines:
+    """The fleet of real engines, by number."""
+
+    file: FleetFile
+    run_dir: Path
+    client: httpx.AsyncClient
+    killed: dict[int, int] = field(default_factory=dict)
+    """Restarts an engine had had when it was killed: it is back only once it has had one more."""
+
+    def state(self, number: int) -> ProcessState:
+        """What its supervisor says of it now."""
+        name = self.file.name(number)
+        return next(found for found in read_state(self.run_dir).processes if found.name == name)
+
+    def name(self, number: int) -> str:
+        return self.file.name(number)
+
+    def number(self, name: str) -> int:
+        return next(number for number in range(self.file.instances) if self.file.name(number) == name)
+
+    def signal(self, number: int, signum: int) -> None:
+        """To the engine's whole tree: API server, engine core, all they started. Its guard, the root, is left alone."""
+        for process in psutil.Process(self.state(number).pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signum)
+
+    def kill(self, number: int) -> None:
+        self.killed[number] = self.state(number).restarts
+        self.signal(number, signal.SIGKILL)
+
+    def resume_all(self) -> None:
+        for number in range(self.file.instances):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.signal(number, signal.SIGCONT)
+
+    async def metrics(self, number: int) -> dict[str, float]:
+        """Samples by name, those that differ in labels only summed."""
+        answer = await self.client.get(f"{self.file.url(number)}/metrics")
+        found: dict[str, float] = defaultdict(float)
+        for line in answer.text.splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                found[name.split("{")[0]] += float(value)
+        return found
+
+    async def total(self, metric: str, *which: int) -> float:
+        return sum([(await self.metrics(number))[metric] for number in which])
+
+    async def post(self, number: int, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
+        """Straight to one engine."""
+        answer = await self.client.post(f"{self.file.url(number)}{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    async def until_idle(self, *which: int, bound_s: float = 30.0) -> None:
+        """All of them answer; nothing runs, nothing waits."""
+
+        async def idle() -> bool:
+            names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+            try:
+                for number in which:  # an engine whose core is dead still shows its metrics for a moment
+                    if (await self.client.get(f"{self.file.url(number)}/health")).status_code != 200:
+                        return False
+                return not any([await self.total(name, *which) for name in names])
+            except httpx.TransportError:
+                return False
+
+        await until(idle, f"engines {which} idle", bound_s)
+
+    async def until_all_ready(self) -> None:
+        """Every engine is up, those just killed again too."""
+
+        async def ready() -> bool:
+            for number in range(self.file.instances):
+                state = self.state(number)
+                assert state.status != "exited", f"{state.name} is gone for good; log: {state.log}"
+                if state.status != "ready" or state.restarts <= self.killed.get(number, -1):
+                    return False
+            return True
+
+        await until(ready, "all engines ready", 240)
+
+
+@dataclass
+class Said:
+    """One answer, streamed or not."""
+
+    status: int
+    request_id: str
+    instance: str = ""
+    """Where it is decoded, by the header that comes before the first token."""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    usage: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    error: dict[str, Any] | None = None
+    done: bool = False
+
+    @property
+    def answer(self) -> tuple[str, tuple[int, ...], str | None]:
+        """What two equal answers have in common."""
+        assert self.status == 200, self.error
+        assert self.error is None, self.error
+        assert self.token_ids
+        return self.text, tuple(self.token_ids), self.finish_reason
+
+    def take(self, part: dict[str, Any]) -> None:
+        """Add an answer, or one event of a stream."""
+        self.error = part.get("error") or self.error
+        self.usage = part.get("usage") or self.usage
+        for choice in part.get("choices", []):
+            message = choice.get("message") or choice.get("delta") or {}
+            self.text += choice.get("text") or message.get("content") or ""
+            self.token_ids += choice.get("token_ids") or []
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+
+@dataclass
+class Proxy:
+    """The proxy that serves, and a client for it."""
+
+    core: Core
+    url: str
+    client: httpx.AsyncClient
+    model: str
+
+    def body(self, prompt: list[int] | str, **more: Any) -> dict[str, Any]:
+        """A request; text for chat is put into a message. Token ids come back, to compare them."""
+        chat = more.pop("chat", False)
+        what = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        return {"model": self.model, "max_tokens": 16, "temperature": 0, "return_token_ids": True, **what, **more}
+
+    async def say(
+        self, body: dict[str, Any], *, bound_s: float = 90.0, on_event: Callable[[Said], None] | None = None
+    ) -> Said:
+        """Send a request and take the whole answer; an answer that does not end fails the test."""
+        request_id = f"t-{uuid.uuid4().hex}"
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        said = Said(0, request_id)
+        try:
+            async with (
+                asyncio.timeout(bound_s),
+                self.client.stream("POST", path, json=body, headers={"x-request-id": request_id}) as answer,
+            ):
+                said.status = answer.status_code
+                said.instance = answer.headers.get("x-warmroute-instance", "")
+                if not body.get("stream") or answer.status_code != 200:
+                    said.take(json.loads(await answer.aread()))
+                    said.done = True
+                    return said
+                async for line in answer.aiter_lines():
+                    if line == "data: [DONE]":
+                        said.done = True
+                    elif line.startswith("data: "):
+                        said.take(json.loads(line[6:]))
+                        if on_event is not None:
+                            on_event(said)
+        except TimeoutError:
+            raise AssertionError(f"no end of the answer within {bound_s:g} s: {await self.row(request_id)}") from None
+        return said
+
+    async def row(self, request_id: str) -> dict[str, Any] | None:
+        """The breakdown row of one request, once it ended."""
+        for _ in range(50):
+            found = await self.rows(request_id=request_id)
+            if found:
+                return found[0]
+            await asyncio.sleep(0.1)
+        return None
+
+    async def rows(self, **query: Any) -> list[dict[str, Any]]:
+        answer = await self.client.get("/breakdown", params={"limit": 10_000, **query})
+        return list(answer.json()["rows"])
+
+    async def instance(self, name: str) -> dict[str, Any]:
+        rows = (await self.client.get("/instances")).json()["instances"]
+        return next(row for row in rows if row["name"] == name)
+
+    async def until_healthy(self, *names: str, bound_s: float = 60.0) -> None:
+        async def healthy() -> bool:
+            return all([(await self.instance(name))["healthy"] for name in names])
+
+        await until(healthy, f"the proxy sees {', '.join(names)} healthy", bound_s)
+
+    async def settled(self) -> dict[str, Any]:
+        """Statistics once nothing is in flight; the ledger is zero then."""
+
+        async def quiet() -> bool:
+            return not (await self.client.get("/stats")).json()["requests"]["in_flight"]
+
+        await until(quiet, "no request in flight in the proxy", 60)
+        stats = dict((await self.client.get("/stats")).json())
+        assert not any(stats["ledger"].values()), stats["ledger"]
+        return stats
+
+
+@contextlib.asynccontextmanager
+async def many(coroutines: list[Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """Tasks that are gone when the block is left."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

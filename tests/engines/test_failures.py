@@ -1,0 +1,306 @@
+"""Every way a hand-off between real engines fails: the client gets the right answer, in time, and nothing stays behind.
+
+vLLM 0.18.1 itself hangs in nearly all of these cases; see docs/engines.md for the table this file reproduces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.engines.conftest import StartProxy
+from tests.engines.relay import Relay
+from tests.engines.rig import REAL_ENGINES, Engines, Proxy, Said, fresh_prompt, until
+
+pytestmark = REAL_ENGINES
+
+P, D, OTHER, JUDGE = 0, 1, 2, 3
+LEG_BOUND_S = 5.0
+"""What each leg may take here, before the request is answered without a hand-off."""
+NEVER_S = 3600.0
+
+
+@dataclass
+class Pair:
+    """A proxy over one P and one D, with relays before both and before P's bootstrap server."""
+
+    engines: Engines
+    proxy: Proxy
+    alone: Proxy
+    p: Relay
+    d: Relay
+    bootstrap: Relay
+
+    async def check(self, expected: set[str], body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One request that is offloaded, and what must hold of it however the hand-off went. Returns its row."""
+        body = body or self.proxy.body(fresh_prompt(700))
+        started_s = time.monotonic()
+        said = await self.proxy.say(body)
+        took_s = time.monotonic() - started_s
+        return await self.judge(said, expected, took_s, body)
+
+    async def judge(self, said: Said, expected: set[str], took_s: float, body: dict[str, Any]) -> dict[str, Any]:
+        row = await self.proxy.row(said.request_id)
+        assert row is not None
+        assert row["offload_reason"] in expected, row
+        assert said.answer == (await self.alone.say(body)).answer
+        # Both legs' bounds and an answer from D, with a wide margin for a busy machine.
+        assert took_s < 3 * (2 * LEG_BOUND_S + 2)
+        self.calm()
+        stats = await self.proxy.settled()
+        assert stats["requests"]["outcomes"] == {"ok": stats["requests"]["finished"]}
+        metrics = (await self.proxy.client.get("/metrics")).text
+        assert f'warmroute_offloads_total{{reason="{row["offload_reason"]}"}}' in metrics
+        await self.engines.until_idle(P, D)
+        return row
+
+    def calm(self) -> None:
+        """Relays pass everything on again, engines run."""
+        for relay in (self.p, self.d, self.bootstrap):
+            relay.before = relay.after = relay.change = None
+        self.engines.resume_all()
+
+
+async def start_pair(engines: Engines, start_proxy: StartProxy, *more: int, **offload: Any) -> Pair:
+    bootstrap_url = engines.file.bootstrap_url(P)
+    assert bootstrap_url is not None
+    p = await start_proxy.relay(engines.file.url(P))
+    d = await start_proxy.relay(engines.file.url(D))
+    bootstrap = await start_proxy.relay(bootstrap_url)
+    proxy = await start_proxy(
+        P,
+        D,
+        *more,
+        roles={P: "kv_producer", D: "kv_consumer", **dict.fromkeys(more, "kv_consumer")},
+        urls={P: p.url, D: d.url},
+        bootstraps={P: bootstrap.url},
+        offload={
+            "prefill_timeout_s": LEG_BOUND_S,
+            "first_token_timeout_s": LEG_BOUND_S,
+            "query_timeout_s": 2.0,
+            "watch_interval_s": 0.5,
+            **offload,
+        },
+        timeouts={"first_byte_s": LEG_BOUND_S, "total_s": 14, "idle_s": 15},
+    )
+    alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}})
+    return Pair(engines, proxy, alone, p, d, bootstrap)
+
+
+def pulls(body: dict[str, Any]) -> bool:
+    return bool(body.get("kv_transfer_params", {}).get("do_remote_prefill"))
+
+
+def with_params(body: dict[str, Any], **changes: str) -> dict[str, Any]:
+    return {**body, "kv_transfer_params": {**body["kv_transfer_params"], **changes}}
+
+
+# --- the engine id is wrong ---
+
+
+@pytest.mark.parametrize(("watch_interval_s", "reason"), [(0.5, "fell_back_p_gone"), (NEVER_S, "fell_back_d_timeout")])
+async def test_stale_engine_id(engines: Engines, start_proxy: StartProxy, watch_interval_s: float, reason: str) -> None:
+    """The proxy learned an engine id that P no longer has when D asks for it: D waits for ever.
+
+    Watching P ends this at the next look; the bound on D's first token ends it without.
+    """
+    pair = await start_pair(engines, start_proxy, watch_interval_s=watch_interval_s)
+    engine_id = (await pair.proxy.instance(engines.name(P)))["engine_id"].encode()
+    pair.bootstrap.change = lambda answer: answer.replace(engine_id, b"0" * 8 + engine_id[8:])
+
+    async def renamed() -> bool:
+        return bool((await pair.proxy.instance(engines.name(P)))["engine_id"] != engine_id.decode())
+
+    await until(renamed, "the proxy knows P by its old name")
+
+    async def tell_the_truth(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if pulls(body):
+            pair.bootstrap.change = None
+        return body
+
+    pair.d.before = tell_the_truth
+    await pair.check({reason})
+
+
+async def test_p_restarts_between_leg_and_query(engines: Engines, start_proxy: StartProxy) -> None:
+    """Another engine id after the P leg than before it: D is not even asked."""
+    pair = await start_pair(engines, start_proxy)
+    engine_id = (await pair.proxy.instance(engines.name(P)))["engine_id"].encode()
+
+    async def rename(path: str, body: dict[str, Any]) -> None:
+        pair.bootstrap.change = lambda answer: answer.replace(engine_id, b"f" * 8 + engine_id[8:])
+
+    pair.p.after = rename
+    await pair.check({"fell_back_p_identity"})
+    assert not any(pulls(body) for body in pair.d.bodies)
+
+
+# --- the bootstrap server cannot be reached ---
+
+
+async def test_bootstrap_unreachable_after_the_p_leg(engines: Engines, start_proxy: StartProxy) -> None:
+    pair = await start_pair(engines, start_proxy)
+
+    async def cut(path: str, body: dict[str, Any]) -> None:
+        await pair.bootstrap.close_port()
+
+    pair.p.after = cut
+    await pair.check({"fell_back_p_identity"})
+    assert not any(pulls(body) for body in pair.d.bodies)
+
+
+@pytest.mark.parametrize(("watch_interval_s", "reason"), [(0.5, "fell_back_p_gone"), (NEVER_S, "fell_back_d_timeout")])
+async def test_bootstrap_unreachable_for_d(
+    engines: Engines, start_proxy: StartProxy, watch_interval_s: float, reason: str
+) -> None:
+    pair = await start_pair(engines, start_proxy, watch_interval_s=watch_interval_s)
+
+    async def cut(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if not pulls(body):
+            return body
+        await pair.bootstrap.close_port()
+        # A D that has met P keeps P's address. This one meets it for the first time.
+        return with_params(body, remote_engine_id=str(uuid.uuid4()))
+
+    pair.d.before = cut
+    await pair.check({reason})
+
+
+async def test_a_d_that_has_met_p_needs_no_bootstrap(engines: Engines, start_proxy: StartProxy) -> None:
+    pair = await start_pair(engines, start_proxy, watch_interval_s=NEVER_S)
+    await pair.check({"chosen"})
+
+    async def cut(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if pulls(body):
+            await pair.bootstrap.close_port()
+        return body
+
+    pair.d.before = cut
+    await pair.check({"chosen"})
+
+
+# --- the transfer is not, or no longer, what P has ---
+
+
+async def test_expired_at_p(engines: Engines, start_proxy: StartProxy) -> None:
+    """D asks after P has given the KV up. P gives it up only when it steps again, so it is made to."""
+    pair = await start_pair(engines, start_proxy, first_token_timeout_s=12.0)
+
+    async def too_late(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if pulls(body):
+            await asyncio.sleep(4)
+            await engines.post(P, pair.proxy.body(fresh_prompt(20)))
+            await asyncio.sleep(0.5)
+            await engines.post(P, pair.proxy.body(fresh_prompt(20)))
+        return body
+
+    pair.d.before = too_late
+    await pair.check({"fell_back_d_timeout"})
+    # P has its room back.
+    assert (await engines.metrics(P))["vllm:kv_cache_usage_perc"] < 0.001
+
+
+async def test_unknown_transfer_id(engines: Engines, start_proxy: StartProxy) -> None:
+    pair = await start_pair(engines, start_proxy)
+
+    async def misname(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return with_params(body, transfer_id="xfer-unknown") if pulls(body) else body
+
+    pair.d.before = misname
+    await pair.check({"fell_back_d_timeout"})
+
+
+async def test_reused_transfer_id(engines: Engines, start_proxy: StartProxy) -> None:
+    pair = await start_pair(engines, start_proxy)
+    await pair.check({"chosen"})
+    used = next(body for body in pair.d.bodies if pulls(body))["kv_transfer_params"]["transfer_id"]
+
+    async def reuse(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return with_params(body, transfer_id=used) if pulls(body) else body
+
+    pair.d.before = reuse
+    await pair.check({"fell_back_d_timeout"})
+
+
+# --- an engine hangs ---
+
+
+async def test_p_hangs_in_its_leg(engines: Engines, start_proxy: StartProxy) -> None:
+    pair = await start_pair(engines, start_proxy)
+
+    async def hang(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        engines.signal(P, signal.SIGSTOP)
+        return body
+
+    pair.p.before = hang
+    await pair.check({"fell_back_p_timeout"})
+
+
+async def test_p_hangs_after_its_leg(engines: Engines, start_proxy: StartProxy) -> None:
+    pair = await start_pair(engines, start_proxy)
+
+    async def hang(path: str, body: dict[str, Any]) -> None:
+        engines.signal(P, signal.SIGSTOP)
+
+    pair.p.after = hang
+    await pair.check({"fell_back_p_identity"})
+
+
+async def test_p_hangs_while_d_pulls(engines: Engines, start_proxy: StartProxy) -> None:
+    """A slow P is not a dead one, so the watch does not end this: the bound on D's first token does."""
+    pair = await start_pair(engines, start_proxy)
+
+    async def hang(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if pulls(body):
+            engines.signal(P, signal.SIGSTOP)
+        return body
+
+    pair.d.before = hang
+    await pair.check({"fell_back_d_timeout"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_d_hangs_after_the_pull_began(engines: Engines, start_proxy: StartProxy, stream: bool) -> None:
+    """D answers neither the pull nor the plain request that follows it: another instance answers."""
+    pair = await start_pair(engines, start_proxy, OTHER)
+    body = pair.proxy.body(fresh_prompt(700), stream=stream)
+    hung: list[str] = []
+
+    async def hang(path: str, leg: dict[str, Any]) -> dict[str, Any]:
+        if pulls(leg) and not hung:
+            engines.signal(D, signal.SIGSTOP)
+            hung.append(path)
+        return leg
+
+    pair.d.before = hang
+    started_s = time.monotonic()
+    said = await pair.proxy.say(body)
+    if not hung:  # the policy began with the other one; now it is D's turn
+        started_s = time.monotonic()
+        body = pair.proxy.body(fresh_prompt(700), stream=stream)
+        said = await pair.proxy.say(body)
+    assert hung
+    row = await pair.judge(said, {"chosen", "fell_back_d_timeout"}, time.monotonic() - started_s, body)
+    assert row["instance"] == engines.name(OTHER)
+    assert "fell_back_d_timeout" in {attempt.get("offload") for attempt in row["attempts"]}
+
+
+async def test_a_pair_that_fails_again_and_again_is_left_alone(engines: Engines, start_proxy: StartProxy) -> None:
+    """After three failures in a row the pair gets no more hand-offs for a while: requests stop paying the bound."""
+    pair = await start_pair(engines, start_proxy, first_token_timeout_s=2.0)
+
+    async def misname(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return with_params(body, transfer_id="xfer-unknown") if pulls(body) else body
+
+    for _ in range(3):
+        pair.d.before = misname
+        await pair.check({"fell_back_d_timeout"})
+    sent = len(pair.p.bodies)
+    await pair.check({"pair_broken"})
+    assert len(pair.p.bodies) == sent

@@ -1,0 +1,164 @@
+"""A hand-off between real engines changes nothing in the answer, whatever its shape."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from tests.engines.conftest import StartProxy
+from tests.engines.rig import BLOCK, REAL_ENGINES, Engines, Proxy, Said, fresh_prompt, fresh_text
+
+pytestmark = REAL_ENGINES
+
+WORKERS = (0, 1, 2)
+JUDGE = 3
+"""Takes no part in hand-offs: what it answers is what a co-located engine with a cold cache answers."""
+REQUESTS = 50
+
+
+def requests(proxy: Proxy) -> list[dict[str, Any]]:
+    """Completions and chat, streamed and not, 500 to 3,000 tokens."""
+    draw = random.Random(5)
+    found = []
+    for number in range(REQUESTS):
+        stream = {"stream": True, "stream_options": {"include_usage": True}} if number % 2 else {}
+        if number % 4 < 2:
+            found.append(proxy.body(fresh_prompt(draw.randrange(520, 3000)), **stream))
+        else:
+            found.append(proxy.body(fresh_text(draw.randrange(4000, 9000)), chat=number % 8 < 4, **stream))
+    return found
+
+
+async def say_all(proxy: Proxy, bodies: list[dict[str, Any]], at_once: int) -> list[Said]:
+    gate = asyncio.Semaphore(at_once)
+
+    async def gated(body: dict[str, Any]) -> Said:
+        async with gate:
+            return await proxy.say(body)
+
+    return await asyncio.gather(*(gated(body) for body in bodies))
+
+
+async def test_offloaded_answers_are_those_of_a_co_located_engine(engines: Engines, start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(*WORKERS)
+    alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}})
+    bodies = requests(proxy)
+    pulled_before = await engines.total("vllm:external_prefix_cache_hits_total", *WORKERS)
+    offloaded = await say_all(proxy, bodies, at_once=6)
+    pulled = await engines.total("vllm:external_prefix_cache_hits_total", *WORKERS) - pulled_before
+    co_located = await say_all(alone, bodies, at_once=2)
+
+    rows = {row["request_id"]: row for row in await proxy.rows()}
+    reasons = [rows[said.request_id]["offload_reason"] for said in offloaded]
+    assert reasons == ["chosen"] * REQUESTS, [row["attempts"] for row in rows.values() if row["attempts"]]
+    assert all(row["prefill_instance"] != row["instance"] for row in rows.values())
+    for mine, theirs in zip(offloaded, co_located, strict=True):
+        assert mine.answer == theirs.answer
+        assert mine.usage is not None
+        assert theirs.usage is not None
+        for count in ("prompt_tokens", "completion_tokens"):
+            assert mine.usage[count] == theirs.usage[count]
+    # Every D pulled what it did not have: the prompt, but for a beginning it may have had already.
+    prompts = sum(said.usage["prompt_tokens"] for said in offloaded if said.usage)
+    assert prompts - REQUESTS * BLOCK <= pulled <= prompts
+    await proxy.settled()
+    await engines.until_idle(*WORKERS)
+
+
+async def test_the_answer_depends_on_all_parts_of_the_prompt(engines: Engines, start_proxy: StartProxy) -> None:
+    """Else equal answers would prove nothing: a lost or mixed-up block must show, nearly wherever it is."""
+    alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}})
+    draw = random.Random(1)
+    prompt = [draw.randrange(10, 2000) for _ in range(1200)]
+    whole = await alone.say(alone.body(prompt))
+    places = range(0, len(prompt), 100)
+    other = [draw.randrange(10, 2000) for _ in range(BLOCK)]
+    changed = [await alone.say(alone.body([*prompt[:at], *other, *prompt[at + BLOCK :]])) for at in places]
+    shows = [said.answer != whole.answer for said in changed]
+    assert sum(shows) >= 0.75 * len(shows), shows
+
+
+async def test_d_has_the_whole_prompt_cached_after_the_pull(engines: Engines, start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(0, 1, roles={0: "kv_producer", 1: "kv_consumer"})
+    prompt = fresh_prompt(1501)
+    said = await proxy.say(proxy.body(prompt))
+    row = await proxy.row(said.request_id)
+    assert row is not None
+    assert (row["offload_reason"], row["instance"]) == ("chosen", engines.name(1))
+    # The client is told what P reused of its cache: nothing, the prompt was new.
+    assert said.usage is not None
+    assert (said.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0) in {0, None}
+    again = await engines.post(1, proxy.body(prompt))
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= len(prompt) - 1 - BLOCK
+
+
+async def test_the_legs_as_the_engines_see_them(engines: Engines, start_proxy: StartProxy) -> None:
+    """Every D leg names P's engine and bootstrap server: one without would hang 0.18.1 and kill later versions."""
+    p_relay = await start_proxy.relay(engines.file.url(0))
+    d_relay = await start_proxy.relay(engines.file.url(1))
+    proxy = await start_proxy(0, 1, roles={0: "kv_producer", 1: "kv_consumer"}, urls={0: p_relay.url, 1: d_relay.url})
+    engine_id = (await proxy.instance(engines.name(0)))["engine_id"]
+    bodies = [proxy.body(fresh_prompt(600), stream=number % 2 == 0, max_tokens=9) for number in range(6)]
+    bodies += [proxy.body(fresh_text(4000), chat=True, max_completion_tokens=9), proxy.body(fresh_prompt(50))]
+    said = await say_all(proxy, bodies, at_once=4)
+    assert all(each.answer for each in said)
+    p_legs, d_legs = p_relay.bodies, [body for body in d_relay.bodies if "kv_transfer_params" in body]
+    assert (len(p_legs), len(d_legs), len(d_relay.bodies)) == (7, 7, 8)
+    for leg in p_legs:
+        assert (leg["max_tokens"], leg["min_tokens"], leg["stream"]) == (1, 1, False)
+        params = leg["kv_transfer_params"]
+        assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
+    for leg in d_legs:
+        params = leg["kv_transfer_params"]
+        assert (params["do_remote_decode"], params["do_remote_prefill"]) == (False, True)
+        assert params["remote_engine_id"] == engine_id
+        assert params["remote_bootstrap_addr"] == engines.file.bootstrap_url(0)
+    sent = [leg["kv_transfer_params"]["transfer_id"] for leg in p_legs]
+    assert sorted(sent) == sorted(leg["kv_transfer_params"]["transfer_id"] for leg in d_legs)
+    assert len(set(sent)) == len(sent)
+
+
+async def test_a_first_token_that_ends_the_text_is_handed_over_all_the_same(
+    engines: Engines, start_proxy: StartProxy
+) -> None:
+    """P sends only what ended by length. Its leg must therefore not stop at an end-of-text, which D's does."""
+    proxy = await start_proxy(0, 1, roles={0: "kv_producer", 1: "kv_consumer"})
+    alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}})
+    forced = {"logit_bias": {"0": 100}}  # token 0 is the end of text
+    prompt = fresh_prompt(700)
+    said = await proxy.say(proxy.body(prompt, **forced))
+    row = await proxy.row(said.request_id)
+    assert row is not None
+    assert row["offload_reason"] == "chosen", row["attempts"]
+    assert said.finish_reason == "stop"
+    assert said.answer == (await alone.say(alone.body(prompt, **forced))).answer
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"n": 2, "temperature": 0.7, "seed": 1},
+        {"echo": True, "max_tokens": 4},
+        {"prompt_logprobs": 1},
+        {"prompt": "two"},
+    ],
+    ids=["n", "echo", "prompt_logprobs", "several_prompts"],
+)
+async def test_what_one_hand_off_cannot_carry_stays_on_one_engine(
+    engines: Engines, start_proxy: StartProxy, shape: dict[str, Any]
+) -> None:
+    proxy = await start_proxy(*WORKERS)
+    body = proxy.body(fresh_prompt(800)) | shape
+    if shape.get("prompt"):
+        body["prompt"] = [fresh_prompt(800), fresh_prompt(800)]
+    said = await proxy.say(body)
+    assert said.status == 200, said.error
+    row = await proxy.row(said.request_id)
+    assert row is not None
+    assert (row["offload_reason"], row["prefill_instance"]) == ("request_shape", None)
+    stats = await proxy.settled()
+    assert stats["requests"]["outcomes"] == {"ok": 1}

@@ -1,0 +1,105 @@
+"""A real trace, shortened, replayed over four real engines: cache hits as the policies are meant to make them."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replayer.ideal import ideal
+from replayer.records import Run, read_run
+from replayer.summary import summarise
+from replayer.trace import load_trace
+from tests.engines.conftest import ROOT, StartProxy
+from tests.engines.rig import BLOCK, REAL_ENGINES, Engines, Proxy
+
+pytestmark = [*REAL_ENGINES, pytest.mark.traces]
+
+REQUESTS = 60
+TRACE_BLOCK = 64
+"""Tokens of a block of the trace; each becomes one block of the engines, so prompts are a quarter as long."""
+MAX_OUTPUT_TOKENS = 12
+
+
+def shortened(folder: Path) -> Path:
+    """Whole sessions of the public trace, about `REQUESTS` requests, with blocks of the engines' size."""
+    traces = Path(os.environ.get("WARMROUTE_TRACES") or ROOT.parent / "shared" / "traces")
+    public = traces / "agentic" / "derived_glm_like_sample1k.jsonl.gz"
+    if not public.is_file():
+        pytest.skip(f"public traces not found at {traces}; set WARMROUTE_TRACES")
+    with gzip.open(public, "rt") as lines:
+        rows = [json.loads(line) for line in lines]
+    root_of: dict[int, int] = {}
+    turns: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        root_of[row["chat_id"]] = root_of.get(row["parent_chat_id"], row["chat_id"])
+        turns.setdefault(root_of[row["chat_id"]], []).append(row)
+    chosen: list[dict[str, Any]] = []
+    for session in turns.values():
+        if len(session) >= 3 and len(chosen) + len(session) <= REQUESTS:
+            chosen += session
+    chosen.sort(key=lambda row: row["timestamp"])
+    for row in chosen:
+        blocks, rest = divmod(row["input_length"], TRACE_BLOCK)
+        row["input_length"] = blocks * BLOCK + min(rest, BLOCK - 1 if rest else 0)
+        row["output_length"] = min(row["output_length"], MAX_OUTPUT_TOKENS)
+    path = folder / "short.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    return path
+
+
+async def replay(proxy: Proxy, trace: Path, output: Path, seed: int) -> Run:
+    """The command line, as a user runs it."""
+    command = [sys.executable, "-m", "warmroute", "replay", str(trace), "--output", str(output)]
+    command += ["--endpoint", proxy.url, "--token-low", "10", "--token-high", "2000", "--timeout", "120"]
+    command += ["--time-scale", "20", "--think-scale", "20", "--block-tokens", str(BLOCK), "--seed", str(seed)]
+    child = await asyncio.create_subprocess_exec(
+        *command, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        out, _ = await asyncio.wait_for(child.communicate(), 300)
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    assert child.returncode == 0, out.decode()
+    return read_run(output)
+
+
+async def test_sticky_sessions_hit_more_than_turns_dealt_round(
+    engines: Engines, start_proxy: StartProxy, tmp_path: Path
+) -> None:
+    trace = shortened(tmp_path)
+    apc: dict[str, float] = {}
+    for policy in ("session_sticky", "round_robin"):
+        proxy = await start_proxy(0, 1, 2, 3, policy={"name": policy}, offload={"planner": "never", "params": {}})
+        # The ids of the trace stand for other tokens each time: nothing in the caches is of use.
+        seed = int.from_bytes(os.urandom(3))
+        run = await replay(proxy, trace, tmp_path / f"{policy}.jsonl", seed)
+        summary = summarise(run)
+        assert summary.complete
+        assert summary.ok == summary.requests == summary.planned
+        assert summary.requests >= REQUESTS * 0.8
+        assert summary.apc is not None
+        apc[policy] = summary.apc
+        # Token ids, nothing evicted: what the index foretells is what the engines find.
+        assert summary.predicted_requests == summary.requests
+        off = [
+            (record.predicted_cached_tokens, record.cached_tokens)
+            for record in run.records
+            if record.predicted_cached_tokens != record.cached_tokens
+        ]
+        assert not off, (policy, off)
+        assert summary.predicted_error_tokens.p99 == 0
+        await proxy.settled()
+        await engines.until_idle(0, 1, 2, 3)
+    # One session's turns find all that one endless cache for everybody would have.
+    best = ideal(load_trace(trace, block_tokens=BLOCK), instances=4)
+    assert apc["session_sticky"] == pytest.approx(best.sticky_apc, abs=0.05)
+    assert apc["session_sticky"] > 1.3 * apc["round_robin"] > 0, apc
