@@ -89,11 +89,20 @@ class CostBook:
         self.prefill = self.prefill.observe(job.new_tokens, job.cached_tokens, queue_s, seconds)
         return predicted_s
 
-    def transferred(self, job: TransferJob, seconds: float, now_s: float) -> float:
-        """Learn from a D leg whose first token took ``seconds``; returns what was predicted."""
+    def transferred(self, workload: Workload, seconds: float, now_s: float) -> float:
+        """Learn from a D leg whose first token took ``seconds``; returns what was predicted.
+
+        Where D had more prefill queued than the transfer should take, the time says nothing of the transfer.
+        """
+        job, decode = workload.transfer, workload.decode
+        if job is None:
+            raise ValueError("the decision had no hand-off")
         predicted_s = self.transfer.predict(job, now_s).seconds
-        self.transfer = self.transfer.observe(job, seconds, now_s).settled(job.pair, ok=True)
-        return predicted_s
+        queue_s = self.prefill.queue_s(decode.pending_tokens, decode.prefilling)
+        if queue_s <= predicted_s:
+            self.transfer = self.transfer.observe(job, seconds, now_s)
+        self.transfer = self.transfer.settled(job.pair, ok=True)
+        return max(predicted_s, queue_s)
 
     def handed_over(self, job: TransferJob) -> None:
         """Count a hand-off that went well, but whose first token nobody saw come."""

@@ -169,6 +169,7 @@ class FleetState:
         self.sessions.remove_instance(instance)
         self.ledger.forget_recent(instance)
         self.holds.forget(instance)
+        self.costs.forget(instance)
 
     def restarted(self, instance: str) -> None:
         """The instance's cache is empty again: drop its blocks, pins and recent load."""

@@ -25,6 +25,7 @@ def serve(
     """
     from proxy.server import run
     from proxy.settings import SettingsError, load_settings
+    from proxy.tokens.encoder import TokenizerError
 
     overrides: dict[str, Any] = {
         "host": host,
@@ -39,7 +40,11 @@ def serve(
     except SettingsError as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from error
-    run(settings)
+    try:
+        run(settings)
+    except TokenizerError as error:
+        typer.secho(f"tokenizer: {error}", fg="red", err=True)
+        raise typer.Exit(2) from error
 
 
 def settings() -> None:

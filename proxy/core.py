@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import httpx
 
+from proxy.abandoned import AbandonedPulls
 from proxy.breakdown import Breakdown
 from proxy.events.subscriber import EventSubscriber
 from proxy.handoff import HandOff
@@ -38,6 +39,7 @@ class Core:
         self.breakdown = Breakdown(settings.breakdown.capacity, settings.breakdown.jsonl_path)
         self.session_headers = tuple(name.lower().encode("latin-1") for name in settings.sessions.headers)
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
+        self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
         self.draining = False
 
     def open(self) -> None:
@@ -50,6 +52,7 @@ class Core:
     async def close(self) -> None:
         """Close connections and files."""
         try:
+            await self.abandoned.close(self.settings.grace_s)
             await self.upstream.close()
         finally:
             try:

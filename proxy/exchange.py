@@ -155,6 +155,7 @@ class Exchange:
                 body,
                 self._upstream_headers(),
                 lambda leg, bound_s: self._open(decision.decode_on, parsed, leg, bound_s, pulling=True),
+                self._pull_bound(parsed),
             )
         if opened is None:
             started_s = time.perf_counter()
@@ -222,6 +223,14 @@ class Exchange:
     def _first_byte_bound(self, parsed: Parsed) -> float:
         timeouts = self._core.settings.timeouts
         return timeouts.first_byte_s if parsed.stream else timeouts.total_s
+
+    def _pull_bound(self, parsed: Parsed) -> float:
+        """Bound on D's first byte after a hand-off: an answer in one piece has all of its tokens to make first."""
+        settings = self._core.settings.offload
+        if parsed.stream:
+            return settings.first_token_timeout_s
+        making_s = min(parsed.max_tokens * settings.token_timeout_s, 10 * settings.first_token_timeout_s)
+        return settings.first_token_timeout_s + making_s
 
     async def _relay_whole(self, answer: Answer, content: bytes, routed: Routed) -> Usage | None:
         row = self._row

@@ -93,6 +93,14 @@ class HandOff:
                 if isinstance(error.__cause__, httpx.ConnectError):
                     return f"P vanished while D pulled: {error}"
 
+    async def alive(self, instance: Instance) -> bool:
+        """Whether an instance's ``/health`` answers 200 within the bound of one question."""
+        try:
+            answer = await self._control.get(f"{instance.url}/health", timeout=self._settings.query_timeout_s)
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200
+
     async def _identity(self, prefill: Instance) -> str | None:
         """P's engine id; for a connector without a bootstrap server None, once P's ``/health`` answers.
 

@@ -71,8 +71,10 @@ class Instances:
         """Names of the instances that may be sent requests.
 
         One that should be recycled rests for ``RECYCLE_PATIENCE_S``; if nobody restarts it, it serves on as it is.
+        Where nothing else is left, it serves all the same.
         """
-        return {name for name, instance in self._by_name.items() if instance.healthy and not _resting(instance)}
+        healthy = {name for name, instance in self._by_name.items() if instance.healthy}
+        return {name for name in healthy if not _resting(self._by_name[name])} or healthy
 
     def succeeded(self, name: str) -> None:
         """A request was answered: the failures so far were not in a row."""

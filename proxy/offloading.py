@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from policies.types import OffloadReason
@@ -13,7 +12,7 @@ from proxy.breakdown import Row
 from proxy.errors import AttemptFailedError
 from proxy.handoff import HandedOff, OffloadFailedError
 from proxy.router import Routed
-from proxy.upstream import Answer
+from proxy.upstream import Answer, NotConnectedError
 from proxy.usage import Usage
 
 if TYPE_CHECKING:
@@ -33,11 +32,14 @@ async def hand_over(
     body: bytes,
     headers: Mapping[str, str],
     open_decode: OpenDecode,
+    bound_s: float,
 ) -> tuple[Opened | None, Usage | None]:
-    """Prefill on P, then let D pull: D's opened answer and P's usage.
+    """Prefill on P, then let D pull, which may take ``bound_s``: D's opened answer and P's usage.
 
-    (None, None) when the hand-off failed: it is counted by its reason, D has no part of it in hand any more, and the
-    caller sends D the plain request.
+    (None, None) when the hand-off failed: it is counted by its reason, and the caller sends D the plain request.
+
+    Raises:
+        AttemptFailedError: the hand-off failed and D does not answer at all; the request belongs elsewhere.
     """
     decision = routed.decision
     assert decision.prefill_on is not None
@@ -45,15 +47,17 @@ async def hand_over(
         started_s = time.perf_counter()
         try:
             handed = await core.handoff.prefill(core.instances[decision.prefill_on], path, body, headers)
-        except (OffloadFailedError, asyncio.CancelledError):
+        except (OffloadFailedError, asyncio.CancelledError) as error:
             # What P computed of it is unknown: better to expect nothing of it.
             routed.commitment.retract(decision.prefill_on)
+            if isinstance(error.__cause__, NotConnectedError):
+                core.instances.failed(decision.prefill_on, str(error), refused=True)
             raise
         took_s = time.perf_counter() - started_s
         row.stages_ms["prefill_leg"] = took_s * 1e3
         row.note_leg("prefill", *core.router.prefilled_on_p(routed, took_s))
         started_s = time.perf_counter()
-        opened = await _pull(core, routed, handed, open_decode)
+        opened = await _pull(core, routed, handed, open_decode, bound_s)
         took_s = time.perf_counter() - started_s
         row.stages_ms["decode_leg_first_byte"] = took_s * 1e3
         if row.stream:
@@ -65,6 +69,10 @@ async def hand_over(
         row.attempts.append({"instance": decision.prefill_on, "error": str(error), "offload": error.reason.value})
         row.offload_reason, row.prefill_instance = error.reason.value, None
         row.predicted_cached_tokens = decision.cached_tokens
+        late = error.reason is OffloadReason.FELL_BACK_D_TIMEOUT
+        if late and not await core.handoff.alive(core.instances[decision.decode_on]):
+            core.instances.failed(decision.decode_on, "late, and /health does not answer", refused=True)
+            raise AttemptFailedError(decision.decode_on, str(error), timed_out=True) from error
         return None, None
     return opened, handed.usage
 
@@ -78,8 +86,10 @@ def _handed_over_unseen(core: Core, routed: Routed) -> None:
     core.router.state.costs.handed_over(job)
 
 
-async def _pull(core: Core, routed: Routed, handed: HandedOff, open_decode: OpenDecode) -> Opened:
+async def _pull(core: Core, routed: Routed, handed: HandedOff, open_decode: OpenDecode, bound_s: float) -> Opened:
     """D's leg under its own bound, given up at once if P is no longer there to send.
+
+    Given up does not mean closed: see `proxy.abandoned`.
 
     Raises:
         OffloadFailedError: late, refused or broken, or P is gone.
@@ -87,37 +97,26 @@ async def _pull(core: Core, routed: Routed, handed: HandedOff, open_decode: Open
     decision = routed.decision
     assert decision.prefill_on is not None
     prefill = core.instances[decision.prefill_on]
-    pulling = asyncio.ensure_future(open_decode(handed.body, core.settings.offload.first_token_timeout_s))
+    pulling = asyncio.ensure_future(open_decode(handed.body, bound_s + core.settings.offload.abandoned_s))
     watching = asyncio.create_task(core.handoff.watch(prefill, handed.engine_id))
-    opened: Opened | None = None
+    taken = False
     try:
-        await asyncio.wait({pulling, watching}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({pulling, watching}, timeout=bound_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise OffloadFailedError(OffloadReason.FELL_BACK_D_TIMEOUT, f"no first byte within {bound_s:g} s")
         if not pulling.done():
             raise OffloadFailedError(OffloadReason.FELL_BACK_P_GONE, watching.result())
+        taken = True
         opened = pulling.result()
-        if opened[0].status != 200:
-            raise OffloadFailedError(OffloadReason.FELL_BACK_D_ERROR, f"D answered {opened[0].status}")
     except AttemptFailedError as error:
         reason = OffloadReason.FELL_BACK_D_TIMEOUT if error.timed_out else OffloadReason.FELL_BACK_D_ERROR
         raise OffloadFailedError(reason, str(error)) from error
-    except OffloadFailedError:
-        if opened is not None:
-            opened[0].close()
-        raise
     finally:
-        if opened is None:
-            core.leaks.abandoned(decision.decode_on)
-        for task in (pulling, watching):
-            task.cancel()
-        await _ended(pulling, watching, close=opened is None)
+        watching.cancel()
+        if not taken:
+            core.abandoned.adopt(decision.decode_on, pulling, core.router.hold_on_decode(routed))
+        await asyncio.gather(watching, return_exceptions=True)
+    if opened[0].status != 200:
+        opened[0].close()
+        raise OffloadFailedError(OffloadReason.FELL_BACK_D_ERROR, f"D answered {opened[0].status}")
     return opened
-
-
-async def _ended(pulling: asyncio.Future[Opened], watching: asyncio.Task[str], *, close: bool) -> None:
-    """Wait for both; an answer that came in the moment it was given up is closed, not left open."""
-    with suppress(asyncio.CancelledError):
-        await watching
-    with suppress(asyncio.CancelledError, AttemptFailedError):
-        late = await pulling
-        if close:
-            late[0].close()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from policies.decide import decide
+from policies.holds import Hold
 from policies.hotspots import HotspotTracker
 from policies.ledger import Ledger
 from policies.offload.base import OffloadPlanner
@@ -143,7 +144,11 @@ class Router:
         job, now_s = routed.commitment.workload.transfer, time.monotonic()
         assert job is not None
         self.state.pairs.record(job.pair, True, now_s)
-        return LegTime(self.state.costs.transferred(job, seconds, now_s), seconds)
+        return LegTime(self.state.costs.transferred(routed.commitment.workload, seconds, now_s), seconds)
+
+    def hold_on_decode(self, routed: Routed) -> Hold:
+        """Count the room that a pull which was given up takes on D until it ends."""
+        return self.state.holds.take(routed.decision.decode_on, routed.decision.prompt_tokens)
 
     def fell_back(self, routed: Routed) -> None:
         """The hand-off failed: D prefills after all, and the pair's breaker and risk hear of it."""

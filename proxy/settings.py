@@ -108,6 +108,14 @@ class OffloadSettings(_Section):
     first_token_timeout_s: Seconds = Field(
         default=60.0, description="bound on the D leg's first token after a hand-off"
     )
+    token_timeout_s: Seconds = Field(
+        default=0.25, description="further time per token allowed, for answers that are not streamed"
+    )
+    abandoned_s: Seconds = Field(
+        default=120.0,
+        description="how long a pull that was given up stays open: closing one that D still has queued ends "
+        "vLLM 0.18.1's engine core",
+    )
     query_timeout_s: Seconds = Field(default=5.0, description="bound on one bootstrap /query")
     watch_interval_s: Seconds = Field(
         default=2.0, description="while D pulls, how often P is asked whether it is still the same engine"

@@ -39,7 +39,8 @@ class CostModel:
     With ``T(new, cached)`` the prefill time, ``X`` the transfer of the blocks D lacks, ``Q`` the prefill queued on an
     instance, ``S`` the streams decoding there and ``k`` the ``stall_share``, sending the prefill to P gains
 
-    - own: ``(Q_D + T_D) - (Q_P + T_P + X)``, the request's first token;
+    - own: ``(Q_D + T_D) - max(Q_P + T_P + X, Q_D)``, the request's first token: what is queued on D delays a pulled
+      request too, as vLLM gives a step's whole token budget to the prefills it has begun;
     - streams: ``k * (S_D * T_D - S_P * T_P)``. Source: the accounting of the agentic-kvc reports, where the benefit
       of isolating one prefill is summed over all stalled streams, ``D * T_prefill * (1 - TPOT_idle / TPOT_during)``;
       P's own streams are counted by the same rule, which those reports do not do;
@@ -144,7 +145,8 @@ class CostModel:
         transfer = costs.transfer.predict(job, costs.now_s)
         there = costs.prefill.predict(request.prompt_tokens - prefill.cached_tokens, prefill.cached_tokens)
         queue_there_s = costs.prefill.queue_s(prefill.pending_prefill_tokens, prefill.prefilling)
-        offloaded_s = queue_there_s + there.seconds + transfer.seconds
+        # D gives every step's budget to the prefills it has, so a pulled request waits for those as well.
+        offloaded_s = max(queue_there_s + there.seconds + transfer.seconds, queue_s)
         stalled_s = decode.decode_streams * alone.seconds - prefill.decode_streams * there.seconds
         return _Priced(
             prefill,

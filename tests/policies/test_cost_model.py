@@ -179,6 +179,15 @@ def test_transfers_already_under_way_make_it_less_willing() -> None:
     assert transfers_s[0] < transfers_s[-1]
 
 
+def test_what_d_has_queued_is_not_escaped_by_pulling() -> None:
+    """A pulled request waits for D's prefills like any other: at most its own prefill is saved."""
+    queued = D._replace(requests=3, prefilling=3, pending_prefill_tokens=300_000)
+    answer = plan(queued, P)
+    alone_s = answer.inputs["colocated_s"] - Costs().prefill.queue_s(300_000, 3)
+    assert answer.inputs["colocated_s"] > 5 * alone_s
+    assert answer.inputs["own_gain_s"] == pytest.approx(alone_s)
+
+
 def test_a_long_queue_on_p_is_avoided_by_another_p_or_by_staying() -> None:
     queued = P._replace(requests=2, prefilling=2, pending_prefill_tokens=120_000)
     assert plan(D, queued).reason is OffloadReason.DOES_NOT_PAY

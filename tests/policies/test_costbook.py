@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policies.costbook import KV_BYTES_PER_TOKEN, CostBook, PrefillJob, Workload, transfer_job
-from policies.costs import PrefillModel, TransferModel, transfer_formula
+from policies.costs import PrefillModel, TransferJob, TransferModel, transfer_formula
 from policies.state import FleetState
 from policies.types import InstanceView, Role, Transport
 from tests.policies.builders import ask, ask_new, decision_for
@@ -58,20 +58,36 @@ def test_a_prefill_returns_what_was_predicted_before_it_taught_anything() -> Non
     assert book.prefilled(job, 30.0) == pytest.approx(30.0, rel=0.1)
 
 
+def pulled(job: TransferJob, pending_tokens: int = 0, prefilling: int = 0) -> Workload:
+    """A hand-off to a D that had so much prefill queued when it was decided."""
+    return Workload(PrefillJob("d", 40_000, 0, pending_tokens, prefilling), PrefillJob("p", 40_000, 0, 0, 0), job)
+
+
+def test_a_pull_behind_a_queue_on_d_teaches_nothing_of_the_transfer() -> None:
+    book = CostBook()
+    job = transfer_job(REQUEST, P, D, 0, KV_BYTES_PER_TOKEN)
+    queue_s = book.prefill.queue_s(131_072, 1)
+    assert book.transferred(pulled(job, 131_072, 1), 4.3, 0.0) == queue_s > transfer_formula(job)
+    assert book.transfer.observations() == {}
+    assert book.transfer.failure_rate(job.pair) < TransferModel().prior_failure_rate
+    with pytest.raises(ValueError, match="no hand-off"):
+        book.transferred(Workload(PrefillJob("d", 1, 0, 0, 0), None, None), 1.0, 0.0)
+
+
 def test_a_transfer_returns_what_was_predicted_before_it_taught_anything() -> None:
     book = CostBook()
     job = transfer_job(REQUEST, P, D, 0, KV_BYTES_PER_TOKEN)
-    assert book.transferred(job, 9.0, 0.0) == pytest.approx(transfer_formula(job))
+    assert book.transferred(pulled(job), 9.0, 0.0) == pytest.approx(transfer_formula(job))
     for _ in range(40):
-        book.transferred(job, 9.0, 1.0)
-    assert book.transferred(job, 9.0, 1.0) == pytest.approx(9.0, rel=0.05)
+        book.transferred(pulled(job), 9.0, 1.0)
+    assert book.transferred(pulled(job), 9.0, 1.0) == pytest.approx(9.0, rel=0.05)
     assert book.at(1.0).transfer.predict(job, 1.0).seconds == pytest.approx(9.0, rel=0.05)
 
 
 def test_a_decision_keeps_the_costs_it_was_made_with() -> None:
     book = CostBook()
     costs = book.at(5.0)
-    book.transferred(transfer_job(REQUEST, P, D, 0, KV_BYTES_PER_TOKEN), 99.0, 5.0)
+    book.transferred(pulled(transfer_job(REQUEST, P, D, 0, KV_BYTES_PER_TOKEN)), 99.0, 5.0)
     book.prefilled(PrefillJob("d", 40_000, 0, 0, 0), 99.0)
     assert (costs.prefill, costs.transfer, costs.now_s) == (PrefillModel(), TransferModel(), 5.0)
     assert book.at(5.0).transfer != costs.transfer
@@ -87,7 +103,7 @@ def test_failures_raise_the_risk_of_their_pair_and_successes_lower_it() -> None:
     settled = book.transfer.failure_rate(job.pair)
     assert prior < settled < failed
     assert book.transfer.observations() == {}  # a hand-off nobody timed teaches no time
-    book.transferred(job, 0.1, 0.0)
+    book.transferred(pulled(job), 0.1, 0.0)
     assert book.transfer.failure_rate(job.pair) < settled
 
 
@@ -96,7 +112,7 @@ def test_what_was_known_of_an_instance_that_left_goes_with_it() -> None:
     job = transfer_job(REQUEST, P, D, 0, KV_BYTES_PER_TOKEN)
     other = job._replace(pair=("x", "y"))
     for each in (job, other):
-        book.transferred(each, 9.0, 0.0)
+        book.transferred(pulled(each), 9.0, 0.0)
     book.forget("p")
     assert list(book.transfer.observations()) == [("x", "y")]
     assert book.transfer.failure_rate(job.pair) == TransferModel().prior_failure_rate

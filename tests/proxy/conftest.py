@@ -35,7 +35,7 @@ class Running:
         """Statistics once nothing is in flight any more."""
         for _ in range(200):
             stats = (await self.client.get("/stats")).json()
-            if not stats["requests"]["in_flight"]:
+            if not stats["requests"]["in_flight"] and not stats["requests"]["abandoned_pulls"]:
                 return stats
             await asyncio.sleep(0.02)
         raise AssertionError(f"requests still in flight: {stats}")
@@ -92,6 +92,7 @@ async def start_proxy() -> AsyncIterator[StartProxy]:
                 stack.push_async_callback(engine.stop)
             role = overrides.pop("role", "none")
             each: list[dict[str, Any]] = overrides.pop("each", [{}] * len(fleet))
+            offload = {"abandoned_s": 0.4, **overrides.pop("offload", {})}
             known = [
                 {"name": f"inst-{i}", "url": e.url, "bootstrap_url": e.url, "role": role} for i, e in enumerate(fleet)
             ]
@@ -102,6 +103,7 @@ async def start_proxy() -> AsyncIterator[StartProxy]:
                     "instances": [{**instance, **more} for instance, more in zip(known, each, strict=True)],
                     "health": {"interval_s": 0.1, "timeout_s": 2.0},
                     "log_level": "warning",
+                    "offload": offload,
                     **overrides,
                 },
             )

@@ -164,3 +164,36 @@ async def test_the_slot_of_an_offload_is_taken_until_d_answers(start_proxy: Star
     p.engine_id = "another life"
     await request
     assert ledger_is_zero(await proxy.settled())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_pull_that_was_given_up_is_closed_only_after_its_first_byte(
+    start_proxy: StartProxy, stream: bool
+) -> None:
+    """Closed while D has it queued, it would end vLLM 0.18.1's engine core with all it runs."""
+    engines = [StubEngine(pull_s=0.6) for _ in range(2)]
+    proxy = await start(start_proxy, engines, offload={"abandoned_s": 20.0})
+    request, _, d = await ask_until_pull(proxy, stream=stream)
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    await proxy.until(lambda: proxy.core.breakdown.finished == 1)
+    stats = (await proxy.client.get("/stats")).json()
+    assert stats["requests"]["abandoned_pulls"] == 1
+    assert (stats["ledger"]["requests"], stats["ledger"]["offloads"]) == (0, 0)
+    assert stats["ledger"]["held_tokens"] == 400, "its room on D is counted while it lasts"
+    assert (d.running, d.aborted) == (1, 0)
+    assert ledger_is_zero(await proxy.settled())
+    await proxy.until(lambda: d.running == 0)
+    assert proxy.core.instances.healthy() == {"inst-0", "inst-1"}
+
+
+async def test_pulls_given_up_are_cut_when_the_proxy_ends(start_proxy: StartProxy) -> None:
+    engines = [StubEngine(mode="pull_hang") for _ in range(2)]
+    proxy = await start(start_proxy, engines, offload={"abandoned_s": 3600.0, "first_token_timeout_s": 0.1})
+    answer = await proxy.client.post("/v1/completions", json={**HEAVY, "stream": True})
+    assert answer.status_code == 200
+    assert len(proxy.core.abandoned) == 1
+    await proxy.core.abandoned.close(0.1)
+    assert len(proxy.core.abandoned) == 0
+    await proxy.until(lambda: sum(engine.aborted for engine in engines) == 1)
+    assert ledger_is_zero(await proxy.settled())
