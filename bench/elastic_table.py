@@ -44,19 +44,21 @@ class ArmNote(msgspec.Struct, kw_only=True):
 class KeptArm(msgspec.Struct, kw_only=True):
     """An arm as read back."""
 
+    repeat: str
+    """Name of the folder that holds the arms of one repeat."""
     note: ArmNote
     run: Run
     rows: list[dict[str, Any]]
 
 
 def read_arms(folder: Path) -> list[KeptArm]:
-    """All arms kept in a folder, in the order they ran.
+    """All arms kept in a folder, or in its sub-folders (one for each repeat), in the order they ran.
 
     Raises:
         FileNotFoundError: the folder has no arm.
     """
     arms = []
-    for note_path in sorted(folder.glob(f"*/{ARM_FILE}")):
+    for note_path in sorted([*folder.glob(f"*/{ARM_FILE}"), *folder.glob(f"*/*/{ARM_FILE}")]):
         packed = note_path.parent
         with tempfile.TemporaryDirectory() as scratch:
             plain = Path(scratch) / RUN_FILE
@@ -65,6 +67,7 @@ def read_arms(folder: Path) -> list[KeptArm]:
         lines = gzip.decompress((packed / f"{BREAKDOWN_FILE}.gz").read_bytes()).splitlines()
         arms.append(
             KeptArm(
+                repeat=packed.parent.name,
                 note=msgspec.json.decode(note_path.read_bytes(), type=ArmNote),
                 run=run,
                 rows=[msgspec.json.decode(line) for line in lines],
@@ -95,26 +98,56 @@ def _load_section(load: float, arms: Sequence[KeptArm], baseline_name: str) -> s
         f"policy `{note.policy}`, {note.instances} instances ({note.hardware}), KV over {note.transport}; "
         f"the first {note.skip_first_s:g} s left out of the comparison.",
         "",
-        "| planner | ok | TTFT p50 / p90, s | TPOT p50 / p90, ms | E2E p50 / p90, s | APC | offloaded | fell back |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| planner | repeat | ok | TTFT p50 / p90, s | TPOT p50 / p90, ms | E2E p50 / p90, s | APC | offloaded "
+        "| fell back |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
         *(_measured(arm) for arm in arms),
     ]
-    baseline = next((arm for arm in arms if arm.note.planner == baseline_name), None)
-    others = [arm for arm in arms if arm is not baseline]
-    if baseline is not None and others:
+    differences = _differences(arms, baseline_name)
+    if differences:
         lines += [
             "",
-            f"| against `{baseline_name}` | " + " | ".join(METRICS) + " |",
-            "| --- |" + " ---: |" * len(METRICS),
-            *(_difference(compared(baseline, arm), arm.note.planner) for arm in others),
+            f"| against `{baseline_name}` | requests | " + " | ".join(METRICS) + " |",
+            "| --- | ---: |" + " ---: |" * len(METRICS),
+            *differences,
         ]
     predicted = [line for arm in arms if (line := _predictions(arm))]
     return "\n".join([*lines, *(["", *predicted] if predicted else [])])
 
 
-def compared(baseline: KeptArm, arm: KeptArm) -> Comparison:
-    """The arm against the baseline, paired by request, bootstrapped by session."""
-    return compare(baseline.run, arm.run, resamples=RESAMPLES, seed=0, skip_first_s=baseline.note.skip_first_s)
+def _differences(arms: Sequence[KeptArm], baseline_name: str) -> list[str]:
+    """Each arm against the baseline of its own repeat, all repeats of a planner together, and baseline on baseline."""
+    baselines = {arm.repeat: arm for arm in arms if arm.note.planner == baseline_name}
+    lines = []
+    for name in dict.fromkeys(arm.note.planner for arm in arms if arm.note.planner != baseline_name):
+        pairs = [(baselines[arm.repeat], arm) for arm in arms if arm.note.planner == name and arm.repeat in baselines]
+        many = len(pairs) > 1
+        for baseline, arm in pairs:
+            lines.append(_difference([(baseline, arm)], f"`{name}`" + (f", {arm.repeat}" if many else "")))
+        if many:
+            lines.append(_difference(pairs, f"`{name}`, all repeats"))
+    first, *others = baselines.values()
+    lines += [
+        _difference([(first, each)], f"`{baseline_name}`, {each.repeat} against {first.repeat}") for each in others
+    ]
+    return lines
+
+
+def compared(pairs: Sequence[tuple[KeptArm, KeptArm]]) -> Comparison:
+    """Arms against their baselines, paired by request within a repeat, bootstrapped by the sessions of all repeats."""
+    skip_first_s = pairs[0][0].note.skip_first_s
+    baseline, candidate = (_together([pair[side] for pair in pairs]) for side in (0, 1))
+    return compare(baseline, candidate, resamples=RESAMPLES, seed=0, skip_first_s=skip_first_s)
+
+
+def _together(arms: Sequence[KeptArm]) -> Run:
+    """One run of all their requests; a session of another repeat is another session."""
+    records = [
+        msgspec.structs.replace(record, session_id=f"{record.session_id}@{number}")
+        for number, arm in enumerate(arms)
+        for record in arm.run.records
+    ]
+    return arms[0].run._replace(records=records)
 
 
 def _pair(quantiles: Quantiles, digits: int, unit: float = 1.0) -> str:
@@ -131,20 +164,21 @@ def _measured(arm: KeptArm) -> str:
     )
     told = ", ".join(f"{count} {reason.removeprefix('fell_back_')}" for reason, count in sorted(fell_back.items()))
     return (
-        f"| `{arm.note.planner}` | {summary.ok}/{summary.requests} "
+        f"| `{arm.note.planner}` | {arm.repeat} | {summary.ok}/{summary.requests} "
         f"| {_pair(total.ttft_s, 3)} | {_pair(total.tpot_s, 1, 1e3)} | {_pair(total.e2e_s, 2)} "
         f"| {apc} | {summary.offloaded} | {told or '0'} |"
     )
 
 
-def _difference(comparison: Comparison, planner: str) -> str:
+def _difference(pairs: Sequence[tuple[KeptArm, KeptArm]], title: str) -> str:
+    comparison = compared(pairs)
     effects = {effect.metric: effect for effect in comparison.effects}
     cells = []
     for name in METRICS:
         effect = effects[name]
         mark = {Verdict.BETTER: " **better**", Verdict.WORSE: " **worse**"}.get(effect.verdict, "")
         cells.append(f"{100 * effect.change:+.0f} % [{100 * effect.low:+.0f}, {100 * effect.high:+.0f}]{mark}")
-    return f"| `{planner}` | " + " | ".join(cells) + " |"
+    return f"| {title} | {len(comparison.pairing.keys)} | " + " | ".join(cells) + " |"
 
 
 def _predictions(arm: KeptArm) -> str:
@@ -157,4 +191,4 @@ def _predictions(arm: KeptArm) -> str:
             off = exp(median(abs(log(ratio)) for ratio in ratios))
             took = median(each["actual_s"] for each in legs)
             told.append(f"{leg} leg median {took:.2f} s, predicted within a factor of {off:.2f} in half the cases")
-    return f"`{arm.note.planner}`, {len(arm.rows)} requests: {'; '.join(told)}." if told else ""
+    return f"- `{arm.note.planner}`, {arm.repeat}: {'; '.join(told)}." if told else ""

@@ -107,3 +107,29 @@ def test_the_script_says_how_it_is_used() -> None:
     told = subprocess.run([str(script)], capture_output=True, text=True, timeout=30, check=False)
     assert told.returncode == 2
     assert "elastic_ab.sh TRACE OUTPUT" in told.stdout
+
+
+def test_the_published_table_is_what_the_kept_records_say() -> None:
+    page = (REPOSITORY / "docs" / "elastic.md").read_text()
+    published = page.split("<!-- table -->\n")[1].split("\n<!-- end of table -->")[0]
+    assert published == markdown(REPOSITORY / "docs" / "results" / "elastic-h200-4x")
+
+
+def test_the_kept_arms_were_fresh_complete_and_over_nvlink() -> None:
+    arms = read_arms(REPOSITORY / "docs" / "results" / "elastic-h200-4x")
+    assert len(arms) == 10
+    engine_ids: list[str] = []
+    for arm in arms:
+        folder = REPOSITORY / "docs" / "results" / "elastic-h200-4x" / arm.repeat / arm.note.label
+        proof = msgspec.json.decode((folder / "fresh.json").read_bytes())
+        assert [engine["problems"] for engine in proof["engines"]] == [[]] * 4
+        engine_ids += [engine["engine_ids"][0] for engine in proof["engines"]]
+        assert arm.run.end is not None
+        assert len(arm.run.records) == 159
+        assert all(record.ok for record in arm.run.records)
+        assert arm.note.transport == "nvlink"
+    assert len(set(engine_ids)) == 40, "an engine served two arms"
+    rows = [row for arm in arms for row in arm.rows]
+    assert sum(row["predicted_cached_tokens"] == row["actual_cached_tokens"] for row in rows) == 1588
+    offloaded = [row for arm in arms if arm.note.planner == "cost_model" for row in arm.rows if row["prefill_instance"]]
+    assert (len(offloaded), sum(row["legs"]["prefill"]["actual_s"] <= 0.3 for row in offloaded)) == (65, 48)
