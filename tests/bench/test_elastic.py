@@ -86,7 +86,7 @@ def test_two_arms_on_simulated_engines_give_a_table(tmp_path: Path) -> None:
     assert all(record.ok for arm in arms for record in arm.run.records)
     table = markdown(kept)
     assert table in result.output
-    assert f"| `never` | {len(made.requests)}/{len(made.requests)} |" in table
+    assert f"| `never` | kept | {len(made.requests)}/{len(made.requests)} |" in table
     assert "| against `never` |" in table
     fresh = [msgspec.json.decode((kept / arm.note.label / "fresh.json").read_bytes()) for arm in arms]
     ids = [engine["engine_ids"][0] for proof in fresh for engine in proof["engines"]]
