@@ -17,14 +17,13 @@ from launch.fleet_sections import (
     GroupSettings,
     PeerSettings,
     Port,
-    Protocol,
     Seconds,
     Section,
     SimSettings,
     VllmSettings,
 )
 from launch.members import Member, expand
-from policies.types import Role
+from policies.types import Role, Transport
 from proxy.settings import Settings, SettingsError, load_settings
 
 FLEETS = Path(__file__).resolve().parent.parent / "configs" / "fleets"
@@ -166,7 +165,7 @@ class FleetFile(Section):
         wanted = [(port, owner) for kind in by_kind for port, owner in kind if port is not None]
         return [*wanted, (self.proxy_port, "the proxy")]
 
-    def proxy_config(self, transports: Mapping[str, Protocol] | None = None) -> dict[str, Any]:
+    def proxy_config(self, transports: Mapping[str, Transport] | None = None) -> dict[str, Any]:
         """The proxy's settings file: the inline settings plus this fleet's instances and its peers.
 
         Args:

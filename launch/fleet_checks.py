@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from launch.fleet_sections import Protocol
-from policies.types import Role
+from policies.types import Role, Transport
 
 if TYPE_CHECKING:
     from launch.fleet import FleetFile
@@ -166,7 +165,7 @@ def _check_transfer(fleet: FleetFile) -> None:
         transfer = member.vllm.transfer
         if "mooncake_protocol" in transfer.extra_config:
             raise ValueError("vllm.transfer.extra_config.mooncake_protocol: use vllm.transfer.protocol")
-        if transfer.protocol is not Protocol.NVLINK:
+        if transfer.protocol is not Transport.NVLINK:
             continue
         if member.vllm.device == "cpu":
             raise ValueError("vllm.transfer.protocol: nvlink needs vllm.device: cuda")
@@ -212,7 +211,7 @@ def _check_peers(fleet: FleetFile) -> None:
                     f"peers.{number}.{key}: {address} is the machine that reads it, and the fleet spans several; "
                     "give an address that every host can reach"
                 )
-    if any(member.vllm.transfer.protocol is Protocol.NVLINK for member in fleet.members) and any(
+    if any(member.vllm.transfer.protocol is Transport.NVLINK for member in fleet.members) and any(
         peer.role is not Role.NONE for peer in fleet.peers
     ):
         raise ValueError(

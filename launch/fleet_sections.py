@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from policies.types import Role
+from policies.types import Role, Transport
 
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -40,20 +39,11 @@ class SimSettings(Section):
     abort_timeout_s: float | None = Field(default=None, gt=0, description="engine seconds P holds blocks nobody pulls")
 
 
-class Protocol(StrEnum):
-    """How the connector moves KV caches."""
-
-    TCP = "tcp"
-    RDMA = "rdma"
-    EFA = "efa"
-    NVLINK = "nvlink"
-
-
 class TransferSettings(Section):
     """KV transfer between vLLM engines (MooncakeConnector); unused with role none."""
 
-    protocol: Protocol = Field(
-        default=Protocol.TCP,
+    protocol: Transport = Field(
+        default=Transport.TCP,
         description="tcp, rdma, efa (AWS), or nvlink (GPUs of one host; Mooncake's intra-node transport)",
     )
     transport_proof: Literal["require", "report"] | None = Field(
@@ -86,7 +76,7 @@ class TransferSettings(Section):
     @property
     def proof_required(self) -> bool:
         """Whether a transport that the log does not show is an error."""
-        return self.transport_proof == "require" or (self.transport_proof is None and self.protocol is Protocol.NVLINK)
+        return self.transport_proof == "require" or (self.transport_proof is None and self.protocol is Transport.NVLINK)
 
 
 class EventsSettings(Section):
@@ -178,4 +168,4 @@ class PeerSettings(Section):
     events_url: str | None = Field(default=None, description="its KV events, such as tcp://10.0.0.7:5701")
     events_replay_url: str | None = Field(default=None, description="where its KV events can be asked for again")
     host: str = Field(default="", description="machine it runs on; default: the host part of the URL")
-    transport: Protocol | None = Field(default=None, description="how it moves KV, if you know; taken as said")
+    transport: Transport | None = Field(default=None, description="how it moves KV, if you know; taken as said")

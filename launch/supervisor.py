@@ -19,13 +19,12 @@ import yaml
 from launch.arrival import arrival_problems
 from launch.engines import KINDS, ProcessSpec, engine_specs, proxy_spec
 from launch.fleet import FleetFile, ports_in_use
-from launch.fleet_sections import Protocol
 from launch.likeness import unlike_engines
 from launch.processes import ManagedProcess, StartError, creation_time, stop_processes
 from launch.state import FleetState, ProcessState, StateError, read_state, write_state
 from launch.transport import prove_transport
 from launch.watch import Watch
-from policies.types import Role
+from policies.types import Role, Transport
 
 PROXY_CONFIG = "proxy.yaml"
 _WATCH_S = 0.1
@@ -165,7 +164,7 @@ class Fleet:
     def _write_proxy_config(self) -> None:
         """The proxy's settings, with what the engines' logs proved."""
         proven = {
-            found.name: Protocol(found.transport) for found in self.state.processes if found.transport is not None
+            found.name: Transport(found.transport) for found in self.state.processes if found.transport is not None
         }
         text = yaml.safe_dump(self.fleet.proxy_config(proven), sort_keys=False)
         (self.run_dir / PROXY_CONFIG).write_text(text, encoding="utf-8")

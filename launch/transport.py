@@ -9,26 +9,25 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from launch.fleet_sections import Protocol
 from launch.members import Member
 from launch.processes import ManagedProcess, StartError
-from policies.types import Role
+from policies.types import Role, Transport
 
 _EVIDENCE = (
     # The first that is found counts: NVLink is set up beside TCP, which then only shakes hands.
-    (Protocol.NVLINK, re.compile(r"Using Intra-Node NVLink transport")),
-    (Protocol.EFA, re.compile(r"provider: efa|\bEfaTransport\b")),
-    (Protocol.RDMA, re.compile(r"RDMA device: \S+.*\b(LID|GID)\b")),
-    (Protocol.TCP, re.compile(r"TcpTransport: listen on port")),
+    (Transport.NVLINK, re.compile(r"Using Intra-Node NVLink transport")),
+    (Transport.EFA, re.compile(r"provider: efa|\bEfaTransport\b")),
+    (Transport.RDMA, re.compile(r"RDMA device: \S+.*\b(LID|GID)\b")),
+    (Transport.TCP, re.compile(r"TcpTransport: listen on port")),
 )
 
 
-def proven_transport(log: str) -> Protocol | None:
+def proven_transport(log: str) -> Transport | None:
     """The transport a log shows; None when it shows none."""
     return next((protocol for protocol, line in _EVIDENCE if line.search(log)), None)
 
 
-def prove_transport(process: ManagedProcess) -> tuple[Protocol | None, str | None]:
+def prove_transport(process: ManagedProcess) -> tuple[Transport | None, str | None]:
     """The transport of a ready engine, and a sentence when it is not the configured one and that is allowed.
 
     Raises:
@@ -50,14 +49,14 @@ def prove_transport(process: ManagedProcess) -> tuple[Protocol | None, str | Non
     return found, told
 
 
-def _simulated(command: tuple[str, ...]) -> Protocol | None:
+def _simulated(command: tuple[str, ...]) -> Transport | None:
     """What a simulated engine was told to time its transfers as; None where that is the profile's default."""
     told = dict(pairwise(command)).get("--transport")
-    return Protocol(told) if told in set(Protocol) else None
+    return Transport(told) if told in set(Transport) else None
 
 
 def _advice(member: Member) -> str:
-    if member.vllm.transfer.protocol is Protocol.NVLINK:
+    if member.vllm.transfer.protocol is Transport.NVLINK:
         return (
             "NVLink needs Mooncake 0.3.13 or later built for CUDA, GPUs of one host, and MC_FORCE_TCP unset; choose "
             "protocol tcp, or transport_proof: report to run anyway."

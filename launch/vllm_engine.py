@@ -11,9 +11,8 @@ from typing import Any
 
 from launch.fleet import FleetFile
 from launch.fleet_checks import ALLOCATOR_VARIABLES, NVLINK_VARIABLE
-from launch.fleet_sections import Protocol
 from launch.members import Member
-from policies.types import Role
+from policies.types import Role, Transport
 
 PROJECT = Path(__file__).resolve().parent.parent
 _MODULE = "vllm.entrypoints.openai.api_server"
@@ -93,7 +92,7 @@ class VllmEngine:
         Mooncake looks whether MC_INTRANODE_NVLINK is there, not at its value: only its absence turns it off.
         """
         member = fleet.members[index]
-        if member.role is not Role.NONE and member.vllm.transfer.protocol is Protocol.NVLINK:
+        if member.role is not Role.NONE and member.vllm.transfer.protocol is Transport.NVLINK:
             return (_FORCE_TCP,)
         return (NVLINK_VARIABLE,)
 
@@ -129,7 +128,7 @@ class VllmEngine:
                 for library in _preload(member):
                     if not Path(library).exists():
                         found[f"vllm.cpu.preload: no library at {library} (Debian: libtcmalloc-minimal4)"] = None
-            if member.role is not Role.NONE and member.vllm.transfer.protocol is Protocol.NVLINK:
+            if member.role is not Role.NONE and member.vllm.transfer.protocol is Transport.NVLINK:
                 for name in ALLOCATOR_VARIABLES:
                     if "expandable_segments" in inherited.get(name, "") and name not in member.env:
                         found[
@@ -177,7 +176,7 @@ def _transfer_config(member: Member) -> dict[str, Any] | None:
         return None
     transfer = member.vllm.transfer
     # NVLink is Mooncake's own choice within what vLLM calls tcp; the environment asks for it.
-    protocol = Protocol.TCP if transfer.protocol is Protocol.NVLINK else transfer.protocol
+    protocol = Transport.TCP if transfer.protocol is Transport.NVLINK else transfer.protocol
     config: dict[str, Any] = {
         "kv_connector": "MooncakeConnector",
         "kv_role": member.kv_role.value,
@@ -212,9 +211,9 @@ def _transfer_environment(fleet: FleetFile, member: Member) -> dict[str, str]:
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(fleet.base_bootstrap_port + member.index if port is None else port),
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(member.vllm.transfer.abort_timeout_s),
     }
-    if member.vllm.transfer.protocol is Protocol.NVLINK:
+    if member.vllm.transfer.protocol is Transport.NVLINK:
         variables[NVLINK_VARIABLE] = "1"
-    if member.vllm.transfer.protocol is Protocol.EFA:
+    if member.vllm.transfer.protocol is Transport.EFA:
         # With it, a transfer between two processes of one host ends in a segmentation fault.
         variables["FI_EFA_ENABLE_SHM_TRANSFER"] = "0"
     return variables

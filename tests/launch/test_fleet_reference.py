@@ -13,8 +13,8 @@ import pytest
 from launch.engines import engine_specs
 from launch.fleet import FLEETS, FleetFile, load_fleet, parse_fleet
 from launch.fleet_reference import keys, reference
-from launch.fleet_sections import Protocol, VllmSettings
-from policies.types import Role
+from launch.fleet_sections import VllmSettings
+from policies.types import Role, Transport
 from tests.launch.conftest import REPOSITORY
 
 GUIDE = (REPOSITORY / "docs" / "launch.md").read_text()
@@ -50,7 +50,7 @@ def test_the_guide_lists_every_shipped_fleet_with_its_transport() -> None:
 
 def test_the_guide_gives_each_transport_its_environment() -> None:
     table = rows("| protocol | `mooncake_protocol` | environment of every engine with a connector |")
-    assert [row[0].strip("`") for row in table] == [protocol.value for protocol in Protocol]
+    assert [row[0].strip("`") for row in table] == [protocol.value for protocol in Transport]
     for protocol, mooncake, environment in table:
         vllm = {"transfer": {"protocol": protocol.strip("`")}}
         spec = engine_specs(parse_fleet({"kind": "vllm", "count": 2, "model": "m", "vllm": vllm}))[0]

@@ -12,9 +12,9 @@ import yaml
 from launch.engines import KINDS, ProcessSpec, engine_specs
 from launch.fleet import FLEETS, FleetError, FleetFile, load_fleet, parse_fleet
 from launch.fleet_overrides import MODEL_VARIABLE, PYTHON_VARIABLE, apply_overrides
-from launch.fleet_sections import Protocol
 from launch.transport import proven_transport
 from launch.vllm_engine import resolve_model, resolve_python
+from policies.types import Transport
 from proxy.settings import load_settings
 
 GOOD: dict[str, Any] = {"kind": "vllm", "count": 2, "model": "m"}
@@ -348,13 +348,13 @@ def test_paths_are_found_from_here_then_from_the_project(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("log", "protocol"),
     [
-        ("I1 tcp_transport.cpp:541] TcpTransport: listen on port 16599", Protocol.TCP),
-        ("TcpTransport: listen on port 1\nx] Using Intra-Node NVLink transport\n", Protocol.NVLINK),
-        ("EFA device (libfabric): rdmap79s0, domain: rdmap79s0-rdm, fabric: efa, provider: efa", Protocol.EFA),
-        ("rdma_context.cpp:1] RDMA device: mlx5_0, LID: 0, GID: (3) 00:00", Protocol.RDMA),
+        ("I1 tcp_transport.cpp:541] TcpTransport: listen on port 16599", Transport.TCP),
+        ("TcpTransport: listen on port 1\nx] Using Intra-Node NVLink transport\n", Transport.NVLINK),
+        ("EFA device (libfabric): rdmap79s0, domain: rdmap79s0-rdm, fabric: efa, provider: efa", Transport.EFA),
+        ("rdma_context.cpp:1] RDMA device: mlx5_0, LID: 0, GID: (3) 00:00", Transport.RDMA),
         ("The Mooncake Transfer Engine is using tcp as its protocol.", None),
         ("No RDMA devices found, check your device installation", None),
     ],
 )
-def test_a_log_proves_a_transport(log: str, protocol: Protocol | None) -> None:
+def test_a_log_proves_a_transport(log: str, protocol: Transport | None) -> None:
     assert proven_transport(log) is protocol
