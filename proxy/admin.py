@@ -217,6 +217,7 @@ async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict
             "pinned_instance": fleet.pinned,
         },
         "fleet": [view._asdict() for view in fleet.instances],
+        "prefill_only": [view._asdict() for view in fleet.prefill_instances if view not in fleet.instances],
         "hotspot": fleet.hotspot._asdict(),
         "in_force": core.router.policy.name,
         "decisions": {name: _decision(decision) for name, decision in answers.items()},
