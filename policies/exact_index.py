@@ -69,6 +69,10 @@ class _Instance:
     ours: dict[EngineHash, int] = field(default_factory=dict)
     further_copies: dict[EngineHash, int] = field(default_factory=dict)
     counters: ExactCounters = field(default_factory=ExactCounters)
+    awaited: dict[int, set[int]] = field(default_factory=dict)
+    """Block -> numbers of the promises that end with it."""
+    gone: set[int] = field(default_factory=set)
+    """Of those numbers, the ones whose block was held and is not any more."""
 
     @property
     def trusted(self) -> bool:
@@ -246,12 +250,34 @@ class ExactIndex:
                     known.counters.unknown_removed += 1
                 elif block != _FOREIGN:
                     self._drop_holder(block, known.bit)
+                    if block in known.awaited:
+                        known.gone |= known.awaited[block]
         known.counters.removed += len(hashes)
 
     def clear(self, instance: str) -> None:
         """The engine emptied its cache: whatever was missed before does not matter any more."""
         self.reset(instance)
         self._instances[instance].counters.cleared += 1
+
+    # Promises
+
+    def await_block(self, instance: str, block: int, number: int) -> None:
+        """Remember whether ``block`` was told of from now on, for promise ``number``: it may be evicted again soon."""
+        self._instances[instance].awaited.setdefault(block, set()).add(number)
+
+    def forget_promise(self, instance: str, block: int, number: int) -> None:
+        """Nobody asks about promise ``number`` any more. Unknown ones are ignored."""
+        known = self._instances.get(instance)
+        if known is None or block not in known.awaited:
+            return
+        known.awaited[block].discard(number)
+        known.gone.discard(number)
+        if not known.awaited[block]:
+            del known.awaited[block]
+
+    def told_of(self, instance: str, block: int, number: int) -> bool:
+        """Whether the block that promise ``number`` ends with is held, or was and is gone again."""
+        return number in self._instances[instance].gone or self.holds(instance, block)
 
     # Reading
 
@@ -290,6 +316,8 @@ class ExactIndex:
                 self._drop_holder(block, known.bit)
         known.ours = {}
         known.further_copies = {}
+        for numbers in known.awaited.values():
+            known.gone |= numbers
 
     def _drop_holder(self, block: int, bit: int) -> None:
         left = self._holders[block] & ~bit

@@ -40,8 +40,10 @@ class Promised:
     def add(self, instance: str, request: RequestView) -> None:
         """The request's prompt will be in the instance's cache."""
         if request.plain and self._exact.follows(instance):
-            self._numbers[instance] = self._promises.add(instance, request.block_hashes)
+            number = self._numbers[instance] = self._promises.add(instance, request.block_hashes)
             self._last_block = request.block_hashes[-1] if request.block_hashes else None
+            if self._last_block is not None:
+                self._exact.await_block(instance, self._last_block, number)
 
     def broken(self, instance: str) -> None:
         """The instance will not compute it. Later calls do nothing."""
@@ -56,7 +58,7 @@ class Promised:
             if number is None:
                 continue
             awaited = self._last_block is not None and self._exact.follows(name) and self._exact.trusted(name)
-            if awaited and not self._exact.holds(name, self._last_block or 0):
+            if awaited and not self._exact.told_of(name, self._last_block or 0, number):
                 self._promises.release(number)
             else:
                 self._promises.drop(number)
@@ -68,7 +70,7 @@ class Predictor:
     def __init__(self, shadow: PrefixIndex) -> None:
         self.shadow = shadow
         self.exact = ExactIndex()
-        self.promises = Promises()
+        self.promises = Promises(on_drop=self.exact.forget_promise)
 
     def match(self, request: RequestView, now_s: float) -> dict[str, Match]:
         """Matched prefix of every instance. One descent per index, plus the prompts in flight on trusted instances."""
@@ -79,7 +81,7 @@ class Predictor:
         matches = {}
         for instance, blocks in shadow.items():
             if instance in trusted:
-                reported = partial(self.exact.holds, instance)
+                reported = partial(self.exact.told_of, instance)
                 exact = self.promises.match(instance, hashes, held[instance], now_s, reported)
                 matches[instance] = Match(exact, IndexSource.EXACT, blocks, exact)
             else:

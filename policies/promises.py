@@ -29,8 +29,13 @@ class Promises:
     unless several of them reach ever deeper.
     """
 
-    def __init__(self, linger_s: float = LINGER_S) -> None:
+    def __init__(
+        self,
+        linger_s: float = LINGER_S,
+        on_drop: Callable[[str, int, int], None] = lambda instance, last_block, number: None,
+    ) -> None:
         self._linger_s = linger_s
+        self._on_drop = on_drop
         self._live: dict[str, dict[int, _Promise]] = {}
         self._by_number: dict[int, _Promise] = {}
         self._number = 0
@@ -56,19 +61,22 @@ class Promises:
         promise = self._by_number.pop(number, None)
         if promise is not None:
             del self._live[promise.instance][number]
+            if promise.hashes:
+                self._on_drop(promise.instance, promise.hashes[-1], number)
 
     def forget_instance(self, instance: str) -> None:
         """The instance's cache is gone, and with it all that was promised there."""
-        for number in self._live.pop(instance, {}):
-            del self._by_number[number]
+        for number in list(self._live.get(instance, {})):
+            self.drop(number)
+        self._live.pop(instance, None)
 
     def match(
-        self, instance: str, hashes: Sequence[int], known: int, now_s: float, reported: Callable[[int], bool]
+        self, instance: str, hashes: Sequence[int], known: int, now_s: float, reported: Callable[[int, int], bool]
     ) -> int:
         """Longest prefix of ``hashes`` that is held or promised, in blocks; ``known`` of them are held already.
 
-        ``reported`` says of a block whether the instance's events have told of it: a finished request whose last block
-        they have told of stands in for nothing any more, even if some of its blocks are evicted later.
+        ``reported`` says of a block and the promise that ends with it whether the instance's events have told of it: a
+        finished request whose last block they have told of stands in for nothing any more, even if it is evicted since.
         """
         live = self._live.get(instance)
         if not live:
@@ -76,7 +84,7 @@ class Promises:
         over: list[int] = []
         for number, promise in live.items():
             if promise.released:
-                if not promise.hashes or reported(promise.hashes[-1]):
+                if not promise.hashes or reported(promise.hashes[-1], number):
                     over.append(number)
                     continue
                 if promise.released_s is None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from policies.types import Role
 from proxy.settings import HealthSettings, InstanceSettings
 
 
@@ -71,10 +72,12 @@ class Instances:
         """Names of the instances that may be sent requests.
 
         One that should be recycled rests for ``RECYCLE_PATIENCE_S``; if nobody restarts it, it serves on as it is.
-        Where nothing else is left, it serves all the same.
+        Where nothing else is left that may decode, it serves all the same.
         """
         healthy = {name for name, instance in self._by_name.items() if instance.healthy}
-        return {name for name in healthy if not _resting(self._by_name[name])} or healthy
+        rested = {name for name in healthy if not _resting(self._by_name[name])}
+        can_answer = any(self._by_name[name].settings.role is not Role.KV_PRODUCER for name in rested)
+        return rested if can_answer else healthy
 
     def succeeded(self, name: str) -> None:
         """A request was answered: the failures so far were not in a row."""

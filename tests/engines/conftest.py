@@ -28,7 +28,10 @@ ASKED_VARIABLE = "WARMROUTE_TEST_ENGINES"
 RUN_VARIABLE = "WARMROUTE_ENGINES_RUN"
 """Run directory of a fleet that runs already, to be used while writing tests; see docs/engines.md."""
 
+FIRST = ("test_small_pool", "test_elastic_ab")
+"""They have engines of their own: done before the shared ones start, so that four run at most."""
 LAST = ("test_failures", "test_kills")
+"""Abandoned pulls leave leaked blocks in the engines, kills cost a restart each."""
 
 FLEET_OVERRIDES = (
     # Ports of their own: a fleet somebody runs from the same file is left alone.
@@ -39,8 +42,6 @@ FLEET_OVERRIDES = (
     "base_master_port=19601",
     # P gives up a transfer nobody fetches after this long; short, so that a test can wait for it.
     "vllm.transfer.abort_timeout_s=3",
-    # Log probabilities of a prompt would have torch compile a kernel first: half a minute, and a C++ compiler.
-    "env.TORCHDYNAMO_DISABLE='1'",
     "restart=on_failure",
     "max_restarts=20",
     "restart_backoff_s=0.2",
@@ -52,7 +53,7 @@ def engines_folder() -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what was not asked for, or cannot run; put tests that kill engines last."""
+    """Skip what was not asked for, or cannot run; put tests with engines of their own first, those that kill last."""
     mine = [item for item in items if HERE in item.path.parents and item.get_closest_marker("engines")]
     asked = os.environ.get(ASKED_VARIABLE) == "1" or "engines" in (config.getoption("markexpr") or "").split()
     reason = None
@@ -63,10 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in mine:
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
-    # Abandoned pulls leave leaked blocks in the engines, kills cost a restart each: these two come last.
-    items.sort(
-        key=lambda item: LAST.index(item.path.stem) + 1 if item.path.parent == HERE and item.path.stem in LAST else 0
-    )
+    order = {name: rank - len(FIRST) for rank, name in enumerate(FIRST)} | {name: 1 + i for i, name in enumerate(LAST)}
+    items.sort(key=lambda item: order.get(item.path.stem, 0) if item.path.parent == HERE else 0)
 
 
 @pytest.fixture(scope="session")
@@ -120,6 +119,7 @@ class StartProxy:
         roles: dict[int, str] | None = None,
         urls: dict[int, str] | None = None,
         bootstraps: dict[int, str] | None = None,
+        events: bool = False,
         **settings: Any,
     ) -> Proxy:
         """Start it.
@@ -129,6 +129,7 @@ class StartProxy:
             roles: role by engine, when not ``kv_both``.
             urls: address by engine, when not the engine's own: a relay's.
             bootstraps: the same for bootstrap addresses.
+            events: whether it hears the engines' KV events.
             settings: of the proxy; laid over short bounds and a planner that offloads every prompt from 500 tokens on.
         """
         file = self.engines.file
@@ -138,6 +139,11 @@ class StartProxy:
                 "url": (urls or {}).get(number, file.url(number)),
                 "bootstrap_url": (bootstraps or {}).get(number, file.bootstrap_url(number)),
                 "role": (roles or {}).get(number, "kv_both"),
+                **(
+                    {"events_url": file.events_url(number), "events_replay_url": file.events_replay_url(number)}
+                    if events
+                    else {}
+                ),
             }
             for number in which
         ]
@@ -147,6 +153,8 @@ class StartProxy:
             "prefill_timeout_s": 8.0,
             "first_token_timeout_s": 8.0,
             "hold_s": 3.0,
+            # Longer than any D leg waits for its turn here, so that none is cut while D has it queued.
+            "abandoned_s": 20.0,
             **settings.pop("offload", {}),
         }
         merged = {
@@ -160,9 +168,9 @@ class StartProxy:
             "log_level": "warning",
             **settings,
         }
-        core, url = await self.stack.enter_async_context(serving(load_settings(None, **merged)))
+        _, url = await self.stack.enter_async_context(serving(load_settings(None, **merged)))
         client = await self.stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120, trust_env=False))
-        proxy = Proxy(core, url, client, file.request_model)
+        proxy = Proxy(url, client, file.request_model)
         await proxy.until_healthy(*(file.name(number) for number in which))
         return proxy
 

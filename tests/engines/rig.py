@@ -20,7 +20,6 @@ import pytest
 
 from launch.fleet import FleetFile
 from launch.state import ProcessState, read_state
-from proxy.core import Core
 
 REAL_ENGINES = [
     pytest.mark.engines,
@@ -175,11 +174,20 @@ class Said:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
 
+async def sse_data(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """Data of each event. Split at line feeds only: texts of a random model hold all the other line separators."""
+    rest = b""
+    async for piece in answer.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield line[6:]
+
+
 @dataclass
 class Proxy:
     """The proxy that serves, and a client for it."""
 
-    core: Core
     url: str
     client: httpx.AsyncClient
     model: str
@@ -208,13 +216,13 @@ class Proxy:
                     said.take(json.loads(await answer.aread()))
                     said.done = True
                     return said
-                async for line in answer.aiter_lines():
-                    if line == "data: [DONE]":
+                async for event in sse_data(answer):
+                    if event == b"[DONE]":
                         said.done = True
-                    elif line.startswith("data: "):
-                        said.take(json.loads(line[6:]))
-                        if on_event is not None:
-                            on_event(said)
+                        continue
+                    said.take(json.loads(event))
+                    if on_event is not None:
+                        on_event(said)
         except TimeoutError:
             raise AssertionError(f"no end of the answer within {bound_s:g} s: {await self.row(request_id)}") from None
         return said
@@ -246,12 +254,22 @@ class Proxy:
         """Statistics once nothing is in flight; the ledger is zero then."""
 
         async def quiet() -> bool:
-            return not (await self.client.get("/stats")).json()["requests"]["in_flight"]
+            requests = (await self.client.get("/stats")).json()["requests"]
+            return not requests["in_flight"] and not requests["abandoned_pulls"]
 
-        await until(quiet, "no request in flight in the proxy", 60)
+        await until(quiet, "no request in flight in the proxy, no pull given up but open", 60)
         stats = dict((await self.client.get("/stats")).json())
         assert not any(stats["ledger"].values()), stats["ledger"]
         return stats
+
+
+async def until_trusted(proxy: Proxy, *names: str) -> None:
+    """The exact index of these instances may be asked."""
+
+    async def trusted() -> bool:
+        return all([(await proxy.instance(name))["kv_events"]["trusted"] for name in names])
+
+    await until(trusted, f"the exact index of {', '.join(names)} is trusted", 30)
 
 
 @contextlib.asynccontextmanager

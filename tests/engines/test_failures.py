@@ -24,6 +24,8 @@ P, D, OTHER, JUDGE = 0, 1, 2, 3
 LEG_BOUND_S = 5.0
 """What each leg may take here, before the request is answered without a hand-off."""
 NEVER_S = 3600.0
+ABANDONED_S = 2.0
+"""How long a pull that hangs stays open here; D has seats for all, so nothing that is cut then is queued."""
 
 
 @dataclass
@@ -83,6 +85,8 @@ async def start_pair(engines: Engines, start_proxy: StartProxy, *more: int, **of
         offload={
             "prefill_timeout_s": LEG_BOUND_S,
             "first_token_timeout_s": LEG_BOUND_S,
+            "token_timeout_s": 0.05,
+            "abandoned_s": ABANDONED_S,
             "query_timeout_s": 2.0,
             "watch_interval_s": 0.5,
             **offload,

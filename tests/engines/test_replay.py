@@ -14,10 +14,11 @@ import pytest
 
 from replayer.ideal import ideal
 from replayer.records import Run, read_run
+from replayer.report import format_percent
 from replayer.summary import summarise
 from replayer.trace import load_trace
 from tests.engines.conftest import ROOT, StartProxy
-from tests.engines.rig import BLOCK, REAL_ENGINES, Engines, Proxy
+from tests.engines.rig import BLOCK, REAL_ENGINES, Engines, Proxy, until_trusted
 
 pytestmark = [*REAL_ENGINES, pytest.mark.traces]
 
@@ -25,6 +26,7 @@ REQUESTS = 60
 TRACE_BLOCK = 64
 """Tokens of a block of the trace; each becomes one block of the engines, so prompts are a quarter as long."""
 MAX_OUTPUT_TOKENS = 12
+POLICIES = ("session_sticky", "round_robin")
 
 
 def shortened(folder: Path) -> Path:
@@ -54,13 +56,16 @@ def shortened(folder: Path) -> Path:
     return path
 
 
-async def replay(proxy: Proxy, trace: Path, output: Path, seed: int) -> Run:
-    """The command line, as a user runs it."""
-    command = [sys.executable, "-m", "warmroute", "replay", str(trace), "--output", str(output)]
-    command += ["--endpoint", proxy.url, "--token-low", "10", "--token-high", "2000", "--timeout", "120"]
-    command += ["--time-scale", "20", "--think-scale", "20", "--block-tokens", str(BLOCK), "--seed", str(seed)]
+async def warmroute(*arguments: str) -> str:
+    """The command line, as a user runs it; what it prints."""
     child = await asyncio.create_subprocess_exec(
-        *command, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        sys.executable,
+        "-m",
+        "warmroute",
+        *arguments,
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
     )
     try:
         out, _ = await asyncio.wait_for(child.communicate(), 300)
@@ -69,6 +74,13 @@ async def replay(proxy: Proxy, trace: Path, output: Path, seed: int) -> Run:
             child.kill()
             await child.wait()
     assert child.returncode == 0, out.decode()
+    return out.decode()
+
+
+async def replay(proxy: Proxy, trace: Path, output: Path, seed: int) -> Run:
+    flags = ["--endpoint", proxy.url, "--token-low", "10", "--token-high", "2000", "--timeout", "120"]
+    flags += ["--time-scale", "20", "--think-scale", "20", "--block-tokens", str(BLOCK), "--seed", str(seed)]
+    await warmroute("replay", str(trace), "--output", str(output), "--label", output.stem, *flags)
     return read_run(output)
 
 
@@ -77,8 +89,17 @@ async def test_sticky_sessions_hit_more_than_turns_dealt_round(
 ) -> None:
     trace = shortened(tmp_path)
     apc: dict[str, float] = {}
-    for policy in ("session_sticky", "round_robin"):
-        proxy = await start_proxy(0, 1, 2, 3, policy={"name": policy}, offload={"planner": "never", "params": {}})
+    for policy in POLICIES:
+        proxy = await start_proxy(
+            0,
+            1,
+            2,
+            3,
+            events=True,
+            policy={"name": policy},
+            offload={"planner": "never", "params": {}},
+        )
+        await until_trusted(proxy, *map(engines.name, range(4)))
         # The ids of the trace stand for other tokens each time: nothing in the caches is of use.
         seed = int.from_bytes(os.urandom(3))
         run = await replay(proxy, trace, tmp_path / f"{policy}.jsonl", seed)
@@ -88,7 +109,7 @@ async def test_sticky_sessions_hit_more_than_turns_dealt_round(
         assert summary.requests >= REQUESTS * 0.8
         assert summary.apc is not None
         apc[policy] = summary.apc
-        # Token ids, nothing evicted: what the index foretells is what the engines find.
+        # Token ids, nothing evicted: what the indexes foretell is what the engines find.
         assert summary.predicted_requests == summary.requests
         off = [
             (record.predicted_cached_tokens, record.cached_tokens)
@@ -97,9 +118,36 @@ async def test_sticky_sessions_hit_more_than_turns_dealt_round(
         ]
         assert not off, (policy, off)
         assert summary.predicted_error_tokens.p99 == 0
-        await proxy.settled()
+        errors = (await proxy.settled())["prediction_error"]
+        assert errors["used"] == {"exact": summary.requests, "shadow": 0}
+        for source in ("exact", "shadow"):
+            found = errors["side_by_side"][source]
+            assert (found["requests"], found["absolute_error_tokens"]) == (summary.requests, 0), (policy, errors)
+        (tmp_path / f"{policy}-breakdown.jsonl").write_text(
+            (await proxy.client.get("/breakdown", params={"limit": 10_000, "format": "jsonl"})).text
+        )
         await engines.until_idle(0, 1, 2, 3)
     # One session's turns find all that one endless cache for everybody would have.
     best = ideal(load_trace(trace, block_tokens=BLOCK), instances=4)
     assert apc["session_sticky"] == pytest.approx(best.sticky_apc, abs=0.05)
     assert apc["session_sticky"] > 1.3 * apc["round_robin"] > 0, apc
+    await check_what_is_told(tmp_path, apc)
+
+
+async def check_what_is_told(folder: Path, apc: dict[str, float]) -> None:
+    """`warmroute summary` and `warmroute report` say the same of these runs."""
+    for policy in POLICIES:
+        told = json.loads(await warmroute("summary", str(folder / f"{policy}.jsonl"), "--json"))
+        assert told["apc"] == apc[policy]
+        assert told["predicted_error_tokens"]["p99"] == told["predicted_bias_tokens"] == 0
+    breakdowns = [
+        part for policy in POLICIES for part in ("--breakdown", f"{policy}={folder / policy}-breakdown.jsonl")
+    ]
+    runs = [str(folder / f"{policy}.jsonl") for policy in POLICIES]
+    # Each run has tokens of its own, so only --force compares them.
+    told = await warmroute("report", *runs, *breakdowns, "--force", "--output", str(folder / "report.html"))
+    assert "report.html" in told
+    page = (folder / "report.html").read_text()
+    for policy in POLICIES:
+        assert policy in page
+        assert format_percent(apc[policy]) in page

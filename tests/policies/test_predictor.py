@@ -116,7 +116,7 @@ def test_a_restart_and_a_departure_void_what_was_promised() -> None:
     assert not len(state.predictor.promises)
 
 
-def never(block: int) -> bool:
+def never(block: int, number: int) -> bool:
     return False
 
 
@@ -125,6 +125,25 @@ def test_a_promise_that_was_kept_late_does_not_outlive_its_eviction() -> None:
     commit(state, ask(IDS), "a").release()
     stores(state, "a", IDS)
     assert see(state, ask(IDS), "a").cached_tokens == 160
+    state.predictor.exact.clear("a")
+    assert see(state, ask(IDS), "a").cached_tokens == 0
+
+
+def test_what_was_told_and_evicted_before_anybody_looked_is_not_promised_any_more() -> None:
+    state = fleet("a", "b")
+    first = commit(state, ask(IDS), "a")
+    first.release()
+    assert see(state, ask(IDS), "a").cached_tokens == 160, "its events are on their way"
+    stores(state, "a", IDS)
+    names = [("a", number, tuple(IDS[: (number + 1) * SIZE])).__hash__() for number in range(10)]
+    state.predictor.exact.remove("a", names)
+    assert see(state, ask(IDS), "a").cached_tokens == 0
+    assert len(state.predictor.promises) == 0
+
+
+def test_a_cache_that_was_emptied_keeps_no_promise_of_a_finished_request() -> None:
+    state = fleet("a", "b")
+    commit(state, ask(IDS), "a").release()
     state.predictor.exact.clear("a")
     assert see(state, ask(IDS), "a").cached_tokens == 0
 

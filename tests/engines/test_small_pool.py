@@ -1,0 +1,334 @@
+"""Engines with a small KV pool: what they evict is known exactly, and one that keeps what it should not is replaced.
+
+These two engines are started and stopped before the four that the other tests share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from launch.fleet import FleetFile, load_fleet
+from launch.supervisor import Fleet
+from proxy.settings import load_settings
+from tests.engines.conftest import ROOT
+from tests.engines.relay import Relay
+from tests.engines.rig import BLOCK, REAL_ENGINES, Engines, Proxy, fresh_prompt, until, until_trusted
+from tests.proxy.conftest import serving
+
+pytestmark = REAL_ENGINES
+
+POOL_BLOCKS = 512
+"""8,192 tokens: a few conversations fill it."""
+HEAVY_TOKENS = 500
+SETTINGS = {
+    "classes": {"medium_tokens": 200, "heavy_tokens": HEAVY_TOKENS},
+    "health": {"interval_s": 0.5, "timeout_s": 5.0},
+    "events": {"join_interval_s": 0.2},
+}
+"""Of the proxies here."""
+
+
+@dataclass
+class SmallPair:
+    """Two fleets of one engine each: P alone, D with a proxy that knows P as a peer."""
+
+    p: Engines
+    d: Engines
+    bootstrap: Relay
+    """What that proxy, and D through it, takes for P's bootstrap server."""
+    proxy: Proxy
+    """That proxy, a process of D's fleet."""
+
+    @property
+    def both(self) -> tuple[Engines, Engines]:
+        return self.p, self.d
+
+
+def small_fleet(engine_python: Path, tiny_model: Path, number: int, prefix: str, **proxy: Any) -> FleetFile:
+    return load_fleet(
+        ROOT / "configs" / "fleets" / "vllm-cpu-4x.yaml",
+        [
+            "count=1",
+            f"name_prefix={prefix}",
+            f"base_port={18301 + number}",
+            f"base_bootstrap_port={19301 + number}",
+            f"base_events_port={15711 + number}",
+            f"base_events_replay_port={15811 + number}",
+            f"base_master_port={19701 + number}",
+            f"vllm.num_gpu_blocks_override={POOL_BLOCKS}",
+            "vllm.max_model_len=4096",
+            "vllm.transfer.abort_timeout_s=3",
+            f"vllm.python={engine_python}",
+            f"model={tiny_model}",
+            "restart=on_failure",
+            "restart_backoff_s=0.2",
+            f"proxy.port={18401 + number}",
+            *(f"{key}={value}" for key, value in proxy.items()),
+        ],
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def pair(
+    tmp_path_factory: pytest.TempPathFactory, engine_python: Path, tiny_model: Path
+) -> AsyncIterator[SmallPair]:
+    """The two engines, and D's proxy."""
+    folder = tmp_path_factory.mktemp("small")
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
+        p_file = small_fleet(engine_python, tiny_model, 0, "p-")
+        await stack.enter_async_context(Fleet(p_file, folder / "p", with_proxy=False))
+        bootstrap_url = p_file.bootstrap_url(0)
+        assert bootstrap_url is not None
+        bootstrap = Relay(bootstrap_url)
+        await bootstrap.start()
+        stack.push_async_callback(bootstrap.stop)
+        offload = {
+            "planner": "threshold",
+            "params": {"min_decode_requests": 0},
+            "first_token_timeout_s": 2.0,
+            "token_timeout_s": 0.05,
+            "abandoned_s": 2.0,
+            "watch_interval_s": 3600,
+            "hold_s": 3.0,
+            "leak_share": 0.05,
+        }
+        peer = {"url": p_file.url(0), "name": "p-0", "role": "kv_producer", "bootstrap_url": bootstrap.url}
+        d_file = small_fleet(
+            engine_python,
+            tiny_model,
+            1,
+            "d-",
+            **{
+                "peers": [peer],
+                "proxy.offload": offload,
+                **{f"proxy.{key}": value for key, value in SETTINGS.items()},
+            },
+        )
+        await stack.enter_async_context(Fleet(d_file, folder / "d"))
+        to_proxy = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=d_file.proxy_url(), timeout=120, trust_env=False)
+        )
+        yield SmallPair(
+            Engines(p_file, folder / "p", client),
+            Engines(d_file, folder / "d", client),
+            bootstrap,
+            Proxy(d_file.proxy_url(), to_proxy, d_file.request_model),
+        )
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def listening(pair: SmallPair) -> AsyncIterator[Proxy]:
+    """A proxy of the test's own over both engines that hears their KV events."""
+    instances = [
+        {
+            "name": engines.name(0),
+            "url": engines.file.url(0),
+            "bootstrap_url": engines.file.bootstrap_url(0),
+            "role": "kv_both",
+            "events_url": engines.file.events_url(0),
+            "events_replay_url": engines.file.events_replay_url(0),
+        }
+        for engines in pair.both
+    ]
+    settings = load_settings(
+        None,
+        port=0,
+        instances=instances,
+        offload={"planner": "threshold", "params": {"min_decode_requests": 0}, "hold_s": 3.0},
+        policy={"name": "round_robin"},
+        log_level="warning",
+        **SETTINGS,
+    )
+    async with (
+        serving(settings) as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client,
+    ):
+        proxy = Proxy(url, client, pair.d.file.request_model)
+        await proxy.until_healthy("p-0", "d-0")
+        yield proxy
+
+
+async def events_of(proxy: Proxy, engines: Engines) -> dict[str, Any]:
+    return dict((await proxy.instance(engines.name(0)))["kv_events"])
+
+
+async def ask(proxy: Proxy, prompt: list[int], **more: Any) -> tuple[list[int], dict[str, Any]]:
+    """One request; what it answers, and its row."""
+    said = await proxy.say(proxy.body(prompt, ignore_eos=True, **more))
+    assert said.answer
+    row = await proxy.row(said.request_id)
+    assert row is not None
+    return said.token_ids, row
+
+
+def exact(row: dict[str, Any]) -> bool:
+    """The exact index was asked, and right."""
+    return bool(
+        row["index_source"] == "exact"
+        and row["predicted_by_exact_tokens"] == row["predicted_cached_tokens"] == row["actual_cached_tokens"]
+    )
+
+
+def figures(row: dict[str, Any]) -> dict[str, Any]:
+    """What a failed comparison shows."""
+    shown = ("index_source", "predicted_by_exact_tokens", "predicted_by_shadow_tokens", "predicted_cached_tokens")
+    return {key: row[key] for key in (*shown, "actual_cached_tokens", "offload_reason", "instance", "prefill_instance")}
+
+
+async def test_what_engines_evict_is_known_exactly(pair: SmallPair, listening: Proxy) -> None:
+    """Growing conversations, half of them offloaded, in pools too small for them: only the shadow index errs."""
+    # Something is in the caches before anybody listens: only a replay can tell.
+    before = fresh_prompt(320)
+    for engines in pair.both:
+        await engines.post(0, listening.body(before))
+    await until_trusted(listening, "p-0", "d-0")
+    _, row = await ask(listening, [*before, *fresh_prompt(20)])
+    assert exact(row), figures(row)
+    assert (row["predicted_by_exact_tokens"], row["predicted_by_shadow_tokens"]) == (320, 0)
+
+    draw = random.Random(7)
+    system = fresh_prompt(200)
+    talks = [[*system, *fresh_prompt(100)] for _ in range(8)]
+    rows = []
+    for _ in range(70):
+        talk = draw.randrange(len(talks))
+        said, row = await ask(listening, talks[talk], max_tokens=draw.randrange(1, 60))
+        rows.append(row)
+        await asyncio.sleep(0.05)  # what an engine does is known once its events are here, and no sooner
+        # What was answered is part of the next turn; its blocks are in the engine's cache too.
+        talks[talk] = [*talks[talk], *said, *fresh_prompt(draw.choice([60, 600]))]
+        if len(talks[talk]) > 3000:
+            talks[talk] = [*system, *fresh_prompt(100)]
+    wrong = [figures(row) for row in rows if not exact(row)]
+    assert not wrong, json.dumps(wrong)
+    handed_over = [row for row in rows if row["offload_reason"] == "chosen"]
+    assert 5 <= len(handed_over) < len(rows) - 5
+    assert all(row["prefill_instance"] for row in handed_over)
+    errors = (await listening.settled())["prediction_error"]["side_by_side"]
+    assert errors["exact"]["requests"] == errors["shadow"]["requests"] == len(rows) + 1
+    assert errors["exact"]["absolute_error_tokens"] == 0
+    assert errors["exact"]["actual_cached_tokens"] > 0
+    assert errors["shadow"]["absolute_error_tokens"] > 0
+    for engines in pair.both:
+        seen = await events_of(listening, engines)
+        assert seen["removed"] > 50, "the pools were meant to be too small"
+        assert seen["unknown_parent"] == seen["unknown_removed"] == seen["gaps"] == seen["malformed"] == 0, seen
+
+
+async def test_a_cleared_cache_is_known(pair: SmallPair, listening: Proxy) -> None:
+    await until_trusted(listening, "p-0", "d-0")
+    prompt = fresh_prompt(410)
+    instances = set()
+    for _ in range(2):
+        _, row = await ask(listening, prompt)
+        instances.add(row["instance"])
+    assert instances == {"p-0", "d-0"}
+    for engines in pair.both:
+        await engines.until_idle(0)
+        assert (await engines.client.post(f"{engines.file.url(0)}/reset_prefix_cache")).status_code == 200
+        await engines.post(0, listening.body(fresh_prompt(20)))  # vLLM tells with its next step
+
+        async def told(engines: Engines = engines) -> bool:
+            return bool((await events_of(listening, engines))["cleared"] >= 1)
+
+        await until(told, "the cleared cache is known", 10)
+    # A request whose last block was not yet told of when it ended stands in for it one second more, counted from the
+    # next look at the instance: these two are that look.
+    for _ in range(2):
+        await ask(listening, fresh_prompt(20))
+    await asyncio.sleep(1.1)
+    for _ in range(2):
+        _, row = await ask(listening, prompt)
+        assert exact(row), figures(row)
+        assert row["actual_cached_tokens"] == 0
+        assert row["predicted_by_shadow_tokens"] == len(prompt) // BLOCK * BLOCK
+
+
+async def test_an_engine_that_was_killed_is_followed_again(pair: SmallPair, listening: Proxy) -> None:
+    await until_trusted(listening, "p-0", "d-0")
+    prompt = fresh_prompt(410)
+    for _ in range(2):
+        await ask(listening, prompt)
+    known = await listening.instance("d-0")
+    restarts = pair.d.state(0).restarts
+    pair.d.kill(0)
+    await pair.d.until_all_ready()
+    assert pair.d.state(0).restarts == restarts + 1
+    # Stored before the proxy has noticed anything: it has to ask for it again.
+    await pair.d.post(0, listening.body(fresh_prompt(64)))
+    await listening.until_healthy("d-0")
+
+    async def seen_as_new() -> bool:
+        now = await listening.instance("d-0")
+        return bool(now["engine_id"] != known["engine_id"] and now["restarts"] == known["restarts"] + 1)
+
+    await until(seen_as_new, "the proxy knows the new engine", 30)
+    await until_trusted(listening, "p-0", "d-0")
+    found = {}
+    for _ in range(2):
+        _, row = await ask(listening, prompt)
+        assert exact(row), figures(row)
+        found[row["instance"]] = row["actual_cached_tokens"]
+    assert found == {"p-0": len(prompt) // BLOCK * BLOCK, "d-0": 0}
+
+
+async def test_an_engine_that_keeps_abandoned_kv_is_recycled(pair: SmallPair) -> None:
+    """Nobody has to do anything: the proxy asks, the supervisor replaces the engine, the hand-offs go on."""
+    proxy = pair.proxy
+    p_id = (await pair.p.client.get(f"{pair.p.file.bootstrap_url(0)}/query")).json()["0"]["engine_id"].encode()
+
+    # P under another name, at a port where nobody is: D asks there, and waits for ever.
+    def mislead(answer: bytes) -> bytes:
+        return re.sub(rb"tcp://[^\"]+", b"tcp://127.0.0.1:9", answer.replace(p_id, b"0" * 8 + p_id[8:]))
+
+    pair.bootstrap.change = mislead
+
+    async def renamed() -> bool:
+        return bool((await proxy.instance("p-0"))["engine_id"] != p_id.decode())
+
+    await until(renamed, "the proxy knows P by the wrong name", 30)
+    old_id = (await proxy.instance("d-0"))["engine_id"]
+    before = pair.d.state(0)
+    prompt = fresh_prompt(1000)
+    said = await proxy.say(proxy.body(prompt))
+    row = await proxy.row(said.request_id)
+    assert row is not None
+    assert row["offload_reason"] == "fell_back_d_timeout"
+    assert said.answer == (await proxy.say(proxy.body(prompt))).answer
+
+    async def recycled() -> bool:
+        now = pair.d.state(0)
+        return now.recycles == before.recycles + 1 and now.status == "ready"
+
+    await until(recycled, "the supervisor has replaced D", 120)
+    assert pair.d.state(0).restarts == before.restarts
+    pair.bootstrap.change = None
+
+    async def served() -> bool:
+        d, p = await proxy.instance("d-0"), await proxy.instance("p-0")
+        return bool(
+            d["healthy"] and d["engine_id"] != old_id and not d["recycle_wanted"] and p["engine_id"] == p_id.decode()
+        )
+
+    await until(served, "the proxy uses the new D", 30)
+    assert (await pair.d.metrics(0))["vllm:kv_cache_usage_perc"] < 0.01
+    said = await proxy.say(proxy.body(fresh_prompt(1000)))
+    assert said.answer
+    row = await proxy.row(said.request_id)
+    assert row is not None
+    assert row["offload_reason"] == "chosen", row
+    assert pair.d.state(0).recycles == before.recycles + 1
+    await proxy.settled()
