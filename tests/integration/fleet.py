@@ -81,6 +81,11 @@ async def start_engines(number_of_engines: int, folder: Path, *flags: str) -> li
     engines = [SimEngine(folder / f"engine-{number}.log", flags) for number in range(number_of_engines)]
     for engine in engines:
         engine.start()
-    async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
-        await asyncio.gather(*(engine.healthy(client) for engine in engines))
+    try:
+        async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+            await asyncio.gather(*(engine.healthy(client) for engine in engines))
+    except BaseException:
+        for engine in engines:
+            engine.kill()
+        raise
     return engines

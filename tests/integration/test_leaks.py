@@ -63,7 +63,7 @@ async def kill_and_restart(cluster: Cluster, stop: asyncio.Event, draw: random.R
 
 async def until_quiet(cluster: Cluster) -> None:
     for _ in range(400):
-        if cluster.core.breakdown.started == cluster.core.breakdown.finished:
+        if cluster.core.breakdown.started == cluster.core.breakdown.finished and not len(cluster.core.abandoned):
             return
         await asyncio.sleep(0.05)
     raise AssertionError("requests still in flight after 20 s")
@@ -84,6 +84,7 @@ async def test_nothing_leaks(start_cluster: StartCluster, planner: str) -> None:
             "params": {"min_decode_requests": 0} if planner == "threshold" else {},
             "prefill_timeout_s": 5.0,
             "first_token_timeout_s": 2.0,
+            "abandoned_s": 3.0,
         },
         timeouts={"first_byte_s": 20, "total_s": 30, "idle_s": 10},
     )

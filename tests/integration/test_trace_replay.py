@@ -31,6 +31,7 @@ def public_trace(name: str) -> Path:
 
 @pytest.mark.traces
 @pytest.mark.fleet
+@pytest.mark.quiet
 @pytest.mark.timeout(400)
 @pytest.mark.xdist_group("fleet")
 @pytest.mark.parametrize(("policy", "published_apc"), [("session_sticky", 0.622), ("round_robin", 0.199)])
