@@ -26,11 +26,15 @@ class Wishes:
         self._drain_limit_s = drain_limit_s
         self._clock = clock
         self._first_seen: dict[str, float] = {}
+        self._granted: set[str] = set()
+        """Recycled, but the proxy has not yet noticed: what its row says is about the engine that is gone."""
 
     def due(self, rows: list[dict[str, Any]]) -> dict[str, str]:
         """Instances to recycle now, with the proxy's reason: those that are idle or have drained long enough."""
         now = self._clock()
+        self._granted -= {str(row.get("name")) for row in rows if not row.get("recycle_wanted")}
         wanted = {str(row.get("name")): row for row in rows if row.get("recycle_wanted")}
+        wanted = {name: row for name, row in wanted.items() if name not in self._granted}
         self._first_seen = {name: self._first_seen.get(name, now) for name in wanted}
         return {
             name: str(row["recycle_wanted"])
@@ -38,9 +42,10 @@ class Wishes:
             if not row.get("requests") or now - self._first_seen[name] >= self._drain_limit_s
         }
 
-    def forget(self, name: str) -> None:
-        """Start over with an instance: it has been recycled."""
+    def grant(self, name: str) -> None:
+        """The instance is being recycled: its wish counts again once the proxy has been seen without it."""
         self._first_seen.pop(name, None)
+        self._granted.add(name)
 
 
 async def instance_rows(client: httpx.AsyncClient, proxy_url: str) -> list[dict[str, Any]]:

@@ -128,7 +128,7 @@ class Watch:
                             "already (max_recycles); it stays"
                         )
                     continue
-                wishes.forget(name)
+                wishes.grant(name)
                 self._in_hand.add(name)
                 tasks.create_task(self._recycle(process, due[name], client))
 

@@ -201,9 +201,12 @@ async def test_the_proxy_wish_recycles_up_to_a_limit(
         before = [process.pid for process in fleet.state.processes]
         found = fleet.state.processes[1]
         answer(recycle_wanted="leaked blocks")
+        await soon(lambda: found.recycles == 1 and found.status == "ready")
+        answer()  # the proxy has noticed
+        await asyncio.sleep(2.5)  # two looks
+        answer(recycle_wanted="leaked blocks")
         await soon(lambda: any("it stays" in line for line in told))
-        answer()
-        await soon(lambda: found.status == "ready")
+        assert found.status == "ready"
         assert (found.recycles, found.restarts) == (1, 0)
         after = [process.pid for process in fleet.state.processes]
         assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
@@ -221,11 +224,22 @@ def test_a_wish_waits_for_idleness_but_not_for_ever() -> None:
     assert wishes.due([busy]) == {}
     now[0] = 130.0
     assert wishes.due([busy]) == {"a": "why"}
-    wishes.forget("a")
-    assert wishes.due([busy]) == {}
     assert wishes.due([{**busy, "recycle_wanted": None}]) == {}  # taken back: the next wish counts anew
-    now[0] = 200.0
     assert wishes.due([busy]) == {}
+    now[0] = 159.0
+    assert wishes.due([busy]) == {}
+
+
+def test_a_wish_about_an_engine_that_is_gone_is_not_granted_twice() -> None:
+    wishes = Wishes()
+    wanted = {"name": "a", "requests": 0, "recycle_wanted": "why"}
+    assert wishes.due([wanted]) == {"a": "why"}
+    wishes.grant("a")
+    assert wishes.due([wanted]) == {}, "the new engine is up, the proxy has not looked at it yet"
+    assert wishes.due([]) == {}, "the proxy did not answer: that is no news"
+    assert wishes.due([wanted]) == {}
+    assert wishes.due([{**wanted, "recycle_wanted": None}]) == {}
+    assert wishes.due([wanted]) == {"a": "why"}, "a wish about the new engine counts"
 
 
 def test_only_server_errors_in_a_row_make_an_engine_dead() -> None:

@@ -1,0 +1,113 @@
+"""One settings model: YAML file, then environment (``WARMROUTE_...``), then command-line flags, the later winning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+from proxy.settings.instance import InstanceSettings
+from proxy.settings.prediction import EventSettings, IndexSettings, LedgerSettings, SessionSettings, TokenizerSettings
+from proxy.settings.routing import ClassSettings, OffloadSettings, PolicySettings
+from proxy.settings.section import Seconds, SettingsError
+from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
+
+
+class Settings(BaseSettings):
+    """Everything ``warmroute serve`` can be told."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="WARMROUTE_", env_nested_delimiter="__", extra="forbid", frozen=True, validate_default=True
+    )
+
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=9090, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    instances: tuple[InstanceSettings, ...] = Field(description="the fleet: at least one engine")
+    policy: PolicySettings = Field(default_factory=PolicySettings)
+    offload: OffloadSettings = Field(default_factory=OffloadSettings)
+    classes: ClassSettings = Field(default_factory=ClassSettings)
+    index: IndexSettings = Field(default_factory=IndexSettings)
+    events: EventSettings = Field(default_factory=EventSettings)
+    tokenizer: TokenizerSettings = Field(default_factory=TokenizerSettings)
+    ledger: LedgerSettings = Field(default_factory=LedgerSettings)
+    sessions: SessionSettings = Field(default_factory=SessionSettings)
+    timeouts: TimeoutSettings = Field(default_factory=TimeoutSettings)
+    health: HealthSettings = Field(default_factory=HealthSettings)
+    limits: LimitSettings = Field(default_factory=LimitSettings)
+    breakdown: BreakdownSettings = Field(default_factory=BreakdownSettings)
+    inject_usage: bool = Field(
+        default=True,
+        description="ask engines for usage on every stream and drop that one event if the client did not ask",
+    )
+    grace_s: Seconds = Field(default=30.0, description="how long running streams may go on after SIGTERM")
+    log_level: str = Field(default="info", description="debug, info, warning or error")
+
+    @field_validator("instances")
+    @classmethod
+    def _distinct(cls, value: tuple[InstanceSettings, ...]) -> tuple[InstanceSettings, ...]:
+        if not value:
+            raise ValueError("name at least one instance")
+        for what in ("name", "url"):
+            seen = [getattr(instance, what) for instance in value]
+            twice = sorted({item for item in seen if seen.count(item) > 1})
+            if twice:
+                raise ValueError(f"instances share the same {what}: {', '.join(twice)}")
+        return value
+
+
+def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
+    """Settings from a YAML file (optional), the environment and ``overrides`` (command-line flags), the last winning.
+
+    Raises:
+        SettingsError: the file is missing or not YAML, a key is unknown, or a value is refused.
+    """
+    if path is not None and not path.is_file():
+        raise SettingsError(f"no settings file at {path}")
+
+    class FromFile(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            if path is None:
+                return (init_settings, env_settings)
+            written = YamlConfigSettingsSource(settings_cls, yaml_file=path)()
+            for section, name in (("policy", "name"), ("offload", "planner")):
+                if any(name in (source().get(section) or {}) for source in (init_settings, env_settings)):
+                    # Parameters in the file are those of the file's policy; another one takes its defaults.
+                    written = {**written, section: _without_params(written.get(section))}
+            return (init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=written))
+
+    try:
+        return FromFile(**overrides)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, path)) from error
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path or 'settings'}: {error}") from error
+
+
+def _without_params(section: Any) -> Any:
+    return {key: value for key, value in section.items() if key != "params"} if isinstance(section, dict) else {}
+
+
+def _explain(error: ValidationError, path: Path | None) -> str:
+    lines = [f"{path or 'settings'}: {error.error_count()} problem(s)"]
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+        what = "unknown key; check the spelling" if problem["type"] == "extra_forbidden" else problem["msg"]
+        lines.append(f"  {where}: {what}")
+    return "\n".join(lines)
