@@ -1,4 +1,4 @@
-"""The whole application: generation POSTs go to the raw ASGI app, all else to FastAPI."""
+"""The application: FastAPI for all but generation, and the life of the core around it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,22 @@ from starlette.exceptions import HTTPException
 from proxy.admin import admin_routes
 from proxy.core import Core
 from proxy.errors import RequestError, error_body
-from proxy.exchange import Receive, Send
-from proxy.generation import GenerationApp
+from proxy.generation import Generation
 from proxy.health import HealthMonitor
-from proxy.parse import Endpoint
 from proxy.settings import Settings
 
 
 class ProxyApp:
-    """ASGI application over one core. FastAPI's middleware never touches the hot path."""
+    """ASGI application over one core; ``generation`` is what the listener hands generation requests to."""
 
     def __init__(self, settings: Settings) -> None:
         self.core = Core(settings)
-        self._generation = GenerationApp(self.core)
+        self.generation = Generation(self.core)
         self._rest = _control_app(self.core)
-        self._generation_paths = frozenset(endpoint.value for endpoint in Endpoint)
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """ASGI entry."""
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._generation_paths:
-            await self._generation(scope, receive, send)
-        else:
-            await self._rest(scope, receive, send)
+        await self._rest(scope, receive, send)
 
 
 def _control_app(core: Core) -> FastAPI:

@@ -6,6 +6,7 @@ import httpx
 
 from proxy.abandoned import AbandonedPulls
 from proxy.breakdown import Breakdown
+from proxy.engine_client import EngineClient
 from proxy.events.subscriber import EventSubscriber
 from proxy.handoff import HandOff
 from proxy.instances import Instances
@@ -15,7 +16,7 @@ from proxy.parse import Parsed
 from proxy.router import Router
 from proxy.settings import Settings
 from proxy.tokens.service import Tokens
-from proxy.upstream import AiohttpUpstream, Upstream
+from proxy.upstream import Upstream
 
 # Engines see these of a client's headers, and no others.
 _FORWARDED = (b"x-session-id", b"traceparent", b"tracestate", b"authorization")
@@ -44,8 +45,7 @@ class Core:
 
     def open(self) -> None:
         """Open the connections; needs a running event loop."""
-        timeouts = self.settings.timeouts
-        self.upstream = AiohttpUpstream(timeouts.connect_s, timeouts.total_s)
+        self.upstream = EngineClient(self.settings.timeouts.connect_s)
         self.control = httpx.AsyncClient(timeout=self.settings.health.timeout_s, trust_env=False)
         self.handoff = HandOff(self.settings.offload, self.upstream, self.control)
 
@@ -72,6 +72,10 @@ class Core:
             cards = [card for instance in self.instances for card in instance.models]
             self._base_models |= {str(card["id"]) for card in cards if card.get("parent") is None}
         return name in self._base_models
+
+    def known_models(self) -> set[str]:
+        """Names of the models and adapters the fleet serves; empty until an engine has listed its own."""
+        return {str(model.get("id")) for instance in self.instances for model in instance.models}
 
     def forwarded_headers(self, headers: dict[bytes, bytes]) -> dict[str, str]:
         """Of a client's headers, those an engine may see."""

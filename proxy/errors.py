@@ -31,6 +31,11 @@ class RequestError(Exception):
         return error_body(self.message, self.kind, self.code, self.param)
 
 
+def draining_error() -> RequestError:
+    """The proxy is about to end and takes no more."""
+    return RequestError(503, "the proxy is shutting down", kind="service_unavailable", code="draining", retry_after_s=1)
+
+
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
     """``{"error": {"message", "type", "param", "code"}}`` as JSON."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from policies.types import NoCandidateError, RequestView
 from proxy.bodies import ask_for_usage
 from proxy.breakdown import Outcome, Row
-from proxy.errors import AttemptFailedError, RequestError, stream_error_event
+from proxy.errors import AttemptFailedError, RequestError, draining_error, stream_error_event
+from proxy.inbound import Inbound
 from proxy.offloading import hand_over
 from proxy.parse import Parsed, session_of
+from proxy.relay import ClientStalledError, StreamRelay
 from proxy.router import Routed
 from proxy.upstream import Answer, NotConnectedError, UpstreamError
 from proxy.usage import Usage, UsageFilter, usage_of_answer, usage_of_stream, with_cached_tokens
@@ -22,63 +22,54 @@ from proxy.usage import Usage, UsageFilter, usage_of_answer, usage_of_stream, wi
 if TYPE_CHECKING:
     from proxy.core import Core
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
-_USAGE_TAIL_CHUNKS = 8
-
-
-class ClientStalledError(Exception):
-    """The client stopped reading its stream."""
-
 
 class Exchange:
     """Serves one client request. Owns its leases and its upstream answer, and gives both back whatever happens."""
 
-    def __init__(self, core: Core, row: Row, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+    def __init__(self, core: Core, row: Row, inbound: Inbound) -> None:
         self._core = core
         self._row = row
-        self._headers = headers
-        self._receive = receive
-        self._send = send
-        self._client_gone = False
-        self._answered = False
-        self._arrived_s = time.perf_counter()
+        self._inbound = inbound
+        self._headers = inbound.headers
 
     async def run(self, parsed: Parsed) -> None:
-        """Serve a parsed request, watching all the while whether the client is still there.
+        """Serve a parsed request, until its client leaves.
 
         Raises:
             RequestError: nothing was sent yet and no instance could serve it.
         """
         serving = asyncio.current_task()
         assert serving is not None
-        watcher = asyncio.create_task(self._watch_client(serving))
+        inbound = self._inbound
+        inbound.on_gone = serving.cancel
         try:
-            await self._serve(parsed)
+            if inbound.gone:
+                self._row.outcome = Outcome.CLIENT_GONE
+            else:
+                await self._serve(parsed)
         except asyncio.CancelledError:
-            if not self._client_gone:
+            if inbound.gone and serving.uncancel() == 0:
+                self._row.outcome = Outcome.CLIENT_GONE
+            else:
                 self._row.outcome = Outcome.SHUTDOWN
+                self._cut_short()
                 raise
-            self._row.outcome = Outcome.CLIENT_GONE
         except ClientStalledError as error:
-            # Leaving the answer incomplete makes the server close the connection.
             self._row.outcome, self._row.error = Outcome.CLIENT_GONE, str(error)
+            inbound.abandon()
         finally:
-            watcher.cancel()
-            with suppress(asyncio.CancelledError):
-                await watcher
-            if self._client_gone:
-                serving.uncancel()
+            inbound.on_gone = None
             self._row.stages_ms["total"] = self._elapsed_ms()
 
-    async def _watch_client(self, serving: asyncio.Task[Any]) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        if not self._answered:
-            self._client_gone = True
-            serving.cancel()
+    def _cut_short(self) -> None:
+        """The proxy ends before the answer does: the client must not take what it has for the whole."""
+        inbound = self._inbound
+        if not inbound.started:
+            raise draining_error()
+        if self._row.stream and not inbound.response_complete:
+            inbound.finish(b"\n\n" + stream_error_event("the proxy is shutting down", "draining"))
+        elif not inbound.response_complete:
+            inbound.abandon()
 
     async def _serve(self, parsed: Parsed) -> None:
         core, row = self._core, self._row
@@ -106,7 +97,7 @@ class Exchange:
                 routed.commitment.retract(error.instance)
                 row.attempts.append({"instance": error.instance, "error": str(error)})
             except asyncio.CancelledError:
-                if not self._answered and "first_byte" not in row.stages_ms:
+                if "first_byte" not in row.stages_ms:
                     # Whatever part of the prompt was computed is unknown: better to expect nothing of it.
                     routed.commitment.retract(routed.decision.decode_on)
                 raise
@@ -177,7 +168,7 @@ class Exchange:
             else:
                 if cached_on_prefill is not None:
                     first = with_cached_tokens(first, cached_on_prefill)
-                usage = await self._relay_whole(answer, first, routed)
+                usage = self._relay_whole(answer, first, routed)
         finally:
             answer.close()
         self._learn(parsed, usage, prefill_usage)
@@ -232,53 +223,33 @@ class Exchange:
         making_s = min(parsed.max_tokens * settings.token_timeout_s, 10 * settings.first_token_timeout_s)
         return settings.first_token_timeout_s + making_s
 
-    async def _relay_whole(self, answer: Answer, content: bytes, routed: Routed) -> Usage | None:
+    def _relay_whole(self, answer: Answer, content: bytes, routed: Routed) -> Usage | None:
         row = self._row
         row.status = answer.status
         row.outcome = Outcome.OK if answer.status < 400 else Outcome.ENGINE_REFUSED
         if answer.status >= 400:
             routed.commitment.retract(routed.decision.decode_on)
-        await self._start(answer, routed, len(content))
-        self._answered = True
-        await self._send({"type": "http.response.body", "body": content})
+        self._start(answer, routed, len(content))
+        self._inbound.finish(content)
         return usage_of_answer(content)
 
     async def _relay_stream(
         self, answer: Answer, chunk: bytes, routed: Routed, keep: UsageFilter | None
     ) -> Usage | None:
         """Pass the stream on as it comes; ends it with an error event if the engine breaks it off."""
-        row, send = self._row, self._send
-        row.status = 200
-        await self._start(answer, routed, None)
-        tail: deque[bytes] = deque(maxlen=_USAGE_TAIL_CHUNKS)
-        idle_s = self._core.settings.timeouts.idle_s
-        loop = asyncio.get_running_loop()
+        row, inbound, timeouts = self._row, self._inbound, self._core.settings.timeouts
+        row.status, row.outcome = 200, Outcome.OK
+        self._start(answer, routed, None)
+        relay = StreamRelay(answer, inbound, row, keep, timeouts.idle_s, timeouts.client_stall_s, timeouts.total_s)
         closing = b""
-        sending = False
-        row.outcome = Outcome.OK
         try:
-            async with asyncio.timeout(idle_s) as silence:
-                while chunk:
-                    tail.append(chunk)
-                    row.events += chunk.count(b"data: ")
-                    out = keep.feed(chunk) if keep else chunk
-                    if out:
-                        sending = True
-                        await send({"type": "http.response.body", "body": out, "more_body": True})
-                        sending = False
-                    silence.reschedule(loop.time() + idle_s)
-                    chunk = await answer.chunk()
-            closing = keep.flush() if keep else b""
-        except (UpstreamError, TimeoutError) as error:
-            if sending:
-                raise ClientStalledError(f"the client read nothing for {idle_s:g} s") from error
-            what = f"no data for {idle_s:g} s" if isinstance(error, TimeoutError) else str(error)
-            closing = self._break_stream(routed.decision.decode_on, what, tail)
-        self._answered = True
-        await send({"type": "http.response.body", "body": closing})
-        return usage_of_stream(b"".join(tail))
+            await relay.run(chunk)
+        except UpstreamError as error:
+            closing = self._break_stream(routed.decision.decode_on, str(error), relay.tail)
+        inbound.finish(closing)
+        return usage_of_stream(b"".join(relay.tail))
 
-    def _break_stream(self, instance: str, what: str, tail: deque[bytes]) -> bytes:
+    def _break_stream(self, instance: str, what: str, tail: Sequence[bytes]) -> bytes:
         row = self._row
         row.outcome, row.error = Outcome.STREAM_BROKEN, what
         row.attempts.append({"instance": instance, "error": what})
@@ -287,7 +258,7 @@ class Exchange:
         ended = bool(tail) and tail[-1].endswith(b"\n\n")
         return event if ended else b"\n\n" + event
 
-    async def _start(self, answer: Answer, routed: Routed, length: int | None) -> None:
+    def _start(self, answer: Answer, routed: Routed, length: int | None) -> None:
         decision = routed.decision
         headers = [
             (b"content-type", answer.content_type.encode("latin-1")),
@@ -299,9 +270,7 @@ class Exchange:
         ]
         if self._row.prefill_instance:
             headers.append((b"x-warmroute-prefill-instance", self._row.prefill_instance.encode("latin-1")))
-        if length is not None:
-            headers.append((b"content-length", str(length).encode()))
-        await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        self._inbound.start(answer.status, headers, length)
 
     def _learn(self, parsed: Parsed, usage: Usage | None, prefill_usage: Usage | None) -> None:
         row = self._row
@@ -322,4 +291,4 @@ class Exchange:
         return forwarded
 
     def _elapsed_ms(self) -> float:
-        return (time.perf_counter() - self._arrived_s) * 1e3
+        return (time.perf_counter() - self._inbound.arrived_s) * 1e3

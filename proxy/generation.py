@@ -1,17 +1,15 @@
-"""The generation endpoints as a raw ASGI application: body in, exchange, one breakdown row out."""
+"""The generation endpoints: a request whose body is complete in, exchange, one breakdown row out."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 import uuid
-from typing import Any
 
 from proxy.breakdown import Outcome, Row
 from proxy.core import Core
-from proxy.errors import RequestError
-from proxy.exchange import Exchange, Receive, Send
+from proxy.errors import RequestError, draining_error
+from proxy.exchange import Exchange
+from proxy.inbound import Inbound
 from proxy.parse import Endpoint, Parsed
 
 log = logging.getLogger("warmroute.proxy")
@@ -19,90 +17,93 @@ log = logging.getLogger("warmroute.proxy")
 _MAX_REQUEST_ID = 128
 
 
-class ClientGoneError(Exception):
-    """The client left before its body was complete."""
-
-
-class GenerationApp:
-    """Serves POSTs to the paths of ``Endpoint``."""
+class Generation:
+    """Serves POSTs to the paths of ``Endpoint``; see ``proxy.inbound.Handler``."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """One request. Never raises for what a client or an engine did."""
-        headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"").decode("latin-1")[:_MAX_REQUEST_ID]
-        row = Row(given or f"req-{uuid.uuid4().hex}", scope["path"], time.time())
-        breakdown = self._core.breakdown
-        breakdown.open_row(row)
+    @property
+    def header_bytes(self) -> int:
+        """See ``Handler``."""
+        return self._core.settings.limits.header_bytes
+
+    @property
+    def header_s(self) -> float:
+        """See ``Handler``."""
+        return self._core.settings.timeouts.header_s
+
+    @property
+    def body_bytes(self) -> int:
+        """See ``Handler``."""
+        return self._core.settings.limits.body_bytes
+
+    @property
+    def body_s(self) -> float:
+        """See ``Handler``."""
+        return self._core.settings.timeouts.body_s
+
+    def opened(self, inbound: Inbound) -> Row:
+        """See ``Handler``."""
+        given = inbound.headers.get(b"x-request-id", b"").decode("latin-1")[:_MAX_REQUEST_ID]
+        row = Row(given or f"req-{uuid.uuid4().hex}", inbound.path, inbound.arrived_unix_s)
+        return self._core.breakdown.open_row(row)
+
+    async def serve(self, inbound: Inbound) -> None:
+        """One request. Raises nothing for what a client or an engine did."""
+        row = inbound.row
         try:
-            await self._serve(Endpoint(scope["path"]), headers, row, receive, send)
+            await self._serve(inbound, row)
         except RequestError as error:
             row.status, row.error = error.status, error.message
-            await _send_error(send, error, row.request_id)
-        except ClientGoneError:
-            row.outcome = Outcome.CLIENT_GONE
+            _send_error(inbound, error, row.request_id)
         except Exception as error:
             log.exception("request %s failed", row.request_id)
             row.error = repr(error)
-            if row.status:  # part of the answer is out: all that is left is to cut the connection
-                raise
-            row.status = 500
-            told = RequestError(500, "internal error; see the proxy's log", kind="server_error", code="internal_error")
-            await _send_error(send, told, row.request_id)
-        finally:
-            breakdown.close_row(row)
-            self._core.metrics.record(row)
-
-    async def _serve(
-        self, endpoint: Endpoint, headers: dict[bytes, bytes], row: Row, receive: Receive, send: Send
-    ) -> None:
-        exchange = Exchange(self._core, row, headers, receive, send)
-        try:
-            if self._core.draining:
-                row.outcome = Outcome.NO_INSTANCE
-                raise RequestError(
-                    503, "the proxy is shutting down", kind="service_unavailable", code="draining", retry_after_s=1
+            if inbound.started:  # part of the answer is out: all that is left is to cut the connection
+                inbound.abandon()
+            else:
+                row.status = 500
+                told = RequestError(
+                    500, "internal error; see the proxy's log", kind="server_error", code="internal_error"
                 )
-            body = await self._read_body(headers, receive)
-            parsed = self._core.router.parse(endpoint, body)
+                _send_error(inbound, told, row.request_id)
+        finally:
+            self._close_row(row)
+
+    def refuse(self, inbound: Inbound, error: RequestError) -> None:
+        """See ``Handler``."""
+        row = inbound.row
+        row.outcome, row.status, row.error = Outcome.REJECTED, error.status, error.message
+        _send_error(inbound, error, row.request_id)
+        self._close_row(row)
+
+    def left(self, inbound: Inbound) -> None:
+        """See ``Handler``."""
+        row = inbound.row
+        row.outcome = Outcome.CLIENT_GONE
+        self._close_row(row)
+
+    async def _serve(self, inbound: Inbound, row: Row) -> None:
+        core = self._core
+        try:
+            if core.draining:
+                row.outcome = Outcome.NO_INSTANCE
+                raise draining_error()
+            parsed = core.router.parse(Endpoint(inbound.path), inbound.body)
             self._check_model(parsed)
         except RequestError:
             if row.outcome is Outcome.INTERNAL_ERROR:
                 row.outcome = Outcome.REJECTED
             raise
-        await exchange.run(parsed)
+        await Exchange(core, row, inbound).run(parsed)
 
-    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """The whole body. Raises RequestError 413 or 408, or ClientGoneError."""
-        limit = self._core.settings.limits.body_bytes
-        too_large = RequestError(
-            413, f"the body is larger than {limit} bytes (limits.body_bytes)", code="body_too_large"
-        )
-        announced = headers.get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > limit:
-            raise too_large
-        parts: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(self._core.settings.timeouts.body_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGoneError
-                    part = message.get("body", b"")
-                    size += len(part)
-                    if size > limit:
-                        raise too_large
-                    parts.append(part)
-                    if not message.get("more_body"):
-                        return parts[0] if len(parts) == 1 else b"".join(parts)
-        except TimeoutError as error:
-            raise RequestError(408, "the body did not arrive in time (timeouts.body_s)", code="body_timeout") from error
+    def _close_row(self, row: Row) -> None:
+        self._core.breakdown.close_row(row)
+        self._core.metrics.record(row)
 
     def _check_model(self, parsed: Parsed) -> None:
-        known = {str(model.get("id")) for instance in self._core.instances for model in instance.models}
+        known = self._core.known_models()
         if known and parsed.fields.model not in known:
             raise RequestError(
                 404,
@@ -113,14 +114,10 @@ class GenerationApp:
             )
 
 
-async def _send_error(send: Send, error: RequestError, request_id: str) -> None:
+def _send_error(inbound: Inbound, error: RequestError, request_id: str) -> None:
     body = error.body()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"x-request-id", request_id.encode("latin-1")),
-    ]
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode("latin-1"))]
     if error.retry_after_s is not None:
-        headers.append((b"retry-after", str(error.retry_after_s).encode()))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    inbound.start(error.status, headers, len(body))
+    inbound.finish(body)

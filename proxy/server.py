@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
 from proxy.app import ProxyApp
+from proxy.http_server import ProxyProtocol
 from proxy.settings import Settings
 
 
@@ -19,8 +22,10 @@ def run(settings: Settings) -> None:
 
 def server_config(settings: Settings) -> uvicorn.Config:
     """uvicorn's configuration for a proxy."""
+    app = ProxyApp(settings)
     return uvicorn.Config(
-        ProxyApp(settings),
+        app,
+        http=cast(Any, partial(ProxyProtocol, app.generation)),
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,

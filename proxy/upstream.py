@@ -1,11 +1,9 @@
-"""The narrow door to the engines on the hot path. aiohttp behind it today; nothing else in the proxy knows."""
+"""The narrow door to the engines on the hot path: what the rest of the proxy knows of HTTP towards an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
-
-import aiohttp
 
 
 class UpstreamError(Exception):
@@ -30,6 +28,21 @@ class Answer(Protocol):
         """The whole body. Raises UpstreamError when it breaks off."""
         ...
 
+    def pump(self, sink: Callable[[bytes], None], ended: Callable[[UpstreamError | None], None]) -> None:
+        """Call ``sink`` with every further piece as it arrives, then ``ended`` once, with what broke it off if so.
+
+        No task wakes up for a piece: this is how a stream is relayed. ``close`` ends it without another call.
+        """
+        ...
+
+    def pause(self) -> None:
+        """Read no more from the engine until ``resume``: its own flow control then holds it back."""
+        ...
+
+    def resume(self) -> None:
+        """Read on."""
+        ...
+
     def close(self) -> None:
         """Give the connection back when the body was read to its end, else cut it, which aborts the request."""
         ...
@@ -45,66 +58,10 @@ class Upstream(Protocol):
         """
         ...
 
+    def forget(self, base_url: str) -> None:
+        """Close the idle connections to an engine that is not used any more."""
+        ...
+
     async def close(self) -> None:
         """Close every connection."""
         ...
-
-
-class _AiohttpAnswer:
-    __slots__ = ("_response", "content_type", "status")
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self.status = response.status
-        self.content_type = response.headers.get("content-type", "application/json")
-
-    async def chunk(self) -> bytes:
-        try:
-            return await self._response.content.readany()
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise UpstreamError(_describe(error)) from error
-
-    async def read(self) -> bytes:
-        try:
-            return await self._response.content.read()
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise UpstreamError(_describe(error)) from error
-
-    def close(self) -> None:
-        if self._response.content.is_eof():
-            self._response.release()
-        else:
-            self._response.close()
-
-
-class AiohttpUpstream:
-    """``Upstream`` over one aiohttp session: no pool limit, no decompression, no redirects."""
-
-    # vLLM's HTTP server closes idle sockets after 5 s; ours must go first, or a request may meet a closing socket.
-    _KEEPALIVE_S = 2.0
-
-    def __init__(self, connect_timeout_s: float, total_timeout_s: float) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=total_timeout_s, sock_connect=connect_timeout_s),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
-        )
-
-    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        """See ``Upstream.post``."""
-        try:
-            return _AiohttpAnswer(await self._session.post(url, data=body, headers=headers, allow_redirects=False))
-        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-            raise NotConnectedError(_describe(error)) from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise UpstreamError(_describe(error)) from error
-
-    async def close(self) -> None:
-        """See ``Upstream.close``."""
-        await self._session.close()
-
-
-def _describe(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -252,7 +252,7 @@ async def test_an_engine_that_answers_nonsense_does_not_end_the_probing_of_the_o
 
 async def test_a_client_that_stops_reading_is_cut_and_its_engine_is_not_blamed(start_proxy: StartProxy) -> None:
     engine = StubEngine(tokens=2000, padding_bytes=50_000)
-    proxy = await start_proxy(1, engines=[engine], timeouts={"idle_s": 0.5})
+    proxy = await start_proxy(1, engines=[engine], timeouts={"client_stall_s": 0.5})
     body = json.dumps({**OK, "stream": True}).encode()
     _, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]), limit=1024)
     try:

@@ -1,0 +1,283 @@
+"""The client's side of one generation request: its body as it arrives, the way back, and whether it is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from proxy.breakdown import Row
+from proxy.errors import RequestError
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+_LINGER_S = 2.0
+"""How long a refused upload may go on before its connection is cut: a client that still writes may miss the answer."""
+
+
+class Link(Protocol):
+    """What a request needs of the connection it came by."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def write(self, data: bytes) -> None:
+        """Write to the client."""
+        ...
+
+    def end(self, inbound: Inbound, *, keep_alive: bool) -> None:
+        """The answer is complete."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection once all is written."""
+        ...
+
+    def cut(self) -> None:
+        """Close the connection at once; what is not written yet is lost."""
+        ...
+
+    def default_headers(self) -> Headers:
+        """Headers of every answer."""
+        ...
+
+
+class Handler(Protocol):
+    """Serves generation requests."""
+
+    @property
+    def header_bytes(self) -> int:
+        """Largest request line and headers."""
+        ...
+
+    @property
+    def header_s(self) -> float:
+        """Bound on their arrival, from the connection or their first byte on."""
+        ...
+
+    @property
+    def body_bytes(self) -> int:
+        """Largest body."""
+        ...
+
+    @property
+    def body_s(self) -> float:
+        """Bound on its arrival."""
+        ...
+
+    def opened(self, inbound: Inbound) -> Row:
+        """A request has begun: its row, to be closed by one of the following."""
+        ...
+
+    def serve(self, inbound: Inbound) -> Coroutine[Any, Any, None]:
+        """Serve a request whose body is complete."""
+        ...
+
+    def refuse(self, inbound: Inbound, error: RequestError) -> None:
+        """Answer a request whose body is not complete and never will be read."""
+        ...
+
+    def left(self, inbound: Inbound) -> None:
+        """The client left before its body was complete."""
+        ...
+
+
+class _Nobody:
+    """uvicorn tells its own cycles of news by an event; ours are called instead."""
+
+    def set(self) -> None:
+        """Do nothing."""
+
+
+_NOBODY = _Nobody()
+
+
+class Inbound:
+    """One request on its way in and its answer on the way out.
+
+    Stands where uvicorn's protocol keeps the cycle in hand, so it has the attributes uvicorn looks at.
+
+    Args:
+        link: the connection.
+        handler: who serves.
+        path: path of the URL, without query.
+        headers: names in lower case; of a repeated name the last.
+        http_10: whether the client speaks HTTP/1.0: no chunks, no keep-alive.
+        keep_alive: whether the connection may serve another request.
+        before: the request before it on the same connection, of ours or of uvicorn's.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        handler: Handler,
+        path: str,
+        headers: dict[bytes, bytes],
+        *,
+        http_10: bool,
+        keep_alive: bool,
+        before: Any,
+    ) -> None:
+        self._link = link
+        self._handler = handler
+        self.path = path
+        self.headers = headers
+        self.keep_alive = keep_alive
+        self.message_event = _NOBODY
+        self.response_complete = False
+        self.started = False
+        """Whether the head of the answer is decided: nothing else can be answered any more."""
+        self.arrived_s = time.perf_counter()
+        self.arrived_unix_s = time.time()
+        self.gone = False
+        self.on_gone: Callable[[], object] | None = None
+        """Called once when the client leaves before its answer is complete."""
+        self.on_writable: Callable[[bool], None] | None = None
+        """Called with False when the client does not read fast enough, with True when it does again."""
+        self.writable = True
+        self._http_10 = http_10
+        self._before = before
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._body_complete = False
+        self._head = b""
+        self._chunked = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.row = handler.opened(self)
+
+    # the way in, called by the connection
+
+    def opened(self) -> None:
+        """The head is there: refuse what is known to be too large, give the rest its time."""
+        announced = self.headers.get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self._handler.body_bytes:
+            self._refuse_size()
+
+    def feed(self, part: bytes) -> None:
+        """A piece of the body."""
+        if self.response_complete:
+            return
+        self._size += len(part)
+        if self._size > self._handler.body_bytes:
+            self._refuse_size()
+        else:
+            self._parts.append(part)
+
+    def wait(self) -> None:
+        """All that has arrived is read: if the body goes on, it has its bound."""
+        if not self._body_complete and not self.response_complete and self._timer is None:
+            self._timer = self._link.loop.call_later(self._handler.body_s, self._late)
+
+    def body_ended(self) -> bool:
+        """The body is complete. True when the request may be served now."""
+        self._body_complete = True
+        self._stop_timer()
+        if self.response_complete:  # it was refused, and has now been read to its end
+            self._link.close()
+            return False
+        return self._before is None or bool(self._before.response_complete)
+
+    def serve(self) -> Coroutine[Any, Any, None]:
+        """The work of serving it: its body is complete, and those before it are answered."""
+        self._before = None
+        return self._handler.serve(self)
+
+    @property
+    def body(self) -> bytes:
+        """The whole body."""
+        if len(self._parts) != 1:
+            self._parts = [b"".join(self._parts)]
+        return self._parts[0]
+
+    def lost(self) -> None:
+        """The connection is closed."""
+        self._stop_timer()
+        if self.gone or self.response_complete:
+            return
+        self.gone = True
+        if not self._body_complete:
+            self._handler.left(self)
+        elif self.on_gone is not None:
+            self.on_gone()
+
+    def set_writable(self, writable: bool) -> None:
+        """The connection's write buffer has passed its mark, one way or the other."""
+        self.writable = writable
+        if self.on_writable is not None:
+            self.on_writable(writable)
+
+    def _late(self) -> None:
+        self._timer = None
+        self._handler.refuse(
+            self, RequestError(408, "the body did not arrive in time (timeouts.body_s)", code="body_timeout")
+        )
+
+    def _refuse_size(self) -> None:
+        self._stop_timer()
+        limit = self._handler.body_bytes
+        self._handler.refuse(
+            self,
+            RequestError(413, f"the body is larger than {limit} bytes (limits.body_bytes)", code="body_too_large"),
+        )
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # the way out, called by the handler
+
+    def start(self, status: int, headers: Headers, length: int | None) -> None:
+        """Status and headers, sent with the body. ``length`` of that in bytes; None: only its end will tell."""
+        self.started = True
+        self._chunked = length is None and not self._http_10
+        if length is None and self._http_10:
+            self.keep_alive = False
+        lines = [STATUS_LINE[status]]
+        for name, value in (*self._link.default_headers(), *headers):
+            lines += (name, b": ", value, b"\r\n")
+        if length is not None:
+            lines.append(b"content-length: %d\r\n" % length)
+        elif self._chunked:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        self._head = b"".join(lines)
+
+    def write(self, data: bytes) -> None:
+        """A piece of the body; not empty. Never waits: see ``writable``."""
+        if self.gone:
+            return
+        framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+        if self._head:
+            framed, self._head = self._head + framed, b""
+        self._link.write(framed)
+
+    def finish(self, data: bytes = b"") -> None:
+        """The last piece of the body, if any, and its end."""
+        if self.response_complete:
+            return
+        self.response_complete = True
+        self._stop_timer()
+        if self.gone:
+            return
+        end = b""
+        if self._chunked:
+            end = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
+        else:
+            end = data
+        self._link.write(self._head + end)
+        self._head = b""
+        keep_alive = self.keep_alive and self._body_complete
+        if self._body_complete:
+            self._link.end(self, keep_alive=keep_alive)
+        else:
+            self._timer = self._link.loop.call_later(_LINGER_S, self._link.close)
+
+    def abandon(self) -> None:
+        """Cut the connection: the answer cannot be completed, and the client must not take it for complete."""
+        self.response_complete = True
+        self._link.cut()
