@@ -1,0 +1,102 @@
+"""``python -m bench.data_plane``: our proxy, vLLM Router, SGLang's gateway and nginx in one interleaved run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from bench.data_plane.launches import LAUNCHES, StackError
+from bench.data_plane.measure import Record, memory_after, run
+from bench.data_plane.processes import ChildError
+from bench.data_plane.quantities import FULL, QUICK, SIZES, measurements
+from bench.data_plane.stacks import DIRECT
+from bench.data_plane.table import show
+from bench.data_plane.targets import check as check_targets
+
+STACKS = (DIRECT, *LAUNCHES)
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+def _chosen(given: str, known: list[str], option: str) -> list[str]:
+    chosen = [name.strip() for name in given.split(",") if name.strip()]
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}", param_hint=option)
+    return chosen
+
+
+@app.command()
+def main(
+    rounds: Annotated[int, typer.Option(min=0, help="Shuffled rounds; 0: 1 with --quick, else 5.")] = 0,
+    only: Annotated[str, typer.Option(help=f"Stacks, with commas: {', '.join(STACKS)}.")] = ",".join(STACKS),
+    sizes: Annotated[str, typer.Option(help="Prompt sizes, with commas.")] = ",".join(SIZES),
+    measure: Annotated[str, typer.Option(help="Measurements, with commas; empty: all.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Few requests, one round: about two minutes.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the prompts and of the order.")] = 1,
+    memory: Annotated[int, typer.Option(min=0, help="Also: memory after this many distinct 130 KB prompts.")] = 0,
+    profile: Annotated[
+        Path | None, typer.Option(help="Run warmroute under cProfile (py-spy for .svg) and write this.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a target is missed.")] = False,
+    table: Annotated[Path | None, typer.Option(help="Only print the tables of this JSON file.", exists=True)] = None,
+) -> None:
+    """Measure what each router adds and costs, in front of the same eight engine stubs on this host.
+
+    All stacks run at once and are measured in turn, in shuffled order, so that what the machine does meanwhile acts on
+    all of them. Peers come from `python -m bench.data_plane.peers`, nginx from PATH.
+    """
+    console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "160")))
+    if table is not None:
+        record = msgspec.json.decode(table.read_bytes(), type=Record)
+    else:
+        scale = QUICK if quick else FULL
+        chosen_sizes = _chosen(sizes, list(SIZES), "--sizes")
+        names = _chosen(only, list(STACKS), "--only")
+        known = [each.name for each in measurements(scale, chosen_sizes)]
+        chosen = _chosen(measure, known, "--measure")
+
+        def progress(line: str) -> None:
+            console.print(line, highlight=False, soft_wrap=True)
+
+        # Routers outlive a benchmark that ends without a word: leave by an exception, which stops them.
+        signal.signal(signal.SIGTERM, lambda *signalled: sys.exit(143))
+        try:
+            record = run(
+                names,
+                scale,
+                rounds or (1 if quick else 5),
+                seed,
+                chosen_sizes,
+                only_measurements=chosen,
+                profile=profile,
+                progress=progress,
+            )
+            if memory:
+                record.samples += memory_after(names, memory, seed, progress)
+                record.seconds = time.time() - record.started_unix_s
+        except (StackError, ChildError) as error:
+            typer.secho(str(error), fg="red", err=True)
+            raise typer.Exit(2) from error
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    show(record, console)
+    if check:
+        missed = [finding for finding in check_targets(record.samples) if not finding.met]
+        for finding in missed:
+            typer.secho(str(finding), fg="red", err=True)
+        if missed:
+            raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,205 @@
+"""One run: every stack up at once, every measurement of every round in shuffled order, all of it kept."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from bench.data_plane import cpu, prompts
+from bench.data_plane.client import COMPLETIONS
+from bench.data_plane.jobs import ClosedLoop, Workload
+from bench.data_plane.launches import OURS, NotInstalledError
+from bench.data_plane.processes import LoadProcess, StubProcess
+from bench.data_plane.quantities import SIZES, Bench, Measurement, Sample, Scale, measurements, sampled
+from bench.data_plane.stacks import DIRECT, Stack, machine, start
+
+NUMBERS_PER_ROUND = 100_000_000
+NUMBERS_PER_MEASUREMENT = 1_000_000
+"""Requests of one round and one measurement have numbers, and so prompts, of their own."""
+RENDERS = 20
+
+Progress = Callable[[str], None]
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """All that a run leaves, as it is written to JSON."""
+
+    kind: str = "data_plane"
+    schema: int = 1
+    seed: int
+    rounds: int
+    sizes: list[str]
+    scale: Scale
+    stacks: dict[str, str]
+    """Name -> version and settings."""
+    left_out: dict[str, str] = {}
+    """Name -> why it was not measured."""
+    machine: dict[str, Any]
+    samples: list[Sample]
+    evidence: dict[str, list[str]] = {}
+    """Stack -> lines of its metrics at the end."""
+    idle_cpu_ms_per_s: dict[str, float]
+    """Newest per stack; subtracted from the CPU figures."""
+    render_stub_ms: dict[str, float] = {}
+    """CPU of the stub for one answer of `/render`: of a body it sees for the first time, and of one it knows."""
+    started_unix_s: float
+    seconds: float = 0.0
+
+
+def _idle(bench: Bench, stacks: Sequence[Stack]) -> None:
+    """CPU that each stack uses while nothing is asked of any."""
+    bench.stub.settings()
+    before = {stack.name: stack.cpu_s() for stack in stacks}
+    started_s = time.monotonic()
+    time.sleep(bench.scale.idle_s)
+    seconds = time.monotonic() - started_s
+    for stack in stacks:
+        bench.idle[stack.name] = (stack.cpu_s() - before[stack.name]) / seconds
+
+
+def _render_cost(bench: Bench) -> dict[str, float]:
+    """What the stub's made-up tokenizing costs it, at 130 KB."""
+    target = bench.stub.engines[0]
+    url = f"http://{target.host}:{target.port}{COMPLETIONS}/render"
+    bodies = [prompts.text_body(bench.seed, -1 - i, SIZES["130k"], 80) for i in range(RENDERS)]
+    costs = {}
+    with httpx.Client(timeout=10, trust_env=False) as client:
+        for what in ("first", "known"):
+            before_s = cpu.cpu_s([bench.stub.pid])
+            for body in bodies:
+                client.post(url, content=body).raise_for_status()
+            costs[what] = (cpu.cpu_s([bench.stub.pid]) - before_s) / RENDERS * 1e3
+    return costs
+
+
+def run(
+    names: Sequence[str],
+    scale: Scale,
+    rounds: int,
+    seed: int,
+    sizes: list[str],
+    *,
+    only_measurements: Sequence[str] = (),
+    profile: Path | None = None,
+    progress: Progress = lambda line: None,
+) -> Record:
+    """Measure these stacks in ``rounds`` shuffled rounds.
+
+    Raises:
+        StackError: a stack cannot be started.
+        ChildError: the engine stub or the load generator ended.
+    """
+    rng = random.Random(f"order {seed}")
+    started_s = time.monotonic()
+    scratch = Path(tempfile.mkdtemp(prefix="data-plane-"))
+    with ExitStack() as owned:
+        owned.callback(shutil.rmtree, scratch, ignore_errors=True)
+        bench = Bench(
+            stub=owned.enter_context(StubProcess()), load=owned.enter_context(LoadProcess()), scale=scale, seed=seed
+        )
+        stacks: list[Stack] = []
+        left_out: dict[str, str] = {}
+        for name in names:
+            try:
+                stack = start(name, bench.stub.engines, scratch, profile if name == OURS else None)
+            except NotInstalledError as error:
+                left_out[name] = str(error)
+                progress(f"{name} is left out: {error}")
+                continue
+            owned.callback(stack.stop)
+            stacks.append(stack)
+            progress(f"{name} serves: {stack.note}")
+        record = Record(
+            seed=seed,
+            rounds=rounds,
+            sizes=sizes,
+            scale=scale,
+            stacks={stack.name: stack.note for stack in stacks},
+            left_out=left_out,
+            machine=machine(),
+            samples=[],
+            idle_cpu_ms_per_s={},
+            started_unix_s=time.time(),
+        )
+        record.render_stub_ms = _render_cost(bench)
+        todo = [
+            (number, each)
+            for number, each in enumerate(measurements(scale, sizes))
+            if not only_measurements or each.name in only_measurements
+        ]
+        for round_number in range(rounds):
+            _idle(bench, stacks)
+            for number, measurement in rng.sample(todo, len(todo)):
+                first = round_number * NUMBERS_PER_ROUND + number * NUMBERS_PER_MEASUREMENT
+                for stack in rng.sample(stacks, len(stacks)):
+                    if stack.name == DIRECT and not measurement.direct:
+                        continue
+                    sample = _sampled(bench, stack, measurement, round_number, first)
+                    record.samples.append(sample)
+                    progress(_line(sample, rounds))
+        record.idle_cpu_ms_per_s = {name: share * 1e3 for name, share in bench.idle.items()}
+        record.evidence = {stack.name: lines for stack in stacks if (lines := stack.evidence())}
+        record.seconds = time.monotonic() - started_s
+    return record
+
+
+def _sampled(bench: Bench, stack: Stack, measurement: Measurement, round_number: int, first: int) -> Sample:
+    return sampled(bench, stack, measurement, round_number, first, os.getloadavg()[0])
+
+
+def _line(sample: Sample, rounds: int) -> str:
+    values = ", ".join(f"{name} {value:.3g}" for name, value in sample.values.items())
+    wrong = sum(sample.errors.values())
+    errors = f"  [{wrong} errors: {next(iter(sample.errors))[:80]}]" if wrong else ""
+    return f"round {sample.round + 1}/{rounds}  {sample.measurement:13} {sample.stack:15} {values}{errors}"
+
+
+def memory_after(
+    names: Sequence[str], prompts_sent: int, seed: int, progress: Progress = lambda line: None
+) -> list[Sample]:
+    """Resident memory of each stack, started anew, after this many distinct prompts of 130 KB.
+
+    Raises:
+        StackError: a stack cannot be started.
+        ChildError: the engine stub or the load generator ended.
+    """
+    samples = []
+    for name in names:
+        if name == DIRECT:
+            continue
+        with ExitStack() as owned:
+            scratch = Path(tempfile.mkdtemp(prefix="data-plane-"))
+            owned.callback(shutil.rmtree, scratch, ignore_errors=True)
+            stub = owned.enter_context(StubProcess())
+            load = owned.enter_context(LoadProcess())
+            stub.settings(events=4)
+            try:
+                stack = start(name, stub.engines, scratch)
+            except NotInstalledError:
+                continue  # the run before has said so
+            owned.callback(stack.stop)
+            before = stack.rss_bytes()
+            work = Workload(kind="text", seed=seed, size_bytes=SIZES["130k"], events=4)
+            result = load.run(ClosedLoop(targets=stack.targets, workload=work, concurrency=8, requests=prompts_sent))
+            sample = Sample(
+                round=0,
+                stack=name,
+                measurement="memory",
+                values={"rss_start_mb": before / 1e6, "rss_mb": stack.rss_bytes() / 1e6},
+                errors=result.errors,
+                result=result,
+                load_average=os.getloadavg()[0],
+            )
+        samples.append(sample)
+        progress(_line(sample, 1))
+    return samples

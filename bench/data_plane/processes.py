@@ -1,0 +1,103 @@
+"""The two helper processes of a run: the engine stub and the load generator."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import msgspec
+
+from bench.data_plane.client import Target
+from bench.data_plane.jobs import Job, Result
+
+STOP_GRACE_S = 5.0
+
+
+class ChildError(Exception):
+    """A helper process ended; its own message is on standard error."""
+
+
+class _Child:
+    def __init__(self, *command: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        self.pid = self._process.pid
+
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ChildError(f"{self._process.args!r} ended with {self._process.wait(STOP_GRACE_S)}")
+        return line
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Both end when their standard input closes."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+class StubProcess(_Child):
+    """The engine stub."""
+
+    def __init__(self, engines: int = 8) -> None:
+        super().__init__("bench.data_plane.stub", str(engines))
+        said = json.loads(self._line())
+        self.engines = [Target("127.0.0.1", port) for port in said["ports"]]
+        self._control = f"http://127.0.0.1:{said['control_port']}/stub/"
+
+    def settings(self, **settings: Any) -> None:
+        """Answer by these settings (`stub.StubSettings`) and forget what was counted."""
+        self._post("settings", settings)
+        self._post("reset", {})
+
+    def report(self) -> dict[str, Any]:
+        """What happened since."""
+        answer = httpx.get(self._control + "records", timeout=30, trust_env=False)
+        report: dict[str, Any] = answer.raise_for_status().json()
+        return report
+
+    def settled(self, expected: int, timeout_s: float = 3.0) -> list[dict[str, Any]]:
+        """The records, once there are ``expected`` or nothing more is to be expected."""
+        give_up_s = time.monotonic() + timeout_s
+        while True:
+            records: list[dict[str, Any]] = self.report()["records"]
+            if len(records) >= expected or time.monotonic() > give_up_s:
+                return records
+            time.sleep(0.1)
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        answer = httpx.post(self._control + path, json=body, timeout=10, trust_env=False)
+        if answer.status_code != 200:
+            raise ValueError(f"the stub refused {path}: {answer.text}")
+
+
+class LoadProcess(_Child):
+    """The load generator."""
+
+    def __init__(self) -> None:
+        super().__init__("bench.data_plane.load")
+
+    def run(self, job: Job) -> Result:
+        """Do one job. Raises ChildError."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(job) + b"\n")
+        self._process.stdin.flush()
+        return msgspec.json.decode(self._line(), type=Result)

@@ -1,0 +1,145 @@
+"""The stacks under test as processes: started, waited for, asked what they use, ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from bench.data_plane import cpu
+from bench.data_plane.answers import MODEL
+from bench.data_plane.client import Target
+from bench.data_plane.launches import HOST, LAUNCHES, OURS, StackError, free_ports, warmroute
+
+READY_TIMEOUT_S = 60.0
+STOP_GRACE_S = 8.0
+BODY = b'{"model":"%b","prompt":"ready?","max_tokens":80,"stream":true}' % MODEL.encode()
+
+
+DIRECT = "direct"
+
+
+@dataclass(kw_only=True)
+class Stack:
+    """A stack that serves."""
+
+    name: str
+    targets: list[Target]
+    note: str = ""
+    process: subprocess.Popen[bytes] | None = None
+    pids: list[int] = field(default_factory=list)
+    """Its process and the children it had when it was ready."""
+    metrics: tuple[str, str] | None = None
+    """See ``Launch.evidence``."""
+    endings: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
+    """Sent to its process group, each after a grace time."""
+
+    def cpu_s(self) -> float:
+        """CPU seconds so far."""
+        return cpu.cpu_s(self.pids)
+
+    def rss_bytes(self) -> int:
+        """Resident memory."""
+        return cpu.rss_bytes(self.pids)
+
+    def evidence(self) -> list[str]:
+        """Its own count of what it decided, so that a figure can be told from that of a router that gave up."""
+        if self.metrics is None:
+            return []
+        url, name = self.metrics
+        answer = httpx.get(url, timeout=10, trust_env=False).raise_for_status()
+        return [line for line in answer.text.splitlines() if line.startswith(name)]
+
+    def stop(self) -> None:
+        """End it and all that it started."""
+        if self.process is None:
+            return
+        for ending in self.endings:
+            try:
+                os.killpg(self.process.pid, ending)
+                self.process.wait(STOP_GRACE_S)
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+            else:
+                break
+        # The leader may be gone before its children are.
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def start(name: str, engines: list[Target], folder: Path, profile: Path | None = None) -> Stack:
+    """Start one stack and wait until a request through it is answered.
+
+    Raises:
+        NotInstalledError: its program is not there.
+        StackError: it ended, or did not become ready.
+    """
+    if name == DIRECT:
+        return Stack(name=name, targets=engines, note="the load generator straight to the engine stub")
+    folder = folder / name
+    folder.mkdir(parents=True)
+    port = free_ports(1)[0]
+    launch = warmroute(port, engines, folder, profile) if name == OURS else LAUNCHES[name](port, engines, folder)
+    log_path = folder / "log.txt"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            launch.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    stack = Stack(name=name, targets=[Target(HOST, port)], note=launch.note, process=process, metrics=launch.evidence)
+    if profile is not None:
+        # Profilers write on an interrupt; a SIGTERM would end them as they are.
+        stack.endings = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    try:
+        _wait_ready(stack, log_path)
+        stack.pids = cpu.tree(process.pid)
+    except BaseException:
+        stack.stop()
+        raise
+    return stack
+
+
+def _wait_ready(stack: Stack, log_path: Path) -> None:
+    assert stack.process is not None
+    url = f"http://{HOST}:{stack.targets[0].port}/v1/completions"
+    give_up_s = time.monotonic() + READY_TIMEOUT_S
+    problem = "no answer"
+    with httpx.Client(timeout=5, trust_env=False) as client:
+        while time.monotonic() < give_up_s:
+            if stack.process.poll() is not None:
+                problem = f"it ended with {stack.process.returncode}"
+                break
+            try:
+                answer = client.post(url, content=BODY, headers={"content-type": "application/json"})
+            except httpx.HTTPError as error:
+                problem = repr(error)
+            else:
+                if answer.status_code == 200 and "[DONE]" in answer.text:
+                    return
+                problem = f"{answer.status_code}: {answer.text[:200]}"
+            time.sleep(0.1)
+    tail = log_path.read_text(encoding="utf-8", errors="replace")[-1500:]
+    raise StackError(f"{stack.name} did not become ready: {problem}\n{tail}")
+
+
+def machine() -> dict[str, object]:
+    """What the figures were taken on, and how loaded it was."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    return {
+        "cpu": next((line.partition(":")[2].strip() for line in names if line.startswith("model name")), "unknown"),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_average": list(os.getloadavg()),
+        "python": sys.version.split()[0],
+        "kernel": os.uname().release,
+    }
