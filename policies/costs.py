@@ -186,13 +186,24 @@ class PrefillModel:
         # What was expected of the queue is taken off, but never more than leaves the formula a tenth.
         computing_s = max(seconds - queue_s, 0.1 * min(expected_s, seconds))
         learned = before.learn(expected_s, computing_s, 0.0, self.weight)
-        return replace(self, _buckets={**self._buckets, bucket: learned})
+        # Not `replace`, which asks every field: this runs with every first token.
+        return PrefillModel(
+            self.fixed_s,
+            self.s_per_token,
+            self.s_per_token_squared,
+            self.weight,
+            self.smallest_tokens,
+            {**self._buckets, bucket: learned},
+        )
 
     def _formula(self, new_tokens: float, cached_tokens: float) -> float:
         attended = new_tokens * (cached_tokens + new_tokens / 2)
         return self.fixed_s + self.s_per_token * new_tokens + self.s_per_token_squared * attended
 
     def _nearest(self, bucket: int) -> Estimate:
+        exact = self._buckets.get(bucket)
+        if exact is not None:
+            return exact
         if not self._buckets:
             return UNKNOWN
         return self._buckets[min(self._buckets, key=lambda known: (abs(known - bucket), known))]

@@ -5,7 +5,16 @@ from __future__ import annotations
 from policies.classes import ClassThresholds
 from policies.offload.base import OffloadPlanner
 from policies.routing.base import RoutingPolicy
-from policies.types import Decision, FleetSnapshot, NoCandidateError, OffloadPlan, OffloadReason, Reason, RequestView
+from policies.types import (
+    Decision,
+    FleetSnapshot,
+    NoCandidateError,
+    OffloadPlan,
+    OffloadReason,
+    Prediction,
+    Reason,
+    RequestView,
+)
 
 
 def decide(
@@ -24,7 +33,7 @@ def decide(
     if not fleet.instances:
         raise NoCandidateError("no instance may take the request")
     choice = policy.choose(request, fleet)
-    chosen = next((view for view in fleet.instances if view.instance == choice.instance), None)
+    chosen = fleet.view(choice.instance)
     if chosen is None:
         raise ValueError(f"policy {policy.name!r} chose {choice.instance!r}, which is not a candidate")
     request_class = thresholds.classify(request.prompt_tokens - chosen.cached_tokens)
@@ -32,6 +41,7 @@ def decide(
         plan = planner.plan(request, chosen, request_class, fleet)
     else:
         plan = OffloadPlan(None, OffloadReason.REQUEST_SHAPE)
+    prefill = fleet.prefill_view(plan.prefill_on) if plan.prefill_on is not None else None
     return Decision(
         request_id=request.request_id,
         decode_on=chosen.instance,
@@ -43,4 +53,6 @@ def decide(
         policy=policy.name,
         prompt_tokens=request.prompt_tokens,
         cached_tokens=chosen.cached_tokens,
+        decode_prediction=Prediction.of(chosen),
+        prefill_prediction=Prediction.of(prefill) if prefill is not None else None,
     )

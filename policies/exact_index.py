@@ -11,13 +11,11 @@ instance that is not trusted are dropped: they would be worth nothing before the
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, repeat, takewhile
-from operator import and_
 from typing import NamedTuple, TypeAlias
 
+from policies.block_holders import BlockHolders
 from policies.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
 
 EngineHash: TypeAlias = "int | bytes"
@@ -85,15 +83,15 @@ class ExactIndex:
     An engine that computes one block twice, for two requests side by side, reports it stored twice and removed once
     per copy; so copies are counted and a block is held until its last copy goes.
 
-    Complexity for b blocks and n instances: ``match`` O(b) look-ups for all instances together, up to where the last
-    holder ends, and O(n log b); ``store`` O(b) hash calls; ``remove`` O(b). Memory: about 210 bytes per block with the
-    32-byte hashes of current engines, 180 with integers; a further instance that holds the same block adds the part
-    that is its own (``docs/kv-events.md`` has the command).
+    Complexity for b blocks and n instances: ``match`` O(n log b) look-ups (`policies.block_holders` says when more);
+    ``store`` O(b) hash calls; ``remove`` O(b). Memory: about 260 bytes per block with the 32-byte hashes of current
+    engines, 230 with integers; a further instance that holds the same block adds the part that is its own
+    (``docs/kv-events.md`` has the command).
     """
 
     def __init__(self, block_tokens: int = 16) -> None:
         self.block_tokens = block_tokens
-        self._holders: dict[int, int] = {}
+        self._holders = BlockHolders()
         self._instances: dict[str, _Instance] = {}
 
     # Instances
@@ -102,17 +100,14 @@ class ExactIndex:
         """Make an instance known, not trusted; a known one stays as it is."""
         if instance in self._instances:
             return
-        taken = {each.bit for each in self._instances.values()}
-        bit = 1
-        while bit in taken:
-            bit <<= 1
-        self._instances[instance] = _Instance(bit)
+        self._instances[instance] = _Instance(self._holders.new_bit())
 
     def remove_instance(self, instance: str) -> None:
         """Forget an instance and all its blocks; unknown names are ignored."""
         known = self._instances.get(instance)
         if known is not None:
             self._drop(known)
+            self._holders.free_bit(known.bit)
             del self._instances[instance]
 
     def follow(self, instance: str) -> None:
@@ -219,16 +214,19 @@ class ExactIndex:
         plain = 0 if parent == _FOREIGN else max(0, min(stored.plain_blocks, count))
         packed = memoryview(_packed(stored.token_ids[: plain * stored.block_tokens])).cast("B")
         hashes = hash_byte_blocks(packed, stored.block_tokens * TOKEN_ID_BYTES, parent)
-        ours, copies, holders, bit = known.ours, known.further_copies, self._holders, known.bit
+        ours, copies = known.ours, known.further_copies
+        new: list[tuple[int, int]] = []
         for number, engine_hash in enumerate(stored.hashes):
             if engine_hash in ours:
                 copies[engine_hash] = copies.get(engine_hash, 0) + 1
-                continue
-            if number < plain:
-                block = ours[engine_hash] = hashes[number]
-                holders[block] = holders.get(block, 0) | bit
+                if ours[engine_hash] == _FOREIGN:
+                    plain = min(plain, number)  # what comes after it is no more plain than it is
+            elif number < plain:
+                ours[engine_hash] = hashes[number]
+                new.append((hashes[number], hashes[number - 1] if number else parent))
             else:
                 ours[engine_hash] = _FOREIGN
+        self._holders.add(new, known.bit)
         known.counters.stored += count
         known.counters.foreign += count - plain
 
@@ -249,7 +247,7 @@ class ExactIndex:
                 if block is None:
                     known.counters.unknown_removed += 1
                 elif block != _FOREIGN:
-                    self._drop_holder(block, known.bit)
+                    self._holders.discard(block, known.bit)
                     if block in known.awaited:
                         known.gone |= known.awaited[block]
         known.counters.removed += len(hashes)
@@ -283,17 +281,11 @@ class ExactIndex:
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
         """Longest held prefix of every instance, in blocks. Whether to believe it, ``trusted`` says."""
-        everyone = 0
-        for known in self._instances.values():
-            everyone |= known.bit
-        # Holders of the first block, of the first two, ...: fewer and fewer. The loop over blocks runs in C.
-        each = map(self._holders.get, hashes, repeat(0))
-        left = list(takewhile(bool, accumulate(each, and_, initial=everyone)))
-        return {instance: _depth(left, known.bit) for instance, known in self._instances.items()}
+        return self._holders.match(hashes, {instance: known.bit for instance, known in self._instances.items()})
 
     def holds(self, instance: str, block: int) -> bool:
         """Whether the instance holds one block."""
-        return bool(self._holders.get(block, 0) & self._instances[instance].bit)
+        return self._holders.holds(block, self._instances[instance].bit)
 
     def blocks(self, instance: str) -> int:
         """Distinct blocks of one instance, foreign ones included."""
@@ -311,25 +303,11 @@ class ExactIndex:
     # Inside
 
     def _drop(self, known: _Instance) -> None:
-        for block in known.ours.values():
-            if block != _FOREIGN:
-                self._drop_holder(block, known.bit)
+        self._holders.clear((block for block in known.ours.values() if block != _FOREIGN), known.bit)
         known.ours = {}
         known.further_copies = {}
         for numbers in known.awaited.values():
             known.gone |= numbers
-
-    def _drop_holder(self, block: int, bit: int) -> None:
-        left = self._holders[block] & ~bit
-        if left:
-            self._holders[block] = left
-        else:
-            del self._holders[block]
-
-
-def _depth(left: Sequence[int], bit: int) -> int:
-    """How many blocks the holder ``bit`` goes along; ``left`` says who is left after 0, 1, 2, ... of them."""
-    return bisect_left(left, True, key=lambda bits: not bits & bit) - 1
 
 
 def _packed(token_ids: Sequence[int]) -> array[int]:

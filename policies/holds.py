@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -31,13 +32,28 @@ class Holds:
         kept.held_tokens += tokens
         return Hold(kept, tokens)
 
+    def untracked(self, tokens: int) -> Hold:
+        """A hold on an engine that left the fleet: counted nowhere."""
+        return Hold(_Kept(tokens), tokens)
+
     def tokens(self, instance: str, now_s: float) -> int:
         """Tokens held on one instance, orphans included while they last."""
         kept = self._kept.get(instance)
         if kept is None:
             return 0
-        kept.orphans = [orphan for orphan in kept.orphans if orphan[0] > now_s]
+        if kept.orphans:
+            kept.orphans = [orphan for orphan in kept.orphans if orphan[0] > now_s]
         return kept.held_tokens + sum(tokens for _, tokens in kept.orphans)
+
+    def held_tokens(self, instance: str) -> int:
+        """Tokens that somebody is still to pull from an instance: orphans do not count."""
+        kept = self._kept.get(instance)
+        return kept.held_tokens if kept is not None else 0
+
+    def held_by(self, instance: str) -> Callable[[], int]:
+        """What tells the same of the present life of an instance, also when another has its name."""
+        kept = self._kept.get(instance, _Kept())
+        return lambda: kept.held_tokens
 
     def forget(self, instance: str) -> None:
         """The instance restarted: all it held is gone, and an old hold that ends later leaves nothing behind."""

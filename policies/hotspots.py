@@ -34,7 +34,7 @@ class HotspotTracker:
         if key is None:
             return HotspotView()
         seen = len(self._recent)
-        return HotspotView((self._counts[key] + 1) / (seen + 1), self._streaks.get(key, 0), seen + 1)
+        return HotspotView((self._counts.get(key, 0) + 1) / (seen + 1), self._streaks.get(key, 0), seen + 1)
 
     def record(self, hashes: Sequence[int], to_holder: bool, alarmed: bool) -> None:
         """Count a routed request and prolong or end the streak of its class."""
@@ -42,7 +42,7 @@ class HotspotTracker:
         if key is None:
             return
         self._recent.append(key)
-        self._counts[key] += 1
+        self._counts[key] = self._counts.get(key, 0) + 1
         if alarmed and to_holder:
             self._streaks[key] = self._streaks.get(key, 0) + 1
         else:

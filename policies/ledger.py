@@ -6,6 +6,7 @@ each other. It is released exactly once, whatever happens in between.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import exp2
@@ -21,7 +22,9 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True)
-class _Account:
+class Account:
+    """What one instance has in flight. `Ledger.recent_tokens` tells what is left of the recent term."""
+
     requests: int = 0
     prefilling: int = 0
     pending_prefill_tokens: int = 0
@@ -50,8 +53,9 @@ class Lease:
     instance: str
     new_tokens: int
     context_tokens: int
-    _account: _Account = field(repr=False)
+    _account: Account = field(repr=False)
     phase: Phase = Phase.PREFILL
+    _on_release: Callable[[], None] | None = field(default=None, repr=False)
 
     def first_token(self) -> None:
         """The prefill is done: its tokens stop pending and its context starts decoding. Later calls do nothing."""
@@ -79,6 +83,8 @@ class Lease:
         self._account.requests -= 1
         self._account.promised_tokens -= self.context_tokens
         self.phase = Phase.RELEASED
+        if self._on_release is not None:
+            self._on_release()
         return True
 
 
@@ -91,23 +97,42 @@ class Ledger:
 
     def __init__(self, recent_half_life_s: float = 30.0) -> None:
         """Raises ValueError for a half-life that is not positive."""
+        self.set_half_life(recent_half_life_s)
+        self._accounts: dict[str, Account] = {}
+        self._unused = Account()
+        self._departed: list[Account] = []
+        self.on_release: Callable[[], None] | None = None
+        """Called after every release of a lease that is taken from then on: there may be room for others."""
+
+    def set_half_life(self, recent_half_life_s: float) -> None:
+        """Decay by another half-life from now on. Raises ValueError unless it is positive."""
         if recent_half_life_s <= 0:
             raise ValueError(f"recent_half_life_s must be positive, got {recent_half_life_s}")
         self._half_life_s = recent_half_life_s
-        self._accounts: dict[str, _Account] = {}
 
     def acquire(self, instance: str, new_tokens: int, context_tokens: int, now_s: float) -> Lease:
         """Count one leg: ``new_tokens`` to prefill, ``context_tokens`` of KV once decoding."""
         if new_tokens < 0 or context_tokens < 0:
             raise ValueError(f"token counts must not be negative, got {new_tokens} and {context_tokens}")
-        account = self._accounts.setdefault(instance, _Account(recent_at_s=now_s))
+        account = self._accounts.get(instance)
+        if account is None:
+            account = self._accounts[instance] = Account(recent_at_s=now_s)
         account.requests += 1
         account.prefilling += 1
         account.pending_prefill_tokens += new_tokens
         account.promised_tokens += context_tokens
-        account.recent_tokens = self._decayed(account, now_s) + new_tokens
+        account.recent_tokens = self.recent_tokens(account, now_s) + new_tokens
         account.recent_at_s = now_s
-        return Lease(instance, new_tokens, context_tokens, account)
+        return Lease(instance, new_tokens, context_tokens, account, _on_release=self.on_release)
+
+    def requests(self, instance: str) -> int:
+        """Legs in flight on one instance, P legs included."""
+        account = self._accounts.get(instance)
+        return account.requests if account else 0
+
+    def account(self, instance: str) -> Account:
+        """The live account of one instance, for readers; zeros for one never seen."""
+        return self._accounts.get(instance, self._unused)
 
     def load(self, instance: str, now_s: float) -> Load:
         """Current reading of one instance; zero for one never seen."""
@@ -119,7 +144,7 @@ class Ledger:
             account.pending_prefill_tokens,
             account.decoding_tokens,
             account.promised_tokens,
-            self._decayed(account, now_s),
+            self.recent_tokens(account, now_s),
             account.prefilling,
         )
 
@@ -129,7 +154,7 @@ class Ledger:
         return account.promised_tokens if account else 0
 
     def forget_recent(self, instance: str) -> None:
-        """Clear the decayed term of an instance that restarted or left; leases in flight stay counted."""
+        """Clear the decayed term of an instance that restarted; leases in flight stay counted."""
         account = self._accounts.get(instance)
         if account is None:
             return
@@ -137,9 +162,20 @@ class Ledger:
         if not account.requests:  # no lease refers to it, and the names of departed instances must not pile up
             del self._accounts[instance]
 
+    def remove_instance(self, instance: str) -> Callable[[], int]:
+        """An instance left. Its leases stay in ``totals`` until released; another of its name starts from zero.
+
+        Returns what tells how many of its leases are not released yet.
+        """
+        self._departed = [account for account in self._departed if account.requests]
+        account = self._accounts.pop(instance, None) or Account()
+        if account.requests:
+            self._departed.append(account)
+        return lambda: account.requests
+
     def totals(self) -> dict[str, int]:
-        """Sums over all instances; every value is zero when nothing is in flight."""
-        accounts = self._accounts.values()
+        """Sums over all instances, those that left included; every value is zero when nothing is in flight."""
+        accounts = [*self._accounts.values(), *self._departed]
         return {
             "requests": sum(a.requests for a in accounts),
             "prefilling": sum(a.prefilling for a in accounts),
@@ -148,7 +184,8 @@ class Ledger:
             "promised_tokens": sum(a.promised_tokens for a in accounts),
         }
 
-    def _decayed(self, account: _Account, now_s: float) -> float:
+    def recent_tokens(self, account: Account, now_s: float) -> float:
+        """The decayed term of an account."""
         if not account.recent_tokens:
             return 0.0
         return account.recent_tokens * exp2(-max(0.0, now_s - account.recent_at_s) / self._half_life_s)

@@ -24,6 +24,11 @@ class PairBreaker:
         if self._failures[pair] >= self._limit:
             self._open_until_s[pair] = now_s + self._cooldown_s
 
+    def forget(self, instance: str) -> None:
+        """The instance left: its pairs go with it."""
+        self._failures = {pair: count for pair, count in self._failures.items() if instance not in pair}
+        self._open_until_s = {pair: until_s for pair, until_s in self._open_until_s.items() if instance not in pair}
+
     def broken(self, now_s: float) -> frozenset[tuple[str, str]]:
         """Pairs that may not be used now."""
         return frozenset(pair for pair, until_s in self._open_until_s.items() if now_s < until_s)

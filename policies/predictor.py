@@ -77,7 +77,9 @@ class Predictor:
         hashes = request.block_hashes
         shadow = self.shadow.match(hashes)
         trusted = self.exact.trusted_instances() if request.plain else ()
-        held = self.exact.match(hashes) if trusted else {}
+        if not trusted:
+            return {instance: Match(blocks, IndexSource.SHADOW, blocks) for instance, blocks in shadow.items()}
+        held = self.exact.match(hashes)
         matches = {}
         for instance, blocks in shadow.items():
             if instance in trusted:

@@ -10,12 +10,16 @@ class SessionTable:
 
     def __init__(self, capacity: int = 100_000, ttl_s: float = 3600.0) -> None:
         """``capacity`` sessions at most; one idle for ``ttl_s`` seconds is forgotten."""
+        self.set_bounds(capacity, ttl_s)
+        self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._per_instance: Counter[str] = Counter()
+
+    def set_bounds(self, capacity: int, ttl_s: float) -> None:
+        """Other bounds, in force from the next pin on. Raises ValueError unless both are positive."""
         if capacity < 1 or ttl_s <= 0:
             raise ValueError(f"capacity and ttl_s must be positive, got {capacity} and {ttl_s}")
         self._capacity = capacity
         self._ttl_s = ttl_s
-        self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        self._per_instance: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -47,7 +51,7 @@ class SessionTable:
 
     def count(self, instance: str) -> int:
         """Live sessions pinned to an instance."""
-        return self._per_instance[instance]
+        return self._per_instance.get(instance, 0)  # a Counter's own default is a call in Python
 
     def _expire(self, now_s: float) -> None:
         while self._pins:

@@ -6,13 +6,13 @@ clock and a simulation in virtual time run the same code. Switching the policy t
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from policies.costbook import CostBook, Workload
 from policies.holds import Hold, Holds
 from policies.hotspots import HotspotTracker, is_hotspot
-from policies.ledger import Lease, Ledger, Load
+from policies.ledger import Lease, Ledger
 from policies.pairs import PairBreaker
 from policies.predictor import Match, Predictor, Promised
 from policies.prefix_index import Insertion, PrefixIndex
@@ -38,6 +38,7 @@ class Commitment:
         "_added",
         "_hold",
         "_in_flight",
+        "_lives",
         "_not_yet_on_decode",
         "_promised",
         "_state",
@@ -62,16 +63,39 @@ class Commitment:
         self._not_yet_on_decode = not_yet_on_decode
         self._hold: Hold | None = None
         self._in_flight = prefill is not None
+        known = state._instances
+        self._lives = (known[decode.instance], None if prefill is None else known[prefill.instance])
         self.decode = decode
         self.prefill = prefill
         self.workload = workload
         """What was asked of D and P, for the models of what that takes."""
 
+    @property
+    def decode_known(self) -> bool:
+        """Whether D is still in the fleet: neither removed, nor replaced by another engine of its name."""
+        return self._state._instances.get(self.decode.instance) is self._lives[0]
+
+    @property
+    def prefill_known(self) -> bool:
+        """The same of P; False without one."""
+        return self.prefill is not None and self._state._instances.get(self.prefill.instance) is self._lives[1]
+
+    @property
+    def pair_known(self) -> bool:
+        """Whether what the hand-off shows is worth learning: both ends are still in the fleet."""
+        return self.decode_known and self.prefill_known
+
     def end_prefill(self) -> None:
         """The P leg is over and its KV waits for D: release P's lease, count the hold. Later calls do nothing."""
         if self.prefill is not None and self.prefill.release():
             self._promised.kept(self.prefill.instance)
-            self._hold = self._state.holds.take(self.prefill.instance, self.prefill.context_tokens)
+            if self.prefill_known:
+                self._hold = self._state.holds.take(self.prefill.instance, self.prefill.context_tokens)
+
+    def hold_on_decode(self) -> Hold:
+        """Count the room that a pull which was given up takes on D until it ends; the caller releases it."""
+        tokens, holds = self.decode.context_tokens, self._state.holds
+        return holds.take(self.decode.instance, tokens) if self.decode_known else holds.untracked(tokens)
 
     def handed_over(self) -> None:
         """D has answered its first token, so it has the KV: the offload is over. Later calls do nothing."""
@@ -161,15 +185,19 @@ class FleetState:
         self.index.add_instance(instance)
         self.predictor.add_instance(instance)
 
-    def remove_instance(self, instance: str) -> None:
-        """Forget an instance: blocks, pins and figures. Its leases stay counted until they are released."""
+    def remove_instance(self, instance: str) -> Callable[[], int]:
+        """Forget an instance: blocks, pins and figures. Its leases stay in the totals until they are released.
+
+        Returns what tells how many of them there still are.
+        """
         self._instances.pop(instance, None)
         self.index.remove_instance(instance)
         self.predictor.remove_instance(instance)
         self.sessions.remove_instance(instance)
-        self.ledger.forget_recent(instance)
         self.holds.forget(instance)
+        self.pairs.forget(instance)
         self.costs.forget(instance)
+        return self.ledger.remove_instance(instance)
 
     def restarted(self, instance: str) -> None:
         """The instance's cache is empty again: drop its blocks, pins and recent load."""
@@ -201,10 +229,13 @@ class FleetState:
         """The fleet as this request sees it: ``eligible`` instances may decode, ``prefill_only`` only prefill."""
         matched = self.predictor.match(request, now_s)
         class_blocks = min(self.hotspots.class_blocks, len(request.block_hashes))
+        tokens: dict[int, int] = {}
         views = tuple(
-            self._view(name, request, matched[name], class_blocks, now_s)
-            for name in self._instances
-            if name in eligible
+            [
+                self._view(name, known, request, matched[name], class_blocks, tokens, now_s)
+                for name, known in self._instances.items()
+                if name in eligible
+            ]
         )
         return FleetSnapshot(
             instances=views,
@@ -217,8 +248,8 @@ class FleetState:
             prefill_instances=(
                 *views,
                 *(
-                    self._view(name, request, matched[name], class_blocks, now_s)
-                    for name in self._instances
+                    self._view(name, known, request, matched[name], class_blocks, tokens, now_s)
+                    for name, known in self._instances.items()
                     if name in prefill_only
                 ),
             )
@@ -229,8 +260,9 @@ class FleetState:
     def commit(self, request: RequestView, fleet: FleetSnapshot, decision: Decision, now_s: float) -> Commitment:
         """Count the decision: leases, index entries, session pin, hotspot streak. Nothing may be awaited in between."""
         self._sequence += 1
-        holders = sum(view.holds_class for view in fleet.instances)
-        chosen = next(view for view in fleet.instances if view.instance == decision.decode_on)
+        holders = sum([view.holds_class for view in fleet.instances])
+        chosen = fleet.view(decision.decode_on)
+        assert chosen is not None
         self.hotspots.record(
             request.block_hashes,
             to_holder=chosen.holds_class,
@@ -242,11 +274,10 @@ class FleetState:
         prefill: InstanceView | None = None
         added: dict[str, Insertion] = {}
         promised = self.predictor.promised()
-        new_on_decode = decision.new_tokens
+        new_tokens = new_on_decode = decision.new_tokens
         if decision.prefill_on is not None:
-            prefill = next(
-                view for view in fleet.prefill_instances or fleet.instances if view.instance == decision.prefill_on
-            )
+            prefill = fleet.prefill_view(decision.prefill_on)
+            assert prefill is not None
             new_on_prefill = request.prompt_tokens - prefill.cached_tokens
             prefill_lease = self.ledger.acquire(prefill.instance, new_on_prefill, request.prompt_tokens, now_s)
             added[prefill.instance] = self.index.insert(prefill.instance, request.block_hashes)
@@ -257,34 +288,50 @@ class FleetState:
         added[decision.decode_on] = self.index.insert(decision.decode_on, request.block_hashes)
         promised.add(decision.decode_on, request)
         workload = Workload.of(request, chosen, prefill, self.offloads_in_flight, self.costs.bytes_per_token)
-        not_yet_on_decode = decision.new_tokens - new_on_decode
+        not_yet_on_decode = new_tokens - new_on_decode
         return Commitment(self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised)
 
-    def _view(self, name: str, request: RequestView, match: Match, class_blocks: int, now_s: float) -> InstanceView:
-        known = self._instances[name]
-        load: Load = self.ledger.load(name, now_s)
+    def _view(
+        self,
+        name: str,
+        known: _Instance,
+        request: RequestView,
+        match: Match,
+        class_blocks: int,
+        tokens: dict[int, int],
+        now_s: float,
+    ) -> InstanceView:
+        """``tokens`` keeps what a number of matched blocks comes to: mostly it is the same for many instances."""
+        blocks, source, shadow_blocks, exact_blocks = match
+        for each in (blocks, shadow_blocks):
+            if each not in tokens:
+                tokens[each] = cacheable_tokens(request, each)
+        account = self.ledger.account(name)
         # What was promised before the report is in its figure, unless the engine had not got round to it yet.
-        reported = min(known.promised_at_report_tokens, known.kv_used_tokens)
-        return InstanceView(
-            name,
-            cacheable_tokens(request, match.blocks),
-            load.requests,
-            load.pending_prefill_tokens,
-            load.decoding_tokens,
-            load.recent_tokens,
-            self.sessions.count(name),
-            known.kv_capacity_tokens,
-            known.kv_used_tokens,
-            max(0, load.promised_tokens - reported) + self.holds.tokens(name, now_s),
-            known.role,
-            bool(class_blocks) and match.blocks >= class_blocks,
-            load.prefilling,
-            known.host,
-            known.transport,
-            known.connector,
-            match.source,
-            cacheable_tokens(request, match.shadow_blocks),
-            None if match.exact_blocks is None else cacheable_tokens(request, match.exact_blocks),
+        promised = account.promised_tokens - min(known.promised_at_report_tokens, known.kv_used_tokens)
+        # In the order of the fields: naming 19 of them takes as long as everything else here.
+        return InstanceView._make(
+            (
+                name,
+                tokens[blocks],
+                account.requests,
+                account.pending_prefill_tokens,
+                account.decoding_tokens,
+                self.ledger.recent_tokens(account, now_s) if account.recent_tokens else 0.0,
+                self.sessions.count(name),
+                known.kv_capacity_tokens,
+                known.kv_used_tokens,
+                (promised if promised > 0 else 0) + self.holds.tokens(name, now_s),
+                known.role,
+                blocks >= class_blocks > 0,
+                account.prefilling,
+                known.host,
+                known.transport,
+                known.connector,
+                source,
+                tokens[shadow_blocks],
+                None if exact_blocks is None else cacheable_tokens(request, exact_blocks),
+            )
         )
 
 

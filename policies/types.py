@@ -194,6 +194,21 @@ class FleetSnapshot(NamedTuple):
     costs: Costs | None = None
     """What prefills and transfers take, as learned so far; None: nobody learns."""
 
+    def view(self, instance: str) -> InstanceView | None:
+        """The candidate of that name; None where there is none."""
+        return _named(self.instances, instance)
+
+    def prefill_view(self, instance: str) -> InstanceView | None:
+        """The instance of that name among those that may prefill for another."""
+        return _named(self.prefill_instances or self.instances, instance)
+
+
+def _named(views: tuple[InstanceView, ...], instance: str) -> InstanceView | None:
+    for view in views:
+        if view.instance == instance:
+            return view
+    return None
+
 
 class CandidateScore(NamedTuple):
     """One candidate's score (lower is better) and everything it was computed from."""

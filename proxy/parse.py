@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,6 +13,7 @@ from policies.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
 from policies.exact_index import PLAIN_ROOT
 from policies.types import RequestView
 from proxy.errors import RequestError
+from proxy.token_chunks import TokenChunks
 
 _MAX_SESSION_ID = 256
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -93,7 +94,7 @@ class Parsed(msgspec.Struct, frozen=True):
 
 _decode_body = msgspec.json.Decoder(GenerationBody).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
-_decode_any = msgspec.json.Decoder().decode
+_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 def parse_request(
@@ -102,8 +103,12 @@ def parse_request(
     block_tokens: int,
     text_block_bytes: int,
     is_base_model: Callable[[str], bool] = lambda _: False,
+    chunks: TokenChunks | None = None,
 ) -> Parsed:
-    """Read one request body. ``is_base_model`` says of a model's name whether it is served without an adapter.
+    """Read one request body.
+
+    ``is_base_model`` says of a model's name whether it is served without an adapter; ``chunks`` remembers token ids
+    from one call to the next.
 
     Raises:
         RequestError: 400 with what is wrong and where, in OpenAI's shape.
@@ -114,6 +119,8 @@ def parse_request(
         raise _invalid(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    except RecursionError as error:
+        raise RequestError(400, "the body's JSON is nested too deeply", code="invalid_json") from error
     if bytes(fields.kv_transfer_params) not in {b"", b"null"}:
         raise RequestError(
             400,
@@ -124,7 +131,8 @@ def parse_request(
     if endpoint is Endpoint.CHAT:
         prompt = _chat_prompt(fields, text_block_bytes, salts)
     else:
-        prompt = _completion_prompt(fields, block_tokens, text_block_bytes, salts, is_base_model(fields.model))
+        ids = _Ids(block_tokens, salts, is_base_model(fields.model))
+        prompt = _completion_prompt(fields, text_block_bytes, ids, TokenChunks(1) if chunks is None else chunks)
     return Parsed(endpoint, body, fields, prompt)
 
 
@@ -162,7 +170,7 @@ def request_view(
 def with_token_ids(parsed: Parsed, ids: Sequence[int], block_tokens: int, base_model: bool) -> Parsed:
     """A text or chat request whose prompt was tokenized: blocks of token ids, the body as it came."""
     fields = parsed.fields
-    prompt = _token_prompt(ids, block_tokens, (fields.model, fields.cache_salt or ""), base_model)
+    prompt = _token_prompt(ids, _Ids(block_tokens, (fields.model, fields.cache_salt or ""), base_model))
     return msgspec.structs.replace(parsed, prompt=msgspec.structs.replace(prompt, text_bytes=parsed.prompt.text_bytes))
 
 
@@ -196,52 +204,80 @@ def _chat_prompt(fields: GenerationBody, text_block_bytes: int, salts: tuple[str
     return Prompt(hash_byte_blocks(history, text_block_bytes, root), 0, len(history))
 
 
-def _completion_prompt(
-    fields: GenerationBody, block_tokens: int, text_block_bytes: int, salts: tuple[str, ...], base_model: bool
-) -> Prompt:
-    raw_prompt = fields.prompt
-    raw = memoryview(raw_prompt)
+class _Ids(NamedTuple):
+    """What token ids become blocks by."""
+
+    block_tokens: int
+    salts: tuple[str, ...]
+    """Model and cache salt."""
+    base_model: bool
+
+    @property
+    def plain(self) -> bool:
+        return self.base_model and not self.salts[1]
+
+    @property
+    def root(self) -> int:
+        return PLAIN_ROOT if self.plain else root_hash("ids", *self.salts)
+
+
+def _completion_prompt(fields: GenerationBody, text_block_bytes: int, ids: _Ids, chunks: TokenChunks) -> Prompt:
+    raw = memoryview(fields.prompt)
     if not raw:
         raise RequestError(400, "'prompt' is missing: give a string or a list of token ids", param="prompt")
     if raw[0] == ord("["):
         try:
-            return _token_prompt(_decode_ids(raw_prompt), block_tokens, salts, base_model)
-        except msgspec.ValidationError:
-            return _batch_prompt(_decode_any(raw_prompt), block_tokens, text_block_bytes, salts, base_model)
-    value = _decode_any(raw_prompt)
-    if not isinstance(value, str) or not value:
+            blocks = chunks.blocks(raw, ids.block_tokens, ids.root)
+        except msgspec.DecodeError:
+            return _batch_prompt(_decode_items(fields.prompt), text_block_bytes, ids)
+        except OverflowError as error:
+            raise _out_of_range(error) from error
+        if not blocks.tokens:
+            raise _no_ids()
+        return Prompt(blocks.hashes, blocks.tokens, 0, plain=ids.plain)
+    if raw[0] != ord('"') or len(raw) < 3:
         raise RequestError(400, "'prompt' must be a non-empty string or list of token ids", param="prompt")
-    return _text_prompt(value, text_block_bytes, salts)
+    return _text_prompt(raw, text_block_bytes, ids.salts)
 
 
-def _token_prompt(ids: Sequence[int], block_tokens: int, salts: tuple[str, ...], base_model: bool) -> Prompt:
+def _token_prompt(ids: Sequence[int], how: _Ids) -> Prompt:
     if not ids:
-        raise RequestError(400, "'prompt' is an empty list: give at least one token id", param="prompt")
+        raise _no_ids()
     try:
         packed = array("I", ids)
     except OverflowError as error:
-        raise RequestError(400, f"'prompt' holds a token id out of range: {error}", param="prompt") from error
+        raise _out_of_range(error) from error
     view = memoryview(packed).cast("B")
-    plain = base_model and not salts[1]
-    root = PLAIN_ROOT if plain else root_hash("ids", *salts)
-    return Prompt(hash_byte_blocks(view, block_tokens * TOKEN_ID_BYTES, root), len(ids), 0, plain=plain)
+    return Prompt(hash_byte_blocks(view, how.block_tokens * TOKEN_ID_BYTES, how.root), len(ids), 0, plain=how.plain)
 
 
-def _text_prompt(text: str, text_block_bytes: int, salts: tuple[str, ...]) -> Prompt:
-    data = text.encode("utf-8", "surrogatepass")
-    return Prompt(hash_byte_blocks(data, text_block_bytes, root_hash("text", *salts)), 0, len(data))
+def _no_ids() -> RequestError:
+    return RequestError(400, "'prompt' is an empty list: give at least one token id", param="prompt")
 
 
-def _batch_prompt(
-    items: list[Any], block_tokens: int, text_block_bytes: int, salts: tuple[str, ...], base_model: bool
-) -> Prompt:
+def _out_of_range(error: OverflowError) -> RequestError:
+    return RequestError(400, f"'prompt' holds a token id out of range: {error}", param="prompt")
+
+
+def _text_prompt(quoted: memoryview, text_block_bytes: int, salts: tuple[str, ...]) -> Prompt:
+    """A JSON string as it came, escapes and all: what one client writes alike has equal bytes, and none is decoded."""
+    text = quoted[1:-1]
+    return Prompt(hash_byte_blocks(text, text_block_bytes, root_hash("text", *salts)), 0, len(text))
+
+
+def _batch_prompt(items: list[msgspec.Raw], text_block_bytes: int, how: _Ids) -> Prompt:
     """Several prompts in one request run on one instance; the first one's blocks decide, all their lengths count."""
-    if items and all(isinstance(item, str) and item for item in items):
-        first = _text_prompt(items[0], text_block_bytes, salts)
-        return Prompt(first.hashes, 0, sum(len(item.encode("utf-8", "surrogatepass")) for item in items), len(items))
-    if items and all(isinstance(item, list) and item and all(type(i) is int for i in item) for item in items):
-        first = _token_prompt(items[0], block_tokens, salts, base_model)
-        return Prompt(first.hashes, sum(len(item) for item in items), 0, len(items), first.plain)
+    raws = [memoryview(item) for item in items]
+    if raws and all(raw[0] == ord('"') and len(raw) > 2 for raw in raws):
+        first = _text_prompt(raws[0], text_block_bytes, how.salts)
+        return Prompt(first.hashes, 0, sum(len(raw) - 2 for raw in raws), len(raws))
+    try:
+        ids = [_decode_ids(item) for item in items]
+    except msgspec.ValidationError:
+        ids = []
+    if ids and all(ids):
+        first = _token_prompt(ids[0], how)
+        return Prompt(first.hashes, sum(len(each) for each in ids), 0, len(ids), first.plain)
     raise RequestError(
         400, "'prompt' must be a string, a list of strings, a list of token ids or a list of such lists", param="prompt"
     )

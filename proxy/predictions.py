@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from policies.types import IndexSource
-from proxy.breakdown import Row
+from policies.types import IndexSource, Prediction
 
 
 @dataclass(slots=True)
@@ -24,10 +23,11 @@ class SourceError:
         """Take one request in."""
         error = predicted_tokens - actual_tokens
         self.requests += 1
-        self.wrong += error != 0
-        self.absolute_error_tokens += abs(error)
-        self.over_tokens += max(error, 0)
         self.actual_cached_tokens += actual_tokens
+        if error:
+            self.wrong += 1
+            self.absolute_error_tokens += abs(error)
+            self.over_tokens += max(error, 0)
 
 
 class PredictionErrors:
@@ -38,18 +38,19 @@ class PredictionErrors:
         self._side_by_side = {source: SourceError() for source in IndexSource}
         self._used = dict.fromkeys(IndexSource, 0)
 
-    def record(self, row: Row) -> None:
-        """Take a finished request in, if its engine reported cached tokens."""
-        prediction, actual = row.prediction, row.actual_cached_tokens
-        if prediction is None or actual is None or row.decision is None:
-            return
-        instance = row.prefill_instance or row.decision.decode_on
+    def record(self, instance: str, prediction: Prediction, actual_tokens: int) -> None:
+        """Take in what the engine that computed a prompt reported as cached."""
         self._used[prediction.source] += 1
-        self._of(instance, IndexSource.SHADOW).add(prediction.shadow_tokens, actual)
-        if prediction.exact_tokens is not None:
-            self._of(instance, IndexSource.EXACT).add(prediction.exact_tokens, actual)
-            self._side_by_side[IndexSource.SHADOW].add(prediction.shadow_tokens, actual)
-            self._side_by_side[IndexSource.EXACT].add(prediction.exact_tokens, actual)
+        shadow, exact = prediction.shadow_tokens, prediction.exact_tokens
+        self._of(instance, IndexSource.SHADOW).add(shadow, actual_tokens)
+        if exact is not None:
+            self._of(instance, IndexSource.EXACT).add(exact, actual_tokens)
+            self._side_by_side[IndexSource.SHADOW].add(shadow, actual_tokens)
+            self._side_by_side[IndexSource.EXACT].add(exact, actual_tokens)
+
+    def forget(self, instance: str) -> None:
+        """The instance has left the fleet."""
+        self.by_source = {key: error for key, error in self.by_source.items() if key[0] != instance}
 
     def as_dict(self) -> dict[str, object]:
         """JSON-ready."""
@@ -65,4 +66,7 @@ class PredictionErrors:
         }
 
     def _of(self, instance: str, source: IndexSource) -> SourceError:
-        return self.by_source.setdefault((instance, source), SourceError())
+        known = self.by_source.get((instance, source))
+        if known is None:
+            known = self.by_source[instance, source] = SourceError()
+        return known

@@ -35,7 +35,7 @@ ALLOWED_IMPORTS = {
         "functools",
         "itertools",
     ),
-    *("math", "operator", "types", "typing", "numpy", "xxhash"),
+    *("math", "operator", "struct", "types", "typing", "numpy", "xxhash"),
 }
 """No module among these reads a clock, draws without a seed (numpy.random is refused below), or does I/O."""
 IMPORTS_OF_ONE_FILE = {"policies/registry.py": {"importlib.metadata"}}

@@ -27,18 +27,23 @@ def tie_break(fleet: FleetSnapshot, position: int) -> tuple[int, float, int]:
 
 def lowest(fleet: FleetSnapshot, scores: Iterable[CandidateScore]) -> InstanceView:
     """Candidate of the lowest score that is not skipped; ties by ``tie_break``. Scores are in fleet order."""
-    best = min(
-        (score.score, *tie_break(fleet, position), position)
-        for position, score in enumerate(scores)
-        if not score.skipped
-    )
-    return fleet.instances[best[-1]]
+    ranked = [(score.score, position) for position, score in enumerate(scores) if not score.skipped]
+    best, first = min(ranked)
+    return fleet.instances[_first_of_tied(fleet, first, [position for score, position in ranked if score == best])]
 
 
 def preferred(fleet: FleetSnapshot, rank: Callable[[InstanceView], Any]) -> InstanceView:
     """Instance of the lowest ``rank``; ties by ``tie_break``."""
-    position = min(range(len(fleet.instances)), key=lambda i: (rank(fleet.instances[i]), tie_break(fleet, i)))
-    return fleet.instances[position]
+    ranks = [rank(view) for view in fleet.instances]
+    first = min(range(len(ranks)), key=ranks.__getitem__)
+    best = ranks[first]
+    return fleet.instances[_first_of_tied(fleet, first, [place for place, each in enumerate(ranks) if each == best])]
+
+
+def _first_of_tied(fleet: FleetSnapshot, first: int, tied: list[int]) -> int:
+    if len(tied) < 2:  # the rule is only worth applying where there is something to break
+        return first
+    return min(tied, key=lambda position: tie_break(fleet, position))
 
 
 def is_overloaded(view: InstanceView, fleet: FleetSnapshot, factor: float, floor_tokens: int) -> bool:

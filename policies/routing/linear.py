@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.routing.base import lowest, require
-from policies.types import CandidateScore, Choice, FleetSnapshot, Reason, RequestView
+from policies.types import CandidateScore, Choice, FleetSnapshot, InstanceView, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,14 @@ class Linear:
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         """See the class."""
-        scores = tuple(
-            CandidateScore(
-                view.instance,
-                view.ongoing_tokens + self.recent_weight * view.recent_tokens - self.alpha * view.cached_tokens,
-                {
-                    "ongoing_tokens": view.ongoing_tokens,
-                    "recent_tokens": view.recent_tokens,
-                    "cached_tokens": view.cached_tokens,
-                },
-            )
-            for view in fleet.instances
-        )
+        scores = tuple([self._score(view) for view in fleet.instances])
         return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, scores)
+
+    def _score(self, view: InstanceView) -> CandidateScore:
+        ongoing = view.pending_prefill_tokens + view.decoding_tokens
+        recent, cached = view.recent_tokens, view.cached_tokens
+        return CandidateScore(
+            view.instance,
+            ongoing + self.recent_weight * recent - self.alpha * cached,
+            {"ongoing_tokens": ongoing, "recent_tokens": recent, "cached_tokens": cached},
+        )

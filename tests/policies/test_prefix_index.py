@@ -104,15 +104,38 @@ def test_a_newcomer_on_a_reused_slot_inherits_nothing() -> None:
     assert index.match(chain(1, 2)) == {"b": 0, "c": 0}
 
 
-def test_slots_are_reused_so_that_masks_stay_small_however_often_a_fleet_changes() -> None:
+def test_an_instance_that_leaves_leaves_nothing_behind_however_often_a_fleet_changes() -> None:
     index = index_of("keeper")
     for turn in range(200):
         index.add_instance(f"i{turn}")
         index.insert(f"i{turn}", chain(1))
         index.remove_instance(f"i{turn}")
-    index.add_instance("last")
-    index.insert("last", chain(1))
-    assert max(index._holders.values()) < 1 << 2
+    assert index.match(chain(1)) == {"keeper": 0}
+    assert index.distinct_blocks == 0
+
+
+def test_a_conversation_that_goes_on_and_one_that_parts_from_it_both_keep_their_prefixes() -> None:
+    index = index_of("a")
+    index.insert("a", chain(1, 2, 3, 4, 5))
+    index.insert("a", chain(1, 2, 3, 4, 5, 6, 7))
+    index.insert("a", chain(1, 2, 9, 8))
+    depths = [
+        index.match_one("a", chain(*ids)) for ids in [(1, 2, 3, 4, 5, 6, 7, 0), (1, 2, 9, 8), (1, 2, 3, 9), (1, 3)]
+    ]
+    assert depths == [7, 4, 3, 1]
+    assert index.blocks("a") == 9
+
+
+def test_distinct_blocks_counts_what_several_instances_hold_once() -> None:
+    index = index_of("a", "b", "c")
+    index.insert("a", chain(1, 2, 3, 4))
+    index.insert("b", chain(1, 2, 3))
+    index.insert("b", chain(1, 2, 7))
+    index.insert("c", chain(1, 2, 7, 8))
+    index.insert("c", chain(5))
+    assert index.distinct_blocks == 4 + 2 + 1
+    index.clear_instance("c")
+    assert index.distinct_blocks == 5
 
 
 def test_a_restarted_instance_is_empty_and_still_known() -> None:
@@ -132,32 +155,40 @@ def test_a_bound_below_one_block_is_refused(capacity: int) -> None:
         PrefixIndex().add_instance("a", capacity)
 
 
-class _CountingHolders(dict[int, int]):
-    """Counts look-ups: the work of a match that does not depend on the machine."""
+class _CountingHashes(list[int]):
+    """Counts what is read of a prompt: the work of a match that does not depend on the machine."""
 
-    lookups = 0
+    reads = 0
 
-    def get(self, key: int, default: Any = None) -> Any:
-        self.lookups += 1
-        return super().get(key, default)
+    def __getitem__(self, key: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(key)
 
 
 @pytest.mark.parametrize("instances", [1, 8, 64])
-def test_a_match_costs_logarithmically_many_lookups_per_depth_that_differs(instances: int) -> None:
+def test_a_match_reads_logarithmically_many_blocks_per_instance(instances: int) -> None:
     index = index_of(*(f"i{n}" for n in range(instances)), capacity=10_000)
     blocks = chain(*range(1_375))
     for n in range(instances):
         index.insert(f"i{n}", blocks[: 1_375 - 20 * n])
-    holders = _CountingHolders(index._holders)
-    index._holders = holders
-    assert max(index.match(blocks).values()) == 1_375
-    assert holders.lookups <= 1 + instances * 11
+        index.insert(f"i{n}", [*blocks[:700], *chain(5_000 + n, 1, 2, 3)])
+    prompt = _CountingHashes(blocks[:1_374])
+    assert max(index.match(prompt).values()) == 1_374
+    assert prompt.reads <= instances * 16
 
 
-def test_a_match_of_a_prompt_nobody_holds_costs_a_single_descent() -> None:
+def test_a_match_of_a_prompt_nobody_holds_reads_its_first_block_only() -> None:
     index = index_of("a", "b")
     index.insert("a", chain(1, 2))
-    holders = _CountingHolders(index._holders)
-    index._holders = holders
-    index.match(chain(*range(100, 1_124)))
-    assert holders.lookups <= 11
+    prompt = _CountingHashes(chain(*range(100, 1_124)))
+    index.match(prompt)
+    assert prompt.reads == 2
+
+
+def test_entering_a_prompt_again_reads_no_block_twice_and_few_of_them() -> None:
+    index = index_of("a", capacity=10_000)
+    blocks = chain(*range(8_000))
+    index.insert("a", blocks)
+    prompt = _CountingHashes(blocks)
+    index.insert("a", prompt)
+    assert prompt.reads <= 4

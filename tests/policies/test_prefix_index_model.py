@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from policies.blocks import hash_token_blocks
 from policies.prefix_index import Insertion, PrefixIndex
+from policies.prefix_tree import _Node
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 PROMPTS = st.lists(st.integers(0, 2), max_size=9).map(lambda ids: hash_token_blocks(ids, 1))
@@ -90,25 +91,32 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(hashes=PROMPTS)
     def a_tail_never_outlives_its_head(self, hashes: list[int]) -> None:
-        for lru in self.index._lru.values():
-            held = [block in lru for block in hashes]
+        for name, instance in self.model.items():
+            held = [block in instance.blocks for block in hashes]
             assert held == sorted(held, reverse=True)
+            assert self.index.match_one(name, hashes) == sum(held)
 
     @invariant()
-    def bounds_hold_and_holders_are_exactly_the_blocks_held(self) -> None:
+    def bounds_hold_and_the_blocks_are_those_of_the_model(self) -> None:
         for name, instance in self.model.items():
             assert self.index.blocks(name) == len(instance.blocks) <= self.index.capacity(name) == instance.capacity
         distinct = {block for instance in self.model.values() for block in instance.blocks}
         assert self.index.distinct_blocks == len(distinct)
-        masks = self.index._holders
-        assert set(masks) == distinct
-        for block, mask in masks.items():
-            assert mask.bit_count() == sum(block in instance.blocks for instance in self.model.values())
 
     @invariant()
-    def slots_are_the_lowest_free_ones(self) -> None:
-        assert sorted(self.index._names.values()) == sorted(self.model)
-        assert all(slot < 4 for slot in self.index._names)
+    def the_trees_hold_what_they_count_in_the_order_of_use(self) -> None:
+        for name, instance in self.model.items():
+            tree = self.index._trees[name]
+            assert [block for node in tree._by_use for block in reversed(node.blocks)] == instance.blocks
+            assert len(tree._by_use) == _nodes_below(tree._root)
+
+
+def _nodes_below(node: _Node) -> int:
+    for first, child in node.children.items():
+        assert child.parent is node
+        assert child.blocks[0] == first
+        assert child.serial <= node.serial or node.parent is None
+    return sum(1 + _nodes_below(child) for child in node.children.values())
 
 
 TestPrefixIndexAgainstModel = PrefixIndexMachine.TestCase
