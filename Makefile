@@ -7,10 +7,10 @@ READY := $(VENV)/.ready
 SRC := warmroute.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types imports unit engines test-engines lock clean
+.PHONY: help setup demo test lint format types imports unit engines test-engines audit soak bench-data-plane lock clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -49,11 +49,21 @@ engines: $(READY) ## real vLLM engines on the CPU and a tiny model for them (abo
 test-engines: engines ## the proxy's tests on real engines (about 8 minutes)
 	$(BIN)/python -m pytest -m engines tests/engines
 
-test: lint types imports unit ## everything CI runs
+audit: $(READY) ## known vulnerabilities in what requirements.lock pins
+	$(BIN)/python .ci/audit.py
+
+soak: $(READY) ## 20 minutes of kills, restarts and leaving clients at 200 streams
+	$(BIN)/python -m bench.soak --minutes 20 --streams 200 --out runs/soak.json
+
+bench-data-plane: $(READY) ## our proxy beside vLLM Router, SGLang's gateway and nginx (about half an hour)
+	$(BIN)/python -m bench.data_plane.peers
+	$(BIN)/python -m bench.data_plane --out runs/data_plane.json --check
+
+test: lint types imports unit ## formatting, types, imports and all tests that need no engine
 
 lock: $(READY) ## write requirements.lock anew from pyproject.toml
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements.lock
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) $(ENGINES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(ENGINES) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

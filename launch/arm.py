@@ -108,7 +108,7 @@ async def run_arm(
         await asyncio.sleep(_SETTLE_S)
         if running.unexpected_exits:
             raise ArmError(f"{label}: {'; '.join(running.unexpected_exits)}. The run is not a measurement.")
-        await _fetch_breakdown(fleet.proxy_url(), len(run.records), arm_dir / BREAKDOWN_FILE)
+        await _fetch_breakdown(fleet.admin_url(), len(run.records), arm_dir / BREAKDOWN_FILE)
         _write(arm_dir / PROCESSORS_FILE, msgspec.json.encode(use))
         on_phase("stopping")
     return ArmResult(
@@ -116,10 +116,10 @@ async def run_arm(
     )
 
 
-async def _fetch_breakdown(proxy_url: str, requests: int, path: Path) -> None:
+async def _fetch_breakdown(admin_url: str, requests: int, path: Path) -> None:
     try:
         async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
-            response = await client.get(f"{proxy_url}/breakdown", params={"limit": max(1, requests), "format": "jsonl"})
+            response = await client.get(f"{admin_url}/breakdown", params={"limit": max(1, requests), "format": "jsonl"})
             response.raise_for_status()
     except httpx.HTTPError as error:
         raise ArmError(f"the proxy's /breakdown cannot be read ({type(error).__name__}: {error})") from error

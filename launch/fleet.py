@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from launch.fleet_checks import check_fleet
+from launch.fleet_checks import check_fleet, is_loopback
 from launch.fleet_overrides import apply_environment, apply_overrides
 from launch.fleet_sections import (
     GroupSettings,
@@ -159,11 +159,32 @@ class FleetFile(Section):
         host = self.proxy.get("host", self.host)
         return f"http://{'127.0.0.1' if host == _ANY_HOST else host}:{self.proxy_port}"
 
+    @property
+    def admin_port(self) -> int | None:
+        """Port of the proxy's admin listener; None where the admin endpoints are on its main one.
+
+        Where others reach the proxy and its settings say nothing of its admin side, that is on loopback, one port up:
+        on an address that others reach it has no admin endpoints without keys, and the launcher asks there.
+        """
+        admin = self.proxy.get("admin")
+        if isinstance(admin, dict) and isinstance(admin.get("port"), int):
+            return int(admin["port"])
+        exposed = not is_loopback(str(self.proxy.get("host", self.host)))
+        return self.proxy_port + 1 if exposed and not self.proxy.get("keys") else None
+
+    def admin_url(self) -> str:
+        """Base URL of the proxy's admin endpoints."""
+        if self.admin_port is None:
+            return self.proxy_url()
+        admin = self.proxy.get("admin") or {}
+        return f"http://{admin.get('host', '127.0.0.1')}:{self.admin_port}"
+
     def ports(self) -> list[tuple[int, str]]:
         """Every port the fleet listens on, with who wants it: all instances' ports of one kind, then the next kind."""
         by_kind = zip(*(member.ports() for member in self.members), strict=True)
         wanted = [(port, owner) for kind in by_kind for port, owner in kind if port is not None]
-        return [*wanted, (self.proxy_port, "the proxy")]
+        admin = [] if self.admin_port is None else [(self.admin_port, "the proxy's admin listener")]
+        return [*wanted, (self.proxy_port, "the proxy"), *admin]
 
     def proxy_config(self, transports: Mapping[str, Transport] | None = None) -> dict[str, Any]:
         """The proxy's settings file: the inline settings plus this fleet's instances and its peers.
@@ -189,7 +210,10 @@ class FleetFile(Section):
             )
         instances += [peer.model_dump(mode="json", exclude_defaults=True) for peer in self.peers]
         told = [{key: value for key, value in entry.items() if value is not None} for entry in instances]
-        return {"host": self.host, **self.proxy, "port": self.proxy_port, "instances": told}
+        settings = {"host": self.host, **self.proxy, "port": self.proxy_port, "instances": told}
+        if self.admin_port is not None:
+            settings["admin"] = {**(self.proxy.get("admin") or {}), "port": self.admin_port}
+        return settings
 
 
 def parse_fleet(values: Any, source: str = "fleet") -> FleetFile:

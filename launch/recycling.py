@@ -48,10 +48,10 @@ class Wishes:
         self._granted.add(name)
 
 
-async def instance_rows(client: httpx.AsyncClient, proxy_url: str) -> list[dict[str, Any]]:
+async def instance_rows(client: httpx.AsyncClient, admin_url: str) -> list[dict[str, Any]]:
     """The rows of the proxy's ``GET /instances``; empty when it does not answer (its end is noticed elsewhere)."""
     try:
-        response = await client.get(f"{proxy_url}/instances")
+        response = await client.get(f"{admin_url}/instances")
         response.raise_for_status()
         rows = response.json()["instances"]
     except (httpx.HTTPError, ValueError, KeyError, TypeError):

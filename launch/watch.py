@@ -115,7 +115,7 @@ class Watch:
         told: set[str] = set()
         while True:
             await asyncio.sleep(_LOOK_S)
-            due = wishes.due(await instance_rows(client, self._settings.proxy_url()))
+            due = wishes.due(await instance_rows(client, self._settings.admin_url()))
             for process in [process for process in self._fleet.processes if process.spec.name in due]:
                 name = process.spec.name
                 if not self._serving(process):

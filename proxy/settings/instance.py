@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from policies.types import Connector, Role, Transport
+from proxy.engine_urls import checked_endpoint, checked_url
+from proxy.settings.secrets import checked_secret, secret_from
 from proxy.settings.section import Section
+
+_NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class InstanceSettings(Section):
@@ -31,26 +36,32 @@ class InstanceSettings(Section):
         default=None, description="ZMQ endpoint where it replays events that were missed, if it does"
     )
 
+    api_key_env: str | None = Field(
+        default=None, description="environment variable with the key this engine wants; default: engine_key_env"
+    )
+    api_key: SecretStr | None = Field(default=None, description="the key itself; api_key_env keeps it out of files")
+
+    @field_validator("name")
+    @classmethod
+    def _fits_into_headers(cls, value: str) -> str:
+        if value and not _NAME.fullmatch(value):
+            raise ValueError(f"{value!r}: a name is up to 128 printable ASCII characters without spaces")
+        return value
+
     @field_validator("url", "bootstrap_url")
     @classmethod
     def _plain_url(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        if not value.startswith(("http://", "https://")) or not value.split("://", 1)[1]:
-            raise ValueError(f"{value!r} is not an http:// or https:// URL")
-        return value.rstrip("/")
+        return None if value is None else checked_url(value)
 
     @field_validator("events_url", "events_replay_url")
     @classmethod
     def _zmq_endpoint(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        scheme, _, rest = value.partition("://")
-        if scheme not in {"tcp", "ipc"} or not rest or (scheme == "tcp" and not rest.rpartition(":")[2].isdigit()):
-            raise ValueError(f"{value!r} is not a ZMQ endpoint: give tcp://HOST:PORT or ipc://PATH")
-        if "*" in rest:
-            raise ValueError(f"{value!r} is what an engine binds: give the host to connect to in place of '*'")
-        return value
+        return None if value is None else checked_endpoint(value)
+
+    @field_validator("api_key")
+    @classmethod
+    def _plain_secret(cls, value: SecretStr | None) -> SecretStr | None:
+        return None if value is None else checked_secret(value, "api_key")
 
     @model_validator(mode="after")
     def _has_name(self) -> InstanceSettings:
@@ -63,4 +74,15 @@ class InstanceSettings(Section):
             raise ValueError(f"instance {self.name!r} has role {self.role}: give its bootstrap_url, or role: none")
         if self.events_replay_url is not None and self.events_url is None:
             raise ValueError(f"instance {self.name!r} has an events_replay_url: give its events_url too")
+        if self.api_key is not None and self.api_key_env is not None:
+            raise ValueError(f"instance {self.name!r} has api_key and api_key_env: give one of them")
+        self.own_key()
         return self
+
+    def own_key(self) -> SecretStr | None:
+        """The key this engine wants, if it has one of its own.
+
+        Raises:
+            ValueError: the environment variable it should be in is not set.
+        """
+        return self.api_key if self.api_key_env is None else secret_from(self.api_key_env, "api_key_env")

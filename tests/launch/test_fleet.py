@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from launch.engines import engine_specs, proxy_spec
-from launch.fleet import FLEETS, FleetError, find_fleet, load_fleet, parse_fleet, ports_in_use
+from launch.fleet import FLEETS, FleetError, FleetFile, find_fleet, load_fleet, parse_fleet, ports_in_use
 from proxy.settings import load_settings
 from tests.launch.conftest import fleet_values
 
@@ -107,3 +107,19 @@ def test_engines_differ_in_ports_only() -> None:
 
 def test_a_shipped_fleet_may_be_named() -> None:
     assert find_fleet(Path("sim-4x")) == FLEETS / "sim-4x.yaml"
+
+
+def test_the_launcher_finds_the_admin_side_of_a_proxy_that_others_reach() -> None:
+    def fleet(**more: Any) -> FleetFile:
+        return parse_fleet({"kind": "sim", "model": "m", "count": 2, "base_port": 31000, **more})
+
+    local = fleet(proxy={"port": 32000})
+    assert (local.admin_port, local.admin_url()) == (None, "http://127.0.0.1:32000")
+    assert "admin" not in local.proxy_config()
+    exposed = fleet(host="10.0.0.1", proxy={"port": 32000})
+    assert (exposed.proxy_url(), exposed.admin_url()) == ("http://10.0.0.1:32000", "http://127.0.0.1:32001")
+    assert load_settings(**exposed.proxy_config()).admin.port == 32001
+    assert (32001, "the proxy's admin listener") in exposed.ports()
+    told = fleet(host="10.0.0.1", proxy={"port": 32000, "admin": {"port": 40000, "open_metrics": True}})
+    assert told.admin_url() == "http://127.0.0.1:40000"
+    assert load_settings(**told.proxy_config()).admin.open_metrics
