@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import TYPE_CHECKING
 
 import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.core import Core
 from proxy.handoff import query_engine_id
 from proxy.instances import Instance
+
+if TYPE_CHECKING:
+    from proxy.core import Core
+from proxy.probing import probe
 
 log = logging.getLogger("warmroute.health")
 
@@ -42,13 +46,14 @@ class HealthMonitor:
         """Probe every instance once, side by side."""
         async with asyncio.TaskGroup() as group:
             for instance in self._core.instances:
-                group.create_task(self._probe(instance))
+                group.create_task(self.probe(instance))
 
-    async def _probe(self, instance: Instance) -> None:
+    async def probe(self, instance: Instance) -> None:
+        """Probe one instance now. What is found of one that has left meanwhile goes nowhere."""
         was_healthy = instance.healthy
         try:
             async with asyncio.timeout(self._core.settings.health.timeout_s):
-                (await self._core.control.get(f"{instance.url}/health")).raise_for_status()
+                (await self._get(instance, "/health")).raise_for_status()
                 await self._read_metrics(instance)
                 await self._read_identity(instance)
                 if not was_healthy or not instance.models:
@@ -57,18 +62,24 @@ class HealthMonitor:
             # Whatever an engine answers must not end the probing of the others.
             expected = isinstance(error, httpx.HTTPError | TimeoutError)
             log.debug("probe of %s failed", instance.name, exc_info=not expected)
-            self._core.instances.failed(instance.name, f"probe: {error!r}")
+            late = isinstance(error, TimeoutError | httpx.TimeoutException)
+            if late and self._core.lag.explains(self._core.settings.health.timeout_s):
+                log.warning(
+                    "a probe of %s took too long because this process lacks CPU; it counts for nothing", instance.name
+                )
+                return
+            gone = isinstance(error, httpx.ConnectError)
+            self._core.instances.probe_failed(instance, f"probe: {error!r}", refused=gone)
         else:
-            self._core.instances.probed(instance.name)
-        if was_healthy != instance.healthy:
-            if instance.healthy:
-                log.info("%s is up", instance.name)
-            else:
-                log.warning("%s is down: %s", instance.name, instance.last_error)
+            self._core.instances.probed(instance)
+
+    async def _get(self, instance: Instance, path: str) -> httpx.Response:
+        headers = self._core.forwarding.probe_headers(instance.settings)
+        return await probe(self._core.control, instance.url + path, headers)
 
     async def _read_metrics(self, instance: Instance) -> None:
-        answer = await self._core.control.get(f"{instance.url}/metrics")
-        if answer.status_code != 200:
+        answer = await self._get(instance, "/metrics")
+        if answer.status_code != 200 or not self._core.instances.knows(instance):
             return
         # An engine exposes hundreds of lines; only these few are worth parsing on the event loop.
         lines = [line for line in answer.text.splitlines() if line.startswith(_WANTED)]
@@ -124,12 +135,14 @@ class HealthMonitor:
         if url is None:
             return
         engine_id = await query_engine_id(self._core.control, url, self._core.settings.offload.query_timeout_s)
+        if not self._core.instances.knows(instance):
+            return
         if instance.engine_id is not None and engine_id != instance.engine_id and instance.started_unix_s is None:
             self._restarted(instance)
         instance.engine_id = engine_id
 
     async def _read_models(self, instance: Instance) -> None:
-        answer = await self._core.control.get(f"{instance.url}/v1/models")
+        answer = await self._get(instance, "/v1/models")
         if answer.status_code == 200:
             data = msgspec.json.decode(answer.content).get("data", [])
             instance.models = [model for model in data if isinstance(model, dict) and "id" in model]
@@ -137,6 +150,7 @@ class HealthMonitor:
     def _restarted(self, instance: Instance) -> None:
         instance.restarts += 1
         instance.models = []
+        self._core.instances.restarted(instance)
         self._core.leaks.restarted(instance)
         self._core.router.state.restarted(instance.name)
         log.warning("%s restarted: its cache index is cleared", instance.name)

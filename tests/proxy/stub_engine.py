@@ -33,6 +33,7 @@ class StubEngine:
     """Makes it answer P legs as NixlConnector does, with these blocks."""
     pull_s: float = 0.0
     query_delay_s: float = 0.0
+    health_delay_s: float = 0.0
     seen: list[dict[str, Any]] = field(default_factory=list)
     seen_headers: list[dict[str, str]] = field(default_factory=list)
     raw_bodies: list[bytes] = field(default_factory=list)
@@ -76,6 +77,7 @@ class StubEngine:
         return f"http://127.0.0.1:{self.port}"
 
     async def _health(self, _: web.Request) -> web.Response:
+        await asyncio.sleep(self.health_delay_s)
         return web.Response(status=500 if self.mode == "sick" else 200)
 
     async def _query(self, _: web.Request) -> web.Response:

@@ -1,0 +1,50 @@
+"""A count of what happened lately, in constant memory."""
+
+from __future__ import annotations
+
+from collections import deque
+
+_SLOTS = 10
+
+
+class SlidingCount:
+    """Counts over about the last ``window_s`` seconds, kept in ten slots: the oldest slot leaves as a whole.
+
+    So at any moment at least nine tenths of the window count, and nothing older than the window does.
+    """
+
+    __slots__ = ("_slot_s", "_slots", "_total")
+
+    def __init__(self, window_s: float) -> None:
+        """Raises ValueError for a window that is not positive."""
+        if window_s <= 0:
+            raise ValueError(f"window_s must be positive, got {window_s}")
+        self._slot_s = window_s / _SLOTS
+        self._slots: deque[list[int]] = deque()
+        self._total = 0
+
+    def add(self, now_s: float, count: int = 1) -> None:
+        """Count at a time that is never earlier than that of the call before."""
+        number = self._expire(now_s)
+        if self._slots and self._slots[-1][0] == number:
+            self._slots[-1][1] += count
+        else:
+            self._slots.append([number, count])
+        self._total += count
+
+    def total(self, now_s: float) -> int:
+        """What was counted within the window that ends now."""
+        self._expire(now_s)
+        return self._total
+
+    def clear(self) -> None:
+        """Start from nothing."""
+        self._slots.clear()
+        self._total = 0
+
+    def _expire(self, now_s: float) -> int:
+        number = int(now_s // self._slot_s)
+        slots = self._slots
+        while slots and slots[0][0] <= number - _SLOTS:
+            self._total -= slots.popleft()[1]
+        return number
