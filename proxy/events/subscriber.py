@@ -24,16 +24,44 @@ _RECONNECT_MS = 50
 
 
 class EventSubscriber:
-    """One task and one socket per instance with an ``events_url``, for as long as ``run`` is not cancelled."""
+    """One task and one socket per instance with an ``events_url``, for as long as ``run`` is not cancelled.
+
+    ``add`` and ``remove`` change whom it listens to at any time, before ``run`` and during it.
+    """
 
     def __init__(self, instances: tuple[InstanceSettings, ...], settings: EventSettings, index: ExactIndex) -> None:
         self._settings = settings
         self._index = index
-        self._instances = [instance for instance in instances if instance.events_url is not None]
+        self._context: zmq.asyncio.Context | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._listeners: dict[str, _Listener] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self.streams: dict[str, EventStream] = {}
-        for instance in self._instances:
-            index.follow(instance.name)
-            self.streams[instance.name] = EventStream(index, instance.name, settings.blocks_per_turn)
+        for instance in instances:
+            self.add(instance)
+
+    def add(self, instance: InstanceSettings) -> None:
+        """Listen to an instance that the index knows from now on; one without an ``events_url`` is left alone."""
+        if instance.events_url is None:
+            return
+        self._index.follow(instance.name)
+        stream = EventStream(self._index, instance.name, self._settings.blocks_per_turn)
+        self.streams[instance.name] = stream
+        self._listeners[instance.name] = _Listener(instance, stream, self._settings, self._index)
+        if self._group is not None:
+            self._start(instance.name)
+
+    def remove(self, name: str) -> None:
+        """Stop listening to an instance, before the index forgets it. Unknown names are ignored.
+
+        Its task ends in the next turn of the loop and enters nothing any more.
+        """
+        self.streams.pop(name, None)
+        listener, task = self._listeners.pop(name, None), self._tasks.pop(name, None)
+        if listener is not None:
+            listener.removed = True
+        if task is not None:
+            task.cancel()
 
     def figures(self, instance: str) -> dict[str, int]:
         """What came in from one instance since the start, and what its part of the index is now."""
@@ -48,38 +76,48 @@ class EventSubscriber:
 
     async def run(self) -> None:
         """Listen for ever. Sockets and context are closed when this ends, however it ends."""
-        if not self._instances:
-            return
-        context = zmq.asyncio.Context()
+        self._context = zmq.asyncio.Context()
         try:
-            async with asyncio.TaskGroup() as group:
-                for instance in self._instances:
-                    listener = _Listener(context, instance, self.streams[instance.name], self._settings, self._index)
-                    group.create_task(listener.run(), name=f"kv-events {instance.name}")
+            async with asyncio.TaskGroup() as self._group:
+                for name in self._listeners:
+                    self._start(name)
+                await asyncio.get_running_loop().create_future()  # for ever: others may be added at any time
         finally:
-            context.destroy(linger=0)
+            self._group = None
+            self._tasks.clear()
+            self._context.destroy(linger=0)
+            self._context = None
+
+    def _start(self, name: str) -> None:
+        assert self._group is not None
+        assert self._context is not None
+        listening = self._listeners[name].run(self._context)
+        self._tasks[name] = self._group.create_task(listening, name=f"kv-events {name}")
 
 
 class _Listener:
     """Follows one instance."""
 
+    _context: zmq.asyncio.Context
+
     def __init__(
         self,
-        context: zmq.asyncio.Context,
         instance: InstanceSettings,
         stream: EventStream,
         settings: EventSettings,
         index: ExactIndex,
     ) -> None:
-        self._context = context
         self._instance = instance
         self._stream = stream
         self._settings = settings
         self._index = index
+        self.removed = False
+        """The name is no longer this listener's: the index may not know it, or know another engine by it."""
 
-    async def run(self) -> None:
+    async def run(self, context: zmq.asyncio.Context) -> None:
         """Listen for ever."""
         assert self._instance.events_url is not None
+        self._context = context
         name = self._instance.name
         socket = self._context.socket(zmq.SUB)
         try:
@@ -164,7 +202,8 @@ class _Listener:
             log.debug("%s: no end of the replay within %g s", self._instance.name, self._settings.replay_timeout_s)
             complete = False
         finally:
-            self._index.resume(self._instance.name)
+            if not self.removed:
+                self._index.resume(self._instance.name)
         if not complete:
             self._stream.give_up(None, "replay_failed")
         return complete

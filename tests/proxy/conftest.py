@@ -10,13 +10,19 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
+import uvloop
 
 from proxy.app import ProxyApp
 from proxy.core import Core
 from proxy.server import server_config
 from proxy.settings import Settings, load_settings
+from proxy.shutdown import ProxyServer
 from tests.proxy.stub_engine import StubEngine
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop `warmroute serve` runs on: its transports differ from asyncio's in kind and in when they write."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @dataclass
@@ -58,7 +64,7 @@ async def serving(settings: Settings) -> AsyncIterator[tuple[Core, str]]:
     config = server_config(settings)
     app = config.app
     assert isinstance(app, ProxyApp)
-    server = uvicorn.Server(config)
+    server = ProxyServer(config, app.core)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve())
     try:

@@ -1,0 +1,144 @@
+"""What differs between two settings, key by key, with secrets masked; and which keys a running proxy can take over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, SecretStr
+
+from proxy.settings import InstanceSettings, Settings
+
+_MASK = "***"
+_SECRET_KEYS = frozenset({"sha256", "api_key", "engine_key", "password", "secret"})
+_CREDENTIALS = re.compile(r"://[^/@\s]*@")
+
+LIVE = (
+    "instances",
+    "policy",
+    "offload",
+    "classes",
+    "ledger",
+    "sessions",
+    "timeouts",
+    "health",
+    "limits",
+    "keys",
+    "resume",
+    "admin.open_metrics",
+    "admin.allowed_hosts",
+    "admin.allowed_networks",
+    "forward_headers",
+    "engine_key",
+    "engine_key_env",
+    "inject_usage",
+    "grace_s",
+    "drain_delay_s",
+    "log_level",
+)
+"""Keys and sections that a reload puts in force. Any other key needs a restart, new ones included."""
+
+
+class Change(NamedTuple):
+    """One key that differs. Values are JSON-ready and hold no secret; None: the key is not there."""
+
+    key: str
+    old: Any
+    new: Any
+
+    @property
+    def live(self) -> bool:
+        """Whether a running proxy can take it over."""
+        return any(self.key == each or self.key.startswith(f"{each}.") for each in LIVE)
+
+    @property
+    def effect(self) -> str:
+        """What a reload does with it."""
+        return "applied" if self.live else "needs a restart"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {"key": self.key, "old": self.old, "new": self.new, "effect": self.effect}
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_text(self.old)} -> {_text(self.new)} ({self.effect})"
+
+
+def differences(old: Settings, new: Settings) -> list[Change]:
+    """Every key whose value differs, in the order of the settings. The fleet apart: see ``instance_differences``."""
+    return _compare(old, new, skip="instances")
+
+
+def instance_differences(old: Mapping[str, InstanceSettings], new: Mapping[str, InstanceSettings]) -> list[Change]:
+    """The same for the fleet, by name: a key of an instance, or the URL of one that comes or goes."""
+    changes: list[Change] = []
+    for name in dict.fromkeys((*old, *new)):
+        before, after = old.get(name), new.get(name)
+        if before is None or after is None:
+            urls = (each and _CREDENTIALS.sub(f"://{_MASK}@", each.url) for each in (before, after))
+            changes.append(Change(f"instances.{name}", *urls))
+        else:
+            changes += [
+                Change(f"instances.{name}.{change.key}", change.old, change.new) for change in _compare(before, after)
+            ]
+    return changes
+
+
+def in_force(old: Settings, new: Settings) -> Settings:
+    """``new``, but for the keys that need a restart: those stay as in ``old``."""
+    update: dict[str, Any] = {}
+    for change in differences(old, new):
+        if change.live:
+            continue
+        section, _, rest = change.key.partition(".")
+        if not rest:
+            update[section] = getattr(old, section)
+            continue
+        field = rest.partition(".")[0]
+        so_far: BaseModel = update.get(section, getattr(new, section))
+        update[section] = so_far.model_copy(update={field: getattr(getattr(old, section), field)})
+    return new.model_copy(update=update)
+
+
+def _compare(old: BaseModel, new: BaseModel, skip: str = "") -> list[Change]:
+    before, after = dict(_leaves(old, "", skip)), dict(_leaves(new, "", skip))
+    return [
+        Change(key, _shown(key, before.get(key)), _shown(key, after.get(key)))
+        for key in dict.fromkeys((*before, *after))
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _leaves(value: Any, key: str, skip: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys and values of a model, down to what is neither a section, a mapping nor a list of named sections."""
+    if isinstance(value, BaseModel):
+        items = [(name, getattr(value, name)) for name in type(value).model_fields if name != skip]
+    elif isinstance(value, Mapping):
+        items = [(str(name), each) for name, each in value.items()]
+    elif isinstance(value, tuple) and value and all(isinstance(each, BaseModel) for each in value):
+        items = [(str(getattr(each, "name", number)), each) for number, each in enumerate(value)]
+    else:
+        if not isinstance(value, tuple | Mapping):
+            yield key, value
+        elif value:
+            yield key, tuple(value)
+        return
+    for name, each in items:
+        yield from _leaves(each, f"{key}.{name}" if key else name)
+
+
+def _shown(key: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, SecretStr) or key.rpartition(".")[2] in _SECRET_KEYS:
+        return _MASK
+    if isinstance(value, tuple | list | frozenset):
+        return [_shown(key, each) for each in value]
+    if isinstance(value, bool | int | float):
+        return value
+    return _CREDENTIALS.sub(f"://{_MASK}@", str(value))
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else str(value)
