@@ -31,6 +31,10 @@ class AbandonedPulls:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def apply(self, bound_s: float) -> None:
+        """Take over another bound, for pulls that are given up from now on."""
+        self._bound_s = bound_s
+
     def adopt(self, decode: str, pulling: Pulling, hold: Hold) -> None:
         """Take over a D leg that was given up; ``hold`` is the room it takes on D meanwhile."""
         task = asyncio.create_task(self._see_off(decode, pulling, hold), name=f"abandoned-pull-{decode}")

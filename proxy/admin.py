@@ -14,6 +14,7 @@ from policies.registry import parameters
 from policies.types import Decision, NoCandidateError
 from proxy.core import Core
 from proxy.errors import RequestError
+from proxy.instance_rows import departure_row, instance_rows
 from proxy.parse import Endpoint, session_of
 
 
@@ -49,7 +50,10 @@ def admin_routes(core: Core) -> APIRouter:
 
     @routes.get("/instances", summary="Every instance: health, identity, load, cache")
     async def instances() -> dict[str, Any]:
-        return {"instances": _instances(core)}
+        return {
+            "instances": instance_rows(core),
+            "departing": [departure_row(each) for each in core.fleet.departures],
+        }
 
     @routes.get("/stats", summary="Totals: requests, ledger, index, sessions, prediction error")
     async def stats() -> dict[str, Any]:
@@ -105,56 +109,6 @@ def admin_routes(core: Core) -> APIRouter:
     return routes
 
 
-def _instances(core: Core) -> list[dict[str, Any]]:
-    now_s = time.monotonic()
-    state = core.router.state
-    rows = []
-    for instance in core.instances:
-        load = state.ledger.load(instance.name, now_s)
-        rows.append(
-            {
-                "name": instance.name,
-                "url": instance.url,
-                "role": instance.settings.role.value,
-                "healthy": instance.healthy,
-                "last_error": instance.last_error,
-                "engine_id": instance.engine_id,
-                "started_unix_s": instance.started_unix_s,
-                "restarts": instance.restarts,
-                "recycle_wanted": instance.recycle_wanted,
-                "host": instance.settings.host,
-                "connector": instance.settings.connector.value,
-                "transport": instance.settings.transport.value if instance.settings.transport else None,
-                "requests": load.requests,
-                "prefilling": load.prefilling,
-                "held_tokens": state.holds.tokens(instance.name, now_s),
-                "pending_prefill_tokens": load.pending_prefill_tokens,
-                "decoding_tokens": load.decoding_tokens,
-                "recent_tokens": round(load.recent_tokens, 1),
-                "sessions": state.sessions.count(instance.name),
-                "index_blocks": state.index.blocks(instance.name),
-                "index_capacity_blocks": state.index.capacity(instance.name),
-                "kv_events": _kv_events(core, instance.name),
-                "engine": {
-                    "running": instance.running,
-                    "waiting": instance.waiting,
-                    "kv_usage": instance.kv_usage,
-                    "kv_capacity_tokens": instance.kv_capacity_tokens,
-                    "block_tokens": instance.block_tokens,
-                },
-            }
-        )
-    return rows
-
-
-def _kv_events(core: Core, name: str) -> dict[str, Any] | None:
-    """Where the exact index of an instance stands; None where its events are not listened to."""
-    if name not in core.events.streams:
-        return None
-    exact = core.router.state.predictor.exact
-    return {**core.events.figures(name), "trusted": exact.trusted(name), "not_trusted_because": exact.reason(name)}
-
-
 def _stats(core: Core) -> dict[str, Any]:
     state, breakdown = core.router.state, core.breakdown
     return {
@@ -170,6 +124,8 @@ def _stats(core: Core) -> dict[str, Any]:
             "offloads": state.offloads_in_flight,
             "held_tokens": state.holds.total(),
         },
+        "admission": core.admission.as_dict(),
+        "retries": core.retries.as_dict(time.monotonic()),
         "sessions": len(state.sessions),
         "index": {"distinct_blocks": state.index.distinct_blocks, "block_tokens": core.router.block_tokens},
         "exact_index": {
@@ -178,6 +134,7 @@ def _stats(core: Core) -> dict[str, Any]:
             "promised_prompts": len(state.predictor.promises),
         },
         "tokenizer": core.tokens.as_dict(),
+        "event_loop_late_s": round(core.lag.late_s(10.0), 3),
         "prediction_error": core.metrics.errors.as_dict(),
         "bytes_per_token": round(core.router.bytes_per_token, 4),
         "policy": core.router.policy.name,

@@ -11,10 +11,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from proxy.access import Listener
 from proxy.admin import admin_routes
+from proxy.admin_listener import admin_listener
 from proxy.core import Core
 from proxy.errors import RequestError, error_body
+from proxy.fleet_api import fleet_routes
 from proxy.generation import Generation
+from proxy.guard import Guard
 from proxy.health import HealthMonitor
 from proxy.settings import Settings
 
@@ -25,16 +29,28 @@ class ProxyApp:
     def __init__(self, settings: Settings) -> None:
         self.core = Core(settings)
         self.generation = Generation(self.core)
-        self._rest = _control_app(self.core)
+        self._rest = Guard(_control_app(self.core), self.core.access, Listener.MAIN)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """ASGI entry."""
         await self._rest(scope, receive, send)
 
 
+@asynccontextmanager
+async def _admin_listener(app: FastAPI, core: Core) -> AsyncIterator[None]:
+    """The admin endpoints' own listener, where there is to be one."""
+    admin = core.settings.admin
+    if admin.port is None:
+        yield
+        return
+    guarded = Guard(app, core.access, Listener.ADMIN)
+    async with admin_listener(guarded, admin.host, admin.port, core.settings.tls.context()) as core.admin_port:
+        yield
+
+
 def _control_app(core: Core) -> FastAPI:
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         core.open()
         monitor = HealthMonitor(core)
         try:
@@ -45,7 +61,8 @@ def _control_app(core: Core) -> FastAPI:
                 asyncio.create_task(core.events.run(), name="kv-events"),
             ]
             try:
-                yield
+                async with _admin_listener(app, core):
+                    yield
             finally:
                 core.draining = True
                 for task in tasks:
@@ -58,6 +75,7 @@ def _control_app(core: Core) -> FastAPI:
 
     app = FastAPI(title="warmroute", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.include_router(admin_routes(core))
+    app.include_router(fleet_routes(core))
 
     @app.exception_handler(RequestError)
     async def on_request_error(_: Request, error: RequestError) -> Response:

@@ -20,7 +20,8 @@ _decode_transfer = msgspec.json.Decoder(_TransferAnswer).decode
 
 def ask_for_usage(body: bytes) -> bytes:
     """Add ``stream_options.include_usage``; the caller has seen that the body has no ``stream_options``."""
-    return body.rstrip()[:-1] + b',"stream_options":{"include_usage":true}}'
+    end = body.rindex(b"}")  # one copy of a long body, not two
+    return b"".join((memoryview(body)[:end], b',"stream_options":{"include_usage":true}}'))
 
 
 def prefill_leg(body: bytes, transfer_params: Mapping[str, Any]) -> bytes:
@@ -51,5 +52,5 @@ def transfer_params_of(answer: bytes) -> dict[str, Any] | None:
     """``kv_transfer_params`` of P's answer; None where it has none (Mooncake's is null)."""
     try:
         return _decode_transfer(answer).kv_transfer_params
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,6 +17,9 @@ from policies.types import Decision, Prediction
 
 log = logging.getLogger("warmroute.breakdown")
 
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
 
 class Outcome(StrEnum):
     """How a request ended."""
@@ -28,6 +31,10 @@ class Outcome(StrEnum):
     """The engine answered 4xx; passed on as it came."""
     CLIENT_GONE = "client_gone"
     NO_INSTANCE = "no_instance"
+    QUEUE_FULL = "queue_full"
+    """All instances were at their limits, and as many waited as may."""
+    QUEUE_TIMEOUT = "queue_timeout"
+    """It waited for a place as long as it may."""
     UPSTREAM_ERROR = "upstream_error"
     UPSTREAM_TIMEOUT = "upstream_timeout"
     STREAM_BROKEN = "stream_broken"
@@ -59,6 +66,10 @@ class Row:
     events: int = 0
     attempts: list[dict[str, Any]] = field(default_factory=list)
     stages_ms: dict[str, float] = field(default_factory=dict)
+    resumed: int = 0
+    """Engines that took the stream up after another one had broken it off."""
+    resume: str | None = None
+    """What became of the resume of a stream that broke (`proxy.resume.ResumeResult`); None: none was to be tried."""
     legs: dict[str, dict[str, float]] = field(default_factory=dict)
     """``prefill``, ``transfer`` or ``first_token`` -> what the cost models predicted, what it took."""
     error: str | None = None
@@ -75,7 +86,7 @@ class Row:
         return self.decision.prefill_prediction if self.prefill_instance else self.decision.decode_prediction
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Ready for msgspec to encode: enumerations as they are."""
         decision, prediction = self.decision, self.prediction
         return {
             "request_id": self.request_id,
@@ -84,36 +95,67 @@ class Row:
             "endpoint": self.endpoint,
             "stream": self.stream,
             "status": self.status,
-            "outcome": self.outcome.value,
+            "outcome": self.outcome,
             "error": self.error,
             "policy": decision.policy if decision else None,
             "planner": self.planner,
-            "class": decision.request_class.value if decision else None,
+            "class": decision.request_class if decision else None,
             "instance": decision.decode_on if decision else None,
             "prefill_instance": self.prefill_instance,
-            "reason": decision.reason.value if decision else None,
+            "reason": decision.reason if decision else None,
             "offload_reason": self.offload_reason,
             "prompt_tokens": self.prompt_tokens,
             "predicted_cached_tokens": self.predicted_cached_tokens,
             "actual_cached_tokens": self.actual_cached_tokens,
-            "index_source": prediction.source.value if prediction else None,
+            "index_source": prediction.source if prediction else None,
             "predicted_by_shadow_tokens": prediction.shadow_tokens if prediction else None,
             "predicted_by_exact_tokens": prediction.exact_tokens if prediction else None,
             "completion_tokens": self.completion_tokens,
             "events": self.events,
-            "scores": [score._asdict() for score in decision.scores] if decision else [],
-            "offload_inputs": dict(decision.offload.inputs) if decision else {},
+            "scores": [
+                {"instance": instance, "score": score, "inputs": inputs, "skipped": skipped}
+                for instance, score, inputs, skipped in (decision.scores if decision else ())
+            ],
+            "offload_inputs": decision.offload.inputs if decision else {},
             "attempts": self.attempts,
+            "resumed": self.resumed,
+            "resume": self.resume,
             "legs": self.legs,
             "stages_ms": {name: round(value, 3) for name, value in self.stages_ms.items()},
         }
 
 
+def _line(row: Row) -> bytes:
+    """The row in JSON."""
+    as_dict = row.as_dict()
+    try:
+        return _encode(as_dict)
+    except (TypeError, UnicodeEncodeError):
+        return _encode(_plain(as_dict))
+
+
+def _plain(value: object) -> object:
+    """What msgspec can encode: a policy of somebody else's, or the text of an error, may hold what it cannot."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return float(value)
+    return value if value is None or isinstance(value, int) else str(value)
+
+
 class Breakdown:
-    """The last ``capacity`` rows, oldest first, and counts since the start."""
+    """The last ``capacity`` rows, oldest first, and counts since the start.
+
+    Rows are kept as the JSON lines they are written as: 2 KB each, instead of dozens of objects that every full garbage
+    collection would walk.
+    """
 
     def __init__(self, capacity: int, jsonl_path: Path | None = None) -> None:
-        self._rows: deque[Row] = deque(maxlen=capacity)
+        self._lines: deque[bytes] = deque(maxlen=capacity)
         self._file: BinaryIO | None = None
         if jsonl_path is not None:
             jsonl_path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,19 +173,24 @@ class Breakdown:
         """Keep a finished row; every opened row is closed once."""
         self.finished += 1
         self.outcomes[row.outcome.value] = self.outcomes.get(row.outcome.value, 0) + 1
-        self._rows.append(row)
+        line = _line(row)
+        self._lines.append(line)
         if self._file is not None:
-            self._write(msgspec.json.encode(row.as_dict()) + b"\n")
+            self._write(line)
 
     def select(self, limit: int, **equal: str) -> Iterator[dict[str, Any]]:
         """The newest ``limit`` rows, oldest first, whose fields equal ``equal`` (by name of the JSON field)."""
+        # What a line does not even contain it cannot be equal to: few lines need decoding.
+        needles = [_encode(value)[1:-1] for value in equal.values()]
         found: list[dict[str, Any]] = []
-        for row in reversed(self._rows):
+        for line in reversed(self._lines):
             if len(found) >= limit:
                 break
-            as_dict = row.as_dict()
-            if all(str(as_dict.get(key)) == value for key, value in equal.items()):
-                found.append(as_dict)
+            if not all(needle in line for needle in needles):
+                continue
+            row = _decode(line)
+            if all(str(row.get(key)) == value for key, value in equal.items()):
+                found.append(row)
         return iter(found[::-1])
 
     def flush(self) -> None:
@@ -164,6 +211,7 @@ class Breakdown:
         try:
             if line:
                 self._file.write(line)
+                self._file.write(b"\n")
             else:
                 self._file.flush()
         except OSError as error:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from proxy.key_cli import key_app
 
 
 def serve(
@@ -17,7 +20,16 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     policy: Annotated[str | None, typer.Option(help="Routing policy, with its default parameters.")] = None,
     planner: Annotated[str | None, typer.Option(help="Offload planner, with its default parameters.")] = None,
+    admin_host: Annotated[str | None, typer.Option(help="Address of the admin listener (with --admin-port).")] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(help="Port for the admin endpoints alone; without it they share the main listener.")
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="PEM file with the certificate chain: serve HTTPS.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with the certificate's private key.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text, or json: one object per line.")] = None,
 ) -> None:
     """Serve the OpenAI API in front of a fleet of engines.
 
@@ -31,20 +43,29 @@ def serve(
         "host": host,
         "port": port,
         "log_level": log_level,
+        "log_format": log_format,
+        "admin": _given(host=admin_host, port=admin_port),
+        "tls": _given(certificate=tls_certificate, key=tls_key),
         "policy": {"name": policy} if policy else None,
         "offload": {"planner": planner} if planner else None,
         "instances": [{"url": url} for url in instance] if instance else None,
     }
+    given = {key: value for key, value in overrides.items() if value is not None}
+    load = partial(load_settings, config, **given)
     try:
-        settings = load_settings(config, **{key: value for key, value in overrides.items() if value is not None})
+        settings = load()
     except SettingsError as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from error
     try:
-        run(settings)
+        run(settings, load)
     except TokenizerError as error:
         typer.secho(f"tokenizer: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
+
+
+def _given(**values: Any) -> dict[str, Any] | None:
+    return {name: value for name, value in values.items() if value is not None} or None
 
 
 def settings() -> None:
@@ -58,3 +79,4 @@ def register(app: typer.Typer) -> None:
     """Add this folder's commands to the root application."""
     app.command()(serve)
     app.command()(settings)
+    app.add_typer(key_app, name="key")

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
+
 import httpx
 
 from proxy.abandoned import AbandonedPulls
+from proxy.access import Access
+from proxy.admission import Admission
 from proxy.breakdown import Breakdown
 from proxy.engine_client import EngineClient
 from proxy.events.subscriber import EventSubscriber
+from proxy.fleet_changes import FleetChanges
+from proxy.forwarding import Forwarding
 from proxy.handoff import HandOff
-from proxy.instances import Instances
+from proxy.instances import Instance, Instances
+from proxy.keys import Keys
 from proxy.leaks import LeakWatch
+from proxy.limit_metrics import LimitMetrics
+from proxy.loop_lag import LoopLag
 from proxy.metrics import Metrics
 from proxy.parse import Parsed
+from proxy.reload import Reloader
+from proxy.retries import RetryBudget
 from proxy.router import Router
 from proxy.settings import Settings
 from proxy.tokens.service import Tokens
 from proxy.upstream import Upstream
-
-# Engines see these of a client's headers, and no others.
-_FORWARDED = (b"x-session-id", b"traceparent", b"tracestate", b"authorization")
 
 
 class Core:
@@ -31,6 +40,13 @@ class Core:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.keys = Keys(settings.keys)
+        self.access = Access(settings, self.keys)
+        self.port: int | None = None
+        """Where the main listener is, once it is."""
+        self.admin_port: int | None = None
+        """Port of the admin listener, once it listens."""
+        self.forwarding = Forwarding(settings, self.keys)
         self.instances = Instances(settings.instances, settings.health)
         self._base_models: set[str] = set()
         self.router = Router(settings, self.is_base_model)
@@ -41,18 +57,36 @@ class Core:
         self.session_headers = tuple(name.lower().encode("latin-1") for name in settings.sessions.headers)
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
+        self.fleet = FleetChanges(self)
+        self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)
+        self.retries = RetryBudget(settings.limits)
+        LimitMetrics(self.metrics.registry, self.instances, self.admission, self.retries)
+        self.reloader = Reloader(self)
+        self.lag = LoopLag()
         self.draining = False
+        self.ends_s: float | None = None
+        """Once the proxy ends: when the grace of what still runs is over, on the event loop's clock."""
 
     def open(self) -> None:
         """Open the connections; needs a running event loop."""
+        self.lag.open()
         self.upstream = EngineClient(self.settings.timeouts.connect_s)
-        self.control = httpx.AsyncClient(timeout=self.settings.health.timeout_s, trust_env=False)
-        self.handoff = HandOff(self.settings.offload, self.upstream, self.control)
+        # The system's authorities, as for requests: httpx has a list of its own.
+        self.control = httpx.AsyncClient(
+            timeout=self.settings.health.timeout_s, trust_env=False, verify=ssl.create_default_context()
+        )
+        self.handoff = HandOff(self.settings.offload, self.upstream, self.control, self.forwarding)
 
     async def close(self) -> None:
         """Close connections and files."""
+        self.lag.close()
         try:
-            await self.abandoned.close(self.settings.grace_s)
+            await self.reloader.close()
+            await self.fleet.close()
+            grace_s = self.settings.grace_s
+            if self.ends_s is not None:
+                grace_s = max(0.0, self.ends_s - asyncio.get_running_loop().time())
+            await self.abandoned.close(grace_s)
             await self.upstream.close()
         finally:
             try:
@@ -73,10 +107,20 @@ class Core:
             self._base_models |= {str(card["id"]) for card in cards if card.get("parent") is None}
         return name in self._base_models
 
+    def context_tokens(self, model: str) -> int | None:
+        """Context of a model as its engines list it, the least where they differ; None: they do not tell."""
+        cards = [card for instance in self.instances for card in instance.models if card.get("id") == model]
+        told = [tokens for card in cards if isinstance(tokens := card.get("max_model_len"), int)]
+        return min(told, default=None)
+
+    def forget_models(self) -> None:
+        """The fleet has changed: which models are no adapters is learned anew from those that are left."""
+        self._base_models.clear()
+
     def known_models(self) -> set[str]:
         """Names of the models and adapters the fleet serves; empty until an engine has listed its own."""
         return {str(model.get("id")) for instance in self.instances for model in instance.models}
 
-    def forwarded_headers(self, headers: dict[bytes, bytes]) -> dict[str, str]:
-        """Of a client's headers, those an engine may see."""
-        return {name.decode("latin-1"): headers[name].decode("latin-1") for name in _FORWARDED if name in headers}
+    def forwarded_headers(self, headers: dict[bytes, bytes], instance: Instance) -> dict[str, str]:
+        """Of a client's headers, those an engine may see, and the key it wants."""
+        return self.forwarding.headers(headers, instance.settings)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from proxy.engine_connection import ConnectionLostError, EngineAnswer, EngineConnection
-from proxy.upstream import NotConnectedError, UpstreamError
+from proxy.upstream import NotAcceptedError, NotConnectedError, UpstreamError
 
 _KEEPALIVE_S = 2.0
 """vLLM's HTTP server closes idle sockets after 5 s; ours must go first, or a request may meet a closing socket."""
@@ -58,12 +58,26 @@ class EngineClient:
         if connection is not None:
             sent_s = self._loop.time()
             try:
-                return await self._exchange(connection, head, body)
+                return await self._exchange(connection, url, head, body)
             except ConnectionLostError:
                 # Closed by the engine before it read the request: only a late loss may be about the request.
                 if self._loop.time() - sent_s > _STALE_S:
                     raise
-        return await self._exchange(await self._connect(origin), head, body)
+        return await self._exchange(await self._connect(origin), url, head, body)
+
+    def in_use(self, base_url: str) -> int:
+        """See ``Upstream.in_use``."""
+        return len(self._busy(base_url))
+
+    def cut(self, base_url: str, why: str) -> None:
+        """See ``Upstream.cut``."""
+        for connection in self._busy(base_url):
+            connection.cut(why)
+
+    def _busy(self, base_url: str) -> list[EngineConnection]:
+        # By URL and not by address: engines behind one gateway differ in their path only.
+        start = base_url.rstrip("/") + "/"
+        return [each for each in self._open if each.url.startswith(start) and not each.usable]
 
     def forget(self, base_url: str) -> None:
         """See ``Upstream.forget``."""
@@ -88,7 +102,8 @@ class EngineClient:
             self._all_gone = self._loop.create_future()
             await self._all_gone
 
-    async def _exchange(self, connection: EngineConnection, head: bytes, body: bytes) -> EngineAnswer:
+    async def _exchange(self, connection: EngineConnection, url: str, head: bytes, body: bytes) -> EngineAnswer:
+        connection.url = url
         answer = connection.send(head, body)
         try:
             await answer.head()
@@ -117,7 +132,7 @@ class EngineClient:
             connection = origin.idle.pop()
             if not connection.usable:
                 continue
-            if connection.idle_since_s >= oldest_s:
+            if connection.idle_since_s >= oldest_s and connection.silent:
                 return connection
             connection.cut()
         return None
@@ -132,7 +147,7 @@ class EngineClient:
                     ssl=self._tls_context() if origin.tls else None,
                 )
         except TimeoutError as error:
-            raise NotConnectedError(
+            raise NotAcceptedError(
                 f"no connection to {origin.authority} within {self.connect_timeout_s:g} s"
             ) from error
         except OSError as error:

@@ -7,7 +7,9 @@ every piece; at 64 streams that is a quarter of a router's work.
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable
+from typing import cast
 
 import httptools
 
@@ -127,7 +129,9 @@ class EngineAnswer:
         self._wake()
 
     def end(self) -> None:
-        """The body is complete: the connection is somebody else's from now on."""
+        """The body is complete: the connection is somebody else's from now on. Nothing after ``fail``."""
+        if self._error is not None:
+            return
         self._connection = None
         self.complete = True
         self._finish()
@@ -185,13 +189,22 @@ class EngineConnection(asyncio.Protocol):
         self._framed = False
         self._complete = False
         self._keep_alive = False
+        self._extra = False
         self._paused = False
+        self._poll: select.poll | None = None
         self.idle_since_s = 0.0
+        self.url = ""
+        """What its last request was posted to."""
 
     @property
     def usable(self) -> bool:
         """Whether another request may be sent."""
         return self._transport is not None and self._answer is None and not self._transport.is_closing()
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing waits to be read: on an idle connection anything would be its end, or meant for nobody."""
+        return self._poll is None or not self._poll.poll(0)
 
     def send(self, head: bytes, body: bytes) -> EngineAnswer:
         """Send one request; ``head`` ends with the empty line."""
@@ -199,7 +212,7 @@ class EngineConnection(asyncio.Protocol):
         assert self._answer is None
         self._answer = EngineAnswer(self)
         self._bytes_seen = 0
-        self._complete = False
+        self._complete = self._extra = False
         if len(body) < 16_384:
             self._transport.write(head + body)
         else:
@@ -219,8 +232,10 @@ class EngineConnection(asyncio.Protocol):
             if not self._transport.is_closing():
                 self._transport.resume_reading()
 
-    def cut(self) -> None:
-        """Close at once, which aborts what runs on it."""
+    def cut(self, why: str | None = None) -> None:
+        """Close at once, which aborts what runs on it; ``why`` is what its answer then says of that."""
+        if why is not None and self._answer is not None:
+            self._answer.fail(UpstreamError(why))
         if self._transport is not None:
             self._transport.abort()
 
@@ -228,8 +243,10 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
+        if transport.get_extra_info("ssl_object") is None:  # under TLS session tickets may wait: that is no news
+            self._poll = select.poll()
+            self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -239,7 +256,7 @@ class EngineConnection(asyncio.Protocol):
             return
         self._bytes_seen += len(data)
         try:
-            self._parser.feed_data(data)
+            self._parser.feed_data(data)  # in C, a fifth of a microsecond for an event
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._flush(answer)
             answer.fail(UpstreamError(f"answered what is not HTTP: {error}"))
@@ -262,7 +279,7 @@ class EngineConnection(asyncio.Protocol):
     def _end(self, answer: EngineAnswer) -> None:
         self._answer = None
         self.resume()
-        if self._keep_alive:
+        if self._keep_alive and not self._extra:
             self._released(self)
         else:
             self.cut()
@@ -273,7 +290,7 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
-        self._transport = None
+        self._transport = self._poll = None
         answer, self._answer = self._answer, None
         self._gone(self)
         if answer is None:
@@ -290,6 +307,7 @@ class EngineConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         """A status line begins."""
         self._framed = False
+        self._extra = self._complete  # a second answer on the heels of the first
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header."""
@@ -302,7 +320,7 @@ class EngineConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """The head is there."""
         answer, status = self._answer, self._parser.get_status_code()
-        if answer is None or status < 200:
+        if answer is None or status < 200 or self._complete:
             return
         if status in _NO_BODY:
             self._framed = True
@@ -312,11 +330,12 @@ class EngineConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body; several of one read are joined."""
-        self._pieces.append(body)
+        if not self._complete:
+            self._pieces.append(body)
 
     def on_message_complete(self) -> None:
         """The answer has ended, or an interim one (1xx) has."""
-        self._complete = self._answer is not None and self._answer.head_there
+        self._complete = self._complete or (self._answer is not None and self._answer.head_there)
 
 
 def _because(exc: Exception | None) -> str:

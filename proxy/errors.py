@@ -49,7 +49,9 @@ def stream_error_event(message: str, code: str) -> bytes:
 class AttemptFailedError(Exception):
     """One instance did not produce a first byte; another may be tried."""
 
-    def __init__(self, instance: str, message: str, *, timed_out: bool = False) -> None:
+    def __init__(self, instance: str, message: str, *, timed_out: bool = False, seen: bool = True) -> None:
         super().__init__(message)
         self.instance = instance
         self.timed_out = timed_out
+        self.seen = seen
+        """False when no engine has had the request: its connection was refused."""

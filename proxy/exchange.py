@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from policies.types import NoCandidateError, RequestView
+from proxy.admission import QueueError, Seat
 from proxy.bodies import ask_for_usage
 from proxy.breakdown import Outcome, Row
 from proxy.errors import AttemptFailedError, RequestError, draining_error, stream_error_event
 from proxy.inbound import Inbound
+from proxy.instances import Instance
 from proxy.offloading import hand_over
 from proxy.parse import Parsed, session_of
-from proxy.relay import ClientStalledError, StreamRelay
+from proxy.relay import ClientStalledError, StreamFilter, StreamRelay
+from proxy.resume import ResumeResult
+from proxy.resuming import Resuming
+from proxy.retries import NO_RETRY_HEADER
 from proxy.router import Routed
-from proxy.upstream import Answer, NotConnectedError, UpstreamError
-from proxy.usage import Usage, UsageFilter, usage_of_answer, usage_of_stream, with_cached_tokens
+from proxy.upstream import Answer, NotAcceptedError, NotConnectedError, UpstreamError
+from proxy.usage import Usage, UsageFilter, usage_of_answer, with_cached_tokens
 
 if TYPE_CHECKING:
     from proxy.core import Core
@@ -26,11 +30,17 @@ if TYPE_CHECKING:
 class Exchange:
     """Serves one client request. Owns its leases and its upstream answer, and gives both back whatever happens."""
 
+    _decode: Instance
+    """D of the attempt under way; its name may mean another engine, or none, by the time it answers."""
+    _seat: Seat
+
     def __init__(self, core: Core, row: Row, inbound: Inbound) -> None:
         self._core = core
         self._row = row
         self._inbound = inbound
         self._headers = inbound.headers
+        self._sent_s = 0.0
+        self._not_retried = ""
 
     async def run(self, parsed: Parsed) -> None:
         """Serve a parsed request, until its client leaves.
@@ -79,17 +89,33 @@ class Exchange:
         request = core.router.view(parsed, row.request_id, session_id)
         row.prompt_tokens = request.prompt_tokens
         row.stages_ms["parse"] = self._elapsed_ms()
+        core.retries.arrived(time.monotonic())
+        seat = self._seat = core.admission.seat()
+        try:
+            await self._serve_seated(parsed, request, seat)
+        except QueueError as error:
+            row.outcome = error.outcome
+            raise
+        finally:
+            seat.close()
+            if seat.queued_s:
+                row.stages_ms["queued"] = seat.queued_s * 1e3
+
+    async def _serve_seated(self, parsed: Parsed, request: RequestView, seat: Seat) -> None:
+        core, row = self._core, self._row
         tried: set[str] = set()
         failure: AttemptFailedError | None = None
         for _ in range(core.settings.limits.max_attempts):
-            started_s = time.perf_counter()
+            if failure is not None and not self._may_retry(failure, tried):
+                break
             try:
-                routed = core.router.route(request, core.instances.healthy() - tried)
+                routed = seat.route(request, tried) or await seat.wait()
             except NoCandidateError:
                 break
-            row.stages_ms["decide"] = (time.perf_counter() - started_s) * 1e3
+            row.stages_ms["decide"] = seat.decided_s * 1e3
             self._note(routed)
             try:
+                self._decode = core.instances.chosen(routed.decision.decode_on)
                 await self._attempt(parsed, request, routed)
             except AttemptFailedError as error:
                 failure = error
@@ -106,6 +132,17 @@ class Exchange:
             finally:
                 routed.commitment.release(time.monotonic() + core.settings.offload.hold_s)
         raise self._give_up(failure)
+
+    def _may_retry(self, failure: AttemptFailedError, tried: set[str]) -> bool:
+        """Whether a request that failed before its first byte is worth another engine's work."""
+        core = self._core
+        if core.instances.healthy() <= tried:
+            return False
+        if self._headers.get(NO_RETRY_HEADER, b"0") != b"0":
+            self._not_retried = "not tried elsewhere, as x-warmroute-no-retry asks"
+        elif not core.retries.take(time.monotonic(), seen=failure.seen):
+            self._not_retried = "not tried elsewhere: the retry budget is used up (limits.retry_ratio, retry_min_per_s)"
+        return not self._not_retried
 
     def _note(self, routed: Routed) -> None:
         row, decision = self._row, routed.decision
@@ -125,6 +162,8 @@ class Exchange:
                 retry_after_s=max(1, round(self._core.settings.health.interval_s)),
             )
         message = f"{len(self._row.attempts)} attempt(s) failed, the last on {failure.instance}: {failure}"
+        if self._not_retried:
+            message += f"; {self._not_retried}"
         if failure.timed_out:
             self._row.outcome = Outcome.UPSTREAM_TIMEOUT
             return RequestError(504, message, kind="upstream_error", code="upstream_timeout")
@@ -134,7 +173,9 @@ class Exchange:
     async def _attempt(self, parsed: Parsed, request: RequestView, routed: Routed) -> None:
         decision = routed.decision
         drop_usage = self._core.settings.inject_usage and parsed.stream and parsed.fields.stream_options is None
-        body = ask_for_usage(parsed.body) if drop_usage else parsed.body
+        resuming = Resuming.of(self._core.settings.resume, self._row, parsed, self._headers, with_usage=drop_usage)
+        body = resuming.body if resuming else b""
+        body = body or (ask_for_usage(parsed.body) if drop_usage else parsed.body)
         prefill_usage: Usage | None = None
         opened: tuple[Answer, bytes] | None = None
         if decision.prefill_on is not None:
@@ -144,7 +185,7 @@ class Exchange:
                 routed,
                 parsed.endpoint.value,
                 body,
-                self._upstream_headers(),
+                self._upstream_headers(self._core.instances.chosen(decision.prefill_on)),
                 lambda leg, bound_s: self._open(decision.decode_on, parsed, leg, bound_s, pulling=True),
                 self._pull_bound(parsed),
             )
@@ -159,19 +200,16 @@ class Exchange:
             routed.commitment.decode.first_token()
             cached_on_prefill = prefill_usage.cached_tokens if prefill_usage else None
             if answer.status == 200 and parsed.stream:
-                keep = (
-                    UsageFilter(drop=drop_usage, cached_tokens=cached_on_prefill)
-                    if drop_usage or cached_on_prefill is not None
-                    else None
-                )
-                usage = await self._relay_stream(answer, first, routed, keep)
+                keep = UsageFilter(drop=drop_usage, cached_tokens=cached_on_prefill)
+                usage = await self._relay_stream(answer, first, request, routed, keep, resuming)
             else:
                 if cached_on_prefill is not None:
                     first = with_cached_tokens(first, cached_on_prefill)
                 usage = self._relay_whole(answer, first, routed)
         finally:
             answer.close()
-        self._learn(parsed, usage, prefill_usage)
+        # What P reused says nothing of the engine that took the stream up.
+        self._learn(parsed, usage, None if self._row.resumed else prefill_usage)
 
     async def _open(
         self, instance: str, parsed: Parsed, body: bytes, bound_s: float, *, pulling: bool = False
@@ -185,30 +223,35 @@ class Exchange:
         """
         core = self._core
         answer: Answer | None = None
-        opened = False
+        opened = streamed = False
+        sent_s = self._sent_s = time.monotonic()
         try:
             async with asyncio.timeout(bound_s):
                 answer = await core.upstream.post(
-                    core.instances[instance].url + parsed.endpoint.value, body, self._upstream_headers()
+                    self._decode.url + parsed.endpoint.value, body, self._upstream_headers(self._decode)
                 )
                 streamed = parsed.stream and answer.status == 200
                 first = await (answer.chunk() if streamed else answer.read())
-            if answer.status >= 500:
+            if answer.status >= 500 or (
+                answer.status == 401 and core.forwarding.replaces_authorization(self._decode.settings)
+            ):
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")
             if streamed and not first:
                 raise UpstreamError("closed its stream before the first byte")
             opened = True
         except TimeoutError as error:
             if not pulling:
-                core.instances.failed(instance, f"no first byte within {bound_s:g} s")
+                core.instances.failed(self._decode, f"no first byte within {bound_s:g} s", sent_s=sent_s)
             raise AttemptFailedError(instance, f"no first byte within {bound_s:g} s", timed_out=True) from error
         except UpstreamError as error:
-            core.instances.failed(instance, str(error), refused=isinstance(error, NotConnectedError))
-            raise AttemptFailedError(instance, str(error)) from error
+            refused = isinstance(error, NotConnectedError)
+            if not isinstance(error, NotAcceptedError) or not core.lag.explains(core.settings.timeouts.connect_s):
+                core.instances.failed(self._decode, str(error), refused=refused, sent_s=sent_s)
+            raise AttemptFailedError(instance, str(error), seen=not refused) from error
         finally:
             if answer is not None and not opened:
                 answer.close()
-        core.instances.succeeded(instance)
+        core.instances.succeeded(self._decode, sent_s, complete=not streamed)
         return answer, first
 
     def _first_byte_bound(self, parsed: Parsed) -> float:
@@ -234,29 +277,78 @@ class Exchange:
         return usage_of_answer(content)
 
     async def _relay_stream(
-        self, answer: Answer, chunk: bytes, routed: Routed, keep: UsageFilter | None
+        self,
+        answer: Answer,
+        chunk: bytes,
+        request: RequestView,
+        routed: Routed,
+        keep: UsageFilter,
+        resuming: Resuming | None,
     ) -> Usage | None:
-        """Pass the stream on as it comes; ends it with an error event if the engine breaks it off."""
+        """Pass the stream on as it comes; if the engine breaks it off, resume it or end it with an error event."""
         row, inbound, timeouts = self._row, self._inbound, self._core.settings.timeouts
         row.status, row.outcome = 200, Outcome.OK
         self._start(answer, routed, None)
-        relay = StreamRelay(answer, inbound, row, keep, timeouts.idle_s, timeouts.client_stall_s, timeouts.total_s)
+        watched = resuming.watch(keep) if resuming else keep
+        relay = StreamRelay(answer, inbound, watched, timeouts.idle_s, timeouts.client_stall_s, timeouts.total_s)
         closing = b""
         try:
             await relay.run(chunk)
+            if resuming:
+                resuming.check_end()
+            self._core.instances.completed(self._decode)
         except UpstreamError as error:
-            closing = self._break_stream(routed.decision.decode_on, str(error), relay.tail)
+            closing = self._break_stream(routed.decision.decode_on, str(error))
+            if resuming:
+                answer.close()
+                routed.commitment.release()
+                closing = await resuming.go_on(self, request, routed.decision.decode_on, closing)
+        finally:
+            row.events = keep.events
         inbound.finish(closing)
-        return usage_of_stream(b"".join(relay.tail))
+        return None if resuming and resuming.usage_unknown else keep.usage
 
-    def _break_stream(self, instance: str, what: str, tail: Sequence[bytes]) -> bytes:
+    def refuse_again(self, tried: set[str]) -> ResumeResult | None:
+        """See ``proxy.resuming.Steps``; so are the next five."""
+        core = self._core
+        if core.instances.healthy() <= tried:
+            return ResumeResult.NO_INSTANCE
+        return None if core.retries.take(time.monotonic(), seen=True) else ResumeResult.BUDGET
+
+    async def route_again(self, request: RequestView, tried: set[str]) -> Routed:
+        """Choose who goes on; it keeps its place in flight, but may have to wait for room."""
+        routed = self._seat.route(request, tried) or await self._seat.wait()
+        self._note(routed)
+        return routed
+
+    async def open_again(self, routed: Routed, parsed: Parsed, body: bytes) -> tuple[Answer, bytes]:
+        """Send what continues an answer."""
+        self._decode = self._core.instances.chosen(routed.decision.decode_on)
+        return await self._open(routed.decision.decode_on, parsed, body, self._first_byte_bound(parsed))
+
+    async def relay_again(self, answer: Answer, first: bytes, keep: StreamFilter) -> None:
+        """Pass the second engine's stream on."""
+        timeouts = self._core.settings.timeouts
+        left_s = max(1.0, timeouts.total_s - self._elapsed_ms() / 1e3)
+        relay = StreamRelay(answer, self._inbound, keep, timeouts.idle_s, timeouts.client_stall_s, left_s)
+        await relay.run(first)
+        self._core.instances.completed(self._decode)
+
+    def broken(self, instance: str, what: str) -> bytes:
+        """The second stream broke too."""
+        return self._break_stream(instance, what)
+
+    def model_tokens(self, model: str) -> int | None:
+        """The least context an engine tells of the model."""
+        return self._core.context_tokens(model)
+
+    def _break_stream(self, instance: str, what: str) -> bytes:
+        """Record it; the event that tells the client, whose stream ends with a whole event (see ``UsageFilter``)."""
         row = self._row
         row.outcome, row.error = Outcome.STREAM_BROKEN, what
         row.attempts.append({"instance": instance, "error": what})
-        self._core.instances.failed(instance, what)
-        event = stream_error_event(f"the stream from {instance} broke off: {what}", "stream_broken")
-        ended = bool(tail) and tail[-1].endswith(b"\n\n")
-        return event if ended else b"\n\n" + event
+        self._core.instances.failed(self._decode, what, sent_s=self._sent_s, answered=True)
+        return stream_error_event(f"the stream from {instance} broke off: {what}", "stream_broken")
 
     def _start(self, answer: Answer, routed: Routed, length: int | None) -> None:
         decision = routed.decision
@@ -284,8 +376,8 @@ class Exchange:
             self._core.router.learn_ratio(parsed.prompt.text_bytes, usage.prompt_tokens)
             self._core.tokens.check(parsed, usage.prompt_tokens)
 
-    def _upstream_headers(self) -> dict[str, str]:
-        forwarded = self._core.forwarded_headers(self._headers)
+    def _upstream_headers(self, instance: Instance) -> dict[str, str]:
+        forwarded = self._core.forwarded_headers(self._headers, instance)
         forwarded["content-type"] = "application/json"
         forwarded["x-request-id"] = self._row.request_id
         return forwarded

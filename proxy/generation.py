@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import uuid
 
 from proxy.breakdown import Outcome, Row
 from proxy.core import Core
 from proxy.errors import RequestError, draining_error
 from proxy.exchange import Exchange
+from proxy.forwarding import request_id_of
 from proxy.inbound import Inbound
+from proxy.logs import redact, request_id
 from proxy.parse import Endpoint, Parsed
 
 log = logging.getLogger("warmroute.proxy")
-
-_MAX_REQUEST_ID = 128
 
 
 class Generation:
@@ -34,6 +33,11 @@ class Generation:
         return self._core.settings.timeouts.header_s
 
     @property
+    def client_stall_s(self) -> float:
+        """See ``Handler``."""
+        return self._core.settings.timeouts.client_stall_s
+
+    @property
     def body_bytes(self) -> int:
         """See ``Handler``."""
         return self._core.settings.limits.body_bytes
@@ -45,13 +49,17 @@ class Generation:
 
     def opened(self, inbound: Inbound) -> Row:
         """See ``Handler``."""
-        given = inbound.headers.get(b"x-request-id", b"").decode("latin-1")[:_MAX_REQUEST_ID]
-        row = Row(given or f"req-{uuid.uuid4().hex}", inbound.path, inbound.arrived_unix_s)
+        row = Row(request_id_of(inbound.headers), inbound.path, inbound.arrived_unix_s)
         return self._core.breakdown.open_row(row)
+
+    def admit(self, inbound: Inbound) -> None:
+        """See ``Handler``."""
+        self._core.keys.client(inbound.headers)
 
     async def serve(self, inbound: Inbound) -> None:
         """One request. Raises nothing for what a client or an engine did."""
         row = inbound.row
+        request_id.set(row.request_id)
         try:
             await self._serve(inbound, row)
         except RequestError as error:
@@ -59,7 +67,7 @@ class Generation:
             _send_error(inbound, error, row.request_id)
         except Exception as error:
             log.exception("request %s failed", row.request_id)
-            row.error = repr(error)
+            row.error = redact(repr(error))
             if inbound.started:  # part of the answer is out: all that is left is to cut the connection
                 inbound.abandon()
             else:
@@ -87,16 +95,22 @@ class Generation:
     async def _serve(self, inbound: Inbound, row: Row) -> None:
         core = self._core
         try:
+            key = core.keys.client(inbound.headers)
             if core.draining:
                 row.outcome = Outcome.NO_INSTANCE
+                inbound.keep_alive = False
                 raise draining_error()
             parsed = core.router.parse(Endpoint(inbound.path), inbound.body)
             self._check_model(parsed)
+            core.keys.enter(key)
         except RequestError:
             if row.outcome is Outcome.INTERNAL_ERROR:
                 row.outcome = Outcome.REJECTED
             raise
-        await Exchange(core, row, inbound).run(parsed)
+        try:
+            await Exchange(core, row, inbound).run(parsed)
+        finally:
+            core.keys.leave(key)
 
     def _close_row(self, row: Row) -> None:
         self._core.breakdown.close_row(row)

@@ -13,7 +13,9 @@ import msgspec
 from policies.types import OffloadReason
 from proxy.bodies import decode_leg, prefill_leg, transfer_params_of
 from proxy.connectors import DIALECTS
+from proxy.forwarding import Forwarding
 from proxy.instances import Instance
+from proxy.probing import probe
 from proxy.settings import OffloadSettings
 from proxy.upstream import Upstream, UpstreamError
 from proxy.usage import Usage, usage_of_answer
@@ -22,9 +24,11 @@ from proxy.usage import Usage, usage_of_answer
 class OffloadFailedError(Exception):
     """A hand-off that did not come about."""
 
-    def __init__(self, reason: OffloadReason, message: str) -> None:
+    def __init__(self, reason: OffloadReason, message: str, *, by_prefill: bool = False) -> None:
         super().__init__(message)
         self.reason = reason
+        self.by_prefill = by_prefill
+        """P failed as it would have failed any request: not connected, broken off, late, or 5xx."""
 
 
 class HandedOff(NamedTuple):
@@ -38,10 +42,17 @@ class HandedOff(NamedTuple):
 class HandOff:
     """Runs P legs and watches P. The D leg is an ordinary request with the body this returns."""
 
-    def __init__(self, settings: OffloadSettings, upstream: Upstream, control: httpx.AsyncClient) -> None:
+    def __init__(
+        self, settings: OffloadSettings, upstream: Upstream, control: httpx.AsyncClient, forwarding: Forwarding
+    ) -> None:
+        self._forwarding = forwarding
         self._settings = settings
         self._upstream = upstream
         self._control = control
+
+    def apply(self, settings: OffloadSettings) -> None:
+        """Take over other settings, for what begins from now on."""
+        self._settings = settings
 
     async def prefill(self, prefill: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> HandedOff:
         """Prefill on P under its bound, then make sure P is still the engine that did it.
@@ -62,12 +73,14 @@ class HandOff:
                     answer.close()
         except TimeoutError as error:
             raise OffloadFailedError(
-                OffloadReason.FELL_BACK_P_TIMEOUT, f"P leg took over {self._settings.prefill_timeout_s} s"
+                OffloadReason.FELL_BACK_P_TIMEOUT,
+                f"P leg took over {self._settings.prefill_timeout_s} s",
+                by_prefill=True,
             ) from error
         except UpstreamError as error:
-            raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, str(error)) from error
+            raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, str(error), by_prefill=True) from error
         if status != 200:
-            raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, f"P answered {status}")
+            raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, f"P answered {status}", by_prefill=status >= 500)
         if await self._identity(prefill) != engine_id:
             raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, "P restarted during the hand-off")
         try:
@@ -96,10 +109,14 @@ class HandOff:
     async def alive(self, instance: Instance) -> bool:
         """Whether an instance's ``/health`` answers 200 within the bound of one question."""
         try:
-            answer = await self._control.get(f"{instance.url}/health", timeout=self._settings.query_timeout_s)
+            answer = await self._health(instance)
         except httpx.HTTPError:
             return False
         return answer.status_code == 200
+
+    async def _health(self, instance: Instance) -> httpx.Response:
+        headers = self._forwarding.probe_headers(instance.settings)
+        return await probe(self._control, f"{instance.url}/health", headers, self._settings.query_timeout_s)
 
     async def _identity(self, prefill: Instance) -> str | None:
         """P's engine id; for a connector without a bootstrap server None, once P's ``/health`` answers.
@@ -110,8 +127,7 @@ class HandOff:
         bootstrap_url = prefill.settings.bootstrap_url
         try:
             if not DIALECTS[prefill.settings.connector].needs_bootstrap:
-                answer = await self._control.get(f"{prefill.url}/health", timeout=self._settings.query_timeout_s)
-                answer.raise_for_status()
+                (await self._health(prefill)).raise_for_status()
                 return None
             if bootstrap_url is None:
                 raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, f"{prefill.name} has no bootstrap_url")
@@ -129,7 +145,7 @@ async def query_engine_id(control: httpx.AsyncClient, bootstrap_url: str, timeou
         httpx.HTTPError: no answer.
         ValueError: an answer of another shape.
     """
-    answer = await control.get(f"{bootstrap_url}/query", timeout=timeout_s)
+    answer = await probe(control, f"{bootstrap_url}/query", timeout_s=timeout_s)
     answer.raise_for_status()
     try:
         engine_id = msgspec.json.decode(answer.content)["0"]["engine_id"]

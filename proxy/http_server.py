@@ -7,13 +7,14 @@ socket's callback to the other socket. Everything but generation goes through uv
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from proxy.errors import draining_error, error_body
+from proxy.errors import RequestError, draining_error, error_body
 from proxy.inbound import Handler, Headers, Inbound
 
 PATHS = {b"/v1/completions": "/v1/completions", b"/v1/chat/completions": "/v1/chat/completions"}
@@ -40,6 +41,8 @@ class ProxyProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._stopped = False
         self._receiving: Inbound | None = None
         self._open: list[Inbound] = []
 
@@ -52,7 +55,7 @@ class ProxyProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._stopped:
             return
         if self._in_head:
             self._head_bytes += len(data)
@@ -68,6 +71,7 @@ class ProxyProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._stop_head_timer()
+        self._stop_stall_timer()
         self._unset_keepalive_if_required()
         for inbound in self._open:
             inbound.lost()
@@ -80,17 +84,19 @@ class ProxyProtocol(HttpToolsProtocol):
         super().pause_writing()
         for inbound in self._open:
             inbound.set_writable(False)
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
         super().resume_writing()
+        self._stop_stall_timer()
         for inbound in self._open:
             inbound.set_writable(True)
 
     def shutdown(self) -> None:
         """The server is about to end (uvicorn's hook): what is still on its way in will not be served."""
         if self._receiving is not None and not self._receiving.response_complete:
-            self._handler.refuse(self._receiving, draining_error())
+            self._receiving.refuse(draining_error())
         super().shutdown()
 
     # httptools
@@ -100,8 +106,16 @@ class ProxyProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         self._stop_head_timer()
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self._handler.header_bytes:
+        size, hosts = len(self.url), 0
+        for name, value in self.headers:
+            size += len(name) + len(value)
+            hosts += name == b"host"
+        http_10 = self.parser.get_http_version() == "1.0"
+        if size > self._handler.header_bytes:
             self._refuse_head()
+            return
+        if hosts > 1 or not (hosts or http_10):  # RFC 9112, 3.2
+            self._answer_and_close(400, "a request has exactly one Host header", "invalid_http")
             return
         path = PATHS.get(self.url.partition(b"?")[0])
         if path is None or self.parser.get_method() != b"POST":
@@ -109,7 +123,6 @@ class ProxyProtocol(HttpToolsProtocol):
             super().on_headers_complete()
             return
         before = self.cycle
-        http_10 = self.parser.get_http_version() == "1.0"
         inbound = Inbound(
             self,
             self._handler,
@@ -122,9 +135,9 @@ class ProxyProtocol(HttpToolsProtocol):
         self.cycle = inbound  # type: ignore[assignment]
         self._receiving = inbound
         self._open.append(inbound)
-        if self.expect_100_continue:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         inbound.opened()
+        if self.expect_100_continue and not inbound.response_complete:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body."""
@@ -160,21 +173,27 @@ class ProxyProtocol(HttpToolsProtocol):
 
     # Link
 
-    def write(self, data: bytes) -> None:
+    def writer(self) -> Callable[[bytes], None]:
         """See ``Link``."""
-        self.transport.write(data)
+        return self.transport.write
 
     def end(self, inbound: Inbound, *, keep_alive: bool) -> None:
         """See ``Link``."""
         if inbound in self._open:
             self._open.remove(inbound)
         if not keep_alive:
-            self.transport.close()
+            self.close()
         self.on_response_complete()
 
     def close(self) -> None:
         """See ``Link``."""
         self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self._watch_reader()
+
+    def stop(self) -> None:
+        """See ``Link``."""
+        self._stopped = True
 
     def cut(self) -> None:
         """See ``Link``."""
@@ -183,6 +202,32 @@ class ProxyProtocol(HttpToolsProtocol):
     def default_headers(self) -> Headers:
         """See ``Link``."""
         return self.server_state.default_headers
+
+    # a client that does not read
+
+    def timeout_keep_alive_handler(self) -> None:
+        """The connection was idle for too long (uvicorn's hook)."""
+        if not self.transport.is_closing():
+            self.close()
+
+    def _watch_reader(self) -> None:
+        """Give the client its time to read what is written. A stream's relay has a bound of its own."""
+        if self._stall_timer is None:
+            unread_bytes = self.transport.get_write_buffer_size()
+            self._stall_timer = self.loop.call_later(self._handler.client_stall_s, self._look_at_reader, unread_bytes)
+
+    def _look_at_reader(self, unread_bytes: int) -> None:
+        self._stall_timer = None
+        relayed = any(inbound.on_writable is not None for inbound in self._open)
+        if relayed or self.transport.get_write_buffer_size() < unread_bytes:
+            self._watch_reader()
+        else:
+            self.cut()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     # the head's bounds
 
@@ -210,7 +255,14 @@ class ProxyProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP (uvicorn's hook)."""
-        self._answer_and_close(400, msg, "invalid_http")
+        inbound = self._receiving
+        if inbound is None or inbound.response_complete:
+            self._answer_and_close(400, msg, "invalid_http")
+            return
+        at_once = inbound.refusable
+        inbound.refuse(RequestError(400, msg, code="invalid_http"))
+        if at_once:
+            self.close()
 
     def _answer_and_close(self, status: int, message: str, code: str) -> None:
         """Refuse without a request to speak of; only if nothing of an earlier answer is still on its way."""

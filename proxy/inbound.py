@@ -23,8 +23,8 @@ class Link(Protocol):
 
     loop: asyncio.AbstractEventLoop
 
-    def write(self, data: bytes) -> None:
-        """Write to the client."""
+    def writer(self) -> Callable[[bytes], None]:
+        """Writes to the client."""
         ...
 
     def end(self, inbound: Inbound, *, keep_alive: bool) -> None:
@@ -33,6 +33,10 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Close the connection once all is written."""
+        ...
+
+    def stop(self) -> None:
+        """Take no more requests."""
         ...
 
     def cut(self) -> None:
@@ -58,6 +62,11 @@ class Handler(Protocol):
         ...
 
     @property
+    def client_stall_s(self) -> float:
+        """How long a client may leave an answer unread once its buffers are full."""
+        ...
+
+    @property
     def body_bytes(self) -> int:
         """Largest body."""
         ...
@@ -69,6 +78,10 @@ class Handler(Protocol):
 
     def opened(self, inbound: Inbound) -> Row:
         """A request has begun: its row, to be closed by one of the following."""
+        ...
+
+    def admit(self, inbound: Inbound) -> None:
+        """Raises RequestError when the headers alone tell that the request is not to be served."""
         ...
 
     def serve(self, inbound: Inbound) -> Coroutine[Any, Any, None]:
@@ -142,6 +155,9 @@ class Inbound:
         self._parts: list[bytes] = []
         self._size = 0
         self._body_complete = False
+        self._served = False
+        self._muted = False
+        self._link_write = link.writer()  # kept: it is called for every event
         self._head = b""
         self._chunked = False
         self._timer: asyncio.TimerHandle | None = None
@@ -150,7 +166,13 @@ class Inbound:
     # the way in, called by the connection
 
     def opened(self) -> None:
-        """The head is there: refuse what is known to be too large, give the rest its time."""
+        """The head is there: refuse who may not ask and what is known to be too large, give the rest its time."""
+        if self.refusable:  # else whoever serves it asks in its turn
+            try:
+                self._handler.admit(self)
+            except RequestError as error:
+                self.refuse(error)
+                return
         announced = self.headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._handler.body_bytes:
             self._refuse_size()
@@ -179,9 +201,24 @@ class Inbound:
             return False
         return self._before is None or bool(self._before.response_complete)
 
+    @property
+    def refusable(self) -> bool:
+        """Whether an error may be answered at once: nothing of this answer or an earlier one is on its way."""
+        return not self.started and (self._before is None or bool(self._before.response_complete))
+
+    def refuse(self, error: RequestError) -> None:
+        """Have it refused. While an earlier answer of the connection is on its way, that one becomes the last."""
+        self._stop_timer()
+        if not self.refusable:
+            self._muted = True
+            self._before.keep_alive = False
+            self._link.stop()
+        self._handler.refuse(self, error)
+
     def serve(self) -> Coroutine[Any, Any, None]:
         """The work of serving it: its body is complete, and those before it are answered."""
         self._before = None
+        self._served = True
         return self._handler.serve(self)
 
     @property
@@ -197,7 +234,7 @@ class Inbound:
         if self.gone or self.response_complete:
             return
         self.gone = True
-        if not self._body_complete:
+        if not self._served:
             self._handler.left(self)
         elif self.on_gone is not None:
             self.on_gone()
@@ -210,16 +247,12 @@ class Inbound:
 
     def _late(self) -> None:
         self._timer = None
-        self._handler.refuse(
-            self, RequestError(408, "the body did not arrive in time (timeouts.body_s)", code="body_timeout")
-        )
+        self.refuse(RequestError(408, "the body did not arrive in time (timeouts.body_s)", code="body_timeout"))
 
     def _refuse_size(self) -> None:
-        self._stop_timer()
         limit = self._handler.body_bytes
-        self._handler.refuse(
-            self,
-            RequestError(413, f"the body is larger than {limit} bytes (limits.body_bytes)", code="body_too_large"),
+        self.refuse(
+            RequestError(413, f"the body is larger than {limit} bytes (limits.body_bytes)", code="body_too_large")
         )
 
     def _stop_timer(self) -> None:
@@ -232,6 +265,8 @@ class Inbound:
     def start(self, status: int, headers: Headers, length: int | None) -> None:
         """Status and headers, sent with the body. ``length`` of that in bytes; None: only its end will tell."""
         self.started = True
+        if not self._body_complete:
+            self.keep_alive = False
         self._chunked = length is None and not self._http_10
         if length is None and self._http_10:
             self.keep_alive = False
@@ -254,7 +289,7 @@ class Inbound:
         framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
         if self._head:
             framed, self._head = self._head + framed, b""
-        self._link.write(framed)
+        self._link_write(framed)
 
     def finish(self, data: bytes = b"") -> None:
         """The last piece of the body, if any, and its end."""
@@ -262,18 +297,17 @@ class Inbound:
             return
         self.response_complete = True
         self._stop_timer()
-        if self.gone:
+        if self.gone or self._muted:
             return
         end = b""
         if self._chunked:
             end = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
         else:
             end = data
-        self._link.write(self._head + end)
+        self._link_write(self._head + end)
         self._head = b""
-        keep_alive = self.keep_alive and self._body_complete
         if self._body_complete:
-            self._link.end(self, keep_alive=keep_alive)
+            self._link.end(self, keep_alive=self.keep_alive)
         else:
             self._timer = self._link.loop.call_later(_LINGER_S, self._link.close)
 

@@ -32,13 +32,23 @@ class LeakWatch:
 
     def abandoned(self, name: str) -> None:
         """A pull on this instance was given up before its first token."""
-        self._abandoned[name] = self._abandoned.get(name, 0) + 1
+        if self._instances.get(name) is not None:
+            self._abandoned[name] = self._abandoned.get(name, 0) + 1
 
     def restarted(self, instance: Instance) -> None:
         """The engine is new: nothing is held against it."""
         self._abandoned.pop(instance.name, None)
         self._unexplained.pop(instance.name, None)
         instance.recycle_wanted = None
+
+    def apply(self, leak_share: float) -> None:
+        """Take over another share."""
+        self._leak_share = leak_share
+
+    def forget(self, name: str) -> None:
+        """The instance has left the fleet, or another engine has its name."""
+        self._abandoned.pop(name, None)
+        self._unexplained.pop(name, None)
 
     def observe(self, instance: Instance, used_tokens: int, expected_tokens: int) -> None:
         """Take in one reading of the engine's KV use."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 from proxy.breakdown import Row
 from proxy.events.subscriber import EventSubscriber
 from proxy.instances import Instances
 from proxy.predictions import PredictionErrors
 from proxy.router import Router
+from proxy.tallies import Spread, Tally
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4, 10)
@@ -20,40 +22,43 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "warmroute_requests", "Requests by how they ended", ["instance", "outcome"], registry=self.registry
+        self._requests = Tally(
+            self.registry, "warmroute_requests", "Requests by how they ended", ["instance", "outcome"]
         )
-        self._decisions = Counter(
+        self._decisions = Tally(
+            self.registry,
             "warmroute_decisions",
             "Decisions by class and reason",
             ["policy", "request_class", "reason"],
-            registry=self.registry,
         )
-        self._offloads = Counter(
-            "warmroute_offloads", "What the planner said or became of an offload", ["reason"], registry=self.registry
+        self._offloads = Tally(
+            self.registry, "warmroute_offloads", "What the planner said or became of an offload", ["reason"]
         )
-        self._prompt = Counter("warmroute_prompt_tokens", "Prompt tokens", ["instance"], registry=self.registry)
-        self._cached = Counter(
-            "warmroute_cached_tokens", "Prompt tokens served from cache", ["instance", "kind"], registry=self.registry
+        self._resumes = Tally(
+            self.registry, "warmroute_resumes", "Streams that broke, by what resuming did", ["result"]
         )
-        self._error = Counter(
+        self._prompt = Tally(self.registry, "warmroute_prompt_tokens", "Prompt tokens", ["instance"])
+        self._cached = Tally(
+            self.registry, "warmroute_cached_tokens", "Prompt tokens served from cache", ["instance", "kind"]
+        )
+        self._error = Tally(
+            self.registry,
             "warmroute_cache_prediction_error_tokens",
             "Sum of |predicted - actual| cached tokens",
             ["instance"],
-            registry=self.registry,
         )
         self.errors = PredictionErrors()
-        self._index_error = Counter(
+        self._index_error = Tally(
+            self.registry,
             "warmroute_index_error_tokens",
             "Sum of |predicted - actual| cached tokens of either index, used or not",
             ["instance", "source"],
-            registry=self.registry,
         )
-        self._index_predictions = Counter(
+        self._index_predictions = Tally(
+            self.registry,
             "warmroute_index_predictions",
             "Predictions that an engine's report was compared with",
             ["instance", "source"],
-            registry=self.registry,
         )
         self._events = Gauge(
             "warmroute_kv_events",
@@ -61,35 +66,27 @@ class Metrics:
             ["instance", "what"],
             registry=self.registry,
         )
-        self._first_byte = Histogram(
-            "warmroute_first_byte_seconds",
-            "Arrival to first byte",
-            ["request_class"],
-            buckets=_SECONDS,
-            registry=self.registry,
+        self._first_byte = Spread(
+            self.registry, "warmroute_first_byte_seconds", "Arrival to first byte", ["request_class"], _SECONDS
         )
-        self._total = Histogram(
-            "warmroute_request_seconds",
-            "Arrival to last byte",
-            ["request_class"],
-            buckets=_SECONDS,
-            registry=self.registry,
+        self._total = Spread(
+            self.registry, "warmroute_request_seconds", "Arrival to last byte", ["request_class"], _SECONDS
         )
-        self._deciding = Histogram(
-            "warmroute_decide_milliseconds", "Index lookup and decision", buckets=_MILLISECONDS, registry=self.registry
+        self._deciding = Spread(
+            self.registry, "warmroute_decide_milliseconds", "Index lookup and decision", [], _MILLISECONDS
         )
-        self._leg_ratio = Histogram(
+        self._leg_ratio = Spread(
+            self.registry,
             "warmroute_leg_actual_to_predicted_ratio",
             "Time a leg took over what the cost models predicted: 1 is right",
             ["leg"],
-            buckets=_RATIOS,
-            registry=self.registry,
+            _RATIOS,
         )
-        self._leg_error = Counter(
+        self._leg_error = Tally(
+            self.registry,
             "warmroute_leg_prediction_error_seconds",
             "Sum of |predicted - actual| seconds of legs",
             ["leg"],
-            registry=self.registry,
         )
         self._recycle = Gauge(
             "warmroute_instance_recycle_wanted", "1 when it should be restarted", ["instance"], registry=self.registry
@@ -103,44 +100,51 @@ class Metrics:
         """Count one finished request."""
         decision = row.decision
         instance = decision.decode_on if decision else ""
-        self._requests.labels(instance, row.outcome.value).inc()
+        self._requests.values[instance, row.outcome] += 1
         if decision is None:
             return
-        self._decisions.labels(decision.policy, decision.request_class.value, decision.reason.value).inc()
+        request_class = decision.request_class
+        self._decisions.values[decision.policy, request_class, decision.reason] += 1
         if row.offload_reason:
-            self._offloads.labels(row.offload_reason).inc()
+            self._offloads.values[(row.offload_reason,)] += 1
+        if row.resume:
+            self._resumes.values[(row.resume,)] += 1
         if row.prompt_tokens:
-            self._prompt.labels(instance).inc(row.prompt_tokens)
-        if row.actual_cached_tokens is not None and row.predicted_cached_tokens is not None:
-            self._cached.labels(instance, "actual").inc(row.actual_cached_tokens)
-            self._cached.labels(instance, "predicted").inc(row.predicted_cached_tokens)
-            self._error.labels(instance).inc(abs(row.actual_cached_tokens - row.predicted_cached_tokens))
-        self._record_prediction(row)
+            self._prompt.values[(instance,)] += row.prompt_tokens
+        actual, predicted = row.actual_cached_tokens, row.predicted_cached_tokens
+        if actual is not None and predicted is not None:
+            self._cached.values[instance, "actual"] += actual
+            self._cached.values[instance, "predicted"] += predicted
+            self._error.values[(instance,)] += abs(actual - predicted)
+        prediction = row.prediction
+        if prediction is not None and actual is not None:
+            self.errors.record(row.prefill_instance or decision.decode_on, prediction, actual)
         for leg, times in row.legs.items():
-            self._leg_error.labels(leg).inc(abs(times["predicted_s"] - times["actual_s"]))
+            self._leg_error.values[(leg,)] += abs(times["predicted_s"] - times["actual_s"])
             if times["predicted_s"] > 0:
-                self._leg_ratio.labels(leg).observe(times["actual_s"] / times["predicted_s"])
+                self._leg_ratio.observe((leg,), times["actual_s"] / times["predicted_s"])
         stages = row.stages_ms
         if "decide" in stages:
-            self._deciding.observe(stages["decide"])
+            self._deciding.observe((), stages["decide"])
         if "first_byte" in stages:
-            self._first_byte.labels(decision.request_class.value).observe(stages["first_byte"] / 1e3)
+            self._first_byte.observe((request_class,), stages["first_byte"] / 1e3)
         if "total" in stages:
-            self._total.labels(decision.request_class.value).observe(stages["total"] / 1e3)
+            self._total.observe((request_class,), stages["total"] / 1e3)
 
-    def _record_prediction(self, row: Row) -> None:
-        prediction, actual = row.prediction, row.actual_cached_tokens
-        if prediction is None or actual is None or row.decision is None:
-            return
-        self.errors.record(row)
-        instance = row.prefill_instance or row.decision.decode_on
-        for source, predicted in (("shadow", prediction.shadow_tokens), ("exact", prediction.exact_tokens)):
-            if predicted is not None:
-                self._index_predictions.labels(instance, source).inc()
-                self._index_error.labels(instance, source).inc(abs(predicted - actual))
+    def forget(self, instance: str) -> None:
+        """The instance has left: its series go with it."""
+        for metric in vars(self).values():
+            if isinstance(metric, Tally | Spread):
+                metric.forget("instance", instance)
+            elif isinstance(metric, MetricWrapperBase) and "instance" in metric._labelnames:
+                metric.remove_by_labels({"instance": instance})
+        self.errors.forget(instance)
 
     def render(self, router: Router, instances: Instances, events: EventSubscriber, now_s: float) -> bytes:
         """The exposition text, with gauges read at this moment."""
+        for (name, source), error in self.errors.by_source.items():
+            self._index_error.values[name, source] = error.absolute_error_tokens
+            self._index_predictions.values[name, source] = error.requests
         for name in events.streams:
             for what, number in events.figures(name).items():
                 self._events.labels(name, what).set(number)

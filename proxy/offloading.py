@@ -7,10 +7,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
-from policies.types import OffloadReason
+from policies.types import OffloadReason, Role
 from proxy.breakdown import Row
 from proxy.errors import AttemptFailedError
 from proxy.handoff import HandedOff, OffloadFailedError
+from proxy.instances import Instance
 from proxy.router import Routed
 from proxy.upstream import Answer, NotConnectedError
 from proxy.usage import Usage
@@ -43,50 +44,49 @@ async def hand_over(
     """
     decision = routed.decision
     assert decision.prefill_on is not None
+    # Later their names may be gone from the fleet, or mean other engines.
+    prefill, decode = core.instances.chosen(decision.prefill_on), core.instances.chosen(decision.decode_on)
     try:
-        started_s = time.perf_counter()
+        started_s, sent_s = time.perf_counter(), time.monotonic()
         try:
-            handed = await core.handoff.prefill(core.instances[decision.prefill_on], path, body, headers)
+            handed = await core.handoff.prefill(prefill, path, body, headers)
         except (OffloadFailedError, asyncio.CancelledError) as error:
             # What P computed of it is unknown: better to expect nothing of it.
             routed.commitment.retract(decision.prefill_on)
-            if isinstance(error.__cause__, NotConnectedError):
-                core.instances.failed(decision.prefill_on, str(error), refused=True)
+            if isinstance(error, OffloadFailedError) and error.by_prefill:
+                refused = isinstance(error.__cause__, NotConnectedError)
+                # P legs may fail where plain requests do not, and pairs have their own breaker; some do nothing else.
+                if refused or prefill.settings.role is Role.KV_PRODUCER:
+                    core.instances.failed(prefill, str(error), refused=refused, sent_s=sent_s)
             raise
+        core.instances.succeeded(prefill, sent_s)
         took_s = time.perf_counter() - started_s
         row.stages_ms["prefill_leg"] = took_s * 1e3
         row.note_leg("prefill", *core.router.prefilled_on_p(routed, took_s))
         started_s = time.perf_counter()
-        opened = await _pull(core, routed, handed, open_decode, bound_s)
+        opened = await _pull(core, routed, prefill, handed, open_decode, bound_s)
         took_s = time.perf_counter() - started_s
         row.stages_ms["decode_leg_first_byte"] = took_s * 1e3
         if row.stream:
             row.note_leg("transfer", *core.router.handed_over(routed, took_s))
         else:
-            _handed_over_unseen(core, routed)
+            core.router.handed_over_unseen(routed)
     except OffloadFailedError as error:
         core.router.fell_back(routed)
         row.attempts.append({"instance": decision.prefill_on, "error": str(error), "offload": error.reason.value})
         row.offload_reason, row.prefill_instance = error.reason.value, None
         row.predicted_cached_tokens = decision.cached_tokens
         late = error.reason is OffloadReason.FELL_BACK_D_TIMEOUT
-        if late and not await core.handoff.alive(core.instances[decision.decode_on]):
-            core.instances.failed(decision.decode_on, "late, and /health does not answer", refused=True)
+        if late and not await core.handoff.alive(decode):
+            core.instances.failed(decode, "late, and /health does not answer", refused=True)
             raise AttemptFailedError(decision.decode_on, str(error), timed_out=True) from error
         return None, None
     return opened, handed.usage
 
 
-def _handed_over_unseen(core: Core, routed: Routed) -> None:
-    """The answer came in one piece: when its first token was there, and so the KV, is not known."""
-    routed.commitment.handed_over()
-    job = routed.commitment.workload.transfer
-    assert job is not None
-    core.router.state.pairs.record(job.pair, True, time.monotonic())
-    core.router.state.costs.handed_over(job)
-
-
-async def _pull(core: Core, routed: Routed, handed: HandedOff, open_decode: OpenDecode, bound_s: float) -> Opened:
+async def _pull(
+    core: Core, routed: Routed, prefill: Instance, handed: HandedOff, open_decode: OpenDecode, bound_s: float
+) -> Opened:
     """D's leg under its own bound, given up at once if P is no longer there to send.
 
     Given up does not mean closed: see `proxy.abandoned`.
@@ -94,9 +94,6 @@ async def _pull(core: Core, routed: Routed, handed: HandedOff, open_decode: Open
     Raises:
         OffloadFailedError: late, refused or broken, or P is gone.
     """
-    decision = routed.decision
-    assert decision.prefill_on is not None
-    prefill = core.instances[decision.prefill_on]
     pulling = asyncio.ensure_future(open_decode(handed.body, bound_s + core.settings.offload.abandoned_s))
     watching = asyncio.create_task(core.handoff.watch(prefill, handed.engine_id))
     taken = False
@@ -114,7 +111,7 @@ async def _pull(core: Core, routed: Routed, handed: HandedOff, open_decode: Open
     finally:
         watching.cancel()
         if not taken:
-            core.abandoned.adopt(decision.decode_on, pulling, core.router.hold_on_decode(routed))
+            core.abandoned.adopt(routed.decision.decode_on, pulling, core.router.hold_on_decode(routed))
         await asyncio.gather(watching, return_exceptions=True)
     if opened[0].status != 200:
         opened[0].close()

@@ -6,15 +6,15 @@ Bounds it on both sides: an engine that falls silent, a client that does not rea
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import Protocol
 
-from proxy.breakdown import Row
 from proxy.inbound import Inbound
 from proxy.upstream import Answer, UpstreamError
 
-_TAIL_CHUNKS = 8
-"""The usage is in the last events, whose pieces these are."""
+_DONE = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
+"""The end of a stream of events. JSON holds no bare line break, so this is never the end of an answer's text."""
+_AFTER_DONE_S = 1.0
+"""For the end of an answer whose last event has come: it decides over the connection, no longer over the answer."""
 
 
 class ClientStalledError(Exception):
@@ -25,11 +25,11 @@ class StreamFilter(Protocol):
     """Changes a stream on its way; must pass on or hold back every byte it is fed."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The bytes to send on for one piece; may be empty."""
+        """The bytes to send on for one piece; may be empty. Raises UpstreamError if the stream cannot go on."""
         ...
 
     def flush(self) -> bytes:
-        """What is still held back at the end."""
+        """What is still held back at the end. Raises as ``feed`` does."""
         ...
 
 
@@ -39,8 +39,7 @@ class StreamRelay:
     Args:
         answer: the engine's.
         inbound: the client's side; its head is started.
-        row: counts the events.
-        keep: changes the stream on its way, if anything has to.
+        keep: changes the stream on its way.
         idle_s: longest silence of the engine.
         stall_s: how long a client may leave its stream unread once its buffers are full.
         total_s: bound on the whole.
@@ -50,15 +49,13 @@ class StreamRelay:
         self,
         answer: Answer,
         inbound: Inbound,
-        row: Row,
-        keep: StreamFilter | None,
+        keep: StreamFilter,
         idle_s: float,
         stall_s: float,
         total_s: float,
     ) -> None:
         self._answer = answer
         self._inbound = inbound
-        self._row = row
         self._keep = keep
         self._idle_s = idle_s
         self._stall_s = stall_s
@@ -68,9 +65,8 @@ class StreamRelay:
         self._heard_s = self._loop.time()
         self._paused_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._told_done = False
         self._done: asyncio.Future[None] = self._loop.create_future()
-        self.tail: deque[bytes] = deque(maxlen=_TAIL_CHUNKS)
-        """The last pieces as the engine sent them."""
 
     async def run(self, first: bytes) -> None:
         """Relay ``first`` and all that follows, up to the engine's end of the stream; the client's is left open.
@@ -85,7 +81,10 @@ class StreamRelay:
         try:
             if not inbound.writable:
                 self._writable(False)
-            self._timer = self._loop.call_later(min(self._idle_s, self._stall_s), self._look)
+            if self._told_done:
+                self._tell_done()
+            else:
+                self._timer = self._loop.call_later(min(self._idle_s, self._stall_s), self._look)
             self._answer.pump(self._take, self._ended)
             await self._done
         finally:
@@ -93,25 +92,35 @@ class StreamRelay:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-        if self._keep is not None:
-            held = self._keep.flush()
-            if held:
-                inbound.write(held)
+        held = b"" if self._told_done else self._keep.flush()
+        if held:
+            inbound.write(held)
 
     def _take(self, piece: bytes) -> None:
+        if self._told_done:
+            return
         self._heard_s = self._loop.time()
-        self.tail.append(piece)
-        self._row.events += piece.count(b"data: ")
-        if self._keep is not None:
+        try:
             piece = self._keep.feed(piece)
-            if not piece:
-                return
-        self._inbound.write(piece)
+        except UpstreamError as error:
+            self._ended(error)
+            return
+        if piece:
+            self._inbound.write(piece)
+            if piece.endswith(_DONE):
+                self._tell_done()
+
+    def _tell_done(self) -> None:
+        """The last event has come. The connection's end of it decides no more than whether the connection is kept."""
+        self._told_done = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(_AFTER_DONE_S, self._ended, None)
 
     def _ended(self, error: UpstreamError | None) -> None:
         if self._done.done():
             return
-        if error is None:
+        if error is None or self._told_done:
             self._done.set_result(None)
         else:
             self._done.set_exception(error)

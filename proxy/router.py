@@ -16,9 +16,10 @@ from policies.registry import make_planner, make_routing, offload_planners, rout
 from policies.routing.base import RoutingPolicy
 from policies.sessions import SessionTable
 from policies.state import Commitment, FleetState
-from policies.types import Decision, FleetSnapshot, InstanceView, Prediction, RequestView, Role
+from policies.types import Decision, FleetSnapshot, InstanceView, RequestView, Role
 from proxy.parse import Endpoint, Parsed, parse_request, request_view, with_token_ids
 from proxy.settings import Settings
+from proxy.token_chunks import TokenChunks
 
 _RATIO_WEIGHT = 0.1
 
@@ -54,6 +55,7 @@ class Router:
         self.known_planners = offload_planners()
         self.block_tokens = settings.index.block_tokens
         self.bytes_per_token = settings.index.bytes_per_token
+        self._token_chunks = TokenChunks()
         self.state = FleetState(
             PrefixIndex(settings.index.capacity_blocks),
             Ledger(settings.ledger.recent_half_life_s),
@@ -67,7 +69,9 @@ class Router:
     def parse(self, endpoint: Endpoint, body: bytes) -> Parsed:
         """Parse a body with the block sizes in force; raises RequestError."""
         text_block_bytes = self._settings.index.text_block_bytes
-        return parse_request(endpoint, body, self.block_tokens, text_block_bytes, self._is_base_model)
+        return parse_request(
+            endpoint, body, self.block_tokens, text_block_bytes, self._is_base_model, self._token_chunks
+        )
 
     def tokenized(self, parsed: Parsed, ids: Sequence[int]) -> Parsed:
         """A text or chat request with the token ids of its prompt, so that its blocks are exact."""
@@ -90,14 +94,7 @@ class Router:
         fleet = self._snapshot(request, available, now_s)
         decision = decide(request, fleet, self.policy, self.planner, self.thresholds)
         commitment = self.state.commit(request, fleet, decision, now_s)
-        prefill = None
-        if decision.prefill_on is not None:
-            among = fleet.prefill_instances or fleet.instances
-            prefill = next(view for view in among if view.instance == decision.prefill_on)
-        decode = next(view for view in fleet.instances if view.instance == decision.decode_on)
-        decision = decision._replace(
-            decode_prediction=Prediction.of(decode), prefill_prediction=Prediction.of(prefill) if prefill else None
-        )
+        prefill = fleet.prefill_view(decision.prefill_on) if decision.prefill_on is not None else None
         return Routed(decision, commitment, prefill)
 
     def explain(self, request: RequestView, available: set[str]) -> tuple[FleetSnapshot, dict[str, Decision]]:
@@ -123,6 +120,13 @@ class Router:
         offload = make_planner(planner, planner_params) if planner is not None else self.planner
         self.policy, self.planner = policy, offload
 
+    def apply(self, settings: Settings) -> None:
+        """Take over other settings. Policy and planner stay: ``switch`` changes those."""
+        self._settings = settings
+        self.thresholds = settings.classes.thresholds()
+        self.state.sessions.set_bounds(settings.sessions.capacity, settings.sessions.ttl_s)
+        self.state.ledger.set_half_life(settings.ledger.recent_half_life_s)
+
     def learn_ratio(self, text_bytes: int, prompt_tokens: int) -> None:
         """Correct the bytes-per-token ratio by what an engine counted (exponential average)."""
         if text_bytes and prompt_tokens:
@@ -143,12 +147,23 @@ class Router:
         routed.commitment.handed_over()
         job, now_s = routed.commitment.workload.transfer, time.monotonic()
         assert job is not None
+        if not routed.commitment.pair_known:
+            return LegTime(self.state.costs.transfer.predict(job, now_s).seconds, seconds)
         self.state.pairs.record(job.pair, True, now_s)
         return LegTime(self.state.costs.transferred(routed.commitment.workload, seconds, now_s), seconds)
 
+    def handed_over_unseen(self, routed: Routed) -> None:
+        """The hand-off went well, but its first token, and so its time, was not seen."""
+        routed.commitment.handed_over()
+        job = routed.commitment.workload.transfer
+        assert job is not None
+        if routed.commitment.pair_known:
+            self.state.pairs.record(job.pair, True, time.monotonic())
+            self.state.costs.handed_over(job)
+
     def hold_on_decode(self, routed: Routed) -> Hold:
         """Count the room that a pull which was given up takes on D until it ends."""
-        return self.state.holds.take(routed.decision.decode_on, routed.decision.prompt_tokens)
+        return routed.commitment.hold_on_decode()
 
     def fell_back(self, routed: Routed) -> None:
         """The hand-off failed: D prefills after all, and the pair's breaker and risk hear of it."""
@@ -156,8 +171,9 @@ class Router:
         routed.commitment.fall_back(now_s + self._settings.offload.hold_s)
         job = routed.commitment.workload.transfer
         assert job is not None
-        self.state.pairs.record(job.pair, False, now_s)
-        self.state.costs.fell_back(job)
+        if routed.commitment.pair_known:
+            self.state.pairs.record(job.pair, False, now_s)
+            self.state.costs.fell_back(job)
 
     def set_block_tokens(self, block_tokens: int) -> None:
         """Take over the engines' block size; blocks of another size mean nothing any more."""

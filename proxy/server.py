@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import uvicorn
 
+from proxy import logs, memory
 from proxy.app import ProxyApp
 from proxy.http_server import ProxyProtocol
 from proxy.settings import Settings
+from proxy.shutdown import ProxyServer
 
 
-def run(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM; running streams get ``grace_s`` to finish."""
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    uvicorn.Server(server_config(settings)).run()
+def run(settings: Settings, load: Callable[[], Settings]) -> None:
+    """Serve until SIGINT or SIGTERM; running streams get ``grace_s``. SIGHUP takes over what ``load`` reads."""
+    logs.configure(settings.log_level, settings.log_format)
+    config = server_config(settings)
+    core = cast(ProxyApp, config.app).core
+    core.reloader.load = load
+    memory.settle()
+    ProxyServer(config, core).run()
 
 
 def server_config(settings: Settings) -> uvicorn.Config:
     """uvicorn's configuration for a proxy."""
     app = ProxyApp(settings)
+    tls = settings.tls.context()
     return uvicorn.Config(
         app,
         http=cast(Any, partial(ProxyProtocol, app.generation)),
         host=settings.host,
         port=settings.port,
+        ssl_context_factory=None if tls is None else lambda _config, _default: tls,
+        log_config=None,
         log_level=settings.log_level,
         access_log=False,
         server_header=False,

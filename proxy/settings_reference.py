@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from proxy.settings import InstanceSettings, Settings
+from proxy.settings import ClientKey, InstanceSettings, Settings
 
 
 def reference() -> str:
@@ -25,8 +25,12 @@ def reference() -> str:
         "| --- | --- | --- |",
     ]
     lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _rows(Settings, "")]
-    lines += ["", "Each entry of `instances`:", "", "| key | default | what |", "| --- | --- | --- |"]
-    lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _rows(InstanceSettings, "")]
+    for what_of, model in (
+        ("`instances`", InstanceSettings),
+        ("`keys.client`; those of `keys.admin` have no `max_concurrent`", ClientKey),
+    ):
+        lines += ["", f"Each entry of {what_of}:", "", "| key | default | what |", "| --- | --- | --- |"]
+        lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _rows(model, "")]
     return "\n".join(lines) + "\n"
 
 
@@ -42,6 +46,6 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "*(required)*"
     value: Any = field.get_default(call_default_factory=True)
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and value:
         return ", ".join(f"`{item}`" for item in value)
     return f"`{json.dumps(value, default=str)}`"

@@ -14,6 +14,10 @@ class NotConnectedError(UpstreamError):
     """The engine refused the connection or did not accept it in time: it has seen nothing of the request."""
 
 
+class NotAcceptedError(NotConnectedError):
+    """The engine did not accept the connection in time; it, or this process, was busy."""
+
+
 class Answer(Protocol):
     """An engine's answer: status and headers are there, the body may still come."""
 
@@ -51,11 +55,22 @@ class Answer(Protocol):
 class Upstream(Protocol):
     """Posts a body to an engine."""
 
+    connect_timeout_s: float
+    """Bound on opening a connection; may be changed at any time."""
+
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Send; return once status and headers are there.
 
         Cancelling aborts the request upstream. Raises NotConnectedError or UpstreamError.
         """
+        ...
+
+    def in_use(self, base_url: str) -> int:
+        """Requests that an engine has not answered to the end."""
+        ...
+
+    def cut(self, base_url: str, why: str) -> None:
+        """Abort all of them: each raises UpstreamError with ``why``."""
         ...
 
     def forget(self, base_url: str) -> None:

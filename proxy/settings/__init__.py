@@ -3,27 +3,37 @@
 from proxy.settings.instance import InstanceSettings
 from proxy.settings.model import Settings, load_settings
 from proxy.settings.prediction import EventSettings, IndexSettings, LedgerSettings, SessionSettings, TokenizerSettings
+from proxy.settings.resume import ResumeSettings, ResumeWhen
 from proxy.settings.routing import ClassSettings, OffloadSettings, PolicySettings
 from proxy.settings.section import Seconds, Section, SettingsError
+from proxy.settings.security import AdminKey, AdminSettings, ClientKey, KeyLists, KeySettings, TlsSettings
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
 
 __all__ = [
+    "AdminKey",
+    "AdminSettings",
     "BreakdownSettings",
     "ClassSettings",
+    "ClientKey",
     "EventSettings",
     "HealthSettings",
     "IndexSettings",
     "InstanceSettings",
+    "KeyLists",
+    "KeySettings",
     "LedgerSettings",
     "LimitSettings",
     "OffloadSettings",
     "PolicySettings",
+    "ResumeSettings",
+    "ResumeWhen",
     "Seconds",
     "Section",
     "SessionSettings",
     "Settings",
     "SettingsError",
     "TimeoutSettings",
+    "TlsSettings",
     "TokenizerSettings",
     "load_settings",
 ]

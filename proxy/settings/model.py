@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -17,8 +17,11 @@ from pydantic_settings import (
 
 from proxy.settings.instance import InstanceSettings
 from proxy.settings.prediction import EventSettings, IndexSettings, LedgerSettings, SessionSettings, TokenizerSettings
+from proxy.settings.resume import ResumeSettings
 from proxy.settings.routing import ClassSettings, OffloadSettings, PolicySettings
+from proxy.settings.secrets import checked_secret, secret_from
 from proxy.settings.section import Seconds, SettingsError
+from proxy.settings.security import AdminSettings, KeySettings, TlsSettings, checked_forward_headers
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
 
 
@@ -26,7 +29,12 @@ class Settings(BaseSettings):
     """Everything ``warmroute serve`` can be told."""
 
     model_config = SettingsConfigDict(
-        env_prefix="WARMROUTE_", env_nested_delimiter="__", extra="forbid", frozen=True, validate_default=True
+        env_prefix="WARMROUTE_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        hide_input_in_errors=True,
     )
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
@@ -43,13 +51,31 @@ class Settings(BaseSettings):
     timeouts: TimeoutSettings = Field(default_factory=TimeoutSettings)
     health: HealthSettings = Field(default_factory=HealthSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)
+    resume: ResumeSettings = Field(default_factory=ResumeSettings)
     breakdown: BreakdownSettings = Field(default_factory=BreakdownSettings)
+    keys: KeySettings = Field(default_factory=KeySettings)
+    admin: AdminSettings = Field(default_factory=AdminSettings)
+    tls: TlsSettings = Field(default_factory=TlsSettings)
+    forward_headers: tuple[str, ...] = Field(
+        default=("x-session-id", "traceparent", "tracestate"),
+        description="request headers that engines may see, beside x-request-id and the key they want",
+    )
+    engine_key_env: str | None = Field(
+        default=None, description="environment variable with the key that engines want (vLLM's --api-key)"
+    )
+    engine_key: SecretStr | None = Field(
+        default=None, description="the key itself; engine_key_env keeps it out of files"
+    )
     inject_usage: bool = Field(
         default=True,
         description="ask engines for usage on every stream and drop that one event if the client did not ask",
     )
     grace_s: Seconds = Field(default=30.0, description="how long running streams may go on after SIGTERM")
+    drain_delay_s: float = Field(
+        default=0.0, ge=0, description="from the end of readiness to that of listening, so that load balancers notice"
+    )
     log_level: str = Field(default="info", description="debug, info, warning or error")
+    log_format: Literal["text", "json"] = Field(default="text", description="text, or json: one object per line")
 
     @field_validator("instances")
     @classmethod
@@ -62,6 +88,35 @@ class Settings(BaseSettings):
             if twice:
                 raise ValueError(f"instances share the same {what}: {', '.join(twice)}")
         return value
+
+    @field_validator("forward_headers")
+    @classmethod
+    def _may_be_forwarded(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return checked_forward_headers(value)
+
+    @field_validator("engine_key")
+    @classmethod
+    def _plain_secret(cls, value: SecretStr | None) -> SecretStr | None:
+        return None if value is None else checked_secret(value, "engine_key")
+
+    @model_validator(mode="after")
+    def _one_engine_key(self) -> Settings:
+        if self.engine_key is not None and self.engine_key_env is not None:
+            raise ValueError("engine_key and engine_key_env: give one of them")
+        for instance in self.instances:
+            self.engine_key_for(instance)
+        return self
+
+    def engine_key_for(self, instance: InstanceSettings) -> SecretStr | None:
+        """The key to show an engine: its own, else the fleet's, else none.
+
+        Raises:
+            ValueError: the environment variable it should be in is not set.
+        """
+        own = instance.own_key()
+        if own is not None or self.engine_key_env is None:
+            return own or self.engine_key
+        return secret_from(self.engine_key_env, "engine_key_env")
 
 
 def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
@@ -96,8 +151,10 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
         return FromFile(**overrides)
     except ValidationError as error:
         raise SettingsError(_explain(error, path)) from error
-    except (ValueError, OSError, yaml.YAMLError) as error:
+    except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
         raise SettingsError(f"{path or 'settings'}: {error}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{path or 'settings'}: nested too deeply") from error
 
 
 def _without_params(section: Any) -> Any:

@@ -163,7 +163,7 @@ async def test_a_fresh_connection_that_is_closed_without_an_answer_is_an_error(c
 async def test_a_late_loss_of_a_reused_connection_is_not_repeated(
     client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "_STALE_S", 0.0)
+    monkeypatch.setattr(engine_client, "_STALE_S", -1.0)
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await server.request(reader)

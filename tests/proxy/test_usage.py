@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from proxy.usage import UsageFilter, is_usage_event, usage_of_answer, usage_of_stream
+from proxy.usage import UsageFilter, is_usage_event, usage_of_answer
 
 TOKENS = [
     b"data: " + json.dumps({"choices": [{"text": f"w{n} \n"}], "usage": None}).encode() + b"\n\n" for n in range(5)
@@ -50,20 +50,47 @@ def test_filter_corrects_cached_tokens_and_nothing_else_however_the_stream_is_cu
     passed = b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush()
     assert passed.startswith(b"".join(TOKENS))
     assert passed.endswith(DONE)
-    usage = usage_of_stream(passed)
+    mended = passed.removeprefix(b"".join(TOKENS)).removesuffix(DONE)
+    usage = usage_of_answer(mended.removeprefix(b"data: "))
     assert usage is not None
     assert (usage.prompt_tokens, usage.cached_tokens) == (9, 7)
 
 
 @given(st.lists(st.integers(min_value=0, max_value=10_000)))
-def test_a_stream_framed_with_crlf_is_never_held_back(places: list[int]) -> None:
+def test_a_stream_framed_with_crlf_is_mended_like_any_other(places: list[int]) -> None:
     stream = b"".join([*TOKENS, USAGE, DONE]).replace(b"\n\n", b"\r\n\r\n")
     keep = UsageFilter(drop=True)
-    assert b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush() == stream
+    passed = b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush()
+    assert passed == b"".join([*TOKENS, DONE]).replace(b"\n\n", b"\r\n\r\n")
 
 
-def test_usage_comes_from_the_last_event_that_has_one() -> None:
-    usage = usage_of_stream(b'...torn"}]}\n\n' + CONTINUOUS + USAGE + DONE)
+@given(st.lists(st.integers(min_value=0, max_value=10_000)), st.booleans())
+def test_only_whole_events_leave_the_filter_before_its_end(places: list[int], crlf: bool) -> None:
+    stream = b"".join([*TOKENS, CONTINUOUS, USAGE, DONE])
+    gap = b"\r\n\r\n" if crlf else b"\n\n"
+    stream = stream.replace(b"\n\n", gap)
+    keep = UsageFilter()
+    for piece in cut(stream, places):
+        passed = keep.feed(piece)
+        assert not passed or passed.endswith(gap)
+    assert keep.flush() == b""
+
+
+def test_what_is_not_made_of_events_is_not_held_back_without_bound() -> None:
+    keep = UsageFilter()
+    fed = passed = 0
+    for _ in range(100):
+        fed += 65_536
+        passed += len(keep.feed(b"x" * 65_536))
+    assert fed - passed <= 2 * 1024 * 1024
+
+
+@given(st.lists(st.integers(min_value=0, max_value=10_000)))
+def test_usage_comes_from_the_last_event_that_has_one_however_the_stream_is_cut(places: list[int]) -> None:
+    keep = UsageFilter()
+    for piece in cut(b"".join([*TOKENS, CONTINUOUS, USAGE, DONE]), places):
+        keep.feed(piece)
+    usage = keep.usage
     assert usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (9, 5, 0)
 
