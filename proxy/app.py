@@ -18,6 +18,7 @@ from proxy.core import Core
 from proxy.errors import RequestError, error_body
 from proxy.fleet_api import fleet_routes
 from proxy.generation import Generation
+from proxy.generation_schema import describe_generation
 from proxy.guard import Guard
 from proxy.health import HealthMonitor
 from proxy.settings import Settings
@@ -76,6 +77,7 @@ def _control_app(core: Core) -> FastAPI:
     app = FastAPI(title="warmroute", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.include_router(admin_routes(core))
     app.include_router(fleet_routes(core))
+    describe_generation(app)
 
     @app.exception_handler(RequestError)
     async def on_request_error(_: Request, error: RequestError) -> Response:

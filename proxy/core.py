@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
-
-import httpx
 
 from proxy.abandoned import AbandonedPulls
 from proxy.access import Access
 from proxy.admission import Admission
 from proxy.breakdown import Breakdown
+from proxy.control import Control
 from proxy.engine_client import EngineClient
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet_changes import FleetChanges
@@ -35,7 +33,7 @@ class Core:
     """Router, fleet, connections and records of one proxy. ``open`` and ``close`` bracket its life."""
 
     upstream: Upstream
-    control: httpx.AsyncClient
+    control: Control
     handoff: HandOff
 
     def __init__(self, settings: Settings) -> None:
@@ -71,10 +69,7 @@ class Core:
         """Open the connections; needs a running event loop."""
         self.lag.open()
         self.upstream = EngineClient(self.settings.timeouts.connect_s)
-        # The system's authorities, as for requests: httpx has a list of its own.
-        self.control = httpx.AsyncClient(
-            timeout=self.settings.health.timeout_s, trust_env=False, verify=ssl.create_default_context()
-        )
+        self.control = Control(self.settings.health.timeout_s)
         self.handoff = HandOff(self.settings.offload, self.upstream, self.control, self.forwarding)
 
     async def close(self) -> None:

@@ -63,7 +63,7 @@ class EngineAnswer:
         """Wait for status and headers. Raises UpstreamError."""
         while not self.head_there:
             if self._error is not None:
-                raise self._error
+                raise self._broken(self._error)
             await self._wait()
 
     async def chunk(self) -> bytes:
@@ -72,7 +72,7 @@ class EngineAnswer:
             if self.complete:
                 return b""
             if self._error is not None:
-                raise self._error
+                raise self._broken(self._error)
             await self._wait()
         return self._take()
 
@@ -82,7 +82,7 @@ class EngineAnswer:
         self.resume()
         while not self.complete:
             if self._error is not None:
-                raise self._error
+                raise self._broken(self._error)
             await self._wait()
         return self._take()
 
@@ -91,7 +91,7 @@ class EngineAnswer:
         if self._pieces:
             sink(self._take())
         if self.complete or self._error is not None:
-            ended(self._error)
+            ended(self._error and self._broken(self._error))
             return
         self._sink, self._ended = sink, ended
         self.resume()
@@ -121,8 +121,8 @@ class EngineAnswer:
         self._waiting_bytes += len(data)
         if self._whole:
             if self._waiting_bytes > _MAX_WHOLE_BYTES:
-                self.fail(UpstreamError(f"its answer is larger than {_MAX_WHOLE_BYTES} bytes"))
-                self.close()
+                assert self._connection is not None
+                self._connection.cut(f"its answer is larger than {_MAX_WHOLE_BYTES} bytes")
             return
         if self._waiting_bytes > _MAX_WAITING_BYTES:
             self.pause()
@@ -147,7 +147,11 @@ class EngineAnswer:
         self._wake()
         ended, self._ended, self._sink = self._ended, None, None
         if ended is not None:
-            ended(self._error)
+            ended(self._error and self._broken(self._error))
+
+    def _broken(self, error: UpstreamError) -> UpstreamError:
+        """``error`` anew: a raised one holds the frames it went through, and those hold this answer."""
+        return type(error)(*error.args)
 
     def _take(self) -> bytes:
         pieces, self._pieces, self._waiting_bytes = self._pieces, [], 0
@@ -291,6 +295,7 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._transport = self._poll = None
+        del self._parser  # it holds this connection
         answer, self._answer = self._answer, None
         self._gone(self)
         if answer is None:

@@ -131,7 +131,10 @@ class Exchange:
                 return
             finally:
                 routed.commitment.release(time.monotonic() + core.settings.offload.hold_s)
-        raise self._give_up(failure)
+        try:
+            raise self._give_up(failure)
+        finally:
+            del failure  # it holds this frame
 
     def _may_retry(self, failure: AttemptFailedError, tried: set[str]) -> bool:
         """Whether a request that failed before its first byte is worth another engine's work."""

@@ -13,9 +13,9 @@ import msgspec
 from policies.types import OffloadReason
 from proxy.bodies import decode_leg, prefill_leg, transfer_params_of
 from proxy.connectors import DIALECTS
+from proxy.control import Control
 from proxy.forwarding import Forwarding
 from proxy.instances import Instance
-from proxy.probing import probe
 from proxy.settings import OffloadSettings
 from proxy.upstream import Upstream, UpstreamError
 from proxy.usage import Usage, usage_of_answer
@@ -42,9 +42,7 @@ class HandedOff(NamedTuple):
 class HandOff:
     """Runs P legs and watches P. The D leg is an ordinary request with the body this returns."""
 
-    def __init__(
-        self, settings: OffloadSettings, upstream: Upstream, control: httpx.AsyncClient, forwarding: Forwarding
-    ) -> None:
+    def __init__(self, settings: OffloadSettings, upstream: Upstream, control: Control, forwarding: Forwarding) -> None:
         self._forwarding = forwarding
         self._settings = settings
         self._upstream = upstream
@@ -116,7 +114,7 @@ class HandOff:
 
     async def _health(self, instance: Instance) -> httpx.Response:
         headers = self._forwarding.probe_headers(instance.settings)
-        return await probe(self._control, f"{instance.url}/health", headers, self._settings.query_timeout_s)
+        return await self._control.get(f"{instance.url}/health", headers, self._settings.query_timeout_s)
 
     async def _identity(self, prefill: Instance) -> str | None:
         """P's engine id; for a connector without a bootstrap server None, once P's ``/health`` answers.
@@ -138,14 +136,14 @@ class HandOff:
             ) from error
 
 
-async def query_engine_id(control: httpx.AsyncClient, bootstrap_url: str, timeout_s: float) -> str:
+async def query_engine_id(control: Control, bootstrap_url: str, timeout_s: float) -> str:
     """Engine id from a bootstrap server's ``/query`` (data-parallel rank 0).
 
     Raises:
         httpx.HTTPError: no answer.
         ValueError: an answer of another shape.
     """
-    answer = await probe(control, f"{bootstrap_url}/query", timeout_s=timeout_s)
+    answer = await control.get(f"{bootstrap_url}/query", timeout_s=timeout_s)
     answer.raise_for_status()
     try:
         engine_id = msgspec.json.decode(answer.content)["0"]["engine_id"]

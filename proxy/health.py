@@ -16,7 +16,6 @@ from proxy.instances import Instance
 
 if TYPE_CHECKING:
     from proxy.core import Core
-from proxy.probing import probe
 
 log = logging.getLogger("warmroute.health")
 
@@ -75,7 +74,7 @@ class HealthMonitor:
 
     async def _get(self, instance: Instance, path: str) -> httpx.Response:
         headers = self._core.forwarding.probe_headers(instance.settings)
-        return await probe(self._core.control, instance.url + path, headers)
+        return await self._core.control.get(instance.url + path, headers)
 
     async def _read_metrics(self, instance: Instance) -> None:
         answer = await self._get(instance, "/metrics")

@@ -78,6 +78,8 @@ class ProxyProtocol(HttpToolsProtocol):
         self._open.clear()
         self._receiving = None
         super().connection_lost(exc)
+        self.cycle = None  # type: ignore[assignment]
+        self.pipeline.clear()
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol."""

@@ -297,6 +297,7 @@ class Inbound:
             return
         self.response_complete = True
         self._stop_timer()
+        self._parts.clear()  # the connection keeps this until its next request
         if self.gone or self._muted:
             return
         end = b""

@@ -9,15 +9,15 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _KEEP_BYTES = 32 * 1024 * 1024
 
-_GENERATIONS = (20_000, 20, 50)
+_GENERATIONS = (5_000, 10, 10)
 
 
 def settle() -> None:
     """Keep freed memory for the next body, and look for garbage less often. Once, when all is imported.
 
     A request's body is larger than what glibc takes from its heap by default: each would be mapped and unmapped by the
-    kernel, page by page. Bodies and rows hold no cycles, so the collector finds next to nothing and may be patient;
-    what is loaded by now stays for good and need not be walked again.
+    kernel, page by page. A request leaves no cycles behind (``tests/chaos/test_garbage.py``), so the collector may be
+    patient; what is loaded by now stays for good and need not be walked again.
     """
     gc.collect()
     gc.freeze()

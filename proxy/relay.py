@@ -66,6 +66,7 @@ class StreamRelay:
         self._paused_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._told_done = False
+        self._error: Exception | None = None
         self._done: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self, first: bytes) -> None:
@@ -87,6 +88,13 @@ class StreamRelay:
                 self._timer = self._loop.call_later(min(self._idle_s, self._stall_s), self._look)
             self._answer.pump(self._take, self._ended)
             await self._done
+            if self._error is not None:
+                # Let go of, as it will hold this frame.
+                error, self._error = self._error, None
+                try:
+                    raise error
+                finally:
+                    del error
         finally:
             inbound.on_writable = None
             if self._timer is not None:
@@ -120,10 +128,9 @@ class StreamRelay:
     def _ended(self, error: UpstreamError | None) -> None:
         if self._done.done():
             return
-        if error is None or self._told_done:
-            self._done.set_result(None)
-        else:
-            self._done.set_exception(error)
+        if not self._told_done:
+            self._error = error
+        self._done.set_result(None)
 
     def _writable(self, writable: bool) -> None:
         if writable:
@@ -148,4 +155,5 @@ class StreamRelay:
         if now_s < due_s:
             self._timer = self._loop.call_at(due_s, self._look)
         elif not self._done.done():
-            self._done.set_exception(error)
+            self._error = error
+            self._done.set_result(None)

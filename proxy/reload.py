@@ -163,7 +163,7 @@ class Reloader:
         core.abandoned.apply(offload.abandoned_s)
         core.handoff.apply(offload)
         core.upstream.connect_timeout_s = settings.timeouts.connect_s
-        core.control.timeout = settings.health.timeout_s
+        core.control.timeout_s = settings.health.timeout_s
         core.session_headers = tuple(name.lower().encode("latin-1") for name in settings.sessions.headers)
         for name in ("", "uvicorn", "uvicorn.error"):
             logging.getLogger(name).setLevel(settings.log_level.upper())

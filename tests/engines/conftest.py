@@ -30,7 +30,7 @@ RUN_VARIABLE = "WARMROUTE_ENGINES_RUN"
 
 FIRST = ("test_small_pool", "test_elastic_ab")
 """They have engines of their own: done before the shared ones start, so that four run at most."""
-LAST = ("test_failures", "test_kills")
+LAST = ("test_failures", "test_kills", "test_resume")
 """Abandoned pulls leave leaked blocks in the engines, kills cost a restart each."""
 
 FLEET_OVERRIDES = (

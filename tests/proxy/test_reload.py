@@ -127,7 +127,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Callable[[Core], Any], Any]] = {
     "health": (
         {"timeout_s": 0.9, "unhealthy_after": 9},
         lambda core: (
-            core.control.timeout.read,
+            core.control.timeout_s,
             core.instances._health.unhealthy_after,
             core.instances["inst-0"].breaker._settings.unhealthy_after,
         ),

@@ -1,0 +1,164 @@
+"""The clients of a run: each sends one request at a time, leaves now and then, and checks every byte of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from bench.soak.plan import SoakPlan
+from bench.soak.requests import Known, text_of_choice
+
+TOLD = {429, 502, 503, 504}
+"""Statuses that tell a client of a failure it may retry."""
+
+
+class WrongAnswerError(Exception):
+    """An answer that is not what it must be."""
+
+
+@dataclass
+class Seen:
+    """What the clients saw."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    """``ok``, ``left``, ``broken`` (told by an error event), ``refused`` (told by a status), and wrong ones by what."""
+    statuses: Counter[int] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    finished_ids: set[str] = field(default_factory=set)
+    left_ids: set[str] = field(default_factory=set)
+    """Their clients left: perhaps before the proxy had the head of the request."""
+    events: int = 0
+    answer_bytes: int = 0
+
+
+class Clients:
+    """``plan.streams`` workers."""
+
+    def __init__(self, url: str, known: list[Known], plan: SoakPlan) -> None:
+        self._url = url
+        self._known = known
+        self._plan = plan
+        self._ending = asyncio.Event()
+        self.seen = Seen()
+
+    async def run(self, duration_s: float) -> None:
+        """Send for so long, then let what is in flight end."""
+        timeout = aiohttp.ClientTimeout(total=180)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as group:
+            for number in range(self._plan.streams):
+                group.create_task(self._worker(session, number))
+            await asyncio.sleep(duration_s)
+            self._ending.set()
+
+    async def _worker(self, session: aiohttp.ClientSession, number: int) -> None:
+        draw = random.Random(f"{self._plan.seed}-{number}")
+        sent = 0
+        while not self._ending.is_set():
+            request_id = f"soak-{self._plan.seed}-{number}-{sent}"
+            sent += 1
+            leaves = draw.random() < self._plan.leave_share
+            visit = self._visit(session, draw.choice(self._known), request_id, draw.random() < self._plan.stream_share)
+            if leaves:
+                await self._leave(visit, request_id, draw.uniform(0.0, 1.5))
+                continue
+            end = await visit
+            self.seen.finished_ids.add(request_id)
+            self.seen.ends[end] += 1
+            if end == "refused":
+                await asyncio.sleep(draw.uniform(0.2, 0.6))
+
+    async def _leave(self, visit: Coroutine[Any, Any, str], request_id: str, after_s: float) -> None:
+        task = asyncio.create_task(visit)
+        done, _ = await asyncio.wait({task}, timeout=after_s)
+        if done:
+            self.seen.finished_ids.add(request_id)
+            self.seen.ends[task.result()] += 1
+            return
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self.seen.left_ids.add(request_id)
+        self.seen.ends["left"] += 1
+
+    async def _visit(self, session: aiohttp.ClientSession, known: Known, request_id: str, stream: bool) -> str:
+        headers = {"x-request-id": request_id, "x-session-id": known.session_id}
+        body = {**known.body, "stream": True} if stream else known.body
+        try:
+            async with session.post(self._url + known.path, json=body, headers=headers) as answer:
+                self.seen.statuses[answer.status] += 1
+                if answer.headers.get("x-request-id") != request_id:
+                    raise WrongAnswerError(f"answered as {answer.headers.get('x-request-id')!r}")
+                if answer.status != 200:
+                    return _refused(answer.status, await answer.read())
+                if stream:
+                    return await self._read_stream(answer, known.text)
+                return self._check_whole(await answer.read(), known.text)
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            return self._wrong(request_id, "cut without a word", repr(error))
+        except (WrongAnswerError, msgspec.DecodeError, KeyError, IndexError) as error:
+            return self._wrong(request_id, "wrong answer", repr(error))
+
+    def _wrong(self, request_id: str, kind: str, what: str) -> str:
+        if len(self.seen.wrong) < 50:
+            self.seen.wrong.append(f"{request_id}: {kind}: {what}")
+        return kind
+
+    def _check_whole(self, content: bytes, expected: str) -> str:
+        self.seen.answer_bytes += len(content)
+        answer = msgspec.json.decode(content)
+        if text_of_choice(answer["choices"][0]) != expected:
+            raise WrongAnswerError(f"text {content[:300]!r}, expected {expected[:200]!r}")
+        return "ok"
+
+    async def _read_stream(self, answer: aiohttp.ClientResponse, expected: str) -> str:
+        """``ok`` for all of the expected text and [DONE]; ``broken`` for a beginning of it and an error event."""
+        held, text, end = b"", "", ""
+        async for piece in answer.content.iter_any():
+            self.seen.answer_bytes += len(piece)
+            *events, held = (held + piece).split(b"\n\n")
+            for event in events:
+                if end:
+                    raise WrongAnswerError(f"after its end: {event[:200]!r}")
+                self.seen.events += 1
+                addition, end = _read_event(event)
+                text += addition
+                if not expected.startswith(text):
+                    raise WrongAnswerError(f"text {text[-200:]!r} of {expected[:400]!r}")
+        if held:
+            raise WrongAnswerError(f"ends inside an event: {held[:200]!r}")
+        if not end:
+            raise WrongAnswerError(f"a stream without [DONE] or error event, {len(text)} of {len(expected)} characters")
+        if end == "ok" and text != expected:
+            raise WrongAnswerError(f"[DONE] after {len(text)} of {len(expected)} characters")
+        return end
+
+
+def _read_event(event: bytes) -> tuple[str, str]:
+    """Its text, and how the stream ends with it: not (empty), ``ok`` or ``broken``."""
+    if not event.startswith(b"data: "):
+        raise WrongAnswerError(f"not an event: {event[:200]!r}")
+    content = event[6:]
+    if content == b"[DONE]":
+        return "", "ok"
+    decoded = msgspec.json.decode(content)
+    if "error" in decoded:
+        if set(decoded["error"]) != {"message", "type", "param", "code"}:
+            raise WrongAnswerError(f"an error of another shape: {content[:200]!r}")
+        return "", "broken"
+    if not decoded["choices"]:
+        raise WrongAnswerError(f"a usage event nobody asked for: {content[:200]!r}")
+    return text_of_choice(decoded["choices"][0]), ""
+
+
+def _refused(status: int, content: bytes) -> str:
+    error = msgspec.json.decode(content)["error"]
+    if status not in TOLD or not error["message"]:
+        raise WrongAnswerError(f"status {status}: {content[:300]!r}")
+    return "refused"

@@ -1,0 +1,133 @@
+"""One soak run from the first process to the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from bench.soak.load import Clients
+from bench.soak.plan import SoakPlan
+from bench.soak.processes import Reaper, SoakError, engine_process, free_port, proxy_process, stop, until_ready
+from bench.soak.requests import known_requests
+from bench.soak.samples import Sample, Sampler
+from bench.soak.verdict import Figures, breakdown_ids, figures, violations
+from launch.processes import ManagedProcess
+
+_IDLE_S = 4.0
+"""After the last request: longer than the proxy keeps idle connections to engines."""
+
+
+class SoakResult(msgspec.Struct):
+    """What a run saw and what did not hold."""
+
+    plan: dict[str, Any]
+    duration_s: float
+    requests: int
+    ends: dict[str, int]
+    statuses: dict[str, int]
+    events: int
+    answer_mb: float
+    kills: int
+    outcomes: dict[str, int]
+    """By the proxy's count."""
+    figures: Figures
+    stats: dict[str, Any]
+    violations: list[str]
+    wrong: list[str]
+    samples: list[Sample]
+
+
+async def soak(plan: SoakPlan, folder: Path) -> SoakResult:
+    """Run it; logs and the proxy's records are kept in ``folder``.
+
+    Raises:
+        SoakError: a process did not come up, or the proxy ended.
+    """
+    draw = random.Random()
+    engines = [engine_process(number, free_port(draw), plan, folder) for number in range(plan.engines)]
+    proxy = proxy_process(free_port(draw), engines, folder)
+    try:
+        for engine in engines:
+            engine.start()
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+            await asyncio.gather(*(until_ready(engine, session) for engine in engines))
+            known = await known_requests(session, engines[0].spec.url, plan)
+            proxy.start()
+            await until_ready(proxy, session, "/ready")
+            # From here on this session asks the proxy one thing at a time, so it has one connection to it.
+            await _stats(session, proxy)
+            return await _measured(plan, folder, session, engines, proxy, Clients(proxy.spec.url, known, plan))
+    finally:
+        await stop([proxy, *engines])
+
+
+async def _measured(
+    plan: SoakPlan,
+    folder: Path,
+    session: aiohttp.ClientSession,
+    engines: list[ManagedProcess],
+    proxy: ManagedProcess,
+    clients: Clients,
+) -> SoakResult:
+    sampler = Sampler(proxy.tree()[0])
+    before = sampler.now()
+    reaper = Reaper(engines, plan)
+    started_s = time.monotonic()
+    beside = [asyncio.create_task(sampler.run()), asyncio.create_task(reaper.run())]
+    try:
+        await clients.run(plan.duration_s)
+    finally:
+        for task in beside:
+            task.cancel()
+        ended = await asyncio.gather(*beside, return_exceptions=True)
+    for error in ended:
+        if isinstance(error, Exception) and not isinstance(error, asyncio.CancelledError):
+            raise error
+    if proxy.exited():
+        raise SoakError(f"the proxy ended:\n{proxy.log_tail(30)}")
+    duration_s = time.monotonic() - started_s
+    await asyncio.gather(*(until_ready(engine, session) for engine in engines))
+    stats = await _drained(session, proxy, plan.drain_s)
+    await asyncio.sleep(_IDLE_S)
+    after = sampler.now()
+    await stop([proxy])
+    seen, measured = clients.seen, figures(sampler.samples, before, after, plan)
+    rows = breakdown_ids(folder / "breakdown.jsonl")
+    return SoakResult(
+        {name: getattr(plan, name) for name in plan.__slots__},
+        round(duration_s, 1),
+        sum(seen.ends.values()),
+        dict(seen.ends),
+        {str(status): count for status, count in seen.statuses.items()},
+        seen.events,
+        round(seen.answer_bytes / 1e6, 1),
+        reaper.kills,
+        stats["requests"]["outcomes"],
+        measured,
+        stats,
+        violations(seen, reaper.kills, stats, rows, measured, plan, proxy.log_text()),
+        seen.wrong,
+        sampler.samples,
+    )
+
+
+async def _stats(session: aiohttp.ClientSession, proxy: ManagedProcess) -> dict[str, Any]:
+    async with session.get(f"{proxy.spec.url}/stats") as answer:
+        stats: dict[str, Any] = await answer.json()
+        return stats
+
+
+async def _drained(session: aiohttp.ClientSession, proxy: ManagedProcess, within_s: float) -> dict[str, Any]:
+    """Statistics once nothing is in flight, or when ``within_s`` is over."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        stats = await _stats(session, proxy)
+        if not stats["requests"]["in_flight"] or time.monotonic() > deadline_s:
+            return stats
+        await asyncio.sleep(0.2)

@@ -1,0 +1,109 @@
+"""What must hold after a run, as a list of what does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.soak.load import Seen
+from bench.soak.plan import SoakPlan
+from bench.soak.samples import Sample, Trend, trend
+
+WRONG = ("wrong answer", "cut without a word")
+_SPARE_DESCRIPTORS = 8
+"""Idle connections to engines that the probes and the pool may keep."""
+_BAD_LINES = ("Traceback (most recent call last)", "was never retrieved", "was never awaited", " ERROR ", " CRITICAL ")
+
+
+class Figures(msgspec.Struct):
+    """Trends over the measured window."""
+
+    rss_mb: Trend
+    descriptors: Trend
+    threads: Trend
+    descriptors_before: int
+    descriptors_after: int
+    threads_after: int
+    cpu_s: float
+
+
+def figures(samples: list[Sample], before: Sample, after: Sample, plan: SoakPlan) -> Figures:
+    """``before`` the first and ``after`` the last request, both idle; ``samples`` of the time between."""
+    measured = [sample for sample in samples if sample.at_s >= plan.warm_up_share * samples[-1].at_s]
+    at_s = [sample.at_s for sample in measured]
+    return Figures(
+        trend(at_s, [sample.rss_mb for sample in measured]),
+        trend(at_s, [float(sample.descriptors) for sample in measured]),
+        trend(at_s, [float(sample.threads) for sample in measured]),
+        before.descriptors,
+        after.descriptors,
+        after.threads,
+        round(after.cpu_s - before.cpu_s, 2),
+    )
+
+
+def breakdown_ids(path: Path) -> Counter[str]:
+    """How often each request id is in the proxy's records."""
+    with path.open("rb") as lines:
+        return Counter(msgspec.json.decode(line)["request_id"] for line in lines)
+
+
+def violations(
+    seen: Seen, kills: int, stats: dict[str, Any], rows: Counter[str], measured: Figures, plan: SoakPlan, log: str
+) -> list[str]:
+    """Everything that does not hold; empty is good."""
+    return [
+        *_of_answers(seen, kills),
+        *_of_ledger(stats),
+        *_of_rows(seen, rows),
+        *_of_process(measured, plan),
+        *_of_log(log),
+    ]
+
+
+def _of_answers(seen: Seen, kills: int) -> Iterable[str]:
+    for kind in WRONG:
+        if seen.ends[kind]:
+            yield f"{seen.ends[kind]} requests: {kind}; the first: {seen.wrong[0]}"
+    if not seen.ends["ok"]:
+        yield "no request was answered"
+    if not kills:
+        yield "no engine was killed: the run proves nothing"
+
+
+def _of_ledger(stats: dict[str, Any]) -> Iterable[str]:
+    for name in ("in_flight", "abandoned_pulls"):
+        if stats["requests"][name]:
+            yield f"{stats['requests'][name]} requests {name} after all have ended"
+    for name, value in stats["ledger"].items():
+        if value:
+            yield f"the ledger's {name} is {value}, not 0"
+
+
+def _of_rows(seen: Seen, rows: Counter[str]) -> Iterable[str]:
+    several = [request_id for request_id, count in rows.items() if count > 1]
+    missing = seen.finished_ids - rows.keys()
+    unknown = rows.keys() - seen.finished_ids - seen.left_ids
+    for what, ids in (("more than one row", several), ("no row", missing), ("a row but were not sent", unknown)):
+        if ids:
+            yield f"{len(ids)} requests have {what}: {sorted(ids)[:5]}"
+
+
+def _of_process(measured: Figures, plan: SoakPlan) -> Iterable[str]:
+    if measured.rss_mb.over_window > plan.rss_growth_mb:
+        yield (
+            f"memory grew by {measured.rss_mb.over_window:.1f} MB over the measured window "
+            f"({measured.rss_mb.per_hour:.0f} MB/h), over {plan.rss_growth_mb:g}"
+        )
+    if measured.descriptors_after > measured.descriptors_before + _SPARE_DESCRIPTORS:
+        yield f"{measured.descriptors_after} file descriptors when idle again, {measured.descriptors_before} at first"
+
+
+def _of_log(log: str) -> Iterable[str]:
+    bad = [line for line in log.splitlines() if any(mark in line for mark in _BAD_LINES)]
+    if bad:
+        yield f"{len(bad)} bad lines in the proxy's log; the first: {bad[0][:300]}"

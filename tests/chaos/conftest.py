@@ -1,0 +1,148 @@
+"""A proxy in front of engines that break the rules, and what must not be left behind by any of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from policies import registry
+from proxy.core import Core
+from proxy.instances import Instance
+from proxy.settings import load_settings
+from tests.chaos.engine import ChaosEngine
+from tests.chaos.served import Served, proxy_in_thread
+from tests.chaos.wire import MODEL
+from tests.proxy.conftest import ledger_is_zero, serving
+
+BODY: dict[str, Any] = {"model": MODEL, "prompt": list(range(100)), "max_tokens": 6}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "x" * 400}], "max_tokens": 6}
+HEAVY: dict[str, Any] = {"model": MODEL, "prompt": list(range(400)), "max_tokens": 6}
+
+LONG = {
+    "connect_s": 20.0,
+    "first_byte_s": 30.0,
+    "idle_s": 30.0,
+    "total_s": 60.0,
+    "body_s": 30.0,
+    "header_s": 30.0,
+    "client_stall_s": 30.0,
+}
+"""Bounds that no test waits for."""
+SHORT = {"connect_s": 0.5, "first_byte_s": 0.8, "idle_s": 0.8, "total_s": 1.0}
+"""Bounds on the engine that a test can wait for."""
+
+
+def kinds_of_tasks() -> Counter[str]:
+    """The tasks of the event loop by what they run; the engines' own are not counted."""
+    names = (task.get_coro().__qualname__ for task in asyncio.all_tasks() if not task.done())  # type: ignore[union-attr]
+    return Counter(name for name in names if not name.startswith("ChaosEngine."))
+
+
+@dataclass
+class Chaos:
+    """A proxy that serves, its engines, and a client for it."""
+
+    core: Core
+    url: str
+    engines: list[ChaosEngine]
+    client: httpx.AsyncClient
+    tasks_before: Counter[str]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def instance(self, number: int = 0) -> Instance:
+        return self.core.instances[f"inst-{number}"]
+
+    async def rows(self) -> list[dict[str, Any]]:
+        return (await self.client.get("/breakdown", params={"limit": 1000})).json()["rows"]
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        for _ in range(1000):
+            if holds():
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("condition did not come true in 20 s")
+
+    async def nothing_left(self) -> None:
+        """No request, lease, task or upstream answer is left of what was tried."""
+        await self.until(lambda: self.core.breakdown.started == self.core.breakdown.finished)
+        await self.until(lambda: not len(self.core.abandoned))
+        await self.until(lambda: not any(engine.busy for engine in self.engines))
+        await self.until(lambda: not any(self.core.upstream.in_use(engine.url) for engine in self.engines))
+        stats = (await self.client.get("/stats")).json()
+        assert ledger_is_zero(stats), stats["ledger"]
+        await self.until(lambda: not kinds_of_tasks() - self.tasks_before)
+
+
+StartChaos = Callable[..., Awaitable[Chaos]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _entry_points_read_once() -> Iterator[None]:
+    """Every proxy reads all installed packages' metadata a dozen times; a thousand of them need it read once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", functools.cache(registry.entry_points))
+        yield
+
+
+@pytest.fixture
+async def start_chaos() -> AsyncIterator[StartChaos]:
+    """``await start_chaos(engine, ..., **settings)``: engines that are not started yet are.
+
+    Round robin begins with the first engine. Probes come once at the start and then hardly ever, so that what a test
+    sees of an instance's health is the requests' doing.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*engines: ChaosEngine, role: str = "none", **overrides: Any) -> Chaos:
+            for engine in engines:
+                if not engine.port:
+                    await engine.start()
+                stack.push_async_callback(engine.stop)
+            settings = load_settings(
+                None,
+                **{
+                    "port": 0,
+                    "instances": [
+                        {"name": f"inst-{number}", "url": engine.url, "bootstrap_url": engine.url, "role": role}
+                        for number, engine in enumerate(engines)
+                    ],
+                    "policy": {"name": "round_robin"},
+                    "health": {"interval_s": overrides.pop("probe_every_s", 60.0), "timeout_s": 10.0},
+                    "log_level": "error",
+                    "grace_s": 1.0,
+                    **overrides,
+                    "timeouts": {**LONG, **overrides.get("timeouts", {})},
+                    "offload": {"abandoned_s": 0.4, "query_timeout_s": 0.5, **overrides.get("offload", {})},
+                },
+            )
+            core, url = await stack.enter_async_context(serving(settings))
+            # Loopback without TLS: `verify=False` spares the loading of certificates.
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(base_url=url, timeout=20, trust_env=False, verify=False)
+            )
+            chaos = Chaos(core, url, list(engines), client, Counter())
+            # One round of probes before the server listens, and one more at once: neither may meet a fault.
+            await chaos.until(lambda: all(engine.probes >= 2 for engine in engines))
+            assert (await client.get("/health")).status_code == 200
+            chaos.tasks_before = kinds_of_tasks()
+            return chaos
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """One proxy for a module of synchronous tests."""
+    with proxy_in_thread() as running:
+        yield running

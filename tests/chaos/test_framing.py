@@ -1,0 +1,127 @@
+"""Server-sent events as no sane engine frames them, and as vLLM does: the client gets what was sent, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.chaos.conftest import BODY, StartChaos
+from tests.chaos.engine import ChaosEngine
+from tests.chaos.faults import raw_stream
+from tests.chaos.wire import DONE, EVENTS, event, sse, usage_event
+
+WORDS = EVENTS[:-1]
+ERROR = sse({"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}})
+ACCENTS = (
+    b"data: " + json.dumps({"choices": [{"text": "\u00e9\u4e16\U0001f9ed"}]}, ensure_ascii=False).encode() + b"\n\n"
+)
+NULS = b'data: {"choices":[{"text":"a\\u0000b"}]}\n\ndata: \0\0\0\n\n'
+CONTINUOUS = sse({"choices": [{"text": "x"}], "usage": {"prompt_tokens": 100, "completion_tokens": 1}})
+
+
+def bytewise(*parts: bytes) -> list[bytes]:
+    return [bytes((byte,)) for byte in b"".join(parts)]
+
+
+def crlf(*parts: bytes) -> list[bytes]:
+    return [part.replace(b"\n", b"\r\n") for part in parts]
+
+
+FRAMINGS: dict[str, tuple[list[bytes], list[bytes]]] = {
+    # name -> (pieces the engine sends, of these the events that the proxy asked for and takes out)
+    "one event a chunk": ([*WORDS, usage_event(), DONE], [usage_event()]),
+    "all in one chunk": ([b"".join([*WORDS, usage_event(), DONE])], [usage_event()]),
+    "a byte a chunk": (bytewise(*WORDS, usage_event(), DONE), [usage_event()]),
+    "cut before the blank line": (
+        [w for e in [*WORDS, usage_event(), DONE] for w in (e[:-1], e[-1:])],
+        [usage_event()],
+    ),
+    "usage and [DONE] in one chunk": ([*WORDS, usage_event() + DONE], [usage_event()]),
+    "usage twice": ([*WORDS, usage_event(), usage_event(), DONE], [usage_event(), usage_event()]),
+    "usage on every event": ([CONTINUOUS, CONTINUOUS, usage_event(), DONE], [usage_event()]),
+    "usage before the words": ([usage_event(), *WORDS, DONE], [usage_event()]),
+    "no usage": ([*WORDS, DONE], []),
+    "CRLF": (crlf(*WORDS, DONE), []),
+    "comments and pings": (
+        [b": ping\n\n", WORDS[0], b":\n\n", *WORDS[1:], b": bye\n\n", usage_event(), DONE],
+        [usage_event()],
+    ),
+    "event, id and retry fields": (
+        [b"retry: 5\nid: 1\nevent: x\n" + WORDS[0], *WORDS[1:], usage_event(), DONE],
+        [usage_event()],
+    ),
+    "data over several lines": (
+        [b'data: {"choices":\ndata: [{"text":"a"}]}\n\n', usage_event(), DONE],
+        [usage_event()],
+    ),
+    "no space after the colon": ([w.replace(b"data: ", b"data:") for w in WORDS] + [DONE], []),
+    "no [DONE]": ([*WORDS, usage_event()], [usage_event()]),
+    "[DONE] inside a text": (
+        [sse({"choices": [{"text": "data: [DONE]"}]}), *WORDS, usage_event(), DONE],
+        [usage_event()],
+    ),
+    "an error event and no [DONE]": ([*WORDS[:2], ERROR], []),
+    "an error event, then [DONE]": ([*WORDS[:2], ERROR, DONE], []),
+    "UTF-8 cut inside a character": (bytewise(ACCENTS, usage_event(), DONE), [usage_event()]),
+    "invalid UTF-8": ([b"data: \xff\xfe\x80\n\n", usage_event(), DONE], [usage_event()]),
+    "NUL bytes": ([NULS, usage_event(), DONE], [usage_event()]),
+    "not events at all": ([b"hello", b" world"], []),
+    "blank lines": ([b"\n\n\n\n", *WORDS, usage_event(), DONE], [usage_event()]),
+    "ends inside an event": ([*WORDS, b'data: {"choi'], []),
+    "an event of 2 MB": ([sse({"choices": [{"text": "x" * 2_000_000}]}), usage_event(), DONE], [usage_event()]),
+    "a word that looks like usage": (
+        [sse({"choices": [{"text": '"usage": {'}]}), usage_event(), DONE],
+        [usage_event()],
+    ),
+}
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["usage not asked for", "usage asked for"])
+@pytest.mark.parametrize("name", FRAMINGS)
+async def test_what_the_engine_sent_is_what_the_client_gets(start_chaos: StartChaos, name: str, asked: bool) -> None:
+    """All but the usage event that the proxy asked for on its own; all of it for a client that asked itself."""
+    pieces, injected = FRAMINGS[name]
+    expected = b"".join(pieces)
+    if not asked:
+        for taken in injected:
+            expected = expected.replace(taken, b"", 1)
+    proxy = await start_chaos(ChaosEngine(raw_stream(pieces)))
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if asked else {}
+    answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True, **options})
+    assert answer.content == expected
+    [row] = await proxy.rows()
+    assert (row["outcome"], row["attempts"]) == ("ok", [])
+    if injected:
+        assert (row["prompt_tokens"], row["completion_tokens"]) == (100, 6)
+    await proxy.nothing_left()
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["usage not asked for", "usage asked for"])
+async def test_half_an_event_never_reaches_a_client_as_a_whole_one(start_chaos: StartChaos, asked: bool) -> None:
+    """A blank line would make an event of it, and clients decode every event as JSON."""
+    half = b'data: {"id": "x", "cho'
+    proxy = await start_chaos(ChaosEngine(raw_stream([*WORDS[:2], half], end=False)))
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if asked else {}
+    answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True, **options})
+    *words, last = [json.loads(part.removeprefix("data: ")) for part in answer.text.split("\n\n") if part]
+    assert [word["choices"][0]["text"] for word in words] == ["w0 ", "w1 "]
+    assert last["error"]["code"] == "stream_broken"
+
+
+async def test_an_error_event_inside_a_good_stream_is_relayed_and_told_apart(start_chaos: StartChaos) -> None:
+    """vLLM tells of a failure in the middle of a stream this way, with status 200."""
+    proxy = await start_chaos(ChaosEngine(raw_stream([event(0), ERROR, DONE])))
+    answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True})
+    assert answer.content == event(0) + ERROR + DONE
+    [row] = await proxy.rows()
+    assert row["attempts"] == []
+
+
+async def test_nothing_a_client_waits_for_comes_after_done(start_chaos: StartChaos) -> None:
+    """The stream ends with its last event, whatever follows it and however long the engine keeps it open."""
+    proxy = await start_chaos(ChaosEngine(raw_stream([*EVENTS, b": bye\n\n"], pause_s=0.05)))
+    answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True})
+    assert answer.content.removesuffix(b": bye\n\n") == b"".join(EVENTS)
+    assert (await proxy.rows())[0]["outcome"] == "ok"

@@ -1,0 +1,113 @@
+"""The soak test in 20 seconds, and the judge it leaves the verdict to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.soak.load import Seen, WrongAnswerError, _read_event
+from bench.soak.plan import SoakPlan
+from bench.soak.run import soak
+from bench.soak.samples import Sample, trend
+from bench.soak.verdict import figures, violations
+
+QUICK = SoakPlan(duration_s=20.0, streams=24, engines=3, kill_every_s=3.0, down_s=1.0, prompts=12, rss_growth_mb=64.0)
+
+
+@pytest.mark.fleet
+async def test_twenty_seconds_of_killed_engines_and_leaving_clients(tmp_path: Path) -> None:
+    result = await soak(QUICK, tmp_path)
+    assert result.violations == []
+    assert result.kills >= 1
+    assert result.ends["ok"] > 100
+    assert result.ends["left"] > 10
+    assert not set(result.ends) - {"ok", "left", "broken", "refused"}
+
+
+def sample(at_s: float, rss_mb: float = 80.0, descriptors: int = 20) -> Sample:
+    return Sample(at_s, rss_mb, descriptors, 5, at_s)
+
+
+def clean() -> dict[str, Any]:
+    """Arguments of ``violations`` for a run without fault."""
+    seen = Seen(ends=Counter(ok=3, left=1, broken=1, refused=1), finished_ids={"a", "b", "c"}, left_ids={"d"})
+    samples = [sample(float(number)) for number in range(60)]
+    return {
+        "seen": seen,
+        "kills": 1,
+        "stats": {"requests": {"in_flight": 0, "abandoned_pulls": 0}, "ledger": {"requests": 0, "held_tokens": 0}},
+        "rows": Counter(["a", "b", "c"]),
+        "measured": figures(samples, samples[0], samples[-1], QUICK),
+        "plan": QUICK,
+        "log": "2026-01-01 INFO all is well\n",
+    }
+
+
+def test_a_clean_run_has_no_violation() -> None:
+    assert violations(**clean()) == []
+    assert violations(**{**clean(), "rows": Counter("abcd")}) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kills": 0}, "no engine was killed"),
+        ({"rows": Counter("abcc")}, "more than one row"),
+        ({"rows": Counter("ab")}, "no row"),
+        ({"rows": Counter("abcz")}, "were not sent"),
+        ({"stats": {"requests": {"in_flight": 2, "abandoned_pulls": 0}, "ledger": {}}}, "2 requests in_flight"),
+        (
+            {"stats": {"requests": {"in_flight": 0, "abandoned_pulls": 0}, "ledger": {"requests": 1}}},
+            "ledger's requests",
+        ),
+        ({"log": "x\nTraceback (most recent call last)\n"}, "bad lines"),
+        ({"log": "2026-01-01 ERROR asyncio Task exception was never retrieved\n"}, "bad lines"),
+    ],
+)
+def test_what_does_not_hold_is_a_violation(change: dict[str, Any], says: str) -> None:
+    found = violations(**{**clean(), **change})
+    assert len(found) == 1
+    assert says in found[0]
+
+
+@pytest.mark.parametrize("kind", ["wrong answer", "cut without a word"])
+def test_a_wrong_answer_is_a_violation(kind: str) -> None:
+    told = clean()
+    told["seen"].ends[kind] += 1
+    told["seen"].wrong.append("r: what")
+    assert kind in violations(**told)[0]
+
+
+def test_memory_that_grows_and_descriptors_that_stay_are_violations() -> None:
+    leaking = [sample(float(number), 80.0 + 2 * number) for number in range(60)]
+    after = replace_descriptors(leaking[-1], 90)
+    found = violations(
+        **{**clean(), "measured": figures(leaking, leaking[0], after, replace(QUICK, rss_growth_mb=8.0))}
+    )
+    assert ["memory grew" in found[0], "90 file descriptors" in found[1]] == [True, True]
+
+
+def replace_descriptors(of: Sample, descriptors: int) -> Sample:
+    return Sample(of.at_s, of.rss_mb, descriptors, of.threads, of.cpu_s)
+
+
+def test_the_trend_is_the_slope_and_shrugs_off_a_peak() -> None:
+    values = [10.0 + number / 10 for number in range(50)]
+    values[25] = 500.0
+    found = trend([float(number) for number in range(50)], values)
+    assert found.per_hour == pytest.approx(360, rel=0.02)
+    assert found.over_window == pytest.approx(4.9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [b"datA: {}", b'data: {"choices":[]}', b'data: {"error":{"message":"x"}}', b": ping", b"data: {"],
+)
+def test_a_malformed_event_is_a_wrong_answer(event: bytes) -> None:
+    with pytest.raises((WrongAnswerError, Exception)) as refused:
+        _read_event(event)
+    assert type(refused.value).__name__ in {"WrongAnswerError", "DecodeError"}
