@@ -21,12 +21,18 @@ class Control:
 
     Args:
         timeout_s: bound on one question, unless it has one of its own.
+        connections: at most, over all engines.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, connections: int = 4096) -> None:
         self.timeout_s = timeout_s
         # The system's authorities, as for requests: httpx has a list of its own.
-        self._client = httpx.AsyncClient(timeout=timeout_s, trust_env=False, verify=ssl.create_default_context())
+        self._client = httpx.AsyncClient(
+            timeout=timeout_s,
+            trust_env=False,
+            verify=ssl.create_default_context(),
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+        )
         self._asking: set[asyncio.Task[httpx.Response]] = set()
 
     async def get(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator
 
 import httpx
@@ -38,21 +39,24 @@ async def engine() -> AsyncIterator[str]:
 
 @pytest.fixture
 async def control() -> AsyncIterator[Control]:
-    control = Control(0.5)
+    control = Control(0.5, connections=8)
     yield control
     await control.aclose()
 
 
 @pytest.mark.parametrize("path", ["/hang", "/half", "/ok"])
 async def test_questions_that_were_given_up_do_not_use_the_connections_up(control: Control, path: str) -> None:
+    draw = random.Random(1)
     async with engine() as url:
-        for _ in range(3):
-            asking = [asyncio.create_task(control.get(url + path)) for _ in range(60)]
-            await asyncio.sleep(0.05)
+        for number in range(120):
+            asking = [asyncio.create_task(control.get(url + path)) for _ in range(4)]
+            await asyncio.sleep(0.01 * draw.random())  # while it connects, while it waits
             for task in asking:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
-            await asyncio.sleep(0.6)
+            if number % 20 == 0:
+                await asyncio.sleep(0.6)
+        await asyncio.sleep(0.6)
         assert (await control.get(f"{url}/ok")).content == b"hi"
 
 
