@@ -149,9 +149,9 @@ class _Listener:
         """The next message; None now and then, while what the engine did before we listened is not known yet."""
         if self._instance.events_replay_url is None:
             return list(await socket.recv_multipart())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.join_interval_s):
-                return list(await socket.recv_multipart())
+        # Asked first: a reception that is cancelled as its message comes loses it.
+        if await socket.poll(int(self._settings.join_interval_s * 1e3)):
+            return list(await socket.recv_multipart())
         if not self._stream.synced():
             # Nothing has come so far: what the engine has stored, if anything, only a replay can tell.
             await self._replay(0)
