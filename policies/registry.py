@@ -49,12 +49,18 @@ def make_routing(name: str, params: Mapping[str, Any] | None = None) -> RoutingP
         UnknownPolicyError: no such policy.
         PolicyParameterError: an unknown parameter or a refused value.
     """
-    return cast(RoutingPolicy, _make(ROUTING_GROUP, "routing policy", name, params or {}))
+    return cast(RoutingPolicy, _make(_found(ROUTING_GROUP), "routing policy", name, params or {}))
+
+
+def all_routing() -> dict[str, RoutingPolicy]:
+    """Every installed routing policy with its default parameters, by name. Looks once at what is installed."""
+    found = _found(ROUTING_GROUP)
+    return {name: cast(RoutingPolicy, _make(found, "routing policy", name, {})) for name in sorted(found)}
 
 
 def make_planner(name: str, params: Mapping[str, Any] | None = None) -> OffloadPlanner:
     """Build an offload planner; errors as ``make_routing``."""
-    return cast(OffloadPlanner, _make(OFFLOAD_GROUP, "offload planner", name, params or {}))
+    return cast(OffloadPlanner, _make(_found(OFFLOAD_GROUP), "offload planner", name, params or {}))
 
 
 def parameters(policy: object) -> dict[str, Any]:
@@ -78,8 +84,7 @@ def _check_types(what: str, factory: Any, params: Mapping[str, Any]) -> None:
             raise PolicyParameterError(f"{what}: {field.name} must be {wanted}, got {value!r}")
 
 
-def _make(group: str, kind: str, name: str, params: Mapping[str, Any]) -> object:
-    found = _found(group)
+def _make(found: Mapping[str, EntryPoint], kind: str, name: str, params: Mapping[str, Any]) -> object:
     if name not in found:
         raise UnknownPolicyError(f"unknown {kind} {name!r}; known: {', '.join(sorted(found))}")
     factory = found[name].load()

@@ -12,7 +12,7 @@ from policies.hotspots import HotspotTracker
 from policies.ledger import Ledger
 from policies.offload.base import OffloadPlanner
 from policies.prefix_index import PrefixIndex
-from policies.registry import make_planner, make_routing, offload_planners, routing_policies
+from policies.registry import all_routing, make_planner, make_routing, offload_planners
 from policies.routing.base import RoutingPolicy
 from policies.sessions import SessionTable
 from policies.state import Commitment, FleetState
@@ -51,7 +51,7 @@ class Router:
         self.policy: RoutingPolicy = make_routing(settings.policy.name, settings.policy.params)
         self.planner: OffloadPlanner = make_planner(settings.offload.planner, settings.offload.params)
         # Entry points are files on disk: read once, not on the event loop for every explanation.
-        self.known_policies = {name: make_routing(name) for name in routing_policies()}
+        self.known_policies = all_routing()
         self.known_planners = offload_planners()
         self.block_tokens = settings.index.block_tokens
         self.bytes_per_token = settings.index.bytes_per_token

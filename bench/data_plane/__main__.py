@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from bench.data_plane.launches import LAUNCHES, StackError
+from bench.data_plane.markdown import markdown
 from bench.data_plane.measure import Record, memory_after, run
 from bench.data_plane.processes import ChildError
 from bench.data_plane.quantities import FULL, QUICK, SIZES, measurements
@@ -48,6 +49,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a target is missed.")] = False,
     table: Annotated[Path | None, typer.Option(help="Only print the tables of this JSON file.", exists=True)] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
 ) -> None:
     """Measure what each router adds and costs, in front of the same eight engine stubs on this host.
 
@@ -89,7 +91,10 @@ def main(
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
-    show(record, console)
+    if as_markdown:
+        typer.echo(markdown(record), nl=False)
+    else:
+        show(record, console)
     if check:
         missed = [finding for finding in check_targets(record.samples) if not finding.met]
         for finding in missed:

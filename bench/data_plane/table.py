@@ -51,7 +51,8 @@ def title(quantity: str) -> str:
     return f"{TITLES[what]}, {WORKLOADS[workload]}"
 
 
-def _quantities(record: Record) -> list[str]:
+def quantities(record: Record) -> list[str]:
+    """What was measured, in the order of the titles."""
     known = [*TITLES]
     found = {quantity for sample in record.samples for quantity in sample.values}
     loads = [*WORKLOADS]
@@ -65,7 +66,8 @@ def _quantities(record: Record) -> list[str]:
     return sorted(found, key=place)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Three digits, or all before the point."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -83,8 +85,8 @@ def absolute(record: Record) -> Table:
     for stack in record.stacks:
         table.add_column(stack, justify="right")
     found = medians(record.samples)
-    for quantity in _quantities(record):
-        table.add_row(title(quantity), *(_number(found.get((quantity, stack))) for stack in record.stacks))
+    for quantity in quantities(record):
+        table.add_row(title(quantity), *(number(found.get((quantity, stack))) for stack in record.stacks))
     return table
 
 
@@ -95,7 +97,7 @@ def compared(record: Record) -> Table:
     peers = [stack for stack in record.stacks if stack not in (OURS, DIRECT)]
     for peer in peers:
         table.add_column(peer, justify="right")
-    for quantity in _quantities(record):
+    for quantity in quantities(record):
         if quantity.startswith(NO_RATIO):
             continue
         cells = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from policies import registry
 from proxy.core import Core
 from proxy.instances import Instance
 from proxy.settings import load_settings
@@ -85,14 +83,6 @@ class Chaos:
 
 
 StartChaos = Callable[..., Awaitable[Chaos]]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _entry_points_read_once() -> Iterator[None]:
-    """Every proxy reads all installed packages' metadata a dozen times; a thousand of them need it read once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "entry_points", functools.cache(registry.entry_points))
-        yield
 
 
 @pytest.fixture
