@@ -192,11 +192,11 @@ class Exchange:
                 lambda leg, bound_s: self._open(decision.decode_on, parsed, leg, bound_s, pulling=True),
                 self._pull_bound(parsed),
             )
+        first_token_s: float | None = None
         if opened is None:
             started_s = time.perf_counter()
             opened = await self._open(decision.decode_on, parsed, body, self._first_byte_bound(parsed))
-            if parsed.stream and opened[0].status == 200:
-                self._row.note_leg("first_token", *self._core.router.prefilled(routed, time.perf_counter() - started_s))
+            first_token_s = time.perf_counter() - started_s
         answer, first = opened
         try:
             self._row.stages_ms["first_byte"] = self._elapsed_ms()
@@ -204,7 +204,7 @@ class Exchange:
             cached_on_prefill = prefill_usage.cached_tokens if prefill_usage else None
             if answer.status == 200 and parsed.stream:
                 keep = UsageFilter(drop=drop_usage, cached_tokens=cached_on_prefill)
-                usage = await self._relay_stream(answer, first, request, routed, keep, resuming)
+                usage = await self._relay_stream(answer, first, request, routed, keep, resuming, first_token_s)
             else:
                 if cached_on_prefill is not None:
                     first = with_cached_tokens(first, cached_on_prefill)
@@ -287,8 +287,14 @@ class Exchange:
         routed: Routed,
         keep: UsageFilter,
         resuming: Resuming | None,
+        first_token_s: float | None,
     ) -> Usage | None:
         """Pass the stream on as it comes; if the engine breaks it off, resume it or end it with an error event."""
+
+        def learn() -> None:
+            if first_token_s is not None:
+                row.note_leg("first_token", *self._core.router.prefilled(routed, first_token_s))
+
         row, inbound, timeouts = self._row, self._inbound, self._core.settings.timeouts
         row.status, row.outcome = 200, Outcome.OK
         self._start(answer, routed, None)
@@ -296,7 +302,7 @@ class Exchange:
         relay = StreamRelay(answer, inbound, watched, timeouts.idle_s, timeouts.client_stall_s, timeouts.total_s)
         closing = b""
         try:
-            await relay.run(chunk)
+            await relay.run(chunk, learn)
             if resuming:
                 resuming.check_end()
             self._core.instances.completed(self._decode)

@@ -6,6 +6,7 @@ Bounds it on both sides: an engine that falls silent, a client that does not rea
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from proxy.inbound import Inbound
@@ -69,8 +70,10 @@ class StreamRelay:
         self._error: Exception | None = None
         self._done: asyncio.Future[None] = self._loop.create_future()
 
-    async def run(self, first: bytes) -> None:
+    async def run(self, first: bytes, begun: Callable[[], None] | None = None) -> None:
         """Relay ``first`` and all that follows, up to the engine's end of the stream; the client's is left open.
+
+        ``begun`` is called once ``first`` is on its way: what is done with it then keeps no client waiting.
 
         Raises:
             UpstreamError: the engine broke the stream off, fell silent, or took too long in all.
@@ -78,6 +81,8 @@ class StreamRelay:
         """
         inbound = self._inbound
         self._take(first)
+        if begun is not None:
+            begun()
         inbound.on_writable = self._writable
         try:
             if not inbound.writable:

@@ -1,0 +1,19 @@
+"""docs/performance.md shows what the kept run says, and no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from bench.data_plane.markdown import BEGIN, END, markdown
+from bench.data_plane.measure import Record
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_shows_the_kept_run() -> None:
+    record = msgspec.json.decode((DOCS / "results" / "data-plane.json").read_bytes(), type=Record)
+    page = (DOCS / "performance.md").read_text(encoding="utf-8")
+    shown = page.partition(BEGIN)[2].partition(END)[0].strip()
+    assert shown == markdown(record).strip()
