@@ -28,10 +28,10 @@ PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="u
 
 
 def table(first_column: str) -> dict[str, list[str]]:
-    """Rows of the page's table whose first heading is ``first_column``: name in backticks -> the other cells."""
-    rows = re.search(rf"^\| {first_column} \|.*\n\|[ -:|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    """Rows of the page's tables whose first heading is ``first_column``: name in backticks -> the other cells."""
+    rows = re.findall(rf"^\| {first_column} \|.*\n\|[ -:|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
     assert rows, f"docs/policies.md has no table that begins with {first_column!r}"
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.group(1).splitlines()]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in "".join(rows).splitlines()]
     return {row[0].strip("`"): row[1:] for row in cells}
 
 

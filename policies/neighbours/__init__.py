@@ -1,0 +1,1 @@
+"""Other routers' policies, from their published formulas, as baselines: one file each."""
