@@ -27,6 +27,7 @@ def _options(
 
 def build() -> typer.Typer:
     """The root application with every folder's commands."""
+    from bench.analysis.cli import register as register_analysis
     from launch.cli import register as register_launch
     from proxy.cli import register as register_proxy
     from replayer.cli import register as register_replayer
@@ -34,7 +35,7 @@ def build() -> typer.Typer:
 
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False, add_completion=False)
     app.callback()(_options)
-    for register in (register_proxy, register_replayer, register_launch, register_sim):
+    for register in (register_proxy, register_replayer, register_launch, register_sim, register_analysis):
         register(app)
     return app
 

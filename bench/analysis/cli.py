@@ -1,0 +1,32 @@
+"""Command group ``warmroute analyse``: studies of traces, models and hardware that need no engine."""
+
+from __future__ import annotations
+
+import typer
+
+from bench.analysis.cache_command import cache
+from bench.analysis.kv_wall_command import kv_wall
+from bench.analysis.pd_cost_command import pd_cost
+from bench.analysis.roofline_command import roofline
+from bench.analysis.workload_command import workload
+
+
+def application() -> typer.Typer:
+    """The group with all its commands."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_show_locals=False,
+        help="Study a trace, a model or a GPU on paper: caches, workload, roofline, KV capacity, cost of PD.",
+    )
+    app.command("cache")(cache)
+    app.command("workload")(workload)
+    app.command("roofline")(roofline)
+    app.command("kv-wall")(kv_wall)
+    app.command("pd-cost")(pd_cost)
+    return app
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group ``analyse`` to an application."""
+    app.add_typer(application(), name="analyse")
