@@ -307,9 +307,10 @@ def _stop(message: str) -> NoReturn:
 
 
 def register(app: typer.Typer) -> None:
-    """Add ``up``, ``down``, ``status``, ``demo``, ``doctor`` and ``telemetry`` to an application."""
+    """Add ``up``, ``down``, ``status``, ``demo``, ``doctor``, ``telemetry`` and ``experiment`` to an application."""
     from launch.demo_cli import demo
     from launch.doctor.cli import doctor
+    from launch.experiment.cli import register as register_experiment
     from launch.telemetry_cli import telemetry
 
     app.command("up")(up)
@@ -318,3 +319,4 @@ def register(app: typer.Typer) -> None:
     app.command("demo")(demo)
     app.command("doctor")(doctor)
     app.command("telemetry")(telemetry)
+    register_experiment(app)

@@ -1,0 +1,297 @@
+"""Commands ``experiment run``, ``plan``, ``status`` and ``verify``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from launch.experiment.inputs import Inputs
+    from launch.experiment.settings import LoadedExperiment
+    from launch.experiment.state import ExperimentState
+
+RUNS = Path("runs")
+
+Config = Annotated[
+    Path,
+    typer.Argument(
+        metavar="EXPERIMENT.yaml",
+        help="Experiment file, or the name of a shipped one such as aa-simulated.",
+        show_default=False,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a key of the experiment file: dotted key, YAML value, such as backend.instances=16. May be "
+        "repeated; give the same again with --resume.",
+        show_default=False,
+    ),
+]
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of an experiment.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+app = typer.Typer(no_args_is_help=True, help="Compare policies by measured or simulated runs, every one proved fresh.")
+
+
+@app.command()
+def run(
+    config: Config,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Directory of the experiment. Default: runs/NAME-<time>.", show_default=False
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the experiment in --output (default: the newest runs/NAME-*): what is done is kept, every "
+            "other run starts from its beginning.",
+        ),
+    ] = False,
+    settings: Overrides = None,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Simulated runs at a time; live runs are made one by one.")
+    ] = 1,
+) -> None:
+    """Run every arm as often as the file says, each from a fleet proved fresh, and compare them.
+
+    The state is on disk after every run: an experiment that was stopped or killed goes on with --resume. Ctrl-C and
+    SIGTERM stop everything that was started. Exit status 0: all runs done; 1: some refused or failed; 2: the file or
+    the directory cannot be used; 128 + signal: stopped.
+    """
+    from launch.experiment.settings import ExperimentError
+
+    experiment = _load(config, settings)
+    try:
+        directory = output or (_newest(experiment.settings.name) if resume else _new(experiment.settings.name))
+        code = _run(experiment, directory, resume, jobs)
+    except ExperimentError as error:
+        _stop(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    raise typer.Exit(code)
+
+
+@app.command()
+def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) -> None:
+    """Print arms, order, seeds, offered load and expected time; nothing is started or written."""
+    import msgspec
+    from rich.console import Console
+
+    from launch.experiment import expected
+    from launch.experiment.console import plan_table
+    from launch.experiment.fleets import arm_fleets, clock_scale
+    from launch.experiment.inputs import offered_load
+    from launch.experiment.order import plan_runs
+    from launch.experiment.settings import ExperimentError
+    from replayer.plan import describe
+    from replayer.trace import TraceError
+
+    experiment = _load(config, settings)
+    try:
+        fleets = arm_fleets(experiment)
+        offered = offered_load(experiment)
+    except (ExperimentError, TraceError) as error:
+        _stop(error)
+    slots = plan_runs(experiment.settings)
+    scale = next((clock_scale(fleet) for fleet in fleets.values()), 1.0)
+    least_s = expected.replay_s(experiment, offered, scale)
+    if as_json:
+        told = {
+            "name": experiment.settings.name,
+            "backend": experiment.settings.backend.kind,
+            "baseline": experiment.settings.baseline_arm,
+            "offered": msgspec.to_builtins(offered),
+            "replay_least_s": least_s,
+            "starts_at_most_s": expected.start_limit_s(experiment, fleets) if fleets else None,
+            "runs": [
+                {"order": one.order, "arm": one.arm, "repeat": one.repeat, "seed": one.seed, "path": one.path}
+                for one in slots
+            ],
+            "config": experiment.config,
+        }
+        _print_json(told)
+        return
+    console = Console()
+    console.print(plan_table(experiment.settings, slots))
+    for name, value in describe(offered):
+        console.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
+    if least_s is None:
+        requests = offered.requests * len(slots)
+        time_told = (
+            f"expected time: {requests:,} requests to simulate, one process for each of {len(slots)} runs; `status` "
+            "estimates it once some are done"
+        )
+    else:
+        starts = expected.in_words(expected.start_limit_s(experiment, fleets))
+        least = expected.in_words(least_s)
+        time_told = f"expected time: at least {least} of replaying, and at most {starts} of starting fleets"
+    console.print(time_told, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def status(directory: Directory, as_json: AsJson = False) -> None:
+    """Show how far an experiment has come. Exit status 0: done; 3: not."""
+    import msgspec
+    from rich.console import Console
+
+    from launch.experiment import expected
+    from launch.experiment.console import state_table
+    from launch.experiment.settings import ExperimentError
+    from launch.experiment.state import DONE, read_experiment
+
+    try:
+        state = read_experiment(directory)
+    except ExperimentError as error:
+        _stop(error)
+    if as_json:
+        _print_json({**msgspec.to_builtins(state), "alive": state.alive})
+    else:
+        console = Console()
+        console.print(state_table(state, str(directory)))
+        left_s = expected.left_s(state)
+        told = f"{len(state.done())} of {len(state.runs)} runs done"
+        if state.left and left_s is not None:
+            told += f"; the others would take about {expected.in_words(left_s)} one by one"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if state.state == DONE and not state.left else 3)
+
+
+@app.command()
+def verify(directory: Directory, as_json: AsJson = False) -> None:
+    """Check a finished experiment: hashes, order, completeness, freshness. Exit status 0: sound; 1: not.
+
+    Every file is hashed again and every record read; no engine may have served two runs.
+    """
+    import msgspec
+    from rich.console import Console
+
+    from launch.experiment.settings import ExperimentError
+    from launch.experiment.verify import verify as check
+
+    try:
+        found = check(directory)
+    except ExperimentError as error:
+        _stop(error)
+    if as_json:
+        _print_json({"sound": found.sound, **msgspec.to_builtins(found)})
+        raise typer.Exit(0 if found.sound else 1)
+    console = Console(highlight=False)
+    for problem in found.problems:
+        console.print(f"problem: {problem}", style="red", markup=False, soft_wrap=True)
+    for warning in found.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+    verdict = "sound" if found.sound else f"{len(found.problems)} problems"
+    console.print(
+        f"{directory}: {verdict} ({found.runs} runs, {found.requests:,} requests, {found.files} files hashed)",
+        markup=False,
+        soft_wrap=True,
+    )
+    raise typer.Exit(0 if found.sound else 1)
+
+
+def _run(experiment: LoadedExperiment, directory: Path, resume: bool, jobs: int) -> int:
+    from launch.experiment.opening import open_experiment, reopen_experiment
+    from launch.experiment.sections import LiveBackend
+    from launch.experiment.settings import ExperimentError
+    from launch.experiment.state import locked, read_experiment
+
+    if jobs > 1 and isinstance(experiment.settings.backend, LiveBackend):
+        raise ExperimentError("--jobs: live runs would disturb each other; leave it at 1")
+    if resume:
+        read_experiment(directory)  # says what to do where there is none, before anything is made there
+    else:
+        directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory):
+        state, inputs = (reopen_experiment if resume else open_experiment)(experiment, directory)
+        return _measure(experiment, directory, state, inputs, jobs)
+
+
+def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentState, inputs: Inputs, jobs: int) -> int:
+    from rich.console import Console
+
+    from launch.experiment.comparison import write_comparison
+    from launch.experiment.console import ConsoleListener
+    from launch.experiment.runner import Runner
+    from launch.experiment.state import DONE
+    from launch.signals import run_until_signal
+    from replayer.records import RecordError
+
+    console = Console(highlight=False)
+    console.print(
+        f"{len(state.left)} of {len(state.runs)} runs to make; records in {directory}", markup=False, soft_wrap=True
+    )
+
+    async def work() -> int:
+        with ConsoleListener(console) as listener:
+            ended = await Runner(experiment, directory, state, inputs, listener, jobs).run()
+        return 0 if ended.state == DONE and not ended.left else 1
+
+    code = run_until_signal(work())
+    if code > 1:
+        console.print(
+            f"{state.state}; go on with: warmroute experiment run {experiment.source} --output {directory} --resume",
+            markup=False,
+            soft_wrap=True,
+        )
+        return code
+    try:
+        told = write_comparison(directory, state)
+    except (RecordError, OSError) as error:
+        typer.echo(f"error: the runs cannot be compared: {error}", err=True)
+        return 1
+    for sentence in told:
+        console.print(sentence, markup=False, soft_wrap=True)
+    console.print(
+        f"tables: warmroute compare {directory}; page: warmroute report {directory}", markup=False, soft_wrap=True
+    )
+    return code
+
+
+def _load(config: Path, overrides: list[str] | None) -> LoadedExperiment:
+    from launch.experiment.settings import ExperimentError, load_experiment
+
+    try:
+        return load_experiment(config, overrides or [])
+    except ExperimentError as error:
+        _stop(error)
+
+
+def _new(name: str) -> Path:
+    from launch.supervisor import new_run_dir
+
+    return new_run_dir(name, RUNS)
+
+
+def _newest(name: str) -> Path:
+    from launch.experiment.settings import ExperimentError
+    from launch.experiment.state import STATE_FILE
+
+    found = sorted(RUNS.glob(f"{name}-[0-9]*/{STATE_FILE}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ExperimentError(f"nothing to resume: no {RUNS}/{name}-*; give the experiment's directory with --output")
+    return found[-1].parent
+
+
+def _print_json(value: object) -> None:
+    import msgspec
+
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+def _stop(error: object) -> NoReturn:
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(2)
+
+
+def register(root: typer.Typer) -> None:
+    """Add ``experiment`` to an application."""
+    root.add_typer(app, name="experiment")

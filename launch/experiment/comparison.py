@@ -1,0 +1,113 @@
+"""The comparison at the end of an experiment: every arm against the baseline over all repeats, ``comparison.json``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.arm import RUN_FILE
+from launch.experiment.freshness import Known, read_proof
+from launch.experiment.sections import ComparisonSettings
+from launch.experiment.state import DONE, ExperimentState, RunState, write_json
+from replayer.arms import ArmError, read_experiment
+from replayer.compare import compare_arms
+from replayer.comparison import CompareOptions
+from replayer.conditions import ComparisonError
+from replayer.goodput import Slo, SloTokens
+from replayer.trace import TraceError, load_trace
+
+if TYPE_CHECKING:
+    from replayer.arms import ArmRuns
+    from replayer.comparison import Comparison
+
+COMPARISON_FILE = "comparison.json"
+
+
+def comparable(directory: Path, state: ExperimentState) -> tuple[list[RunState], list[str]]:
+    """The runs that are measurements, in order, and why the others are not.
+
+    A run counts if it is done and its proof says that its engines were fresh and served no earlier run.
+    """
+    good: list[RunState] = []
+    refusals: list[str] = []
+    known = Known()
+    for run in sorted(state.runs, key=lambda run: run.order):
+        proof = read_proof(directory / run.path)
+        if run.state != DONE:
+            told = "; ".join(run.reasons)
+            refusals.append(f"{run.name} is not compared: {run.state}{f' ({told})' if told else ''}")
+        elif proof is None:
+            refusals.append(f"{run.name} is not compared: there is no proof that its engines were fresh")
+        elif problems := known.problems(proof):
+            refusals.append(f"{run.name} is not compared: its engines were not fresh: {'; '.join(problems)}")
+        else:
+            good.append(run)
+        if proof is not None:
+            known.add(run.name, proof)
+    return good, refusals
+
+
+def compare_experiment(directory: Path, state: ExperimentState) -> tuple[list[Comparison], list[str]]:
+    """Every arm against the baseline, over all repeats that are measurements; and what was not compared, and why.
+
+    Raises:
+        RecordError, OSError: the records of a run cannot be read.
+    """
+    good, refusals = comparable(directory, state)
+    paths = {directory / run.path / RUN_FILE for run in good}
+    try:
+        found = read_experiment(directory, force=True)
+    except ArmError as error:
+        return [], [*refusals, str(error)]
+    arms: list[ArmRuns] = []
+    for arm in found.arms:
+        runs = [run for run in arm.runs if run.path in paths]
+        if runs:
+            arms.append(replace(arm, runs=runs))
+    if not any(arm.label == state.baseline for arm in arms):
+        return [], [*refusals, f"no run of the baseline '{state.baseline}' is left to compare with"]
+    if len(arms) < 2:
+        return [], [*refusals, *(["there is nothing to compare the baseline with"] if len(state.arms) > 1 else [])]
+    try:
+        options = _options(state)
+        if found.trace is not None and found.trace.exists():
+            options = replace(options, trace=load_trace(found.trace))
+        return compare_arms(arms, options), refusals
+    except (ComparisonError, TraceError) as error:
+        return [], [*refusals, str(error)]
+
+
+def _options(state: ExperimentState) -> CompareOptions:
+    wanted = ComparisonSettings.model_validate(state.config.get("comparison") or {})
+    slo = wanted.slo
+    return CompareOptions(
+        resamples=wanted.resamples,
+        skip_first_s=wanted.skip_first_s,
+        skip_last_s=wanted.skip_last_s,
+        clock=wanted.clock,
+        slo=Slo(
+            slo.ttft_s,
+            slo.tpot_s,
+            slo.e2e_s,
+            slo.ttft_base_s,
+            slo.ttft_per_1k_tokens_s,
+            SloTokens(slo.tokens),
+        ),
+    )
+
+
+def write_comparison(directory: Path, state: ExperimentState) -> list[str]:
+    """Compare, write ``comparison.json``, and give the sentences to print.
+
+    Raises:
+        RecordError, OSError: the records of a run cannot be read.
+    """
+    found, refusals = compare_experiment(directory, state)
+    rows: list[dict[str, Any]] = [comparison.as_json() for comparison in found]
+    write_json(
+        directory / COMPARISON_FILE,
+        {"experiment": state.name, "baseline": state.baseline, "comparisons": rows, "refused": refusals},
+    )
+    notes = dict.fromkeys(note for comparison in found for note in comparison.notes)
+    return [*(comparison.sentence for comparison in found), *(f"note: {note}" for note in notes), *refusals]

@@ -1,0 +1,203 @@
+"""The sections of an experiment file: trace, replay, arms, backends, comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from policies.registry import make_planner
+from policies.types import Role
+from proxy.settings import PolicySettings
+
+
+class Section(BaseModel):
+    """Part of an experiment file: unknown keys are refused, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SynthSettings(Section):
+    """A generated trace; see `warmroute synth`."""
+
+    requests: int = Field(default=1000, ge=1, description="requests")
+    seed: int = Field(default=0, ge=0, description="the same seed gives the same bytes")
+    rate_per_s: float = Field(default=1.0, gt=0, description="mean arrivals per engine second")
+    length_scale: float = Field(default=1.0, gt=0, description="multiplies prompt and output lengths")
+    gap_scale: float = Field(default=1.0, gt=0, description="multiplies the requests between a session's turns")
+    block_tokens: int = Field(default=64, ge=1, description="tokens of one block id")
+
+
+class TraceSettings(Section):
+    """Which requests: a file or a generated trace, whole or cut."""
+
+    path: Path | None = Field(
+        default=None,
+        description="trace of any known format; relative to the current folder, the experiment file or the project",
+    )
+    synth: SynthSettings | None = Field(default=None, description="generate a trace instead")
+    block_tokens: int | None = Field(default=None, ge=1, description="tokens per block id; default: detected")
+    window_s: float | None = Field(
+        default=None, gt=0, description="only requests of the trace's first seconds; sessions lose what comes later"
+    )
+    max_output_tokens: int | None = Field(default=None, ge=1, description="outputs are cut to so many tokens")
+    prompt_scale: float | None = Field(
+        default=None, gt=0, le=1, description="keep this share of each prompt's blocks, the first ones"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str | Path) else value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TraceSettings:
+        if (self.path is None) == (self.synth is None):
+            raise ValueError("give either `path` or `synth`")
+        if self.synth is not None and self.block_tokens is not None:
+            raise ValueError("block_tokens: belongs under `synth` for a generated trace")
+        return self
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether the file is replayed as it is."""
+        changes = (self.synth, self.block_tokens, self.window_s, self.max_output_tokens, self.prompt_scale)
+        return all(change is None for change in changes)
+
+
+class ReplaySettings(Section):
+    """How the trace is replayed; see `warmroute replay`. Seconds are engine seconds."""
+
+    time_scale: float = Field(default=1.0, gt=0, description="arrivals come this many times faster than in the trace")
+    think_scale: float | None = Field(default=None, gt=0, description="think times likewise; default: time_scale")
+    request_limit: int | None = Field(default=None, ge=1, description="whole sessions up to so many requests")
+    idle_gap_cap_s: float | None = Field(default=60.0, ge=0, description="longest think time, before scaling")
+    max_inflight_sessions: int | None = Field(default=None, ge=1, description="sessions under way at once at most")
+    timeout_s: float = Field(default=3600.0, gt=0, description="for one request (live)")
+    prompt_mode: Literal["tokens", "text", "chat"] = Field(default="tokens", description="what is sent (live)")
+    token_low: int = Field(default=1000, ge=0, description="lowest token id sent (live)")
+    token_high: int = Field(default=100_000, ge=1, description="token ids sent lie below this (live)")
+
+
+class ArmOffload(Section):
+    """The offload planner of an arm."""
+
+    planner: str = Field(default="never", description="registered offload planner")
+    params: dict[str, Any] = Field(default_factory=dict, description="parameters of that planner")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"planner": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _exists(self) -> ArmOffload:
+        make_planner(self.planner, self.params)
+        return self
+
+
+class ArmSettings(Section):
+    """One arm: what is compared."""
+
+    policy: PolicySettings = Field(description="routing policy: its name, or `name` and `params`")
+    offload: ArmOffload = Field(
+        default_factory=ArmOffload, description="offload planner: its name, or `planner` and `params`"
+    )
+    fleet: dict[str, Any] = Field(
+        default_factory=dict,
+        description="what differs in this arm: keys of the fleet file, nested or dotted (live), or of the backend, but "
+        "for kind and noise (simulated)",
+    )
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class NoiseSettings(Section):
+    """What makes simulated repeats differ."""
+
+    arrival_jitter_s: float = Field(
+        default=0.0, ge=0, description="sessions' arrivals move by N(0, this), engine seconds"
+    )
+    speed_sigma: float = Field(default=0.0, ge=0, description="every instance's speed is drawn log-normally")
+    common: bool = Field(
+        default=False,
+        description="true: all arms of a repeat draw the same noise (common random numbers), which shows smaller "
+        "differences; false: each its own, as on real machines and as an A/A experiment needs",
+    )
+
+    @property
+    def any(self) -> bool:
+        """Whether a seed changes anything."""
+        return self.arrival_jitter_s > 0 or self.speed_sigma > 0
+
+
+class LiveBackend(Section):
+    """A real fleet for every run: started, proved fresh, stopped."""
+
+    kind: Literal["live"] = Field(description="live")
+    fleet: str | dict[str, Any] = Field(description="fleet file, name of a shipped one, or its keys right here")
+    overrides: dict[str, Any] = Field(
+        default_factory=dict, description="keys laid over the fleet file, nested or dotted"
+    )
+    base_port: int | None = Field(
+        default=None,
+        ge=1024,
+        le=60000,
+        description="look for a free range of ports from here on; default: the fleet file's own ports",
+    )
+
+
+class SimulatedBackend(Section):
+    """The offline simulator in virtual time (`warmroute simulate`), one process for every run."""
+
+    kind: Literal["simulated"] = Field(description="simulated")
+    instances: int = Field(default=8, ge=1, description="engines")
+    profile: str = Field(default="h200", description="hardware profile: a name in configs/hardware or a YAML file")
+    pool_tokens: int | None = Field(
+        default=None, ge=1, description="KV pool of an instance in tokens; default: the profile's"
+    )
+    max_num_seqs: int | None = Field(default=None, ge=1, description="requests in one batch at most")
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, description="token budget of one engine step")
+    transport: str | None = Field(default=None, description="how KV moves; default: the profile's")
+    role: Role | None = Field(
+        default=None, description="of every instance; default: kv_both with a planner other than never, else none"
+    )
+    prefill_instances: int = Field(
+        default=0, ge=0, description="so many instances only prefill, the others only decode"
+    )
+    slowdown: float = Field(
+        default=1.0, gt=0, description="every engine step takes this many times as long: an effect of known size"
+    )
+    breakdown: bool = Field(
+        default=True, description="keep a row per request with every candidate's score; false: faster, less to read"
+    )
+    noise: NoiseSettings = Field(default_factory=NoiseSettings, description="what makes repeats differ")
+
+
+class SloSettings(Section):
+    """Objectives for goodput; see `warmroute compare`. Engine seconds, none by default."""
+
+    ttft_s: float | None = Field(default=None, gt=0, description="TTFT at most this")
+    tpot_s: float | None = Field(default=None, gt=0, description="TPOT at most this")
+    e2e_s: float | None = Field(default=None, gt=0, description="E2E at most this")
+    ttft_base_s: float | None = Field(default=None, ge=0, description="length-scaled TTFT: base + slope x tokens")
+    ttft_per_1k_tokens_s: float | None = Field(default=None, ge=0, description="length-scaled TTFT: per 1,000 tokens")
+    tokens: Literal["prompt", "new"] = Field(default="prompt", description="tokens of the length-scaled objective")
+
+
+class ComparisonSettings(Section):
+    """How the runs are compared at the end; see `warmroute compare`."""
+
+    skip_first_s: float | None = Field(
+        default=None, ge=0, description="engine seconds left out at the start of every run; default: by compare's rule"
+    )
+    skip_last_s: float | None = Field(default=None, ge=0, description="the same at the end")
+    resamples: int = Field(default=2000, ge=1000, description="bootstrap resamples")
+    clock: Literal["sent", "scheduled"] = Field(
+        default="sent", description="times begin when the client sent the request, or when the plan wanted it sent"
+    )
+    slo: SloSettings = Field(default_factory=SloSettings, description="objectives for goodput")
