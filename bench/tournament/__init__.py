@@ -1,0 +1,1 @@
+"""The tournament: every routing policy on every trace, at several loads, KV pools and fleet sizes, in virtual time."""

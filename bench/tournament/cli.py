@@ -1,0 +1,245 @@
+"""The tournament's command line: play what is missing, then write the tables."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from bench.tournament.arena import Arena
+from bench.tournament.entrants import Entrant, ablation_label, ablations, field_of
+from bench.tournament.jobs import Done, jobs_of, play_all
+from bench.tournament.judge import Figures
+from bench.tournament.results import Cell, Result, Store
+from bench.tournament.settings import CONFIG, Grid, Settings, TournamentError, check_grid, read_settings
+from bench.tournament.tables import BEGIN, END, Made, Report, markdown
+from replayer.trace import TraceError
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACES = ROOT.parent / "shared" / "traces"
+OUT = ROOT / "runs" / "tournament"
+PAGE = ROOT / "docs" / "tournament.md"
+_MADE = "made.json"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.command()
+def main(
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A policy: [LABEL=]NAME[,key=value...], NAME registered or module:Class. Repeat. Default: all."
+        ),
+    ] = None,
+    traces: Annotated[str, typer.Option(help="Traces by name, with commas; empty: all.")] = "",
+    loads: Annotated[str, typer.Option(help="Loads over saturation, with commas; empty: as configured.")] = "",
+    pools: Annotated[str, typer.Option(help="KV pools over the hot set, with commas; empty: as configured.")] = "",
+    fleets: Annotated[str, typer.Option(help="Numbers of instances, with commas; empty: as configured.")] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds, one repeat each, with commas; empty: as configured.")] = "",
+    with_ablations: Annotated[
+        bool, typer.Option("--ablations", help="Also play the subject with each configured idea switched off.")
+    ] = False,
+    with_folds: Annotated[
+        bool, typer.Option("--folds", help="Also choose among the subject's variants with each family held out.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    trace_dir: Annotated[
+        Path, typer.Option(envvar="WARMROUTE_TRACES", help="Folder of traces.", show_default="../shared/traces")
+    ] = TRACES,
+    out: Annotated[Path, typer.Option(help="Folder of results; what is there is not played again.")] = OUT,
+    config: Annotated[Path, typer.Option(help="Settings.", show_default="configs/tournament.yaml")] = CONFIG,
+    table: Annotated[
+        Path | None, typer.Option(help="Write the tables between the markers of this file, e.g. docs/tournament.md.")
+    ] = None,
+    only_tables: Annotated[
+        bool, typer.Option("--only-tables", help="Play nothing; make tables of what is there.")
+    ] = False,
+) -> None:
+    """Rank routing policies over traces, loads, KV pools and fleet sizes, simulated in virtual time.
+
+    Results are kept in --out, one small file for each cell, seed and policy; a run that was cut short goes on where it
+    stopped. The tables are computed from them and printed, or written with --table.
+    """
+    console = Console(stderr=True)
+    try:
+        settings = read_settings(config)
+        grid = _grid(settings.grid, loads, pools, fleets, seeds)
+        settings = msgspec.structs.replace(settings, grid=grid)
+        entrants = field_of(policies or [])
+        variants = ablations(settings) if with_ablations else []
+        store = Store(out)
+        if only_tables:
+            names = _chosen(traces, sorted(store.read_facts()))
+        else:
+            names = _play(settings, trace_dir, traces, out, [*entrants, *variants], jobs, console)
+            made = Made(
+                command=_command(policies, traces, grid, settings, with_ablations, with_folds), versions=_versions()
+            )
+            (out / _MADE).write_bytes(msgspec.json.encode(made))
+        report = _report(store, settings, names, entrants, variants, with_folds)
+        _show(markdown(report), table, console)
+    except (TournamentError, TraceError) as error:
+        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def _numbers(text: str, option: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise TournamentError(f"--{option} {text!r}: numbers with commas between them, please") from error
+
+
+def _grid(base: Grid, loads: str, pools: str, fleets: str, seeds: str) -> Grid:
+    fleet_sizes, repeats = _numbers(fleets, "fleets"), _numbers(seeds, "seeds")
+    if any(value != int(value) for value in (*fleet_sizes, *repeats)):
+        raise TournamentError("--fleets and --seeds are whole numbers")
+    grid = Grid(
+        loads=tuple(sorted(_numbers(loads, "loads") or base.loads)),
+        pools=tuple(sorted(_numbers(pools, "pools") or base.pools)),
+        fleets=tuple(sorted(int(value) for value in fleet_sizes or base.fleets)),
+        seeds=tuple(sorted(int(value) for value in repeats or base.seeds)),
+    )
+    check_grid(grid)
+    return grid
+
+
+def _chosen(given: str, known: Sequence[str]) -> list[str]:
+    chosen = [name.strip() for name in given.split(",") if name.strip()] or list(known)
+    unknown = [name for name in chosen if name not in known]
+    if unknown or not chosen:
+        raise TournamentError(f"no trace {', '.join(unknown) or 'at all'}; known: {', '.join(known) or 'none'}")
+    return sorted(set(chosen))
+
+
+def _play(
+    settings: Settings, folder: Path, traces: str, out: Path, entrants: list[Entrant], processes: int, console: Console
+) -> list[str]:
+    arena = Arena(settings, folder)
+    names = _chosen(traces, sorted(arena.grounds))
+    jobs = jobs_of(settings.grid, names)
+    spent: dict[int, list[Done]] = {}
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"{len(jobs)} cells x seeds, {len(entrants)} policies", total=len(jobs))
+
+        def told(done: Done) -> None:
+            spent.setdefault(done.job.cell.fleet, []).append(done)
+            progress.advance(task)
+            count = sum(map(len, spent.values()))
+            if not console.is_terminal and (count % 50 == 0 or count == len(jobs)):
+                console.print(f"{count} of {len(jobs)} cells x seeds", highlight=False)
+
+        play_all(jobs, settings, folder, out, entrants, processes, told)
+    _tell_cost(spent, console)
+    return names
+
+
+def _tell_cost(spent: dict[int, list[Done]], console: Console) -> None:
+    for fleet, found in sorted(spent.items()):
+        played = sum(done.played for done in found)
+        cpu_s = sum(done.cpu_s for done in found)
+        requests = sum(done.played * done.requests for done in found)
+        rate = f", {requests / cpu_s:,.0f} requests/s" if played and cpu_s else ""
+        console.print(
+            f"x{fleet}: {played} simulations played, {sum(done.kept for done in found)} kept, "
+            f"{cpu_s:,.0f} CPU seconds{rate}",
+            highlight=False,
+        )
+
+
+def _report(
+    store: Store, settings: Settings, names: list[str], entrants: list[Entrant], variants: list[Entrant], folds: bool
+) -> Report:
+    labels = [entrant.label for entrant in (*entrants, *variants)]
+    found = _kept(store, settings.grid, names, labels)
+    try:
+        made = msgspec.json.decode((store.folder / _MADE).read_bytes(), type=Made)
+    except OSError as error:
+        raise TournamentError(f"cannot read {store.folder / _MADE}: run without --only-tables once") from error
+    return Report(
+        made=made,
+        facts=store.read_facts(),
+        figures=[Figures(cell, results) for cell, results in found.items()],
+        field=[entrant.label for entrant in entrants],
+        subject=settings.subject,
+        ideas={idea: ablation_label(settings, idea) for idea in settings.ablations} if variants else {},
+        with_folds=folds,
+    )
+
+
+def _kept(store: Store, grid: Grid, names: list[str], labels: list[str]) -> dict[Cell, list[Result]]:
+    """The results of every cell; all there, and all made by the same simulator."""
+    found: dict[Cell, list[Result]] = {}
+    missing: list[str] = []
+    for trace, load, pool, fleet in product(names, grid.loads, grid.pools, grid.fleets):
+        cell = Cell(trace=trace, load=load, pool=pool, fleet=fleet)
+        for label, seed in product(labels, grid.seeds):
+            result = store.read(cell, seed, label)
+            if result is None:
+                missing.append(f"{cell}, seed {seed}, {label}")
+            else:
+                found.setdefault(cell, []).append(result)
+    if missing:
+        raise TournamentError(
+            f"{len(missing)} results are missing, the first: {missing[0]}; run without --only-tables to play them"
+        )
+    if len({result.sources for results in found.values() for result in results}) > 1:
+        raise TournamentError(
+            f"the results in {store.folder} were made by different versions of the simulator; "
+            "run without --only-tables to play the older ones again"
+        )
+    return found
+
+
+def _show(text: str, table: Path | None, console: Console) -> None:
+    if table is None:
+        sys.stdout.write(text)
+        return
+    page = table.read_text(encoding="utf-8") if table.exists() else f"{BEGIN}\n{END}\n"
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise TournamentError(f"{table} needs the lines {BEGIN} and {END} once each")
+    before, rest = page.split(BEGIN)
+    after = rest.split(END)[1]
+    table.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
+    console.print(f"tables written to {table}", highlight=False)
+
+
+def _command(
+    policies: list[str] | None, traces: str, grid: Grid, settings: Settings, with_ablations: bool, with_folds: bool
+) -> str:
+    words = ["python -m bench.tournament"]
+    for text in policies or []:
+        words.append(f"--policies {text}")
+    if traces:
+        words.append(f"--traces {traces}")
+    default = Grid()
+    for name in ("loads", "pools", "fleets", "seeds"):
+        if getattr(grid, name) != getattr(default, name):
+            words.append(f"--{name} {','.join(f'{value:g}' for value in getattr(grid, name))}")
+    words += ["--ablations"] * with_ablations + ["--folds"] * with_folds
+    return " ".join(words)
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = version("warmroute")
+    except PackageNotFoundError:
+        own = "from source"
+    return {"warmroute": own, "Python": platform.python_version(), "numpy": version("numpy")}

@@ -1,0 +1,154 @@
+"""The policies that take part, by label; also where the package's entry points are not installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import yaml
+
+from bench.tournament.settings import Settings, TournamentError
+from policies.registry import PolicyParameterError, make_routing, routing_policies
+from policies.routing.base import RoutingPolicy
+
+_PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+class Entrant(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy with its parameters."""
+
+    label: str
+    """What the tables call it, and its results' file name."""
+    policy: str
+    """Registered name, or ``module:Class``."""
+    params: dict[str, Any] = {}
+
+    def make(self) -> RoutingPolicy:
+        """A new policy object.
+
+        Raises:
+            TournamentError: no such policy, or parameters it refuses.
+        """
+        try:
+            if ":" not in self.policy and self.policy in routing_policies():
+                return make_routing(self.policy, self.params)
+            factory = _factory(self.policy)
+            if dataclasses.is_dataclass(factory):
+                unknown = set(self.params) - {field.name for field in dataclasses.fields(factory)}
+                if unknown:
+                    raise TournamentError(f"policy {self.policy!r} has no parameter {', '.join(sorted(unknown))}")
+            return cast(RoutingPolicy, factory(**self.params))
+        except (PolicyParameterError, TypeError, ValueError) as error:
+            raise TournamentError(f"{self.label}: {error}") from error
+
+    def digest(self) -> str:
+        """Of the policy's parameters and of the source files that its class is made of."""
+        modules = sorted(_modules(type(self.make()).__module__, set()))
+        body = b"".join(_source(module) for module in modules)
+        return hashlib.sha256(msgspec.json.encode(self.params, order="sorted") + body).hexdigest()[:16]
+
+
+def _modules(name: str, found: set[str]) -> set[str]:
+    """A policy's module, and those of its package whose names it uses."""
+    found.add(name)
+    package = name.rpartition(".")[0]
+    for value in vars(sys.modules[name]).values():
+        used = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+        if isinstance(used, str) and used.rpartition(".")[0] == package and used in sys.modules and used not in found:
+            _modules(used, found)
+    return found
+
+
+def _source(module: str) -> bytes:
+    path = getattr(sys.modules[module], "__file__", None)
+    return Path(path).read_bytes() if path else b""
+
+
+def registered() -> list[str]:
+    """Names of all routing policies: those installed, and those of this source tree."""
+    return sorted({*routing_policies(), *_declared()})
+
+
+def _declared() -> dict[str, str]:
+    """Entry points as this tree's pyproject.toml declares them; they need not be installed."""
+    if not _PROJECT.exists():
+        return {}
+    project = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
+    found: dict[str, str] = project.get("entry-points", {}).get("warmroute.routing", {})
+    return found
+
+
+def _factory(policy: str) -> Any:
+    target = policy if ":" in policy else _declared().get(policy)
+    if target is None:
+        raise TournamentError(f"unknown policy {policy!r}; known: {', '.join(registered())}, or module:Class")
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise TournamentError(f"policy {policy!r}: {error}") from error
+
+
+def parse(text: str) -> Entrant:
+    """``[LABEL=]NAME[,key=value...]``, NAME a registered policy or ``module:Class``.
+
+    Raises:
+        TournamentError: it is not of that form, or the policy refuses it.
+    """
+    head, *pairs = text.split(",")
+    label, equals, name = head.partition("=")
+    if not equals:
+        label, name = text.replace(":", "."), head
+    params: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise TournamentError(f"--policies {text!r}: {pair!r} is not key=value")
+        params[key] = yaml.safe_load(value)
+    entrant = Entrant(label=label.strip(), policy=name.strip(), params=params)
+    entrant.make()
+    return entrant
+
+
+def field_of(texts: Sequence[str]) -> list[Entrant]:
+    """The entrants named, or all registered policies; labels in order, none twice.
+
+    Raises:
+        TournamentError: a text that cannot be parsed, or one label for two policies.
+    """
+    entrants = [parse(text) for text in (texts or registered())]
+    labels = [entrant.label for entrant in entrants]
+    twice = {label for label in labels if labels.count(label) > 1}
+    if twice:
+        raise TournamentError(f"--policies names {', '.join(sorted(twice))} twice; give labels: LABEL=NAME,key=value")
+    return sorted(entrants, key=lambda entrant: entrant.label)
+
+
+def ablations(settings: Settings) -> list[Entrant]:
+    """The subject with each of its ideas switched off.
+
+    Raises:
+        TournamentError: the settings name none, or parameters the subject does not have.
+    """
+    if not settings.ablations:
+        raise TournamentError("the settings name no ablations: add `ablations: {idea: {parameter: value}}`")
+    made = [
+        Entrant(label=ablation_label(settings, idea), policy=settings.subject, params=params)
+        for idea, params in sorted(settings.ablations.items())
+    ]
+    for entrant in made:
+        entrant.make()
+    return made
+
+
+def ablation_label(settings: Settings, idea: str) -> str:
+    """What the subject without an idea is called."""
+    return f"{settings.subject} without {idea}"

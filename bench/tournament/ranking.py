@@ -1,0 +1,95 @@
+"""A policy over many cells: how often best or tied, how far behind on average and at worst."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from bench.tournament.judge import METRICS, Verdict
+from bench.tournament.results import Cell
+
+TARGET_SHARE = 0.8
+"""The default policy is to be best or tied for best in so many of the cells, on both metrics,"""
+TARGET_RATIO = 1.05
+"""and never further behind the best than this."""
+
+
+class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy over some cells."""
+
+    label: str
+    cells: int
+    tied: float
+    """Share of cells where it is best or tied for best on both metrics."""
+    tied_on: dict[str, float]
+    """The same for each metric."""
+    mean: dict[str, float]
+    """Geometric mean of its ratio to the best, for each metric."""
+    worst: float
+    """Largest ratio to the best, of either metric."""
+    worst_cell: Cell
+    behind: int
+    """Cells where it is more than 5 % behind the best on either metric."""
+    surely_behind: int
+    """Cells where the whole interval of that lies beyond 5 %."""
+    failed: int
+
+    @property
+    def overall(self) -> float:
+        """Geometric mean over both metrics."""
+        return math.exp(math.fsum(math.log(each) for each in self.mean.values()) / len(self.mean))
+
+
+def rank(verdicts: Sequence[Verdict]) -> Rank:
+    """One policy's verdicts, at least one, put together."""
+    worst = max(verdicts, key=lambda verdict: verdict.worst)
+    count = len(verdicts)
+
+    def share(test: Callable[[Verdict], bool]) -> float:
+        return sum(map(test, verdicts)) / count
+
+    return Rank(
+        label=verdicts[0].label,
+        cells=count,
+        tied=share(lambda verdict: verdict.tied),
+        tied_on={metric: sum(verdict.metrics[metric].tied for verdict in verdicts) / count for metric in METRICS},
+        mean={
+            metric: math.exp(math.fsum(math.log(verdict.metrics[metric].ratio) for verdict in verdicts) / count)
+            for metric in METRICS
+        },
+        worst=worst.worst,
+        worst_cell=worst.cell,
+        behind=sum(verdict.worst > TARGET_RATIO for verdict in verdicts),
+        surely_behind=sum(any(each.low > TARGET_RATIO for each in verdict.metrics.values()) for verdict in verdicts),
+        failed=sum(verdict.failed for verdict in verdicts),
+    )
+
+
+def ranking(verdicts: Iterable[Verdict]) -> list[Rank]:
+    """All policies, the best first: by share of cells best or tied on both metrics, by mean ratio, by name."""
+    grouped: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        grouped.setdefault(verdict.label, []).append(verdict)
+    ranks = [rank(each) for each in grouped.values()]
+    return sorted(ranks, key=lambda each: (-each.tied, each.overall, each.label))
+
+
+def by_axis(verdicts: Iterable[Verdict], axis: Callable[[Cell], object]) -> dict[object, dict[str, Rank]]:
+    """Ranks by a property of cells and by policy; values of the axis in order of their first cell."""
+    grouped: dict[object, dict[str, list[Verdict]]] = {}
+    for verdict in sorted(verdicts, key=lambda each: (each.cell, each.label)):
+        grouped.setdefault(axis(verdict.cell), {}).setdefault(verdict.label, []).append(verdict)
+    return {value: {label: rank(each) for label, each in found.items()} for value, found in grouped.items()}
+
+
+def family_share(verdicts: Iterable[Verdict], families: Mapping[str, str]) -> dict[str, float]:
+    """Share of cells best or tied on both metrics when every family of traces counts the same, by policy."""
+    found = by_axis(verdicts, lambda cell: families[cell.trace])
+    labels = sorted({label for ranks in found.values() for label in ranks})
+    return {
+        label: math.fsum(ranks[label].tied for ranks in found.values() if label in ranks)
+        / sum(label in ranks for ranks in found.values())
+        for label in labels
+    }

@@ -1,0 +1,166 @@
+"""What one simulation leaves behind: a small file with the figures and their resamples, enough for every table."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+
+from bench.tournament.settings import TournamentError
+
+ROOT = Path(__file__).resolve().parents[2]
+_SOURCES = (
+    "sim/core/*.py",
+    "sim/offline/*.py",
+    "sim/virtual.py",
+    "sim/hardware.py",
+    "policies/*.py",
+    "policies/routing/base.py",
+    "replayer/plan.py",
+    "replayer/trace.py",
+    "bench/tournament/capacity.py",
+    "bench/tournament/timeline.py",
+    "bench/tournament/hotset.py",
+    "bench/tournament/workload.py",
+    "bench/tournament/arena.py",
+)
+"""What decides a simulation's outcome beside trace, settings and policy."""
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """One combination of the grid."""
+
+    trace: str
+    load: float
+    pool: float
+    fleet: int
+
+    def __str__(self) -> str:
+        return f"{self.trace} load {self.load:g} pool {self.pool:g} x{self.fleet}"
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """A metric of one simulation, in seconds."""
+
+    value: float
+    resampled: list[float]
+    """The same in each resample of sessions; equal draws for every policy of a cell and seed."""
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy in one cell with one seed."""
+
+    cell: Cell
+    seed: int
+    label: str
+    made_of: str
+    """Digest of all that decides the outcome."""
+    requests: int
+    warming: int
+    judged: int
+    sessions: int
+    failed: int
+    ttft_p50_s: float
+    ttft_p90: Sample
+    e2e_p50: Sample
+    e2e_p90_s: float
+    tpot_p50_s: float
+    apc: float
+    """Cached prompt tokens over prompt tokens of the judged requests."""
+
+    @property
+    def sources(self) -> str:
+        """Digest of the simulator's sources that made it."""
+        return self.made_of.split("-")[1] if "-" in self.made_of else ""
+
+
+class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the tournament measured of a trace before anything was simulated."""
+
+    name: str
+    made_of: str
+    """Digest of all that decides these figures."""
+    family: str
+    file: str
+    requests: int
+    sessions: int
+    saturation: float
+    """Requests per second and instance."""
+    attained: float
+    """What one instance with more work than it can do is seen to do, over what is accounted for the same requests."""
+    latency_s: float
+    """Mean nominal latency at the load of the hot set."""
+    hot_set_tokens: float
+    """Of one instance."""
+    pools: dict[str, int]
+    """Pool factor: tokens of an instance's pool."""
+    floored: list[str]
+    """Factors whose pool is larger than asked, so that the largest request fits."""
+
+
+def sources_digest() -> str:
+    """Of the source files that decide a simulation's outcome."""
+    digest = hashlib.sha256()
+    for pattern in _SOURCES:
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class Store:
+    """Results in a folder, one file for each cell, seed and policy; written whole or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, cell: Cell, seed: int, label: str) -> Path:
+        """Where a result lies."""
+        place = f"load-{cell.load:g}_pool-{cell.pool:g}_fleet-{cell.fleet}_seed-{seed}"
+        return self.folder / "results" / cell.trace / place / f"{quote(label, safe='+')}.json"
+
+    def read(self, cell: Cell, seed: int, label: str) -> Result | None:
+        """A result, or None where there is none.
+
+        Raises:
+            TournamentError: the file is not a result.
+        """
+        path = self.path(cell, seed, label)
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Result)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise TournamentError(f"{path}: {error}; delete it and run again") from error
+
+    def write(self, result: Result) -> None:
+        """Keep a result."""
+        _write_whole(self.path(result.cell, result.seed, result.label), msgspec.json.encode(result))
+
+    def read_facts(self) -> dict[str, TraceFacts]:
+        """The facts of all traces kept, by name.
+
+        Raises:
+            TournamentError: a file of another make.
+        """
+        found = {}
+        for path in sorted((self.folder / "traces").glob("*.json")):
+            try:
+                facts = msgspec.json.decode(path.read_bytes(), type=TraceFacts)
+            except msgspec.MsgspecError as error:
+                raise TournamentError(f"{path}: {error}; delete it and run again") from error
+            found[facts.name] = facts
+        return found
+
+    def write_facts(self, facts: TraceFacts) -> None:
+        """Keep a trace's facts."""
+        _write_whole(self.folder / "traces" / f"{facts.name}.json", msgspec.json.encode(facts))
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.part")
+    partial.write_bytes(content)
+    partial.replace(path)

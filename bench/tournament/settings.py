@@ -1,0 +1,106 @@
+"""What a tournament is told: the grid, the noise, the traces' families, the ablations (configs/tournament.yaml)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tournament.yaml"
+
+
+class TournamentError(ValueError):
+    """A tournament that cannot be held as told; the message says what to change."""
+
+
+class TraceRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How files whose path matches are named, grouped and read."""
+
+    match: str
+    """Pattern (as a shell's) for the path below the folder of traces."""
+    name: str = ""
+    family: str = ""
+    """Traces of one family share conversations: they are held out together."""
+    sessions: Literal["derived", "single"] = "derived"
+    """For traces without session ids: guess sessions by prefix chaining, or take every request for its own."""
+    left_out: str = ""
+    """Why the file takes no part; empty: it does."""
+
+
+class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cells: every trace at every combination."""
+
+    loads: tuple[float, ...] = (0.5, 0.8, 1.0, 1.2)
+    """Arrival rate over the rate at saturation."""
+    pools: tuple[float, ...] = (0.25, 1.0, 4.0)
+    """KV pool of the fleet over the hot set at saturation."""
+    fleets: tuple[int, ...] = (4, 8, 16, 64)
+    """Instances."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Repeats: each has its own stretch of the trace, arrival jitter and instance speeds."""
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long a cell is simulated and what shakes it. `bench.tournament.workload` says what each is for."""
+
+    requests: float = 300.0
+    """Judged requests of a cell, over the square root of the fleet's size."""
+    settle_latencies: float = 1.0
+    """Start-up left out of judgement, in mean nominal latencies."""
+    tail_latencies: float = 0.5
+    """End left out of judgement, in mean nominal latencies."""
+    least_latencies: float = 1.0
+    """The judged stretch lasts at least so many mean nominal latencies, however many requests that takes."""
+    arrival_jitter_s: float = 0.5
+    speed_sigma: float = 0.03
+    resamples: int = 500
+    """Bootstrap resamples."""
+    overload_requests: float = 3000.0
+    """Requests with which the accounted saturation of a trace is checked (`bench.tournament.attained`)."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    profile: str = "h200"
+    grid: Grid = Grid()
+    sizes: Sizes = Sizes()
+    traces: tuple[TraceRule, ...] = ()
+    subject: str = "warm"
+    """The policy whose standing is held against the targets."""
+    ablations: dict[str, dict[str, Any]] = {}
+    """Name of an idea: the parameters of ``subject`` that switch it off."""
+
+
+def read_settings(path: Path = CONFIG) -> Settings:
+    """Read and check a settings file.
+
+    Raises:
+        TournamentError: it is missing, not YAML, or says what a tournament does not know.
+    """
+    try:
+        settings = msgspec.yaml.decode(path.read_bytes(), type=Settings)
+    except OSError as error:
+        raise TournamentError(f"cannot read {path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise TournamentError(f"{path}: {error}") from error
+    check_grid(settings.grid)
+    for rule in settings.traces:
+        if not rule.left_out and not (rule.name and rule.family):
+            raise TournamentError(f"{path}: the trace rule for {rule.match!r} needs a name and a family")
+    return settings
+
+
+def check_grid(grid: Grid) -> None:
+    """Refuse a grid without cells, or with impossible ones.
+
+    Raises:
+        TournamentError: names the axis.
+    """
+    for name in ("loads", "pools", "fleets", "seeds"):
+        values = getattr(grid, name)
+        if not values or len(set(values)) != len(values):
+            raise TournamentError(f"--{name} needs at least one value, and no value twice")
+    if min(grid.loads) <= 0 or min(grid.pools) <= 0 or min(grid.fleets) < 1:
+        raise TournamentError("--loads and --pools must be above 0, --fleets at least 1")
