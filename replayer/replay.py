@@ -7,7 +7,6 @@ on the wall clock, and what is measured is multiplied back. With real engines ``
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from replayer.plan import Plan, PlanOptions, SessionPlan, Step, make_plan, offer
 from replayer.prompts import BodyTemplate, PromptBuilder
 from replayer.records import RequestRecord, Run, RunHeader, read_run
 from replayer.trace import Trace
+from replayer.version import installed_version
 
 KEEPALIVE_S = 3.0
 """Idle connections are dropped before servers drop them (uvicorn: 5 s); to reuse one just closed fails a request."""
@@ -186,14 +186,6 @@ class Replay:
             reason=headers.get("x-warmroute-reason"),
             predicted_cached_tokens=int(predicted) if predicted.isdecimal() else None,
         )
-
-
-def installed_version() -> str:
-    """Version of the installed package; "" when run from bare sources."""
-    try:
-        return importlib.metadata.version("warmroute")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 async def replay_trace(

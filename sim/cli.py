@@ -139,5 +139,10 @@ def fit(
 
 def register(app: typer.Typer) -> None:
     """Add this folder's commands to an application."""
+    from sim.fidelity import cli as fidelity_cli
+    from sim.offline import cli as offline_cli
+
+    offline_cli.register(app)
+    fidelity_cli.register(app)
     app.command("engine")(engine)
     app.command("fit")(fit)

@@ -1,12 +1,73 @@
-"""The KV block pool: reference counts, prefix cache and the least-recently-freed queue of vLLM V1's block manager."""
+"""The KV block pool: reference counts, prefix cache and the least-recently-freed queue of vLLM V1's block manager.
+
+What vLLM does to single blocks is done here to *runs*: consecutive blocks of one prompt with one reference count and
+neighbouring places in the free queue. Which block of the memory it is matters to nobody, so blocks have no numbers.
+Keys are chained (a key stands for its block and all before it): where two prompts agree at one block they agree before
+it, so one comparison tells whether a whole run is shared, and bisection how much of it is.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from sim.core.kvevents import BlockRemoved, CacheCleared, KvEvent
+
+
+class Run:
+    """Consecutive blocks of one prompt under their content keys, or (without keys) ``blanks`` blocks with no content.
+
+    All blocks of a run have the same owners. A run is cut when a lookup needs only its front; the run then stays what
+    was its end, and ``front`` is the rest, so that owners of the whole still find all of it.
+    """
+
+    __slots__ = ("blanks", "front", "indexed", "keys", "output", "references")
+
+    def __init__(self, keys: list[int], references: int, output: bool = False, indexed: bool = True) -> None:
+        self.keys = keys
+        self.references = references
+        self.output = output
+        """Generated tokens: kept apart from the prompt, because the next prompt seldom goes on with them."""
+        self.indexed = indexed
+        """Whether lookups find it; False for a copy of what another run holds (always one block)."""
+        self.blanks = 0
+        self.front: Run | None = None
+
+
+class Holding:
+    """The blocks one request references: its runs, first to last, and ``loose`` blocks behind them that lookups do
+    not find (yet). A run comes with the ``front`` it had when it was taken: fronts cut off since are the request's too.
+    """
+
+    __slots__ = ("loose", "runs")
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[Run, Run | None]] = []
+        self.loose = 0
+
+    def backwards(self) -> Iterator[Run]:
+        """The runs as they are cut now, last first."""
+        for last, stop in reversed(self.runs):
+            run: Run | None = last
+            while run is not stop and run is not None:
+                front = run.front  # its new owner may change it
+                yield run
+                run = front
+
+    def __len__(self) -> int:
+        return self.loose + sum(len(run.keys) for run in self.backwards())
+
+
+class Match(NamedTuple):
+    """What a lookup found; good until the pool changes."""
+
+    blocks: int
+    """Length of the longest cached prefix."""
+    idle: int
+    """How many of these blocks nobody references, so that taking them uses up free blocks."""
+    runs: list[tuple[Run, int]]
+    """Where they are: (run, how many of its blocks)."""
 
 
 class BlockPool:
@@ -14,124 +75,236 @@ class BlockPool:
 
     Free blocks form one queue: blocks are reused from its head and appended to its tail when released, the last block
     of a request first, so that of one request's blocks the tail is evicted before the prefix it depends on.
-    Cost: a constant number of dictionary operations per block, none per token.
+    Cost: a constant number of dictionary operations per run (a run per point where prompts parted), a list copy of the
+    new keys, and O(log b) where a run of b blocks is shared in part. Copies of cached blocks cost per block.
     """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"a KV pool needs at least 1 block, got {num_blocks}")
         self.num_blocks = num_blocks
+        self.free_blocks = num_blocks
+        """Blocks nobody references (cached or not)."""
+        self.cached_blocks = 0
+        """Distinct block contents that a prefix lookup can hit."""
         self.evictions = 0
         self.events: list[KvEvent] | None = None
         """What changed in the cache since it was last emptied by a reader; None: nobody reads."""
-        self._references = [0] * num_blocks
-        self._key_of: list[int | None] = [None] * num_blocks
-        self._cached: dict[int, int] = {}
+        # Indexed runs by their first key. Since whoever holds a block holds all before it and releases it first, a
+        # cached block's predecessors are cached too: a lookup goes from run to run, and ends where none goes on.
+        self._heads: dict[int, Run] = {}
         # Further blocks with the content of a cached one: two requests that computed it side by side.
-        self._duplicates: dict[int, list[int]] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._copies: dict[int, list[Run]] = {}
+        self._free: OrderedDict[Run, None] = OrderedDict()
+        self._append_blanks(num_blocks)
 
-    @property
-    def free_blocks(self) -> int:
-        """Blocks nobody references (cached or not)."""
-        return len(self._free)
+    def match(self, keys: list[int], limit: int) -> Match:
+        """Longest cached prefix of the first ``limit`` of ``keys``; nothing is referenced yet."""
+        heads = self._heads
+        runs: list[tuple[Run, int]] = []
+        depth = idle = 0
+        while depth < limit:
+            run = heads.get(keys[depth])
+            if run is None:
+                break
+            own = run.keys
+            shared = len(own)
+            end = depth + shared
+            if end > limit or own[-1] != keys[end - 1]:
+                shared = _common(own, keys, depth, limit)
+                end = depth + shared
+            depth = end
+            runs.append((run, shared))
+            if not run.references:
+                idle += shared
+        return Match(depth, idle, runs)
 
-    @property
-    def cached_blocks(self) -> int:
-        """Distinct block contents that a prefix lookup can hit."""
-        return len(self._cached)
+    def acquire(self, match: Match) -> Holding:
+        """Reference what a lookup found, taking what is idle out of the free queue."""
+        holding = Holding()
+        for run, shared in match.runs:
+            if shared < len(run.keys):
+                run = self._cut(run, shared)  # noqa: PLW2901
+            elif not run.references:
+                del self._free[run]
+            run.references += 1
+            holding.runs.append((run, run.front))
+        self.free_blocks -= match.idle
+        return holding
 
-    def match(self, keys: Sequence[int]) -> list[int]:
-        """Blocks of the longest cached prefix of ``keys`` (chained content keys); they are not referenced yet."""
-        found = list(map(self._cached.get, keys))
-        try:
-            end = found.index(None)
-        except ValueError:
-            end = len(found)
-        return found[:end]  # type: ignore[return-value]  # no None before `end`
-
-    def idle(self, blocks: Sequence[int]) -> int:
-        """How many of ``blocks`` are in the free queue, so that referencing them uses up free blocks."""
-        references = self._references
-        return sum(not references[block] for block in blocks)
-
-    def acquire(self, blocks: Sequence[int]) -> None:
-        """Reference cached ``blocks``, taking those that are idle out of the free queue."""
-        references = self._references
-        free = self._free
-        for block in blocks:
-            if not references[block]:
-                del free[block]
-            references[block] += 1
-
-    def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks from the head of the free queue, forgetting what they cached.
+    def allocate(self, holding: Holding, count: int) -> None:
+        """Give ``holding`` ``count`` blocks from the head of the free queue, forgetting what they cached.
 
         Raises:
             MemoryError: fewer than ``count`` blocks are free; nothing was taken.
         """
+        if count > self.free_blocks:
+            raise MemoryError(f"{count} blocks asked for, {self.free_blocks} free")
+        self.free_blocks -= count
+        holding.loose += count
         free = self._free
-        if count > len(free):
-            raise MemoryError(f"{count} blocks asked for, {len(free)} free")
-        blocks = list(islice(free, count))
-        references = self._references
-        key_of = self._key_of
-        for block in blocks:
-            del free[block]
-            references[block] = 1
-            if key_of[block] is not None:
-                self._forget(block)
-        return blocks
+        while count:
+            run = next(iter(free))
+            if run.blanks:
+                taken = min(run.blanks, count)
+                run.blanks -= taken
+                if not run.blanks:
+                    del free[run]
+            else:
+                taken = min(len(run.keys), count)
+                self._evict(run, taken)
+            count -= taken
 
-    def publish(self, blocks: Sequence[int], keys: Sequence[int]) -> None:
-        """Let prefix lookups find ``blocks`` under ``keys`` (same length, all blocks referenced)."""
-        cached = self._cached
-        if cached.keys().isdisjoint(keys):
-            cached.update(zip(keys, blocks, strict=True))
+    def publish(self, holding: Holding, keys: list[int], output: bool) -> bool:
+        """Let lookups find the first ``len(keys)`` loose blocks under ``keys``; True if that was all there was to do.
+
+        False, and nothing done: some of them may be cached already; call ``publish_copies``.
+        """
+        heads = self._heads
+        if keys[0] in heads:
+            return False
+        if holding.runs:
+            last = holding.runs[-1][0]
+            if not last.indexed:
+                return False
+            if last.references == 1 and last.output is output:
+                last.keys += keys
+            else:
+                run = heads[keys[0]] = Run(keys, 1, output)
+                holding.runs.append((run, None))
         else:
-            for block, key in zip(blocks, keys, strict=True):
-                if cached.setdefault(key, block) != block:
-                    self._duplicates.setdefault(key, []).append(block)
-        key_of = self._key_of
-        for block, key in zip(blocks, keys, strict=True):
-            key_of[block] = key
+            run = heads[keys[0]] = Run(keys, 1, output)
+            holding.runs.append((run, None))
+        holding.loose -= len(keys)
+        self.cached_blocks += len(keys)
+        return True
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each of a request's ``blocks`` (given first to last); unreferenced ones become free."""
-        references = self._references
-        free = self._free
-        for block in reversed(blocks):
-            left = references[block] - 1
-            references[block] = left
-            if not left:
-                free[block] = None
+    def publish_copies(self, holding: Holding, keys: list[int], first: int, last: int, output: bool) -> None:
+        """The same for the blocks ``first`` up to ``last`` of a request with ``keys``, whose first may be cached."""
+        cached = max(min(self.match(keys, last).blocks, last), first)
+        for key in keys[first:cached]:
+            run = Run([key], 1, output, indexed=False)
+            self._copies.setdefault(key, []).append(run)
+            holding.runs.append((run, None))
+        if cached < last:
+            run = self._heads[keys[cached]] = Run(keys[cached:last], 1, output)
+            holding.runs.append((run, None))
+            self.cached_blocks += last - cached
+        holding.loose -= last - first
+
+    def release(self, holding: Holding) -> None:
+        """Drop the references of a request to its blocks; those without any left become free, the last one first."""
+        if holding.loose:
+            self._append_blanks(holding.loose)
+            self.free_blocks += holding.loose
+        free, heads = self._free, self._heads
+        behind: Run | None = None
+        for run in holding.backwards():
+            run.references -= 1
+            if run.references:
+                behind = None
+                continue
+            run.front = None
+            self.free_blocks += len(run.keys)
+            if behind is not None and run.indexed and behind.indexed and run.output is behind.output:
+                # Neighbours in the prompt and now in the queue: one run again.
+                del heads[behind.keys[0]]
+                del free[behind]
+                run.keys += behind.keys
+            free[run] = None
+            behind = run
 
     def reset_cache(self) -> bool:
         """Forget all cached content. As in vLLM it does nothing, and says False, while any block is referenced."""
-        if len(self._free) != self.num_blocks:
+        if self.free_blocks != self.num_blocks:
             return False
-        self._cached.clear()
-        self._duplicates.clear()
-        self._key_of = [None] * self.num_blocks
+        self._heads.clear()
+        self._copies.clear()
+        self._free.clear()
+        self._append_blanks(self.num_blocks)
+        self.cached_blocks = 0
         if self.events is not None:
             self.events.append(CacheCleared())
         return True
 
-    def _forget(self, block: int) -> None:
-        key = self._key_of[block]
-        self._key_of[block] = None
-        self.evictions += 1
-        if key is None:
-            return
+    def cached_keys(self) -> set[int]:
+        """Every content that a lookup can hit. Costs a pass over the pool: for tests."""
+        return {key for run in self._heads.values() for key in run.keys}
+
+    def reuse_order(self) -> list[int | None]:
+        """What the free blocks hold, next to be reused first (None: nothing). Costs a pass over the pool: for tests."""
+        order: list[int | None] = []
+        for run in self._free:
+            order += reversed(run.keys)
+            order += [None] * run.blanks
+        return order
+
+    def references(self) -> int:
+        """References to blocks that lookups find, over all owners. Costs a pass over the pool: for tests."""
+        copies = (run for runs in self._copies.values() for run in runs)
+        return sum(run.references * len(run.keys) for run in (*self._heads.values(), *copies))
+
+    def _append_blanks(self, count: int) -> None:
+        run = Run([], 0, indexed=False)
+        run.blanks = count
+        self._free[run] = None
+
+    def _cut(self, run: Run, at: int) -> Run:
+        """Cut a run in two and return the front, which is not in the free queue; the end keeps its place there."""
+        front = Run(run.keys[:at], run.references, run.output)
+        front.front = run.front
+        del run.keys[:at]
+        if run.references:
+            run.front = front
+        self._heads[front.keys[0]] = front
+        self._heads[run.keys[0]] = run
+        return front
+
+    def _evict(self, run: Run, count: int) -> None:
+        """Forget the last ``count`` blocks of a free run."""
+        self.evictions += count
+        keys = run.keys
+        if self._copies or self.events is not None:
+            for _ in range(count):
+                self._forget(run, keys.pop())
+        else:
+            self.cached_blocks -= count
+            if count == len(keys):
+                del self._heads[keys[0]]
+                keys.clear()
+            else:
+                del keys[len(keys) - count :]
+        if not keys:
+            del self._free[run]
+
+    def _forget(self, run: Run, key: int) -> None:
+        """Forget the block with ``key``, until now the last of ``run``; the oldest copy of it takes its place."""
         if self.events is not None:
             self.events.append(BlockRemoved(key))
-        duplicates = self._duplicates.get(key)
-        if self._cached.get(key) == block:
-            if duplicates:
-                self._cached[key] = duplicates.pop(0)
-            else:
-                del self._cached[key]
-        elif duplicates and block in duplicates:
-            duplicates.remove(block)
-        if duplicates is not None and not duplicates:
-            del self._duplicates[key]
+        copies = self._copies.get(key)
+        if not run.indexed:
+            assert copies is not None
+            copies.remove(run)
+        elif copies:
+            heir = self._heads[key] = copies.pop(0)
+            heir.indexed = True
+        else:
+            self.cached_blocks -= 1
+            if not run.keys:
+                del self._heads[key]
+        if copies is not None and not copies:
+            del self._copies[key]
+
+
+def _common(own: list[int], keys: list[int], depth: int, limit: int) -> int:
+    """How many of a run's blocks ``keys`` goes along from ``depth`` on, up to ``limit``; the first is known to be."""
+    low, high = 1, min(len(own), limit - depth)
+    if own[high - 1] == keys[depth + high - 1]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if own[middle - 1] == keys[depth + middle - 1]:
+            low = middle
+        else:
+            high = middle
+    return low

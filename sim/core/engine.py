@@ -1,7 +1,7 @@
 """One engine in engine time: requests in, token events out, steps that somebody else waits for.
 
 A driver calls ``begin_step(now)``, lets the time pass until the end it returns, and calls ``end_step()``. Between the
-two it may submit, abort, and ``interrupt`` a run of decode steps. Nothing here knows what a clock is.
+two it may submit, abort, and ``interrupt`` a run of steps. Nothing here knows what a clock is.
 """
 
 from __future__ import annotations
@@ -10,24 +10,15 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
-from sim.core.blocks import BlockPool
+from sim.core.accounting import count_state
+from sim.core.blocks import BlockPool, Holding
 from sim.core.handoff import HoldTable, LoadFailurePolicy, Pull, PullAnswer, PullFailure
 from sim.core.kvevents import KvEvent
-from sim.core.scheduler import Counters, Plan, Scheduler
+from sim.core.scheduler import Counters, Scheduler
 from sim.core.sequence import KvTransfer, Request, Sequence, Status
-from sim.core.timing import DecodeRun, StepTiming
+from sim.core.stepping import Step, begin_steps, heeds_arrivals, time_step
+from sim.core.timing import StepTiming
 from sim.core.types import EngineConfig, EngineDeadError, EngineState, TokenEvent, TransferSeconds
-
-
-@dataclass(slots=True)
-class _Step:
-    """The step in flight; ``steps`` > 1 is a run of decode steps with nothing else between them."""
-
-    start_s: float
-    end_s: float
-    plan: Plan
-    steps: int = 1
-    run: DecodeRun | None = None
 
 
 @dataclass(slots=True)
@@ -37,13 +28,18 @@ class Engine:
     config: EngineConfig
     timing: StepTiming
     transfer_seconds: TransferSeconds
+    report_progress: bool = True
+    """Whether ``end_step`` tells of every token, or only of first tokens and ends (which costs less)."""
     scheduler: Scheduler = field(init=False)
+    busy_s: float = field(init=False, default=0.0)
+    """Time in steps so far, and of it in steps that computed prompts."""
+    prefill_s: float = field(init=False, default=0.0)
     holds: HoldTable = field(init=False, default_factory=HoldTable)
     _live: dict[str, Sequence] = field(init=False, default_factory=dict)
     _arriving: list[tuple[float, int, Sequence]] = field(init=False, default_factory=list)
     _orphans: dict[str, Sequence] = field(init=False, default_factory=dict)
     _pulls: list[Pull] = field(init=False, default_factory=list)
-    _step: _Step | None = field(init=False, default=None)
+    _step: Step | None = field(init=False, default=None)
     _submitted: int = field(init=False, default=0)
     _dead: bool = field(init=False, default=False)
 
@@ -76,18 +72,24 @@ class Engine:
         self._submitted += 1
         ready_s = now_s + self.timing.frontend(request.prompt_tokens)
         heapq.heappush(self._arriving, (ready_s, self._submitted, sequence))
-        if self._step is not None and self._step.steps > 1:
-            self.interrupt(ready_s)
+        step = self._step
+        if step is not None and step.steps > 1 and heeds_arrivals(step.plan, self.scheduler):
+            step.cut(ready_s)
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, now_s: float | None = None) -> bool:
         """Stop a request, wherever it is, and free its blocks; False when it is not (or no longer) known.
 
-        A request that waits for remote KV keeps its blocks until the transfer is reported, as in vLLM; if it never
-        is, they are leaked.
+        ``now_s`` cuts a run of steps in flight short; without it the run goes on without the request. A request that
+        waits for remote KV keeps its blocks until the transfer is reported, as in vLLM; if it never is, they are
+        leaked.
         """
         sequence = self._live.pop(request_id, None)
         if sequence is None:
             return False
+        if now_s is not None and self._step is not None:
+            self.interrupt(now_s)
+            if sequence.decoding:
+                self.counters.generation_tokens += self._step.steps - 1
         status, sequence.status = sequence.status, Status.DONE
         if status is Status.PULLING:
             self._orphans[request_id] = sequence
@@ -95,7 +97,7 @@ class Engine:
             self._count_finish("abort")
             return True
         if status is Status.RUNNING:
-            self.scheduler.running.remove(sequence)
+            self.scheduler.leave(sequence)
         elif status is Status.WAITING:
             self.scheduler.waiting.remove(sequence)
         self.scheduler.release(sequence)
@@ -107,8 +109,8 @@ class Engine:
     def begin_step(self, now_s: float, horizon_s: float = math.inf) -> float | None:
         """Schedule at ``now_s``; returns when the step ends, None when there is nothing to compute.
 
-        Decode steps during which nothing else can happen are one step here; it ends no later than ``horizon_s``
-        unless a single decode takes longer.
+        Steps of the same requests during which nothing else can happen are one step here: decode steps, and those
+        that compute a long prompt chunk by chunk. It ends no later than ``horizon_s`` unless a single one takes longer.
         """
         self._check_alive()
         if self._step is not None:
@@ -122,36 +124,36 @@ class Engine:
                 scheduler.waiting.append(sequence)
         if not (scheduler.running or scheduler.waiting or scheduler.pulling):
             return None
-        for blocks in self.holds.reap(now_s):
-            scheduler.pool.release(blocks)
+        self._reap(now_s)
         plan = scheduler.plan()
         for sequence in plan.pulls:
             self._ask_for_kv(sequence)
-        if not plan.streams and not plan.chunks:
+        if not (plan.decoders or plan.streams or plan.chunks):
             return None
-        self._step = self._time_step(plan, now_s, horizon_s)
-        return self._step.end_s
+        step = self._step = time_step(plan, scheduler, self.timing, now_s, horizon_s, self.next_event_s)
+        return step.end_s
 
     def end_step(self) -> list[TokenEvent]:
         """The step in flight is over: hand out its tokens, finish requests, free or hold their blocks."""
         step = self._step
         if step is None:
             raise RuntimeError("no step is in flight")
+        plan, steps, end_s = step.plan, step.steps, step.end_s
+        if steps > 1:
+            self._begin_steps(step, steps)
         self._step = None
-        plan = step.plan
-        alive = [sequence for sequence in plan.streams if sequence.status is Status.RUNNING]
-        if step.steps > 1:
-            self.scheduler.grow_by_steps(alive, step.steps - 1)
-        alive += [sequence for sequence, _, _ in plan.chunks if sequence.status is Status.RUNNING]
-        events = []
-        finished = False
-        for sequence in alive:
-            if sequence.computed != sequence.request.prompt_tokens + sequence.generated + step.steps - 1:
-                continue
-            event = self._hand_out(sequence, step.steps, step.end_s)
-            finished = finished or event.finish_reason is not None
-            events.append(event)
-        if finished:
+        took_s = end_s - step.start_s
+        self.busy_s += took_s
+        if plan.chunks:
+            self.prefill_s += took_s
+        events: list[TokenEvent] = []
+        going_on = len(self._live)
+        if plan.decoders:
+            self._end_decodes(events, steps, end_s)
+        for sequence in (*plan.streams, *[chunk[0] for chunk in plan.chunks]):
+            if sequence.status is Status.RUNNING and sequence.computed == sequence.total:
+                self._hand_out(events, sequence, end_s)
+        if len(self._live) < going_on:
             running = self.scheduler.running
             running[:] = [sequence for sequence in running if sequence.status is Status.RUNNING]
         return events
@@ -169,14 +171,24 @@ class Engine:
         return events
 
     def interrupt(self, now_s: float) -> None:
-        """Cut a run of decode steps in flight short: it ends with the first of its steps that ends at or after now."""
+        """Cut a run of steps in flight short: it ends with the first of its steps that ends at or after now.
+
+        Call it before whatever else happens at ``now_s`` (``abort`` does): what the run has done to the blocks by then
+        comes first.
+        """
         step = self._step
-        if step is None or step.run is None or step.steps == 1 or now_s >= step.end_s:
-            return
-        steps = step.run.steps_reaching(max(now_s - step.start_s, 0.0))
-        if steps < step.steps:
-            step.steps = steps
-            step.end_s = step.start_s + step.run.duration(steps)
+        if step is not None and step.steps > 1:
+            step.cut(now_s)
+            self._begin_steps(step, step.steps)
+
+    def catch_up(self, now_s: float) -> None:
+        """Let the steps of a run in flight that have begun by ``now_s`` have their blocks, for ``kv_usage`` as of then.
+
+        Otherwise those of the later steps come when the run ends. Changes nothing else.
+        """
+        step = self._step
+        if step is not None and step.begun < step.steps:
+            self._begin_steps(step, max(min(step.begun_by(now_s), step.steps), step.begun))
 
     @property
     def step_end_s(self) -> float | None:
@@ -210,6 +222,9 @@ class Engine:
         size = blocks * self.config.block_tokens * self.config.kv_bytes_per_token
         seconds = self.transfer_seconds(size, streams, transfers)
         self.holds.send(transfer_id, now_s + seconds)
+        step = self._step
+        if step is not None and self.scheduler.waiting and heeds_arrivals(step.plan, self.scheduler):
+            step.cut(now_s + seconds)  # who waits for blocks may get these
         return PullAnswer(seconds)
 
     def finish_pull(self, request_id: str) -> None:
@@ -266,69 +281,48 @@ class Engine:
 
     def state(self) -> EngineState:
         """Count every block's owner. Costs a pass over all blocks in use: for tests and debugging."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        owners = (*scheduler.running, *scheduler.waiting, *scheduler.pulling.values())
-        used = {block for sequence in owners for block in sequence.blocks}
-        held = self.holds.blocks() - used
-        leaked = {block for sequence in self._orphans.values() for block in sequence.blocks} - used - held
-        return EngineState(
-            running=len(scheduler.running),
-            waiting=self.waiting - len(scheduler.pulling),
-            pulling=len(scheduler.pulling),
-            total_blocks=pool.num_blocks,
-            free_blocks=pool.free_blocks,
-            used_blocks=len(used),
-            held_blocks=len(held),
-            leaked_blocks=len(leaked),
-            cached_blocks=pool.cached_blocks,
-            holds=len(self.holds),
-            expired_holds=self.holds.expired,
-            evictions=pool.evictions,
-        )
+        return count_state(self.scheduler, self.holds, [each.blocks for each in self._orphans.values()], self.waiting)
 
     # Inside
 
-    def _time_step(self, plan: Plan, now_s: float, horizon_s: float) -> _Step:
-        timing, streams = self.timing, plan.streams
-        context = sum(sequence.computed for sequence in streams)
-        if plan.chunks:
-            chunks_s = sum(timing.chunk(count, before) for _, count, before in plan.chunks)
-            return _Step(now_s, now_s + timing.mixed(chunks_s, len(streams), context), plan)
-        run = DecodeRun(timing.decode(len(streams), context), timing.decode_context_s * len(streams))
-        steps = self._fusible_steps(plan, run, now_s, horizon_s)
-        return _Step(now_s, now_s + run.duration(steps), plan, steps, run)
-
-    def _fusible_steps(self, plan: Plan, run: DecodeRun, now_s: float, horizon_s: float) -> int:
-        """How many decode steps in a row will find the same requests, enough blocks and nothing new."""
+    def _end_decodes(self, events: list[TokenEvent], steps: int, now_s: float) -> None:
+        """Hand out ``steps`` tokens to each of the streams that go on together; those that are complete finish."""
         scheduler = self.scheduler
-        if plan.preempted or plan.pulls or len(plan.streams) < len(scheduler.running):
-            return 1
-        steps = min(sequence.target - sequence.generated for sequence in plan.streams)
-        # A first token is news of its own: the step that makes it stays single.
-        if steps == 1 or any(not sequence.generated for sequence in plan.streams):
-            return 1
-        if not math.isinf(horizon_s):
-            steps = min(steps, max(run.steps_within(horizon_s - now_s), 1))
-        event_s = self.next_event_s()
-        if not math.isinf(event_s):
-            steps = min(steps, run.steps_reaching(max(event_s - now_s, 0.0)))
-        while steps > 1 and scheduler.blocks_for_steps(plan.streams, steps - 1) > scheduler.pool.free_blocks:
-            steps //= 2
-        return steps
+        scheduler.counters.generation_tokens += steps * scheduler.decoders.count
+        ended = scheduler.decoders.advance(steps)
+        if not self.report_progress:
+            for sequence in ended:
+                self._finish(events, sequence, sequence.target - sequence.reported, False, now_s)
+            return
+        for sequence in scheduler.running:
+            if sequence.decoding:
+                cached = sequence.cached_tokens or 0
+                events.append(TokenEvent(sequence.request.request_id, steps, False, None, cached, None, now_s))
+            elif not sequence.serial:
+                self._finish(events, sequence, steps, False, now_s)
 
-    def _hand_out(self, sequence: Sequence, tokens: int, now_s: float) -> TokenEvent:
-        request = sequence.request
-        counters = self.counters
+    def _hand_out(self, events: list[TokenEvent], sequence: Sequence, now_s: float) -> None:
+        """One token for a request that was planned by itself; from now on it goes along with the others."""
+        counters = self.scheduler.counters
         first = not sequence.generated
         if first:
-            counters.prompt_tokens += request.prompt_tokens
-        sequence.generated += tokens
-        counters.generation_tokens += tokens
-        cached = sequence.cached_tokens or 0
-        if sequence.generated < sequence.target:
-            return TokenEvent(request.request_id, tokens, first, None, cached, None, now_s)
-        reason = sequence.finish_reason
+            counters.prompt_tokens += sequence.request.prompt_tokens
+        sequence.generated += 1
+        counters.generation_tokens += 1
+        if sequence.generated == sequence.target:
+            tokens = 1 if self.report_progress else sequence.target - sequence.reported
+            self._finish(events, sequence, tokens, first, now_s)
+            return
+        self.scheduler.decoders.add(sequence)
+        if first or self.report_progress:
+            sequence.reported = sequence.generated
+            cached = sequence.cached_tokens or 0
+            events.append(TokenEvent(sequence.request.request_id, 1, first, None, cached, None, now_s))
+
+    def _finish(self, events: list[TokenEvent], sequence: Sequence, tokens: int, first: bool, now_s: float) -> None:
+        request, reason = sequence.request, sequence.finish_reason
         sequence.status = Status.DONE
+        sequence.serial = 0
         del self._live[request.request_id]
         self._count_finish(reason)
         transfer = request.kv_transfer
@@ -338,17 +332,27 @@ class Engine:
             held = transfer.transfer_id
         if held is not None:
             self.holds.add(held, sequence.blocks, now_s + self.config.abort_timeout_s)
-            sequence.blocks = []
+            sequence.blocks = Holding()
         else:
             self.scheduler.release(sequence)
-        return TokenEvent(request.request_id, tokens, first, reason, cached, held, now_s)
+        cached = sequence.cached_tokens or 0
+        events.append(TokenEvent(request.request_id, tokens, first, reason, cached, held, now_s))
+
+    def _begin_steps(self, step: Step, last: int) -> None:
+        """Let the steps of a run up to the ``last`` begin: blocks for them, and back what was held for others."""
+        self._reap(begin_steps(step, self.scheduler, last))
+
+    def _reap(self, now_s: float) -> None:
+        """Free the blocks whose transfer is over, or that nobody came for."""
+        for blocks in self.holds.reap(now_s):
+            self.scheduler.pool.release(blocks)
 
     def _ask_for_kv(self, sequence: Sequence) -> None:
         scheduler = self.scheduler
         transfer = sequence.request.kv_transfer
         if transfer is None:
             raise RuntimeError(f"{sequence.request.request_id} wants a pull without kv_transfer")
-        missing = len(sequence.blocks) - sequence.published
+        missing = sequence.blocks.loose
         others = len(scheduler.pulling) - 1
         self._pulls.append(Pull(sequence.request.request_id, transfer, missing, len(scheduler.running), others))
 

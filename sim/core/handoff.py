@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from sim.core.blocks import Holding
 from sim.core.sequence import KvTransfer
 
 
@@ -58,7 +59,7 @@ class Hold:
     """Blocks of a finished P leg, kept for whoever asks with the transfer id."""
 
     transfer_id: str
-    blocks: list[int]
+    blocks: Holding
     free_at_s: float
     """When the blocks may go: the expiry, or the end of the transfer."""
     sent: bool = False
@@ -75,15 +76,15 @@ class HoldTable:
     def __len__(self) -> int:
         return len(self._open) + len(self._sending)
 
-    def blocks(self) -> set[int]:
+    def holdings(self) -> list[Holding]:
         """Every block held."""
-        return {block for hold in (*self._open.values(), *self._sending) for block in hold.blocks}
+        return [hold.blocks for hold in (*self._open.values(), *self._sending)]
 
     def sending(self, now_s: float) -> int:
         """Transfers under way at ``now_s``."""
         return sum(hold.free_at_s > now_s for hold in self._sending if hold.sent)
 
-    def add(self, transfer_id: str, blocks: list[int], expires_s: float) -> None:
+    def add(self, transfer_id: str, blocks: Holding, expires_s: float) -> None:
         """Hold ``blocks``. A second hold under the same id replaces the first, which goes with the next step."""
         previous = self._open.pop(transfer_id, None)
         if previous is not None:
@@ -103,8 +104,8 @@ class HoldTable:
         hold.free_at_s = done_s
         self._sending.append(hold)
 
-    def reap(self, now_s: float) -> list[list[int]]:
-        """Take out what is sent or expired by ``now_s``; returns the block lists to release."""
+    def reap(self, now_s: float) -> list[Holding]:
+        """Take out what is sent or expired by ``now_s``; returns the blocks to release."""
         if not self._open and not self._sending:
             return []
         gone = [hold for hold in self._sending if hold.free_at_s <= now_s]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sim.core.blocks import BlockPool
+from sim.core.blocks import BlockPool, Holding, Match
+from sim.core.decoding import Decoders
 from sim.core.kvevents import BlocksStored
 from sim.core.sequence import Sequence, Status
 
@@ -26,20 +27,28 @@ class Counters:
     finished: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
 class Plan:
     """What one step computes. Requests that process one token count as decodes, whatever the token is."""
 
-    streams: list[Sequence] = field(default_factory=list)
-    chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    """(sequence, new tokens, context tokens before them)"""
-    pulls: list[Sequence] = field(default_factory=list)
-    """Requests that got blocks for KV from elsewhere; they are not part of the step."""
-    preempted: bool = False
+    __slots__ = ("chunks", "decoders", "pulls", "streams")
+
+    def __init__(self) -> None:
+        self.decoders = 0
+        """Streams that go on together, each with one token."""
+        self.streams: list[Sequence] = []
+        """Further requests with one token."""
+        self.chunks: list[tuple[Sequence, int, int]] = []
+        """(sequence, new tokens, context tokens before them)"""
+        self.pulls: list[Sequence] = []
+        """Requests that got blocks for KV from elsewhere; they are not part of the step."""
 
 
 class Scheduler:
-    """The queues and the block pool. It plans steps and keeps every block's owner; it knows no time."""
+    """The queues and the block pool. It plans steps and keeps every block's owner; it knows no time.
+
+    ``running`` is in order of admission. Only its last request may be in the midst of its prompt: whoever gets less
+    than it needs has used up the budget, and nobody is admitted behind it. The others are in ``decoders``.
+    """
 
     def __init__(self, pool: BlockPool, block_tokens: int, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         self.pool = pool
@@ -48,15 +57,65 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.decoders = Decoders(block_tokens)
         self.pulling: dict[str, Sequence] = {}
         self.counters = Counters()
+        self._admitted = 0
 
     def plan(self) -> Plan:
         """Schedule one step: allocates blocks, publishes those that the step fills, moves ``computed`` forward."""
+        running, decoders = self.running, self.decoders
+        streams = decoders.count
+        budget = self.max_num_batched_tokens - streams
+        partial = running[-1] if len(running) > streams else None
+        tokens = fresh = 0
+        if partial is not None:
+            tokens = min(partial.request.prompt_tokens + partial.generated - partial.computed, budget)
+            fresh = self._lacking(partial, tokens)
+        free = self.pool.free_blocks - fresh
+        if (
+            budget < 0
+            or (partial is not None and not budget)
+            or (free < streams and free < (decoders.blocks_next_step() if streams else 0))
+        ):
+            return self._plan_one_by_one()
         plan = Plan()
-        budget = self._plan_running(plan)
-        if plan.preempted:
-            return plan
+        plan.decoders = streams
+        if streams:
+            self.grow_decoders(decoders.steps + 1)
+        if partial is not None:
+            self.grow(partial, tokens)
+            _record(plan, partial, tokens)
+            budget -= tokens
+        if budget and self.waiting:
+            self._admit_waiting(plan, budget)
+        return plan
+
+    def grow_decoders(self, step: int) -> None:
+        """Do to the blocks what the decoders' steps up to ``step`` do, in their order: allocate and publish."""
+        crossings, size, pool = self.decoders.crossings, self.block_tokens, self.pool
+        while crossings and crossings[0][0] <= step:
+            at, serial, fills, sequence = crossings[0]
+            if sequence.serial != serial:
+                heapq.heappop(crossings)
+            elif sequence.request.output_key is not None and pool.events is None:
+                # Nobody else has such blocks: in which order streams come by theirs makes no difference.
+                computed = sequence.computed + step - sequence.joined
+                fresh = -(-computed // size) - sequence.published - sequence.blocks.loose
+                if fresh:
+                    pool.allocate(sequence.blocks, fresh)
+                self._publish(sequence, computed // size)
+                used = computed % size
+                then = (step + size - used, serial, True, sequence) if used else (step + 1, serial, False, sequence)
+                heapq.heapreplace(crossings, then)
+            elif fills:
+                heapq.heapreplace(crossings, (at + 1, serial, False, sequence))
+                self._publish(sequence, sequence.published + 1)
+            else:
+                heapq.heapreplace(crossings, (at + size - 1, serial, True, sequence))
+                pool.allocate(sequence.blocks, 1)
+
+    def _admit_waiting(self, plan: Plan, budget: int) -> None:
         waiting, running = self.waiting, self.running
         while waiting and budget > 0 and len(running) < self.max_num_seqs:
             sequence = waiting[0]
@@ -71,9 +130,24 @@ class Scheduler:
                 break
             waiting.popleft()
             sequence.status = Status.RUNNING
+            self._admitted += 1
+            sequence.serial = self._admitted
             running.append(sequence)
             budget -= count
             _record(plan, sequence, count)
+
+    def _plan_one_by_one(self) -> Plan:
+        """The same, request by request: for when blocks or budget do not go round."""
+        plan, running = Plan(), self.running
+        self.decoders.dissolve(running)
+        before = len(running)
+        budget = self._plan_running(plan)
+        if len(running) == before:
+            self._admit_waiting(plan, budget)
+        # Those the budget did not reach wait where they are.
+        for sequence in running[len(plan.streams) + len(plan.chunks) :]:
+            if sequence.computed == sequence.total - 1 and sequence.generated:
+                self.decoders.add(sequence)
         return plan
 
     def _plan_running(self, plan: Plan) -> int:
@@ -84,14 +158,12 @@ class Scheduler:
         while index < len(running) and budget > 0:
             sequence = running[index]
             count = min(sequence.total - sequence.computed, budget)
-            grown = self._grow(sequence, count)
-            while not grown:
+            while self._lacking(sequence, count) > self.pool.free_blocks:
                 victim = running.pop()
                 self._preempt(victim)
-                plan.preempted = True
                 if victim is sequence:
                     return budget
-                grown = self._grow(sequence, count)
+            self.grow(sequence, count)
             budget -= count
             _record(plan, sequence, count)
             index += 1
@@ -100,34 +172,19 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         """Give a request's blocks back, its tail first in the queue for reuse."""
         self.pool.release(sequence.blocks)
-        sequence.blocks = []
+        sequence.blocks = Holding()
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take a request out of the running ones; its blocks stay its own."""
+        self.running.remove(sequence)
+        if sequence.decoding:
+            self.decoders.remove(sequence)
+        sequence.serial = 0
 
     def requeue(self, sequence: Sequence) -> None:
         """Put a request at the head of the queue (it has waited before)."""
         sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
-
-    def blocks_for_steps(self, streams: Iterable[Sequence], steps: int) -> int:
-        """Blocks that ``steps`` further decode steps of ``streams`` would allocate."""
-        size = self.block_tokens
-        return sum(-(-(sequence.computed + steps) // size) - len(sequence.blocks) for sequence in streams)
-
-    def grow_by_steps(self, streams: Iterable[Sequence], steps: int) -> None:
-        """Do to the blocks what ``steps`` single decode steps would, in their order: allocate and publish."""
-        size = self.block_tokens
-        due: list[tuple[int, int, bool, Sequence]] = []
-        for order, sequence in enumerate(streams):
-            position = sequence.computed
-            due.extend((step, order, False, sequence) for step in range(-position % size, steps, size))
-            due.extend((step, order, True, sequence) for step in range((-position - 1) % size, steps, size))
-        due.sort(key=lambda crossing: crossing[:3])
-        for _, _, fills, sequence in due:
-            if fills:
-                self._publish(sequence, sequence.published + 1)
-            else:
-                sequence.blocks.extend(self.pool.allocate(1))
-        for sequence in streams:
-            sequence.computed += steps
 
     def finish_pull(self, sequence: Sequence) -> None:
         """The KV of a pulling request has come: it is next in the queue."""
@@ -146,7 +203,7 @@ class Scheduler:
     def _place_pull(self, sequence: Sequence) -> bool:
         """Allocate blocks for a prompt whose KV comes from elsewhere, beyond what is cached here."""
         prompt = sequence.request.prompt_tokens
-        hits = self.pool.match(sequence.keys[: (prompt - 1) // self.block_tokens])
+        hits = self.pool.match(sequence.keys, (prompt - 1) // self.block_tokens)
         if not self._take(sequence, prompt, hits):
             return False
         sequence.status = Status.PULLING
@@ -168,8 +225,8 @@ class Scheduler:
             return 1
         lookup = (sequence.total - 1) // size
         sequence.extend_keys(lookup)
-        hits = self.pool.match(sequence.keys[:lookup])
-        cached = len(hits) * size
+        hits = self.pool.match(sequence.keys, lookup)
+        cached = hits.blocks * size
         count = min(sequence.total - cached, budget)
         if not self._take(sequence, cached + count, hits):
             return 0
@@ -178,15 +235,15 @@ class Scheduler:
         self._publish(sequence, sequence.computed // size)
         return count
 
-    def _take(self, sequence: Sequence, tokens: int, hits: list[int]) -> bool:
+    def _take(self, sequence: Sequence, tokens: int, hits: Match) -> bool:
         """Reference the cached blocks ``hits`` and allocate the rest for ``tokens`` tokens; False for no room."""
         pool = self.pool
-        fresh = -(-tokens // self.block_tokens) - len(hits)
-        if fresh + pool.idle(hits) > pool.free_blocks:
+        fresh = -(-tokens // self.block_tokens) - hits.blocks
+        if fresh + hits.idle > pool.free_blocks:
             return False
-        pool.acquire(hits)
-        sequence.blocks = hits + pool.allocate(fresh)
-        sequence.published = len(hits)
+        sequence.blocks = pool.acquire(hits)
+        pool.allocate(sequence.blocks, fresh)
+        sequence.published = hits.blocks
         return True
 
     def _count_lookup(self, sequence: Sequence, hit_tokens: int) -> None:
@@ -195,35 +252,41 @@ class Scheduler:
             self.counters.prefix_queries += sequence.request.prompt_tokens
             self.counters.prefix_hits += hit_tokens
 
-    def _grow(self, sequence: Sequence, count: int) -> bool:
-        """Schedule ``count`` more tokens of a running request; False when blocks are short."""
-        target = sequence.computed + count
-        fresh = -(-target // self.block_tokens) - len(sequence.blocks)
+    def _lacking(self, sequence: Sequence, count: int) -> int:
+        """Blocks to allocate for ``count`` more tokens of a running request."""
+        return -(-(sequence.computed + count) // self.block_tokens) - sequence.published - sequence.blocks.loose
+
+    def grow(self, sequence: Sequence, count: int) -> None:
+        """Schedule ``count`` more tokens of a running request (there are blocks enough)."""
+        fresh = self._lacking(sequence, count)
         if fresh > 0:
-            if fresh > self.pool.free_blocks:
-                return False
-            sequence.blocks.extend(self.pool.allocate(fresh))
-        sequence.computed = target
-        self._publish(sequence, target // self.block_tokens)
-        return True
+            self.pool.allocate(sequence.blocks, fresh)
+        sequence.computed += count
+        self._publish(sequence, sequence.computed // self.block_tokens)
 
     def _publish(self, sequence: Sequence, full_blocks: int) -> None:
         """Let lookups find a request's first ``full_blocks`` blocks. As in vLLM from when they are scheduled on, so
         that requests of one step share them."""
         start = sequence.published
-        if full_blocks > start:
+        if full_blocks <= start:
+            return
+        pool, prompt_blocks = self.pool, sequence.full_blocks
+        middle = min(max(start, prompt_blocks), full_blocks)
+        for first, last, output in ((start, middle, False), (middle, full_blocks, True)):
+            if first < last and not pool.publish(sequence.blocks, sequence.keys_between(first, last), output):
+                sequence.extend_keys(last)
+                pool.publish_copies(sequence.blocks, sequence.keys, first, last, output)
+        if pool.events is not None:
             sequence.extend_keys(full_blocks)
-            self.pool.publish(sequence.blocks[start:full_blocks], sequence.keys[start:full_blocks])
-            if self.pool.events is not None:
-                keys, parent = sequence.keys, sequence.keys[start - 1] if start else None
-                tokens = sequence.block_tokens_between(start, full_blocks)
-                self.pool.events.append(BlocksStored(tuple(keys[start:full_blocks]), parent, tokens))
-            sequence.published = full_blocks
+            keys, parent = sequence.keys, sequence.keys[start - 1] if start else None
+            tokens = sequence.block_tokens_between(start, full_blocks)
+            pool.events.append(BlocksStored(tuple(keys[start:full_blocks]), parent, tokens))
+        sequence.published = full_blocks
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running request's blocks away; it computes prompt and output so far again when its turn comes."""
         self.release(sequence)
-        sequence.computed = sequence.published = 0
+        sequence.computed = sequence.published = sequence.serial = 0
         self.counters.preemptions += 1
         self.requeue(sequence)
 

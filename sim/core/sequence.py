@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from enum import IntEnum
 from typing import NamedTuple
 
+from sim.core.blocks import Holding
 from sim.core.content import ROOT_KEY, TOKEN_BYTES, block_key, chain_keys, output_bytes, output_offset
 
 
@@ -39,6 +40,8 @@ class Request(NamedTuple):
     kv_transfer: KvTransfer | None = None
     tokens: bytes = b""
     """The prompt's token bytes, where known: only reports of the cache's content need them."""
+    output_key: int | None = None
+    """Key of the first block with generated tokens, the next ones counting up; None: they are hashed from content."""
 
     @classmethod
     def from_tokens(
@@ -65,6 +68,24 @@ class Request(NamedTuple):
         return output_offset(self.block_keys[-1] if self.block_keys else ROOT_KEY, self.tail, self.seed)
 
 
+def keyed_request(
+    request_id: str,
+    keys: list[int],
+    prompt_tokens: int,
+    max_tokens: int,
+    output_key: int,
+    kv_transfer: KvTransfer | None = None,
+) -> Request:
+    """A request by keys alone, for virtual time: nothing is hashed, ``keys`` are taken as they are and never changed.
+
+    ``keys``: chained content keys, at least one for every full block of the prompt (a trace's ``hash_ids``).
+    ``output_key``: keys from it on, one per 64 generated tokens or whatever a block holds, are this output's own.
+    """
+    return Request(
+        request_id, prompt_tokens, keys, max_tokens=max_tokens, kv_transfer=kv_transfer, output_key=output_key
+    )
+
+
 class Status(IntEnum):
     """Where a request is. ``PULLING``: waiting for KV from another engine (vLLM's WAITING_FOR_REMOTE_KVS)."""
 
@@ -83,13 +104,19 @@ class Sequence:
         "blocks",
         "cached_tokens",
         "computed",
+        "decoding",
         "finish_reason",
+        "full_blocks",
         "generated",
+        "joined",
         "keys",
         "offset",
+        "own_keys",
         "published",
         "pulled",
+        "reported",
         "request",
+        "serial",
         "status",
         "target",
         "wants_pull",
@@ -108,10 +135,23 @@ class Sequence:
         self.block_tokens = block_tokens
         self.status = Status.ARRIVING
         self.computed = 0
-        """Tokens whose KV is in the request's blocks (or will be when the step in flight ends)."""
+        """Tokens whose KV is in the request's blocks (or will be when the step in flight ends); while ``decoding``,
+        as of when it joined the other streams. The same goes for ``generated``."""
         self.generated = 0
-        self.blocks: list[int] = []
-        self.keys = list(request.block_keys[:full_blocks])
+        self.decoding = False
+        """Whether it gets a token a step along with the other streams (``sim.core.decoding``)."""
+        self.joined = 0
+        self.serial = 0
+        """Number of its admission while it runs: the running requests are in this order."""
+        self.reported = 0
+        """Tokens that an event has told of."""
+        self.blocks = Holding()
+        self.full_blocks = full_blocks
+        """Full blocks of the prompt."""
+        keys = request.block_keys
+        self.keys = keys if type(keys) is list else list(keys)
+        """At least the prompt's; changed only when ``own_keys``."""
+        self.own_keys = False
         self.published = 0
         """How many of ``blocks``, from the first, prefix lookups can find."""
         self.cached_tokens: int | None = None
@@ -127,17 +167,37 @@ class Sequence:
         """Prompt tokens plus tokens generated so far."""
         return self.request.prompt_tokens + self.generated
 
+    def keys_between(self, first: int, last: int) -> list[int]:
+        """Keys of the blocks from ``first`` up to ``last`` (exclusive), all of them full; a list of the caller's."""
+        if last <= self.full_blocks:
+            return self.keys[first:last]
+        output = self.request.output_key
+        if output is not None and first >= self.full_blocks:
+            output -= self.full_blocks
+            return list(range(output + first, output + last))
+        self.extend_keys(last)
+        return self.keys[first:last]
+
     def extend_keys(self, count: int) -> None:
         """Make ``keys`` cover the first ``count`` blocks, all of them full; the blocks past the prompt hold output."""
+        if count <= self.full_blocks:
+            return
+        if not self.own_keys:
+            self.keys = self.keys[: self.full_blocks]
+            self.own_keys = True
         keys = self.keys
+        output = self.request.output_key
+        if output is not None:
+            keys.extend(range(output + len(keys) - self.full_blocks, output + count - self.full_blocks))
+            return
         while len(keys) < count:
             start = len(keys) * self.block_tokens
             prompt = self.request.prompt_tokens
             head = self.request.tail if start < prompt else b""
             if self.offset is None:
                 self.offset = self.request.output_offset
-            output = output_bytes(self.offset, max(start - prompt, 0), start + self.block_tokens - prompt)
-            keys.append(block_key(head + output, keys[-1] if keys else ROOT_KEY))
+            text = output_bytes(self.offset, max(start - prompt, 0), start + self.block_tokens - prompt)
+            keys.append(block_key(head + text, keys[-1] if keys else ROOT_KEY))
 
     def block_tokens_between(self, first: int, last: int) -> bytes:
         """Token bytes of the blocks from ``first`` up to ``last`` (exclusive), prompt and output."""

@@ -51,8 +51,8 @@ class StepTiming(NamedTuple):
         return prefill + self.mixed_stream_s * streams + self.decode_context_s * context_tokens
 
 
-class DecodeRun(NamedTuple):
-    """A run of pure decode steps whose context grows by ``streams`` tokens a step."""
+class StepRun(NamedTuple):
+    """A run of steps of the same requests: with every step the context grows, and so does the next step's time."""
 
     first_s: float
     """Seconds of the first step."""

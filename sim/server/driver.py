@@ -147,7 +147,7 @@ class Driver:
     def abort(self, request_id: str) -> None:
         """Drop a request; nothing happens if it is finished."""
         self._deliveries.pop(request_id, None)
-        if self.engine.abort(request_id):
+        if self.engine.abort(request_id, self.clock.now()):
             self.nudge()
 
     def nudge(self) -> None:
@@ -161,10 +161,12 @@ class Driver:
 
     def end_pull(self, request_id: str, arrived: bool) -> None:
         """Report the outcome of a pull that ``on_pull`` announced."""
+        now_s = self.clock.now()
+        self.engine.interrupt(now_s)
         if arrived:
             self.engine.finish_pull(request_id)
         else:
-            event = self.engine.fail_pull(request_id, self.clock.now())
+            event = self.engine.fail_pull(request_id, now_s)
             if event is not None:
                 self._deliver(event)
         self.nudge()

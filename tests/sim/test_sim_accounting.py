@@ -101,8 +101,8 @@ class EngineMachine(RuleBasedStateMachine):
         scheduler = engine.scheduler
         owners = [*scheduler.running, *scheduler.waiting, *scheduler.pulling.values(), *engine._orphans.values()]
         holds = [*engine.holds._open.values(), *engine.holds._sending]
-        owned = sum(len(owner.blocks) for owner in owners) + sum(len(hold.blocks) for hold in holds)
-        assert sum(scheduler.pool._references) == owned
+        holdings = [owner.blocks for owner in owners] + [hold.blocks for hold in holds]
+        assert scheduler.pool.references() + sum(each.loose for each in holdings) == sum(map(len, holdings))
         assert len(scheduler.running) <= 4
 
     def teardown(self) -> None:

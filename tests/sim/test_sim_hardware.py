@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from sim.cli import register
 from sim.core.engine import Engine
 from sim.core.sequence import Request
-from sim.core.timing import DecodeRun
+from sim.core.timing import StepRun
 from sim.core.types import EngineConfig
 from sim.fit import Fit, fit, model_prefill
 from sim.fit_report import by_kind, profile_yaml
@@ -150,7 +150,7 @@ def test_cached_tokens_cost_attention_but_no_computing() -> None:
 @pytest.mark.parametrize("growth_s", [0.0, 1e-7, 1e-3])
 @pytest.mark.parametrize("seconds", [0.0, 0.005, 0.01, 0.0999, 0.1, 3.7])
 def test_runs_of_decode_steps_are_counted_right(growth_s: float, seconds: float) -> None:
-    run = DecodeRun(0.01, growth_s)
+    run = StepRun(0.01, growth_s)
     lengths = [0.01 + growth_s * step for step in range(1000)]
     ends = [sum(lengths[: step + 1]) for step in range(1000)]
     assert run.duration(7) == pytest.approx(ends[6])

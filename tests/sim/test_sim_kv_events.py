@@ -42,8 +42,8 @@ def test_reports_add_up_to_the_cache_under_eviction_and_sharing(seed: int) -> No
             engine.submit(make_request(f"r{number}.{twin}", ids, max_tokens=draw.randrange(1, 12)), now_s)
         _, now_s = drain(engine, now_s)
         follow(engine, copies)
-        cached = engine.scheduler.pool._cached
-        assert {key for key, count in copies.items() if count} == set(cached)
+        cached = engine.scheduler.pool.cached_keys()
+        assert {key for key, count in copies.items() if count} == cached
     assert engine.state().evictions > 0
 
 

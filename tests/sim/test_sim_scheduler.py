@@ -20,14 +20,15 @@ def plan_of(engine: Engine) -> tuple[list[str], list[tuple[str, int, int]]]:
     step = engine._step
     assert step is not None
     chunks = [(sequence.request.request_id, count, before) for sequence, count, before in step.plan.chunks]
-    return [sequence.request.request_id for sequence in step.plan.streams], chunks
+    together = [sequence for sequence in engine.scheduler.running if sequence.decoding] if step.plan.decoders else []
+    return [sequence.request.request_id for sequence in (*together, *step.plan.streams)], chunks
 
 
 def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
     engine = make_engine(max_num_batched_tokens=10)
     engine.submit(make_request("a", range(25)), 0.0)
     seen = []
-    while engine.begin_step(0.0) is not None:
+    while engine.begin_step(0.0, 0.0) is not None:
         seen += plan_of(engine)[1]
         events = engine.end_step()
     assert seen == [("a", 10, 0), ("a", 10, 10), ("a", 5, 20)]
@@ -199,9 +200,9 @@ def test_an_abort_frees_everything_at_any_moment(steps_before: int) -> None:
     engine = make_engine(max_num_batched_tokens=10)
     engine.submit(make_request("a", range(25), 100), 0.0)
     for _ in range(steps_before):
-        engine.begin_step(0.0)
+        engine.begin_step(0.0, 0.0)
         engine.end_step()
-    engine.begin_step(0.0)
+    engine.begin_step(0.0, 0.0)
     assert engine.abort("a")
     assert engine.end_step() == []
     assert not engine.abort("a")
@@ -302,8 +303,8 @@ def test_fused_and_single_decode_steps_are_the_same_engine(
         assert fused[name] == (pytest.approx(first_s), pytest.approx(end_s), tokens, cached)
     assert one.state() == many.state()
     assert one.counters == many.counters
-    assert list(one.scheduler.pool._free) == list(many.scheduler.pool._free)
-    assert one.scheduler.pool._cached == many.scheduler.pool._cached
+    assert one.scheduler.pool.reuse_order() == many.scheduler.pool.reuse_order()
+    assert one.scheduler.pool.cached_keys() == many.scheduler.pool.cached_keys()
 
 
 def test_equal_prompts_give_equal_output_everywhere_and_seeds_change_it() -> None:

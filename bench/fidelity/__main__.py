@@ -1,0 +1,151 @@
+"""``python -m bench.fidelity``: the tables of docs/simulator.md that say how near the simulator comes.
+
+Without a sub-command it prints them all: the published ones and those of recordings are computed (seconds), those of
+the real-time runs are read from the kept figures. ``real-time`` measures these anew.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.fidelity import end_to_end, published, real_time
+from bench.prefix_index import machine
+from launch.arm import ArmError
+from launch.fleet import FleetError
+from launch.fresh import StaleEngineError
+from launch.processes import StartError
+from replayer.plan import PlanOptions
+from replayer.trace import TraceError, load_trace
+from sim.fidelity.comparison import compare, markdown
+from sim.fidelity.recording import find_recordings, read_recording
+from sim.fidelity.resimulate import resimulate
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TRACES = REPOSITORY.parent / "shared" / "traces" / "agentic"
+END_TO_END_TRACE = "derived_glm_like_2h.jsonl.zst"
+RESULTS = REPOSITORY / "docs" / "results"
+RECORDED = {
+    "recordings": ("derived_glm_like_sample1k.jsonl.gz", RESULTS / "elastic-h200-4x"),
+    "recordings-long": ("kct_v6_sample1k.jsonl.gz", RESULTS / "elastic-h200-4x-long"),
+}
+"""Traces, and runs of them on real engines."""
+RECORDED_PROFILE = "h200"
+PAGE = REPOSITORY / "docs" / "simulator.md"
+KEPT = RESULTS / "simulator-real-time.json"
+SECTIONS = ("interference", "transfers", "end-to-end", *RECORDED, "real-time")
+TRACE_OF = {"end-to-end": END_TO_END_TRACE} | {name: trace for name, (trace, _) in RECORDED.items()}
+"""The sections that need a trace."""
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+def section(name: str, traces: Path = TRACES) -> str:
+    """One of ``SECTIONS`` as Markdown.
+
+    Raises:
+        TraceError: it needs a trace that is not in ``traces``.
+    """
+    if name == "interference":
+        return published.interference_table()
+    if name == "transfers":
+        return published.transfer_table()
+    if name == "end-to-end":
+        return end_to_end.tables(load_trace(traces / END_TO_END_TRACE))
+    if name in RECORDED:
+        trace, folder = RECORDED[name]
+        return recordings(folder, traces / trace)
+    return real_time.table(json.loads(KEPT.read_text(encoding="utf-8")))
+
+
+def recordings(kept: Path, trace: Path) -> str:
+    """Every recording of real engines in ``kept`` against its simulation."""
+    loaded, results = load_trace(trace), []
+    for folder in find_recordings([kept]):
+        recording = read_recording(folder, loaded, f"{folder.parent.name}/{folder.name}")
+        results.append(compare(recording, resimulate(recording, RECORDED_PROFILE, recording.note.transport)))
+    return markdown(results)
+
+
+def put(page: str, name: str, table: str) -> str:
+    """The page with another table between the marks of section ``name``."""
+    before, found, rest = page.partition(f"<!-- fidelity: {name} -->\n")
+    _, ended, after = rest.partition(f"<!-- end of {name} -->")
+    if not (found and ended):
+        raise typer.BadParameter(f"{PAGE.name} has no marks for {name}")
+    return f"{before}{found}{table.strip()}\n{ended}{after}"
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context,
+    traces: Annotated[Path, typer.Option(help="Folder with the agentic traces.")] = TRACES,
+    only: Annotated[str, typer.Option(help=f"One of: {', '.join(SECTIONS)}; default: all.")] = "",
+    write: Annotated[bool, typer.Option("--write", help="Also put them into docs/simulator.md.")] = False,
+) -> None:
+    """Print the tables."""
+    if context.invoked_subcommand is not None:
+        return
+    if only and only not in SECTIONS:
+        raise typer.BadParameter(f"--only takes one of: {', '.join(SECTIONS)}")
+    for name in [only] if only else SECTIONS:
+        typer.echo(f"## {name}\n")
+        try:
+            table = section(name, traces)
+        except TraceError as error:
+            typer.echo(f"left out: {error}\n")
+            continue
+        typer.echo(table + "\n")
+        if write:
+            PAGE.write_text(put(PAGE.read_text(encoding="utf-8"), name, table), encoding="utf-8")
+
+
+@app.command("real-time")
+def measure(
+    trace: Annotated[Path, typer.Argument(help="Trace of any known format.")],
+    clock_scale: Annotated[float, typer.Option(min=0.01, help="Engine seconds per wall second.")] = 10.0,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 400,
+    time_scale: Annotated[float, typer.Option(min=0.01, help="Of the trace.")] = 1.0,
+    instances: Annotated[int, typer.Option(min=1, help="Engines.")] = 8,
+    profile: Annotated[str, typer.Option(help="Hardware profile.")] = "h200",
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policies; may be repeated. Default: session_sticky.")
+    ] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=VALUE laid over the fleet file; may be repeated.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures to this JSON file.")] = None,
+) -> None:
+    """Run a fleet of simulated engines, the proxy and the replayer in real time, and the same offline; compare.
+
+    Exit status 1 when TTFT p50 or p90 differ by more than 5 %.
+    """
+    plan, found = PlanOptions(time_scale=time_scale, request_limit=requests), []
+    try:
+        loaded = load_trace(trace)
+        for name in policy or ["session_sticky"]:
+            settings = [f"proxy.policy.name={name}", *(override or [])]
+            with tempfile.TemporaryDirectory() as folder:
+                compared = real_time.compare(loaded, plan, clock_scale, profile, instances, Path(folder), settings)
+            found.append(compared)
+    except (TraceError, FleetError, StartError, StaleEngineError, ArmError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    kept = {
+        "kind": "simulator-real-time",
+        "schema": 1,
+        "machine": machine(),
+        "comparisons": [real_time.to_json(each) for each in found],
+    }
+    typer.echo(real_time.table(kept))
+    if output is not None:
+        output.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    raise typer.Exit(0 if all(each.alike for each in found) else 1)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m bench.fidelity")

@@ -1,0 +1,1 @@
+"""How near the simulated engines come to recorded ones: read a recording, simulate what it sent, compare."""

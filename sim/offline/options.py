@@ -1,0 +1,154 @@
+"""What an offline simulation is told: fleet, load, noise and the bounds on hand-offs."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from statistics import NormalDist
+
+from policies.classes import ClassThresholds
+from policies.types import Role, Transport
+from replayer.plan import PlanOptions
+from sim.core.types import EngineConfig
+from sim.hardware import HardwareProfile, ProfileError
+from sim.server.settings import ServerSettings, SettingsError
+
+LARGEST_SIGMAS = 4.0
+"""A draw of noise lies within this many standard deviations."""
+
+
+class SimulationError(ValueError):
+    """A simulation that cannot be run as told; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """What lets repeats with different seeds differ. Normal draws, cut at four standard deviations."""
+
+    arrival_jitter_s: float = 0.0
+    """Standard deviation of the shift of a session's arrival, engine seconds."""
+    speed_sigma: float = 0.0
+    """Standard deviation of the logarithm of an instance's step time; drawn once per instance and run."""
+
+    def shift_s(self, draw: random.Random) -> float:
+        """One session's shift."""
+        return self.arrival_jitter_s * _normal(draw) if self.arrival_jitter_s else 0.0
+
+    def slowness(self, draw: random.Random) -> float:
+        """One instance's step times over the profile's: log-normal with median 1."""
+        return math.exp(self.speed_sigma * _normal(draw)) if self.speed_sigma else 1.0
+
+
+def _normal(draw: random.Random) -> float:
+    """A standard normal draw that no library's version changes: from one uniform double by the inverse distribution."""
+    score = NormalDist().inv_cdf(min(max(draw.random(), 1e-12), 1 - 1e-12))
+    return min(max(score, -LARGEST_SIGMAS), LARGEST_SIGMAS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOffBounds:
+    """How long the legs of an offload may take, in engine seconds; defaults are those of the proxy's settings."""
+
+    prefill_timeout_s: float = 120.0
+    first_token_timeout_s: float = 60.0
+    abandoned_s: float = 120.0
+    """How long a pull that was given up stays open."""
+    hold_s: float = 480.0
+    """How long P keeps KV that nobody pulls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimOptions:
+    """Everything but the trace, the policy and the planner. Times are engine seconds."""
+
+    instances: int = 8
+    profile: str = "h200"
+    """Hardware profile: a name in configs/hardware, or a YAML file."""
+    pool_tokens: int | None = None
+    """KV pool of each instance; None: the profile's."""
+    seed: int = 0
+    """Of the noise; without noise it changes nothing but the header."""
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    role: Role = Role.NONE
+    """Of every instance; offloads need ``kv_both`` (or ``prefill_instances``)."""
+    prefill_instances: int = 0
+    """Above 0: so many instances only prefill (kv_producer), the others only decode (kv_consumer)."""
+    max_inflight_sessions: int | None = None
+    """Sessions under way at once, thinking ones included; None: no limit."""
+    noise: Noise = field(default_factory=Noise)
+    slowdown: float = 1.0
+    """Every step takes this many times as long: a known effect, for judging whether a comparison finds it."""
+    label: str = ""
+    thresholds: ClassThresholds = field(default_factory=ClassThresholds)
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    transport: str | None = None
+    """How KV moves between instances; None: the profile's default."""
+    recent_half_life_s: float = 30.0
+    """Of the ledger's recently-assigned term (the proxy's ``ledger.recent_half_life_s``)."""
+    probe_interval_s: float = 2.0
+    """How often the router reads the engines' KV usage (the proxy's ``health.interval_s``)."""
+    bounds: HandOffBounds = field(default_factory=HandOffBounds)
+    decisions: bool = False
+    """Whether to keep a row per request in the shape of the proxy's /breakdown."""
+
+    def check(self) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+            SimulationError: names the option and what it must be.
+        """
+        if self.instances < 1:
+            raise SimulationError("--instances must be at least 1")
+        if not 0 <= self.prefill_instances < self.instances:
+            raise SimulationError("--prefill-instances must leave at least one of --instances to decode")
+        if self.prefill_instances and self.role not in {Role.NONE, Role.KV_BOTH}:
+            raise SimulationError("--prefill-instances sets the roles itself: leave --role out")
+        if self.max_inflight_sessions is not None and self.max_inflight_sessions < 1:
+            raise SimulationError("--max-inflight-sessions must be at least 1")
+        if self.pool_tokens is not None and self.pool_tokens < 1:
+            raise SimulationError("--pool-tokens must be at least 1")
+        if self.noise.arrival_jitter_s < 0 or not 0 <= self.noise.speed_sigma <= 1:
+            raise SimulationError("--arrival-jitter-s must not be negative and --speed-sigma be within 0..1")
+        for name in ("slowdown", "recent_half_life_s", "probe_interval_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise SimulationError(f"{name} must be above 0")
+
+    def roles(self) -> list[Role]:
+        """Role of each instance, in order."""
+        if not self.prefill_instances:
+            return [self.role] * self.instances
+        decoding = self.instances - self.prefill_instances
+        return [Role.KV_PRODUCER] * self.prefill_instances + [Role.KV_CONSUMER] * decoding
+
+    def engine(self, role: Role, block_tokens: int) -> tuple[EngineConfig, HardwareProfile]:
+        """Configuration of an engine of a role, as ``warmroute engine`` would resolve it, and its hardware.
+
+        The engine id is for the caller to set: the random one that engines draw would differ from run to run.
+
+        Raises:
+            SimulationError: unknown profile or transport, or a pool too small for its blocks.
+        """
+        try:
+            settings = ServerSettings.resolve(
+                port=1,
+                profile=self.profile,
+                block_size=block_tokens,
+                kv_capacity_tokens=self.pool_tokens,
+                role=role.value,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_num_seqs=self.max_num_seqs,
+                max_model_len=self.max_model_len,
+                transport=self.transport,
+                abort_timeout_s=self.bounds.hold_s,
+            )
+        except (SettingsError, ProfileError) as error:
+            raise SimulationError(str(error)) from error
+        return settings.config, settings.profile
+
+    def proven_transport(self, profile: HardwareProfile) -> Transport | None:
+        """What the router is told that KV moves over."""
+        name = self.transport or profile.default_transport
+        return Transport(name) if name in set(Transport) else None

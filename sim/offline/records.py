@@ -1,0 +1,164 @@
+"""What is written of an offline run: the replayer's records, and rows in the shape of the proxy's /breakdown."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from policies.registry import parameters
+from policies.types import Prediction
+from replayer.plan import OfferedLoad, offered_dict
+from replayer.records import RequestRecord, RunHeader
+from replayer.version import installed_version
+from sim.offline.exchange import Exchange
+from sim.offline.options import SimOptions
+from sim.offline.router import OfflineRouter
+
+ENDPOINT = "sim:offline"
+"""What the header of a simulated run names instead of a URL."""
+
+
+class Source(NamedTuple):
+    """The trace as the header names it."""
+
+    name: str
+    sha256: str
+    block_tokens: int
+    notes: list[str]
+
+
+def header_of(
+    options: SimOptions, router: OfflineRouter, source: Source, offered: OfferedLoad | None, kv_capacity_tokens: int
+) -> RunHeader:
+    """The run's first line. It holds no wall-clock time: equal simulations give equal bytes.
+
+    ``kv_capacity_tokens`` is the KV pool of one instance (the smallest, where roles differ).
+    """
+    scales = options.plan
+    return RunHeader(
+        label=options.label,
+        trace=source.name,
+        trace_sha256=source.sha256,
+        endpoint=ENDPOINT,
+        model=options.profile,
+        time_scale=scales.time_scale,
+        think_scale=scales.time_scale if scales.think_scale is None else scales.think_scale,
+        max_inflight_sessions=options.max_inflight_sessions,
+        request_limit=scales.request_limit,
+        seed=options.seed,
+        warmroute_version=installed_version(),
+        offered=offered_dict(offered) if offered is not None else {},
+        options={
+            "idle_gap_cap_s": scales.idle_gap_cap_s,
+            "block_tokens": source.block_tokens,
+            "trace_notes": source.notes,
+            "policy": router.policy.name,
+            "policy_params": parameters(router.policy),
+            "planner": router.planner.name,
+            "planner_params": parameters(router.planner),
+            "instances": options.instances,
+            "prefill_instances": options.prefill_instances,
+            "role": options.role.value,
+            "profile": options.profile,
+            "pool_tokens": options.pool_tokens,
+            "kv_capacity_tokens": kv_capacity_tokens,
+            "transport": options.transport,
+            "arrival_jitter_s": options.noise.arrival_jitter_s,
+            "speed_sigma": options.noise.speed_sigma,
+            "slowdown": options.slowdown,
+        },
+    )
+
+
+def record_of(exchange: Exchange, ended_s: float) -> RequestRecord:
+    """One request's fate, as a replay would have recorded it."""
+    step, decision = exchange.step, exchange.decision
+    request = step.request
+    sent_s, due_s, first_s = exchange.sent_s, exchange.due_s, exchange.first_token_s
+    ok = exchange.error is None
+    tokens = exchange.completion_tokens
+    return RequestRecord(
+        request_id=step.request_id,
+        session_id=request.session_id,
+        turn=request.turn,
+        chat_id=request.chat_id,
+        trace_timestamp_s=request.timestamp_s,
+        scheduled_s=due_s,
+        sent_s=sent_s,
+        first_token_s=first_s,
+        finished_s=ended_s,
+        ttft_s=None if first_s is None else first_s - sent_s,
+        ttft_scheduled_s=None if first_s is None else first_s - due_s,
+        tpot_s=(ended_s - first_s) / (tokens - 1) if first_s is not None and tokens > 1 else None,
+        e2e_s=ended_s - sent_s,
+        e2e_scheduled_s=ended_s - due_s,
+        input_length=request.input_length,
+        output_length=max(request.output_length, 1),
+        prompt_tokens=request.input_length if ok else None,
+        completion_tokens=tokens if ok else None,
+        cached_tokens=exchange.actual_cached_tokens if ok else None,
+        ok=ok,
+        error=exchange.error,
+        http_status=_status(exchange.error),
+        instance=decision.decode_on,
+        prefill_instance=exchange.prefill_instance,
+        request_class=decision.request_class.value,
+        reason=decision.reason.value,
+        predicted_cached_tokens=exchange.predicted_cached_tokens,
+    )
+
+
+def _status(error: str | None) -> int | None:
+    if error is None:
+        return 200
+    return 400 if error.startswith("HTTP 400") else None
+
+
+def breakdown_row(exchange: Exchange, planner: str, ended_s: float) -> dict[str, Any]:
+    """The request as the proxy's /breakdown would show it, JSON-ready. Times are engine seconds from the start."""
+    decision, request = exchange.decision, exchange.request
+    offloaded = exchange.prefill_instance is not None
+    prediction: Prediction | None = decision.prefill_prediction if offloaded else decision.decode_prediction
+    stages_s = dict(exchange.stages_s)
+    if exchange.first_token_s is not None:
+        stages_s["first_byte"] = exchange.first_token_s - exchange.sent_s
+    stages_s["total"] = ended_s - exchange.sent_s
+    ok = exchange.error is None
+    status = _status(exchange.error)
+    return {
+        "request_id": request.request_id,
+        "session_id": request.session_id,
+        "arrived_unix_s": exchange.sent_s,
+        "endpoint": "/v1/completions",
+        "stream": True,
+        "status": status or 0,
+        "outcome": "ok" if ok else ("engine_refused" if status == 400 else "upstream_timeout"),
+        "error": exchange.error,
+        "policy": decision.policy,
+        "planner": planner,
+        "class": decision.request_class.value,
+        "instance": decision.decode_on,
+        "prefill_instance": exchange.prefill_instance,
+        "reason": decision.reason.value,
+        "offload_reason": exchange.offload_reason,
+        "prompt_tokens": request.prompt_tokens,
+        "predicted_cached_tokens": exchange.predicted_cached_tokens,
+        "actual_cached_tokens": exchange.actual_cached_tokens if ok else None,
+        "index_source": prediction.source.value if prediction else None,
+        "predicted_by_shadow_tokens": prediction.shadow_tokens if prediction else None,
+        "predicted_by_exact_tokens": prediction.exact_tokens if prediction else None,
+        "completion_tokens": exchange.completion_tokens if ok else None,
+        "events": exchange.completion_tokens,
+        "scores": [
+            {"instance": instance, "score": score, "inputs": dict(inputs), "skipped": skipped}
+            for instance, score, inputs, skipped in decision.scores
+        ],
+        "offload_inputs": dict(decision.offload.inputs),
+        "attempts": exchange.attempts or [],
+        "resumed": 0,
+        "resume": None,
+        "legs": {
+            leg: {"predicted_s": round(predicted_s, 4), "actual_s": round(actual_s, 4)}
+            for leg, (predicted_s, actual_s) in exchange.legs.items()
+        },
+        "stages_ms": {name: round(value * 1e3, 3) for name, value in stages_s.items()},
+    }

@@ -1,0 +1,132 @@
+"""Runs one setup into a run file: read the trace, simulate, write every line as its request ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import msgspec
+
+from replayer.loading import LoadOptions, load
+from replayer.plan import Plan, PlanOptions, make_plan
+from replayer.records import RequestRecord, RunEnd, encode_line
+from replayer.trace import Trace
+from sim.offline.fleet import InstanceTotals
+from sim.offline.outcome import Outcome
+from sim.offline.reading import read_apart
+from sim.offline.records import Source
+from sim.offline.setup import Setup
+from sim.offline.simulate import OfflineRun
+from sim.offline.streaming import StreamedLoop
+
+
+class Ran(NamedTuple):
+    """What a run came to, besides its file."""
+
+    outcome: Outcome
+    instances: list[InstanceTotals]
+    end: RunEnd
+    notes: list[str]
+    """What is worth knowing of the trace and of how it was read."""
+
+
+def run_setup(setup: Setup, output: IO[bytes], rows: IO[bytes] | None = None, trace: Trace | None = None) -> Ran:
+    """Simulate a trace that is held whole. One that is loaded here is kept for the next setup.
+
+    Args:
+        setup: What to simulate.
+        output: Where the run's lines go.
+        rows: Where breakdown rows go, if they are wanted.
+        trace: The setup's, where it is loaded already.
+
+    Raises:
+        SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError: with what to change.
+    """
+    options = setup.options()
+    plan: Plan | None = None
+    if trace is None:
+        trace = loaded(setup.trace, setup.idle_gap_cap_s)
+        plan = planned(setup.trace, setup.plan_options())
+    run = OfflineRun.of_trace(trace, options, setup.routing(), setup.offload(), plan)
+    return _write(run, output, rows, trace.notes)
+
+
+def run_streamed(
+    setup: Setup,
+    look_ahead_s: float,
+    output: IO[bytes],
+    rows: IO[bytes] | None = None,
+) -> Ran:
+    """Simulate a trace that is read by another process as it is used; arguments and errors as ``run_setup``."""
+    options = setup.options()
+    with read_apart(Path(setup.trace), LoadOptions(idle_gap_cap_s=setup.idle_gap_cap_s)) as opened:
+        turns = StreamedLoop(opened.requests, opened.sha256, options, look_ahead_s)
+        source = Source(opened.name, opened.sha256, opened.block_tokens, opened.notes)
+        run = OfflineRun(source, turns, None, options, setup.routing(), setup.offload())
+        ran = _write(run, output, rows, list(opened.notes))
+    ran.notes.append(f"at most {turns.most_sessions:,} sessions known at once")
+    if turns.late_turns:
+        ran.notes.append(
+            f"{turns.late_turns:,} turns were read after they were due, up to {turns.most_late_s:,.1f} s: "
+            "raise --look-ahead-s"
+        )
+    return ran
+
+
+def _write(
+    run: OfflineRun,
+    output: IO[bytes],
+    rows: IO[bytes] | None,
+    notes: list[str],
+) -> Ran:
+    outcome = Outcome()
+    encode = msgspec.json.Encoder().encode
+
+    def record(each: RequestRecord) -> None:
+        output.write(encode_line(each))
+        outcome.add(each)
+
+    output.write(encode_line(run.header))
+    end, instances = run.run(record, None if rows is None else lambda row: rows.writelines((encode(row), b"\n")))
+    output.write(encode_line(end))
+    return Ran(outcome, instances, end, list(notes))
+
+
+@lru_cache(maxsize=1)
+def loaded(path: str, idle_gap_cap_s: float) -> Trace:
+    """The trace, loaded once for all setups of a process that simulate it one after the other."""
+    return load(path, LoadOptions(idle_gap_cap_s=idle_gap_cap_s))
+
+
+@lru_cache(maxsize=2)
+def planned(path: str, options: PlanOptions) -> Plan:
+    """Its plan, made once for all setups that scale it alike."""
+    return make_plan(loaded(path, 60.0 if options.idle_gap_cap_s is None else options.idle_gap_cap_s), options)
+
+
+@contextmanager
+def new_files(*paths: Path | None) -> Iterator[list[IO[bytes] | None]]:
+    """Open files for writing that must not exist yet; None stays None. If something fails they are removed again.
+
+    Raises:
+        FileExistsError: one does.
+    """
+    made: list[Path] = []
+    try:
+        with ExitStack() as stack:
+            files: list[IO[bytes] | None] = []
+            for path in paths:
+                if path is None:
+                    files.append(None)
+                    continue
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.append(stack.enter_context(path.open("xb")))
+                made.append(path)
+            yield files
+    except BaseException:
+        for path in made:
+            path.unlink(missing_ok=True)
+        raise

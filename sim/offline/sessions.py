@@ -1,0 +1,98 @@
+"""The closed loop: when each turn is sent, as ``replayer.replay`` does it, in virtual time.
+
+Sessions start in order of arrival, each when its time has come and a slot is free. Turn k + 1 is due after turn k's end
+plus think time, or at its gap from turn k's due time but not before turn k's end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from replayer.plan import SessionPlan, Step
+
+
+class Session:
+    """A session under way."""
+
+    __slots__ = ("due_s", "number", "plan", "turn")
+
+    def __init__(self, plan: SessionPlan, number: int) -> None:
+        self.plan = plan
+        self.number = number
+        """Place in the order of arrival."""
+        self.turn = 0
+        """Index of the turn that is due or in flight."""
+        self.due_s = plan.arrival_s
+
+
+class Turn(NamedTuple):
+    """What is to be sent now."""
+
+    session: Session
+    step: Step
+    due_s: float
+    """When it was wanted; sent later where its session waited for a slot."""
+
+
+class TurnSource(Protocol):
+    """Says which turns are due; the simulation tells it when they end."""
+
+    def next_s(self) -> float:
+        """When the next turn is due (infinite: none, until one in flight ends)."""
+        ...
+
+    def take(self) -> Turn | None:
+        """The turn that is due next; None where there is none after all."""
+        ...
+
+    def ended(self, session: Session, now_s: float) -> None:
+        """The session's turn in flight has ended, well or badly."""
+        ...
+
+
+class ClosedLoop:
+    """All sessions known beforehand. ``plans`` must be in order of arrival."""
+
+    def __init__(self, plans: Iterable[SessionPlan], max_inflight_sessions: int | None) -> None:
+        self._arrivals = iter(plans)
+        self._slots = math.inf if max_inflight_sessions is None else max_inflight_sessions
+        self._due: list[tuple[float, int, Session]] = []
+        self._count = 0
+        self._next = next(self._arrivals, None)
+        self._started = 0
+
+    def next_s(self) -> float:
+        """See ``TurnSource``."""
+        due_s = self._due[0][0] if self._due else math.inf
+        if self._next is not None and self._slots > 0 and self._next.arrival_s < due_s:
+            return self._next.arrival_s
+        return due_s
+
+    def take(self) -> Turn | None:
+        """See ``TurnSource``."""
+        arrival = self._next
+        due = self._due
+        if arrival is not None and self._slots > 0 and (not due or arrival.arrival_s < due[0][0]):
+            self._slots -= 1
+            session = Session(arrival, self._started)
+            self._started += 1
+            self._next = next(self._arrivals, None)
+        elif due:
+            session = heapq.heappop(due)[2]
+        else:
+            return None
+        return Turn(session, session.plan.steps[session.turn], session.due_s)
+
+    def ended(self, session: Session, now_s: float) -> None:
+        """See ``TurnSource``."""
+        session.turn += 1
+        if session.turn == len(session.plan.steps):
+            self._slots += 1
+            return
+        step = session.plan.steps[session.turn]
+        session.due_s = now_s + step.wait_s if step.after_end else max(session.due_s + step.wait_s, now_s)
+        self._count += 1
+        heapq.heappush(self._due, (session.due_s, self._count, session))

@@ -1,0 +1,161 @@
+"""A simulation as plain data: what the command line says, checked, and sent to other processes as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from policies.offload.base import OffloadPlanner
+from policies.registry import PolicyParameterError, make_planner, make_routing
+from policies.routing.base import RoutingPolicy
+from policies.types import Role
+from replayer.plan import PlanOptions
+from sim.offline.options import Noise, SimOptions, SimulationError
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Trace, policy, planner, fleet and load of one simulation. Times are engine seconds."""
+
+    trace: str
+    policy: str = "warm"
+    policy_params: dict[str, Any] = {}
+    planner: str = "never"
+    planner_params: dict[str, Any] = {}
+    instances: int = 8
+    prefill_instances: int = 0
+    role: Role | None = None
+    """None: ``kv_both`` with a planner other than never, else ``none``."""
+    profile: str = "h200"
+    pool_tokens: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    transport: str | None = None
+    time_scale: float = 1.0
+    think_scale: float | None = None
+    request_limit: int | None = None
+    idle_gap_cap_s: float = 60.0
+    max_inflight_sessions: int | None = None
+    seed: int = 0
+    arrival_jitter_s: float = 0.0
+    speed_sigma: float = 0.0
+    slowdown: float = 1.0
+    label: str = ""
+    """Empty: the policy's name."""
+
+    def routing(self) -> RoutingPolicy:
+        """The policy; raises UnknownPolicyError or PolicyParameterError."""
+        return make_routing(self.policy, self.policy_params)
+
+    def offload(self) -> OffloadPlanner:
+        """The planner; raises the same."""
+        return make_planner(self.planner, self.planner_params)
+
+    def plan_options(self) -> PlanOptions:
+        """How the trace is scaled and cut."""
+        return PlanOptions(
+            time_scale=self.time_scale,
+            think_scale=self.think_scale,
+            request_limit=self.request_limit,
+            idle_gap_cap_s=self.idle_gap_cap_s,
+        )
+
+    def options(self) -> SimOptions:
+        """The simulation's options, checked; raises SimulationError."""
+        role = self.role
+        if role is None:
+            role = Role.NONE if self.planner == "never" or self.prefill_instances else Role.KV_BOTH
+        options = SimOptions(
+            instances=self.instances,
+            prefill_instances=self.prefill_instances,
+            role=role,
+            profile=self.profile,
+            pool_tokens=self.pool_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            transport=self.transport,
+            plan=self.plan_options(),
+            max_inflight_sessions=self.max_inflight_sessions,
+            seed=self.seed,
+            noise=Noise(arrival_jitter_s=self.arrival_jitter_s, speed_sigma=self.speed_sigma),
+            slowdown=self.slowdown,
+            label=self.label or self.policy,
+        )
+        options.check()
+        return options
+
+    def check(self) -> None:
+        """Refuse what cannot be simulated, before anything is read.
+
+        Raises:
+            SimulationError, UnknownPolicyError, PolicyParameterError: says what is wrong.
+        """
+        self.routing()
+        self.offload()
+        if not Path(self.trace).exists():
+            raise SimulationError(f"{self.trace}: no such trace")
+        options = self.options()
+        for role in dict.fromkeys(options.roles()):
+            options.engine(role, 1)
+
+
+_NOT_SWEPT = {"trace", "policy_params", "planner_params", "idle_gap_cap_s", "label"}
+"""One trace is read, in one way, for all points of a sweep; parameters are swept one by one; points have names."""
+
+
+def changed(setup: Setup, settings: Mapping[str, Any]) -> Setup:
+    """The setup with other settings, by name; ``policy.NAME`` and ``planner.NAME`` are parameters.
+
+    Another policy or planner begins with its own defaults: parameters of the old one mean nothing to it.
+
+    Raises:
+        SimulationError: no such setting, or a value of another type.
+    """
+    plain = msgspec.to_builtins(setup)
+    names = {name.replace("-", "_"): value for name, value in settings.items()}
+    for kind in ("policy", "planner"):
+        if kind in names and names[kind] != plain[kind]:
+            plain[f"{kind}_params"] = {}
+    for name, value in names.items():
+        kind, dot, parameter = name.partition(".")
+        if dot and kind in {"policy", "planner"}:
+            plain[f"{kind}_params"] = {**plain[f"{kind}_params"], parameter: value}
+        elif name in plain and name not in _NOT_SWEPT:
+            plain[name] = value
+        else:
+            known = sorted(set(plain) - _NOT_SWEPT)
+            raise SimulationError(
+                f"{name!r} cannot be swept; choose one of {', '.join(known)}, policy.PARAMETER or planner.PARAMETER"
+            )
+    try:
+        return msgspec.convert(plain, Setup)
+    except msgspec.ValidationError as error:
+        raise SimulationError(f"{', '.join(f'{key}={value}' for key, value in names.items())}: {error}") from error
+
+
+def parsed_params(pairs: Sequence[str]) -> dict[str, Any]:
+    """``KEY=VALUE`` pairs with values as in YAML: ``true``, ``3``, ``0.5``, text.
+
+    Raises:
+        PolicyParameterError: a pair without ``=``, or a value that is not YAML.
+    """
+    params: dict[str, Any] = {}
+    for pair in pairs:
+        key, found, value = pair.partition("=")
+        if not found or not key:
+            raise PolicyParameterError(f"{pair!r}: give parameters as KEY=VALUE")
+        params[key] = parsed_value(value, pair)
+    return params
+
+
+def parsed_value(text: str, where: str) -> Any:
+    """A value as YAML has it; raises PolicyParameterError."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise PolicyParameterError(f"{where!r}: the value is not YAML ({error})") from error

@@ -1,0 +1,224 @@
+"""Parameter sweeps: every combination of some settings' values, simulated in parallel processes or on a Ray cluster."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import zstandard
+
+from policies.registry import PolicyParameterError, UnknownPolicyError
+from replayer.formats.source import file_sha256
+from replayer.trace import Trace, TraceError
+from replayer.version import installed_version
+from sim.offline.options import SimulationError
+from sim.offline.running import loaded, run_setup
+from sim.offline.setup import Setup, changed, parsed_value
+
+SCHEMA = 1
+"""Version of sweep.json."""
+EXPECTED = (SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError, MemoryError)
+"""What can be wrong with one point; the others go on."""
+
+
+class Point(NamedTuple):
+    """One combination."""
+
+    name: str
+    """``policy=lmetric time_scale=2``, the label of its run."""
+    file: str
+    """Name of its run file."""
+    values: dict[str, Any]
+    setup: Setup
+
+
+class PointResult(NamedTuple):
+    """What became of a point: its figures and its run file's content (zstd), or why there is none."""
+
+    figures: dict[str, Any]
+    run: bytes = b""
+    error: str | None = None
+
+
+Execute = Callable[[Sequence[Point]], Iterator[tuple[Point, PointResult]]]
+"""Runs all points and yields them as they are done."""
+
+
+def points_of(base: Setup, sweeps: Sequence[str]) -> list[Point]:
+    """Every combination of ``KEY=V1,V2,...``; the last key changes fastest.
+
+    Raises:
+        SimulationError, UnknownPolicyError, PolicyParameterError: an unknown key, a value that does not fit, or a
+            combination that cannot be simulated: none is begun then.
+    """
+    axes: dict[str, list[Any]] = {}
+    for sweep in sweeps:
+        key, found, listed = sweep.partition("=")
+        if not found or not key or not listed:
+            raise SimulationError(f"--sweep {sweep!r}: give KEY=VALUE1,VALUE2,...")
+        if key in axes:
+            raise SimulationError(f"--sweep {key}: given twice; put all values into one")
+        axes[key] = [parsed_value(value, sweep) for value in listed.split(",")]
+    points: list[Point] = []
+    for combination in itertools.product(*axes.values()):
+        values = dict(zip(axes, combination, strict=True))
+        name = " ".join(f"{key}={_text(value)}" for key, value in values.items())
+        setup = msgspec.structs.replace(changed(base, values), label=name)
+        setup.check()
+        points.append(Point(name, f"{len(points):03d}-{_file_stem(name)}.jsonl", values, setup))
+    names = [point.name for point in points]
+    if len(set(names)) < len(names):
+        raise SimulationError("--sweep: a value is given twice")
+    return points
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _file_stem(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._=-]+", "_", name)[:100]
+
+
+def simulate_point(setup: Setup, trace: Trace | None = None) -> PointResult:
+    """Simulate one point; what is wrong with it is told, not raised. Runs in whatever process or machine.
+
+    ``trace`` is the setup's, where it is loaded already.
+    """
+    run = io.BytesIO()
+    try:
+        ran = run_setup(setup, run, trace=trace)
+    except EXPECTED as error:
+        return PointResult({}, error=f"{type(error).__name__}: {error}")
+    figures: dict[str, Any] = dict(ran.outcome.figures())
+    busy = [row.busy_s for row in ran.instances]
+    figures["busy_share"] = sum(busy) / len(busy) / ran.end.finished_unix_s if ran.end.finished_unix_s else None
+    figures["evictions"] = sum(row.evictions for row in ran.instances)
+    figures["preemptions"] = sum(row.preemptions for row in ran.instances)
+    return PointResult(figures, zstandard.ZstdCompressor(level=3).compress(run.getvalue()))
+
+
+def in_processes(jobs: int) -> Execute:
+    """Run points in ``jobs`` processes of this machine."""
+
+    def execute(points: Sequence[Point]) -> Iterator[tuple[Point, PointResult]]:
+        if jobs == 1 or len(points) == 1:
+            for point in points:
+                yield point, simulate_point(point.setup)
+            return
+        executor = ProcessPoolExecutor(min(jobs, len(points)), mp_context=get_context("spawn"))
+        try:
+            running = {executor.submit(simulate_point, point.setup): point for point in points}
+            for future in as_completed(running):
+                try:
+                    result = future.result()
+                except BrokenProcessPool:
+                    result = PointResult({}, error="its process died; is there memory enough for so many --jobs?")
+                yield running[future], result
+        finally:
+            executor.shutdown(wait=True, cancel_futures=True)
+
+    return execute
+
+
+def on_ray(base: Setup) -> Execute:
+    """Run points on the Ray cluster that RAY_ADDRESS names, or else on one begun on this machine for the purpose.
+
+    The trace goes to the nodes through Ray's object store, runs come back the same way: nodes need this package and
+    no shared disk.
+
+    Raises:
+        SimulationError: Ray is not installed.
+    """
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ModuleNotFoundError as error:
+        raise SimulationError(
+            "--ray needs Ray, which is not installed: pip install ray here and on every node, "
+            "or leave --ray out for processes of this machine (--jobs)"
+        ) from error
+
+    def execute(points: Sequence[Point]) -> Iterator[tuple[Point, PointResult]]:
+        started = not ray.is_initialized()
+        if started:
+            ray.init(log_to_driver=False)
+        try:
+            trace = ray.put(loaded(base.trace, base.idle_gap_cap_s))
+            task = ray.remote(_simulate_elsewhere)
+            running = {task.remote(point.setup, trace): point for point in points}
+            while running:
+                done, _ = ray.wait(list(running))
+                for reference in done:
+                    point = running.pop(reference)
+                    try:
+                        result = PointResult(*ray.get(reference))
+                    except ray.exceptions.RayError as error:
+                        result = PointResult({}, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+                    yield point, result
+        finally:
+            if started:
+                ray.shutdown()
+
+    return execute
+
+
+def _simulate_elsewhere(setup: Setup, trace: Trace) -> tuple[dict[str, Any], bytes, str | None]:
+    """One point on another machine; the answer is plain data, which any node can read."""
+    return tuple(simulate_point(setup, trace))  # type: ignore[return-value]
+
+
+def run_sweep(
+    points: Sequence[Point], base: Setup, folder: Path, execute: Execute, on_done: Callable[[Point, PointResult], None]
+) -> list[tuple[Point, PointResult]]:
+    """Simulate all points into a new or empty folder: a run file for each, and ``sweep.json`` with all figures.
+
+    The files do not depend on how, and in which order, the points were run.
+
+    Raises:
+        SimulationError: the folder holds something.
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise SimulationError(f"{folder}: is not empty; give another --output, or empty it")
+    results: dict[str, PointResult] = {}
+    for point, result in execute(points):
+        if result.error is None:
+            (folder / point.file).write_bytes(zstandard.ZstdDecompressor().decompress(result.run))
+        results[point.name] = result._replace(run=b"")
+        on_done(point, result)
+    ordered = [(point, results[point.name]) for point in points]
+    (folder / "sweep.json").write_bytes(
+        msgspec.json.format(msgspec.json.encode(_summary(ordered, base)), indent=2) + b"\n"
+    )
+    return ordered
+
+
+def _summary(results: Iterable[tuple[Point, PointResult]], base: Setup) -> dict[str, Any]:
+    trace = Path(base.trace)
+    return {
+        "schema": SCHEMA,
+        "warmroute_version": installed_version(),
+        "trace": trace.name,
+        "trace_sha256": file_sha256(trace),
+        "settings": {key: value for key, value in msgspec.to_builtins(base).items() if key != "trace"},
+        "points": [
+            {
+                "name": point.name,
+                "values": point.values,
+                "run": None if result.error else point.file,
+                "error": result.error,
+                "figures": result.figures,
+            }
+            for point, result in results
+        ],
+    }

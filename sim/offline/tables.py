@@ -1,0 +1,49 @@
+"""Tables of simulated runs for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.table import Table
+
+from sim.offline.running import Ran
+
+
+def figures_table(rows: Iterable[tuple[str, Mapping[str, Any], str | None]]) -> Table:
+    """A row per run: its name, its figures (``Outcome.figures``), or why it has none."""
+    table = Table(title="p50/p90/p99 of successful requests, engine time")
+    table.add_column("run", overflow="fold")
+    for name in ("OK/N", "TTFT s", "TPOT ms", "E2E s", "APC", "prediction error", "offloaded"):
+        table.add_column(name, justify="right")
+    for name, figures, error in rows:
+        if error is not None:
+            table.add_row(name, error)
+            continue
+        table.add_row(
+            name,
+            f"{figures['ok']:,}/{figures['requests']:,}",
+            _quantiles(figures, "ttft", 1.0, 2),
+            _quantiles(figures, "tpot", 1e3, 1),
+            _quantiles(figures, "e2e", 1.0, 2),
+            "–" if figures["apc"] is None else f"{figures['apc']:.3f}",
+            "–" if figures["prediction_error_tokens"] is None else f"{figures['prediction_error_tokens']:,.0f} tokens",
+            f"{figures['offloaded']:,}",
+        )
+    return table
+
+
+def _quantiles(figures: Mapping[str, Any], what: str, scale: float, digits: int) -> str:
+    values = [figures[f"{what}_{share}_s"] for share in ("p50", "p90", "p99")]
+    return "/".join("–" if value is None else f"{value * scale:.{digits}f}" for value in values)
+
+
+def load_line(ran: Ran) -> str:
+    """How busy the instances were, and what their KV pools went through."""
+    span_s = ran.end.finished_unix_s
+    busy = [row.busy_s / span_s if span_s else 0.0 for row in ran.instances]
+    evictions, preemptions = (sum(getattr(row, name) for row in ran.instances) for name in ("evictions", "preemptions"))
+    return (
+        f"instances busy {min(busy):.0%} to {max(busy):.0%} of {span_s:,.0f} s; "
+        f"{evictions:,} blocks evicted, {preemptions:,} preemptions"
+    )
