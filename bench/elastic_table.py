@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from launch.arm import BREAKDOWN_FILE, RUN_FILE
-from replayer.compare import Comparison, compare
+from replayer.arms import ArmRun, ArmRuns, unique
+from replayer.compare import CompareOptions, Comparison, compare_arms
 from replayer.records import Run, read_run
 from replayer.statistics import Verdict
 from replayer.summary import Quantiles, summarise
@@ -134,20 +135,15 @@ def _differences(arms: Sequence[KeptArm], baseline_name: str) -> list[str]:
 
 
 def compared(pairs: Sequence[tuple[KeptArm, KeptArm]]) -> Comparison:
-    """Arms against their baselines, paired by request within a repeat, bootstrapped by the sessions of all repeats."""
-    skip_first_s = pairs[0][0].note.skip_first_s
-    baseline, candidate = (_together([pair[side] for pair in pairs]) for side in (0, 1))
-    return compare(baseline, candidate, resamples=RESAMPLES, seed=0, skip_first_s=skip_first_s)
-
-
-def _together(arms: Sequence[KeptArm]) -> Run:
-    """One run of all their requests; a session of another repeat is another session."""
-    records = [
-        msgspec.structs.replace(record, session_id=f"{record.session_id}@{number}")
-        for number, arm in enumerate(arms)
-        for record in arm.run.records
+    """Arms against their baselines, paired by request; several repeats are runs of the same two things."""
+    options = CompareOptions(resamples=RESAMPLES, skip_first_s=pairs[0][0].note.skip_first_s)
+    labels = [each.run.header.label or side for each, side in zip(pairs[0], ("baseline", "candidate"), strict=True)]
+    arms = [
+        ArmRuns(label, [ArmRun(pair[side].run, repeat=pair[side].repeat) for pair in pairs])
+        for side, label in enumerate(labels)
     ]
-    return arms[0].run._replace(records=records)
+    [found] = compare_arms(unique(arms), options)
+    return found
 
 
 def _pair(quantiles: Quantiles, digits: int, unit: float = 1.0) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from launch.capacity import kv_capacity_tokens
 from launch.fleet import FleetFile
 from launch.fresh import FRESH_FILE, FreshProof, prove_fresh
 from launch.fresh_gpus import idle_inventory
@@ -46,6 +47,8 @@ class ArmResult:
     breakdown: list[Row]
     processors: ProcessorUse
     proof: FreshProof
+    kv_capacity_tokens: int | None = None
+    """KV pool of one engine; None where engines do not tell."""
     telemetry: str = ""
     """Why there is no GPU telemetry, or not all of it; empty when ``telemetry.csv`` is complete."""
 
@@ -99,6 +102,7 @@ async def run_arm(
             path=arm_dir / FRESH_FILE,
             gpus_before=gpus_before,
         )
+        capacity = await kv_capacity_tokens(fleet.url(0))
         on_phase("replaying")
         options = msgspec.structs.replace(options, label=label, endpoint=fleet.proxy_url(), model=fleet.request_model)
         telemetry = TelemetrySampler(arm_dir / TELEMETRY_FILE)
@@ -112,7 +116,13 @@ async def run_arm(
         _write(arm_dir / PROCESSORS_FILE, msgspec.json.encode(use))
         on_phase("stopping")
     return ArmResult(
-        label, run, read_breakdown(arm_dir / BREAKDOWN_FILE), use, proof, telemetry=telemetry.problem or ""
+        label,
+        run,
+        read_breakdown(arm_dir / BREAKDOWN_FILE),
+        use,
+        proof,
+        kv_capacity_tokens=capacity,
+        telemetry=telemetry.problem or "",
     )
 
 

@@ -19,7 +19,7 @@ from replayer.loading import load
 from replayer.plan import Plan, PlanOptions
 from replayer.records import RequestRecord
 from replayer.replay import ReplayOptions
-from replayer.report import Arm, against_leader, compare_all, render, summarise_arm, write_report
+from replayer.report import Arm, Extras, against_leader, compare_all, render, summarise_arm, write_report
 from replayer.report_cli import arms_table
 from replayer.synth import SynthOptions, synthesise
 from replayer.trace import Trace
@@ -51,7 +51,8 @@ async def run_demo(settings: DemoSettings, run_dir: Path, base_port: int, consol
             results.append(await _measure(arm, settings, trace, run_dir, base_port, previous, progress))
     page = run_dir / REPORT_FILE
     shown = [Arm(result.label, result.run, result.breakdown, result.warnings) for result in results]
-    comparisons, among_the_best = await asyncio.to_thread(_report, shown, settings, run_dir)
+    extras = Extras(trace=trace, pool_tokens=results[0].kv_capacity_tokens)
+    comparisons, among_the_best = await asyncio.to_thread(_report, shown, settings, run_dir, extras)
     console.print(arms_table([summarise_arm(one.label, one.run) for one in shown], title="Arms (engine seconds)"))
     for comparison in comparisons:
         console.print(escape(comparison.sentence), soft_wrap=True)
@@ -132,7 +133,9 @@ def make_trace(settings: DemoSettings, path: Path) -> Trace:
     return load(path)
 
 
-def _report(arms: list[Arm], settings: DemoSettings, run_dir: Path) -> tuple[list[Comparison], list[Comparison]]:
+def _report(
+    arms: list[Arm], settings: DemoSettings, run_dir: Path, extras: Extras
+) -> tuple[list[Comparison], list[Comparison]]:
     comparisons, refusals = compare_all(arms, resamples=settings.resamples)
     among_the_best = against_leader(arms, resamples=settings.resamples)
     remarks = [
@@ -141,7 +144,14 @@ def _report(arms: list[Arm], settings: DemoSettings, run_dir: Path) -> tuple[lis
         "the page compares routing policies on that model of an engine, it does not measure hardware.",
         "Every arm started from engines that proved fresh; the proofs are in fresh.json beside each run.",
     ]
-    page = render(arms, comparisons, title="Routing policies compared", remarks=remarks, among_the_best=among_the_best)
+    page = render(
+        arms,
+        comparisons,
+        title="Routing policies compared",
+        remarks=remarks,
+        among_the_best=among_the_best,
+        extras=extras,
+    )
     write_report(run_dir / REPORT_FILE, page)
     told = msgspec.json.encode([comparison.as_json() for comparison in [*comparisons, *among_the_best]])
     (run_dir / COMPARISON_FILE).write_bytes(msgspec.json.format(told, indent=2) + b"\n")

@@ -174,7 +174,8 @@ class ExactIndex:
 
     def trusted_instances(self) -> frozenset[str]:
         """Names of the instances whose prefix caches are known."""
-        return frozenset(name for name, known in self._instances.items() if known.trusted)
+        # `trusted` written out: this runs for every instance of every request.
+        return frozenset([name for name, known in self._instances.items() if known.known and not known.suspended])
 
     def trusted(self, instance: str) -> bool:
         """Whether the index holds exactly what the instance has reported."""

@@ -24,6 +24,10 @@ class Holds:
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
 
+    def __len__(self) -> int:
+        """Instances that something was held on since they last restarted."""
+        return len(self._kept)
+
     def take(self, instance: str, tokens: int) -> Hold:
         """Count a hold that somebody will release or orphan."""
         if tokens < 0:

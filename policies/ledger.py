@@ -6,7 +6,7 @@ each other. It is released exactly once, whatever happens in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import exp2
@@ -99,7 +99,8 @@ class Ledger:
         """Raises ValueError for a half-life that is not positive."""
         self.set_half_life(recent_half_life_s)
         self._accounts: dict[str, Account] = {}
-        self._unused = Account()
+        self.unused = Account()
+        """The account of an instance never seen: zeros. For readers."""
         self._departed: list[Account] = []
         self.on_release: Callable[[], None] | None = None
         """Called after every release of a lease that is taken from then on: there may be room for others."""
@@ -132,7 +133,12 @@ class Ledger:
 
     def account(self, instance: str) -> Account:
         """The live account of one instance, for readers; zeros for one never seen."""
-        return self._accounts.get(instance, self._unused)
+        return self._accounts.get(instance, self.unused)
+
+    @property
+    def accounts(self) -> Mapping[str, Account]:
+        """The live accounts by instance, for readers; ``unused`` stands for the instances that are not in it."""
+        return self._accounts
 
     def load(self, instance: str, now_s: float) -> Load:
         """Current reading of one instance; zero for one never seen."""
@@ -186,9 +192,9 @@ class Ledger:
 
     def recent_tokens(self, account: Account, now_s: float) -> float:
         """The decayed term of an account."""
-        if not account.recent_tokens:
-            return 0.0
-        return account.recent_tokens * exp2(-max(0.0, now_s - account.recent_at_s) / self._half_life_s)
+        recent = account.recent_tokens
+        elapsed_s = now_s - account.recent_at_s
+        return recent * exp2(-elapsed_s / self._half_life_s) if recent and elapsed_s > 0.0 else recent
 
 
 _IDLE = Load()

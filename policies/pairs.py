@@ -31,4 +31,6 @@ class PairBreaker:
 
     def broken(self, now_s: float) -> frozenset[tuple[str, str]]:
         """Pairs that may not be used now."""
+        if not self._open_until_s:
+            return frozenset()
         return frozenset(pair for pair, until_s in self._open_until_s.items() if now_s < until_s)

@@ -5,25 +5,24 @@ Both are asked wherever both can answer, so that their errors can be told apart.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
 from policies.exact_index import ExactIndex
 from policies.prefix_index import PrefixIndex
 from policies.promises import Promises
-from policies.types import IndexSource, RequestView
+from policies.types import RequestView
 
 
 class Match(NamedTuple):
-    """Matched prefix of one request on one instance, in blocks."""
+    """Matched prefix of one request on every instance, in blocks."""
 
-    blocks: int = 0
-    """The prediction."""
-    source: IndexSource = IndexSource.SHADOW
-    """Whose it is."""
-    shadow_blocks: int = 0
-    exact_blocks: int | None = None
-    """None: the instance's events are not trusted, or the request's blocks are not those events tell of."""
+    shadow: Mapping[str, int]
+    """As the shadow index has it, for all instances."""
+    exact: Mapping[str, int]
+    """As the exact index has it; only for instances whose events are trusted, and empty where the request's blocks are
+    not those events tell of. Where it answers, it is the prediction."""
 
 
 class Promised:
@@ -72,23 +71,19 @@ class Predictor:
         self.exact = ExactIndex()
         self.promises = Promises(on_drop=self.exact.forget_promise)
 
-    def match(self, request: RequestView, now_s: float) -> dict[str, Match]:
+    def match(self, request: RequestView, now_s: float) -> Match:
         """Matched prefix of every instance. One descent per index, plus the prompts in flight on trusted instances."""
         hashes = request.block_hashes
         shadow = self.shadow.match(hashes)
         trusted = self.exact.trusted_instances() if request.plain else ()
         if not trusted:
-            return {instance: Match(blocks, IndexSource.SHADOW, blocks) for instance, blocks in shadow.items()}
+            return Match(shadow, {})
         held = self.exact.match(hashes)
-        matches = {}
-        for instance, blocks in shadow.items():
-            if instance in trusted:
-                reported = partial(self.exact.told_of, instance)
-                exact = self.promises.match(instance, hashes, held[instance], now_s, reported)
-                matches[instance] = Match(exact, IndexSource.EXACT, blocks, exact)
-            else:
-                matches[instance] = Match(blocks, IndexSource.SHADOW, blocks)
-        return matches
+        exact = {}
+        for instance in trusted:
+            reported = partial(self.exact.told_of, instance)
+            exact[instance] = self.promises.match(instance, hashes, held[instance], now_s, reported)
+        return Match(shadow, exact)
 
     def promised(self) -> Promised:
         """A fresh record of what one decision promises."""

@@ -68,7 +68,10 @@ class PrefixIndex:
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
         """Longest held prefix of every instance, in blocks."""
-        return {instance: tree.match(hashes) for instance, tree in self._trees.items()}
+        if not hashes:
+            return dict.fromkeys(self._trees, 0)
+        first = hashes[0]
+        return {instance: tree.match(hashes) if first in tree.roots else 0 for instance, tree in self._trees.items()}
 
     def match_one(self, instance: str, hashes: Sequence[int]) -> int:
         """Longest prefix held by one instance, in blocks."""

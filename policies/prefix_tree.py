@@ -38,6 +38,8 @@ class PrefixTree:
         self.blocks = 0
         """Blocks held."""
         self._root = _Node(array("Q"), None)
+        self.roots = self._root.children
+        """First blocks of all chains held."""
         self._by_use: OrderedDict[_Node, None] = OrderedDict()
         """Least recently used first; of one insertion's nodes the deepest first, so the first has no children."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 
 
 class SessionTable:
@@ -52,6 +53,11 @@ class SessionTable:
     def count(self, instance: str) -> int:
         """Live sessions pinned to an instance."""
         return self._per_instance.get(instance, 0)  # a Counter's own default is a call in Python
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Live sessions per instance, for readers; those without any are left out."""
+        return self._per_instance
 
     def _expire(self, now_s: float) -> None:
         while self._pins:

@@ -17,7 +17,16 @@ from policies.pairs import PairBreaker
 from policies.predictor import Match, Predictor, Promised
 from policies.prefix_index import Insertion, PrefixIndex
 from policies.sessions import SessionTable
-from policies.types import Connector, Decision, FleetSnapshot, InstanceView, RequestView, Role, Transport
+from policies.types import (
+    Connector,
+    Decision,
+    FleetSnapshot,
+    IndexSource,
+    InstanceView,
+    RequestView,
+    Role,
+    Transport,
+)
 
 
 @dataclass(slots=True)
@@ -230,13 +239,7 @@ class FleetState:
         matched = self.predictor.match(request, now_s)
         class_blocks = min(self.hotspots.class_blocks, len(request.block_hashes))
         tokens: dict[int, int] = {}
-        views = tuple(
-            [
-                self._view(name, known, request, matched[name], class_blocks, tokens, now_s)
-                for name, known in self._instances.items()
-                if name in eligible
-            ]
-        )
+        views = tuple(self._views(eligible, request, matched, class_blocks, tokens, now_s))
         return FleetSnapshot(
             instances=views,
             sequence=self._sequence,
@@ -245,14 +248,7 @@ class FleetState:
             offloads_in_flight=self.offloads_in_flight,
             broken_pairs=self.pairs.broken(now_s),
             costs=self.costs.at(now_s),
-            prefill_instances=(
-                *views,
-                *(
-                    self._view(name, known, request, matched[name], class_blocks, tokens, now_s)
-                    for name, known in self._instances.items()
-                    if name in prefill_only
-                ),
-            )
+            prefill_instances=(*views, *self._views(prefill_only, request, matched, class_blocks, tokens, now_s))
             if prefill_only
             else (),
         )
@@ -291,48 +287,70 @@ class FleetState:
         not_yet_on_decode = new_tokens - new_on_decode
         return Commitment(self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised)
 
-    def _view(
+    def _views(
         self,
-        name: str,
-        known: _Instance,
+        wanted: Collection[str],
         request: RequestView,
-        match: Match,
+        matched: Match,
         class_blocks: int,
         tokens: dict[int, int],
         now_s: float,
-    ) -> InstanceView:
-        """``tokens`` keeps what a number of matched blocks comes to: mostly it is the same for many instances."""
-        blocks, source, shadow_blocks, exact_blocks = match
-        for each in (blocks, shadow_blocks):
-            if each not in tokens:
-                tokens[each] = cacheable_tokens(request, each)
-        account = self.ledger.account(name)
-        # What was promised before the report is in its figure, unless the engine had not got round to it yet.
-        promised = account.promised_tokens - min(known.promised_at_report_tokens, known.kv_used_tokens)
-        # In the order of the fields: naming 19 of them takes as long as everything else here.
-        return InstanceView._make(
-            (
-                name,
-                tokens[blocks],
-                account.requests,
-                account.pending_prefill_tokens,
-                account.decoding_tokens,
-                self.ledger.recent_tokens(account, now_s) if account.recent_tokens else 0.0,
-                self.sessions.count(name),
-                known.kv_capacity_tokens,
-                known.kv_used_tokens,
-                (promised if promised > 0 else 0) + self.holds.tokens(name, now_s),
-                known.role,
-                blocks >= class_blocks > 0,
-                account.prefilling,
-                known.host,
-                known.transport,
-                known.connector,
-                source,
-                tokens[shadow_blocks],
-                None if exact_blocks is None else cacheable_tokens(request, exact_blocks),
+    ) -> list[InstanceView]:
+        """The wanted instances, in the order they were added.
+
+        ``tokens`` keeps what a number of matched blocks comes to: mostly it is the same for many instances. One loop
+        without calls where none is needed: it runs for every instance of every request.
+        """
+        shadow, exact = matched
+        account_of, recent_of = self.ledger.accounts.get, self.ledger.recent_tokens
+        unused = self.ledger.unused
+        sessions = self.sessions.counts
+        holds = self.holds if self.holds else None
+        new, shadow_source, exact_source = tuple.__new__, IndexSource.SHADOW, IndexSource.EXACT
+        views = []
+        for name, known in self._instances.items():
+            if name not in wanted:
+                continue
+            blocks, source, exact_tokens = shadow[name], shadow_source, None
+            cached = shadow_tokens = tokens.get(blocks)
+            if shadow_tokens is None:
+                cached = shadow_tokens = tokens[blocks] = cacheable_tokens(request, blocks)
+            if exact and name in exact:
+                blocks, source = exact[name], exact_source
+                cached = exact_tokens = cacheable_tokens(request, blocks)
+            account = account_of(name, unused)
+            # What was promised before the report is in its figure, unless the engine had not got round to it yet.
+            reported, used = known.promised_at_report_tokens, known.kv_used_tokens
+            promised = account.promised_tokens - (reported if reported < used else used)
+            held = 0 if holds is None else holds.tokens(name, now_s)
+            # In the order of the fields: naming 19 of them takes as long as everything else here.
+            views.append(
+                new(
+                    InstanceView,
+                    (
+                        name,
+                        cached,
+                        account.requests,
+                        account.pending_prefill_tokens,
+                        account.decoding_tokens,
+                        recent_of(account, now_s) if account.recent_tokens else 0.0,
+                        sessions.get(name, 0),
+                        known.kv_capacity_tokens,
+                        used,
+                        promised + held if promised > 0 else held,
+                        known.role,
+                        blocks >= class_blocks > 0,
+                        account.prefilling,
+                        known.host,
+                        known.transport,
+                        known.connector,
+                        source,
+                        shadow_tokens,
+                        exact_tokens,
+                    ),
+                )
             )
-        )
+        return views
 
 
 def cacheable_tokens(request: RequestView, matched_blocks: int) -> int:

@@ -1,4 +1,4 @@
-"""Figures of a report as inline SVG: no file, no script, no reference to anything outside the page."""
+"""What every figure of a report shares: style, colours that print, and the ways out: inline, or as files."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import html
 import io
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-from replayer.statistics import FloatArray
 
 _STYLE: Any = {
     "svg.fonttype": "none",
@@ -30,117 +30,88 @@ _STYLE: Any = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "axes.axisbelow": True,
+    "hatch.linewidth": 0.6,
     "figure.constrained_layout.use": True,
 }
-# Okabe & Ito's palette (told apart by colour-blind readers and in print), with line styles as a second sign.
+# Okabe & Ito's palette (told apart by colour-blind readers), with line styles and hatches as a second sign in print.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 _LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)))
-_MAX_POINTS = 400
-_MAX_BAR_LABELS = 12
+# Straight lines only: a hatch of dots or circles is 200 kB of SVG.
+_HATCHES = ("", "////", "||||", "\\\\\\\\", "xxxx", "----", "++++", "//")
+_FILLS = ("#4d4d4d", "#e6e6e6", "#b3b3b3", "#ffffff", "#cccccc", "#f2f2f2", "#999999", "#d9d9d9")
+MARKERS = ("o", "s", "^", "D", "v", "x", "+", "*")
+SMALL = (4.6, 2.7)
+"""Inches of a figure of which two stand side by side on paper."""
+WIDE = 9.6
+"""Inches of a figure as wide as the page."""
+_PNG_DPI = 160
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One request on a timeline; engine seconds from the first request shown."""
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """A finished figure."""
 
-    turn: int
-    sent_s: float
-    first_token_s: float
-    finished_s: float
-    instance: str
+    name: str
+    """File name without suffix."""
+    description: str
+    """For those who cannot see it."""
+    figure: Figure
+    caption: str = ""
 
+    def inline(self) -> str:
+        """As an ``<svg>`` element: no prolog, no metadata, ids made unique, no reference to anything outside."""
+        text = self._svg
+        text = text[text.index("<svg") :]
+        text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+        head, rest = text.split(">", 1)
+        head = _NAMESPACES.sub("", head)
+        # Ids are unique within one figure only; several share a page.
+        prefix = f"f{zlib.crc32(f'{self.name} {text}'.encode()):08x}-"
+        rest = _IDENTIFIER.sub(lambda match: f"{match.group(1)}{prefix}{match.group(2)}", rest)
+        told = html.escape(printable(self.description), quote=True)
+        return f'{head} role="img" aria-label="{told}"><title>{told}</title>{_TAG.sub(_shorten, rest)}'
 
-def cdfs(series: Mapping[str, FloatArray], *, title: str, unit: str) -> str:
-    """Empirical distribution functions on a logarithmic axis, one line for each arm; empty arms are left out."""
-    drawn = {label: np.sort(values[values > 0]) for label, values in series.items() if np.any(values > 0)}
-    if not drawn:
-        return ""
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(4.6, 3.1))
-        axes = figure.add_subplot()
-        for position, (label, ordered) in enumerate(drawn.items()):
-            levels = np.arange(1, ordered.size + 1) / ordered.size
-            chosen = np.unique(np.linspace(0, ordered.size - 1, min(_MAX_POINTS, ordered.size)).astype(int))
-            axes.plot(ordered[chosen], levels[chosen], label=_label(label), **_line(position))
-        _logarithmic(axes, "x")
-        axes.set_ylim(0, 1)
-        axes.set_xlabel(f"{title} [{unit}]")
-        axes.set_ylabel("share of requests")
-        axes.legend(fontsize=8, loc="lower right")
-        return _svg(figure, f"Distribution of {title}: {', '.join(drawn)}")
+    def save(self, directory: str | Path, name: str = "") -> list[Path]:
+        """Write ``NAME.png`` and ``NAME.svg``; returns their paths."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        vector, raster = directory / f"{name or self.name}.svg", directory / f"{name or self.name}.png"
+        vector.write_text(self._svg, encoding="utf-8")
+        with matplotlib.rc_context(_STYLE):
+            canvas: Any = FigureCanvasAgg(self.figure)
+            self.figure.set_dpi(_PNG_DPI)
+            canvas.print_png(raster)
+        return [raster, vector]
 
-
-def per_turn(series: Mapping[str, Mapping[int, float]], *, title: str, unit: str) -> str:
-    """Median by turn of the session, one line for each arm."""
-    drawn = {label: points for label, points in series.items() if points}
-    if not drawn:
-        return ""
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(4.6, 3.1))
-        axes = figure.add_subplot()
-        for position, (label, points) in enumerate(drawn.items()):
-            turns = sorted(points)
-            axes.plot(
-                turns,
-                [points[turn] for turn in turns],
-                label=_label(label),
-                marker=".",
-                **_line(position),
-            )
-        _logarithmic(axes, "y")
-        axes.set_xlabel("turn of the session")
-        axes.set_ylabel(f"{title} [{unit}]")
-        axes.legend(fontsize=8)
-        return _svg(figure, f"{title} by turn: {', '.join(drawn)}")
+    @cached_property
+    def _svg(self) -> str:
+        buffer = io.StringIO()
+        metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        with matplotlib.rc_context(_STYLE):
+            canvas: Any = FigureCanvasSVG(self.figure)
+            canvas.print_svg(buffer, metadata=metadata)
+            # Where everything lies is known now; finding it is most of the time of drawing.
+            self.figure.set_layout_engine("none")
+        return buffer.getvalue()
 
 
-def instance_load(arms: Mapping[str, Mapping[str, float]], *, title: str) -> str:
-    """Share of the load each instance carried, one group of bars for each arm; the dashed line is an even share."""
-    arms = {label: loads for label, loads in arms.items() if sum(loads.values()) > 0}
-    instances = sorted({instance for loads in arms.values() for instance in loads}, key=natural)
-    if not instances:
-        return ""
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(max(4.6, 1.4 + 0.5 * len(instances)), 2.8))
-        axes = figure.add_subplot()
-        width = 0.8 / len(arms)
-        for position, (label, loads) in enumerate(arms.items()):
-            total = sum(loads.values())
-            offsets = np.arange(len(instances)) + (position - (len(arms) - 1) / 2) * width
-            shares = [loads.get(instance, 0.0) / total for instance in instances]
-            axes.bar(offsets, shares, width * 0.95, label=_label(label), color=COLOURS[position % len(COLOURS)])
-        axes.axhline(1 / len(instances), color="black", linewidth=0.8, linestyle="--")
-        crowded = len(instances) > _MAX_BAR_LABELS
-        axes.set_xticks(np.arange(len(instances)), [_label(name) for name in instances], rotation=90 if crowded else 0)
-        axes.set_ylabel(title)
-        axes.legend(fontsize=8, ncols=min(4, len(arms)), loc="upper center", bbox_to_anchor=(0.5, 1.22))
-        return _svg(figure, f"{title} by instance: {', '.join(arms)}")
+_IDENTIFIER = re.compile(r'(\bid="|url\(#|href="#)([^")]+)')
+_NAMESPACES = re.compile(r' xmlns(:\w+)?="[^"]*"')
+_TAG = re.compile(r"<[^>]+>")
+_LONG = re.compile(r"-?\d+\.\d{3,}")
 
 
-def timeline(arms: Mapping[str, Sequence[Span]]) -> str:
-    """One session's requests in every arm: light until the first token, then dark, numbered by instance."""
-    arms = {label: spans for label, spans in arms.items() if spans}
-    if not arms:
-        return ""
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(9.4, 0.7 + 0.5 * len(arms)))
-        axes = figure.add_subplot()
-        for row, spans in enumerate(arms.values()):
-            colour = COLOURS[row % len(COLOURS)]
-            for span in spans:
-                waiting = max(0.0, span.first_token_s - span.sent_s)
-                decoding = max(0.0, span.finished_s - span.first_token_s)
-                axes.barh(row, waiting, left=span.sent_s, height=0.5, color=colour, alpha=0.35, linewidth=0)
-                axes.barh(row, decoding, left=span.first_token_s, height=0.5, color=colour, linewidth=0)
-                axes.text(span.sent_s, row - 0.3, _label(_short(span.instance)), fontsize=6, va="bottom")
-        axes.set_yticks(range(len(arms)), [_label(label) for label in arms])
-        axes.set_ylim(len(arms) - 0.5, -0.7)
-        axes.set_xlabel("engine seconds since the session's first request")
-        axes.grid(axis="y", visible=False)
-        return _svg(figure, f"Timeline of one session: {', '.join(arms)}")
+def _shorten(tag: re.Match[str]) -> str:
+    """A tag with its coordinates to two decimals of a point, 1/7,200 inch: half the size. Text is not touched."""
+    return _LONG.sub(lambda number: f"{float(number.group()):.2f}", tag.group())
 
 
-def _logarithmic(axes: Any, which: str) -> None:
+def style() -> Any:
+    """The context in which figures are made."""
+    return matplotlib.rc_context(_STYLE)
+
+
+def logarithmic(axes: Any, which: str) -> None:
     """A logarithmic axis labelled 0.1, 0.2, 0.5, 1: matplotlib's own labels are mathematics, which is switched off."""
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")
@@ -151,20 +122,8 @@ def _logarithmic(axes: Any, which: str) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key that puts inst-2 before inst-10."""
-    return tuple(
-        (0, int(part), "") if part.isascii() and part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)
-    )
-
-
-def _short(instance: str) -> str:
-    """The number at the end of an instance's name, or the name."""
-    found = re.search(r"(\d+)$", instance)
-    return found.group(1) if found else instance
-
-
-def _line(position: int) -> dict[str, Any]:
+def line(position: int) -> dict[str, Any]:
+    """Colour and line style of an arm."""
     return {
         "color": COLOURS[position % len(COLOURS)],
         "linestyle": _LINES[position % len(_LINES)],
@@ -172,28 +131,49 @@ def _line(position: int) -> dict[str, Any]:
     }
 
 
-def _label(text: str) -> str:
-    """A label matplotlib and XML both take: control characters out; a leading underscore would hide it."""
-    printable = "".join(character if character.isprintable() else "�" for character in text)
-    return f" {printable}" if printable.startswith("_") else printable
+def bar(position: int) -> dict[str, Any]:
+    """Fill and hatch of an arm, or of a part: told apart without colour."""
+    return {
+        "facecolor": _FILLS[position % len(_FILLS)],
+        "hatch": _HATCHES[position % len(_HATCHES)],
+        "edgecolor": "black",
+        "linewidth": 0.6,
+    }
 
 
-_IDENTIFIER = re.compile(r'(\bid="|url\(#|href="#)([^")]+)')
-_NAMESPACES = re.compile(r' xmlns(:\w+)?="[^"]*"')
+def printable(text: str) -> str:
+    """Text that matplotlib and XML both take: control characters out; a leading underscore would hide a label."""
+    clean = "".join(character if character.isprintable() else "�" for character in text)
+    return f" {clean}" if clean.startswith("_") else clean
 
 
-def _svg(figure: Figure, description: str) -> str:
-    """The figure as an ``<svg>`` element for an HTML page: namespaces, metadata and prolog removed, ids made unique."""
-    buffer = io.StringIO()
-    metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
-    canvas: Any = FigureCanvasSVG(figure)
-    canvas.print_svg(buffer, metadata=metadata)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    head, rest = text.split(">", 1)
-    head = _NAMESPACES.sub("", head)
-    # Ids are unique within one figure only; several share a page.
-    prefix = f"f{zlib.crc32(text.encode()):08x}-"
-    rest = _IDENTIFIER.sub(lambda match: f"{match.group(1)}{prefix}{match.group(2)}", rest)
-    return f'{head} role="img" aria-label="{html.escape(_label(description), quote=True)}">{rest}'
+def slug(*words: str) -> str:
+    """A file name of words that may hold anything; different words may give the same one."""
+    return "-".join(part for word in words if (part := re.sub(r"[^\w.]+", "_", word).strip("._"))) or "figure"
+
+
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key that puts inst-2 before inst-10."""
+    return tuple(
+        (0, int(part), "") if part.isascii() and part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)
+    )
+
+
+def short_name(instance: str) -> str:
+    """The number at the end of an instance's name, or the name."""
+    found = re.search(r"(\d+)$", instance)
+    return found.group(1) if found else instance
+
+
+def save_all(drawings: Iterable[Drawing], directory: str | Path) -> list[Path]:
+    """Write every figure as PNG and SVG; equal names get a number. Returns the paths.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    seen: dict[str, int] = {}
+    paths = []
+    for drawing in drawings:
+        seen[drawing.name] = count = seen.get(drawing.name, 0) + 1
+        paths += drawing.save(directory, drawing.name if count == 1 else f"{drawing.name}-{count}")
+    return paths

@@ -1,10 +1,12 @@
 """Loads a trace: detect the format, read, check every known trap, sort by time.
 
-`iter_trace` streams requests of a large file (no sorting, no cross-request repair); `load` returns a checked `Trace`.
+`load` returns a checked `Trace`. For files too large to hold, `iter_trace` and `stream` give their requests one by one:
+no sorting, no repair across requests.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from replayer.chaining import Chainer
 from replayer.formats import Format, agent_text, bailian, detect_format, mooncake, weka
 from replayer.formats.checks import (
     MIN_FOLLOW_UPS,
@@ -32,6 +35,8 @@ PROBE_REQUESTS = 256
 """Requests looked at to find block size, tail rule and unit of time."""
 EPOCH_S = 1e8
 """Times from here on are dates, not offsets: they are rebased to the first request."""
+REMEMBERED_REQUESTS = 100_000
+"""How many of the last requests a stream remembers, to know a parent and a chat id that occurs twice."""
 _DEFAULT_UNIT = {Format.BAILIAN: "s", Format.MOONCAKE: "ms", Format.AGENT_TEXT: "us", Format.WEKA: "s"}
 
 
@@ -63,13 +68,26 @@ class _Opened(msgspec.Struct):
     notes: list[str]
 
 
-def _open(path: Path, options: LoadOptions) -> _Opened:
+class TraceStream(msgspec.Struct):
+    """A trace that is read as it is used. What ``notes`` says grows while it is read."""
+
+    requests: Iterator[TraceRequest]
+    """In time order; can be gone through once."""
+    block_tokens: int
+    tail: TailRule
+    name: str
+    sha256: str
+    """Of the file's bytes as stored."""
+    notes: list[str]
+
+
+def _open(path: Path, options: LoadOptions, remembered: int | None = None) -> _Opened:
     kind = detect_format(path)
     notes: list[str] = []
     unit = _DEFAULT_UNIT[kind] if options.time_unit == "auto" else options.time_unit
     match kind:
         case Format.BAILIAN:
-            stream = bailian.read(path, UNITS_S[unit], notes)
+            stream = bailian.read(path, UNITS_S[unit], notes, remembered=remembered)
         case Format.MOONCAKE:
             stream = mooncake.read(path, UNITS_S[unit], notes)
         case Format.AGENT_TEXT:
@@ -106,6 +124,56 @@ def iter_trace(path: str | Path, options: LoadOptions | None = None) -> Iterator
     opened = _open(path, options or LoadOptions())
     for request in opened.requests:
         check_id_count(request, opened.block_tokens, opened.tail, str(path))
+        yield request
+
+
+def stream(path: str | Path, options: LoadOptions | None = None) -> TraceStream:
+    """Requests of a Bailian-style or Mooncake file in time order, with bounded memory.
+
+    Times are those that `load` gives. Sessions are the file's; a trace without any has a session per request. Block
+    ids are replaced by keys that are chained (`replayer.chaining`), unless they are to be kept: prompts share what they
+    share after `load`'s repair, but what was wrong with the ids is not told.
+
+    Raises:
+        TraceError: names file, line, and what to do; while reading, also for a file that is not in time order.
+    """
+    path = Path(path)
+    options = options or LoadOptions()
+    if options.chain == "error":
+        raise TraceError(f"{path}: whether all ids of a stream are chained is not known; load the file whole")
+    opened = _open(path, options, REMEMBERED_REQUESTS)
+    if opened.format not in {Format.BAILIAN, Format.MOONCAKE}:
+        raise TraceError(
+            f"{path}: {opened.format} traces cannot be streamed, as they are not in time order or need all of their "
+            "text: load them whole, or convert them with `warmroute sample` first"
+        )
+    return TraceStream(
+        requests=_in_order(opened, str(path), Chainer() if options.chain == "repair" else None),
+        block_tokens=opened.block_tokens,
+        tail=opened.tail,
+        name=path.name,
+        sha256=file_sha256(path),
+        notes=opened.notes,
+    )
+
+
+def _in_order(opened: _Opened, where: str, chainer: Chainer | None) -> Iterator[TraceRequest]:
+    first_s: float | None = None
+    last_s = -math.inf
+    for request in opened.requests:
+        check_id_count(request, opened.block_tokens, opened.tail, where)
+        if first_s is None:
+            first_s = request.timestamp_s if request.timestamp_s >= EPOCH_S else 0.0
+        if first_s:
+            request.timestamp_s = round(request.timestamp_s - first_s, 6)
+        if request.timestamp_s < last_s:
+            raise TraceError(
+                f"{where}: request {request.chat_id} comes {last_s - request.timestamp_s:g} s before the one above it; "
+                "a stream must be in time order: load the file whole, or sort it"
+            )
+        last_s = request.timestamp_s
+        if chainer is not None:
+            request.hash_ids = chainer.keys(request.hash_ids)
         yield request
 
 

@@ -95,18 +95,25 @@ def choose_sessions(trace: Trace, request_limit: int | None) -> tuple[list[list[
     return chosen, 0
 
 
+def wait_between(before: TraceRequest, request: TraceRequest, cap_s: float | None) -> tuple[float, bool]:
+    """How long a turn waits after the one before it, unscaled, and whether that counts from the other's end."""
+    gap_s = max(request.timestamp_s - before.timestamp_s, 0.0)
+    if request.think_time_s is not None:
+        wait = (max(request.think_time_s, 0.0), True)
+    elif before.api_time_s is not None:
+        wait = (max(gap_s - before.api_time_s, 0.0), True)
+    else:
+        wait = (gap_s, False)
+    return (wait[0] if cap_s is None else min(wait[0], cap_s), wait[1])
+
+
 def _waits(turns: list[TraceRequest], cap_s: float | None) -> list[tuple[float, bool]]:
-    waits = [(0.0, False)]
-    for before, request in pairwise(turns):
-        gap_s = max(request.timestamp_s - before.timestamp_s, 0.0)
-        if request.think_time_s is not None:
-            wait = (max(request.think_time_s, 0.0), True)
-        elif before.api_time_s is not None:
-            wait = (max(gap_s - before.api_time_s, 0.0), True)
-        else:
-            wait = (gap_s, False)
-        waits.append((wait[0] if cap_s is None else min(wait[0], cap_s), wait[1]))
-    return waits
+    return [(0.0, False), *(wait_between(before, request, cap_s) for before, request in pairwise(turns))]
+
+
+def id_prefix(sha256: str) -> str:
+    """What the request ids of a trace begin with."""
+    return sha256[:8] or "trace"
 
 
 def make_plan(trace: Trace, options: PlanOptions) -> Plan:
@@ -124,7 +131,7 @@ def make_plan(trace: Trace, options: PlanOptions) -> Plan:
     if not chosen:
         raise TraceError(f"{trace.name}: no requests to replay")
     start_s = chosen[0][0].timestamp_s
-    prefix = trace.sha256[:8] or "trace"
+    prefix = id_prefix(trace.sha256)
     plans = []
     ends_s = [0.0]
     for turns in chosen:

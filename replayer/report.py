@@ -2,135 +2,121 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from replayer import figures
-from replayer.compare import Comparison, ComparisonError, compare, silence_as_zero
-from replayer.records import RequestRecord, Run
-from replayer.statistics import FloatArray
-from replayer.summary import Summary, quantiles, summarise
+from replayer import decisions, figures_fleet, figures_latency, report_conditions, report_sections
+from replayer.arms import ArmRuns
+from replayer.breakdown_rows import BreakdownError, BreakdownRow
+from replayer.breakdown_rows import read_objects as read_breakdown
+from replayer.compare import ComparisonError, compare_arms
+from replayer.comparison import CompareOptions, Comparison
+from replayer.conditions import refuse_or_note
+from replayer.figures import Drawing, natural
+from replayer.offloads import offloads
+from replayer.readable import format_change, format_number, format_percent, format_seconds
+from replayer.report_inputs import Arm, Row, pooled, unique_labels
+from replayer.report_summary import ArmSummary, summarise_arm, values_of
+from replayer.summary import CLASSES
+from replayer.trace import Trace
+from replayer.turns import by_turn
 
-Row = dict[str, Any]
-
-
-class BreakdownError(ValueError):
-    """A breakdown file that cannot be read; the message names file and line."""
+__all__ = [
+    "Arm",
+    "ArmSummary",
+    "BreakdownError",
+    "Page",
+    "Row",
+    "against_leader",
+    "compare_all",
+    "format_percent",
+    "format_seconds",
+    "make_page",
+    "read_breakdown",
+    "render",
+    "summarise_arm",
+    "unique_labels",
+    "write_report",
+]
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One run in a report, with the proxy's breakdown rows where they were collected."""
+class Extras:
+    """What a page may show besides its runs."""
 
-    label: str
-    run: Run
-    breakdown: list[Row] | None = None
-    warnings: list[str] = field(default_factory=list)
-    """Reasons to distrust the arm's figures, shown at the top of the page."""
+    trace: Trace | None = None
+    """What was replayed: the hit anatomy needs its block ids."""
+    why_no_trace: str = "it needs the trace for its block ids: give --trace FILE"
+    pool_tokens: int | None = None
+    """KV pool of one instance, where the runs do not tell it."""
+    session: str | None = None
+    """The session to draw; None: the longest."""
+    environment: Mapping[str, Any] | None = None
+    """Machine and versions of an experiment."""
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class ArmSummary:
-    """An arm in figures: the run's own summary, and where its requests went."""
+class Page:
+    """A finished page."""
 
-    label: str
-    summary: Summary
-    """Over all requests; unknown cached tokens count as in `replayer.compare`."""
-    requests_by_instance: dict[str, int]
-    new_tokens_by_instance: dict[str, int]
-    reasons: dict[str, int]
-
-    def imbalance(self, loads: dict[str, int], instances: int) -> float:
-        """Largest instance's load over the mean over ``instances``; 1 is even."""
-        total = sum(loads.values())
-        return max(loads.values()) * instances / total if total else float("nan")
+    html: str
+    drawings: list[Drawing]
+    """Its figures, in order."""
 
 
-def read_breakdown(path: str | Path) -> list[Row]:
-    """Rows of the proxy's ``/breakdown?format=jsonl``.
+def compare_all(
+    arms: Sequence[Arm], options: CompareOptions | None = None, *, same: Sequence[ArmRuns] = (), **fields: Any
+) -> tuple[list[Comparison], list[str]]:
+    """Every arm against the first: the comparisons, and why the others could not be made.
 
-    Raises:
-        BreakdownError: a line is not a JSON object.
-        OSError: the file cannot be read.
+    Args:
+        arms: the baseline first.
+        options: how to compare.
+        same: groups of runs of the same thing, which tell the noise floor.
+        fields: of `CompareOptions`, instead of ``options``.
     """
-    rows: list[Row] = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-        if line.strip():
-            try:
-                rows.append(msgspec.json.decode(line, type=Row))
-            except msgspec.MsgspecError as error:
-                raise BreakdownError(f"{path}:{number}: not a breakdown row ({error})") from error
-    return rows
-
-
-def unique_labels(runs: Sequence[Run]) -> list[str]:
-    """The runs' labels; a label used before gets a number, an empty one becomes "run"."""
-    seen: Counter[str] = Counter()
-    labels = []
-    for run in runs:
-        label = run.header.label or "run"
-        seen[label] += 1
-        labels.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
-    return labels
-
-
-def values_of(records: Iterable[RequestRecord], attribute: str) -> FloatArray:
-    """The known values of one attribute among the successful requests, as floats."""
-    found = [getattr(record, attribute) for record in records if record.ok]
-    return np.array([value for value in found if value is not None], dtype=np.float64)
-
-
-def summarise_arm(label: str, run: Run) -> ArmSummary:
-    """An arm's figures over all of its requests (the paired figures are the comparison's)."""
-    run = run._replace(records=silence_as_zero(run.records))
-    by_instance: Counter[str] = Counter()
-    new_tokens: Counter[str] = Counter()
-    for record in run.records:
-        if record.ok and record.instance is not None:
-            by_instance[record.instance] += 1
-            new_tokens[record.instance] += record.new_tokens or 0
-    return ArmSummary(
-        label=label,
-        summary=summarise(run),
-        requests_by_instance=dict(by_instance),
-        new_tokens_by_instance=dict(new_tokens),
-        reasons=dict(Counter(record.reason or "not told" for record in run.records).most_common()),
-    )
-
-
-def compare_all(arms: Sequence[Arm], **options: Any) -> tuple[list[Comparison], list[str]]:
-    """Every arm against the first: the comparisons, and why the others could not be made."""
-    comparisons, refusals = [], []
-    for arm in arms[1:]:
+    chosen = options or CompareOptions(**fields)
+    base, *others = [arm.compared() for arm in arms]
+    if not others:
+        return [], []
+    try:
+        return compare_arms([base, *others], chosen, same=same), []
+    except ComparisonError as error:
+        if len(others) == 1:
+            return [], [str(error)]
+    # Something speaks against some arm: which, and the others all the same.
+    comparable, refusals = [base], []
+    for other in others:
         try:
-            comparisons.append(compare(arms[0].run, arm.run, labels=(arms[0].label, arm.label), **options))
+            refuse_or_note([base, other], chosen.trace, force=chosen.force)
+            comparable.append(other)
         except ComparisonError as error:
             refusals.append(str(error))
-    return comparisons, refusals
+    if len(comparable) == 1:
+        return [], refusals
+    try:
+        return compare_arms(comparable, chosen, same=same), refusals
+    except ComparisonError as error:
+        return [], [*refusals, str(error)]
 
 
-def against_leader(arms: Sequence[Arm], **options: Any) -> list[Comparison]:
+def against_leader(arms: Sequence[Arm], options: CompareOptions | None = None, **fields: Any) -> list[Comparison]:
     """The arms after the first against the one of them with the lowest E2E p50: who is really ahead.
 
-    Empty with fewer than two such arms, or when they cannot be compared.
+    Empty with fewer than two such arms, or when they cannot be compared. Arguments as for `compare_all`.
     """
-    timed = [
-        (arm, median)
-        for arm in arms[1:]
-        if (median := summarise_arm(arm.label, arm.run).summary.total.e2e_s.p50) is not None
-    ]
+    medians = [(arm, summarise_arm(arm.label, pooled(arm.runs())).summary.total.e2e_s.p50) for arm in arms[1:]]
+    timed = [(arm, median) for arm, median in medians if median is not None]
     if len(timed) < 2:
         return []
     leader, _ = min(timed, key=lambda pair: pair[1])
-    comparisons, _ = compare_all([leader, *(arm for arm, _ in timed if arm is not leader)], **options)
+    comparisons, _ = compare_all([leader, *(arm for arm, _ in timed if arm is not leader)], options, **fields)
     return comparisons
 
 
@@ -141,8 +127,22 @@ def render(
     title: str = "Replay report",
     remarks: Sequence[str] = (),
     among_the_best: Sequence[Comparison] = (),
+    extras: Extras | None = None,
 ) -> str:
-    """The page as HTML text. Labels and every other text from the files are escaped.
+    """The page as HTML text; see `make_page`."""
+    return make_page(arms, comparisons, title=title, remarks=remarks, among_the_best=among_the_best, extras=extras).html
+
+
+def make_page(
+    arms: Sequence[Arm],
+    comparisons: Sequence[Comparison],
+    *,
+    title: str = "Replay report",
+    remarks: Sequence[str] = (),
+    among_the_best: Sequence[Comparison] = (),
+    extras: Extras | None = None,
+) -> Page:
+    """The page and its figures. Labels and every other text from the files are escaped.
 
     Args:
         arms: the runs, baseline first.
@@ -150,28 +150,68 @@ def render(
         title: heading of the page.
         remarks: sentences shown above the tables, for example why a comparison was refused.
         among_the_best: the arms against the leader (`against_leader`); only their verdicts are shown.
+        extras: trace, pool, session and environment.
+
+    Raises:
+        BreakdownError: breakdown rows of another shape.
+        KeyError: the session asked for is in no run.
     """
-    summaries = [summarise_arm(arm.label, arm.run) for arm in arms]
-    instances = sorted({name for summary in summaries for name in summary.requests_by_instance}, key=figures.natural)
-    environment = Environment(
-        loader=PackageLoader("replayer"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    extras = extras or Extras()
+    runs = {arm.label: arm.runs() for arm in arms}
+    together = {label: pooled(every) for label, every in runs.items()}
+    summaries = [summarise_arm(label, run, runs=len(runs[label]), intervals=True) for label, run in together.items()]
+    latency = _kept(
+        *(
+            figures_latency.cdfs(
+                {label: values_of(run.records, attribute) for label, run in together.items()}, title=name, unit="s"
+            )
+            for name, attribute in (("TTFT", "ttft_s"), ("E2E", "e2e_s"), ("TPOT", "tpot_s"))
+        ),
+        figures_latency.per_turn({label: by_turn(one.run.records for one in every) for label, every in runs.items()}),
     )
-    environment.filters.update(seconds=format_seconds, percent=format_percent, number=_number)
-    return environment.get_template("report.html.j2").render(
+    hits = report_sections.hits(
+        runs, extras.trace, why_no_trace=extras.why_no_trace, capacity_tokens=extras.pool_tokens
+    )
+    load = report_sections.load(runs)
+    shares = _kept(
+        figures_fleet.instance_load({s.label: _floats(s.requests_by_instance) for s in summaries}, title="requests"),
+        figures_fleet.instance_load(
+            {s.label: _floats(s.new_tokens_by_instance) for s in summaries}, title="new tokens"
+        ),
+    )
+    rows: dict[str, list[BreakdownRow]] = {
+        label: [row for one in every for row in one.rows] for label, every in runs.items()
+    }
+    offloaded = {label: offloads(run.records, rows[label], run.header.clock_scale) for label, run in together.items()}
+    legs = _kept(figures_latency.legs({label: found.legs for label, found in offloaded.items()}))
+    session = report_sections.session(runs, extras.session)
+    instances = sorted({name for every in runs.values() for one in every for name in one.instances}, key=natural)
+    html = _environment().get_template("report.html.j2").render(
         title=title,
         arms=arms,
         summaries=summaries,
         comparisons=comparisons,
         among_the_best=among_the_best,
-        remarks=list(remarks),
+        remarks=[*extras.notes, *remarks],
         warnings=[(arm.label, warning) for arm in arms for warning in arm.warnings],
+        latency=latency,
+        hits=hits,
+        load=load,
+        shares=shares,
         instances=instances,
-        reasons=sorted({reason for summary in summaries for reason in summary.reasons}),
-        breakdowns=[(arm.label, _breakdown(arm.breakdown)) for arm in arms if arm.breakdown],
-        conditions=_conditions(arms),
-        drawings=[Markup(drawing) for drawing in _drawings(arms, summaries) if drawing],
-        session=_session_shown(arms),
-    )
+        classes=CLASSES,
+        reasons={label: decisions.reasons(run.records) for label, run in together.items()},
+        matrices={label: decisions.class_matrix(run.records) for label, run in together.items()},
+        breakdowns={label: found for label in rows if (found := decisions.summarise_rows(rows[label])) is not None},
+        offloads=offloaded,
+        legs=legs,
+        session=session,
+        conditions=report_conditions.conditions(runs),
+        freshness=report_conditions.freshness(runs),
+        machine=report_conditions.machine(extras.environment),
+    )  # fmt: skip
+    drawings = [*latency, *_kept(hits.drawing), *load.lines, *load.maps, *shares, *legs]
+    return Page(html, [*drawings, *(session.drawings if session else [])])
 
 
 def write_report(path: str | Path, html: str) -> Path:
@@ -182,116 +222,23 @@ def write_report(path: str | Path, html: str) -> Path:
     return path
 
 
-def _breakdown(rows: list[Row]) -> Row:
-    stages: dict[str, list[float]] = {}
-    for row in rows:
-        for stage, value in (row.get("stages_ms") or {}).items():
-            if isinstance(value, int | float):
-                stages.setdefault(stage, []).append(float(value))
-    return {
-        "rows": len(rows),
-        "outcomes": Counter(str(row.get("outcome")) for row in rows).most_common(),
-        "offload": Counter(str(row.get("offload_reason")) for row in rows).most_common(),
-        "retried": sum(bool(row.get("attempts")) for row in rows),
-        "stages": [(stage, quantiles(values)) for stage, values in stages.items()],
-    }
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("replayer"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters.update(
+        seconds=format_seconds,
+        percent=format_percent,
+        change=format_change,
+        number=format_number,
+        inline=lambda drawing: Markup(drawing.inline()),
+    )
+    return environment
 
 
-def _conditions(arms: Sequence[Arm]) -> list[tuple[str, list[str]]]:
-    """Name and value of each condition: one value when all arms agree, one for each arm otherwise."""
-    flat: list[dict[str, str]] = []
-    for arm in arms:
-        header = msgspec.to_builtins(arm.run.header)
-        values = {name: value for name, value in header.items() if not isinstance(value, dict) and name != "kind"}
-        for group in ("offered", "options"):
-            values |= {f"{group}.{name}": value for name, value in header.get(group, {}).items()}
-        flat.append({name: _text(value) for name, value in values.items()})
-    names = list(dict.fromkeys(name for values in flat for name in values))
-    rows = []
-    for name in names:
-        column = [values.get(name, "–") for values in flat]
-        rows.append((name, column[:1] if len(set(column)) == 1 else column))
-    return rows
-
-
-def _session_shown(arms: Sequence[Arm]) -> str | None:
-    """The session to draw: most turns among those that succeeded throughout in every arm; ties go to the first id."""
-    turns: Counter[str] = Counter()
-    failed: set[str] = set()
-    for arm in arms:
-        for record in arm.run.records:
-            turns[record.session_id] += 1
-            if not record.ok:
-                failed.add(record.session_id)
-    candidates = {session: count for session, count in turns.items() if session not in failed} or dict(turns)
-    return min(candidates, key=lambda session: (-candidates[session], session), default=None)
-
-
-def _spans(run: Run, session: str | None) -> list[figures.Span]:
-    records = [
-        record
-        for record in run.records
-        if record.session_id == session and record.sent_s is not None and record.finished_s is not None
-    ]
-    start = min((record.sent_s or 0.0 for record in records), default=0.0)
-    return [
-        figures.Span(
-            turn=record.turn,
-            sent_s=(record.sent_s or 0.0) - start,
-            first_token_s=(record.first_token_s or record.finished_s or 0.0) - start,
-            finished_s=(record.finished_s or 0.0) - start,
-            instance=record.instance or "",
-        )
-        for record in records
-    ]
-
-
-def _by_turn(run: Run) -> dict[int, float]:
-    turns: dict[int, list[float]] = {}
-    for record in run.records:
-        if record.ok and record.ttft_s is not None:
-            turns.setdefault(record.turn, []).append(record.ttft_s)
-    return {turn: float(np.median(values)) for turn, values in turns.items() if len(values) >= 3}
-
-
-def _drawings(arms: Sequence[Arm], summaries: Sequence[ArmSummary]) -> list[str]:
-    def series(attribute: str) -> dict[str, FloatArray]:
-        return {arm.label: values_of(arm.run.records, attribute) for arm in arms}
-
-    return [
-        figures.cdfs(series("ttft_s"), title="TTFT", unit="s"),
-        figures.cdfs(series("e2e_s"), title="E2E", unit="s"),
-        figures.cdfs(series("tpot_s"), title="TPOT", unit="s"),
-        figures.per_turn({arm.label: _by_turn(arm.run) for arm in arms}, title="median TTFT", unit="s"),
-        figures.instance_load({s.label: _floats(s.requests_by_instance) for s in summaries}, title="share of requests"),
-        figures.instance_load(
-            {s.label: _floats(s.new_tokens_by_instance) for s in summaries}, title="share of new tokens"
-        ),
-        figures.timeline({arm.label: _spans(arm.run, _session_shown(arms)) for arm in arms}),
-    ]
+def _kept(*drawings: Drawing | None) -> list[Drawing]:
+    return [drawing for drawing in drawings if drawing is not None]
 
 
 def _floats(loads: dict[str, int]) -> dict[str, float]:
     return {name: float(load) for name, load in loads.items()}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.3f}"
-    return "–" if value is None or value == "" else str(value)
-
-
-def format_seconds(value: float | None) -> str:
-    """Seconds for reading: milliseconds below a tenth, a dash when unknown."""
-    if value is None or not np.isfinite(value):
-        return "–"
-    return f"{value * 1000:.1f} ms" if abs(value) < 0.1 else f"{value:.3f} s"
-
-
-def format_percent(value: float | None, digits: int = 1) -> str:
-    """A ratio as a percentage, a dash when unknown."""
-    return "–" if value is None or not np.isfinite(value) else f"{value * 100:.{digits}f} %"
-
-
-def _number(value: float | None, digits: int = 0) -> str:
-    return "–" if value is None or not np.isfinite(value) else f"{value:,.{digits}f}"

@@ -1,200 +1,192 @@
-"""Commands ``compare`` and ``report``: verdicts in the terminal, and the HTML page."""
+"""Command ``report``: one HTML page, and its figures as files. ``compare`` is in `replayer.compare_cli`."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from replayer.compare_cli import (
+    ArmOption,
+    AssumedFloor,
+    Baseline,
+    Clock,
+    Force,
+    KeepAll,
+    Resamples,
+    Runs,
+    SameOption,
+    Seed,
+    SkipFirst,
+    SkipLast,
+)
+from replayer.noise_floor import ASSUMED_FLOOR
+
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from replayer.compare import Comparison
-    from replayer.report import Arm, ArmSummary
+    from replayer.arms import ArmRuns
+    from replayer.report import Arm, ArmSummary, Extras
     from replayer.summary import Quantiles
-
-Runs = Annotated[
-    list[Path],
-    typer.Argument(help="Run files written by `warmroute replay`; the first is the baseline.", show_default=False),
-]
-Resamples = Annotated[int, typer.Option(min=1000, help="Bootstrap resamples of sessions.")]
-Seed = Annotated[int, typer.Option(help="Seed of the resamples.")]
-SkipFirst = Annotated[
-    float,
-    typer.Option(min=0, help="Leave out, in both arms, pairs scheduled in the first engine seconds. 0 keeps all."),
-]
-Clock = Annotated[
-    str, typer.Option(help="Where TTFT and E2E start: 'sent' (the client sent it) or 'scheduled' (the plan wanted it).")
-]
-Force = Annotated[
-    bool, typer.Option("--force", help="Compare runs of different traces, scales or limits all the same.")
-]
-
-
-def compare_command(
-    runs: Runs,
-    resamples: Resamples = 2000,
-    seed: Seed = 0,
-    skip_first_s: SkipFirst = 0.0,
-    clock: Clock = "sent",
-    force: Force = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-) -> None:
-    """Compare runs of one trace, paired by request, with 95 % intervals by bootstrap over sessions.
-
-    Requests are paired by (session_id, turn, chat_id). Times are compared over pairs that succeeded in both runs;
-    nothing else is left out unless --skip-first-s says so. A metric is called better or worse when its p-value,
-    corrected by Holm over all metrics of the pair, is below 0.05.
-    """
-    from rich.console import Console
-    from rich.markup import escape
-
-    from replayer.compare import ComparisonError, compare
-
-    arms = load_arms(runs)
-    if len(arms) < 2:
-        _stop("compare needs at least two run files: BASELINE.jsonl CANDIDATE.jsonl [...]")
-    comparisons = []
-    for arm in arms[1:]:
-        try:
-            found = compare(
-                arms[0].run,
-                arm.run,
-                resamples=resamples,
-                seed=seed,
-                force=force,
-                skip_first_s=skip_first_s,
-                clock=clock,
-                labels=(arms[0].label, arm.label),
-            )
-        except ComparisonError as error:
-            _stop(str(error))
-        comparisons.append(found)
-    if as_json:
-        sys.stdout.write(json.dumps([found.as_json() for found in comparisons], indent=2, ensure_ascii=False) + "\n")
-        return
-    console = Console()
-    for found in comparisons:
-        console.print(effects_table(found))
-        for note in found.notes:
-            console.print(f"[dim]{escape(note)}[/dim]")
-        console.print(escape(found.sentence), style="bold")
-        console.print()
 
 
 def report_command(
-    runs: Runs,
+    runs: Runs = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to write every figure to, as PNG and as SVG.", show_default="none: figures are in the page"
+        ),
+    ] = None,
+    arm: ArmOption = None,
+    aa: SameOption = None,
+    baseline: Baseline = "",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="The trace that was replayed: the hit-rate anatomy needs its block ids.",
+            show_default="an experiment's own; else the anatomy is left out",
+        ),
+    ] = None,
+    pool_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="KV pool of one instance in tokens, for the anatomy's finite caches.",
+            show_default="what the runs say",
+        ),
+    ] = None,
     breakdown: Annotated[
         list[str] | None,
-        typer.Option(help="ARM=FILE: the proxy's /breakdown as JSONL for the arm of that label. May be repeated."),
+        typer.Option(
+            help="ARM=FILE: the proxy's /breakdown as JSONL for the (first) run of that arm. May be repeated. A "
+            "breakdown.jsonl beside a run is read without asking.",
+            show_default=False,
+        ),
+    ] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Session whose timeline is drawn.", show_default="the longest")
     ] = None,
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "Replay report",
     resamples: Resamples = 2000,
     seed: Seed = 0,
-    skip_first_s: SkipFirst = 0.0,
+    skip_first_s: SkipFirst = None,
+    skip_last_s: SkipLast = None,
+    keep_all: KeepAll = False,
     clock: Clock = "sent",
+    assumed_noise: AssumedFloor = ASSUMED_FLOOR,
     force: Force = False,
 ) -> None:
-    """Write one self-contained HTML page about one or more runs: tables, verdicts, figures, conditions.
+    """Write one self-contained HTML page about one or more runs: verdicts, tables, figures, conditions.
 
-    The page refers to nothing outside itself and can be printed. Runs that must not be compared (other trace, scale or
-    limit) are shown side by side without a verdict, and the page says why.
+    Takes run files of `warmroute replay` and `warmroute simulate`, or the directory of an experiment. The page refers
+    to nothing outside itself and can be printed. Runs that must not be compared (other trace, scale or limit, a warm
+    fleet) are shown side by side without a verdict, and the page says why. See docs/reports.md.
     """
-    from replayer.report import BreakdownError, against_leader, compare_all, read_breakdown, render, write_report
+    from replayer.comparison import CompareOptions
+    from replayer.figures import save_all
+    from replayer.report import BreakdownError, against_leader, compare_all, make_page, write_report
 
-    arms = load_arms(runs)
-    by_label = {arm.label: position for position, arm in enumerate(arms)}
-    for given in breakdown or []:
-        label, separator, file = given.rpartition("=")
-        if not separator or label not in by_label:
-            _stop(f"--breakdown {given}: expected ARM=FILE with ARM one of {', '.join(by_label)}")
-        try:
-            rows = read_breakdown(file)
-        except (OSError, BreakdownError) as error:
-            _stop(f"--breakdown {given}: {error}")
-        position = by_label[label]
-        arms[position] = type(arms[position])(label, arms[position].run, rows)
-    comparisons, refusals = compare_all(
-        arms, resamples=resamples, seed=seed, skip_first_s=skip_first_s, clock=clock, force=force
-    )
-    among_the_best = against_leader(
-        arms, resamples=resamples, seed=seed, skip_first_s=skip_first_s, clock=clock, force=force
+    if keep_all and (skip_first_s is not None or skip_last_s is not None):
+        _stop("--keep-all leaves nothing out: give it without --skip-first-s and --skip-last-s")
+    arms, extras = _read(runs or [], arm or [], trace, pool_tokens, session)
+    arms = _with_breakdowns(_baseline_first(arms, baseline), breakdown or [])
+    options = CompareOptions(
+        resamples=resamples,
+        seed=seed,
+        force=force,
+        skip_first_s=0.0 if keep_all else skip_first_s,
+        skip_last_s=0.0 if keep_all else skip_last_s,
+        clock=clock,
+        assumed_floor=assumed_noise,
+        trace=extras.trace,
     )
     try:
-        page = render(arms, comparisons, title=title, remarks=refusals, among_the_best=among_the_best)
-        write_report(output, page)
+        comparisons, refusals = compare_all(arms, options, same=_same(aa or []))
+        # What the trace says of each arm's hits has just been checked.
+        among_the_best = against_leader(arms, options if refusals else replace(options, trace=None))
+        page = make_page(arms, comparisons, title=title, remarks=refusals, among_the_best=among_the_best, extras=extras)
+    except BreakdownError as error:
+        _stop(str(error))
+    except KeyError as error:
+        _stop(f"--session {error.args[0]}: no run has a session of that id")
+    try:
+        write_report(output, page.html)
+        drawn = save_all(page.drawings, figures) if figures is not None else []
     except OSError as error:
-        _stop(f"cannot write {output}: {error.strerror}")
+        _stop(f"cannot write {error.filename or output}: {error.strerror}")
     for found in comparisons:
         typer.echo(found.sentence)
     for refusal in refusals:
         typer.echo(refusal, err=True)
-    typer.echo(f"report: {output}")
+    typer.echo(f"report: {output}" + (f"; {len(drawn)} files of figures in {figures}" if drawn else ""))
 
 
-def load_arms(paths: Sequence[Path]) -> list[Arm]:
-    """Read run files; a file that cannot be read ends the command with its error and status 2."""
-    from replayer.records import RecordError, read_run
-    from replayer.report import Arm, unique_labels
+def _read(
+    runs: Sequence[Path], specs: Sequence[str], trace: Path | None, pool_tokens: int | None, session: str | None
+) -> tuple[list[Arm], Extras]:
+    """Arms and what goes with them; what cannot be read ends the command with status 2."""
+    from replayer.arms import ArmError
+    from replayer.records import RecordError
+    from replayer.report import BreakdownError, Extras
+    from replayer.report_inputs import ReportError, read_inputs
+    from replayer.trace import TraceError
 
-    runs = []
-    for path in paths:
+    try:
+        found = read_inputs(runs, specs, trace)
+    except (ArmError, RecordError, TraceError, ReportError, BreakdownError) as error:
+        _stop(str(error))
+    except OSError as error:
+        _stop(f"{error.filename or ''}: {error.strerror}")
+    why = found.why_no_trace or Extras().why_no_trace
+    return found.arms, Extras(found.trace, why, pool_tokens, session, found.environment, found.notes)
+
+
+def _same(specs: Sequence[str]) -> list[ArmRuns]:
+    """A/A groups: runs of the same thing."""
+    from replayer.arms import ArmError, read_arm
+    from replayer.records import RecordError
+
+    try:
+        groups = [
+            read_arm(f"A/A {number}", [Path(one) for one in spec.split(",")]) for number, spec in enumerate(specs, 1)
+        ]
+    except (ArmError, RecordError) as error:
+        _stop(str(error))
+    except OSError as error:
+        _stop(f"{error.filename or ''}: {error.strerror}")
+    if any(len(group.runs) < 2 for group in groups):
+        _stop("--aa needs at least two runs of the same thing: --aa RUN.jsonl,RUN.jsonl[,...]")
+    return groups
+
+
+def _baseline_first(arms: list[Arm], baseline: str) -> list[Arm]:
+    if not baseline:
+        return arms
+    if baseline not in (names := [one.label for one in arms]):
+        _stop(f"--baseline {baseline}: there is no such arm; there are {', '.join(names)}")
+    return sorted(arms, key=lambda one: one.label != baseline)
+
+
+def _with_breakdowns(arms: list[Arm], given: Sequence[str]) -> list[Arm]:
+    """The arms with rows from ARM=FILE."""
+    from replayer.breakdown_rows import BreakdownError, read_rows
+
+    by_label = {one.label: position for position, one in enumerate(arms)}
+    for spec in given:
+        label, separator, file = spec.rpartition("=")
+        if not separator or label not in by_label:
+            _stop(f"--breakdown {spec}: expected ARM=FILE with ARM one of {', '.join(by_label)}")
         try:
-            runs.append(read_run(path))
-        except RecordError as error:
-            _stop(str(error))
-        except OSError as error:
-            _stop(f"{path}: {error.strerror}")
-        if not runs[-1].records:
-            _stop(f"{path}: holds no request; replay again")
-    return [Arm(label, run) for label, run in zip(unique_labels(runs), runs, strict=True)]
-
-
-def effects_table(comparison: Comparison) -> Table:
-    """One comparison as a Rich table."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from replayer.report import format_percent, format_seconds
-
-    title = f"{comparison.candidate_label} against {comparison.baseline_label}"
-    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    table.add_column("metric", no_wrap=True)
-    for name in (comparison.baseline_label, comparison.candidate_label):
-        table.add_column(escape(name), justify="right", overflow="fold")
-    table.add_column("change (95 % interval)", justify="right", no_wrap=True)
-    table.add_column("p, Holm", justify="right", no_wrap=True)
-    table.add_column("verdict", overflow="fold")
-    colours = {"better": "green", "worse": "red"}
-    for effect in comparison.effects:
-        show = format_seconds if effect.unit == "s" else format_percent
-        interval = "" if effect.note else f" ({effect.low * 100:+.1f} … {effect.high * 100:+.1f})"
-        table.add_row(
-            effect.metric,
-            show(effect.baseline),
-            show(effect.candidate),
-            f"{format_percent(effect.change)}{interval}",
-            "–" if effect.note else f"{effect.p_adjusted:.4f}",
-            escape(
-                f"not judged: {effect.note}"
-                if effect.note
-                else effect.verdict.value
-                if effect.verdict.value in colours
-                else "≈"
-            ),
-            style=colours.get(effect.verdict.value, ""),
-        )
-    pairing = comparison.pairing
-    table.caption = (
-        f"{pairing.both_ok} of {len(pairing.keys)} pairs OK in both, {comparison.sessions} sessions; "
-        "≈ not distinguishable"
-    )
-    return table
+            rows = read_rows(file)
+        except (OSError, BreakdownError) as error:
+            _stop(f"--breakdown {spec}: {error}")
+        arms[by_label[label]] = replace(arms[by_label[label]], breakdown=rows)
+    return arms
 
 
 def arms_table(summaries: Sequence[ArmSummary], *, title: str = "Arms") -> Table:
@@ -202,7 +194,7 @@ def arms_table(summaries: Sequence[ArmSummary], *, title: str = "Arms") -> Table
     from rich.markup import escape
     from rich.table import Table
 
-    from replayer.report import format_percent
+    from replayer.readable import format_percent
 
     table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
     table.add_column("arm", overflow="fold")
@@ -239,5 +231,7 @@ def _stop(message: str) -> NoReturn:
 
 def register(app: typer.Typer) -> None:
     """Add ``compare`` and ``report`` to an application."""
+    from replayer.compare_cli import compare_command
+
     app.command("compare")(compare_command)
     app.command("report")(report_command)

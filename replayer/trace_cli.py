@@ -1,4 +1,4 @@
-"""Commands ``sample`` and ``synth``: traces out of traces, and traces out of nothing."""
+"""Commands ``sample``, ``synth`` and ``repeat``: traces out of traces, and traces out of nothing."""
 
 from __future__ import annotations
 
@@ -108,12 +108,37 @@ def synth_command(
     )
 
 
+def repeat_command(
+    trace: Annotated[Path, typer.Argument(help="Trace of any known format.", show_default=False)],
+    output: TraceOutput,
+    times: Annotated[int, typer.Option(min=1, help="How often.")] = 2,
+    block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id; detected by default.")] = None,
+) -> None:
+    """Repeat a trace in time: a long one of the same statistics, for what must run for long.
+
+    Every repetition has sessions and blocks of its own; only blocks that several sessions of the trace share (system
+    prompts) stay shared. The new trace is written as it is made, so its length is not bounded by memory.
+    """
+    from replayer.formats import bailian
+    from replayer.loading import LoadOptions, load
+    from replayer.repeat import repeated
+    from replayer.trace import TraceError
+
+    try:
+        whole = load(trace, LoadOptions(block_tokens=block_tokens))
+        count = bailian.write(output, repeated(whole, times))
+    except (TraceError, OSError) as error:
+        _stop(error)
+    typer.echo(f"written: {output} ({count:,} requests, {len(whole.sessions()) * times:,} sessions)")
+
+
 def _stop(error: object) -> NoReturn:
     typer.echo(f"error: {error}", err=True)
     raise typer.Exit(2)
 
 
 def register(app: typer.Typer) -> None:
-    """Add ``sample`` and ``synth`` to an application."""
+    """Add ``sample``, ``synth`` and ``repeat`` to an application."""
     app.command("sample")(sample_command)
     app.command("synth")(synth_command)
+    app.command("repeat")(repeat_command)

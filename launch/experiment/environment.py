@@ -25,7 +25,7 @@ from launch.doctor.probe_python import ask_python
 from launch.fleet import FleetFile
 from launch.gpus import GpuInventory, read_inventory
 from launch.vllm_engine import resolve_python
-from replayer.replay import installed_version
+from replayer.version import installed_version
 
 ENVIRONMENT_FILE = "environment.json"
 _PROJECT = Path(__file__).resolve().parents[2]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from launch.arm import run_arm
 from launch.experiment.fleets import clock_scale, placed_fleet
@@ -20,9 +16,6 @@ from launch.state import StateError, read_state
 from proxy.settings import BreakdownSettings
 from replayer.replay import ReplayOptions
 from replayer.trace import Trace
-
-_TIMEOUT_S = 5.0
-_CACHE_INFO = "vllm:cache_config_info"
 
 
 async def measure_live(
@@ -48,46 +41,19 @@ async def measure_live(
         token_low=replay.token_low,
         token_high=replay.token_high,
     )
-    asking: list[asyncio.Task[int | None]] = []
-
-    def on_phase(phase: str) -> None:
-        callbacks.phase(phase)
-        if phase == "replaying":  # the engines run, and no request is under way yet
-            asking.append(asyncio.create_task(kv_capacity_tokens(fleet.url(0)), name="kv-capacity"))
-
-    try:
-        result = await run_arm(
-            slot.arm,
-            fleet,
-            trace,
-            options,
-            run_dir,
-            previous_engine_ids=set(known.engine_ids),
-            on_phase=on_phase,
-            on_record=callbacks.record,
-        )
-        capacity = await asking[0] if asking else None
-    finally:
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+    result = await run_arm(
+        slot.arm,
+        fleet,
+        trace,
+        options,
+        run_dir,
+        previous_engine_ids=set(known.engine_ids),
+        on_phase=callbacks.phase,
+        on_record=callbacks.record,
+    )
     warnings = [*result.warnings, *_recycled(run_dir)]
-    return Measured(result.run, fleet.instances, capacity, warnings, fleet=fleet.model_dump(mode="json"))
-
-
-async def kv_capacity_tokens(url: str) -> int | None:
-    """KV pool of an engine in tokens, from what its ``/metrics`` tell of its cache; None where they do not."""
-    try:
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
-            response = await client.get(f"{url}/metrics")
-            response.raise_for_status()
-        for family in text_string_to_metric_families(response.text):
-            for sample in family.samples:
-                if sample.name == _CACHE_INFO:
-                    return int(sample.labels["num_gpu_blocks"]) * int(sample.labels["block_size"])
-    except (httpx.HTTPError, ValueError, KeyError):
-        return None
-    return None
+    settings = fleet.model_dump(mode="json")
+    return Measured(result.run, fleet.instances, result.kv_capacity_tokens, warnings, fleet=settings)
 
 
 def with_room(fleet: FleetFile, requests: int) -> FleetFile:

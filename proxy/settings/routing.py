@@ -14,7 +14,7 @@ from proxy.settings.section import Seconds, Section
 class PolicySettings(Section):
     """Routing policy by registered name."""
 
-    name: str = Field(default="linear", description="registered routing policy")
+    name: str = Field(default="warm", description="registered routing policy")
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that policy")
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import zstandard
 
 from replayer.formats.source import iter_lines
@@ -48,8 +49,9 @@ def id_array(values: Iterable[int], where: str) -> array[int]:
         ids = array("q", values)
     except OverflowError:
         raise TraceError(f"{where}: a hash id needs more than 63 bits; renumber the ids") from None
-    if ids and min(ids) < 0:
-        raise TraceError(f"{where}: negative hash id {min(ids)}; ids must be 0 or more")
+    least = int(np.frombuffer(ids, dtype=np.int64).min()) if ids else 0
+    if least < 0:
+        raise TraceError(f"{where}: negative hash id {least}; ids must be 0 or more")
     return ids
 
 
@@ -66,8 +68,9 @@ def check_lengths(where: str, input_length: int, output_length: int) -> None:
 class _Sessions:
     """Session ids from parent links: the session is named after its root's chat id."""
 
-    def __init__(self) -> None:
-        self._of_chat: dict[int, tuple[str, int]] = {}
+    def __init__(self, remembered: int | None) -> None:
+        self._of_chat: dict[int, str] = {}
+        self._remembered = remembered
         self.orphans = 0
 
     def place(self, chat_id: int, parent: int, given: str | None) -> tuple[str, int]:
@@ -75,28 +78,49 @@ class _Sessions:
         known = self._of_chat.get(parent) if parent != -1 else None
         if parent != -1 and known is None:
             self.orphans += 1
-        session = given if given is not None else (known[0] if known else f"s{chat_id}")
-        self._of_chat[chat_id] = (session, parent)
-        return session, parent if known else -1
+        session = given if given is not None else (known if known is not None else f"s{chat_id}")
+        self._of_chat[chat_id] = session
+        if self._remembered is not None and len(self._of_chat) > self._remembered:
+            del self._of_chat[next(iter(self._of_chat))]
+        return session, parent if known is not None else -1
+
+    def __contains__(self, chat_id: int) -> bool:
+        return chat_id in self._of_chat
 
 
-def read(path: Path, unit_s: float, notes: list[str]) -> Iterator[TraceRequest]:
-    """Requests in file order; one line in memory at a time (plus one small entry per request).
+class _Numbers:
+    """Chat ids that are text, numbered in order of appearance."""
 
-    Raises:
-        TraceError: names file, line, and what to do.
-    """
-    sessions = _Sessions()
-    numbers: dict[str, int] = {}
+    def __init__(self, remembered: int | None) -> None:
+        self._numbers: dict[str, int] = {}
+        self._remembered = remembered
+        self._count = 0
 
-    def number_of(value: int | str | None) -> int:
+    def of(self, value: int | str | None) -> int:
+        """The id as a number; -1 for none."""
         if isinstance(value, int) or value is None:
             return -1 if value is None else value
         if value in ("", "-1"):
             return -1
-        return numbers.setdefault(value, len(numbers))
+        known = self._numbers.get(value)
+        if known is not None:
+            return known
+        number = self._numbers[value] = self._count
+        self._count += 1
+        if self._remembered is not None and len(self._numbers) > self._remembered:
+            del self._numbers[next(iter(self._numbers))]
+        return number
 
-    seen: set[int] = set()
+
+def read(path: Path, unit_s: float, notes: list[str], *, remembered: int | None = None) -> Iterator[TraceRequest]:
+    """Requests in file order; one line in memory at a time, plus one small entry for each of the ``remembered`` last
+    requests (None: for all), so that a parent or a chat id that occurs twice is known.
+
+    Raises:
+        TraceError: names file, line, and what to do.
+    """
+    sessions = _Sessions(remembered)
+    number_of = _Numbers(remembered).of
     for line_number, line in iter_lines(path):
         where = f"{path}:{line_number}"
         try:
@@ -107,9 +131,8 @@ def read(path: Path, unit_s: float, notes: list[str]) -> Iterator[TraceRequest]:
             ) from None
         check_lengths(where, row.input_length, row.output_length)
         chat_id = number_of(row.chat_id)
-        if chat_id in seen:
+        if chat_id in sessions:
             raise TraceError(f"{where}: chat_id {row.chat_id} occurs twice; every request needs its own")
-        seen.add(chat_id)
         given = None if row.session_id is None else str(row.session_id)
         session, parent = sessions.place(chat_id, number_of(row.parent_chat_id), given)
         yield TraceRequest(

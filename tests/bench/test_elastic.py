@@ -109,26 +109,43 @@ def test_the_script_says_how_it_is_used() -> None:
     assert "elastic_ab.sh TRACE OUTPUT" in told.stdout
 
 
-def test_the_published_table_is_what_the_kept_records_say() -> None:
+@pytest.mark.parametrize(
+    ("begins", "ends", "results"),
+    [
+        ("<!-- table -->", "<!-- end of table -->", "elastic-h200-4x"),
+        ("<!-- long sessions -->", "<!-- end of long sessions -->", "elastic-h200-4x-long"),
+    ],
+)
+def test_the_published_tables_are_what_the_kept_records_say(begins: str, ends: str, results: str) -> None:
     page = (REPOSITORY / "docs" / "elastic.md").read_text()
-    published = page.split("<!-- table -->\n")[1].split("\n<!-- end of table -->")[0]
-    assert published == markdown(REPOSITORY / "docs" / "results" / "elastic-h200-4x")
+    published = page.split(f"{begins}\n")[1].split(f"\n{ends}")[0]
+    assert published == markdown(REPOSITORY / "docs" / "results" / results)
 
 
-def test_the_kept_arms_were_fresh_complete_and_over_nvlink() -> None:
-    arms = read_arms(REPOSITORY / "docs" / "results" / "elastic-h200-4x")
-    assert len(arms) == 10
+def engine_ids_of(results: str, requests: int) -> list[str]:
+    """Engine ids of all kept arms, each of which was fresh, complete and over NVLink."""
     engine_ids: list[str] = []
-    for arm in arms:
-        folder = REPOSITORY / "docs" / "results" / "elastic-h200-4x" / arm.repeat / arm.note.label
+    for arm in read_arms(REPOSITORY / "docs" / "results" / results):
+        folder = REPOSITORY / "docs" / "results" / results / arm.repeat / arm.note.label
         proof = msgspec.json.decode((folder / "fresh.json").read_bytes())
         assert [engine["problems"] for engine in proof["engines"]] == [[]] * 4
         engine_ids += [engine["engine_ids"][0] for engine in proof["engines"]]
         assert arm.run.end is not None
-        assert len(arm.run.records) == 159
+        assert len(arm.run.records) == requests
         assert all(record.ok for record in arm.run.records)
         assert arm.note.transport == "nvlink"
-    assert len(set(engine_ids)) == 40, "an engine served two arms"
+    return engine_ids
+
+
+@pytest.mark.parametrize(
+    ("results", "arms", "requests"), [("elastic-h200-4x", 10, 159), ("elastic-h200-4x-long", 4, 287)]
+)
+def test_the_kept_arms_were_fresh_complete_and_over_nvlink(results: str, arms: int, requests: int) -> None:
+    assert len(set(engine_ids_of(results, requests))) == 4 * arms, "an engine served two arms"
+
+
+def test_the_first_runs_hand_offs_were_mostly_short() -> None:
+    arms = read_arms(REPOSITORY / "docs" / "results" / "elastic-h200-4x")
     rows = [row for arm in arms for row in arm.rows]
     assert sum(row["predicted_cached_tokens"] == row["actual_cached_tokens"] for row in rows) == 1588
     offloaded = [row for arm in arms if arm.note.planner == "cost_model" for row in arm.rows if row["prefill_instance"]]

@@ -182,7 +182,7 @@ def test_a_match_of_a_prompt_nobody_holds_reads_its_first_block_only() -> None:
     index.insert("a", chain(1, 2))
     prompt = _CountingHashes(chain(*range(100, 1_124)))
     index.match(prompt)
-    assert prompt.reads == 2
+    assert prompt.reads == 1
 
 
 def test_entering_a_prompt_again_reads_no_block_twice_and_few_of_them() -> None:

@@ -82,13 +82,13 @@ async def test_breakdown_row_has_the_whole_story(start_proxy: StartProxy) -> Non
     assert row["outcome"] == "ok"
     assert row["status"] == 200
     assert row["session_id"] == "s-1"
-    assert row["policy"] == "linear"
+    assert row["policy"] == "warm"
     assert row["planner"] == "never"
     assert row["offload_reason"] == "planner_never"
     assert row["prompt_tokens"] == 1000
     assert row["actual_cached_tokens"] == 0
     assert {score["instance"] for score in row["scores"]} == {"inst-0", "inst-1"}
-    assert set(row["scores"][0]["inputs"]) == {"ongoing_tokens", "recent_tokens", "cached_tokens"}
+    assert set(row["scores"][0]["inputs"]) == {"queue_s", "own_s", "others_s", "room_s", "cached_tokens"}
     assert {"parse", "decide", "first_byte", "total"} <= set(row["stages_ms"])
 
 
@@ -168,22 +168,22 @@ async def test_bad_policy_switch_changes_nothing_and_says_what_exists(
     answer = await proxy.client.put("/policy", json=body)
     assert answer.status_code == 400
     assert named in answer.json()["error"]["message"]
-    assert (await proxy.client.get("/policy")).json()["name"] == "linear"
+    assert (await proxy.client.get("/policy")).json()["name"] == "warm"
 
 
 async def test_explain_shows_all_policies_and_counts_nothing(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(3)
     await proxy.client.post("/v1/completions", json=completion())
-    before = (await proxy.client.get("/stats")).json()
+    before = await proxy.settled()
     explained = (await proxy.client.post("/explain", json=completion())).json()
     assert set(explained["decisions"]) >= {"round_robin", "linear", "lmetric", "session_sticky", "unified"}
-    assert explained["in_force"] == "linear"
+    assert explained["in_force"] == "warm"
     assert explained["request"]["blocks"] == 62
     for decision in explained["decisions"].values():
         assert len(decision["scores"]) == 3
     assert (await proxy.client.get("/stats")).json() == before
     actual = await proxy.client.post("/v1/completions", json=completion())
-    assert actual.headers["x-warmroute-instance"] == explained["decisions"]["linear"]["instance"]
+    assert actual.headers["x-warmroute-instance"] == explained["decisions"]["warm"]["instance"]
 
 
 async def test_models_health_ready_instances_metrics(start_proxy: StartProxy) -> None:
@@ -196,7 +196,7 @@ async def test_models_health_ready_instances_metrics(start_proxy: StartProxy) ->
     assert first["index_capacity_blocks"] == 10_000
     await proxy.client.post("/v1/completions", json=completion())
     text = (await proxy.client.get("/metrics")).text
-    assert 'warmroute_decisions_total{policy="linear",reason="lowest_score",request_class="WARM"} 1.0' in text
+    assert 'warmroute_decisions_total{policy="warm",reason="lowest_score",request_class="WARM"} 1.0' in text
     assert 'warmroute_instance_healthy{instance="inst-0"} 1.0' in text
     assert ledger_is_zero(await proxy.settled())
 

@@ -51,7 +51,7 @@ def test_name_defaults_to_the_address() -> None:
     ("wrong", "says"),
     [
         ({"polcy": {}}, "polcy: unknown key"),
-        ({"policy": {"name": "lienar"}}, "known: least_loaded, linear"),
+        ({"policy": {"name": "lienar"}}, "known: aibrix_prefix, dynamo_cost, least_loaded, linear"),
         ({"policy": {"name": "linear", "params": {"alfa": 1}}}, "it has: alpha"),
         ({"offload": {"planner": "maybe"}}, "known: cost_model, never, static_pd, threshold"),
         ({"classes": {"medium_tokens": 9, "heavy_tokens": 9}}, "medium_tokens < heavy_tokens"),

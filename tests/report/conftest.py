@@ -56,7 +56,8 @@ def make_run(
                     output_length=101,
                     prompt_tokens=prompt if ok else None,
                     completion_tokens=101 if ok else None,
-                    cached_tokens=int(prompt * cached_share) if ok else None,
+                    # The first request of all finds empty caches, as on a fresh fleet.
+                    cached_tokens=int(prompt * cached_share) * bool(records) if ok else None,
                     ok=ok,
                     error=None if ok else "ReadTimeout",
                     http_status=200 if ok else None,

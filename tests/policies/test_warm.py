@@ -1,0 +1,151 @@
+"""Warm, worked by hand: queue, own prefill, others, room; and what follows from them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.costs import Costs, PrefillModel
+from policies.routing.warm import Warm
+from policies.types import FleetSnapshot, InstanceView, Reason, RequestView
+from tests.policies.builders import ask, cases, fleet_of, idle, score_of
+
+COSTS = Costs(PrefillModel(fixed_s=0.1, s_per_token=1e-4, s_per_token_squared=1e-8))
+"""10,000 new tokens take 0.1 + 1 + 0.5 s cold, and 10,000 behind 20,000 cached ones 0.1 + 1 + 2.5 s."""
+ASKED = ask(10_000)
+
+
+def fleet(*views: InstanceView) -> FleetSnapshot:
+    return fleet_of(*views, costs=COSTS)
+
+
+def terms(view: InstanceView, policy: Warm = Warm(), request: RequestView = ASKED) -> dict[str, float]:  # noqa: B008
+    choice = policy.choose(request, fleet(view))
+    (score,) = choice.scores
+    assert choice.reason is Reason.LOWEST_SCORE
+    assert score.score == pytest.approx(sum(score.inputs.values()))
+    return dict(score.inputs)
+
+
+def test_an_idle_instance_costs_the_prefill_alone() -> None:
+    assert terms(InstanceView("a")) == {"queue_s": 0, "own_s": pytest.approx(1.6), "others_s": 0, "room_s": 0}
+
+
+def test_cached_tokens_spare_the_prefill_but_are_attended_to() -> None:
+    own = terms(InstanceView("a", cached_tokens=20_000), request=ask(30_000))["own_s"]
+    assert own == pytest.approx(0.1 + 1e-4 * 10_000 + 1e-8 * 10_000 * (20_000 + 5_000))
+
+
+def test_the_queue_is_its_prefills_half_of_one_done_without_what_they_share() -> None:
+    """Three of 4,000 tokens each: 0.4 + 0.08 s of work apiece; the fixed 0.1 s is not waited for again."""
+    view = InstanceView("a", requests=3, prefilling=3, pending_prefill_tokens=12_000)
+    assert terms(view)["queue_s"] == pytest.approx(2.5 * (0.4 + 1e-8 * 4_000 * 2_000))
+
+
+def test_what_is_queued_is_taken_to_have_the_contexts_of_what_decodes() -> None:
+    view = InstanceView("a", requests=3, prefilling=1, pending_prefill_tokens=4_000, decoding_tokens=48_000)
+    # two streams of 24,000: 20,000 of the queued prompt are its context
+    assert terms(view)["queue_s"] == pytest.approx(0.5 * (0.4 + 1e-8 * 4_000 * (20_000 + 2_000)))
+    alone = terms(view, Warm(queue_context=False))["queue_s"]
+    assert alone == pytest.approx(0.5 * (0.4 + 1e-8 * 4_000 * 2_000))
+
+
+def test_contexts_shorter_than_what_is_queued_count_as_none() -> None:
+    view = InstanceView("a", requests=2, prefilling=1, pending_prefill_tokens=4_000, decoding_tokens=1_000)
+    assert terms(view)["queue_s"] == pytest.approx(0.5 * (0.4 + 1e-8 * 4_000 * 2_000))
+
+
+@pytest.mark.parametrize(("exponent", "crowd"), [(0.5, 4.0), (1.0, 16.0), (0.0, 1.0)])
+def test_others_are_the_prefill_times_a_power_of_the_crowd(exponent: float, crowd: float) -> None:
+    view = InstanceView("a", requests=16)
+    assert terms(view, Warm(crowd_exponent=exponent))["others_s"] == pytest.approx(1.6 * crowd)
+    assert terms(view, Warm(crowd_exponent=exponent, others_weight=0.5))["others_s"] == pytest.approx(0.8 * crowd)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "room"),
+    [
+        (90_000, 0.0),  # exactly full
+        (95_000, 30 * (0.05 + 0.05 * 4)),  # half of this prompt does not fit
+        (190_000, 30 * (1.0 + 0.1 * 4)),  # a pool's worth must leave first; this prompt is a tenth of a pool
+    ],
+)
+def test_room_is_waited_for_and_makes_others_wait(in_flight: int, room: float) -> None:
+    used, promised = in_flight // 2, in_flight - in_flight // 2
+    view = InstanceView("a", requests=4, kv_capacity_tokens=100_000, kv_used_tokens=used, kv_promised_tokens=promised)
+    assert terms(view)["room_s"] == pytest.approx(room)
+    assert terms(view, Warm(hold_s=0.0))["room_s"] == 0
+
+
+def test_a_pool_of_unknown_size_counts_as_having_room() -> None:
+    assert terms(InstanceView("a", kv_used_tokens=10**9))["room_s"] == 0
+
+
+def test_a_session_stays_until_leaving_saves_more_than_its_history_costs() -> None:
+    """Home has 28,000 of 30,000 cached: 0.1 + 0.2 + 0.58 s there, 0.1 + 3 + 4.5 s elsewhere: 6.72 s more."""
+    request = ask(30_000, session_id="s")
+    free = InstanceView("free")
+
+    def chosen(queued_prefills: int) -> str:
+        home = InstanceView(
+            "home", cached_tokens=28_000, requests=1, prefilling=1, pending_prefill_tokens=queued_prefills
+        )
+        return Warm(others_weight=0.0).choose(request, fleet(home, free)).instance
+
+    # half of one queued prefill: 30,000 tokens are 3 + 4.5 s, 60,000 tokens 6 + 18 s
+    assert chosen(30_000) == "home"
+    assert chosen(60_000) == "free"
+
+
+def test_a_long_prompt_goes_where_it_stalls_few_and_a_short_one_where_it_need_not_wait() -> None:
+    quiet = InstanceView("quiet", requests=1, prefilling=1, pending_prefill_tokens=20_000)  # 2 s of queue
+    crowded = InstanceView("crowded", requests=25)
+    assert Warm().choose(ask(20_000), fleet(quiet, crowded)).instance == "quiet"
+    assert Warm().choose(ask(500), fleet(quiet, crowded)).instance == "crowded"
+
+
+def test_what_prefills_really_take_is_learned() -> None:
+    slower = COSTS.prefill
+    for _ in range(50):
+        slower = slower.observe(10_000, 0, 0.0, 3.2)
+    slow = fleet_of(InstanceView("a"), costs=Costs(slower))
+    assert score_of(Warm().choose(ASKED, slow), "a").inputs["own_s"] == pytest.approx(3.2, rel=0.02)
+    published = PrefillModel().predict(10_000).seconds
+    assert score_of(Warm(learned=False).choose(ASKED, slow), "a").inputs["own_s"] == pytest.approx(published)
+    assert score_of(Warm().choose(ASKED, fleet_of(InstanceView("a"))), "a").inputs["own_s"] == pytest.approx(published)
+
+
+def test_equal_candidates_take_turns() -> None:
+    taken = [Warm().choose(ASKED, fleet_of(*idle(4), costs=COSTS, sequence=s)).instance for s in range(4)]
+    assert sorted(taken) == ["inst-0", "inst-1", "inst-2", "inst-3"]
+
+
+@given(case=cases(), more=st.integers(1, 50_000))
+def test_more_cached_never_costs_more_and_more_queued_never_less(
+    case: tuple[RequestView, FleetSnapshot], more: int
+) -> None:
+    request, snapshot = case
+    view = snapshot.instances[0]._replace(decoding_tokens=0)
+    before = Warm().choose(request, fleet(view)).scores[0].score
+    warmer = view._replace(cached_tokens=min(view.cached_tokens + more, request.prompt_tokens - 1))
+    assert Warm().choose(request, fleet(warmer)).scores[0].score <= before * (1 + 1e-9)
+    if view.prefilling:
+        busier = view._replace(pending_prefill_tokens=view.pending_prefill_tokens + more)
+        assert Warm().choose(request, fleet(busier)).scores[0].score >= before * (1 - 1e-9)
+
+
+@given(case=cases())
+def test_every_term_is_a_time(case: tuple[RequestView, FleetSnapshot]) -> None:
+    request, snapshot = case
+    for score in Warm().choose(request, snapshot._replace(costs=COSTS)).scores:
+        assert all(seconds >= 0 for seconds in score.inputs.values())
+        assert score.score == pytest.approx(sum(score.inputs.values()))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"others_weight": -0.1}, {"crowd_exponent": 1.1}, {"crowd_exponent": -0.1}, {"hold_s": -1}]
+)
+def test_parameters_out_of_range_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"warm: {next(iter(bad))} must"):
+        Warm(**bad)  # type: ignore[arg-type]
