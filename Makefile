@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 SRC := warmroute.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types imports unit engines test-engines audit soak bench-data-plane lock clean
+.PHONY: help setup demo test lint format types imports unit engines test-engines audit soak bench-data-plane tournament analysis-docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -58,6 +58,12 @@ soak: $(READY) ## 20 minutes of kills, restarts and leaving clients at 200 strea
 bench-data-plane: $(READY) ## our proxy beside vLLM Router, SGLang's gateway and nginx (about half an hour)
 	$(BIN)/python -m bench.data_plane.peers
 	$(BIN)/python -m bench.data_plane --out runs/data_plane.json --check
+
+tournament: $(READY) ## rank all routing policies over traces, loads, pools and fleets, into docs/tournament.md (hours)
+	$(BIN)/python -m bench.tournament --jobs $$(nproc) --ablations --folds --table docs/tournament.md
+
+analysis-docs: $(READY) ## write the tables of docs/analysis.md anew
+	$(BIN)/python -m bench.analysis.document
 
 test: lint types imports unit ## formatting, types, imports and all tests that need no engine
 

@@ -9,12 +9,10 @@ from policies.costs import PrefillModel
 from policies.routing.base import lowest, require
 from policies.types import CandidateScore, Choice, FleetSnapshot, InstanceView, Reason, RequestView
 
-_PUBLISHED = PrefillModel()
-
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """``score = queue + own + others + room``, all in seconds; lowest wins.
+    """``score = queue + room + own + others``, all in seconds; lowest wins.
 
     With ``T(new, context)`` the learned time of a prefill (`policies.costs.PrefillModel`), ``r`` the requests in flight
     on the instance and ``q`` of them still in prefill:
@@ -22,26 +20,31 @@ class Warm:
     - ``queue = (q - 1/2) x t``: what is queued there, ``t`` being ``T`` of a mean queued prefill less its fixed part
       (short prefills share a step). The ledger knows its new tokens; its context is taken to be that of the requests
       decoding there (``queue_context``).
+    - ``room = hold_s x over / pool``: ``over`` is by how many tokens the contexts in flight and this prompt exceed the
+      KV pool. A pool's worth leaves in the time a request holds its KV, so long this one waits for blocks.
     - ``own = T(prompt - cached, cached)``: this prefill, attention over the cached prefix included.
-    - ``others = own x r ^ crowd_exponent``: it stalls everybody else there. Exponent 1 is the sum of all waiting, which
-      would leave a long prompt in a long queue to spare many streams a little; 0 counts any crowd as one request. Half
-      way, on a scale of factors, is the default.
-    - ``room = hold_s x (over + min(over, prompt / pool) x r)``: ``over`` is by how much of a pool the contexts in
-      flight and this prompt exceed it. A pool's worth leaves in the time a request holds its KV, ``hold_s``: so long
-      this request waits for room, and the room it takes makes all others wait.
+    - ``others = others_weight x own x r ^ crowd_exponent + hold_s x min(over, prompt) / pool x r``: while it is
+      computed the streams there stand still, and the room it takes others wait for. Exponent 1 is the sum of all
+      waiting, which would leave a long prompt in a long queue to spare many streams a little; 0 counts any crowd as one
+      request. Half way, on a scale of factors, is the default.
+
+    Nobody waits too long for others' sake: if the instance with the soonest first token (``queue + room + own``) has
+    room, those more than ``patience`` times later are skipped. If it has none everybody waits, and the sum decides.
 
     What makes a session stay: elsewhere it pays ``own + others`` for its whole history, so it leaves only to save more
     than that. Nothing is pinned: a prefix counts for what it saves, whoever computed it. Ties go by ``tie_break``.
 
     Sources: pending + new as the measure is LPWL's (agentic-kvc reports), the quadratic load SMetric's
-    (arXiv 2607.08565), the factor for others what LMetric's batch size does (arXiv 2603.15202); seconds throughout, the
-    exponent, the queue's context and the room are ours. `others_weight` 0, `hold_s` 0, ``queue_context`` false and
-    ``learned`` false (the published constants only) switch one idea off each. Complexity: O(n).
+    (arXiv 2607.08565), a factor for the batch LMetric's (arXiv 2603.15202); seconds throughout, the exponent, the
+    queue's context, the room and the patience are ours. ``others_weight`` 0, ``crowd_exponent`` 1, ``hold_s`` 0,
+    ``patience`` 1e9, ``queue_context`` false and ``learned`` false (published constants only) switch one idea off each.
+    Complexity: O(n).
     """
 
     others_weight: float = 1.0
     crowd_exponent: float = 0.5
     hold_s: float = 30.0
+    patience: float = 4.0
     queue_context: bool = True
     learned: bool = True
     name: ClassVar[str] = "warm"
@@ -50,34 +53,43 @@ class Warm:
         require(self.others_weight >= 0, "warm: others_weight must not be negative")
         require(0 <= self.crowd_exponent <= 1, "warm: crowd_exponent must be between 0 and 1")
         require(self.hold_s >= 0, "warm: hold_s must not be negative")
+        require(self.patience >= 1, "warm: patience must be at least 1")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         """See the class."""
-        model = fleet.costs.prefill if fleet.costs is not None and self.learned else _PUBLISHED
+        model = fleet.costs.prefill if fleet.costs is not None and self.learned else PrefillModel()
         prompt = request.prompt_tokens
-        own: dict[int, float] = {}
-        scores = []
+        owns: dict[int, float] = {}
+        """By cached tokens: mostly the same for many instances."""
+        firsts: list[float] = []
+        scores: list[CandidateScore] = []
         for view in fleet.instances:
             cached = view.cached_tokens
-            own_s = own.get(cached)
+            own_s = owns.get(cached)
             if own_s is None:
-                own_s = own[cached] = model.predict(prompt - cached, cached).seconds
+                own_s = owns[cached] = model.predict(prompt - cached, cached).seconds
             queue_s = self._queue_s(view, model) if view.prefilling else 0.0
             others_s = self.others_weight * own_s * view.requests**self.crowd_exponent if view.requests else 0.0
-            room_s = self._room_s(view, prompt)
+            room_s = 0.0
+            pool = view.kv_capacity_tokens
+            over = view.kv_used_tokens + view.kv_promised_tokens + prompt - pool
+            if pool and over > 0:  # a pool of unknown size counts as having room
+                room_s = self.hold_s * over / pool
+                others_s += self.hold_s * min(over, prompt) / pool * view.requests
+            first_s = queue_s + room_s + own_s
+            firsts.append(first_s)
             scores.append(
                 CandidateScore(
                     view.instance,
-                    queue_s + own_s + others_s + room_s,
-                    {
-                        "queue_s": queue_s,
-                        "own_s": own_s,
-                        "others_s": others_s,
-                        "room_s": room_s,
-                        "cached_tokens": cached,
-                    },
+                    first_s + others_s,
+                    {"queue_s": queue_s, "room_s": room_s, "own_s": own_s, "others_s": others_s},
                 )
             )
+        soonest_s = min(firsts)
+        if not scores[firsts.index(soonest_s)].inputs["room_s"]:
+            for place, first_s in enumerate(firsts):
+                if first_s > self.patience * soonest_s:
+                    scores[place] = scores[place]._replace(skipped=True)
         return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, tuple(scores))
 
     def _queue_s(self, view: InstanceView, model: PrefillModel) -> float:
@@ -90,11 +102,3 @@ class Warm:
         work_s = model.s_per_token * new + model.s_per_token_squared * new * (context + new / 2)
         learned = model.predict(new, context).seconds / (model.fixed_s + work_s)
         return (view.prefilling - 0.5) * learned * work_s
-
-    def _room_s(self, view: InstanceView, prompt_tokens: int) -> float:
-        """Seconds that this and other requests wait for KV blocks; 0 where the pool's size is unknown."""
-        pool = view.kv_capacity_tokens
-        over = view.kv_used_tokens + view.kv_promised_tokens + prompt_tokens - pool
-        if not pool or over <= 0:
-            return 0.0
-        return self.hold_s / pool * (over + min(over, prompt_tokens) * view.requests)

@@ -29,7 +29,7 @@ def terms(view: InstanceView, policy: Warm = Warm(), request: RequestView = ASKE
 
 
 def test_an_idle_instance_costs_the_prefill_alone() -> None:
-    assert terms(InstanceView("a")) == {"queue_s": 0, "own_s": pytest.approx(1.6), "others_s": 0, "room_s": 0}
+    assert terms(InstanceView("a")) == {"queue_s": 0, "room_s": 0, "own_s": pytest.approx(1.6), "others_s": 0}
 
 
 def test_cached_tokens_spare_the_prefill_but_are_attended_to() -> None:
@@ -64,18 +64,22 @@ def test_others_are_the_prefill_times_a_power_of_the_crowd(exponent: float, crow
 
 
 @pytest.mark.parametrize(
-    ("in_flight", "room"),
+    ("in_flight", "room", "share"),
     [
-        (90_000, 0.0),  # exactly full
-        (95_000, 30 * (0.05 + 0.05 * 4)),  # half of this prompt does not fit
-        (190_000, 30 * (1.0 + 0.1 * 4)),  # a pool's worth must leave first; this prompt is a tenth of a pool
+        (90_000, 0.0, 0.0),  # exactly full
+        (95_000, 30 * 0.05, 0.05),  # half of this prompt does not fit
+        (190_000, 30 * 1.0, 0.1),  # a pool's worth must leave first; this prompt is a tenth of a pool
     ],
 )
-def test_room_is_waited_for_and_makes_others_wait(in_flight: int, room: float) -> None:
+def test_room_is_waited_for_and_what_is_taken_of_it_others_wait_for(in_flight: int, room: float, share: float) -> None:
     used, promised = in_flight // 2, in_flight - in_flight // 2
     view = InstanceView("a", requests=4, kv_capacity_tokens=100_000, kv_used_tokens=used, kv_promised_tokens=promised)
-    assert terms(view)["room_s"] == pytest.approx(room)
-    assert terms(view, Warm(hold_s=0.0))["room_s"] == 0
+    found = terms(view)
+    assert found["room_s"] == pytest.approx(room)
+    assert found["others_s"] == pytest.approx(1.6 * 2 + 30 * share * 4)
+    without = terms(view, Warm(hold_s=0.0))
+    assert without["room_s"] == 0
+    assert without["others_s"] == pytest.approx(1.6 * 2)
 
 
 def test_a_pool_of_unknown_size_counts_as_having_room() -> None:
@@ -103,6 +107,26 @@ def test_a_long_prompt_goes_where_it_stalls_few_and_a_short_one_where_it_need_no
     crowded = InstanceView("crowded", requests=25)
     assert Warm().choose(ask(20_000), fleet(quiet, crowded)).instance == "quiet"
     assert Warm().choose(ask(500), fleet(quiet, crowded)).instance == "crowded"
+
+
+@pytest.mark.parametrize(("queued", "stays"), [(30_000, True), (48_000, False)])
+def test_nobody_waits_past_the_patience_for_the_sake_of_others(queued: int, stays: bool) -> None:
+    """Alone it takes 1.6 s, so 6.4 s is the latest: behind half of 30,000 tokens it takes 5.35 s, of 48,000 9.76."""
+    quiet = InstanceView("quiet", requests=1, prefilling=1, pending_prefill_tokens=queued)
+    crowded = InstanceView("crowded", requests=400)
+    choice = Warm().choose(ASKED, fleet(quiet, crowded))
+    assert score_of(choice, "quiet").score < score_of(choice, "crowded").score
+    assert (choice.instance == "quiet") is stays
+    assert score_of(choice, "quiet").skipped is not stays
+    assert Warm(patience=1e9).choose(ASKED, fleet(quiet, crowded)).instance == "quiet"
+
+
+def test_where_the_soonest_has_no_room_patience_does_not_count() -> None:
+    quiet = InstanceView("quiet", requests=1, prefilling=1, pending_prefill_tokens=48_000)
+    full = InstanceView("full", requests=400, kv_capacity_tokens=100_000, kv_used_tokens=90_001)
+    choice = Warm().choose(ASKED, fleet(quiet, full))
+    assert score_of(choice, "full").inputs["room_s"] > 0
+    assert (choice.instance, score_of(choice, "quiet").skipped) == ("quiet", False)
 
 
 def test_what_prefills_really_take_is_learned() -> None:
@@ -144,7 +168,8 @@ def test_every_term_is_a_time(case: tuple[RequestView, FleetSnapshot]) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"others_weight": -0.1}, {"crowd_exponent": 1.1}, {"crowd_exponent": -0.1}, {"hold_s": -1}]
+    "bad",
+    [{"others_weight": -0.1}, {"crowd_exponent": 1.1}, {"crowd_exponent": -0.1}, {"hold_s": -1}, {"patience": 0.9}],
 )
 def test_parameters_out_of_range_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"warm: {next(iter(bad))} must"):

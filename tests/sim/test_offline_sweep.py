@@ -47,7 +47,7 @@ def test_points_are_all_combinations_in_order(trace: Path) -> None:
 
 
 def test_values_are_typed_as_their_settings_are(trace: Path) -> None:
-    base = Setup(trace=str(trace))
+    base = Setup(trace=str(trace), policy="linear")
     points = points_of(base, ["pool_tokens=null,200000", "role=kv_both", "policy.alpha=0.5"])
     assert [point.setup.pool_tokens for point in points] == [None, 200_000]
     assert points[1].setup.role is Role.KV_BOTH
