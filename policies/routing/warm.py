@@ -82,7 +82,13 @@ class Warm:
                 CandidateScore(
                     view.instance,
                     first_s + others_s,
-                    {"queue_s": queue_s, "room_s": room_s, "own_s": own_s, "others_s": others_s},
+                    {
+                        "queue_s": queue_s,
+                        "room_s": room_s,
+                        "own_s": own_s,
+                        "others_s": others_s,
+                        "cached_tokens": cached,
+                    },
                 )
             )
         soonest_s = min(firsts)

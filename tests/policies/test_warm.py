@@ -24,8 +24,10 @@ def terms(view: InstanceView, policy: Warm = Warm(), request: RequestView = ASKE
     choice = policy.choose(request, fleet(view))
     (score,) = choice.scores
     assert choice.reason is Reason.LOWEST_SCORE
-    assert score.score == pytest.approx(sum(score.inputs.values()))
-    return dict(score.inputs)
+    found = dict(score.inputs)
+    assert found.pop("cached_tokens") == view.cached_tokens
+    assert score.score == pytest.approx(sum(found.values()))
+    return found
 
 
 def test_an_idle_instance_costs_the_prefill_alone() -> None:
