@@ -31,8 +31,10 @@ class Control:
             timeout=timeout_s,
             trust_env=False,
             verify=ssl.create_default_context(),
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            # Bounded by `_room` instead: a question that ends while the pool lets it wait costs the pool a connection.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=connections),
         )
+        self._room = anyio.Semaphore(connections)
         self._asking: set[asyncio.Task[httpx.Response]] = set()
 
     async def get(
@@ -65,7 +67,10 @@ class Control:
         size = 0
         try:
             with anyio.fail_after(timeout_s):
-                async with self._client.stream("GET", url, headers=headers, timeout=timeout_s) as answer:
+                async with (
+                    self._room,
+                    self._client.stream("GET", url, headers=headers, timeout=timeout_s) as answer,
+                ):
                     async for part in answer.aiter_bytes():
                         parts.append(part)
                         size += len(part)
