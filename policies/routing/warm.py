@@ -20,8 +20,9 @@ class Warm:
     - ``queue = (q - 1/2) x t``: what is queued there, ``t`` being ``T`` of a mean queued prefill less its fixed part
       (short prefills share a step). The ledger knows its new tokens; its context is taken to be that of the requests
       decoding there (``queue_context``).
-    - ``room = hold_s x over / pool``: ``over`` is by how many tokens the contexts in flight and this prompt exceed the
-      KV pool. A pool's worth leaves in the time a request holds its KV, so long this one waits for blocks.
+    - ``room = hold_s x over / pool``: ``over`` is by how many tokens the prompts in flight and this one exceed
+      ``pool_share`` of the KV pool; outputs and partly filled blocks take the rest. A pool's worth leaves in the time a
+      request holds its KV, so long this one waits for blocks.
     - ``own = T(prompt - cached, cached)``: this prefill, attention over the cached prefix included.
     - ``others = others_weight x own x r ^ crowd_exponent + hold_s x min(over, prompt) / pool x r``: while it is
       computed the streams there stand still, and the room it takes others wait for. Exponent 1 is the sum of all
@@ -37,14 +38,15 @@ class Warm:
     Sources: pending + new as the measure is LPWL's (agentic-kvc reports), the quadratic load SMetric's
     (arXiv 2607.08565), a factor for the batch LMetric's (arXiv 2603.15202); seconds throughout, the exponent, the
     queue's context, the room and the patience are ours. ``others_weight`` 0, ``crowd_exponent`` 1, ``hold_s`` 0,
-    ``patience`` 1e9, ``queue_context`` false and ``learned`` false (published constants only) switch one idea off each.
-    Complexity: O(n).
+    ``pool_share`` 1, ``patience`` 1e9, ``queue_context`` false and ``learned`` false (published constants only) switch
+    one idea off each. Complexity: O(n).
     """
 
     others_weight: float = 1.0
     crowd_exponent: float = 0.5
     hold_s: float = 30.0
-    patience: float = 4.0
+    pool_share: float = 0.8
+    patience: float = 3.0
     queue_context: bool = True
     learned: bool = True
     name: ClassVar[str] = "warm"
@@ -53,6 +55,7 @@ class Warm:
         require(self.others_weight >= 0, "warm: others_weight must not be negative")
         require(0 <= self.crowd_exponent <= 1, "warm: crowd_exponent must be between 0 and 1")
         require(self.hold_s >= 0, "warm: hold_s must not be negative")
+        require(0 < self.pool_share <= 1, "warm: pool_share must be above 0 and at most 1")
         require(self.patience >= 1, "warm: patience must be at least 1")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
@@ -72,7 +75,7 @@ class Warm:
             others_s = self.others_weight * own_s * view.requests**self.crowd_exponent if view.requests else 0.0
             room_s = 0.0
             pool = view.kv_capacity_tokens
-            over = view.kv_used_tokens + view.kv_promised_tokens + prompt - pool
+            over = view.kv_used_tokens + view.kv_promised_tokens + prompt - self.pool_share * pool
             if pool and over > 0:  # a pool of unknown size counts as having room
                 room_s = self.hold_s * over / pool
                 others_s += self.hold_s * min(over, prompt) / pool * view.requests

@@ -68,9 +68,9 @@ def test_others_are_the_prefill_times_a_power_of_the_crowd(exponent: float, crow
 @pytest.mark.parametrize(
     ("in_flight", "room", "share"),
     [
-        (90_000, 0.0, 0.0),  # exactly full
-        (95_000, 30 * 0.05, 0.05),  # half of this prompt does not fit
-        (190_000, 30 * 1.0, 0.1),  # a pool's worth must leave first; this prompt is a tenth of a pool
+        (70_000, 0.0, 0.0),  # with this prompt exactly the share of the pool
+        (75_000, 30 * 0.05, 0.05),  # half of this prompt is too much
+        (170_000, 30 * 1.0, 0.1),  # a pool's worth must leave first; this prompt is a tenth of a pool
     ],
 )
 def test_room_is_waited_for_and_what_is_taken_of_it_others_wait_for(in_flight: int, room: float, share: float) -> None:
@@ -111,9 +111,9 @@ def test_a_long_prompt_goes_where_it_stalls_few_and_a_short_one_where_it_need_no
     assert Warm().choose(ask(500), fleet(quiet, crowded)).instance == "crowded"
 
 
-@pytest.mark.parametrize(("queued", "stays"), [(30_000, True), (48_000, False)])
+@pytest.mark.parametrize(("queued", "stays"), [(20_000, True), (30_000, False)])
 def test_nobody_waits_past_the_patience_for_the_sake_of_others(queued: int, stays: bool) -> None:
-    """Alone it takes 1.6 s, so 6.4 s is the latest: behind half of 30,000 tokens it takes 5.35 s, of 48,000 9.76."""
+    """Alone it takes 1.6 s, so 4.8 s is the latest: behind half of 20,000 tokens it takes 3.6 s, of 30,000 5.35 s."""
     quiet = InstanceView("quiet", requests=1, prefilling=1, pending_prefill_tokens=queued)
     crowded = InstanceView("crowded", requests=400)
     choice = Warm().choose(ASKED, fleet(quiet, crowded))
@@ -125,7 +125,7 @@ def test_nobody_waits_past_the_patience_for_the_sake_of_others(queued: int, stay
 
 def test_where_the_soonest_has_no_room_patience_does_not_count() -> None:
     quiet = InstanceView("quiet", requests=1, prefilling=1, pending_prefill_tokens=48_000)
-    full = InstanceView("full", requests=400, kv_capacity_tokens=100_000, kv_used_tokens=90_001)
+    full = InstanceView("full", requests=400, kv_capacity_tokens=100_000, kv_used_tokens=70_001)
     choice = Warm().choose(ASKED, fleet(quiet, full))
     assert score_of(choice, "full").inputs["room_s"] > 0
     assert (choice.instance, score_of(choice, "quiet").skipped) == ("quiet", False)
@@ -162,18 +162,28 @@ def test_more_cached_never_costs_more_and_more_queued_never_less(
 
 
 @given(case=cases())
-def test_every_term_is_a_time(case: tuple[RequestView, FleetSnapshot]) -> None:
+def test_every_term_is_a_time_and_the_score_is_their_sum(case: tuple[RequestView, FleetSnapshot]) -> None:
     request, snapshot = case
-    for score in Warm().choose(request, snapshot._replace(costs=COSTS)).scores:
-        assert all(seconds >= 0 for seconds in score.inputs.values())
-        assert score.score == pytest.approx(
-            sum(score.inputs[term] for term in ("queue_s", "room_s", "own_s", "others_s"))
-        )
+    for view, score in zip(
+        snapshot.instances, Warm().choose(request, snapshot._replace(costs=COSTS)).scores, strict=True
+    ):
+        found = dict(score.inputs)
+        assert found.pop("cached_tokens") == view.cached_tokens
+        assert all(seconds >= 0 for seconds in found.values())
+        assert score.score == pytest.approx(sum(found.values()))
 
 
 @pytest.mark.parametrize(
     "bad",
-    [{"others_weight": -0.1}, {"crowd_exponent": 1.1}, {"crowd_exponent": -0.1}, {"hold_s": -1}, {"patience": 0.9}],
+    [
+        {"others_weight": -0.1},
+        {"crowd_exponent": 1.1},
+        {"crowd_exponent": -0.1},
+        {"hold_s": -1},
+        {"patience": 0.9},
+        {"pool_share": 0.0},
+        {"pool_share": 1.1},
+    ],
 )
 def test_parameters_out_of_range_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"warm: {next(iter(bad))} must"):
