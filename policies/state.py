@@ -319,7 +319,8 @@ class FleetState:
                 blocks, source = exact[name], exact_source
                 cached = exact_tokens = cacheable_tokens(request, blocks)
             account = account_of(name, unused)
-            # What was promised before the report is in its figure, unless the engine had not got round to it yet.
+            # What was promised before the report is in its figure, unless the engine had not got round to it yet. Less
+            # than that: some of it has ended since.
             reported, used = known.promised_at_report_tokens, known.kv_used_tokens
             promised = account.promised_tokens - (reported if reported < used else used)
             held = 0 if holds is None else holds.tokens(name, now_s)
@@ -337,7 +338,7 @@ class FleetState:
                         sessions.get(name, 0),
                         known.kv_capacity_tokens,
                         used,
-                        promised + held if promised > 0 else held,
+                        promised + held,
                         known.role,
                         blocks >= class_blocks > 0,
                         account.prefilling,

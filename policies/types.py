@@ -137,7 +137,8 @@ class InstanceView(NamedTuple):
     kv_used_tokens: int = 0
     """KV in use as the engine last reported it."""
     kv_promised_tokens: int = 0
-    """KV that requests in flight will need beyond ``kv_used_tokens``: those decided on since that report."""
+    """What requests in flight change of that: those decided on since the report will need more, those that have ended
+    since gave theirs back. May be negative; with ``kv_used_tokens`` it never is."""
     role: Role = Role.NONE
     holds_class: bool = False
     """Whether the instance holds the prefix class (the first few blocks) of this request."""

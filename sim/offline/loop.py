@@ -89,7 +89,7 @@ class Simulation:
     def _probe(self, turn_s: float) -> None:
         """Read the engines' KV usage, and do so again in time; not while there is nothing that could change it."""
         interval_s = self._probe_interval_s
-        self._router.probe()
+        self._router.probe(self._probe_s)
         self._probe_s += interval_s
         if not self._open and not self._timers and turn_s != math.inf:
             self._probe_s = max(self._probe_s, turn_s // interval_s * interval_s)

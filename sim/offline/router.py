@@ -60,10 +60,11 @@ class OfflineRouter:
         self._producers = [name for name in engines if roles[name] is Role.KV_PRODUCER]
         self._decoder_set, self._producer_set = frozenset(self._decoders), frozenset(self._producers)
 
-    def probe(self) -> None:
+    def probe(self, now_s: float) -> None:
         """Read every engine's KV usage, as the proxy's health monitor does."""
         state = self.state
         for name, engine in self._engines.items():
+            engine.catch_up(now_s)
             capacity = engine.config.num_blocks * engine.config.block_tokens
             state.set_usage(name, int(engine.kv_usage * capacity))
 

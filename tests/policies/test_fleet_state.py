@@ -251,7 +251,19 @@ def test_promised_kv_is_what_the_engine_has_not_reported_yet() -> None:
     assert room() == (5_000, 800)
     first.release()
     second.release()
-    assert room() == (5_000, 0)
+    assert room() == (5_000, -1_600)  # what ended since the report is free again
+    state.set_usage("inst-0", 3_400)
+    assert room() == (3_400, 0)
+
+
+def test_what_ends_after_a_report_gives_back_no_more_than_was_reported() -> None:
+    state = state_of(1)
+    leases = [commit(state, ask_new(turn, 1_600), "inst-0") for turn in (1, 2)]
+    state.set_usage("inst-0", 1_700)  # the two share most of their blocks
+    for lease in leases:
+        lease.release()
+    seen = view_of(state, ask(), "inst-0")
+    assert seen.kv_used_tokens + seen.kv_promised_tokens == 0
 
 
 def test_promised_kv_that_the_engine_has_not_got_round_to_stays_promised_after_a_report() -> None:

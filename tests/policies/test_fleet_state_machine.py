@@ -122,7 +122,8 @@ class FleetStateMachine(RuleBasedStateMachine):
         for view in fleet.instances:
             assert self.state.index.blocks(view.instance) <= CAPACITY_BLOCKS
             assert 0 <= view.prefilling <= view.requests
-            numbers = (view.requests, view.pending_prefill_tokens, view.decoding_tokens, view.kv_promised_tokens)
+            taken = view.kv_used_tokens + view.kv_promised_tokens
+            numbers = (view.requests, view.pending_prefill_tokens, view.decoding_tokens, taken)
             assert min(*numbers, view.recent_tokens, view.cached_tokens, view.sessions) >= 0
 
     @invariant()
