@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from launch.fleet import FleetError, FleetFile, explain, parse_fleet, ports_in_use
+from launch.wall_time import in_wall_time
 
 DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 _PORT_STEP = 50
@@ -98,14 +99,8 @@ class DemoSettings(_Section):
             count = int(values.get("count", 1))
             values |= {"base_port": base_port, "base_bootstrap_port": base_port + count}
             proxy["port"] = base_port + 2 * count
-        values["proxy"] = self._faster(proxy)
+        values["proxy"] = in_wall_time(proxy, self.clock_scale)
         return parse_fleet(values, f"fleet of arm {arm.name}")
-
-    def _faster(self, proxy: dict[str, Any]) -> dict[str, Any]:
-        """The half-life of recent load in wall seconds: the proxy lives in the wall's time, not in the engines'."""
-        ledger = dict(proxy.get("ledger") or {})
-        half_life_s = float(ledger.get("recent_half_life_s", 30.0))
-        return {**proxy, "ledger": {**ledger, "recent_half_life_s": half_life_s / self.clock_scale}}
 
 
 def load_demo(path: Path, **overrides: Any) -> DemoSettings:

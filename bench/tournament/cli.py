@@ -77,11 +77,14 @@ def main(
         settings = msgspec.structs.replace(settings, grid=grid)
         entrants = field_of(policies or [])
         variants = ablations(settings) if with_ablations else []
+        ablation_grid = settings.ablation_grid() if variants else grid
         store = Store(out)
         if only_tables:
             names = _chosen(traces, sorted(store.read_facts()))
         else:
-            names = _play(settings, trace_dir, traces, out, [*entrants, *variants], jobs, console)
+            names = _play(settings, settings.grid, trace_dir, traces, out, entrants, jobs, console)
+            if variants:
+                _play(settings, ablation_grid, trace_dir, traces, out, variants, jobs, console)
             made = Made(
                 command=_command(policies, traces, grid, settings, with_ablations, with_folds), versions=_versions()
             )
@@ -123,11 +126,18 @@ def _chosen(given: str, known: Sequence[str]) -> list[str]:
 
 
 def _play(
-    settings: Settings, folder: Path, traces: str, out: Path, entrants: list[Entrant], processes: int, console: Console
+    settings: Settings,
+    grid: Grid,
+    folder: Path,
+    traces: str,
+    out: Path,
+    entrants: list[Entrant],
+    processes: int,
+    console: Console,
 ) -> list[str]:
     arena = Arena(settings, folder)
     names = _chosen(traces, sorted(arena.grounds))
-    jobs = jobs_of(settings.grid, names)
+    jobs = jobs_of(grid, names)
     spent: dict[int, list[Done]] = {}
     columns = (
         TextColumn("{task.description}"),
@@ -167,8 +177,12 @@ def _tell_cost(spent: dict[int, list[Done]], console: Console) -> None:
 def _report(
     store: Store, settings: Settings, names: list[str], entrants: list[Entrant], variants: list[Entrant], folds: bool
 ) -> Report:
-    labels = [entrant.label for entrant in (*entrants, *variants)]
-    found = _kept(store, settings.grid, names, labels)
+    field = [entrant.label for entrant in entrants]
+    found = _kept(store, settings.grid, names, field)
+    with_variants = found
+    if variants:
+        labels = [*field, *(entrant.label for entrant in variants)]
+        with_variants = _kept(store, settings.ablation_grid(), names, labels)
     try:
         made = msgspec.json.decode((store.folder / _MADE).read_bytes(), type=Made)
     except OSError as error:
@@ -177,9 +191,10 @@ def _report(
         made=made,
         facts=store.read_facts(),
         figures=[Figures(cell, results) for cell, results in found.items()],
-        field=[entrant.label for entrant in entrants],
+        field=field,
         subject=settings.subject,
         ideas={idea: ablation_label(settings, idea) for idea in settings.ablations} if variants else {},
+        ablation_figures=[Figures(cell, results) for cell, results in with_variants.items()],
         with_folds=folds,
     )
 

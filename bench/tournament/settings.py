@@ -71,6 +71,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The policy whose standing is held against the targets."""
     ablations: dict[str, dict[str, Any]] = {}
     """Name of an idea: the parameters of ``subject`` that switch it off."""
+    ablation_fleets: tuple[int, ...] = ()
+    """Fleets that the ablations are played with, of those in the grid; empty: all."""
+    ablation_seeds: tuple[int, ...] = ()
+    """The same for seeds."""
+
+    def ablation_grid(self) -> Grid:
+        """The part of the grid that the ablations are played on.
+
+        Raises:
+            TournamentError: nothing is left of it.
+        """
+        kept = {
+            axis: tuple(value for value in getattr(self.grid, axis) if not chosen or value in chosen)
+            for axis, chosen in (("fleets", self.ablation_fleets), ("seeds", self.ablation_seeds))
+        }
+        for axis, values in kept.items():
+            if not values:
+                raise TournamentError(f"--ablations: no --{axis} of the grid is under ablation_{axis} in the settings")
+        return msgspec.structs.replace(self.grid, **kept)
 
 
 def read_settings(path: Path = CONFIG) -> Settings:

@@ -34,6 +34,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     subject: str
     ideas: dict[str, str]
     """Label of the subject without each idea."""
+    ablation_figures: list[Figures]
+    """Of the cells that those were played in, with the field's."""
     with_folds: bool
 
 
@@ -61,7 +63,7 @@ def markdown(report: Report) -> str:
         parts.append(f"### {title}\n\n{_axis(verdicts, order, prefix, axis)}")
     ablations = _ablations(report)
     if ablations:
-        parts.append(f"### What each idea earns\n\n{_ablation_table(report, verdicts, ablations)}")
+        parts.append(f"### What each idea earns\n\n{_ablation_table(report, ablations)}")
     if report.with_folds:
         parts.append(f"### Held-out families\n\n{_folds(report, families)}")
     return "\n\n".join(parts) + "\n"
@@ -196,14 +198,14 @@ def _ablations(report: Report) -> list[Ablation]:
     if report.subject not in report.field:
         return []
     made = [
-        ablation(report.figures, report.field, idea, label, report.subject)
+        ablation(report.ablation_figures, report.field, idea, label, report.subject)
         for idea, label in sorted(report.ideas.items())
     ]
     return [each for each in made if each is not None]
 
 
-def _ablation_table(report: Report, verdicts: Sequence[Verdict], ablations: Sequence[Ablation]) -> str:
-    full = rank([verdict for verdict in verdicts if verdict.label == report.subject])
+def _ablation_table(report: Report, ablations: Sequence[Ablation]) -> str:
+    full = rank(in_place(report.ablation_figures, report.field, report.subject, report.subject))
     rows = [["none (as it is)", _percent(full.tied), f"{full.worst:.2f}", "1.000", "–", "1.000", "–"]]
     for each in sorted(ablations, key=lambda found: (found.rank.tied, -found.rank.overall, found.idea)):
         row = [each.idea, _percent(each.rank.tied), f"{each.rank.worst:.2f}"]
@@ -212,11 +214,18 @@ def _ablation_table(report: Report, verdicts: Sequence[Verdict], ablations: Sequ
         rows.append(row)
     head = ["switched off", "best or tied", "worst", "TTFT p90", "worse / better", "E2E p50", "worse / better"]
     return (
-        _table(head, rows)
+        _played_with(report.ablation_figures)
+        + _table(head, rows)
         + f"\n\nTimes over those of `{report.subject}`, geometric mean over cells, and in how many cells the idea's "
         "absence is worse or better with its whole 95 % interval. *Best or tied* and *worst* are its standing among "
         f"the others in `{report.subject}`'s place."
     )
+
+
+def _played_with(figures: Sequence[Figures]) -> str:
+    fleets = ", ".join(f"×{fleet}" for fleet in sorted({each.cell.fleet for each in figures}))
+    seeds = ", ".join(str(seed) for seed in sorted({seed for each in figures for seed in each.seeds}))
+    return f"{len(figures)} cells: fleets {fleets}; seeds {seeds}.\n\n"
 
 
 def _folds(report: Report, families: Mapping[str, str]) -> str:
@@ -224,7 +233,7 @@ def _folds(report: Report, families: Mapping[str, str]) -> str:
     verdicts = {
         variant: found
         for variant in variants
-        if (found := in_place(report.figures, report.field, variant, report.subject))
+        if (found := in_place(report.ablation_figures, report.field, variant, report.subject))
     }
     made: list[Fold] = folds(verdicts, families) if verdicts else []
     if not made:
@@ -241,4 +250,4 @@ def _folds(report: Report, families: Mapping[str, str]) -> str:
         for each in made
     ]
     head = ["held out", "chosen on the others", "there: best or tied", "worst", "here: best or tied", "worst"]
-    return _table(head, rows, left=2)
+    return _played_with(report.ablation_figures) + _table(head, rows, left=2)

@@ -13,11 +13,11 @@ from launch.experiment.sections import ArmSettings, LiveBackend
 from launch.experiment.settings import ExperimentError, LoadedExperiment
 from launch.fleet import FleetError, FleetFile, find_fleet, load_fleet, parse_fleet, ports_in_use
 from launch.fleet_overrides import apply_environment, apply_overrides
+from launch.wall_time import in_wall_time
 
 _PORT_STEP = 50
 _PORT_TRIES = 200
 _LAST_PORT = 64000
-_DEFAULT_HALF_LIFE_S = 30.0
 
 
 def arm_fleets(experiment: LoadedExperiment) -> dict[str, FleetFile]:
@@ -118,11 +118,8 @@ def _with_arm(values: dict[str, Any], arm: ArmSettings) -> dict[str, Any]:
     proxy["policy"] = arm.policy.model_dump()
     proxy["offload"] = {**(proxy.get("offload") or {}), **arm.offload.model_dump()}
     scale = (values.get("sim") or {}).get("time_scale", 1.0) if values.get("kind") == "sim" else 1.0
-    if isinstance(scale, int | float) and scale > 0 and scale != 1.0:
-        # The proxy lives in the wall's time, the engines in their own.
-        ledger = dict(proxy.get("ledger") or {})
-        ledger["recent_half_life_s"] = ledger.get("recent_half_life_s", _DEFAULT_HALF_LIFE_S) / scale
-        proxy["ledger"] = ledger
+    if isinstance(scale, int | float) and scale > 0:
+        proxy = in_wall_time(proxy, scale)
     return {**values, "proxy": proxy}
 
 

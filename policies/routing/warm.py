@@ -15,35 +15,30 @@ class Warm:
     """``score = queue + crowd + room + own + others``, all in seconds; lowest wins.
 
     With ``T(new, context)`` the learned time of a prefill (`policies.costs.PrefillModel`), ``r`` the requests in flight
-    on the instance, ``q`` of them still in prefill, and ``c = r ^ crowd_exponent``:
+    on the instance, and ``q`` of them still in prefill:
 
     - ``queue = (q - 1/2) x t``: what is queued there, ``t`` being ``T`` of a mean queued prefill less its fixed part
       (short prefills share a step).
-    - ``crowd = queue_crowd x c x queue``: a queue in a crowd counts for more than its seconds.
+    - ``crowd = queue_crowd x r x queue``: a queue in a crowd counts for more than its seconds.
     - ``room = hold_s x over / pool``: ``over`` is by how many tokens the prompts in flight and this one exceed
       ``pool_share`` of the KV pool; outputs and partly filled blocks take the rest. A pool's worth leaves in the time a
       request holds its KV, so long this one waits for blocks.
     - ``own = T(prompt - cached, cached)``: this prefill, attention over the cached prefix included.
-    - ``others = (later_weight + others_weight x c) x own + hold_s x min(over, prompt) / pool x w``: while this one is
-      computed the streams there stand still, and those who come later wait; and for the room it takes ``w`` others
-      wait: all ``r`` where no instance has room, since then somebody always waits, else the ``q`` that wait now.
-      Exponent 1 is the sum of all waiting, which would leave a long prompt in a long queue to spare many streams a
-      little; 0 counts any crowd as one request.
+    - ``others = others_weight x r x own + hold_s x min(over, prompt) / pool x w``: while this one is computed the
+      streams there stand still, and for the room it takes ``w`` others wait: all ``r`` where no instance has room,
+      since then somebody always waits, else the ``q`` that wait now.
 
     What makes a session stay: elsewhere it pays ``own + others`` for its whole history, so it leaves only to save more
     than that. Nothing is pinned: a prefix counts for what it saves, whoever computed it. Ties go by ``tie_break``.
 
     Sources: pending + new as the measure is LPWL's (agentic-kvc reports), the quadratic load SMetric's
     (arXiv 2607.08565), queue and batch as factors of each other LMetric's (arXiv 2603.15202); seconds throughout, the
-    exponent, those who come later and the room are ours. ``others_weight`` 0, ``later_weight`` 0, ``queue_crowd`` 0,
-    ``crowd_exponent`` 1, ``hold_s`` 0, ``pool_share`` 1 and ``learned`` false (published constants only) switch one
-    idea off each. Complexity: O(n).
+    sum in place of the product and the room are ours. ``others_weight`` 0, ``queue_crowd`` 0, ``hold_s`` 0,
+    ``pool_share`` 1 and ``learned`` false (published constants only) switch one idea off each. Complexity: O(n).
     """
 
     others_weight: float = 1.0
-    later_weight: float = 2.0
     queue_crowd: float = 0.25
-    crowd_exponent: float = 0.75
     hold_s: float = 30.0
     pool_share: float = 0.9
     learned: bool = True
@@ -51,9 +46,7 @@ class Warm:
 
     def __post_init__(self) -> None:
         require(self.others_weight >= 0, "warm: others_weight must not be negative")
-        require(self.later_weight >= 0, "warm: later_weight must not be negative")
         require(self.queue_crowd >= 0, "warm: queue_crowd must not be negative")
-        require(0 <= self.crowd_exponent <= 1, "warm: crowd_exponent must be between 0 and 1")
         require(self.hold_s >= 0, "warm: hold_s must not be negative")
         require(0 < self.pool_share <= 1, "warm: pool_share must be above 0 and at most 1")
 
@@ -71,10 +64,9 @@ class Warm:
             own_s = owns.get(cached)
             if own_s is None:
                 own_s = owns[cached] = model.predict(prompt - cached, cached).seconds
-            crowd = requests**self.crowd_exponent if requests else 0.0
             queue_s = _queue_s(view, model) if view.prefilling else 0.0
-            crowd_s = self.queue_crowd * crowd * queue_s
-            others_s = (self.later_weight + self.others_weight * crowd) * own_s
+            crowd_s = self.queue_crowd * requests * queue_s
+            others_s = self.others_weight * requests * own_s
             room_s = 0.0
             if over > 0:
                 pool = view.kv_capacity_tokens

@@ -145,6 +145,23 @@ def test_ablations_and_folds(folder: Path) -> None:
     assert "2 cells." in text
 
 
+def test_ablations_may_be_played_on_a_part_of_the_grid(folder: Path) -> None:
+    config = folder / "part.yaml"
+    config.write_text(CONFIGURED + "ablation_fleets: [2]\nablation_seeds: [2]\n")
+    given = ["--config", str(config), "--traces", "tiny", "--fleets", "1,2"]
+    text = _run(folder, "part", *given, *POLICIES, "--ablations")
+    assert "2 cells." in text
+    assert "1 cells: fleets ×2; seeds 2." in text
+    ablated = [name for name in _files(folder / "part" / "results") if "without" in name]
+    assert len(ablated) == 1
+    assert "fleet-2_seed-2/" in ablated[0]
+    result = CliRunner().invoke(
+        app, [*given, "--fleets", "1", "--ablations", "--only-tables", "--out", str(folder / "part")]
+    )
+    assert result.exit_code == 2
+    assert "no --fleets of the grid is under ablation_fleets" in " ".join(result.output.split())
+
+
 def test_a_cell_can_be_played_from_python(folder: Path) -> None:
     settings = read_settings(folder / "config.yaml")
     stage = Arena(settings, folder / "traces").stage(Cell(trace="tiny", load=0.8, pool=1.0, fleet=2), seed=1)

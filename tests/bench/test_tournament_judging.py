@@ -165,6 +165,7 @@ def test_the_tables(three_cells: list[Figures]) -> None:
         field=["a", "b"],
         subject="a",
         ideas={"x": "a without x"},
+        ablation_figures=three_cells,
         with_folds=True,
     )
     text = markdown(report)
@@ -176,6 +177,7 @@ def test_the_tables(three_cells: list[Figures]) -> None:
         "- furthest behind the best 20.0 % (target 5 %), in three load 0.8 pool 1 x8: **missed**",
         "| three load 0.8 pool 1 x8 | 1.200 [1.200, 1.200] | 1.000 [1.000, 1.000] |",
         "| policy | f | g |",
+        "3 cells: fleets ×8; seeds 1, 2, 3.",
         "| x | 100 % | 1.00 | 1.003 | 2 / 1 | 1.000 | 0 / 0 |",
         "| f | `a without x` | 100 % | 1.00 | 100 % | 1.00 |",
     ):

@@ -1,4 +1,4 @@
-"""The soak test in 20 seconds, and the judge it leaves the verdict to."""
+"""The soak test in ten seconds, and the judge it leaves the verdict to."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from bench.soak.run import soak
 from bench.soak.samples import Sample, trend
 from bench.soak.verdict import figures, violations
 
-QUICK = SoakPlan(duration_s=20.0, streams=24, engines=3, kill_every_s=3.0, down_s=1.0, prompts=12, rss_growth_mb=64.0)
+QUICK = SoakPlan(duration_s=10.0, streams=24, engines=3, kill_every_s=2.0, down_s=1.0, prompts=12, rss_growth_mb=64.0)
 
 
 @pytest.mark.fleet
-async def test_twenty_seconds_of_killed_engines_and_leaving_clients(tmp_path: Path) -> None:
+async def test_ten_seconds_of_killed_engines_and_leaving_clients(tmp_path: Path) -> None:
     result = await soak(QUICK, tmp_path)
     assert result.violations == []
     assert result.kills >= 1
-    assert result.ends["ok"] > 100
-    assert result.ends["left"] > 10
+    assert result.ends["ok"] > 50
+    assert result.ends["left"] > 5
     assert not set(result.ends) - {"ok", "left", "broken", "refused"}
 
 

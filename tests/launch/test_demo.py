@@ -121,7 +121,7 @@ async def test_an_engine_that_dies_spoils_the_arm(tmp_path: Path) -> None:
 
 def test_shipped_settings_are_good() -> None:
     shipped = load_demo(DEMO_CONFIG)
-    assert [arm.name for arm in shipped.arms] == ["round_robin", "linear", "lmetric", "session_sticky", "unified"]
+    assert [arm.name for arm in shipped.arms] == ["round_robin", "linear", "lmetric", "session_sticky", "warm"]
     fleet = shipped.fleet_of(shipped.arms[2], 30000)
     assert (fleet.count, fleet.role.value) == (8, "kv_both")
     assert fleet.sim.time_scale == shipped.clock_scale

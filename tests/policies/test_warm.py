@@ -31,7 +31,8 @@ def terms(view: InstanceView, policy: Warm = Warm(), request: RequestView = ASKE
 
 
 def test_an_idle_instance_costs_the_prefill_alone() -> None:
-    assert terms(InstanceView("a")) == {"queue_s": 0, "room_s": 0, "own_s": pytest.approx(1.6), "others_s": 0}
+    found = terms(InstanceView("a"))
+    assert found == {"queue_s": 0, "crowd_s": 0, "room_s": 0, "own_s": pytest.approx(1.6), "others_s": 0}
 
 
 def test_cached_tokens_spare_the_prefill_but_are_attended_to() -> None:
@@ -45,32 +46,25 @@ def test_the_queue_is_its_prefills_half_of_one_done_without_what_they_share() ->
     assert terms(view)["queue_s"] == pytest.approx(2.5 * (0.4 + 1e-8 * 4_000 * 2_000))
 
 
-def test_what_is_queued_is_taken_to_have_the_contexts_of_what_decodes() -> None:
-    view = InstanceView("a", requests=3, prefilling=1, pending_prefill_tokens=4_000, decoding_tokens=48_000)
-    # two streams of 24,000: 20,000 of the queued prompt are its context
-    assert terms(view)["queue_s"] == pytest.approx(0.5 * (0.4 + 1e-8 * 4_000 * (20_000 + 2_000)))
-    alone = terms(view, Warm(queue_context=False))["queue_s"]
-    assert alone == pytest.approx(0.5 * (0.4 + 1e-8 * 4_000 * 2_000))
+def test_a_queue_counts_for_more_by_the_crowd() -> None:
+    view = InstanceView("a", requests=8, prefilling=3, pending_prefill_tokens=12_000)
+    found = terms(view)
+    assert found["crowd_s"] == pytest.approx(0.25 * 8 * found["queue_s"])
+    assert terms(view, Warm(queue_crowd=0.0))["crowd_s"] == 0
 
 
-def test_contexts_shorter_than_what_is_queued_count_as_none() -> None:
-    view = InstanceView("a", requests=2, prefilling=1, pending_prefill_tokens=4_000, decoding_tokens=1_000)
-    assert terms(view)["queue_s"] == pytest.approx(0.5 * (0.4 + 1e-8 * 4_000 * 2_000))
-
-
-@pytest.mark.parametrize(("exponent", "crowd"), [(0.5, 4.0), (1.0, 16.0), (0.0, 1.0)])
-def test_others_are_the_prefill_times_a_power_of_the_crowd(exponent: float, crowd: float) -> None:
+def test_others_are_the_prefill_for_every_request_in_flight() -> None:
     view = InstanceView("a", requests=16)
-    assert terms(view, Warm(crowd_exponent=exponent))["others_s"] == pytest.approx(1.6 * crowd)
-    assert terms(view, Warm(crowd_exponent=exponent, others_weight=0.5))["others_s"] == pytest.approx(0.8 * crowd)
+    assert terms(view)["others_s"] == pytest.approx(1.6 * 16)
+    assert terms(view, Warm(others_weight=0.5))["others_s"] == pytest.approx(0.8 * 16)
 
 
 @pytest.mark.parametrize(
     ("in_flight", "room", "share"),
     [
-        (70_000, 0.0, 0.0),  # with this prompt exactly the share of the pool
-        (75_000, 30 * 0.05, 0.05),  # half of this prompt is too much
-        (170_000, 30 * 1.0, 0.1),  # a pool's worth must leave first; this prompt is a tenth of a pool
+        (80_000, 0.0, 0.0),  # with this prompt exactly the share of the pool
+        (85_000, 30 * 0.05, 0.05),  # half of this prompt is too much
+        (180_000, 30 * 1.0, 0.1),  # a pool's worth must leave first; this prompt is a tenth of a pool
     ],
 )
 def test_room_is_waited_for_and_what_is_taken_of_it_others_wait_for(in_flight: int, room: float, share: float) -> None:
@@ -78,10 +72,20 @@ def test_room_is_waited_for_and_what_is_taken_of_it_others_wait_for(in_flight: i
     view = InstanceView("a", requests=4, kv_capacity_tokens=100_000, kv_used_tokens=used, kv_promised_tokens=promised)
     found = terms(view)
     assert found["room_s"] == pytest.approx(room)
-    assert found["others_s"] == pytest.approx(1.6 * 2 + 30 * share * 4)
+    assert found["others_s"] == pytest.approx(1.6 * 4 + 30 * share * 4)
     without = terms(view, Warm(hold_s=0.0))
     assert without["room_s"] == 0
-    assert without["others_s"] == pytest.approx(1.6 * 2)
+    assert without["others_s"] == pytest.approx(1.6 * 4)
+
+
+def test_while_another_has_room_only_those_who_wait_there_wait_for_what_is_taken() -> None:
+    full = InstanceView("full", requests=4, prefilling=1, kv_capacity_tokens=100_000, kv_used_tokens=85_000)
+    roomy = InstanceView("roomy", kv_capacity_tokens=100_000)
+    choice = Warm().choose(ASKED, fleet(full, roomy))
+    assert score_of(choice, "full").inputs["room_s"] == pytest.approx(30 * 0.05)
+    assert score_of(choice, "full").inputs["others_s"] == pytest.approx(1.6 * 4 + 30 * 0.05 * 1)
+    both = Warm().choose(ASKED, fleet(full, roomy._replace(kv_used_tokens=95_000)))
+    assert score_of(both, "full").inputs["others_s"] == pytest.approx(1.6 * 4 + 30 * 0.05 * 4)
 
 
 def test_a_pool_of_unknown_size_counts_as_having_room() -> None:
@@ -97,7 +101,7 @@ def test_a_session_stays_until_leaving_saves_more_than_its_history_costs() -> No
         home = InstanceView(
             "home", cached_tokens=28_000, requests=1, prefilling=1, pending_prefill_tokens=queued_prefills
         )
-        return Warm(others_weight=0.0).choose(request, fleet(home, free)).instance
+        return Warm(others_weight=0.0, queue_crowd=0.0).choose(request, fleet(home, free)).instance
 
     # half of one queued prefill: 30,000 tokens are 3 + 4.5 s, 60,000 tokens 6 + 18 s
     assert chosen(30_000) == "home"
@@ -108,27 +112,8 @@ def test_a_long_prompt_goes_where_it_stalls_few_and_a_short_one_where_it_need_no
     quiet = InstanceView("quiet", requests=1, prefilling=1, pending_prefill_tokens=20_000)  # 2 s of queue
     crowded = InstanceView("crowded", requests=25)
     assert Warm().choose(ask(20_000), fleet(quiet, crowded)).instance == "quiet"
-    assert Warm().choose(ask(500), fleet(quiet, crowded)).instance == "crowded"
-
-
-@pytest.mark.parametrize(("queued", "stays"), [(20_000, True), (30_000, False)])
-def test_nobody_waits_past_the_patience_for_the_sake_of_others(queued: int, stays: bool) -> None:
-    """Alone it takes 1.6 s, so 4.8 s is the latest: behind half of 20,000 tokens it takes 3.6 s, of 30,000 5.35 s."""
-    quiet = InstanceView("quiet", requests=1, prefilling=1, pending_prefill_tokens=queued)
-    crowded = InstanceView("crowded", requests=400)
-    choice = Warm().choose(ASKED, fleet(quiet, crowded))
-    assert score_of(choice, "quiet").score < score_of(choice, "crowded").score
-    assert (choice.instance == "quiet") is stays
-    assert score_of(choice, "quiet").skipped is not stays
-    assert Warm(patience=1e9).choose(ASKED, fleet(quiet, crowded)).instance == "quiet"
-
-
-def test_where_the_soonest_has_no_room_patience_does_not_count() -> None:
-    quiet = InstanceView("quiet", requests=1, prefilling=1, pending_prefill_tokens=48_000)
-    full = InstanceView("full", requests=400, kv_capacity_tokens=100_000, kv_used_tokens=70_001)
-    choice = Warm().choose(ASKED, fleet(quiet, full))
-    assert score_of(choice, "full").inputs["room_s"] > 0
-    assert (choice.instance, score_of(choice, "quiet").skipped) == ("quiet", False)
+    assert Warm().choose(ask(100), fleet(quiet, crowded)).instance == "quiet"
+    assert Warm().choose(ask(100), fleet(quiet, crowded._replace(requests=8))).instance == "crowded"
 
 
 def test_what_prefills_really_take_is_learned() -> None:
@@ -177,10 +162,8 @@ def test_every_term_is_a_time_and_the_score_is_their_sum(case: tuple[RequestView
     "bad",
     [
         {"others_weight": -0.1},
-        {"crowd_exponent": 1.1},
-        {"crowd_exponent": -0.1},
+        {"queue_crowd": -0.1},
         {"hold_s": -1},
-        {"patience": 0.9},
         {"pool_share": 0.0},
         {"pool_share": 1.1},
     ],
