@@ -61,8 +61,9 @@ class LiveRouter:
             config = engine.config
             self.router.state.set_capacity(name, config.num_blocks * config.block_tokens, config.block_tokens)
 
-    def probe(self) -> None:
+    def probe(self, now_s: float) -> None:
         for name, engine in self._fleet.engines.items():
+            engine.catch_up(now_s)
             capacity = engine.config.num_blocks * engine.config.block_tokens
             self.router.state.set_usage(name, int(engine.kv_usage * capacity))
 
@@ -116,6 +117,7 @@ def simulated(options: SimOptions, policy: str, planner: str, live: bool, monkey
 @pytest.mark.parametrize(
     ("policy", "planner", "options"),
     [
+        ("warm", "never", {"pool_tokens": 60_000}),
         ("linear", "never", {"pool_tokens": 60_000}),
         ("lmetric", "never", {"pool_tokens": 60_000}),
         ("session_sticky", "never", {"pool_tokens": 60_000}),
