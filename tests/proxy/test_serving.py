@@ -88,7 +88,7 @@ async def test_breakdown_row_has_the_whole_story(start_proxy: StartProxy) -> Non
     assert row["prompt_tokens"] == 1000
     assert row["actual_cached_tokens"] == 0
     assert {score["instance"] for score in row["scores"]} == {"inst-0", "inst-1"}
-    assert set(row["scores"][0]["inputs"]) == {"queue_s", "own_s", "others_s", "room_s", "cached_tokens"}
+    assert set(row["scores"][0]["inputs"]) == {"queue_s", "crowd_s", "own_s", "others_s", "room_s", "cached_tokens"}
     assert {"parse", "decide", "first_byte", "total"} <= set(row["stages_ms"])
 
 
