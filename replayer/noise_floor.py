@@ -80,11 +80,11 @@ def between_runs(groups: Sequence[Values], *, blocks: bool) -> RunNoise | None:
         return None
     if blocks and len(known) == len(groups) and (freedom := block_freedom([len(g.points) for g in known])):
         points = _without_blocks(np.array([group.points for group in known]))
-        drawn = _without_blocks(np.array([group.resampled for group in known]))
+        drawn = _without_blocks(np.array([_finite(group.resampled) for group in known]))
     else:
         blocks, freedom = False, sum(len(group.points) - 1 for group in known)
         points = np.concatenate([group.points - group.points.mean() for group in known])
-        drawn = np.concatenate([group.resampled - group.resampled.mean(axis=0) for group in known])
+        drawn = np.concatenate([each - each.mean(axis=0) for each in (_finite(group.resampled) for group in known)])
     points, drawn = points.reshape(-1), drawn.reshape(-1, drawn.shape[-1])
     return RunNoise(
         variance=float(np.sum(points**2)) / freedom,
@@ -110,6 +110,11 @@ def block_freedom(repeats: Sequence[int]) -> int:
         return 0
     freedom = (len(repeats) - 1) * (repeats[0] - 1)
     return freedom if freedom >= MIN_BLOCK_FREEDOM else 0
+
+
+def _finite(resampled: FloatArray) -> FloatArray:
+    """Resamples whose quantile is a failed request say nothing of the variance: NaN, which is left out."""
+    return np.where(np.isfinite(resampled), resampled, np.nan)
 
 
 def _without_blocks(values: FloatArray) -> FloatArray:

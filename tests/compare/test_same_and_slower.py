@@ -11,7 +11,8 @@ from bench.synthetic_runs import SyntheticNoise, SyntheticTrace, SyntheticWork
 from replayer.arms import ArmRun, ArmRuns
 from replayer.compare import CompareOptions, Comparison, compare_arms
 from replayer.effects import as_change
-from replayer.metrics import Metric
+from replayer.metrics import Metric, Values
+from replayer.noise_floor import between_runs
 from replayer.statistics import Effect, Verdict
 
 OPTIONS = CompareOptions(resamples=1000, skip_first_s=None, skip_last_s=None)
@@ -115,6 +116,27 @@ def test_five_per_cent_slower_is_found_where_the_design_can_and_sized() -> None:
     assert "by one run of each" not in found.sentence
     alone = experiment(1, runs=1, noise=noise, sessions=150, slower=(0.5, 0.5, 0.5))[0]
     assert "(by one run of each; how much runs differ by chance was not measured)" in alone.sentence
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("blocks", [False, True])
+def test_resamples_that_end_in_failed_requests_are_left_out_of_the_noise(blocks: bool) -> None:
+    drawn = np.random.default_rng(1).normal(size=(2, 2, 400))
+    groups = [
+        Values(drawn[arm, :, 0], drawn[arm], requests=10, sessions=5, effective_sessions=5.0, note="")
+        for arm in range(2)
+    ]
+    holed = drawn.copy()
+    holed[0, 0, 7] = np.inf
+    failing = [
+        Values(drawn[arm, :, 0], holed[arm], requests=10, sessions=5, effective_sessions=5.0, note="")
+        for arm in range(2)
+    ]
+    clean, found = (between_runs(each, blocks=blocks) for each in (groups, failing))
+    assert clean is not None
+    assert found is not None
+    assert found.variance == clean.variance
+    assert found.session_part == pytest.approx(clean.session_part, rel=0.05)
 
 
 def test_noise_between_runs_widens_the_interval_and_is_the_floor() -> None:
