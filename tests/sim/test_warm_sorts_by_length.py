@@ -1,0 +1,35 @@
+"""Where KV is short, prompts of like length gather under warm (docs/decisions/0011): simulated."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from policies.registry import make_routing
+from replayer.plan import PlanOptions
+from replayer.synth import SynthOptions, synthetic_trace
+from sim.offline.simulate import SimOptions, simulate
+
+
+def _gathering(policy: str) -> float:
+    """Correlation of a prompt's length with that of the prompts in flight beside it, over all in flight."""
+    trace = synthetic_trace(SynthOptions(requests=600, seed=3))
+    options = SimOptions(instances=8, profile="h200", pool_tokens=250_000, plan=PlanOptions(time_scale=40.0))
+    records = [each for each in simulate(trace, options, make_routing(policy, {})).run.records if each.ok]
+    assert len(records) > 500
+    sent = np.array([each.sent_s for each in records])
+    ended = sent + np.array([each.e2e_s or 0.0 for each in records])
+    length = np.log([float(each.prompt_tokens or 1) for each in records])
+    _, where = np.unique([each.instance for each in records], return_inverse=True)
+    own, beside = [], []
+    for number in range(len(records)):
+        there = (sent < sent[number]) & (ended > sent[number])
+        here = there & (where == where[number])
+        if here.sum() >= 2:
+            own.append(length[number])
+            beside.append(length[here].mean() - length[there].mean())
+    assert len(own) > 100
+    return float(np.corrcoef(own, beside)[0, 1])
+
+
+def test_prompts_of_like_length_gather_under_warm_and_not_under_linear() -> None:
+    assert _gathering("warm") > 0.25 > 0.15 > abs(_gathering("linear"))
