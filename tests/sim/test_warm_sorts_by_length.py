@@ -10,11 +10,11 @@ from replayer.synth import SynthOptions, synthetic_trace
 from sim.offline.simulate import SimOptions, simulate
 
 
-def _gathering(policy: str) -> float:
+def _gathering(policy: str, **parameters: float) -> float:
     """Correlation of a prompt's length with that of the prompts in flight beside it, over all in flight."""
     trace = synthetic_trace(SynthOptions(requests=600, seed=3))
     options = SimOptions(instances=8, profile="h200", pool_tokens=250_000, plan=PlanOptions(time_scale=40.0))
-    records = [each for each in simulate(trace, options, make_routing(policy, {})).run.records if each.ok]
+    records = [each for each in simulate(trace, options, make_routing(policy, parameters)).run.records if each.ok]
     assert len(records) > 500
     sent = np.array([each.sent_s for each in records])
     ended = sent + np.array([each.e2e_s or 0.0 for each in records])
@@ -32,4 +32,9 @@ def _gathering(policy: str) -> float:
 
 
 def test_prompts_of_like_length_gather_under_warm_and_not_under_linear() -> None:
-    assert _gathering("warm") > 0.25 > 0.15 > abs(_gathering("linear"))
+    assert abs(_gathering("linear")) < 0.15
+    assert _gathering("warm") > 0.25
+
+
+def test_the_room_makes_them_gather_more() -> None:
+    assert _gathering("warm") > _gathering("warm", hold_s=0.0)
