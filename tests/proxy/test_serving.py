@@ -181,7 +181,10 @@ async def test_explain_shows_all_policies_and_counts_nothing(start_proxy: StartP
     assert explained["request"]["blocks"] == 62
     for decision in explained["decisions"].values():
         assert len(decision["scores"]) == 3
-    assert (await proxy.client.get("/stats")).json() == before
+    after = (await proxy.client.get("/stats")).json()
+    # How late the event loop was is the machine's doing, not a count of requests.
+    del before["event_loop_late_s"], after["event_loop_late_s"]
+    assert after == before
     actual = await proxy.client.post("/v1/completions", json=completion())
     assert actual.headers["x-warmroute-instance"] == explained["decisions"]["warm"]["instance"]
 
