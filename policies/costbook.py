@@ -11,6 +11,9 @@ from policies.types import InstanceView, RequestView
 KV_BYTES_PER_TOKEN = 98_304
 """Qwen3-Coder-30B-A3B at TP=1 (48 layers, 4 KV heads of 128, bf16). Another size is learned as another bandwidth."""
 
+_POOL_SHARE = 0.9
+"""Of a KV pool, what prompts may fill; outputs and partly filled blocks take the rest."""
+
 
 class PrefillJob(NamedTuple):
     """One prefill as its instance was when it was decided on."""
@@ -20,6 +23,8 @@ class PrefillJob(NamedTuple):
     cached_tokens: int
     pending_tokens: int
     prefilling: int
+    room: bool = True
+    """The KV pool had room for the prompt: its first token did not wait for blocks."""
 
 
 class Workload(NamedTuple):
@@ -61,12 +66,15 @@ def transfer_job(
 
 
 def _prefill_job(request: RequestView, view: InstanceView) -> PrefillJob:
+    needed = view.kv_used_tokens + view.kv_promised_tokens + request.prompt_tokens
     return PrefillJob(
         view.instance,
         request.prompt_tokens - view.cached_tokens,
         view.cached_tokens,
         view.pending_prefill_tokens,
         view.prefilling,
+        # A pool of unknown size counts as having room.
+        needed <= _POOL_SHARE * view.kv_capacity_tokens or not view.kv_capacity_tokens,
     )
 
 
@@ -83,10 +91,14 @@ class CostBook:
         return Costs(self.prefill, self.transfer, now_s)
 
     def prefilled(self, job: PrefillJob, seconds: float) -> float:
-        """Learn from a first token that took ``seconds``; returns what was predicted."""
+        """Learn from a first token that took ``seconds``; returns what was predicted.
+
+        A prompt that found no room waited for blocks, nobody knows how long: its time says nothing of a prefill's.
+        """
         queue_s = self.prefill.queue_s(job.pending_tokens, job.prefilling)
         predicted_s = queue_s + self.prefill.predict(job.new_tokens, job.cached_tokens).seconds
-        self.prefill = self.prefill.observe(job.new_tokens, job.cached_tokens, queue_s, seconds)
+        if job.room:
+            self.prefill = self.prefill.observe(job.new_tokens, job.cached_tokens, queue_s, seconds)
         return predicted_s
 
     def transferred(self, workload: Workload, seconds: float, now_s: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import msgspec
 import yaml
 
+from bench.tournament.results import costs_digest
 from bench.tournament.settings import Settings, TournamentError
 from policies.registry import PolicyParameterError, make_routing, routing_policies
 from policies.routing.base import RoutingPolicy
@@ -50,9 +51,17 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
             raise TournamentError(f"{self.label}: {error}") from error
 
     def digest(self) -> str:
-        """Of the policy's parameters and of the source files that its class is made of."""
-        modules = sorted(_modules(type(self.make()).__module__, set()))
-        body = b"".join(_source(module) for module in modules)
+        """Of the policy's parameters and of the source files that its class is made of.
+
+        The files that say what is learned of times count for policies that look at it (``fleet.costs``).
+        """
+        found: set[str] = set()
+        for each in type(self.make()).__mro__:
+            if each.__module__ not in sys.stdlib_module_names:
+                _modules(each.__module__, found)
+        body = b"".join(_source(module) for module in sorted(found))
+        if b"costs" in body:
+            body += costs_digest().encode()
         return hashlib.sha256(msgspec.json.encode(self.params, order="sorted") + body).hexdigest()[:16]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Container, Iterable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,6 +29,8 @@ _SOURCES = (
     "bench/tournament/arena.py",
 )
 """What decides a simulation's outcome beside trace, settings and policy."""
+_COSTS = ("policies/costbook.py", "policies/costs.py", "policies/estimates.py")
+"""What was learned of times: it decides the outcome of policies that look at it, and of no others."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -102,11 +105,21 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sources_digest() -> str:
-    """Of the source files that decide a simulation's outcome."""
+    """Of the source files that decide every simulation's outcome."""
+    return _digest([path for pattern in _SOURCES for path in sorted(ROOT.glob(pattern))], leave_out=_COSTS)
+
+
+def costs_digest() -> str:
+    """Of those that decide the outcome of policies that look at what was learned of times (``FleetSnapshot.costs``)."""
+    return _digest([ROOT / name for name in _COSTS])
+
+
+def _digest(paths: Iterable[Path], leave_out: Container[str] = ()) -> str:
     digest = hashlib.sha256()
-    for pattern in _SOURCES:
-        for path in sorted(ROOT.glob(pattern)):
-            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in paths:
+        name = path.relative_to(ROOT).as_posix()
+        if name not in leave_out:
+            digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -15,6 +15,7 @@ from bench.tournament.results import Cell, Result
 from bench.tournament.settings import CONFIG, Grid, TournamentError, read_settings
 from bench.tournament.tables import BEGIN, END
 from bench.tournament.traces import find_traces
+from policies.costs import Prediction, PrefillModel
 from replayer.formats.bailian import write
 from replayer.synth import SynthOptions, synthetic_trace
 
@@ -182,6 +183,31 @@ def test_entrants_are_parsed() -> None:
     assert by_class.make() == entrant.make()
     assert by_class.digest() == entrant.digest()
     assert entrant.digest() != parse("steep=linear,alpha=3.0").digest()
+
+
+def test_what_is_learned_of_times_counts_for_policies_that_look_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = registered()
+    before = {name: parse(name).digest() for name in names}
+    monkeypatch.setattr("bench.tournament.entrants.costs_digest", lambda: "another way to learn")
+    assert {name for name in names if parse(name).digest() != before[name]} == {"warm", "smetric"}
+
+
+def test_a_policy_that_never_names_the_costs_cannot_see_them(folder: Path) -> None:
+    """So its kept results stay good when the learning changes: a prefill that teaches nonsense changes nothing."""
+    stage = Arena(read_settings(folder / "config.yaml"), folder / "traces").stage(
+        Cell(trace="tiny", load=0.8, pool=1.0, fleet=2), seed=1
+    )
+
+    def play(name: str) -> Result:
+        return stage.play(parse(name).make(), name)
+
+    before = {name: play(name) for name in registered()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefillModel, "predict", lambda *_: Prediction(100.0, 0.0))
+        after = {name: play(name) for name in registered()}
+    changed = {name for name in before if before[name] != after[name]}
+    assert "warm" in changed
+    assert changed <= {"warm", "smetric"}
 
 
 @pytest.mark.parametrize(

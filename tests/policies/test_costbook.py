@@ -58,6 +58,25 @@ def test_a_prefill_returns_what_was_predicted_before_it_taught_anything() -> Non
     assert book.prefilled(job, 30.0) == pytest.approx(30.0, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("used", "promised", "learns"), [(0, 0, True), (70_000, -10_000, True), (20_000, 11_000, False)]
+)
+def test_a_prompt_that_found_no_room_teaches_nothing(used: int, promised: int, learns: bool) -> None:
+    """It waited for blocks: with that in it, every prefill would look slow, and leaving a cache dear."""
+    view = D._replace(
+        kv_capacity_tokens=140_000 if learns else 100_000, kv_used_tokens=used, kv_promised_tokens=promised
+    )
+    job = Workload.of(REQUEST, view, None, 0, 1_000.0).decode
+    assert job.room is learns
+    book = CostBook()
+    predicted_s = book.prefilled(job, 30.0)
+    assert predicted_s == book.prefilled(job, 30.0) if not learns else predicted_s < book.prefilled(job, 30.0)
+
+
+def test_a_pool_of_unknown_size_counts_as_having_room() -> None:
+    assert Workload.of(REQUEST, D._replace(kv_used_tokens=10**9), None, 0, 1_000.0).decode.room
+
+
 def pulled(job: TransferJob, pending_tokens: int = 0, prefilling: int = 0) -> Workload:
     """A hand-off to a D that had so much prefill queued when it was decided."""
     return Workload(PrefillJob("d", 40_000, 0, pending_tokens, prefilling), PrefillJob("p", 40_000, 0, 0, 0), job)

@@ -59,7 +59,7 @@ def ledger_is_zero(stats: dict[str, Any]) -> bool:
 
 
 async def probed_twice(core: Core) -> None:
-    """One round of probes comes before the server listens, and one more at once: neither may meet what a test does next.
+    """One round of probes comes before the server listens, one more at once: neither may meet what a test does next.
 
     A probe that came to nothing because this process lacked CPU is made up for.
     """
