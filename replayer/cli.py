@@ -183,7 +183,7 @@ def replay_command(
 def summary_command(
     run: Annotated[Path, typer.Argument(help="Run file written by `warmroute replay`.", show_default=False)],
     warm_below: Annotated[int, typer.Option(min=1, help="WARM: fewer new tokens than this.")] = 5_000,
-    heavy_above: Annotated[int, typer.Option(min=1, help="HEAVY: more new tokens than this.")] = 20_000,
+    heavy_from: Annotated[int, typer.Option(min=1, help="HEAVY: as many new tokens or more.")] = 20_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Summarise a run: success, latencies by class, cache hits, prediction error, failures by reason."""
@@ -193,10 +193,10 @@ def summary_command(
     from replayer.summary import summarise, summary_dict
     from replayer.tables import summary_lines, summary_table
 
-    if heavy_above < warm_below:
-        _stop("--heavy-above must not be below --warm-below")
+    if heavy_from < warm_below:
+        _stop("--heavy-from must not be below --warm-below")
     try:
-        summary = summarise(read_run(run), warm_below=warm_below, heavy_above=heavy_above)
+        summary = summarise(read_run(run), warm_below=warm_below, heavy_from=heavy_from)
     except (RecordError, OSError) as error:
         _stop(error)
     console = Console()

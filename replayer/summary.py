@@ -12,7 +12,7 @@ import numpy as np
 from replayer.records import RequestRecord, Run
 
 WARM_BELOW_TOKENS = 5_000
-HEAVY_ABOVE_TOKENS = 20_000
+HEAVY_FROM_TOKENS = 20_000
 CLASSES = ("WARM", "MEDIUM", "HEAVY")
 ERROR_KEY_CHARACTERS = 60
 
@@ -81,13 +81,13 @@ def quantiles(values: Iterable[float | None]) -> Quantiles:
     return Quantiles(len(present), float(present.mean()), p50, p90, p99)
 
 
-def classify(new_tokens: int | None, warm_below: int = WARM_BELOW_TOKENS, heavy_above: int = HEAVY_ABOVE_TOKENS) -> str:
-    """WARM below 5k new tokens, HEAVY above 20k, MEDIUM between; UNKNOWN when the engine did not say."""
+def classify(new_tokens: int | None, warm_below: int = WARM_BELOW_TOKENS, heavy_from: int = HEAVY_FROM_TOKENS) -> str:
+    """The router's classes: WARM below 5k new tokens, HEAVY from 20k; UNKNOWN when the engine did not say."""
     if new_tokens is None:
         return "UNKNOWN"
     if new_tokens < warm_below:
         return "WARM"
-    return "HEAVY" if new_tokens > heavy_above else "MEDIUM"
+    return "MEDIUM" if new_tokens < heavy_from else "HEAVY"
 
 
 def _class_summary(name: str, records: Sequence[RequestRecord]) -> ClassSummary:
@@ -109,19 +109,19 @@ def _error_key(error: str | None) -> str:
     return (error or "unknown")[:ERROR_KEY_CHARACTERS]
 
 
-def summarise(run: Run, *, warm_below: int = WARM_BELOW_TOKENS, heavy_above: int = HEAVY_ABOVE_TOKENS) -> Summary:
+def summarise(run: Run, *, warm_below: int = WARM_BELOW_TOKENS, heavy_from: int = HEAVY_FROM_TOKENS) -> Summary:
     """A run's summary.
 
     Args:
         run: From `replayer.records.read_run`.
         warm_below: WARM means fewer new tokens than this.
-        heavy_above: HEAVY means more new tokens than this.
+        heavy_from: HEAVY means as many new tokens or more.
     """
     records = run.records
     good = [record for record in records if record.ok]
     by_class: dict[str, list[RequestRecord]] = {name: [] for name in CLASSES}
     for record in records:
-        by_class.setdefault(classify(record.new_tokens, warm_below, heavy_above), []).append(record)
+        by_class.setdefault(classify(record.new_tokens, warm_below, heavy_from), []).append(record)
     told = [record for record in good if record.prompt_tokens is not None and record.cached_tokens is not None]
     prompt = sum(record.prompt_tokens or 0 for record in told)
     cached = sum(record.cached_tokens or 0 for record in told)

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from replayer.ideal import cached_tokens, ideal
-from replayer.summary import CLASSES, HEAVY_ABOVE_TOKENS, WARM_BELOW_TOKENS, classify
+from replayer.summary import CLASSES, HEAVY_FROM_TOKENS, WARM_BELOW_TOKENS, classify
 from replayer.trace import Trace, TraceRequest
 
 INPUT_MEAN_TOKENS = 33_600
@@ -60,7 +60,7 @@ def turn_gaps(requests: Sequence[TraceRequest]) -> list[int]:
 
 def class_mix(new_tokens: Sequence[int], length_scale: float = 1.0) -> dict[str, float]:
     """Shares of WARM, MEDIUM and HEAVY, with the bounds scaled as the lengths are."""
-    warm, heavy = round(WARM_BELOW_TOKENS * length_scale), round(HEAVY_ABOVE_TOKENS * length_scale)
+    warm, heavy = round(WARM_BELOW_TOKENS * length_scale), round(HEAVY_FROM_TOKENS * length_scale)
     names = [classify(tokens, warm, heavy) for tokens in new_tokens]
     return {name: names.count(name) / max(len(names), 1) for name in CLASSES}
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.classes import ClassThresholds
 from replayer.journal import Journal
 from replayer.records import RecordError, RequestRecord, Run, RunEnd, RunHeader, encode_line, read_run
 from replayer.summary import classify, summarise, summary_dict
@@ -47,10 +48,12 @@ def run_of(records: list[RequestRecord], complete: bool = True) -> Run:
 
 @pytest.mark.parametrize(
     ("tokens", "name"),
-    [(0, "WARM"), (4999, "WARM"), (5000, "MEDIUM"), (20_000, "MEDIUM"), (20_001, "HEAVY"), (None, "UNKNOWN")],
+    [(0, "WARM"), (4999, "WARM"), (5000, "MEDIUM"), (19_999, "MEDIUM"), (20_000, "HEAVY"), (None, "UNKNOWN")],
 )
 def test_classes_are_by_new_tokens(tokens: int | None, name: str) -> None:
     assert classify(tokens) == name
+    if tokens is not None:
+        assert ClassThresholds().classify(tokens) == name, "the router's word and the report's"
 
 
 def test_a_summary_counts_what_the_records_say() -> None:
