@@ -15,8 +15,8 @@ def params(name: str, **given: Any) -> dict[str, Any]:
 
 
 def test_times_are_divided_and_nothing_else() -> None:
-    assert params("warm") == {"hold_s": 1.5}
-    assert params("warm", hold_s=10.0, pool_share=0.5) == {"hold_s": 0.5, "pool_share": 0.5}
+    assert params("warm") == {"hold_s": 1.5, "step_s": 0.002}
+    assert params("warm", hold_s=10.0, pool_share=0.5) == {"hold_s": 0.5, "step_s": 0.002, "pool_share": 0.5}
     assert params("smetric") == {"ttft_slo_s": 0.05, "ttft_slo_s_per_1k_tokens": pytest.approx(0.0625 / 20)}
     assert params("linear", alpha=2.0) == {"alpha": 2.0}
 

@@ -55,8 +55,26 @@ def test_a_queue_counts_for_more_by_the_crowd() -> None:
 
 def test_others_are_the_prefill_for_every_request_in_flight() -> None:
     view = InstanceView("a", requests=16)
-    assert terms(view)["others_s"] == pytest.approx(1.6 * 16)
-    assert terms(view, Warm(others_weight=0.5))["others_s"] == pytest.approx(0.8 * 16)
+    assert terms(view, Warm(step_s=0.0))["others_s"] == pytest.approx(1.6 * 16)
+    assert terms(view, Warm(others_weight=0.5, step_s=0.0))["others_s"] == pytest.approx(0.8 * 16)
+
+
+def test_a_prefill_that_shares_no_step_stalls_the_streams_for_longer() -> None:
+    alone = InstanceView("a", requests=16)
+    joins = alone._replace(prefilling=1, pending_prefill_tokens=500)
+    assert terms(alone)["others_s"] == pytest.approx((1.6 + 0.04) * 16)
+    assert terms(joins)["others_s"] == pytest.approx(1.6 * 16)
+
+
+def test_short_prefills_gather_in_one_instance_s_steps() -> None:
+    """Two instances with as many streams: the short prompt goes where one like it is queued, the long one does not."""
+    quiet, busy = InstanceView("quiet", requests=20), InstanceView("busy", requests=20)
+    busy = busy._replace(prefilling=1, pending_prefill_tokens=200)
+    long = busy._replace(pending_prefill_tokens=20_000)
+    published = Costs()
+    assert Warm().choose(ask(200), fleet_of(quiet, busy, costs=published)).instance == "busy"
+    assert Warm(step_s=0.0).choose(ask(200), fleet_of(quiet, busy, costs=published)).instance == "quiet"
+    assert Warm().choose(ask(200), fleet_of(quiet, long, costs=published)).instance == "quiet"
 
 
 @pytest.mark.parametrize(
@@ -72,10 +90,10 @@ def test_room_is_waited_for_and_what_is_taken_of_it_others_wait_for(in_flight: i
     view = InstanceView("a", requests=4, kv_capacity_tokens=100_000, kv_used_tokens=used, kv_promised_tokens=promised)
     found = terms(view)
     assert found["room_s"] == pytest.approx(room)
-    assert found["others_s"] == pytest.approx(1.6 * 4 + 30 * share * 4)
+    assert found["others_s"] == pytest.approx(1.64 * 4 + 30 * share * 4)
     without = terms(view, Warm(hold_s=0.0))
     assert without["room_s"] == 0
-    assert without["others_s"] == pytest.approx(1.6 * 4)
+    assert without["others_s"] == pytest.approx(1.64 * 4)
 
 
 def test_while_another_has_room_only_those_who_wait_there_wait_for_what_is_taken() -> None:
@@ -163,6 +181,7 @@ def test_every_term_is_a_time_and_the_score_is_their_sum(case: tuple[RequestView
     [
         {"others_weight": -0.1},
         {"queue_crowd": -0.1},
+        {"step_s": -1},
         {"hold_s": -1},
         {"pool_share": 0.0},
         {"pool_share": 1.1},

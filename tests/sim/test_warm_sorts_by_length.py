@@ -36,5 +36,5 @@ def test_prompts_of_like_length_gather_under_warm_and_not_under_linear() -> None
     assert _gathering("warm") > 0.25
 
 
-def test_the_room_makes_them_gather_more() -> None:
-    assert _gathering("warm") > _gathering("warm", hold_s=0.0)
+def test_what_a_prefill_costs_the_others_makes_them_gather_more() -> None:
+    assert _gathering("warm") > _gathering("warm", others_weight=0.0)
