@@ -92,7 +92,7 @@ def ratios_counted(metrics: str) -> dict[str, float]:
 
 
 async def test_legs_are_recorded_with_what_was_predicted_and_what_it_took(start_proxy: StartProxy) -> None:
-    engines = [StubEngine(prefill_s=0.05, pull_s=0.05) for _ in range(2)]
+    engines = [StubEngine(prefill_s=0.06, pull_s=0.06) for _ in range(2)]
     proxy = await start_proxy(engines=engines, role="kv_both", offload=THRESHOLD, classes=CLASSES)
     light = {**HEAVY, "prompt": list(range(5_000, 5_020))}
     for body in ({**HEAVY, "stream": True}, {**light, "stream": True}, light):
@@ -103,7 +103,7 @@ async def test_legs_are_recorded_with_what_was_predicted_and_what_it_took(start_
     assert whole["legs"] == {}  # the first token of an answer in one piece is not seen
     for times in (*offloaded["legs"].values(), *co_located["legs"].values()):
         assert times["predicted_s"] > 0
-        assert times["actual_s"] >= 0.05
+        assert times["actual_s"] >= 0.05  # a timer may go off a millisecond early
     assert ratios_counted((await proxy.client.get("/metrics")).text) == {"prefill": 1, "transfer": 1, "first_token": 1}
 
 
