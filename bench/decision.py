@@ -31,12 +31,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import proxy.router as router_module
+import proxy.routing.router as router_module
 from bench.prefix_index import FIRST_FILLER, machine, prompt
 from proxy.breakdown import Breakdown, Outcome, Row
-from proxy.metrics import Metrics
-from proxy.parse import Endpoint, session_of
-from proxy.router import Routed, Router
+from proxy.metrics.exporter import Metrics
+from proxy.request.parse import Endpoint, session_of
+from proxy.routing.router import Routed, Router
 from proxy.settings import Settings
 
 PARTS_OF_ROUTE = ("snapshot", "decide", "commit")

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from policies.costs import Costs
+    from policies.costs.formulas import Costs
 
 
 class RequestClass(StrEnum):

@@ -11,16 +11,16 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from proxy.access import Listener
-from proxy.admin import admin_routes
+from proxy.access.guard import Guard
+from proxy.access.rules import Listener
+from proxy.admin.fleet_routes import fleet_routes
+from proxy.admin.openapi import describe_generation
+from proxy.admin.routes import admin_routes
 from proxy.admin_listener import admin_listener
 from proxy.core import Core
 from proxy.errors import RequestError, error_body
-from proxy.fleet_api import fleet_routes
-from proxy.generation import Generation
-from proxy.generation_schema import describe_generation
-from proxy.guard import Guard
-from proxy.health import HealthMonitor
+from proxy.exchange.generation import Generation
+from proxy.operations.health import HealthMonitor
 from proxy.settings import Settings
 
 

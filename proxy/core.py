@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import asyncio
 
-from proxy.abandoned import AbandonedPulls
-from proxy.access import Access
-from proxy.admission import Admission
+from proxy.access.forwarding import Forwarding
+from proxy.access.keys import Keys
+from proxy.access.rules import Access
 from proxy.breakdown import Breakdown
-from proxy.control import Control
-from proxy.engine_client import EngineClient
+from proxy.engines.client import EngineClient
+from proxy.engines.control import Control
+from proxy.engines.upstream import Upstream
 from proxy.events.subscriber import EventSubscriber
-from proxy.fleet_changes import FleetChanges
-from proxy.forwarding import Forwarding
-from proxy.handoff import HandOff
-from proxy.instances import Instance, Instances
-from proxy.keys import Keys
-from proxy.leaks import LeakWatch
-from proxy.limit_metrics import LimitMetrics
+from proxy.fleet.instances import Instance, Instances
+from proxy.handoff.abandoned import AbandonedPulls
+from proxy.handoff.leaks import LeakWatch
+from proxy.handoff.legs import HandOff
 from proxy.loop_lag import LoopLag
-from proxy.metrics import Metrics
-from proxy.parse import Parsed
-from proxy.reload import Reloader
-from proxy.retries import RetryBudget
-from proxy.router import Router
+from proxy.metrics.exporter import Metrics
+from proxy.metrics.limits import LimitMetrics
+from proxy.operations.fleet_changes import FleetChanges
+from proxy.operations.reload import Reloader
+from proxy.request.parse import Parsed
+from proxy.routing.admission import Admission
+from proxy.routing.retries import RetryBudget
+from proxy.routing.router import Router
 from proxy.settings import Settings
 from proxy.tokens.service import Tokens
-from proxy.upstream import Upstream
 
 
 class Core:

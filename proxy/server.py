@@ -10,9 +10,9 @@ import uvicorn
 
 from proxy import logs, memory
 from proxy.app import ProxyApp
-from proxy.http_server import ProxyProtocol
+from proxy.clients.protocol import ProxyProtocol
+from proxy.operations.shutdown import ProxyServer
 from proxy.settings import Settings
-from proxy.shutdown import ProxyServer
 
 
 def run(settings: Settings, load: Callable[[], Settings]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from policies.state import Commitment
 from policies.types import Decision, RequestView
-from replayer.plan import Step
+from replayer.replay.plan import Step
 from sim.offline.router import LegTime
 from sim.offline.sessions import Session
 

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable
 
 from policies.types import OffloadReason, RequestView
-from replayer.trace import TraceRequest
+from replayer.traces.trace import TraceRequest
 from sim.core.sequence import KvTransfer, keyed_request
 from sim.core.types import TokenEvent
 from sim.offline.exchange import Exchange, Leg

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from policies.registry import parameters
 from policies.types import Prediction
-from replayer.plan import OfferedLoad, offered_dict
-from replayer.records import RequestRecord, RunHeader
-from replayer.version import installed_version
+from replayer.records.runs import RequestRecord, RunHeader
+from replayer.records.version import installed_version
+from replayer.replay.plan import OfferedLoad, offered_dict
 from sim.offline.exchange import Exchange
 from sim.offline.options import SimOptions
 from sim.offline.router import OfflineRouter

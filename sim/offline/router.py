@@ -1,6 +1,6 @@
 """The live proxy's routing step in virtual time: the same state, ``decide`` and lessons, in the same order.
 
-Mirrors ``proxy.router.Router``, which this package may not import; a test drives both and compares every decision.
+Mirrors ``proxy.routing.router.Router``, which this package may not import; a test drives both and compares every decision.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from proxy.core import Core
-from proxy.instances import Instance
+from proxy.fleet.instances import Instance
 from proxy.settings import load_settings
-from tests.chaos.engine import ChaosEngine
-from tests.chaos.served import Served, proxy_in_thread
-from tests.chaos.wire import MODEL
+from tests.chaos.rig.engine import ChaosEngine
+from tests.chaos.rig.served import Served, proxy_in_thread
+from tests.chaos.rig.wire import MODEL
 from tests.proxy.conftest import ledger_is_zero, serving
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": list(range(100)), "max_tokens": 6}

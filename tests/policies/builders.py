@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from policies.blocks import hash_token_blocks
+from policies.predict.blocks import hash_token_blocks
 from policies.types import (
     CandidateScore,
     Choice,

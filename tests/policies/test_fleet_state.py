@@ -6,7 +6,7 @@ import pytest
 
 from policies.hotspots import HotspotTracker
 from policies.ledger import Ledger
-from policies.prefix_index import PrefixIndex
+from policies.predict.prefix_index import PrefixIndex
 from policies.sessions import SessionTable
 from policies.state import Commitment, FleetState, cacheable_tokens
 from policies.types import Connector, FleetSnapshot, InstanceView, RequestView, Role, Transport

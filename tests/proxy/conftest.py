@@ -14,9 +14,9 @@ import uvloop
 
 from proxy.app import ProxyApp
 from proxy.core import Core
+from proxy.operations.shutdown import ProxyServer
 from proxy.server import server_config
 from proxy.settings import Settings, load_settings
-from proxy.shutdown import ProxyServer
 from tests.proxy.stub_engine import StubEngine
 
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-import proxy.router
+import proxy.routing.router
 from policies.registry import make_planner, make_routing
 from policies.state import Commitment
 from policies.types import RequestView, Role
-from proxy.parse import Endpoint
-from proxy.router import Routed, Router
+from proxy.request.parse import Endpoint
+from proxy.routing.router import Routed, Router
 from proxy.settings import Settings
-from replayer.plan import PlanOptions, make_plan
-from replayer.prompts import BodyTemplate, PromptBuilder
-from replayer.records import RequestRecord
-from replayer.trace import Trace
+from replayer.records.runs import RequestRecord
+from replayer.replay.plan import PlanOptions, make_plan
+from replayer.replay.prompts import BodyTemplate, PromptBuilder
+from replayer.traces.trace import Trace
 from sim.offline.fleet import make_fleet
 from sim.offline.loop import Simulation
 from sim.offline.options import SimOptions
@@ -92,7 +92,7 @@ class LiveRouter:
 
 def simulated(options: SimOptions, policy: str, planner: str, live: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
     fleet, roles, profile = make_fleet(options, TRACE.block_tokens)
-    monkeypatch.setattr(proxy.router, "time", types.SimpleNamespace(monotonic=lambda: fleet.now_s))
+    monkeypatch.setattr(proxy.routing.router, "time", types.SimpleNamespace(monotonic=lambda: fleet.now_s))
     router: Any
     if live:
         router = LiveRouter(TRACE, fleet, options, policy, planner)
