@@ -29,7 +29,8 @@ import typer
 from bench.prefix_index import machine
 from policies.registry import make_routing
 from replayer.replay.plan import PlanOptions
-from replayer.traces.trace import Trace, TraceRequest, load_trace
+from replayer.traces.loading import load_trace
+from replayer.traces.trace import Trace, TraceRequest
 from sim.offline.router import OfflineRouter
 from sim.offline.simulate import OfflineRun, SimOptions
 from sim.virtual import VirtualFleet

@@ -130,11 +130,11 @@ def replay_command(
 
     from replayer.records.runs import RecordError
     from replayer.records.summary import summarise
+    from replayer.records.tables import summary_lines, summary_table
     from replayer.replay.endpoint import EndpointError
     from replayer.replay.plan import PlanOptions
     from replayer.replay.progress import ReplayProgress
     from replayer.replay.replay import ReplayOptions, replay_trace
-    from replayer.tables import summary_lines, summary_table
     from replayer.traces.loading import load
     from replayer.traces.trace import TraceError
 
@@ -191,7 +191,7 @@ def summary_command(
 
     from replayer.records.runs import RecordError, read_run
     from replayer.records.summary import summarise, summary_dict
-    from replayer.tables import summary_lines, summary_table
+    from replayer.records.tables import summary_lines, summary_table
 
     if heavy_from < warm_below:
         _stop("--heavy-from must not be below --warm-below")

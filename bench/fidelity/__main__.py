@@ -20,7 +20,8 @@ from launch.fleet.file import FleetError
 from launch.freshness.proof import StaleEngineError
 from launch.run.processes import StartError
 from replayer.replay.plan import PlanOptions
-from replayer.traces.trace import TraceError, load_trace
+from replayer.traces.loading import load_trace
+from replayer.traces.trace import TraceError
 from sim.fidelity.comparison import compare, markdown
 from sim.fidelity.recording import find_recordings, read_recording
 from sim.fidelity.resimulate import resimulate

@@ -15,7 +15,8 @@ from replayer.compare.comparison import CompareOptions
 from replayer.compare.conditions import ComparisonError
 from replayer.compare.goodput import Slo, SloTokens
 from replayer.compare.runs import compare_arms
-from replayer.traces.trace import TraceError, load_trace
+from replayer.traces.loading import load_trace
+from replayer.traces.trace import TraceError
 
 if TYPE_CHECKING:
     from replayer.compare.arms import ArmRuns

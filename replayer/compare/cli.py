@@ -198,7 +198,8 @@ def _read(
     """Arms, A/A groups, the trace where there is one, and notes; what cannot be read ends the command, status 2."""
     from replayer.compare.arms import ArmError, parse_arm, read_arm, read_experiment, unique
     from replayer.records.runs import RecordError
-    from replayer.traces.trace import TraceError, load_trace
+    from replayer.traces.loading import load_trace
+    from replayer.traces.trace import TraceError
 
     arms: list[ArmRuns] = []
     notes: list[str] = []

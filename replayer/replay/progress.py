@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from replayer.records.runs import RequestRecord
 from replayer.replay.plan import Plan
-from replayer.tables import offered_table
+from replayer.replay.tables import offered_table
 
 
 class ReplayProgress:

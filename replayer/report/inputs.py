@@ -14,7 +14,8 @@ from replayer.compare.arms import ArmRun, ArmRuns, parse_arm, read_arm, read_exp
 from replayer.compare.pairing import silence_as_zero
 from replayer.records.breakdown_rows import BreakdownRow, read_rows, rows_of
 from replayer.records.runs import RequestRecord, Run
-from replayer.traces.trace import Trace, load_trace
+from replayer.traces.loading import load_trace
+from replayer.traces.trace import Trace
 
 Row = dict[str, Any]
 BREAKDOWN_FILE = "breakdown.jsonl"

@@ -30,10 +30,10 @@ def sample_command(
     """
     from rich.console import Console
 
-    from replayer.tables import profiles_table
     from replayer.traces.formats import bailian
     from replayer.traces.loading import LoadOptions, load
     from replayer.traces.sample import profile, sample
+    from replayer.traces.tables import profiles_table
     from replayer.traces.trace import TraceError
 
     console = Console()
@@ -75,10 +75,10 @@ def synth_command(
     """
     from rich.console import Console
 
-    from replayer.tables import targets_table
     from replayer.traces.formats import bailian
     from replayer.traces.synth import SynthOptions, synthetic_trace
     from replayer.traces.synth_targets import compare_with_targets
+    from replayer.traces.tables import targets_table
     from replayer.traces.trace import TraceError
 
     if rate is not None and duration is not None:

@@ -131,8 +131,8 @@ def stream(path: str | Path, options: LoadOptions | None = None) -> TraceStream:
     """Requests of a Bailian-style or Mooncake file in time order, with bounded memory.
 
     Times are those that `load` gives. Sessions are the file's; a trace without any has a session per request. Block
-    ids are replaced by keys that are chained (`replayer.traces.chaining`), unless they are to be kept: prompts share what they
-    share after `load`'s repair, but what was wrong with the ids is not told.
+    ids are replaced by chained keys (`replayer.traces.chaining`), unless they are to be kept: prompts share what they
+    share after `load`'s repair, but the stream does not report what was wrong with the ids.
 
     Raises:
         TraceError: names file, line, and what to do; while reading, also for a file that is not in time order.
@@ -220,6 +220,20 @@ def load(path: str | Path, options: LoadOptions | None = None) -> Trace:
         sha256=file_sha256(path),
         notes=notes,
     )
+
+
+def load_trace(path: str | Path, *, limit: int | None = None, block_tokens: int | None = None) -> Trace:
+    """Load a trace of any known format with the default options.
+
+    Args:
+        path: file or folder.
+        limit: read at most this many requests.
+        block_tokens: tokens per block id; detected when None.
+
+    Raises:
+        TraceError: unknown format, or a line that breaks a rule of the format.
+    """
+    return load(path, LoadOptions(limit=limit, block_tokens=block_tokens))
 
 
 def _chain(requests: list[TraceRequest], options: LoadOptions, where: str, notes: list[str]) -> None:

@@ -6,7 +6,6 @@ This module is light on purpose (msgspec only): the engine simulator imports the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -76,19 +75,3 @@ class Trace(msgspec.Struct, kw_only=True):
     def duration_s(self) -> float:
         """Seconds between the first and the last arrival."""
         return self.requests[-1].timestamp_s - self.requests[0].timestamp_s if self.requests else 0.0
-
-
-def load_trace(path: str | Path, *, limit: int | None = None, block_tokens: int | None = None) -> Trace:
-    """Load a trace of any known format with the default options (see `replayer.traces.loading.load`).
-
-    Args:
-        path: File or folder.
-        limit: Read at most this many requests.
-        block_tokens: Tokens per block id; detected when None.
-
-    Raises:
-        TraceError: unknown format, or a line that breaks a rule of the format.
-    """
-    from replayer.traces.loading import LoadOptions, load
-
-    return load(path, LoadOptions(limit=limit, block_tokens=block_tokens))

@@ -16,7 +16,7 @@ from replayer.records.runs import Run, read_run
 from replayer.records.summary import summarise
 from replayer.report.page import format_percent
 from replayer.traces.ideal import ideal
-from replayer.traces.trace import load_trace
+from replayer.traces.loading import load_trace
 from tests.engines.conftest import ROOT, StartProxy
 from tests.engines.rig import BLOCK, REAL_ENGINES, Engines, Proxy, until_trusted
 

@@ -14,7 +14,8 @@ from replayer.records.runs import RequestRecord
 from replayer.records.summary import summarise
 from replayer.replay.plan import PlanOptions
 from replayer.replay.replay import ReplayOptions, replay_trace
-from replayer.traces.trace import Trace, TraceRequest, load_trace
+from replayer.traces.loading import load_trace
+from replayer.traces.trace import Trace, TraceRequest
 from tests.integration.conftest import StartCluster
 
 SCALE = 20.0

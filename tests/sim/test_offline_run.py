@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from policies.types import Role
 from replayer.records.summary import summarise
 from replayer.replay.plan import PlanOptions, make_plan
-from replayer.traces.trace import TraceError, load_trace
+from replayer.traces.loading import load_trace
+from replayer.traces.trace import TraceError
 from sim.offline.options import HandOffBounds
 from sim.offline.simulate import Noise, SimOptions, SimulationError
 from tests.sim.offline_runs import ROOMY_TOKENS, agents, by_session, conversation, lines, run, trace_of

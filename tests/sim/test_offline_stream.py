@@ -13,8 +13,8 @@ from policies.registry import make_routing
 from replayer.records.runs import RequestRecord
 from replayer.replay.plan import PlanOptions
 from replayer.traces.formats import bailian
-from replayer.traces.loading import LoadOptions, stream
-from replayer.traces.trace import Trace, TraceError, TraceRequest, load_trace
+from replayer.traces.loading import LoadOptions, load_trace, stream
+from replayer.traces.trace import Trace, TraceError, TraceRequest
 from sim.offline.options import Noise, SimOptions, SimulationError
 from sim.offline.reading import read_apart
 from sim.offline.records import Source

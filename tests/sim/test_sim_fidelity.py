@@ -15,8 +15,9 @@ from policies.types import Role
 from replayer.records.runs import RequestRecord, Run, encode_line
 from replayer.replay.plan import PlanOptions
 from replayer.traces.formats.bailian import write
+from replayer.traces.loading import load_trace
 from replayer.traces.synth import SynthOptions, synthetic_trace
-from replayer.traces.trace import Trace, load_trace
+from replayer.traces.trace import Trace
 from sim.fidelity.cli import register
 from sim.fidelity.comparison import compare, markdown
 from sim.fidelity.recording import RecordingError, find_recordings, read_recording

@@ -15,9 +15,9 @@ from launch.fleet.file import FleetFile
 from replayer.replay.plan import OfferedLoad, PlanOptions, make_plan
 from replayer.traces.formats import bailian
 from replayer.traces.formats.source import file_sha256
-from replayer.traces.loading import LoadOptions, load
+from replayer.traces.loading import LoadOptions, load, load_trace
 from replayer.traces.synth import SynthOptions, synthetic_trace
-from replayer.traces.trace import Trace, TraceError, load_trace
+from replayer.traces.trace import Trace, TraceError
 
 TRACE_FILE = "trace.jsonl"
 _PROJECT = Path(__file__).resolve().parents[3]

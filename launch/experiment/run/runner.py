@@ -40,7 +40,8 @@ from policies.registry import make_planner, make_routing, parameters
 from replayer.records.runs import RecordError, RequestRecord
 from replayer.replay.endpoint import EndpointError
 from replayer.report.page import BreakdownError
-from replayer.traces.trace import Trace, TraceError, load_trace
+from replayer.traces.loading import load_trace
+from replayer.traces.trace import Trace, TraceError
 
 _LEFT_BEHIND_S = 30.0
 _POLL_S = 0.2

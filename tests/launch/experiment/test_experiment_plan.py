@@ -35,7 +35,7 @@ from launch.experiment.records.record import KEPT_FILES
 from launch.experiment.records.state import CONFIG_FILE, STATE_FILE, config_changes
 from launch.experiment.run.live import with_room
 from policies.registry import routing_policies
-from replayer.traces.trace import load_trace
+from replayer.traces.loading import load_trace
 from tests.launch.conftest import free_base
 
 SIMULATED: dict[str, Any] = {

@@ -12,7 +12,7 @@ from policies.classes import ClassThresholds
 from replayer.records.journal import Journal
 from replayer.records.runs import RecordError, RequestRecord, Run, RunEnd, RunHeader, encode_line, read_run
 from replayer.records.summary import classify, summarise, summary_dict
-from replayer.tables import summary_lines
+from replayer.records.tables import summary_lines
 
 
 def record(

@@ -14,8 +14,8 @@ import pytest
 import zstandard
 
 from replayer.traces.formats import Format, bailian, detect_format
-from replayer.traces.loading import LoadOptions, iter_trace, load
-from replayer.traces.trace import TraceError, load_trace
+from replayer.traces.loading import LoadOptions, iter_trace, load, load_trace
+from replayer.traces.trace import TraceError
 
 Row = dict[str, Any]
 

@@ -10,9 +10,8 @@ import pytest
 from replayer.replay.plan import PlanOptions, make_plan
 from replayer.replay.prompts import PromptBuilder
 from replayer.traces.ideal import ideal
-from replayer.traces.loading import LoadOptions, load
+from replayer.traces.loading import LoadOptions, load, load_trace
 from replayer.traces.sample import profile
-from replayer.traces.trace import load_trace
 
 pytestmark = pytest.mark.traces
 

@@ -1,33 +1,11 @@
-"""Rich tables of the replayer's commands: offered load, run summary, trace profiles, synthetic targets."""
+"""A run's summary as a Rich table and as lines of text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import msgspec
 from rich import box
 from rich.table import Table
 
 from replayer.records.summary import Quantiles, Summary
-from replayer.replay.plan import OfferedLoad, describe
-from replayer.traces.sample import Profile
-from replayer.traces.synth_targets import Comparison
-
-
-def offered_table(offered: OfferedLoad) -> Table:
-    """The load a plan offers."""
-    table = Table(title="Offered load (engine seconds, after scaling)", show_header=False)
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    for name, value in describe(offered):
-        table.add_row(name, value)
-    return table
-
-
-def _three(values: Quantiles, factor: float = 1.0, digits: int = 2) -> str:
-    if values.p50 is None or values.p90 is None or values.p99 is None:
-        return "–"
-    return "/".join(f"{value * factor:,.{digits}f}" for value in (values.p50, values.p90, values.p99))
 
 
 def summary_table(summary: Summary) -> Table:
@@ -82,32 +60,7 @@ def summary_lines(summary: Summary) -> list[str]:
     return lines
 
 
-def profiles_table(profiles: Sequence[tuple[str, Profile]]) -> Table:
-    """Profiles side by side."""
-    table = Table(title="Trace")
-    table.add_column("property")
-    for name, _ in profiles:
-        table.add_column(name, justify="right")
-    for field in msgspec.structs.fields(Profile):
-        table.add_row(field.name, *(_number(getattr(profile, field.name)) for _, profile in profiles))
-    return table
-
-
-def _number(value: float) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-def targets_table(rows: Sequence[Comparison]) -> Table:
-    """Targets against what was generated."""
-    table = Table(title="Target against generated")
-    table.add_column("property")
-    table.add_column("target", justify="right")
-    table.add_column("generated", justify="right")
-    table.add_column("deviation", justify="right")
-    table.add_column("note")
-    for row in rows:
-        deviation = f"{row.deviation * 100:+.1f} {'points' if row.is_share else '%'}"
-        table.add_row(row.name, _number(row.target), _number(row.value), deviation, row.note)
-    return table
+def _three(values: Quantiles, factor: float = 1.0, digits: int = 2) -> str:
+    if values.p50 is None or values.p90 is None or values.p99 is None:
+        return "–"
+    return "/".join(f"{value * factor:,.{digits}f}" for value in (values.p50, values.p90, values.p99))
