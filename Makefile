@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENGINES := .venv-engines
 READY := $(VENV)/.ready
-SRC := warmroute.py policies proxy launch replayer sim bench tests
+SRC := warmroute.py warmroute_names.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format types imports unit engines test-engines audit soak bench-data-plane tournament analysis-docs lock clean
@@ -53,14 +53,14 @@ audit: $(READY) ## known vulnerabilities in what requirements.lock pins
 	$(BIN)/python .ci/audit.py
 
 soak: $(READY) ## 20 minutes of kills, restarts and leaving clients at 200 streams
-	$(BIN)/python -m bench.soak --minutes 20 --streams 200 --out runs/soak.json
+	$(BIN)/python -m bench.soak --minutes 20 --streams 200 --output runs/soak.json
 
 bench-data-plane: $(READY) ## our proxy beside vLLM Router, SGLang's gateway and nginx (about half an hour)
 	$(BIN)/python -m bench.data_plane.peers
-	$(BIN)/python -m bench.data_plane --out runs/data_plane.json --check
+	$(BIN)/python -m bench.data_plane --output runs/data_plane.json --check
 
 tournament: $(READY) ## rank all routing policies over traces, loads, pools and fleets, into docs/tournament.md (hours)
-	$(BIN)/python -m bench.tournament --jobs $$(nproc) --ablations --folds --table docs/tournament.md
+	$(BIN)/python -m bench.tournament --jobs $$(nproc) --ablations --folds --document docs/tournament.md
 
 analysis-docs: $(READY) ## write the tables of docs/analysis.md anew
 	$(BIN)/python -m bench.analysis.document

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
+from warmroute_names import RenamedGroup
+
 __version__ = "0.1.0"
+
+PANELS: Mapping[str, tuple[str, ...]] = {
+    "Serve": ("serve", "settings", "key"),
+    "Fleet": ("up", "down", "status", "doctor", "telemetry"),
+    "Measure": ("demo", "replay", "simulate", "experiment", "trace", "sim"),
+    "Analyse": ("summary", "compare", "report", "analyse"),
+}
+"""Help panel -> its commands and groups, in the order in which help shows them."""
 
 
 def _show_version(asked: bool) -> None:
@@ -25,6 +36,13 @@ def _options(
     """Cache-aware serving proxy and elastic prefill/decode router for agentic LLM traffic."""
 
 
+class _Root(RenamedGroup):
+    """The root group: commands in the order of the panels."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for names in PANELS.values() for name in names]
+
+
 def build() -> typer.Typer:
     """The root application with every folder's commands."""
     from bench.analysis.cli import register as register_analysis
@@ -33,10 +51,15 @@ def build() -> typer.Typer:
     from replayer.cli import register as register_replayer
     from sim.cli import register as register_sim
 
-    app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False, add_completion=False)
+    app = typer.Typer(cls=_Root, no_args_is_help=True, pretty_exceptions_show_locals=False)
     app.callback()(_options)
     for register in (register_proxy, register_replayer, register_launch, register_sim, register_analysis):
         register(app)
+    panel_of = {name: panel for panel, names in PANELS.items() for name in names}
+    for command in app.registered_commands:
+        command.rich_help_panel = panel_of[str(command.name or getattr(command.callback, "__name__", ""))]
+    for group in app.registered_groups:
+        group.rich_help_panel = panel_of[str(group.name)]
     return app
 
 

@@ -348,7 +348,9 @@ def main(
     instances: Annotated[int, typer.Option(min=1, help="Instances of the fleet.")] = 8,
     held_blocks: Annotated[int, typer.Option(min=1, help="Blocks held by all instances together.")] = 1_000_000,
     in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight at any time.")] = 32,
-    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file, too.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the figures to this JSON file, too.")
+    ] = None,
 ) -> None:
     """Measure what a request costs beside its input and output on this machine."""
     console = Console()

@@ -94,18 +94,20 @@ def run(
     ] = None,
     policy: Annotated[str, typer.Option(help="Routing policy of every arm.")] = "linear",
     planner: Annotated[list[str] | None, typer.Option(help="Planners; the first is the baseline.")] = None,
-    load: Annotated[list[float] | None, typer.Option(help="Time scales of the trace, one load each.")] = None,
+    load: Annotated[list[float] | None, typer.Option(help="Arrival speeds of the trace, one load each.")] = None,
     window_s: Annotated[float, typer.Option(min=1, help="Seconds of the trace that are replayed.")] = 240.0,
-    max_output: Annotated[int, typer.Option(min=1, help="Outputs are cut to so many tokens.")] = 512,
-    idle_gap_cap: Annotated[float, typer.Option(min=0, help="Longest think time, seconds of the trace.")] = 10.0,
+    max_output: Annotated[
+        int, typer.Option("--max-output-tokens", min=1, help="Outputs are cut to so many tokens.")
+    ] = 512,
+    idle_gap_cap_s: Annotated[float, typer.Option(min=0, help="Longest think time, seconds of the trace.")] = 10.0,
     skip_first_s: Annotated[
         float, typer.Option(min=0, help="Start of each run left out of the comparison: kernels compile then.")
     ] = 10.0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one request.")] = 300.0,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds for one request.")] = 300.0,
     token_low: Annotated[int, typer.Option(min=0, help="Smallest token id in prompts.")] = 1000,
     token_high: Annotated[int, typer.Option(min=1, help="One more than the largest token id.")] = 100_000,
     length_scale: Annotated[float, typer.Option(help="Multiplies prompt lengths, for small engines.")] = 1.0,
-    clock_scale: Annotated[float, typer.Option(help="Simulated engines: engine seconds per wall second.")] = 1.0,
+    engine_speed: Annotated[float, typer.Option(help="Simulated engines: engine seconds per wall second.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Chooses the tokens that ids stand for.")] = 0,
     hardware: Annotated[str, typer.Option(help="What the engines run on, for the table.")] = "",
 ) -> None:
@@ -126,9 +128,9 @@ def run(
     for load_scale, name in arms_of(loads, planners):
         label = f"{name}-x{load_scale:g}"
         options = ReplayOptions(
-            plan=PlanOptions(time_scale=load_scale, idle_gap_cap_s=idle_gap_cap),
-            clock_scale=clock_scale,
-            timeout_s=timeout,
+            plan=PlanOptions(time_scale=load_scale, idle_gap_cap_s=idle_gap_cap_s),
+            clock_scale=engine_speed,
+            timeout_s=timeout_s,
             seed=seed,
             token_low=token_low,
             token_high=token_high,

@@ -158,7 +158,9 @@ def main(
     block_tokens: Annotated[int, typer.Option(min=1, help="Token ids per prefix block.")] = 64,
     text_block_bytes: Annotated[int, typer.Option(min=1, help="Bytes per prefix block of a text prompt.")] = 1024,
     repeats: Annotated[int, typer.Option(min=20, help="Calls per row; slow rows make a tenth of it.")] = 2_000,
-    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file, too.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the figures to this JSON file, too.")
+    ] = None,
 ) -> None:
     """Measure the prefix index and the hashing before it on this machine."""
     if prompt_tokens < block_tokens:

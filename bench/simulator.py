@@ -200,10 +200,12 @@ def main(
         Path | None, typer.Argument(help="A trace to simulate, too (any format the replayer loads).")
     ] = None,
     policy: Annotated[str, typer.Option(help="Routing policy, by name.")] = "lmetric",
-    time_scale: Annotated[float, typer.Option(help="Of the trace: 2 sends sessions twice as fast.")] = 1.0,
+    time_scale: Annotated[float, typer.Option("--arrival-speed", help="2: sessions arrive twice as fast.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Simulations per row; the cheapest one counts.")] = 3,
     most_instances: Annotated[int, typer.Option(min=1, help="Leave out the rows with more instances.")] = 1_000,
-    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file, too.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the figures to this JSON file, too.")
+    ] = None,
 ) -> None:
     """Measure what the offline simulation costs on this machine."""
     if trace is not None and not trace.exists():

@@ -1,4 +1,4 @@
-"""Commands ``up``, ``down``, ``status`` and ``demo``."""
+"""Commands ``up``, ``down`` and ``status``; `register` adds the launcher's other commands too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NUMBERS = frozenset({"pid", "restarts", "recycles"})
 
 RunDir = Annotated[
     Path | None,
-    typer.Option(help="Run directory of the fleet; default: the only one under runs/ in which something runs."),
+    typer.Option(help="Run directory of the fleet. Default: the only one under runs/ that runs.", show_default=False),
 ]
 
 
@@ -40,9 +40,10 @@ def up(
         Path, typer.Argument(metavar="FLEET.yaml", help="Fleet file, or the name of a shipped one such as sim-4x.")
     ],
     run_dir: Annotated[
-        Path | None, typer.Option(help="Where logs, settings and state.json go. Default: runs/FLEET-<time>.")
+        Path | None,
+        typer.Option(help="Folder for logs, settings and state.json. Default: runs/FLEET-TIME.", show_default=False),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and settings; start nothing.")] = False,
     with_proxy: Annotated[bool, typer.Option("--proxy/--no-proxy", help="Start the proxy in front.")] = True,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once the fleet is ready; stop it with `down`.")
@@ -52,20 +53,23 @@ def up(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Change a key of the fleet file: dotted key, YAML value, such as vllm.max_model_len=8192 or "
-            "vllm.extra_args=[--seed,7]. May be repeated.",
+            help="Set a key of the fleet file (YAML value), such as vllm.max_model_len=8192. Repeatable.",
+            show_default=False,
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Same as --set model=...: a model id or a folder.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model id or folder; same as --set model=... Default: the file's.", show_default=False),
+    ] = None,
     require_fresh: Annotated[
         bool,
-        typer.Option("--require-fresh", help="Prove every engine fresh once it is ready (fresh.json), or stop all."),
+        typer.Option("--require-fresh", help="Prove that every engine is fresh once ready (fresh.json), or stop all."),
     ] = False,
 ) -> None:
-    """Start the engines of a fleet file and the proxy in front of them, and keep them until Ctrl-C or SIGTERM.
+    """Start a fleet of engines and the proxy in front of them, until Ctrl-C.
 
     The file is checked in full and its ports are probed before anything starts. Every process has its own log file in
-    the run directory. All processes end with this command, also when it is killed (on Linux).
+    the run directory. All processes end with this command, on Linux also when it is killed.
     """
     from launch.fleet.file import FleetError, find_fleet, load_fleet
     from launch.run.supervisor import new_run_dir
@@ -94,7 +98,10 @@ def status(
     run_dir: RunDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the state file's contents as JSON.")] = False,
 ) -> None:
-    """Show the processes of a fleet. Exit status 0: all run; 3: some do not."""
+    """Show the processes of a fleet.
+
+    Exit status 0: all run; 3: some do not.
+    """
     import msgspec
     from rich.console import Console
 
@@ -107,7 +114,10 @@ def status(
 
 
 def down(run_dir: RunDir = None) -> None:
-    """Stop a fleet started by `up` in another shell: its launcher first, then whatever it left behind."""
+    """Stop a fleet that `up` started in another shell.
+
+    Its launcher is stopped first, then the processes it left.
+    """
     from launch.run.processes import end_recorded, kill_marked, marked
     from launch.run.state import read_state
 
@@ -124,12 +134,12 @@ def down(run_dir: RunDir = None) -> None:
         for process in state.running:
             end_recorded(process.pid, process.created_unix_s, signum)
         _wait_until(lambda: not state.running, state.stop_grace_s if signum == signal.SIGTERM else _DOWN_MARGIN_S)
-    # What guards that were killed themselves have left behind.
+    # Processes whose guard was killed.
     kill_marked(state.marks)
     _wait_until(lambda: not marked(state.marks), _DOWN_MARGIN_S)
     if state.running or state.supervised or marked(state.marks):
-        told = [f"{process.name} (pid {process.pid})" for process in state.running]
-        _stop(f"still running: {', '.join(told) or ', '.join(f'pid {pid}' for pid in marked(state.marks))}")
+        named = [f"{process.name} (pid {process.pid})" for process in state.running]
+        _stop(f"still running: {', '.join(named) or ', '.join(f'pid {pid}' for pid in marked(state.marks))}")
     typer.echo(f"{directory}: stopped {count} processes")
 
 
@@ -143,7 +153,7 @@ def state_table(state: FleetState, directory: Path) -> Table:
 
     table = Table(title=escape(f"{state.fleet}  ({directory})"), title_justify="left")
     rows = [_row(process) for process in state.processes]
-    # A column that nobody fills would only make the others narrow.
+    # An empty column would only make the others narrow.
     shown = [name for name in _COLUMNS if name in _ALWAYS or any(row[name] not in {"", "0"} for row in rows)]
     for name in shown:
         justify: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
@@ -156,7 +166,7 @@ def state_table(state: FleetState, directory: Path) -> Table:
 
 
 def _row(process: ProcessState) -> dict[str, str]:
-    """One process as `status` shows it, by column; empty where there is nothing to tell."""
+    """One process as `status` shows it, by column; empty where there is no value."""
     status = process.status
     if not process.alive and status not in {"exited", "stopped"}:
         status = "gone"
@@ -178,7 +188,7 @@ def _row(process: ProcessState) -> dict[str, str]:
 
 
 def _proved(directory: Path, options: list[str]) -> bool:
-    """Whether the fleet proved fresh, where that was asked for; the launcher ends when it did not."""
+    """Report if the fleet proved fresh, or if that was not required; the launcher ends when it did not."""
     import msgspec
 
     from launch.freshness.proof import FRESH_FILE, FreshProof

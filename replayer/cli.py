@@ -1,4 +1,4 @@
-"""Commands ``replay`` and ``summary``; the others are in `replayer.traces.cli` and `replayer.report.cli`."""
+"""Commands ``replay`` and ``summary``; the others are in `replayer.traces.cli`, `.compare.cli` and `.report.cli`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXIT_INTERRUPTED = 130
 
 
 class PromptMode(StrEnum):
-    """What a prompt is sent as."""
+    """Form in which a prompt is sent."""
 
     TOKENS = "tokens"
     TEXT = "text"
@@ -32,14 +32,14 @@ class TimeUnit(StrEnum):
 
 
 class Sessions(StrEnum):
-    """Where sessions come from when a trace has none."""
+    """Source of sessions when a trace has none."""
 
     DERIVED = "derived"
     SINGLE = "single"
 
 
 class Chain(StrEnum):
-    """What to do with ids that are not chained."""
+    """Treatment of ids that are not chained."""
 
     REPAIR = "repair"
     KEEP = "keep"
@@ -49,61 +49,72 @@ class Chain(StrEnum):
 TracePath = Annotated[
     Path,
     typer.Argument(
-        help="Trace: Bailian-style or Mooncake JSONL, agent text JSONL (each plain, .gz or .zst), or kv-cache-tester "
-        "JSON (a file, a folder, .tar.zst, .tar.gz). The format is detected.",
+        help="Trace: Bailian-style, Mooncake, agent text or kv-cache-tester; plain or compressed. Detected.",
         show_default=False,
     ),
 ]
 BlockTokens = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per hash id; detected from the lengths when not given.")
+    int | None, typer.Option(min=1, help="Tokens per hash id. Default: detected from the lengths.", show_default=False)
 ]
 Unit = Annotated[
-    TimeUnit, typer.Option(help="Unit of timestamps; 'auto' takes the format's own and refuses unbelievable rates.")
+    TimeUnit, typer.Option(help="Unit of timestamps; auto: the format's own, refused if the rate is implausible.")
 ]
 SessionsOption = Annotated[
-    Sessions, typer.Option(help="For traces without sessions (Mooncake): guess by prefix chaining, or none.")
+    Sessions, typer.Option(help="Traces without sessions (Mooncake): derive by prefix chaining, or one per request.")
 ]
-ChainOption = Annotated[
-    Chain, typer.Option(help="Ids that follow different parents: renumber them, keep them, or stop.")
+ChainOption = Annotated[Chain, typer.Option(help="Hash ids that follow different parents: renumber, keep or refuse.")]
+AllowDeltas = Annotated[
+    bool, typer.Option("--allow-deltas", help="Accept prompts that do not repeat their session's history.")
 ]
-AllowDeltas = Annotated[bool, typer.Option("--allow-deltas", help="Take prompts that do not repeat their history.")]
 
 
 def replay_command(
     trace: TracePath,
     output: Annotated[Path, typer.Option("--output", "-o", help="Run file to write (JSONL).")] = Path("run.jsonl"),
     endpoint: Annotated[str, typer.Option(help="OpenAI endpoint, with or without /v1.")] = "http://127.0.0.1:9090",
-    model: Annotated[str | None, typer.Option(help="Model name; by default the first of /v1/models.")] = None,
-    label: Annotated[str, typer.Option(help="Name of the run in tables and reports.")] = "",
-    time_scale: Annotated[float, typer.Option(help="Arrivals of sessions come this many times faster.")] = 1.0,
-    think_scale: Annotated[
-        float | None,
-        typer.Option(help="Think times between turns pass this many times faster; default: as --time-scale."),
+    model: Annotated[
+        str | None, typer.Option(help="Model name. Default: the first of /v1/models.", show_default=False)
     ] = None,
-    clock_scale: Annotated[
-        float,
+    label: Annotated[str, typer.Option(help="Name of the run in tables and reports.")] = "",
+    arrival_speed: Annotated[
+        float, typer.Option(help="Sessions arrive this many times faster than in the trace (factor).")
+    ] = 1.0,
+    think_speed: Annotated[
+        float | None,
         typer.Option(
-            help="The engines run this many times faster than real (simulated ones). All seconds given and reported "
-            "are engine seconds = wall seconds times this."
+            help="Think times pass this many times faster (factor). Default: --arrival-speed.", show_default=False
         ),
+    ] = None,
+    engine_speed: Annotated[
+        float,
+        typer.Option(help="Simulated engines: engine seconds per wall second (factor)."),
     ] = 1.0,
     max_inflight_sessions: Annotated[
-        int | None, typer.Option(min=1, help="Sessions under way at once, thinking ones included; default: no limit.")
+        int | None,
+        typer.Option(
+            min=1, help="Most sessions open at once, thinking ones included. Default: no limit.", show_default=False
+        ),
     ] = None,
     request_limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Send so many requests: whole sessions by arrival, the last one cut to fit."),
+        typer.Option(
+            min=1,
+            help="Send at most this many requests, in whole sessions by arrival. Default: all.",
+            show_default=False,
+        ),
     ] = None,
-    idle_gap_cap: Annotated[float, typer.Option(min=0, help="Longest think time, seconds of the trace.")] = 60.0,
-    timeout: Annotated[float, typer.Option(help="Seconds for one request, from sending to its last byte.")] = 3600.0,
-    seed: Annotated[int, typer.Option(help="Chooses the tokens that ids stand for.")] = 0,
+    idle_gap_cap_s: Annotated[float, typer.Option(min=0, help="Longest think time, seconds of the trace.")] = 60.0,
+    timeout_s: Annotated[
+        float, typer.Option(help="Limit of one request from sending to its last byte, engine seconds.")
+    ] = 3600.0,
+    seed: Annotated[int, typer.Option(help="Seed of the tokens that hash ids stand for.")] = 0,
     prompt_mode: Annotated[
         PromptMode,
-        typer.Option(help="'tokens': exact lengths and sharing. 'text' and 'chat': words, inexact."),
+        typer.Option(help="tokens: exact lengths and sharing. text, chat: words, approximate."),
     ] = PromptMode.TOKENS,
     token_low: Annotated[int, typer.Option(min=0, help="Smallest token id in prompts.")] = 1000,
     token_high: Annotated[
-        int, typer.Option(min=1, help="One more than the largest token id; at most the vocabulary's size.")
+        int, typer.Option(min=1, help="Largest token id in prompts plus one; at most the vocabulary size.")
     ] = 100_000,
     block_tokens: BlockTokens = None,
     time_unit: Unit = TimeUnit.AUTO,
@@ -111,17 +122,17 @@ def replay_command(
     chain: ChainOption = Chain.REPAIR,
     allow_deltas: AllowDeltas = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an interrupted --output; recorded requests are not sent again.")
+        bool, typer.Option("--resume", help="Continue an interrupted --output; recorded requests are not sent again.")
     ] = False,
     api_key: Annotated[
-        str | None, typer.Option(envvar="WARMROUTE_API_KEY", help="Sent as bearer token.", show_default=False)
+        str | None, typer.Option(envvar="WARMROUTE_API_KEY", help="API key, sent as bearer token.", show_default=False)
     ] = None,
 ) -> None:
     """Replay a trace against an OpenAI endpoint and record every request.
 
-    Sessions arrive by the trace's clock (open loop); the turns of one session are sent strictly one after the other.
-    The load this offers is printed before anything is sent. Every request ends in exactly one record; Ctrl-C leaves a
-    file that --resume goes on with (exit code 130).
+    Sessions arrive as timed in the trace (open loop); the turns of a session are sent one after the other. The offered
+    load is printed before anything is sent. Every request ends in exactly one record; after Ctrl-C (exit status 130),
+    --resume continues.
     """
     import asyncio
 
@@ -140,20 +151,22 @@ def replay_command(
 
     console = Console()
     try:
-        loaded = load(trace, _load_options(None, block_tokens, time_unit, sessions, chain, idle_gap_cap, allow_deltas))
+        loaded = load(
+            trace, _load_options(None, block_tokens, time_unit, sessions, chain, idle_gap_cap_s, allow_deltas)
+        )
         options = ReplayOptions(
             endpoint=endpoint,
             model=model,
             label=label,
             plan=PlanOptions(
-                time_scale=time_scale,
-                think_scale=think_scale,
+                time_scale=arrival_speed,
+                think_scale=think_speed,
                 request_limit=request_limit,
-                idle_gap_cap_s=idle_gap_cap,
+                idle_gap_cap_s=idle_gap_cap_s,
             ),
-            clock_scale=clock_scale,
+            clock_scale=engine_speed,
             max_inflight_sessions=max_inflight_sessions,
-            timeout_s=timeout,
+            timeout_s=timeout_s,
             seed=seed,
             prompt_mode=prompt_mode.value,
             token_low=token_low,
@@ -169,7 +182,7 @@ def replay_command(
                 )
             )
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; what was recorded is in {output}; go on with --resume", err=True)
+        typer.echo(f"interrupted; {output} has the records so far; continue with --resume", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except (TraceError, RecordError, EndpointError, ValueError, OSError) as error:
         _stop(error)
@@ -182,21 +195,26 @@ def replay_command(
 
 def summary_command(
     run: Annotated[Path, typer.Argument(help="Run file written by `warmroute replay`.", show_default=False)],
-    warm_below: Annotated[int, typer.Option(min=1, help="WARM: fewer new tokens than this.")] = 5_000,
-    heavy_from: Annotated[int, typer.Option(min=1, help="HEAVY: as many new tokens or more.")] = 20_000,
+    medium_from_tokens: Annotated[
+        int, typer.Option(min=1, help="New tokens from which a request is MEDIUM; below it is WARM.")
+    ] = 5_000,
+    heavy_from_tokens: Annotated[int, typer.Option(min=1, help="New tokens from which a request is HEAVY.")] = 20_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Summarise a run: success, latencies by class, cache hits, prediction error, failures by reason."""
+    """Summarise a run: latencies by class, cache hits, failures.
+
+    Also success, prediction error of cached tokens, and failures by reason.
+    """
     from rich.console import Console
 
     from replayer.records.runs import RecordError, read_run
     from replayer.records.summary import summarise, summary_dict
     from replayer.records.tables import summary_lines, summary_table
 
-    if heavy_from < warm_below:
-        _stop("--heavy-from must not be below --warm-below")
+    if heavy_from_tokens < medium_from_tokens:
+        _stop("--heavy-from-tokens must not be below --medium-from-tokens")
     try:
-        summary = summarise(read_run(run), warm_below=warm_below, heavy_from=heavy_from)
+        summary = summarise(read_run(run), warm_below=medium_from_tokens, heavy_from=heavy_from_tokens)
     except (RecordError, OSError) as error:
         _stop(error)
     console = Console()

@@ -1,4 +1,4 @@
-"""Commands of the simulator: ``engine`` runs one simulated instance, ``fit`` refits a hardware profile."""
+"""Commands of the simulator: ``simulate``, and the group ``sim`` with ``engine``, ``fit`` and ``fidelity``."""
 
 from __future__ import annotations
 
@@ -13,39 +13,49 @@ def engine(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     bootstrap_port: Annotated[
         int | None,
-        typer.Option(help="Port of the KV bootstrap server; default: 1000 above --port. Unused with role none."),
+        typer.Option(help="Port of the KV bootstrap server. Default: --port + 1000.", show_default=False),
     ] = None,
     profile: Annotated[str, typer.Option(help="Hardware profile: a name in configs/hardware or a YAML file.")] = "h20",
-    model: Annotated[str, typer.Option(help="Model name to serve under.")] = "warm-sim",
+    model: Annotated[str, typer.Option(help="Served model name.")] = "warm-sim",
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.", min=1)] = 64,
     kv_capacity_tokens: Annotated[
-        int | None, typer.Option(help="KV pool in tokens; default: the profile's, less the connector's share.", min=1)
+        int | None,
+        typer.Option(
+            help="KV pool in tokens. Default: the profile's, less the connector's share.", min=1, show_default=False
+        ),
     ] = None,
     role: Annotated[str, typer.Option(help="kv_both, kv_producer, kv_consumer or none.")] = "kv_both",
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Token budget of a step; default: the profile's.", min=1)
+        int | None, typer.Option(help="Token budget of a step. Default: the profile's.", min=1, show_default=False)
     ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Most requests running; default: the profile's.", min=1)
+        int | None, typer.Option(help="Most running requests. Default: the profile's.", min=1, show_default=False)
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Most tokens of prompt plus output; default: what profile and pool allow.", min=2)
+        int | None,
+        typer.Option(
+            help="Most tokens of prompt plus output. Default: the profile's limit, at most the pool.",
+            min=2,
+            show_default=False,
+        ),
     ] = None,
-    time_scale: Annotated[float, typer.Option(help="Engine seconds per wall second.", min=1e-6)] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the generated text; give every engine of a fleet the same.")] = 0,
+    engine_speed: Annotated[float, typer.Option(help="Engine seconds per wall second (factor).", min=1e-6)] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the generated text; the same for all engines of a fleet.")] = 0,
     stream_interval: Annotated[
         int, typer.Option(help="Fewest tokens in one streamed event after the first.", min=1)
     ] = 1,
     flush_ms: Annotated[
-        float, typer.Option(help="Wall milliseconds over which streamed tokens are gathered into one event.", min=0.1)
+        float, typer.Option(help="Wall milliseconds over which streamed tokens are batched into one event.", min=0.1)
     ] = 8.0,
     transport: Annotated[
-        str | None, typer.Option(help="How KV moves; default: the profile's default transport.")
+        str | None,
+        typer.Option(help="KV transport of the profile. Default: the profile's default.", show_default=False),
     ] = None,
     connector_kv_fraction: Annotated[
         float | None,
         typer.Option(
-            help="Share of the KV pool the connector takes; default: the profile's, 0 with --kv-capacity-tokens."
+            help="Share of the KV pool the connector takes. Default: the profile's; 0 with --kv-capacity-tokens.",
+            show_default=False,
         ),
     ] = None,
     kv_load_failure_policy: Annotated[
@@ -53,17 +63,24 @@ def engine(
     ] = "hang",
     abort_timeout_s: Annotated[
         float,
-        typer.Option(help="Engine seconds that P holds blocks nobody pulls, and that D waits for an unknown transfer."),
+        typer.Option(help="Limit for P to hold blocks that are not pulled and for D to wait, engine seconds."),
     ] = 480.0,
     access_log: Annotated[bool, typer.Option(help="Log every HTTP request.")] = False,
     kv_events_port: Annotated[
-        int | None, typer.Option(help="Publish KV events as vLLM does (ZMQ) on this port; default: none.", min=1)
+        int | None,
+        typer.Option(
+            help="Publish KV events as vLLM does (ZMQ) on this port. Default: off.", min=1, show_default=False
+        ),
     ] = None,
     kv_events_replay_port: Annotated[
-        int | None, typer.Option(help="Also replay past KV events on this port.", min=1)
+        int | None,
+        typer.Option(help="Also replay past KV events on this port. Default: off.", min=1, show_default=False),
     ] = None,
 ) -> None:
-    """Run one simulated engine: vLLM's OpenAI API, metrics and KV hand-off, timed by a hardware profile."""
+    """Run one simulated engine.
+
+    It has vLLM's OpenAI API, metrics and KV hand-off, timed by a hardware profile.
+    """
     from sim.hardware import ProfileError
     from sim.server.main import run
     from sim.server.settings import ServerSettings, SettingsError
@@ -81,7 +98,7 @@ def engine(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            time_scale=time_scale,
+            time_scale=engine_speed,
             seed=seed,
             stream_interval=stream_interval,
             flush_s=flush_ms / 1000,
@@ -102,12 +119,24 @@ def engine(
 def fit(
     profile: Annotated[str, typer.Argument(help="Name of the profile: h20 or h200, or another with a points file.")],
     points: Annotated[
-        Path | None, typer.Option(help="Points file; default: configs/hardware/PROFILE_points.yaml.")
+        Path | None,
+        typer.Option(help="Points file. Default: configs/hardware/PROFILE_points.yaml.", show_default=False),
     ] = None,
-    write: Annotated[bool, typer.Option("--write", help="Write configs/hardware/PROFILE.yaml.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="YAML file to write the profile to, or a folder for PROFILE.yaml. Default: print only.",
+            show_default=False,
+        ),
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the residuals as Markdown.")] = False,
 ) -> None:
-    """Refit a hardware profile from measured points; print every point's error, the median and the worst."""
+    """Refit a hardware profile from measured points.
+
+    Prints every point's error, the median and the worst.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -131,10 +160,10 @@ def fit(
     typer.echo(fit_report.summary(result))
     for kind, (count, middle, worst) in fit_report.by_kind(result.residuals).items():
         typer.echo(f"  {kind}: {count} points, median {middle:.1%}, worst {worst:.1%}")
-    if write:
-        path = HARDWARE_FOLDER / f"{result.profile.name}.yaml"
+    if output is not None:
+        path = output / f"{result.profile.name}.yaml" if output.is_dir() else output
         path.write_text(fit_report.profile_yaml(result.profile), encoding="utf-8")
-        typer.echo(f"wrote {path}")
+        typer.echo(f"written: {path}")
 
 
 def register(app: typer.Typer) -> None:
@@ -143,6 +172,8 @@ def register(app: typer.Typer) -> None:
     from sim.offline import cli as offline_cli
 
     offline_cli.register(app)
-    fidelity_cli.register(app)
-    app.command("engine")(engine)
-    app.command("fit")(fit)
+    group = typer.Typer(no_args_is_help=True, help="Simulated engines and the hardware profiles that time them.")
+    group.command("engine")(engine)
+    group.command("fit")(fit)
+    fidelity_cli.register(group)
+    app.add_typer(group, name="sim")

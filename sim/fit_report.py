@@ -11,7 +11,8 @@ from sim.hardware import HardwareProfile
 def profile_yaml(profile: HardwareProfile) -> str:
     """The profile as it stands in configs/hardware, with a word on where it came from."""
     name = profile.name
-    header = f"# Written by `warmroute fit {name} --write` from {name}_points.yaml: mend the points, not this.\n"
+    command = f"warmroute sim fit {name} -o configs/hardware"
+    header = f"# Written by `{command}` from {name}_points.yaml: edit the points, not this file.\n"
     return header + yaml.dump(
         _plain(profile.model_dump()), sort_keys=False, width=110, Dumper=_PairsInline, allow_unicode=True
     )

@@ -1,6 +1,6 @@
 """Hardware profiles: what a step, a transfer and a KV pool cost on one kind of instance, read from YAML.
 
-A profile is written by ``warmroute fit`` from a file of measured points; ``sim/fit.py`` says how.
+A profile is written by ``warmroute sim fit`` from a file of measured points; ``sim/fit.py`` says how.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measured points of one kind of instance, the input of ``warmroute fit``: the file format."""
+"""Measured points of one kind of instance, the input of ``warmroute sim fit``: the file format."""
 
 from __future__ import annotations
 

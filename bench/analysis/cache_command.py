@@ -60,26 +60,24 @@ def _choice(text: str, known: tuple[str, ...], option: str) -> list[str]:
 
 def cache(
     trace: TracePath,
-    instances: Annotated[int, typer.Option(min=1, help="Caches that the placements spread over.")] = 8,
+    instances: Annotated[int, typer.Option(min=1, help="Number of caches that requests are placed on.")] = 8,
     pools: Annotated[
         str,
         typer.Option(
-            help="KV pools to try, with commas: tokens of one instance (415061), or multiples of the hot set for all "
-            "instances together (0.25x). The hot set is the peak of the tokens between two of their uses."
+            help="KV pools, comma-separated: tokens of one instance (415061) or multiples of the hot set (0.25x)."
         ),
     ] = POOLS,
     placements: Annotated[
-        str, typer.Option(help=f"Rules of placement, with commas: {', '.join(Placement)}.")
+        str, typer.Option(help=f"Placement rules, comma-separated: {', '.join(Placement)}.")
     ] = ",".join(Placement),
-    policies: Annotated[str, typer.Option(help=f"Cache policies, with commas: {', '.join(POLICIES)}.")] = ",".join(
+    policies: Annotated[str, typer.Option(help=f"Cache policies, comma-separated: {', '.join(POLICIES)}.")] = ",".join(
         POLICIES
     ),
     as_stored: Annotated[
         bool,
         typer.Option(
             "--as-stored",
-            help="Also the ideal figures of the ids as they are in the file, unchained: as figures of public traces "
-            "were computed.",
+            help="Also give the ideal figures of the ids as stored, unchained, as published for public traces.",
         ),
     ] = False,
     limit: Limit = None,
@@ -88,11 +86,14 @@ def cache(
     as_json: Json = False,
     as_markdown: Markdown = False,
 ) -> None:
-    """Eviction and cache-policy study: APC by placement, pool and policy, the loss split into routing and eviction.
+    """Study of eviction and placement: APC by placement, pool and cache policy.
+
+    The loss against the ideal is split into routing and eviction.
 
     Policies: infinite (no limit), lru, lfu (uses counted from the start), session_protecting (keeps what is likely to
     be used again soon, learned online from the gaps between turns; no knowledge of the future) and belady (knows the
-    future: the bound for a pool of that size). One cache stands for all instances' pools in one.
+    future: the bound for a pool of that size). `one cache` is all instances' pools in one. The hot set is the peak of
+    the tokens that are between two of their uses; its multiples are for all instances together.
 
     Requests are taken one after the other: overlap, output tokens and partial blocks are left out.
     """

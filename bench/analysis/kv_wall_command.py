@@ -40,36 +40,44 @@ def kv_wall(
     gpu: Gpu = "h20",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of one instance.")] = 1,
     profile: Annotated[
-        str, typer.Option(help="Hardware profile for times: a name in configs/hardware (h20, h200) or a YAML file.")
+        str, typer.Option(help="Hardware profile for times: a name in configs/hardware or a YAML file.")
     ] = "h20",
-    utilisation: Annotated[float, typer.Option(help="Share of the memory that the engine may use.")] = 0.9,
+    utilisation: Annotated[float, typer.Option(help="Share of the GPU memory that the engine may use.")] = 0.9,
     overhead_gib: Annotated[
         float, typer.Option(min=0, help="Activations, CUDA graphs and context of one GPU, GiB.")
     ] = 2.0,
     pool_gib: Annotated[
-        float | None, typer.Option(help="KV pool of one instance, instead of what the sheets leave.")
+        float | None,
+        typer.Option(
+            help="KV pool of one instance, GiB. Default: GPU memory less weights and overhead.",
+            show_default=False,
+        ),
     ] = None,
     weight_bits: Annotated[int, typer.Option(help="Bits of a weight, 16 or 8.")] = 16,
     kv_bits: Annotated[int, typer.Option(help="Bits of a value in the KV cache, 16 or 8.")] = 16,
     splits: Annotated[
-        str, typer.Option(help="Uses of the fleet, with commas: 0+8 is co-located, 4+4 four P and four D.")
+        str, typer.Option(help="P+D splits of the fleet, comma-separated: 4+4 is four P and four D, 0+8 co-located.")
     ] = "0+8,2+6,4+4,6+2",
-    sizes: Annotated[str, typer.Option(help="Also requests of so many tokens against the pool, with commas.")] = "",
-    rate: Annotated[
-        float | None, typer.Option(help="Requests per second for the whole fleet; default: the trace's.")
+    request_tokens: Annotated[
+        str, typer.Option(help="Further request sizes for the table of the pool, tokens, comma-separated.")
+    ] = "",
+    rate_per_s: Annotated[
+        float | None,
+        typer.Option(help="Requests per second for the whole fleet. Default: the trace's.", show_default=False),
     ] = None,
-    time_scale: Annotated[float, typer.Option(help="The trace's rate times this, if --rate is not given.")] = 1.0,
+    arrival_speed: Annotated[float, typer.Option(help="Factor on the trace's rate; not used with --rate-per-s.")] = 1.0,
     handoff: Annotated[
         str,
         typer.Option(
-            help="When D begins to hold a request's blocks: 'pull' (the P leg is awaited first, as this proxy does) or "
-            "'arrival' (both legs are sent at once)."
+            help="D holds blocks from: pull (after the P leg, as this proxy), or arrival (both legs at once)."
         ),
     ] = "pull",
-    transport: Annotated[str | None, typer.Option(help="Transport of the profile; default: its own default.")] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="KV transport of the profile. Default: its default.", show_default=False)
+    ] = None,
     prefix_hits: Annotated[
         bool,
-        typer.Option(help="Prefixes are reused where the prefill runs: sessions stick to one, nothing is evicted."),
+        typer.Option(help="Reuse prefixes where the prefill runs: sessions stick, nothing is evicted."),
     ] = True,
     limit: Limit = None,
     block_tokens: BlockTokens = None,
@@ -77,7 +85,7 @@ def kv_wall(
     as_json: Json = False,
     as_markdown: Markdown = False,
 ) -> None:
-    """KV capacity of decode instances: requests that fit a pool, and the load at which static PD runs out of room.
+    """KV capacity of decode instances, and the load at which static PD runs out of it.
 
     Little's law: KV on D = rate x (prompt + output) x time held, with TPOT from the profile's decode step at the number
     of streams that results. P instances are queues; a split fails when prefills cannot keep up, when decodes cannot, or
@@ -93,16 +101,16 @@ def kv_wall(
         stop("--weight-bits and --kv-bits are 16 or 8")
     if not 0 < utilisation <= 1:
         stop("--utilisation is above 0 and at most 1")
-    if any(value is not None and not value > 0 for value in (rate, time_scale, pool_gib)):
-        stop("--rate, --time-scale and --pool-gib must be above 0")
+    if any(value is not None and not value > 0 for value in (rate_per_s, arrival_speed, pool_gib)):
+        stop("--rate-per-s, --arrival-speed and --pool-gib must be above 0")
     if handoff not in HANDOFFS:
         stop(f"--handoff: unknown {handoff}; known: {', '.join(HANDOFFS)}")
     chosen = _splits(splits)
-    more = integers(sizes, "--sizes", least=1) if sizes else []
+    more = integers(request_tokens, "--request-tokens", least=1) if request_tokens else []
     loaded = load_trace(trace, limit, block_tokens)
-    if rate is None and not loaded.duration_s:
-        stop("the trace has no duration, so no rate; give --rate")
-    per_s = rate if rate is not None else time_scale * len(loaded.requests) / loaded.duration_s
+    if rate_per_s is None and not loaded.duration_s:
+        stop("the trace has no duration, so no rate; give --rate-per-s")
+    per_s = rate_per_s if rate_per_s is not None else arrival_speed * len(loaded.requests) / loaded.duration_s
     try:
         shape, sheet, timing = load_model(model), load_gpu(gpu), load_profile(profile)
         name = transport or timing.default_transport

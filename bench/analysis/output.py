@@ -1,4 +1,4 @@
-"""How every analysis speaks: tables for people, Markdown for documents, JSON for programs, figures as SVG files."""
+"""Output of every analysis: tables for people, Markdown for documents, JSON for programs, figures as SVG files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ if TYPE_CHECKING:
 TracePath = Annotated[
     Path, typer.Argument(help="Trace of any format that `warmroute replay` reads.", show_default=False)
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Read only so many requests of the trace.")]
-BlockTokens = Annotated[int | None, typer.Option(min=1, help="Tokens per hash id; detected by default.")]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Read at most this many requests. Default: all.", show_default=False)
+]
+BlockTokens = Annotated[
+    int | None, typer.Option(min=1, help="Tokens per hash id. Default: detected from the lengths.", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as one JSON object instead of tables.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
 Figures = Annotated[
-    Path | None, typer.Option(help="Also write figures (SVG) to this folder; made if it does not exist.")
+    Path | None,
+    typer.Option(help="Also write figures (SVG) to this folder. Default: none are written.", show_default=False),
 ]
-Model = Annotated[
-    str, typer.Option(help="Model: a name in configs/models, or a path to such a YAML file or to a config.json.")
-]
-Gpu = Annotated[str, typer.Option(help="GPU: a name in configs/gpus, or a path to such a YAML file.")]
+Model = Annotated[str, typer.Option(help="Model: a name in configs/models, such a YAML file, or a config.json.")]
+Gpu = Annotated[str, typer.Option(help="GPU: a name in configs/gpus, or such a YAML file.")]
 
 
 class AnalysisError(Exception):

@@ -17,27 +17,22 @@ TOKENS = "2048,8192,32768,65536,131072"
 
 
 def pd_cost(
-    profile: Annotated[
-        str, typer.Option(help="Hardware profile: a name in configs/hardware (h20, h200) or a YAML file.")
-    ] = "h20",
-    tokens: Annotated[str, typer.Option(help="Prompt lengths, with commas; nothing of them is cached.")] = TOKENS,
+    profile: Annotated[str, typer.Option(help="Hardware profile: a name in configs/hardware or a YAML file.")] = "h20",
+    prompt_tokens: Annotated[str, typer.Option(help="Uncached prompt lengths, tokens, comma-separated.")] = TOKENS,
     streams: Annotated[
-        str, typer.Option(help="Decoding streams on the instance that the prefill is taken off, with commas.")
+        str, typer.Option(help="Decoding streams on the instance freed of the prefill, comma-separated.")
     ] = "8",
     transport: Annotated[
-        str | None, typer.Option(help="Transport of the profile; default: the profile's own default.")
+        str | None, typer.Option(help="KV transport of the profile. Default: its default.", show_default=False)
     ] = None,
-    single_decode: Annotated[
-        float,
-        typer.Option(
-            help="Seconds of one request's decode, at which the wrong account capped the benefit (published: 0.05-0.2)."
-        ),
+    single_decode_s: Annotated[
+        float, typer.Option(help="Decode time of one request for the published, wrong account, seconds (0.05-0.2).")
     ] = 0.2,
     figures: Figures = None,
     as_json: Json = False,
     as_markdown: Markdown = False,
 ) -> None:
-    """Cost against benefit of PD separation: stall avoided on D streams against the transfer, idle and loaded.
+    """Cost against benefit of PD separation: transfer time against stall avoided.
 
     Benefit = D x T_prefill x (1 - TPOT before / TPOT during), summed over the streams that a co-located prefill would
     stall. Measured points are used where the profile has them, else its fitted model (marked). The axis is phase
@@ -47,9 +42,9 @@ def pd_cost(
     from sim.hardware import ProfileError, load_profile
     from sim.points import load_points
 
-    if not single_decode > 0:
-        stop("--single-decode must be above 0")
-    lengths, counts = integers(tokens, "--tokens", least=2), integers(streams, "--streams", least=1)
+    if not single_decode_s > 0:
+        stop("--single-decode-s must be above 0")
+    lengths, counts = integers(prompt_tokens, "--prompt-tokens", least=2), integers(streams, "--streams", least=1)
     try:
         chosen = load_profile(profile)
         beside = _points_path(profile)
@@ -59,7 +54,7 @@ def pd_cost(
             tokens=lengths,
             streams=counts,
             transport=transport,
-            single_decode_s=single_decode,
+            single_decode_s=single_decode_s,
         )
     except (ProfileError, AnalysisError) as error:
         stop(error)

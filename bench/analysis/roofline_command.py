@@ -24,32 +24,32 @@ def roofline(
     model: Model = "qwen3-coder-30b-a3b",
     gpu: Gpu = "h200",
     gpus: Annotated[
-        int, typer.Option(min=1, help="GPUs that share the model evenly; their communication is not counted.")
+        int, typer.Option(min=1, help="GPUs that share the model evenly; communication is not counted.")
     ] = 1,
     weight_bits: Annotated[
-        int, typer.Option(help="Bits of a weight, 16 or 8; 8 takes the FP8 peak, for attention too.")
+        int, typer.Option(help="Bits of a weight: 16, or 8 with the FP8 peak, also for attention.")
     ] = 16,
     kv_bits: Annotated[int, typer.Option(help="Bits of a value in the KV cache, 16 or 8.")] = 16,
-    chunks: Annotated[str, typer.Option(help="Prefill chunks in tokens, with commas.")] = CHUNKS,
-    contexts: Annotated[
-        str, typer.Option(help="Tokens before a chunk and in each decoding stream, with commas.")
+    chunk_tokens: Annotated[str, typer.Option(help="Prefill chunks in tokens, comma-separated.")] = CHUNKS,
+    context_tokens: Annotated[
+        str, typer.Option(help="Tokens before a chunk and in each decoding stream, comma-separated.")
     ] = CONTEXTS,
-    streams: Annotated[str, typer.Option(help="Decoding streams, with commas.")] = STREAMS,
+    streams: Annotated[str, typer.Option(help="Numbers of decoding streams, comma-separated.")] = STREAMS,
     profile: Annotated[
         str,
         typer.Option(
-            help="Measured points to hold against: a name in configs/hardware (h20, h200), a points file, or none. "
-            "They are of Qwen3-Coder-30B-A3B on one GPU in 16 bits; 'auto' takes the GPU's own for that, else none."
+            help="Measured points to compare with: h20, h200, a points file, none, or auto (the GPU's, if they fit)."
         ),
     ] = "auto",
     figures: Figures = None,
     as_json: Json = False,
     as_markdown: Markdown = False,
 ) -> None:
-    """Prefill and decode roofline of a model on a GPU: intensity, ceilings, floors of T_prefill and TPOT.
+    """Prefill and decode roofline of a model on a GPU: floors of T_prefill and TPOT.
 
     The floor counts matrices, attention, weights and KV traffic at the data sheet's peaks; launches, activations and
-    communication are free. Against a profile's measured points it gives the share of the peak that was reached.
+    communication are free. Against a profile's measured points it gives the share of the peak that was reached: they
+    are of Qwen3-Coder-30B-A3B on one GPU in 16 bits.
     """
     from bench.analysis.roofline import (
         Precision,
@@ -65,7 +65,7 @@ def roofline(
     if weight_bits not in (8, 16) or kv_bits not in (8, 16):
         stop("--weight-bits and --kv-bits are 16 or 8")
     precision = Precision(weight_bits, kv_bits)
-    before = integers(contexts, "--contexts", least=0)
+    before = integers(context_tokens, "--context-tokens", least=0)
     try:
         shape, sheet = load_model(model), load_gpu(gpu)
         on = machine(sheet, precision, gpus)
@@ -83,7 +83,7 @@ def roofline(
             on,
             fits=new + context <= room_tokens,
         )
-        for new in integers(chunks, "--chunks", least=1)
+        for new in integers(chunk_tokens, "--chunk-tokens", least=1)
         for context in before
     ]
     steps += [
@@ -99,7 +99,6 @@ def roofline(
         for context in before
         if context
     ]
-    chunk_tokens = points.max_num_batched_tokens if points else 8192
     found = Roofline(
         model=shape.name,
         gpu=sheet.name,
@@ -114,7 +113,7 @@ def roofline(
         peak_tflops=on.flops_per_s / 1e12,
         peak_tb_per_s=on.bytes_per_s / 1e12,
         ridge=on.ridge,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=points.max_num_batched_tokens if points else 8192,
         steps=steps,
         compute_bound_chunk=compute_bound_chunk(shape, precision, on),
         profile=points.source if points else None,

@@ -38,22 +38,26 @@ def workload(
     trace: TracePath,
     model: Model = "qwen3-coder-30b-a3b",
     kv_bits: Annotated[int, typer.Option(help="Bits of a value in the KV cache, 16 or 8.")] = 16,
-    medium: Annotated[int, typer.Option(min=1, help="A request is MEDIUM from so many new tokens.")] = 5_000,
-    heavy: Annotated[int, typer.Option(min=2, help="A request is HEAVY from so many new tokens.")] = 20_000,
+    medium_from_tokens: Annotated[
+        int, typer.Option(min=1, help="New tokens from which a request is MEDIUM; below it is WARM.")
+    ] = 5_000,
+    heavy_from_tokens: Annotated[int, typer.Option(min=2, help="New tokens from which a request is HEAVY.")] = 20_000,
     bin_s: Annotated[
-        float | None, typer.Option("--bin", help="Seconds of a bin of the arrival rate; default: a 60th of the trace.")
+        float | None,
+        typer.Option(
+            help="Bin of the arrival rate, seconds of the trace. Default: a 60th of the trace.", show_default=False
+        ),
     ] = None,
     stream: Annotated[
         bool,
         typer.Option(
             "--stream",
-            help="Read the trace line by line, for traces too large for memory: no sorting, no repair of ids, no "
-            "guessed sessions. The file must be in order of time.",
+            help="Read line by line, for traces beyond memory: in time order, ids and sessions as stored.",
         ),
     ] = False,
     remember_blocks: Annotated[
         int,
-        typer.Option(min=1000, help="Most block ids kept in memory (about 100 bytes each); more and old ones go."),
+        typer.Option(min=1000, help="Most block ids kept in memory, about 100 bytes each; the oldest are dropped."),
     ] = DEFAULT_REMEMBER,
     limit: Limit = None,
     block_tokens: BlockTokens = None,
@@ -61,10 +65,10 @@ def workload(
     as_json: Json = False,
     as_markdown: Markdown = False,
 ) -> None:
-    """Anatomy of a trace: classes, lengths, reuse within and across sessions, gaps, turns, arrivals, KV bytes.
+    """Anatomy of a trace: classes, lengths, reuse, gaps, turns, arrivals, KV bytes.
 
-    New tokens, classes and reuse are those of one cache for all requests that never forgets: what a perfect router
-    with unlimited memory would see.
+    New tokens, classes and reuse are those of one unlimited cache for all requests, as a perfect router would see.
+    With --stream nothing is sorted, no ids are repaired and no sessions are derived.
     """
     from bench.analysis.sheets import load_model
     from bench.analysis.workload import anatomy
@@ -74,10 +78,10 @@ def workload(
     if kv_bits not in (8, 16):
         stop("--kv-bits is 16 or 8")
     if bin_s is not None and not bin_s > 0:
-        stop("--bin must be above 0")
+        stop("--bin-s must be above 0")
     try:
         shape = load_model(model)
-        bounds = ClassThresholds(medium, heavy)
+        bounds = ClassThresholds(medium_from_tokens, heavy_from_tokens)
         requests, tokens, name, notes = _open(trace, stream, limit, block_tokens)
         found, rows = anatomy(
             requests,

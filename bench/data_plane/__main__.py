@@ -46,9 +46,11 @@ def main(
     profile: Annotated[
         Path | None, typer.Option(help="Run warmroute under cProfile (py-spy for .svg) and write this.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="Write everything to this JSON file.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a target is missed.")] = False,
-    table: Annotated[Path | None, typer.Option(help="Only print the tables of this JSON file.", exists=True)] = None,
+    table: Annotated[
+        Path | None, typer.Option("--input", help="Only print the tables of this JSON file.", exists=True)
+    ] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
 ) -> None:
     """Measure what each router adds and costs, in front of the same eight engine stubs on this host.

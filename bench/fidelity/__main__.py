@@ -108,9 +108,11 @@ def main(
 @app.command("real-time")
 def measure(
     trace: Annotated[Path, typer.Argument(help="Trace of any known format.")],
-    clock_scale: Annotated[float, typer.Option(min=0.01, help="Engine seconds per wall second.")] = 10.0,
+    clock_scale: Annotated[
+        float, typer.Option("--engine-speed", min=0.01, help="Engine seconds per wall second.")
+    ] = 10.0,
     requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 400,
-    time_scale: Annotated[float, typer.Option(min=0.01, help="Of the trace.")] = 1.0,
+    time_scale: Annotated[float, typer.Option("--arrival-speed", min=0.01, help="Factor on the arrival rate.")] = 1.0,
     instances: Annotated[int, typer.Option(min=1, help="Engines.")] = 8,
     profile: Annotated[str, typer.Option(help="Hardware profile.")] = "h200",
     policy: Annotated[

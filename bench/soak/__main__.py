@@ -27,12 +27,12 @@ def main(
     engines: Annotated[int, typer.Option(min=2, max=16, help="Simulated engines, a process each.")] = 4,
     kill_every_s: Annotated[float, typer.Option(min=0.1, help="Mean time between two engines killed.")] = 5.0,
     leave_share: Annotated[float, typer.Option(min=0, max=1, help="Share of requests whose client leaves.")] = 0.15,
-    time_scale: Annotated[float, typer.Option(min=0.1, help="Engine seconds per wall second.")] = 1.0,
+    time_scale: Annotated[float, typer.Option("--engine-speed", min=0.1, help="Engine seconds per wall second.")] = 1.0,
     rss_growth_mb: Annotated[
         float, typer.Option(min=0, help="Most that memory may grow, by its slope, over the measured window.")
     ] = 16.0,
     seed: Annotated[int, typer.Option(help="Of requests, departures and kills.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="Write everything to this JSON file.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep logs and the proxy's records in this folder.")] = None,
 ) -> None:
     """Verify every answer byte by byte while engines die; then the ledger, the records, memory and descriptors.

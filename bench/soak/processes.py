@@ -41,7 +41,7 @@ def engine_process(number: int, port: int, plan: SoakPlan, folder: Path) -> Mana
     """One simulated engine; all have the same seed, so equal requests have equal answers on each."""
     command = (
         *(sys.executable, "-m", "sim", "--port", str(port), "--role", "none", "--model", MODEL),
-        *("--time-scale", str(plan.time_scale), "--flush-ms", str(plan.flush_ms)),
+        *("--engine-speed", str(plan.time_scale), "--flush-ms", str(plan.flush_ms)),
     )
     spec = ProcessSpec(f"engine-{number}", "sim", command, url=f"http://127.0.0.1:{port}")
     return ManagedProcess(spec, folder / f"engine-{number}.log")

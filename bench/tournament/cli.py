@@ -56,10 +56,13 @@ def main(
     trace_dir: Annotated[
         Path, typer.Option(envvar="WARMROUTE_TRACES", help="Folder of traces.", show_default="../shared/traces")
     ] = TRACES,
-    out: Annotated[Path, typer.Option(help="Folder of results; what is there is not played again.")] = OUT,
+    out: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder of results; what is there is not played again.")
+    ] = OUT,
     config: Annotated[Path, typer.Option(help="Settings.", show_default="configs/tournament.yaml")] = CONFIG,
     table: Annotated[
-        Path | None, typer.Option(help="Write the tables between the markers of this file, e.g. docs/tournament.md.")
+        Path | None,
+        typer.Option("--document", help="Write the tables between the markers of this file, e.g. docs/tournament.md."),
     ] = None,
     only_tables: Annotated[
         bool, typer.Option("--only-tables", help="Play nothing; make tables of what is there.")
@@ -67,8 +70,8 @@ def main(
 ) -> None:
     """Rank routing policies over traces, loads, KV pools and fleet sizes, simulated in virtual time.
 
-    Results are kept in --out, one small file for each cell, seed and policy; a run that was cut short goes on where it
-    stopped. The tables are computed from them and printed, or written with --table.
+    Results are kept in --output, one small file for each cell, seed and policy; an interrupted run continues where it
+    stopped. The tables are computed from them and printed, or written with --document.
     """
     console = Console(stderr=True)
     try:

@@ -9,28 +9,42 @@ import typer
 
 
 def demo(
-    config: Annotated[Path | None, typer.Option(help="Settings; default: the shipped configs/demo.yaml.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Settings file. Default: the shipped configs/demo.yaml.", show_default=False)
+    ] = None,
     arms: Annotated[
-        str | None, typer.Option(help="Policies to run, separated by commas; the first is the baseline.")
+        str | None,
+        typer.Option(
+            help="Policies, comma-separated; the first is the baseline. Default: the file's.", show_default=False
+        ),
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=10, help="Requests of the generated trace.")] = None,
-    clock_scale: Annotated[
-        float | None, typer.Option(min=1, help="How many times faster than real time the engines run.")
+    requests: Annotated[
+        int | None,
+        typer.Option(min=10, help="Requests of the generated trace. Default: the file's.", show_default=False),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the generated trace.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where results go. Default: runs/demo-<time>.")] = None,
+    engine_speed: Annotated[
+        float | None,
+        typer.Option(min=1, help="Engine seconds per wall second (factor). Default: the file's.", show_default=False),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the generated trace. Default: the file's.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="New folder for the results. Default: runs/demo-TIME.", show_default=False),
+    ] = None,
     base_port: Annotated[
-        int, typer.Option(min=1024, max=60000, help="First port to try; a free range is looked for from there.")
+        int, typer.Option(min=1024, max=60000, help="First port to try in the search for a free range.")
     ] = 18101,
 ) -> None:
-    """Compare routing policies on simulated engines: about three minutes, nothing needed beyond this repository.
+    """Compare routing policies on simulated engines, in about three minutes.
 
     Generates a trace of agentic sessions; then, for each policy, starts fresh simulated engines and a proxy, proves
     them fresh, replays the trace and stops everything; then prints one table and one verdict for each policy, and
     writes an HTML report. Ctrl-C stops everything at once (exit status 130).
     """
     try:
-        raise typer.Exit(_run(config, arms, requests, clock_scale, seed, run_dir, base_port))
+        raise typer.Exit(_run(config, arms, requests, engine_speed, seed, output, base_port))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -39,9 +53,9 @@ def _run(
     config: Path | None,
     arms: str | None,
     requests: int | None,
-    clock_scale: float | None,
+    engine_speed: float | None,
     seed: int | None,
-    run_dir: Path | None,
+    output: Path | None,
     base_port: int,
 ) -> int:
     from rich.console import Console
@@ -59,17 +73,17 @@ def _run(
     named = [name.strip() for name in arms.split(",") if name.strip()] if arms else None
     try:
         settings = load_demo(
-            config or DEMO_CONFIG, arms=named, clock_scale=clock_scale, trace__requests=requests, trace__seed=seed
+            config or DEMO_CONFIG, arms=named, clock_scale=engine_speed, trace__requests=requests, trace__seed=seed
         )
         base = choose_base_port(settings, base_port)
     except FleetError as error:
         typer.echo(f"error: {error}", err=True)
         return 2
-    directory = run_dir or new_run_dir("demo")
+    directory = output or new_run_dir("demo")
     try:
         directory.mkdir(parents=True, exist_ok=False)
     except FileExistsError:
-        typer.echo(f"error: {directory} exists already; choose another --run-dir", err=True)
+        typer.echo(f"error: {directory} exists already; choose another --output", err=True)
         return 2
     try:
         return run_until_signal(run_demo(settings, directory, base, Console()))

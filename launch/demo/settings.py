@@ -51,7 +51,7 @@ class LoadSettings(_Section):
 
 
 class TraceSettings(_Section):
-    """The generated trace; see `warmroute synth`."""
+    """The generated trace; see `warmroute trace synth`."""
 
     requests: int = Field(default=500, ge=10, description="requests")
     seed: int = Field(default=0, description="seed")

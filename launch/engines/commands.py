@@ -76,7 +76,11 @@ class SimEngine:
             "role": member.role.value,
             "model": fleet.model,
             "profile": sim.profile,
-            **{name.replace("_", "-"): value for name, value in sim.model_dump(exclude={"profile"}).items()},
+            "engine-speed": sim.time_scale,
+            **{
+                name.replace("_", "-"): value
+                for name, value in sim.model_dump(exclude={"profile", "time_scale"}).items()
+            },
         }
         flags = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
         return (sys.executable, "-m", "sim", *flags)

@@ -28,15 +28,14 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change a key of the experiment file: dotted key, YAML value, such as backend.instances=16. May be "
-        "repeated; give the same again with --resume.",
+        help="Set a key of the file (YAML value), such as backend.instances=16; repeat with --resume. Repeatable.",
         show_default=False,
     ),
 ]
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of an experiment.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-app = typer.Typer(no_args_is_help=True, help="Compare policies by measured or simulated runs, every one proved fresh.")
+app = typer.Typer(no_args_is_help=True, help="Compare policies by measured or simulated runs on fresh fleets.")
 
 
 @app.command()
@@ -44,26 +43,23 @@ def run(
     config: Config,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="Directory of the experiment. Default: runs/NAME-<time>.", show_default=False
-        ),
+        typer.Option("--output", "-o", help="Folder of the experiment. Default: runs/NAME-TIME.", show_default=False),
     ] = None,
     resume: Annotated[
         bool,
         typer.Option(
             "--resume",
-            help="Go on with the experiment in --output (default: the newest runs/NAME-*): what is done is kept, every "
-            "other run starts from its beginning.",
+            help="Continue the experiment in --output (default: the newest runs/NAME-*); finished runs are kept.",
         ),
     ] = False,
     settings: Overrides = None,
     jobs: Annotated[
-        int, typer.Option("--jobs", "-j", min=1, help="Simulated runs at a time; live runs are made one by one.")
+        int, typer.Option("--jobs", "-j", min=1, help="Parallel simulated runs; live runs are made one by one.")
     ] = 1,
 ) -> None:
-    """Run every arm as often as the file says, each from a fleet proved fresh, and compare them.
+    """Run every arm as often as the file says, each on a fleet proved fresh, and compare them.
 
-    The state is on disk after every run: an experiment that was stopped or killed goes on with --resume. Ctrl-C and
+    The state is on disk after every run: an experiment that was stopped or killed continues with --resume. Ctrl-C and
     SIGTERM stop everything that was started. Exit status 0: all runs done; 1: some refused or failed; 2: the file or
     the directory cannot be used; 128 + signal: stopped.
     """
@@ -105,7 +101,7 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
     scale = next((clock_scale(fleet) for fleet in fleets.values()), 1.0)
     least_s = expected.replay_s(experiment, offered, scale)
     if as_json:
-        told = {
+        plan_of_runs = {
             "name": experiment.settings.name,
             "backend": experiment.settings.backend.kind,
             "baseline": experiment.settings.baseline_arm,
@@ -118,7 +114,7 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
             ],
             "config": experiment.config,
         }
-        _print_json(told)
+        _print_json(plan_of_runs)
         return
     console = Console()
     console.print(plan_table(experiment.settings, slots))
@@ -126,15 +122,15 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
         console.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
     if least_s is None:
         requests = offered.requests * len(slots)
-        time_told = (
+        time_expected = (
             f"expected time: {requests:,} requests to simulate, one process for each of {len(slots)} runs; `status` "
             "estimates it once some are done"
         )
     else:
         starts = expected.in_words(expected.start_limit_s(experiment, fleets))
         least = expected.in_words(least_s)
-        time_told = f"expected time: at least {least} of replaying, and at most {starts} of starting fleets"
-    console.print(time_told, markup=False, highlight=False, soft_wrap=True)
+        time_expected = f"expected time: at least {least} of replaying, and at most {starts} of starting fleets"
+    console.print(time_expected, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -158,10 +154,10 @@ def status(directory: Directory, as_json: AsJson = False) -> None:
         console = Console()
         console.print(state_table(state, str(directory)))
         left_s = expected.left_s(state)
-        told = f"{len(state.done())} of {len(state.runs)} runs done"
+        progress = f"{len(state.done())} of {len(state.runs)} runs done"
         if state.left and left_s is not None:
-            told += f"; the others would take about {expected.in_words(left_s)} one by one"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+            progress += f"; the others would take about {expected.in_words(left_s)} one by one"
+        console.print(progress, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(0 if state.state == DONE and not state.left else 3)
 
 
@@ -207,7 +203,7 @@ def _run(experiment: LoadedExperiment, directory: Path, resume: bool, jobs: int)
     if jobs > 1 and isinstance(experiment.settings.backend, LiveBackend):
         raise ExperimentError("--jobs: live runs would disturb each other; leave it at 1")
     if resume:
-        read_experiment(directory)  # says what to do where there is none, before anything is made there
+        read_experiment(directory)  # raises where there is none, before anything is created there
     else:
         directory.mkdir(parents=True, exist_ok=True)
     with locked(directory):
@@ -238,17 +234,17 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
     code = run_until_signal(work())
     if code > 1:
         console.print(
-            f"{state.state}; go on with: warmroute experiment run {experiment.source} --output {directory} --resume",
+            f"{state.state}; continue with: warmroute experiment run {experiment.source} --output {directory} --resume",
             markup=False,
             soft_wrap=True,
         )
         return code
     try:
-        told = write_comparison(directory, state)
+        sentences = write_comparison(directory, state)
     except (RecordError, OSError) as error:
         typer.echo(f"error: the runs cannot be compared: {error}", err=True)
         return 1
-    for sentence in told:
+    for sentence in sentences:
         console.print(sentence, markup=False, soft_wrap=True)
     console.print(
         f"tables: warmroute compare {directory}; page: warmroute report {directory}", markup=False, soft_wrap=True

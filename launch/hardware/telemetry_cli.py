@@ -14,37 +14,54 @@ if TYPE_CHECKING:
 
 
 def telemetry(
-    out: Annotated[Path | None, typer.Option(help="CSV file, one row for each GPU and sample; replaced.")] = None,
-    interval: Annotated[float, typer.Option(min=0.05, max=3600, help="Seconds between two samples.")] = 1.0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="CSV file to write, a row for each GPU and sample; overwritten. Default: none.",
+            show_default=False,
+        ),
+    ] = None,
+    interval_s: Annotated[float, typer.Option(min=0.05, max=3600, help="Seconds between two samples.")] = 1.0,
     prometheus_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Also serve the latest sample as /metrics on this port; 0 picks one."),
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Also serve the latest sample as /metrics on this port; 0: any. Default: off.",
+            show_default=False,
+        ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address /metrics is served on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address of /metrics.")] = "127.0.0.1",
 ) -> None:
-    """Sample every NVIDIA GPU of this machine until Ctrl-C: use, memory, clock, power, temperature, PCIe, NVLink.
+    """Sample the NVIDIA GPUs of this machine until Ctrl-C.
 
-    Give --out, --prometheus-port or both. Exit status 2 where there is no GPU, 1 when sampling had to stop.
+    Use, memory, clock, power, temperature, PCIe and NVLink of every GPU.
+
+    Give --output, --prometheus-port or both. Exit status 2: there is no GPU; 1: sampling had to stop.
     """
     from launch.run.signals import run_until_signal
 
-    if out is None and prometheus_port is None:
-        typer.echo("error: nothing to do: give --out FILE, --prometheus-port N or both", err=True)
+    if output is None and prometheus_port is None:
+        typer.echo("error: nothing to do: give --output FILE, --prometheus-port N or both", err=True)
         raise typer.Exit(2)
-    raise typer.Exit(run_until_signal(_sample(out, interval, host, prometheus_port)))
+    raise typer.Exit(run_until_signal(_sample(output, interval_s, host, prometheus_port)))
 
 
-async def _sample(out: Path | None, interval_s: float, host: str, port: int | None) -> int:
+async def _sample(output: Path | None, interval_s: float, host: str, port: int | None) -> int:
     from launch.hardware.telemetry import TelemetrySampler
 
-    async with TelemetrySampler(out, interval_s=interval_s) as sampler:
+    async with TelemetrySampler(output, interval_s=interval_s) as sampler:
         if not sampler.running:
             typer.echo(f"error: no GPU telemetry: {sampler.problem}", err=True)
             return 2
         try:
             with _metrics_server(sampler, host, port) as url:
                 typer.echo(
-                    f"sampling every {interval_s:g} s" + (f" to {out}" if out else "") + (f", {url}" if url else "")
+                    f"sampling every {interval_s:g} s"
+                    + (f" to {output}" if output else "")
+                    + (f", {url}" if url else "")
                 )
                 await sampler.finished()
         except OSError as error:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 Runs = Annotated[
     list[Path] | None,
     typer.Argument(
-        help="Run files written by `warmroute replay` or `simulate`, one for each arm, the baseline first; or the "
-        "directory of one experiment (`warmroute experiment run`).",
+        help="Run files, one for each arm, the baseline first; or the folder of one experiment.",
         show_default=False,
     ),
 ]
@@ -30,8 +29,7 @@ ArmOption = Annotated[
     list[str] | None,
     typer.Option(
         "--arm",
-        help="NAME=RUN.jsonl,RUN.jsonl,...: an arm that was run several times. May be repeated; the first arm is the "
-        "baseline unless --baseline names another.",
+        help="NAME=RUN.jsonl,RUN.jsonl,...: an arm of several runs. Repeatable; the first is the baseline.",
         show_default=False,
     ),
 ]
@@ -39,50 +37,47 @@ SameOption = Annotated[
     list[str] | None,
     typer.Option(
         "--aa",
-        help="RUN.jsonl,RUN.jsonl,...: runs of one and the same thing, which tell how much runs differ by chance. May "
-        "be repeated, each with another thing.",
+        help="RUN.jsonl,RUN.jsonl,...: A/A runs, which measure how much runs differ by chance. Repeatable.",
         show_default=False,
     ),
 ]
-Baseline = Annotated[str, typer.Option(help="Name of the arm the others are compared with. Default: the first.")]
+Baseline = Annotated[str, typer.Option(help="Arm that the others are compared with. Default: the first.")]
 Resamples = Annotated[int, typer.Option(min=1000, help="Bootstrap resamples of sessions.")]
 Seed = Annotated[int, typer.Option(help="Seed of the resamples.")]
 SkipFirst = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="Leave out, in every arm, what the plan schedules in the first engine seconds. Default: until a tenth of "
-        "the plan's prompt tokens was due.",
-        show_default="automatic",
+        help="Leave out what the plan schedules in the first engine seconds.",
+        show_default="until a tenth of the prompt tokens is due",
     ),
 ]
 SkipLast = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="Leave out, in every arm, what the plan schedules in the last engine seconds. Default: what comes after "
-        "the last session's arrival, at most a tenth of the requests.",
-        show_default="automatic",
+        help="Leave out what the plan schedules in the last engine seconds.",
+        show_default="after the last session's arrival, at most a tenth of the requests",
     ),
 ]
 KeepAll = Annotated[bool, typer.Option("--keep-all", help="Leave nothing out at the start or the end.")]
-Clock = Annotated[
-    str, typer.Option(help="Where TTFT and E2E start: 'sent' (the client sent it) or 'scheduled' (the plan wanted it).")
-]
+Clock = Annotated[str, typer.Option(help="Start of TTFT and E2E: when the request was sent, or when it was scheduled.")]
 SloTtft = Annotated[
-    float | None, typer.Option("--slo-ttft-s", help="Objective for goodput: TTFT at most this.", show_default="none")
+    float | None,
+    typer.Option("--slo-ttft-s", help="Objective for goodput: longest TTFT, seconds.", show_default="none"),
 ]
 SloTpot = Annotated[
-    float | None, typer.Option("--slo-tpot-s", help="Objective for goodput: TPOT at most this.", show_default="none")
+    float | None,
+    typer.Option("--slo-tpot-s", help="Objective for goodput: longest TPOT, seconds.", show_default="none"),
 ]
 SloE2e = Annotated[
-    float | None, typer.Option("--slo-e2e-s", help="Objective for goodput: E2E at most this.", show_default="none")
+    float | None, typer.Option("--slo-e2e-s", help="Objective for goodput: longest E2E, seconds.", show_default="none")
 ]
 SloBase = Annotated[
     float | None,
     typer.Option(
         "--slo-ttft-base-s",
-        help="Length-scaled TTFT objective: base + slope x tokens. The base.",
+        help="Length-scaled TTFT objective: base of base + slope x tokens, seconds.",
         show_default="none; 0 with a slope",
     ),
 ]
@@ -90,7 +85,7 @@ SloSlope = Annotated[
     float | None,
     typer.Option(
         "--slo-ttft-per-1k-tokens-s",
-        help="Length-scaled TTFT objective: what 1,000 tokens add.",
+        help="Length-scaled TTFT objective: slope, seconds per 1,000 tokens.",
         show_default="none; 0 with a base",
     ),
 ]
@@ -98,23 +93,21 @@ SloOf = Annotated[
     SloTokens,
     typer.Option(
         "--slo-tokens",
-        help="Tokens of the length-scaled objective: the whole prompt, or what the client adds to the turn before.",
+        help="Tokens of the length-scaled objective: the whole prompt, or those new since the turn before.",
     ),
 ]
 AssumedFloor = Annotated[
     float,
     typer.Option(
         min=0,
-        help="Where no arm was repeated and no --aa is given: the fraction by which the times of two runs of the same "
-        "thing are assumed to differ at most, in 95 of 100 cases. 0: runs repeat exactly.",
+        help="Without repeats and --aa: fraction by which 95 % of A/A runs are assumed to differ at most.",
     ),
 ]
 TraceFile = Annotated[
     Path | None,
     typer.Option(
         "--trace",
-        help="The trace that was replayed: cache hits are then checked request by request against what it allows. An "
-        "experiment's own trace is used without asking.",
+        help="Replayed trace, to check cache hits by request. Default: the experiment's own, else none.",
         show_default=False,
     ),
 ]
@@ -122,8 +115,7 @@ Force = Annotated[
     bool,
     typer.Option(
         "--force",
-        help="Compare all the same: runs of different traces, scales or limits, arms measured on warm fleets, and "
-        "experiments with runs that are not done. What speaks against it is printed.",
+        help="Compare anyway, and print the reasons against it: other trace or load, warm fleet, missing runs.",
     ),
 ]
 
@@ -150,12 +142,13 @@ def compare_command(
     force: Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Compare runs of one trace, paired by request, with 95 % intervals by bootstrap over sessions and repeats.
+    """Compare runs of one trace, paired by request, with 95 % intervals.
 
-    Requests are paired by (session_id, turn, chat_id). Times are compared over requests that succeeded in every run of
-    both arms. The cold start and the drain at the end of the plan are left out of all arms by one rule. A metric is
-    called better or worse when its p-value, corrected by Holm over all metrics of all candidates, is below 0.05 and the
-    change is not below the noise floor. An arm that was measured on a warm fleet is refused. See docs/compare.md.
+    Intervals are from a bootstrap over sessions and repeats. Requests are paired by (session_id, turn, chat_id). Times
+    are compared over requests that succeeded in every run of both arms. The cold start and the drain at the end of the
+    plan are left out of all arms by one rule. A metric is called better or worse when its p-value, corrected by Holm
+    over all metrics of all candidates, is below 0.05 and the change is not below the noise floor. An arm that was
+    measured on a warm fleet is refused. See docs/compare.md.
     """
     from replayer.compare.comparison import CompareOptions
     from replayer.compare.conditions import ComparisonError

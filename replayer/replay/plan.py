@@ -124,7 +124,7 @@ def make_plan(trace: Trace, options: PlanOptions) -> Plan:
     """
     think_scale = options.time_scale if options.think_scale is None else options.think_scale
     if options.time_scale <= 0 or think_scale <= 0:
-        raise TraceError("--time-scale and --think-scale must be above 0 (2 means twice as fast)")
+        raise TraceError("--arrival-speed and --think-speed must be above 0 (2 means twice as fast)")
     if options.request_limit is not None and options.request_limit < 1:
         raise TraceError("--request-limit must be at least 1")
     chosen, cut = choose_sessions(trace, options.request_limit)

@@ -50,10 +50,10 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None = None
 
     def check(self) -> None:
-        """Raise ValueError for values that make no sense."""
-        for name in ("clock_scale", "timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"--{name.removesuffix('_s').replace('_', '-')} must be above 0")
+        """Check that the values are usable; raises ValueError."""
+        for name, value in (("--engine-speed", self.clock_scale), ("--timeout-s", self.timeout_s)):
+            if value <= 0:
+                raise ValueError(f"{name} must be above 0")
         if self.max_inflight_sessions is not None and self.max_inflight_sessions < 1:
             raise ValueError("--max-inflight-sessions must be at least 1")
 

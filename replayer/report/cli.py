@@ -39,7 +39,7 @@ def report_command(
     figures: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to write every figure to, as PNG and as SVG.", show_default="none: figures are in the page"
+            help="Also write every figure to this folder, as PNG and SVG.", show_default="figures only in the page"
         ),
     ] = None,
     arm: ArmOption = None,
@@ -48,8 +48,8 @@ def report_command(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="The trace that was replayed: the hit-rate anatomy needs its block ids.",
-            show_default="an experiment's own; else the anatomy is left out",
+            help="Replayed trace, for the hit-rate anatomy.",
+            show_default="the experiment's own, else no anatomy",
         ),
     ] = None,
     pool_tokens: Annotated[
@@ -57,15 +57,14 @@ def report_command(
         typer.Option(
             min=1,
             help="KV pool of one instance in tokens, for the anatomy's finite caches.",
-            show_default="what the runs say",
+            show_default="as the runs report",
         ),
     ] = None,
     breakdown: Annotated[
         list[str] | None,
         typer.Option(
-            help="ARM=FILE: the proxy's /breakdown as JSONL for the (first) run of that arm. May be repeated. A "
-            "breakdown.jsonl beside a run is read without asking.",
-            show_default=False,
+            help="ARM=FILE: the proxy's /breakdown rows (JSONL) of an arm's first run. Repeatable.",
+            show_default="breakdown.jsonl beside the run",
         ),
     ] = None,
     session: Annotated[
@@ -81,8 +80,9 @@ def report_command(
     assumed_noise: AssumedFloor = ASSUMED_FLOOR,
     force: Force = False,
 ) -> None:
-    """Write one self-contained HTML page about one or more runs: verdicts, tables, figures, conditions.
+    """Write one self-contained HTML page about one or more runs.
 
+    It has verdicts, tables, figures and conditions.
     Takes run files of `warmroute replay` and `warmroute simulate`, or the directory of an experiment. The page refers
     to nothing outside itself and can be printed. Runs that must not be compared (other trace, scale or limit, a warm
     fleet) are shown side by side without a verdict, and the page says why. See docs/reports.md.

@@ -1,4 +1,4 @@
-"""Commands ``sample``, ``synth`` and ``repeat``: traces out of traces, and traces out of nothing."""
+"""Command group ``trace``: ``synth`` generates a trace, ``sample`` and ``repeat`` derive one from another."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
+BlockTokens = Annotated[
+    int | None, typer.Option(min=1, help="Tokens per hash id. Default: detected from the lengths.", show_default=False)
+]
 TraceOutput = Annotated[
     Path,
     typer.Option("--output", "-o", help="Trace to write: Bailian-style JSONL, compressed if named .gz or .zst."),
@@ -16,17 +19,19 @@ TraceOutput = Annotated[
 def sample_command(
     trace: Annotated[Path, typer.Argument(help="Trace of any known format.", show_default=False)],
     output: TraceOutput,
-    target_requests: Annotated[int, typer.Option(min=1, help="About how many requests to keep.")] = 200,
-    seed: Annotated[int, typer.Option(help="Which sessions are drawn.")] = 0,
-    rebase: Annotated[bool, typer.Option(help="Let time start at 0.")] = True,
-    instances: Annotated[int, typer.Option(min=1, help="For the round-robin and sticky APC.")] = 8,
-    limit: Annotated[int | None, typer.Option(min=1, help="Read only the first requests of the trace.")] = None,
-    block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id; detected by default.")] = None,
+    target_requests: Annotated[int, typer.Option(min=1, help="Approximate number of requests to keep.")] = 200,
+    seed: Annotated[int, typer.Option(help="Seed of the draw of sessions.")] = 0,
+    rebase: Annotated[bool, typer.Option(help="Shift times so that the first request arrives at 0 s.")] = True,
+    instances: Annotated[int, typer.Option(min=1, help="Instances assumed for the round-robin and sticky APC.")] = 8,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Read at most this many requests. Default: all.", show_default=False)
+    ] = None,
+    block_tokens: BlockTokens = None,
 ) -> None:
-    """Pick whole sessions of a trace; print what that did to lengths, turns and cache sharing.
+    """Pick whole sessions of a trace; print lengths, turns and cache sharing before and after.
 
-    A sample thins arrivals: the rate falls with the number of sessions (replay it with a larger --time-scale). A small
-    one also starts cold, so its APC lies below the trace's.
+    A sample thins arrivals: the rate falls with the number of sessions (replay it with a larger --arrival-speed). A
+    small one also starts cold, so its APC is below the trace's.
     """
     from rich.console import Console
 
@@ -52,26 +57,27 @@ def sample_command(
 
 def synth_command(
     output: TraceOutput,
-    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 1000,
-    rate: Annotated[
-        float | None, typer.Option(help="Mean arrivals per second; default 1, or what --duration asks.")
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 1000,
+    rate_per_s: Annotated[
+        float | None,
+        typer.Option(help="Mean arrivals per second. Default: 1, or as --duration-s gives.", show_default=False),
     ] = None,
-    duration: Annotated[
-        float | None, typer.Option(help="Mean length of the trace in seconds, instead of --rate.")
+    duration_s: Annotated[
+        float | None,
+        typer.Option(help="Mean length of the trace in seconds, instead of --rate-per-s.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same bytes.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed; equal seeds give equal bytes.")] = 0,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens per hash id.")] = 64,
     length_scale: Annotated[
-        float, typer.Option(help="Multiplies prompt and output lengths; 0.1 makes a small demo.")
+        float, typer.Option(help="Factor on prompt and output lengths; 0.1 gives a small demo.")
     ] = 1.0,
     gap_scale: Annotated[
-        float,
-        typer.Option(help="Multiplies the requests between a session's turns; more keeps more sessions open at once."),
+        float, typer.Option(help="Factor on the requests between a session's turns; more keeps more sessions open.")
     ] = 1.0,
 ) -> None:
-    """Make an agentic trace with the published statistics of a production coding agent.
+    """Generate an agentic trace with the published statistics of a production coding agent.
 
-    Prints every target against what was generated, and says where targets contradict each other.
+    Prints every target beside the generated value, and where targets contradict each other.
     """
     from rich.console import Console
 
@@ -81,11 +87,11 @@ def synth_command(
     from replayer.traces.tables import targets_table
     from replayer.traces.trace import TraceError
 
-    if rate is not None and duration is not None:
-        _stop("give --rate or --duration, not both")
-    if duration is not None and duration <= 0:
-        _stop("--duration must be above 0")
-    per_s = requests / duration if duration is not None else (1.0 if rate is None else rate)
+    if rate_per_s is not None and duration_s is not None:
+        _stop("give --rate-per-s or --duration-s, not both")
+    if duration_s is not None and duration_s <= 0:
+        _stop("--duration-s must be above 0")
+    per_s = requests / duration_s if duration_s is not None else (1.0 if rate_per_s is None else rate_per_s)
     options = SynthOptions(
         requests=requests,
         seed=seed,
@@ -111,13 +117,13 @@ def synth_command(
 def repeat_command(
     trace: Annotated[Path, typer.Argument(help="Trace of any known format.", show_default=False)],
     output: TraceOutput,
-    times: Annotated[int, typer.Option(min=1, help="How often.")] = 2,
-    block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id; detected by default.")] = None,
+    times: Annotated[int, typer.Option(min=1, help="Number of repetitions.")] = 2,
+    block_tokens: BlockTokens = None,
 ) -> None:
-    """Repeat a trace in time: a long one of the same statistics, for what must run for long.
+    """Repeat a trace in time: a longer trace of the same statistics, for long runs.
 
-    Every repetition has sessions and blocks of its own; only blocks that several sessions of the trace share (system
-    prompts) stay shared. The new trace is written as it is made, so its length is not bounded by memory.
+    Every repetition has its own sessions and blocks; only blocks that several sessions of the trace share (system
+    prompts) stay shared. Requests are written one by one, so memory does not limit the length.
     """
     from replayer.traces.formats import bailian
     from replayer.traces.loading import LoadOptions, load
@@ -138,7 +144,9 @@ def _stop(error: object) -> NoReturn:
 
 
 def register(app: typer.Typer) -> None:
-    """Add ``sample``, ``synth`` and ``repeat`` to an application."""
-    app.command("sample")(sample_command)
-    app.command("synth")(synth_command)
-    app.command("repeat")(repeat_command)
+    """Add the group ``trace`` to an application."""
+    group = typer.Typer(no_args_is_help=True, help="Generate, sample and repeat traces.")
+    group.command("synth")(synth_command)
+    group.command("sample")(sample_command)
+    group.command("repeat")(repeat_command)
+    app.add_typer(group, name="trace")

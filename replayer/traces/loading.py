@@ -145,7 +145,7 @@ def stream(path: str | Path, options: LoadOptions | None = None) -> TraceStream:
     if opened.format not in {Format.BAILIAN, Format.MOONCAKE}:
         raise TraceError(
             f"{path}: {opened.format} traces cannot be streamed, as they are not in time order or need all of their "
-            "text: load them whole, or convert them with `warmroute sample` first"
+            "text: load them whole, or convert them with `warmroute trace sample` first"
         )
     return TraceStream(
         requests=_in_order(opened, str(path), Chainer() if options.chain == "repair" else None),

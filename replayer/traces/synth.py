@@ -57,7 +57,7 @@ class SynthOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.requests < 1 or self.block_tokens < 1:
             raise TraceError("--requests and --block-tokens must be at least 1")
         if min(self.rate_per_s, self.length_scale, self.gap_scale) <= 0:
-            raise TraceError("--rate, --duration, --gap-scale and --length-scale must be above 0")
+            raise TraceError("--rate-per-s, --duration-s, --gap-scale and --length-scale must be above 0")
 
 
 class _Session(msgspec.Struct):

@@ -11,18 +11,22 @@ import typer
 def fidelity(
     recordings: Annotated[
         list[Path],
-        typer.Argument(help="Folders with a run.jsonl(.gz) of `warmroute replay` in them or below them."),
+        typer.Argument(help="Folders that have a run.jsonl(.gz) of `warmroute replay` in them or below them."),
     ],
-    trace: Annotated[Path, typer.Option(help="The trace they were recorded with; its prompts are needed.")],
+    trace: Annotated[Path, typer.Option(help="Trace that was replayed.")],
     profile: Annotated[str, typer.Option(help="Hardware profile: a name in configs/hardware or a YAML file.")] = "h200",
     transport: Annotated[
-        str | None, typer.Option(help="How KV moves; default: what arm.json says, else the profile's default.")
+        str | None,
+        typer.Option(help="KV transport. Default: arm.json's, else the profile's default.", show_default=False),
     ] = None,
     pool_tokens: Annotated[
-        int | None, typer.Option(min=1, help="KV pool of each engine in tokens; default: the profile's.")
+        int | None,
+        typer.Option(min=1, help="KV pool of each engine in tokens. Default: the profile's.", show_default=False),
     ] = None,
 ) -> None:
-    """Send what recorded runs sent, when and where they sent it, to simulated engines, and compare what comes back.
+    """Simulate recorded runs and compare the latencies.
+
+    Every request is sent when, and to the instance where, it was sent in the recorded run.
 
     Prints latencies at p50, p90 and p99 (measured / simulated), the factor within which half of the requests are, the
     rank correlation over requests, and how many cached-token counts are equal. Prefills that were offloaded are

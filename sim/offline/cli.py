@@ -25,100 +25,123 @@ def simulate_command(
         typer.Option(
             "--output",
             "-o",
-            help="Run file to write (JSONL), default run.jsonl; with --sweep a folder, default sweep. Must be new.",
+            help="New run file (JSONL), default run.jsonl; with --sweep a new folder, default sweep.",
             show_default=False,
         ),
     ] = None,
-    breakdown: Annotated[
+    breakdown_output: Annotated[
         Path | None,
-        typer.Option(help="Also write a row per request, with every candidate's score, as the proxy's /breakdown."),
+        typer.Option(
+            help="Also write the proxy's /breakdown rows to this file (JSONL). Default: not written.",
+            show_default=False,
+        ),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Routing policy by name.")] = "warm",
+    policy: Annotated[str, typer.Option(help="Name of the routing policy.")] = "warm",
     policy_param: Annotated[
-        list[str] | None, typer.Option(help="KEY=VALUE, a parameter of the policy; repeatable.", show_default=False)
+        list[str] | None, typer.Option(help="KEY=VALUE: parameter of the policy. Repeatable.", show_default=False)
     ] = None,
-    planner: Annotated[str, typer.Option(help="Offload planner by name.")] = "never",
+    planner: Annotated[str, typer.Option(help="Name of the offload planner.")] = "never",
     planner_param: Annotated[
-        list[str] | None, typer.Option(help="KEY=VALUE, a parameter of the planner; repeatable.", show_default=False)
+        list[str] | None, typer.Option(help="KEY=VALUE: parameter of the planner. Repeatable.", show_default=False)
     ] = None,
-    instances: Annotated[int, typer.Option(min=1, help="Instances of the fleet.")] = 8,
+    instances: Annotated[int, typer.Option(min=1, help="Number of instances.")] = 8,
     prefill_instances: Annotated[
-        int, typer.Option(min=0, help="So many of them only prefill, the others only decode; 0: roles as --role says.")
+        int,
+        typer.Option(min=0, help="Number of instances that only prefill, the others only decode; 0: as --role says."),
     ] = 0,
     role: Annotated[
         Role | None,
-        typer.Option(help="Role of every instance; default: kv_both with a planner other than never, else none."),
+        typer.Option(
+            help="Role of every instance. Default: none with planner never, else kv_both.", show_default=False
+        ),
     ] = None,
     profile: Annotated[str, typer.Option(help="Hardware profile: a name in configs/hardware or a YAML file.")] = "h200",
     pool_tokens: Annotated[
-        int | None, typer.Option(min=1, help="KV pool of each instance in tokens; default: the profile's.")
+        int | None,
+        typer.Option(min=1, help="KV pool of each instance in tokens. Default: the profile's.", show_default=False),
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Token budget of a step; default: the profile's.")
+        int | None, typer.Option(min=1, help="Token budget of a step. Default: the profile's.", show_default=False)
     ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, help="Most requests running on an instance; default: the profile's.")
+        int | None,
+        typer.Option(min=1, help="Most running requests of an instance. Default: the profile's.", show_default=False),
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of prompt plus output; default: what profile and pool allow.")
+        int | None,
+        typer.Option(
+            min=2,
+            help="Most tokens of prompt plus output. Default: the profile's limit, at most the pool.",
+            show_default=False,
+        ),
     ] = None,
     transport: Annotated[
-        str | None, typer.Option(help="How KV moves between instances; default: the profile's default transport.")
+        str | None,
+        typer.Option(help="KV transport of the profile. Default: the profile's default.", show_default=False),
     ] = None,
-    time_scale: Annotated[float, typer.Option(help="Arrivals of sessions come this many times faster.")] = 1.0,
-    think_scale: Annotated[
+    arrival_speed: Annotated[
+        float, typer.Option(help="Sessions arrive this many times faster than in the trace (factor).")
+    ] = 1.0,
+    think_speed: Annotated[
         float | None,
-        typer.Option(help="Think times between turns pass this many times faster; default: as --time-scale."),
+        typer.Option(
+            help="Think times pass this many times faster (factor). Default: --arrival-speed.", show_default=False
+        ),
     ] = None,
     request_limit: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Send so many requests: whole sessions by arrival, the last one cut to fit; with --stream the first.",
+            help="Send at most this many requests, in whole sessions by arrival. Default: all.",
+            show_default=False,
         ),
     ] = None,
-    idle_gap_cap_s: Annotated[
-        float, typer.Option("--idle-gap-cap", min=0, help="Longest think time, seconds of the trace.")
-    ] = 60.0,
+    idle_gap_cap_s: Annotated[float, typer.Option(min=0, help="Longest think time, seconds of the trace.")] = 60.0,
     max_inflight_sessions: Annotated[
-        int | None, typer.Option(min=1, help="Sessions under way at once, thinking ones included; default: no limit.")
+        int | None,
+        typer.Option(
+            min=1, help="Most sessions open at once, thinking ones included. Default: no limit.", show_default=False
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the noise; equal seeds give equal bytes.")] = 0,
     arrival_jitter_s: Annotated[
-        float, typer.Option(min=0, help="Noise: standard deviation of a session's arrival, seconds.")
+        float, typer.Option(min=0, help="Noise: standard deviation of session arrivals, seconds.")
     ] = 0.0,
     speed_sigma: Annotated[
-        float, typer.Option(min=0, max=1, help="Noise: spread of the instances' step times (log-normal).")
+        float, typer.Option(min=0, max=1, help="Noise: log-normal sigma of the instances' step times.")
     ] = 0.0,
-    slowdown: Annotated[float, typer.Option(help="Every step takes this many times as long.")] = 1.0,
-    label: Annotated[str, typer.Option(help="Name of the run in tables and reports; default: the policy's.")] = "",
+    slowdown: Annotated[float, typer.Option(help="Factor on the duration of every step.")] = 1.0,
+    label: Annotated[str, typer.Option(help="Name of the run in tables and reports. Default: the policy's name.")] = "",
     stream: Annotated[
         bool,
-        typer.Option("--stream", help="Read the trace as it is used, by a second process: for traces beyond memory."),
+        typer.Option(
+            "--stream", help="Read the trace while simulating, in a second process: for traces beyond memory."
+        ),
     ] = False,
     look_ahead_s: Annotated[
-        float, typer.Option(min=0, help="With --stream: how far ahead of the clock to read, seconds of the trace.")
+        float, typer.Option(min=0, help="With --stream: read ahead of the clock by this, seconds of the trace.")
     ] = 600.0,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            help="KEY=V1,V2,...: simulate every combination; repeatable. KEY is an option's name without dashes, "
-            "policy.PARAMETER or planner.PARAMETER.",
+            help="KEY=V1,V2,...: every combination; KEY: an option, policy.PARAMETER or planner.PARAMETER. Repeatable.",
             show_default=False,
         ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="With --sweep: processes at once; default: one per processor.")
+        int | None,
+        typer.Option(min=1, help="With --sweep: parallel processes. Default: one per processor.", show_default=False),
     ] = None,
     ray: Annotated[
         bool, typer.Option("--ray", help="With --sweep: on the Ray cluster that RAY_ADDRESS names (pip install ray).")
     ] = False,
 ) -> None:
-    """Simulate a fleet under a routing policy on a trace, in virtual time: no engine, no GPU, no waiting.
+    """Simulate a fleet and a routing policy on a trace, in virtual time.
 
-    The engines are those of `warmroute engine`, the decisions those of `warmroute serve`. Sessions arrive by the
-    trace's clock; the next turn is sent when the one before has ended and its client has thought. The run file is that
-    of `warmroute replay`: summary, compare and report read it. Its times are engine seconds from the start of the run.
+    The engines are those of `warmroute sim engine`, the decisions those of `warmroute serve`. Sessions arrive by the
+    trace's clock; a turn is sent when the one before has ended and its think time has passed. The run file has the
+    format of `warmroute replay`: summary, compare and report read it. Times are engine seconds from the start of the
+    run.
 
     With --sweep, --output is a folder: it gets a run file for every combination, and sweep.json with the figures.
     """
@@ -143,8 +166,8 @@ def simulate_command(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             transport=transport,
-            time_scale=time_scale,
-            think_scale=think_scale,
+            time_scale=arrival_speed,
+            think_scale=think_speed,
             request_limit=request_limit,
             idle_gap_cap_s=idle_gap_cap_s,
             max_inflight_sessions=max_inflight_sessions,
@@ -156,13 +179,13 @@ def simulate_command(
         )
         if not sweep and (ray or jobs is not None):
             _stop("--jobs and --ray are for sweeps: give --sweep KEY=V1,V2,...")
-        if sweep and (stream or breakdown is not None):
-            _stop("--sweep cannot be given together with --stream or --breakdown")
+        if sweep and (stream or breakdown_output is not None):
+            _stop("--sweep cannot be given together with --stream or --breakdown-output")
         if sweep:
             failed = _sweep(setup, sweep, output or Path("sweep"), jobs, ray)
             raise typer.Exit(1 if failed else 0)
         setup.check()
-        _run(setup, output or Path("run.jsonl"), breakdown, look_ahead_s if stream else None)
+        _run(setup, output or Path("run.jsonl"), breakdown_output, look_ahead_s if stream else None)
     except FileExistsError as error:
         _stop(f"{error.filename}: exists already; give another name, or remove it")
     except (SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError) as error:

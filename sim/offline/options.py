@@ -124,7 +124,7 @@ class SimOptions:
         return [Role.KV_PRODUCER] * self.prefill_instances + [Role.KV_CONSUMER] * decoding
 
     def engine(self, role: Role, block_tokens: int) -> tuple[EngineConfig, HardwareProfile]:
-        """Configuration of an engine of a role, as ``warmroute engine`` would resolve it, and its hardware.
+        """Configuration of an engine of a role, as ``warmroute sim engine`` would resolve it, and its hardware.
 
         The engine id is for the caller to set: the random one that engines draw would differ from run to run.
 

@@ -106,6 +106,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 _NOT_SWEPT = {"trace", "policy_params", "planner_params", "idle_gap_cap_s", "label"}
 """One trace is read, in one way, for all points of a sweep; parameters are swept one by one; points have names."""
+SETTING_OF_OPTION = {"arrival_speed": "time_scale", "think_speed": "think_scale"}
+"""Option -> setting, where their names differ: settings are kept as recorded in sweep.json."""
 
 
 def changed(setup: Setup, settings: Mapping[str, Any]) -> Setup:
@@ -117,7 +119,8 @@ def changed(setup: Setup, settings: Mapping[str, Any]) -> Setup:
         SimulationError: no such setting, or a value of another type.
     """
     plain = msgspec.to_builtins(setup)
-    names = {name.replace("-", "_"): value for name, value in settings.items()}
+    options = {name.replace("-", "_"): value for name, value in settings.items()}
+    names = {SETTING_OF_OPTION.get(name, name): value for name, value in options.items()}
     for kind in ("policy", "planner"):
         if kind in names and names[kind] != plain[kind]:
             plain[f"{kind}_params"] = {}
@@ -128,7 +131,7 @@ def changed(setup: Setup, settings: Mapping[str, Any]) -> Setup:
         elif name in plain and name not in _NOT_SWEPT:
             plain[name] = value
         else:
-            known = sorted(set(plain) - _NOT_SWEPT)
+            known = sorted({*plain, *SETTING_OF_OPTION} - _NOT_SWEPT - {*SETTING_OF_OPTION.values()})
             raise SimulationError(
                 f"{name!r} cannot be swept; choose one of {', '.join(known)}, policy.PARAMETER or planner.PARAMETER"
             )

@@ -66,7 +66,7 @@ class StreamedLoop:
         plan = options.plan
         self._think_scale = plan.time_scale if plan.think_scale is None else plan.think_scale
         if plan.time_scale <= 0 or self._think_scale <= 0:
-            raise TraceError("--time-scale and --think-scale must be above 0 (2 means twice as fast)")
+            raise TraceError("--arrival-speed and --think-speed must be above 0 (2 means twice as fast)")
         self._plan: PlanOptions = plan
         self._noise = options.noise
         self._draw = random.Random(f"{options.seed}/arrivals")

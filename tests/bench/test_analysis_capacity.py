@@ -164,8 +164,18 @@ def trace_file(tmp_path: Path) -> Path:
 
 
 def test_the_command_reports_what_the_code_finds(trace_file: Path) -> None:
-    arguments = ["kv-wall", str(trace_file), "--block-tokens", "6400", "--sizes", "125000", "--splits", "4+4", "--json"]
-    result = CliRunner().invoke(application(), [*arguments, "--pool-gib", "38", "--time-scale", "2"])
+    arguments = [
+        "kv-wall",
+        str(trace_file),
+        "--block-tokens",
+        "6400",
+        "--request-tokens",
+        "125000",
+        "--splits",
+        "4+4",
+        "--json",
+    ]
+    result = CliRunner().invoke(application(), [*arguments, "--pool-gib", "38", "--arrival-speed", "2"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["rate_per_s"] == pytest.approx(2 * 60 / 59)
@@ -180,7 +190,7 @@ def test_the_command_reports_what_the_code_finds(trace_file: Path) -> None:
         (["--splits", "4/4"], "'4/4' is not P+D"),
         (["--splits", "4+0"], "at least one D"),
         (["--handoff", "later"], "known: pull, arrival"),
-        (["--rate", "0"], "must be above 0"),
+        (["--rate-per-s", "0"], "must be above 0"),
         (["--utilisation", "1.5"], "at most 1"),
         (["--transport", "pigeon"], "has no transport 'pigeon'"),
         (["--model", "llama-3.1-70b"], "leaves no room for KV"),

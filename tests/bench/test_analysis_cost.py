@@ -38,7 +38,7 @@ def test_the_published_benefits_at_eight_streams() -> None:
 
 
 def test_the_wrong_account_turns_the_verdict_round() -> None:
-    rows = {row["prompt_tokens"]: row for row in run("--single-decode", "0.2")["rows"]}
+    rows = {row["prompt_tokens"]: row for row in run("--single-decode-s", "0.2")["rows"]}
     for tokens in (32_768, 65_536, 131_072):
         row = rows[tokens]
         assert row["capped_benefit_s"] == 0.2
@@ -49,14 +49,16 @@ def test_the_wrong_account_turns_the_verdict_round() -> None:
 
 
 def test_points_are_measured_where_there_are_any_and_fitted_elsewhere() -> None:
-    rows = run("--profile", "h200", "--transport", "nvlink", "--tokens", "32768,131072", "--streams", "8")["rows"]
+    rows = run("--profile", "h200", "--transport", "nvlink", "--prompt-tokens", "32768,131072", "--streams", "8")[
+        "rows"
+    ]
     assert [row["measured"] for row in rows] == [True, False]
     assert rows[0]["prefill_s"] == 1.26037
     assert rows[1]["prefill_s"] == pytest.approx(13.15, rel=0.1)
 
 
 def test_a_point_that_was_left_out_of_the_fit_is_not_used() -> None:
-    (row,) = run("--profile", "h200", "--tokens", "2048", "--streams", "1")["rows"]
+    (row,) = run("--profile", "h200", "--prompt-tokens", "2048", "--streams", "1")["rows"]
     # The measured one compiled kernels: 1.09 s.
     assert not row["measured"]
     assert row["prefill_s"] < 0.2
@@ -71,7 +73,7 @@ def test_break_even_is_where_the_benefit_meets_the_transfer() -> None:
 
 
 def test_the_formula_is_the_policies_own() -> None:
-    (row,) = run("--profile", "h200", "--transport", "nvlink", "--tokens", "65536", "--streams", "4")["rows"]
+    (row,) = run("--profile", "h200", "--transport", "nvlink", "--prompt-tokens", "65536", "--streams", "4")["rows"]
     job = TransferJob(("P", "D"), Transport.NVLINK, 65_536 * load_profile("h200").kv.bytes_per_token, 4, 0)
     assert row["formula_loaded_s"] == pytest.approx(transfer_formula(job))
     assert row["formula_idle_s"] == pytest.approx(transfer_formula(job._replace(streams=0)))
@@ -82,9 +84,9 @@ def test_the_formula_is_the_policies_own() -> None:
     [
         (["--profile", "none-such"], "no hardware profile"),
         (["--transport", "nvlink"], "has no transport 'nvlink'"),
-        (["--tokens", "1"], "whole number from 2"),
+        (["--prompt-tokens", "1"], "whole number from 2"),
         (["--streams", "9000"], "leave a step no room"),
-        (["--single-decode", "0"], "must be above 0"),
+        (["--single-decode-s", "0"], "must be above 0"),
     ],
 )
 def test_bad_options_say_what_to_do(arguments: list[str], said: str) -> None:

@@ -220,7 +220,7 @@ def test_what_counts_otherwise_is_refused(tmp_path: Path, change: dict[str, Any]
         (["--gpu", "v100"], "no GPU 'v100'"),
         (["--model", "gpt-9"], "known: llama-3.1-70b"),
         (["--weight-bits", "4"], "16 or 8"),
-        (["--chunks", "0"], "--chunks: '0' is not a whole number from 1"),
+        (["--chunk-tokens", "0"], "--chunk-tokens: '0' is not a whole number from 1"),
         (["--streams", ""], "--streams: give at least one"),
         (["--profile", "b200"], "--profile: cannot read"),
     ],

@@ -111,7 +111,7 @@ def test_check_exits_with_one_and_names_what_is_missed(record: Record, tmp_path:
                 each.values = {name: value * factor for name, value in each.values.items()}
         path = tmp_path / f"{factor}.json"
         path.write_bytes(msgspec.json.encode(scaled))
-        result = CliRunner().invoke(app, ["--table", str(path), "--check"])
+        result = CliRunner().invoke(app, ["--input", str(path), "--check"])
         return result.exit_code, result.output
 
     assert outcome(0.01)[0] == 0

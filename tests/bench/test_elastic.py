@@ -74,7 +74,7 @@ def test_two_arms_on_simulated_engines_give_a_table(tmp_path: Path) -> None:
         "sim.time_scale=20",
     ):
         arguments += ["--set", setting]
-    arguments += ["--clock-scale", "20", "--load", "2", "--planner", "never", "--planner", "threshold"]
+    arguments += ["--engine-speed", "20", "--load", "2", "--planner", "never", "--planner", "threshold"]
     result = CliRunner().invoke(app, [*arguments, "--skip-first-s", "0"])
     assert result.exit_code == 0, result.output
     kept = tmp_path / "out" / "kept"

@@ -43,7 +43,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(folder: Path, out: str, *more: str) -> str:
-    fixed = ["--config", str(folder / "config.yaml"), "--trace-dir", str(folder / "traces"), "--out", str(folder / out)]
+    fixed = [
+        "--config",
+        str(folder / "config.yaml"),
+        "--trace-dir",
+        str(folder / "traces"),
+        "--output",
+        str(folder / out),
+    ]
     result = CliRunner().invoke(app, [*fixed, *more])
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -104,17 +111,17 @@ def test_a_result_of_another_make_is_played_again(folder: Path, first: str) -> N
 def test_tables_come_from_kept_results_and_go_between_the_markers(folder: Path, first: str) -> None:
     page = folder / "page.md"
     page.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nafter\n")
-    _run(folder, "first", "--traces", "tiny", *POLICIES, "--only-tables", "--table", str(page))
+    _run(folder, "first", "--traces", "tiny", *POLICIES, "--only-tables", "--document", str(page))
     assert page.read_text() == f"# Title\n\n{BEGIN}\n{first}{END}\n\nafter\n"
     page.write_text("no markers")
-    arguments = ["--config", str(folder / "config.yaml"), "--out", str(folder / "first"), "--traces", "tiny"]
-    result = CliRunner().invoke(app, [*arguments, *POLICIES, "--only-tables", "--table", str(page)])
+    arguments = ["--config", str(folder / "config.yaml"), "--output", str(folder / "first"), "--traces", "tiny"]
+    result = CliRunner().invoke(app, [*arguments, *POLICIES, "--only-tables", "--document", str(page)])
     assert result.exit_code == 2
     assert "needs the lines" in result.output
 
 
 def test_missing_results_are_refused_with_what_to_do(folder: Path, first: str) -> None:
-    arguments = ["--config", str(folder / "config.yaml"), "--out", str(folder / "first"), "--traces", "tiny"]
+    arguments = ["--config", str(folder / "config.yaml"), "--output", str(folder / "first"), "--traces", "tiny"]
     result = CliRunner().invoke(app, [*arguments, *POLICIES, "--fleets", "2,3", "--only-tables"])
     assert result.exit_code == 2
     assert "4 results are missing" in result.output
@@ -127,7 +134,7 @@ def test_results_of_different_simulators_are_not_put_in_one_table(folder: Path) 
     path = sorted((folder / "mixed" / "results").rglob("*.json"))[0]
     result = msgspec.json.decode(path.read_bytes(), type=Result)
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(result, made_of="cell-older-policy")))
-    fixed = ["--config", str(folder / "config.yaml"), "--out", str(folder / "mixed")]
+    fixed = ["--config", str(folder / "config.yaml"), "--output", str(folder / "mixed")]
     mixed = CliRunner().invoke(app, [*fixed, *arguments, "--only-tables"])
     assert mixed.exit_code == 2
     assert "different versions of the simulator" in " ".join(mixed.output.split())
@@ -157,7 +164,7 @@ def test_ablations_may_be_played_on_a_part_of_the_grid(folder: Path) -> None:
     assert len(ablated) == 1
     assert "fleet-2_seed-2/" in ablated[0]
     result = CliRunner().invoke(
-        app, [*given, "--fleets", "1", "--ablations", "--only-tables", "--out", str(folder / "part")]
+        app, [*given, "--fleets", "1", "--ablations", "--only-tables", "--output", str(folder / "part")]
     )
     assert result.exit_code == 2
     assert "no --fleets of the grid is under ablation_fleets" in " ".join(result.output.split())
@@ -237,7 +244,14 @@ def test_wrong_entrants_are_refused(texts: list[str], word: str) -> None:
     ],
 )
 def test_wrong_grids_are_refused(folder: Path, arguments: list[str], word: str) -> None:
-    fixed = ["--config", str(folder / "config.yaml"), "--trace-dir", str(folder / "traces"), "--out", str(folder / "x")]
+    fixed = [
+        "--config",
+        str(folder / "config.yaml"),
+        "--trace-dir",
+        str(folder / "traces"),
+        "--output",
+        str(folder / "x"),
+    ]
     result = CliRunner().invoke(app, [*fixed, *POLICIES, *arguments])
     assert result.exit_code == 2
     assert word in " ".join(result.output.split())

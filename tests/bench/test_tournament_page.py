@@ -41,7 +41,7 @@ def test_the_command_on_the_page_is_that_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     words = made[1].split()
     assert words == ["python", "-m", "bench.tournament", "--ablations", "--folds"]
-    assert re.search(r"bench\.tournament --jobs \S+ --ablations --folds --table docs/tournament\.md", makefile)
+    assert re.search(r"bench\.tournament --jobs \S+ --ablations --folds --document docs/tournament\.md", makefile)
 
 
 def test_the_readme_says_what_the_page_says() -> None:

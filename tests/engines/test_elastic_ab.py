@@ -52,7 +52,18 @@ async def test_two_planners_on_fresh_engines_give_a_table(
     engine_python: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     trace, output = tmp_path / "trace.jsonl", tmp_path / "out"
-    synth = ("synth", "--requests", str(REQUESTS), "--rate", "6", "--seed", "3", "--length-scale", "0.05")
+    synth = (
+        "trace",
+        "synth",
+        "--requests",
+        str(REQUESTS),
+        "--rate-per-s",
+        "6",
+        "--seed",
+        "3",
+        "--length-scale",
+        "0.05",
+    )
     await run(sys.executable, "-m", "warmroute", *synth, "--output", str(trace), bound_s=60)
     settings = {
         "count": "2",
@@ -66,7 +77,7 @@ async def test_two_planners_on_fresh_engines_give_a_table(
     }
     arguments = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     arguments += ["--planner", "never", "--planner", "threshold", "--load", "1", "--skip-first-s", "0"]
-    arguments += ["--token-low", "10", "--token-high", "2000", "--max-output", "40", "--timeout", "100"]
+    arguments += ["--token-low", "10", "--token-high", "2000", "--max-output-tokens", "40", "--timeout-s", "100"]
     told = await run(
         str(ROOT / "bench" / "gpu" / "elastic_ab.sh"),
         str(trace),

@@ -78,8 +78,8 @@ async def warmroute(*arguments: str) -> str:
 
 
 async def replay(proxy: Proxy, trace: Path, output: Path, seed: int) -> Run:
-    flags = ["--endpoint", proxy.url, "--token-low", "10", "--token-high", "2000", "--timeout", "120"]
-    flags += ["--time-scale", "20", "--think-scale", "20", "--block-tokens", str(BLOCK), "--seed", str(seed)]
+    flags = ["--endpoint", proxy.url, "--token-low", "10", "--token-high", "2000", "--timeout-s", "120"]
+    flags += ["--arrival-speed", "20", "--think-speed", "20", "--block-tokens", str(BLOCK), "--seed", str(seed)]
     await warmroute("replay", str(trace), "--output", str(output), "--label", output.stem, *flags)
     return read_run(output)
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.conftest import StartCluster
 
-SCALE = ("--time-scale", "50")
+SCALE = ("--engine-speed", "50")
 
 
 async def curl(*arguments: str) -> str:

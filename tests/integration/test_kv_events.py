@@ -80,7 +80,7 @@ async def until(cluster: Cluster, holds: Callable[[dict[str, Any]], bool], numbe
 async def test_the_exact_index_is_right_under_eviction_where_the_shadow_errs(start_listening: StartListening) -> None:
     # 6,400 tokens per engine are far below what 24 growing sessions need.
     cluster = await start_listening(
-        2, "--time-scale", "100", "--kv-capacity-tokens", "6400", policy={"name": "round_robin"}
+        2, "--engine-speed", "100", "--kv-capacity-tokens", "6400", policy={"name": "round_robin"}
     )
     await send(cluster, list(range(64)))
     await send(cluster, list(range(64)))
@@ -104,7 +104,7 @@ async def test_the_exact_index_is_right_under_eviction_where_the_shadow_errs(sta
 
 
 async def test_siblings_at_the_same_moment_are_predicted_too(start_listening: StartListening) -> None:
-    cluster = await start_listening(3, "--time-scale", "100", policy={"name": "linear"})
+    cluster = await start_listening(3, "--engine-speed", "100", policy={"name": "linear"})
     await asyncio.gather(*(send(cluster, [number] * 64) for number in range(6)))
     rows = await run_sessions(cluster, sessions=24, turns=6)
     used = [row for row in rows if row["index_source"] == "exact"]
@@ -116,7 +116,7 @@ async def test_siblings_at_the_same_moment_are_predicted_too(start_listening: St
 
 
 async def test_a_proxy_that_comes_late_learns_by_replay_and_only_then(start_listening: StartListening) -> None:
-    first = await start_listening(1, "--time-scale", "100")
+    first = await start_listening(1, "--engine-speed", "100")
     prompt = list(range(1_000))
     await send(first, prompt)
     instance = first.core.settings.instances[0]
@@ -148,7 +148,7 @@ async def test_a_proxy_that_comes_late_learns_by_replay_and_only_then(start_list
 
 
 async def test_an_engine_that_restarts_is_followed(start_listening: StartListening) -> None:
-    cluster = await start_listening(1, "--time-scale", "100", replay=True, events={"join_interval_s": 0.1})
+    cluster = await start_listening(1, "--engine-speed", "100", replay=True, events={"join_interval_s": 0.1})
     prompt = list(range(1_000))
     for expected in (0, 960):
         row = await send(cluster, prompt)
@@ -174,7 +174,7 @@ async def test_an_engine_that_restarts_is_followed(start_listening: StartListeni
 
 
 async def test_a_cleared_cache_is_known_with_the_next_step(start_listening: StartListening) -> None:
-    cluster = await start_listening(1, "--time-scale", "100")
+    cluster = await start_listening(1, "--engine-speed", "100")
     prompt = list(range(1_000))
     await send(cluster, prompt)
     await until(cluster, lambda seen: seen["trusted"])
@@ -191,7 +191,7 @@ async def test_a_cleared_cache_is_known_with_the_next_step(start_listening: Star
 async def test_both_ends_of_a_hand_off_are_known(start_listening: StartListening) -> None:
     cluster = await start_listening(
         2,
-        "--time-scale",
+        "--engine-speed",
         "100",
         classes={"medium_tokens": 500, "heavy_tokens": 1_500},
         offload={"planner": "threshold", "params": {"min_decode_requests": 0}},
@@ -209,7 +209,7 @@ async def test_both_ends_of_a_hand_off_are_known(start_listening: StartListening
 
 
 async def test_promises_do_not_pile_up(start_listening: StartListening) -> None:
-    cluster = await start_listening(2, "--time-scale", "100")
+    cluster = await start_listening(2, "--engine-speed", "100")
     await run_sessions(cluster, sessions=10, turns=3)
     for number in range(3):
         await send(cluster, [number] * 100)

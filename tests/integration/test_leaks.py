@@ -75,7 +75,7 @@ async def until_quiet(cluster: Cluster) -> None:
 async def test_nothing_leaks(start_cluster: StartCluster, planner: str) -> None:
     cluster = await start_cluster(
         4,
-        "--time-scale",
+        "--engine-speed",
         "25",
         policy={"name": "session_sticky"},
         classes={"medium_tokens": 500, "heavy_tokens": 1500},

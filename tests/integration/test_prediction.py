@@ -38,7 +38,7 @@ async def run_sessions(cluster: Cluster, sessions: int, turns: int) -> list[dict
 
 async def test_predictions_are_exact_for_token_ids_while_nothing_is_evicted(start_cluster: StartCluster) -> None:
     for policy in ("linear", "session_sticky", "round_robin"):
-        cluster = await start_cluster(3, "--time-scale", "100", policy={"name": policy})
+        cluster = await start_cluster(3, "--engine-speed", "100", policy={"name": policy})
         rows = await run_sessions(cluster, sessions=24, turns=6)
         assert len(rows) == 144
         exact = sum(row["predicted_cached_tokens"] == row["actual_cached_tokens"] for row in rows)
@@ -48,14 +48,14 @@ async def test_predictions_are_exact_for_token_ids_while_nothing_is_evicted(star
 
 async def ideal_hits(start_cluster: StartCluster) -> int:
     """Cached tokens of the same sessions on engines that need not evict."""
-    roomy = await start_cluster(2, "--time-scale", "100", policy={"name": "round_robin"})
+    roomy = await start_cluster(2, "--engine-speed", "100", policy={"name": "round_robin"})
     return sum(row["actual_cached_tokens"] for row in await run_sessions(roomy, sessions=24, turns=6))
 
 
 async def test_prediction_error_is_reported_when_something_was_evicted(start_cluster: StartCluster) -> None:
     # A pool of 6,400 tokens is far below what 24 growing sessions need: engines must evict what the index may expect.
     cluster = await start_cluster(
-        2, "--time-scale", "100", "--kv-capacity-tokens", "6400", policy={"name": "round_robin"}
+        2, "--engine-speed", "100", "--kv-capacity-tokens", "6400", policy={"name": "round_robin"}
     )
     rows = await run_sessions(cluster, sessions=24, turns=6)
     # What the two caches could have kept without a bound; that they did not shows that they evicted.

@@ -76,7 +76,7 @@ async def test_replay_of_a_public_trace_loses_nothing_and_hits_as_published(
     trace = load_trace(public_trace("agentic/derived_glm_like_sample1k.jsonl.gz"))
     cluster = await start_cluster(
         8,
-        "--time-scale",
+        "--engine-speed",
         str(SCALE),
         "--kv-capacity-tokens",
         str(POOL_TOKENS),

@@ -30,19 +30,22 @@ def app() -> typer.Typer:
 
 
 def test_every_command_has_help(app: typer.Typer) -> None:
-    for command in ("replay", "sample", "synth", "summary", "compare", "report"):
+    for command in ("replay", "summary", "compare", "report"):
         result = RUNNER.invoke(app, [command, "--help"])
+        assert result.exit_code == 0, result.output
+    for command in ("synth", "sample", "repeat"):
+        result = RUNNER.invoke(app, ["trace", command, "--help"])
         assert result.exit_code == 0, result.output
 
 
 def test_synth_sample_summary_work_together(app: typer.Typer, tmp_path: Path) -> None:
     made, picked = tmp_path / "made.jsonl.gz", tmp_path / "picked.jsonl"
     result = RUNNER.invoke(
-        app, ["synth", "-o", str(made), "--requests", "300", "--duration", "60", "--length-scale", "0.1"]
+        app, ["trace", "synth", "-o", str(made), "--requests", "300", "--duration-s", "60", "--length-scale", "0.1"]
     )
     assert result.exit_code == 0, result.output
     assert "Target against generated" in result.output
-    result = RUNNER.invoke(app, ["sample", str(made), "-o", str(picked), "--target-requests", "50"])
+    result = RUNNER.invoke(app, ["trace", "sample", str(made), "-o", str(picked), "--target-requests", "50"])
     assert result.exit_code == 0, result.output
     assert "shared_apc" in result.output
     assert 40 <= len(picked.read_text().splitlines()) <= 60
@@ -53,9 +56,9 @@ def test_synth_sample_summary_work_together(app: typer.Typer, tmp_path: Path) ->
     [
         ["replay", "nowhere.jsonl"],
         ["summary", "nowhere.jsonl"],
-        ["sample", "nowhere.jsonl", "-o", "x.jsonl"],
-        ["synth", "-o", "x.jsonl", "--rate", "1", "--duration", "5"],
-        ["synth", "-o", "x.jsonl", "--rate", "-1"],
+        ["trace", "sample", "nowhere.jsonl", "-o", "x.jsonl"],
+        ["trace", "synth", "-o", "x.jsonl", "--rate-per-s", "1", "--duration-s", "5"],
+        ["trace", "synth", "-o", "x.jsonl", "--rate-per-s", "-1"],
     ],
 )
 def test_mistakes_exit_2_with_one_clear_line(app: typer.Typer, arguments: list[str], tmp_path: Path) -> None:
@@ -76,7 +79,7 @@ async def command(*arguments: str) -> asyncio.subprocess.Process:
 async def test_the_command_replays_prints_the_load_first_and_the_summary_after(stub: Stub, tmp_path: Path) -> None:
     trace, output = tmp_path / "t.jsonl", tmp_path / "run.jsonl"
     bailian.write(trace, make_trace(2, 2).requests)
-    process = await command(str(trace), "-o", str(output), "--endpoint", stub.url, "--time-scale", "1000000")
+    process = await command(str(trace), "-o", str(output), "--endpoint", stub.url, "--arrival-speed", "1000000")
     out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
     text = out.decode()
@@ -87,7 +90,7 @@ async def test_the_command_replays_prints_the_load_first_and_the_summary_after(s
 async def test_ctrl_c_closes_the_file_exits_130_and_resume_goes_on(stub: Stub, tmp_path: Path) -> None:
     trace, output = tmp_path / "t.jsonl", tmp_path / "run.jsonl"
     bailian.write(trace, make_trace(3, 2).requests)
-    arguments = (str(trace), "-o", str(output), "--endpoint", stub.url, "--time-scale", "1000000")
+    arguments = (str(trace), "-o", str(output), "--endpoint", stub.url, "--arrival-speed", "1000000")
     stub.hold_after = 3
     process = await command(*arguments, "--max-inflight-sessions", "1")
     await stub.held.wait()

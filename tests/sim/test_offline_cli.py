@@ -20,7 +20,7 @@ from replayer.report.page import read_breakdown, summarise_arm
 from replayer.traces.formats import bailian
 from sim.offline.cli import simulate_command
 from sim.offline.running import new_files
-from sim.offline.setup import Setup
+from sim.offline.setup import SETTING_OF_OPTION, Setup
 from sim.offline.simulate import SimOptions
 from sim.server.settings import ServerSettings
 from tests.sim.offline_runs import agents
@@ -54,7 +54,7 @@ def call(*arguments: object, code: int = 0) -> str:
 def test_its_runs_are_read_as_a_replays_are(trace: Path, tmp_path: Path) -> None:
     for policy in ("linear", "round_robin"):
         run, rows = tmp_path / f"{policy}.jsonl", tmp_path / f"{policy}-rows.jsonl"
-        said = call("simulate", trace, "-o", run, "--breakdown", rows, "--policy", policy, "--instances", 3)
+        said = call("simulate", trace, "-o", run, "--breakdown-output", rows, "--policy", policy, "--instances", 3)
         assert "60/60" in said
         assert len(read_breakdown(rows)) == 60
         assert read_run(run).header.label == policy
@@ -69,7 +69,7 @@ def test_its_runs_are_read_as_a_replays_are(trace: Path, tmp_path: Path) -> None
 def test_options_reach_the_run(trace: Path, tmp_path: Path) -> None:
     run = tmp_path / "run.jsonl"
     options = ["--policy", "linear", "--policy-param", "alpha=0.25", "--planner", "threshold", "--label", "mine"]
-    options += ["--planner-param", "max_in_flight=2", "--pool-tokens", "90000", "--time-scale", "2", "--seed", "5"]
+    options += ["--planner-param", "max_in_flight=2", "--pool-tokens", "90000", "--arrival-speed", "2", "--seed", "5"]
     options += ["--arrival-jitter-s", "1", "--speed-sigma", "0.1", "--slowdown", "1.2", "--request-limit", "40"]
     call("simulate", trace, "-o", run, *options)
     header, records, _ = read_run(run)
@@ -103,7 +103,7 @@ def test_a_sweep_writes_a_folder(trace: Path, tmp_path: Path) -> None:
     assert [point["run"] for point in points] == ["000-policy=linear.jsonl", "001-policy=lmetric.jsonl"]
     assert read_run(folder / points[1]["run"]).header.options["instances"] == 2
     failing = tmp_path / "failing"
-    call("simulate", trace, "-o", failing, "--sweep", "time-scale=1,-1", "--jobs", 1, code=1)
+    call("simulate", trace, "-o", failing, "--sweep", "arrival-speed=1,-1", "--jobs", 1, code=1)
 
 
 def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:
         (["--planner", "best"], "unknown offload planner 'best'"),
         (["--profile", "gh9000"], "known: h20, h200"),
         (["--pool-tokens", "10"], "holds no block"),
-        (["--time-scale", "0"], "--time-scale and --think-scale must be above 0"),
+        (["--arrival-speed", "0"], "--arrival-speed and --think-speed must be above 0"),
         (["--jobs", "2"], "are for sweeps"),
         (["--ray"], "are for sweeps"),
         (["--sweep", "policy=linear", "--stream"], "cannot be given together"),
@@ -164,7 +164,8 @@ def test_what_fails_half_way_leaves_no_file(tmp_path: Path) -> None:
 def test_defaults_agree_wherever_they_are_written() -> None:
     """The command's options, the setup they make and the library's own options."""
     setup = {field.name: field.default for field in msgspec.structs.fields(Setup) if field.name != "trace"}
-    command = {name: parameter.default for name, parameter in inspect.signature(simulate_command).parameters.items()}
+    parameters = inspect.signature(simulate_command).parameters
+    command = {SETTING_OF_OPTION.get(name, name): parameter.default for name, parameter in parameters.items()}
     shared = setup.keys() & command.keys()
     assert len(shared) >= 20
     assert {name: command[name] for name in shared} == {name: setup[name] for name in shared}

@@ -195,7 +195,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, object], mess
 
 
 def test_scales_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(TraceError, match="--time-scale"):
+    with pytest.raises(TraceError, match="--arrival-speed"):
         run(AGENTS, plan=PlanOptions(time_scale=0.0))
 
 

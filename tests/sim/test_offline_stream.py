@@ -185,7 +185,7 @@ def test_what_a_stream_cannot_do_is_refused(options: SimOptions, look_ahead_s: f
 
 
 def test_scales_and_empty_streams_are_refused() -> None:
-    with pytest.raises(TraceError, match="--time-scale"):
+    with pytest.raises(TraceError, match="--arrival-speed"):
         StreamedLoop(iter(AGENTS.requests), "", SimOptions(plan=PlanOptions(time_scale=-1.0)), 600.0)
     with pytest.raises(TraceError, match="no requests"):
         StreamedLoop(iter(()), "", SimOptions(), 600.0)

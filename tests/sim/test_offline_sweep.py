@@ -32,14 +32,14 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_points_are_all_combinations_in_order(trace: Path) -> None:
     base = Setup(trace=str(trace), label="mine", policy="lmetric", policy_params={"min_window": 8})
-    points = points_of(base, ["policy=lmetric,round_robin", "time-scale=1,2.5", "planner=threshold"])
+    points = points_of(base, ["policy=lmetric,round_robin", "arrival-speed=1,2.5", "planner=threshold"])
     assert [point.values for point in points] == [
-        {"policy": policy, "time-scale": scale, "planner": "threshold"}
+        {"policy": policy, "arrival-speed": scale, "planner": "threshold"}
         for policy in ("lmetric", "round_robin")
         for scale in (1, 2.5)
     ]
-    assert points[1].name == points[1].setup.label == "policy=lmetric time-scale=2.5 planner=threshold"
-    assert points[1].file == "001-policy=lmetric_time-scale=2.5_planner=threshold.jsonl"
+    assert points[1].name == points[1].setup.label == "policy=lmetric arrival-speed=2.5 planner=threshold"
+    assert points[1].file == "001-policy=lmetric_arrival-speed=2.5_planner=threshold.jsonl"
     assert points[0].setup.policy_params == {"min_window": 8}  # of the base's policy
     assert points[2].setup.policy_params == {}
     assert points[3].setup.time_scale == 2.5
@@ -104,11 +104,11 @@ def test_processes_and_one_process_write_the_same(trace: Path, tmp_path: Path) -
 
 def test_a_point_that_fails_is_told_and_the_others_go_on(trace: Path, tmp_path: Path) -> None:
     base = Setup(trace=str(trace), instances=3)
-    points = points_of(base, ["time-scale=1,-1"])
+    points = points_of(base, ["arrival-speed=1,-1"])
     results = run_sweep(points, base, tmp_path / "out", in_processes(1), lambda *_: None)
     assert [result.error is None for _, result in results] == [True, False]
     summary = json.loads((tmp_path / "out" / "sweep.json").read_text())
-    assert "--time-scale" in summary["points"][1]["error"]
+    assert "--arrival-speed" in summary["points"][1]["error"]
     assert summary["points"][1]["run"] is None
     assert len(files(tmp_path / "out")) == 2
 
@@ -143,7 +143,7 @@ def test_without_ray_it_says_what_to_install(trace: Path, monkeypatch: pytest.Mo
 def test_on_ray_the_files_are_the_same(trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is optional and not installed")
     base = Setup(trace=str(trace), instances=3)
-    points = points_of(base, ["policy=linear,lmetric", "time-scale=1,-1"])
+    points = points_of(base, ["policy=linear,lmetric", "arrival-speed=1,-1"])
     run_sweep(points, base, tmp_path / "ray", on_ray(base), lambda *_: None)
     run_sweep(points, base, tmp_path / "here", in_processes(1), lambda *_: None)
     assert files(tmp_path / "ray") == files(tmp_path / "here")

@@ -207,10 +207,10 @@ def test_the_command_prints_every_residual_and_refuses_nonsense() -> None:
     app = typer.Typer()
     register(app)
     runner = CliRunner()
-    done = runner.invoke(app, ["fit", "h20", "--markdown"])
+    done = runner.invoke(app, ["sim", "fit", "h20", "--markdown"])
     assert done.exit_code == 0
     assert "| busy TTFT | 65,536 among 8 | 15.62 s |" in done.output
     assert "h20: 12 points, median error" in done.output
-    missing = runner.invoke(app, ["fit", "h999"])
+    missing = runner.invoke(app, ["sim", "fit", "h999"])
     assert missing.exit_code == 2
     assert "cannot read" in missing.output

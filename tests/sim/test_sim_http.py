@@ -31,7 +31,7 @@ class EngineProcess:
 
     @classmethod
     def start(cls, *options: str) -> EngineProcess:
-        command = [sys.executable, "-m", "sim", "--port", "0", "--time-scale", "50", *options]
+        command = [sys.executable, "-m", "sim", "--port", "0", "--engine-speed", "50", *options]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         line = process.stderr.readline()
@@ -354,7 +354,7 @@ def test_other_load_failure_policies_answer(engine: EngineProcess, policy: str) 
 
 
 def test_sigterm_ends_a_busy_engine(engine: EngineProcess) -> None:
-    doomed = EngineProcess.start("--role", "none", "--time-scale", "1")
+    doomed = EngineProcess.start("--role", "none", "--engine-speed", "1")
     assert doomed.bootstrap_port is None
     body = json.dumps({"prompt": "x", "max_tokens": 60_000, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"

@@ -19,7 +19,7 @@ class Section(BaseModel):
 
 
 class SynthSettings(Section):
-    """A generated trace; see `warmroute synth`."""
+    """A generated trace; see `warmroute trace synth`."""
 
     requests: int = Field(default=1000, ge=1, description="requests")
     seed: int = Field(default=0, ge=0, description="the same seed gives the same bytes")

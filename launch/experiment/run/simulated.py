@@ -81,7 +81,7 @@ def simulator_command(experiment: LoadedExperiment, slot: Slot, trace: Path, run
     backend, arm, replay = settings.simulated(slot.arm), settings.arms[slot.arm], settings.replay
     options: dict[str, object] = {
         "output": run_dir / RUN_FILE,
-        "breakdown": run_dir / BREAKDOWN_FILE if backend.breakdown else None,
+        "breakdown-output": run_dir / BREAKDOWN_FILE if backend.breakdown else None,
         "label": slot.arm,
         "policy": arm.policy.name,
         "planner": arm.offload.planner,
@@ -97,10 +97,10 @@ def simulator_command(experiment: LoadedExperiment, slot: Slot, trace: Path, run
         "seed": noise_seed(settings, slot),
         "arrival-jitter-s": backend.noise.arrival_jitter_s,
         "speed-sigma": backend.noise.speed_sigma,
-        "time-scale": replay.time_scale,
-        "think-scale": replay.think_scale,
+        "arrival-speed": replay.time_scale,
+        "think-speed": replay.think_scale,
         "request-limit": replay.request_limit,
-        "idle-gap-cap": replay.idle_gap_cap_s,
+        "idle-gap-cap-s": replay.idle_gap_cap_s,
         "max-inflight-sessions": replay.max_inflight_sessions,
     }
     flags = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]

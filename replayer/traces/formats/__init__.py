@@ -29,7 +29,7 @@ def detect_format(path: Path) -> Format:
         TraceError: no such file, an empty one, or none of the known formats.
     """
     if not path.exists():
-        raise TraceError(f"{path}: no such file or folder; give a trace file, or make one with `warmroute synth`")
+        raise TraceError(f"{path}: no such file or folder; give a trace file, or make one with `warmroute trace synth`")
     if path.is_dir() or is_tar(path):
         if next(iter_json_members(path), None) is None:
             raise TraceError(f"{path}: holds no .json file; a folder or archive must hold kv-cache-tester traces")

@@ -51,7 +51,7 @@ def settings(tmp_path: Path, **values: Any) -> DemoSettings:
 @pytest.mark.usefixtures("leaves_nothing")
 def test_the_whole_of_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "demo"
-    options = ["--config", str(small(tmp_path)), "--run-dir", str(run_dir), "--base-port", str(free_base())]
+    options = ["--config", str(small(tmp_path)), "--output", str(run_dir), "--base-port", str(free_base())]
     result = CliRunner().invoke(app, ["demo", *options])
     assert result.exit_code == 0, result.output
     assert "session_sticky against round_robin:" in result.output
@@ -85,7 +85,7 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "demo"
     command = [sys.executable, "-m", "launch", "demo", "--config", str(small(tmp_path, clock_scale=1))]
-    command += ["--run-dir", str(run_dir), "--base-port", str(free_base())]
+    command += ["--output", str(run_dir), "--base-port", str(free_base())]
     demo = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     processes: list[psutil.Process] = []
     try:
@@ -161,7 +161,7 @@ def test_the_same_policy_may_run_under_two_labels(tmp_path: Path) -> None:
 
 
 def test_a_used_run_directory_is_refused(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["demo", "--config", str(small(tmp_path)), "--run-dir", str(tmp_path)])
+    result = CliRunner().invoke(app, ["demo", "--config", str(small(tmp_path)), "--output", str(tmp_path)])
     assert result.exit_code == 2
     assert "exists already" in result.output
 

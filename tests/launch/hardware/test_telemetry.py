@@ -177,7 +177,7 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     assert "nothing to do" in nothing.communicate(timeout=60)[1]
     assert nothing.returncode == 2
     out = tmp_path / "t.csv"
-    process = command("--out", str(out), "--interval", "0.1")
+    process = command("--output", str(out), "--interval-s", "0.1")
     if read_inventory().gpus:
         assert process.stdout is not None
         assert "sampling every 0.1 s" in process.stdout.readline()

@@ -240,10 +240,10 @@ async def test_resume_refuses_another_run_and_a_complete_one(stub: Stub, tmp_pat
 
 async def test_settings_that_make_no_sense_are_refused(stub: Stub, tmp_path: Path) -> None:
     for changes, words in (
-        ({"clock_scale": 0.0}, "--clock-scale"),
-        ({"timeout_s": -1.0}, "--timeout"),
+        ({"clock_scale": 0.0}, "--engine-speed"),
+        ({"timeout_s": -1.0}, "--timeout-s"),
         ({"max_inflight_sessions": 0}, "--max-inflight-sessions"),
-        ({"plan": PlanOptions(time_scale=0.0)}, "--time-scale"),
+        ({"plan": PlanOptions(time_scale=0.0)}, "--arrival-speed"),
         ({"plan": PlanOptions(request_limit=0)}, "--request-limit"),
         ({"token_low": 9, "token_high": 9}, "--token-low"),
     ):

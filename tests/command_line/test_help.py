@@ -1,0 +1,64 @@
+"""Help: panels, one-line texts, units in option names, one name for outputs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.command_line.commands import commands, page, root
+from warmroute import PANELS, build
+
+PAGES = [page(path, command) for path, command in commands()]
+OPTIONS = [pytest.param(one, row, id=f"{one.path} {row.names[0]}") for one in PAGES for row in one.rows]
+LONGEST = 110
+"""Characters of an option's help."""
+UNIT = re.compile(r"\b(seconds|milliseconds|GiB|per second)\b")
+SUFFIXES = ("-s", "-ms", "-gib")
+
+
+def test_panels_hold_every_command_once() -> None:
+    names = [name for panel in PANELS.values() for name in panel]
+    assert sorted(names) == sorted(root().commands)
+
+
+def test_root_help_shows_the_panels_in_order() -> None:
+    shown = CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1"}).invoke(build(), ["--help"]).output
+    assert re.findall(r"^╭─ (\w+) ─", shown, re.MULTILINE) == ["Options", *PANELS]
+    assert "--install-completion" in shown
+
+
+@pytest.mark.parametrize("one", PAGES, ids=lambda one: one.path)
+def test_a_command_begins_with_one_line(one: Any) -> None:
+    first = one.help.strip().split("\n\n")[0]
+    assert "\n" not in first
+    assert len(first) <= 100
+    assert first.endswith(".")
+
+
+@pytest.mark.parametrize(("one", "row"), OPTIONS)
+def test_help_of_an_option_is_one_line(one: Any, row: Any) -> None:
+    text = f"{row.help} Default: {row.default}"
+    assert row.help.endswith((".", ")"))
+    assert "\n" not in text
+    assert len(row.help) <= LONGEST
+
+
+@pytest.mark.parametrize(("one", "row"), OPTIONS)
+def test_an_option_with_a_unit_has_it_in_its_name(one: Any, row: Any) -> None:
+    if row.metavar == "FLOAT" and UNIT.search(row.help) and "factor" not in row.help:
+        assert row.names[0].endswith(SUFFIXES)
+    if row.metavar in {"INT", "FLOAT"} and re.search(r"\b([Tt]okens from|in tokens|[Nn]ew tokens)\b", row.help):
+        assert "tokens" in row.names[0]
+
+
+def test_what_is_written_is_named_output() -> None:
+    written = [(one.path, row) for one in PAGES for row in one.rows if re.search(r"\b(to write|[Ww]rite)\b", row.help)]
+    assert written
+    for path, row in written:
+        assert row.names[0] in {"--output", "--breakdown-output", "--figures"}, path
+    for one in PAGES:
+        for row in one.rows:
+            assert "--output" not in row.names or "-o" in row.names, one.path
