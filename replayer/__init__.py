@@ -1,1 +1,1 @@
-"""Drives load: trace formats, sampling, synthetic traces, prompts, replay, records, reports, comparison."""
+"""Load generation: trace formats, sampling, synthetic traces, prompts, replay, records, reports, comparison."""

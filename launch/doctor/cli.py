@@ -18,7 +18,7 @@ def doctor(
     engine_python: Annotated[
         str | None,
         typer.Option(
-            help="Python of the engines. Default: the fleet's, $WARMROUTE_ENGINE_PYTHON, that of .venv-engines, this one.",
+            help="Python of the engines. Default: the fleet's, $WARMROUTE_ENGINE_PYTHON, .venv-engines, this one.",
             show_default=False,
         ),
     ] = None,

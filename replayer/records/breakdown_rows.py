@@ -1,6 +1,6 @@
-"""The proxy's breakdown rows as a report needs them: who was predicted to hold what, legs, stages, outcomes.
+"""The proxy's breakdown rows as a report needs them: predicted cached tokens by candidate, legs, stages, outcomes.
 
-A row of the proxy is 2 KB and more, a candidate's inputs being most of it; what is kept here is a tenth.
+A row of the proxy has 2 KB and more, mostly the candidates' inputs; about a tenth is kept here.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 _CACHED_INPUTS = ("cached_tokens", "cached")
-"""What policies call the predicted cached tokens of a candidate."""
+"""Names that policies give the predicted cached tokens of a candidate."""
 _NEW_INPUT = "new_tokens"
-"""Prompt less predicted cached tokens, which other policies give."""
+"""Prompt minus predicted cached tokens, given by other policies."""
 
 
 class BreakdownError(ValueError):
@@ -22,7 +22,7 @@ class BreakdownError(ValueError):
 
 
 class Leg(msgspec.Struct, frozen=True):
-    """One leg's time as the cost models predicted it, and as it was; wall seconds."""
+    """Predicted and actual time of one leg, in wall seconds."""
 
     predicted_s: float
     actual_s: float
@@ -41,7 +41,7 @@ class BreakdownRow(msgspec.Struct, kw_only=True):
     stages_ms: dict[str, float] = {}
     legs: dict[str, Leg] = {}
     believed: dict[str, float] = {}
-    """Candidate -> cached tokens predicted there; empty where the policy does not tell them."""
+    """Candidate -> cached tokens predicted there; empty where the policy does not report them."""
     candidates: tuple[str, ...] = ()
 
 
@@ -69,7 +69,7 @@ _DECODER = msgspec.json.Decoder(_Stored)
 
 
 def read_rows(path: str | Path) -> list[BreakdownRow]:
-    """Rows of the proxy's ``/breakdown?format=jsonl``, or of ``warmroute simulate --breakdown``.
+    """Rows of the proxy's ``/breakdown?format=jsonl``, or of ``warmroute simulate --breakdown-output``.
 
     Raises:
         BreakdownError: a line is not a breakdown row.
@@ -87,7 +87,7 @@ def read_rows(path: str | Path) -> list[BreakdownRow]:
 
 
 def read_objects(path: str | Path) -> list[dict[str, Any]]:
-    """Rows as they were written, every field kept.
+    """Rows as written, with every field.
 
     Raises:
         BreakdownError: a line is not a JSON object.
@@ -129,7 +129,7 @@ def _row(stored: _Stored) -> BreakdownRow:
             believed[score.instance] = cached
     return BreakdownRow(
         request_id=stored.request_id or "",
-        outcome=stored.outcome or "not told",
+        outcome=stored.outcome or "not reported",
         offload_reason=stored.offload_reason,
         prefill_instance=stored.prefill_instance,
         request_class=stored.request_class,

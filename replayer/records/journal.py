@@ -1,4 +1,4 @@
-"""Writes a run file so that a crash costs at most the line being written, and reopens it to go on."""
+"""Writer of run files: a crash loses at most the line being written, and an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Journal:
     """An open run file. Use as a context manager; every line is flushed to the operating system.
 
     Args:
-        path: The file; a new one is made unless ``resume``.
-        header: The run. On resume it must agree with the file's in everything that decides what is sent.
-        resume: Go on with an existing file (a missing one is made).
+        path: run file; created unless ``resume``.
+        header: header of the run. On resume it must agree with the file's in everything that decides what is sent.
+        resume: continue an existing file; a missing one is created.
 
     Raises:
         RecordError: the file exists (without resume), is complete, or belongs to another run.
@@ -31,14 +31,14 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         has_lines = path.exists() and b"\n" in path.read_bytes()
         if not resume and path.exists() and path.stat().st_size:
-            raise RecordError(f"{path}: exists already; give another --output, or --resume to go on with it")
+            raise RecordError(f"{path}: exists already; give another --output, or --resume to continue it")
         if has_lines:
             self._check(header)
         self.ok = sum(record.ok for record in self.recorded.values())
         self.count = len(self.recorded)
         self._file: IO[bytes] = path.open("r+b" if has_lines else "wb")
         if has_lines:
-            # Cut the torn line a crash may have left, so that the next line starts clean.
+            # A crash may have left an incomplete last line.
             self._file.seek(path.read_bytes().rfind(b"\n") + 1)
             self._file.truncate()
             header.options = header.options | {"resumed_after_requests": self.count}
@@ -72,7 +72,7 @@ class Journal:
         self._write(RunEnd(finished_unix_s=finished_unix_s, requests=self.count, ok=self.ok))
 
     def close(self) -> None:
-        """Close the file; what was written stays."""
+        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> Self:

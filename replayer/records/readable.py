@@ -1,15 +1,15 @@
-"""Numbers for reading, units included."""
+"""Numbers formatted for readers, with units."""
 
 from __future__ import annotations
 
 import numpy as np
 
 DASH = "–"
-"""What cannot be told."""
+"""Stands for an unknown value."""
 
 
 def format_seconds(value: float | None) -> str:
-    """Seconds for reading: milliseconds below a tenth, a dash when unknown."""
+    """Seconds as text: milliseconds below a tenth, a dash when unknown."""
     if value is None or not np.isfinite(value):
         return DASH
     return f"{value * 1000:.1f} ms" if abs(value) < 0.1 else f"{value:.3f} s"

@@ -1,6 +1,6 @@
-"""The record of a run: one JSON line for the run, one per request, one that says it is complete.
+"""Record of a run: one JSON line for the run, one for each request, and one that marks it complete.
 
-Lines are written whole and flushed, so a crash can tear only the last one; `read_run` tolerates that and nothing else.
+Lines are written whole and flushed, so a crash can break only the last one; `read_run` tolerates that and nothing else.
 All times are engine seconds (wall seconds x ``clock_scale``), offsets from the start of the run unless said otherwise.
 """
 
@@ -20,7 +20,7 @@ class RecordError(ValueError):
 
 
 class RunHeader(msgspec.Struct, kw_only=True, tag_field="kind", tag="run"):
-    """First line: what was replayed against what, and how."""
+    """First line: trace, endpoint and settings of the replay."""
 
     schema: int = SCHEMA
     label: str = ""
@@ -33,20 +33,20 @@ class RunHeader(msgspec.Struct, kw_only=True, tag_field="kind", tag="run"):
     think_scale: float = 1.0
     """Think times between the turns of one session are divided by this."""
     clock_scale: float = 1.0
-    """How many times faster than real time the engines run; recorded times are wall seconds times this."""
+    """Engine seconds per wall second; recorded times are wall seconds times this."""
     max_inflight_sessions: int | None = None
     request_limit: int | None = None
     seed: int = 0
     started_unix_s: float = 0.0
     warmroute_version: str = ""
     offered: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Offered load of the plan as computed before the run (see ``replayer.replay.plan.OfferedLoad``)."""
+    """Offered load of the plan as computed before the run (``replayer.replay.plan.OfferedLoad``)."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
-    """The remaining settings of the replay, for the record."""
+    """Other settings of the replay, for the record."""
 
 
 class RequestRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="request"):
-    """One request's fate. Every planned request of a complete run has exactly one."""
+    """Result of one request. Every planned request of a complete run has exactly one."""
 
     request_id: str
     session_id: str
@@ -55,9 +55,9 @@ class RequestRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="request
     trace_timestamp_s: float
     """Arrival in the trace, unscaled."""
     scheduled_s: float
-    """When the open-loop plan, or the previous turn's end plus think time, wanted it sent."""
+    """Due time by the open-loop plan, or by the previous turn's end plus think time."""
     sent_s: float | None = None
-    """When the client began to send it; null when it never got that far."""
+    """Time at which the client began to send it; null when it did not."""
     first_token_s: float | None = None
     finished_s: float | None = None
     ttft_s: float | None = None
@@ -68,13 +68,13 @@ class RequestRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="request
     e2e_s: float | None = None
     e2e_scheduled_s: float | None = None
     input_length: int = 0
-    """Prompt tokens the trace asks for."""
+    """Prompt tokens in the trace."""
     output_length: int = 0
-    """Output tokens the trace asks for."""
+    """Output tokens in the trace, at least 1."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-    """Prompt tokens the engine says it had cached; null when it did not say (see `read_run` on 0)."""
+    """Cached prompt tokens as the engine reports them; null when it does not (see `read_run` on 0)."""
     ok: bool = False
     error: str | None = None
     http_status: int | None = None
@@ -87,7 +87,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="request
 
     @property
     def new_tokens(self) -> int | None:
-        """Prompt tokens the engine had to compute (prompt - cached actual); None when the engine did not say."""
+        """Prompt tokens the engine computed (prompt - cached actual); None when the engine did not report them."""
         if self.prompt_tokens is None or self.cached_tokens is None:
             return None
         return self.prompt_tokens - self.cached_tokens
@@ -102,7 +102,7 @@ class RunEnd(msgspec.Struct, kw_only=True, tag_field="kind", tag="end"):
 
 
 class Run(NamedTuple):
-    """A run read back. ``end`` is None when the run was cut off (it can be resumed)."""
+    """A run read from its file. ``end`` is None when the run was interrupted; it can be resumed."""
 
     header: RunHeader
     records: list[RequestRecord]
@@ -121,8 +121,8 @@ def encode_line(record: RunHeader | RequestRecord | RunEnd) -> bytes:
 def read_run(path: str | Path) -> Run:
     """Read a run file.
 
-    A last line without its newline is the mark of a crash while writing and is ignored. Where one request was recorded
-    twice (a run resumed by hand), the later record counts.
+    A last line without a newline is left by a crash while writing and is ignored. Where a request was recorded twice (a
+    run resumed by hand), the later record counts.
 
     vLLM leaves ``cached_tokens`` out of the usage where it is 0. A request without the figure therefore counts as 0
     where its instance gave the figure for other requests of the run; otherwise misses would drop out of every hit rate.

@@ -1,4 +1,4 @@
-"""What a run says about itself: latencies, classes by tokens really computed, cache hits, prediction error."""
+"""Summary of a run: latencies, classes by computed tokens, cache hits, prediction error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ERROR_KEY_CHARACTERS = 60
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """p50, p90 and p99 (linear between order statistics) of ``n`` values; None where there are none."""
+    """p50, p90 and p99 (linear between order statistics) of ``n`` values; None without values."""
 
     n: int
     mean: float | None
@@ -41,7 +41,7 @@ class ClassSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in numbers. Latencies are of requests that succeeded, in engine seconds."""
+    """Figures of a run. Latencies are of requests that succeeded, in engine seconds."""
 
     label: str
     complete: bool
@@ -50,7 +50,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ok: int
     total: ClassSummary
     classes: list[ClassSummary]
-    """WARM, MEDIUM, HEAVY by new tokens (prompt - cached actual), then UNKNOWN where the engine did not say."""
+    """WARM, MEDIUM, HEAVY by new tokens (prompt - cached actual), then UNKNOWN where the engine did not report them."""
     apc: float | None
     """Actual: sum of cached tokens / sum of prompt tokens, over requests whose engine reported both."""
     prompt_tokens: int
@@ -64,7 +64,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of predicted - actual."""
     offloaded: int
     short_outputs: int
-    """Successful requests with fewer output tokens than asked for."""
+    """Successful requests with fewer output tokens than requested."""
     span_s: float
     requests_per_s: float
     send_lag_s: Quantiles
@@ -73,7 +73,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quantiles(values: Iterable[float | None]) -> Quantiles:
-    """Quantiles of the values that are there."""
+    """Quantiles of the values that are not None."""
     present = np.array([value for value in values if value is not None], dtype=float)
     if len(present) == 0:
         return Quantiles(0, None, None, None, None)
@@ -82,7 +82,7 @@ def quantiles(values: Iterable[float | None]) -> Quantiles:
 
 
 def classify(new_tokens: int | None, warm_below: int = WARM_BELOW_TOKENS, heavy_from: int = HEAVY_FROM_TOKENS) -> str:
-    """The router's classes: WARM below 5k new tokens, HEAVY from 20k; UNKNOWN when the engine did not say."""
+    """The router's classes: WARM below 5k new tokens, HEAVY from 20k; UNKNOWN without a report of the engine."""
     if new_tokens is None:
         return "UNKNOWN"
     if new_tokens < warm_below:
@@ -105,26 +105,26 @@ def _class_summary(name: str, records: Sequence[RequestRecord]) -> ClassSummary:
 
 
 def _error_key(error: str | None) -> str:
-    """Errors that differ in detail only count as one."""
+    """Beginning of an error, so that errors that differ only in detail count as one."""
     return (error or "unknown")[:ERROR_KEY_CHARACTERS]
 
 
 def summarise(run: Run, *, warm_below: int = WARM_BELOW_TOKENS, heavy_from: int = HEAVY_FROM_TOKENS) -> Summary:
-    """A run's summary.
+    """Summarise a run.
 
     Args:
-        run: From `replayer.records.runs.read_run`.
+        run: run with its records.
         warm_below: WARM means fewer new tokens than this.
-        heavy_from: HEAVY means as many new tokens or more.
+        heavy_from: HEAVY means at least this many new tokens.
     """
     records = run.records
     good = [record for record in records if record.ok]
     by_class: dict[str, list[RequestRecord]] = {name: [] for name in CLASSES}
     for record in records:
         by_class.setdefault(classify(record.new_tokens, warm_below, heavy_from), []).append(record)
-    told = [record for record in good if record.prompt_tokens is not None and record.cached_tokens is not None]
-    prompt = sum(record.prompt_tokens or 0 for record in told)
-    cached = sum(record.cached_tokens or 0 for record in told)
+    reported = [record for record in good if record.prompt_tokens is not None and record.cached_tokens is not None]
+    prompt = sum(record.prompt_tokens or 0 for record in reported)
+    cached = sum(record.cached_tokens or 0 for record in reported)
     errors = [
         record.predicted_cached_tokens - record.cached_tokens
         for record in good
@@ -144,7 +144,7 @@ def summarise(run: Run, *, warm_below: int = WARM_BELOW_TOKENS, heavy_from: int 
         classes=[_class_summary(name, group) for name, group in by_class.items()],
         apc=cached / prompt if prompt else None,
         prompt_tokens=sum(record.prompt_tokens or 0 for record in good),
-        cached_tokens=cached if told else None,
+        cached_tokens=cached if reported else None,
         completion_tokens=sum(record.completion_tokens or 0 for record in good),
         predicted_requests=len(errors),
         predicted_error_tokens=quantiles(abs(error) for error in errors),

@@ -9,7 +9,7 @@ from replayer.records.summary import Quantiles, Summary
 
 
 def summary_table(summary: Summary) -> Table:
-    """Latencies by class."""
+    """Table of latencies by class."""
     label = f" {summary.label}" if summary.label else ""
     table = Table(title=f"Run{label}: p50/p90/p99 of successful requests, engine time", box=box.SIMPLE)
     for name in ("class", "OK/N", "TTFT s", "TPOT ms", "E2E s"):
@@ -28,9 +28,9 @@ def summary_table(summary: Summary) -> Table:
 
 
 def summary_lines(summary: Summary) -> list[str]:
-    """What does not fit the table, in words."""
+    """Sentences on the figures that are not in the table."""
     planned = f" of {summary.planned} planned" if summary.planned is not None else ""
-    state = "complete" if summary.complete else "INCOMPLETE (go on with --resume)"
+    state = "complete" if summary.complete else "INCOMPLETE (continue with --resume)"
     lines = [
         f"{summary.requests} requests{planned}, {summary.ok} ok, {state}; "
         f"{summary.span_s:,.1f} s, {summary.requests_per_s:,.3f} ok requests/s"
@@ -48,7 +48,7 @@ def summary_lines(summary: Summary) -> list[str]:
     if summary.offloaded:
         lines.append(f"{summary.offloaded} requests were prefilled on another instance")
     if summary.short_outputs:
-        lines.append(f"{summary.short_outputs} successful requests gave fewer tokens than asked for")
+        lines.append(f"{summary.short_outputs} successful requests gave fewer tokens than requested")
     if summary.total.ttft_scheduled_s.n:
         lines.append(f"TTFT from the scheduled time, p50/p90/p99: {_three(summary.total.ttft_scheduled_s)} s")
     if summary.send_lag_s.p99 is not None:

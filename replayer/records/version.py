@@ -1,4 +1,4 @@
-"""Which version of the product wrote a file."""
+"""Version of the installed package, for the records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 
 
 def installed_version() -> str:
-    """Version of the installed package; "" when run from bare sources."""
+    """Version of the installed package; "" when run from a source tree."""
     try:
         return importlib.metadata.version("warmroute")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""One request to an OpenAI-compatible endpoint: send, read the stream, measure; every failure becomes a reason."""
+"""One request to an OpenAI-compatible endpoint: send it, read the stream, measure; failures become reasons."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def carries_token(self) -> bool:
-        """Whether the event brings output (a role-only first chunk of a chat does not)."""
+        """Test for output in the event; a role-only first chunk of a chat has none."""
         delta = self.delta
         spoken = delta is not None and (delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
         return bool(self.text or self.token_ids or spoken)
@@ -55,8 +55,8 @@ class _Event(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Event)
 
 
-class Outcome(msgspec.Struct, kw_only=True):
-    """What became of one request. Times are `time.perf_counter` readings, in wall seconds."""
+class ReplayedAnswer(msgspec.Struct, kw_only=True):
+    """Answer to one request, or the reason for its failure. Times are `time.perf_counter` readings, wall seconds."""
 
     sent: float
     first_token: float | None = None
@@ -72,10 +72,10 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 class _Stream:
-    """Puts server-sent events together from pieces and reads what matters into an outcome."""
+    """Parser of server-sent events that arrive in pieces; fills an answer."""
 
-    def __init__(self, outcome: Outcome) -> None:
-        self._outcome = outcome
+    def __init__(self, answer: ReplayedAnswer) -> None:
+        self._answer = answer
         self._pending = b""
         self._token_events = 0
         self._finished = False
@@ -95,77 +95,77 @@ class _Stream:
                 yield line[5:].strip()
 
     def _event(self, event: _Event, now: float) -> None:
-        outcome = self._outcome
+        answer = self._answer
         if event.error is not None:
-            outcome.error = f"engine error in the stream: {str(event.error)[:ERROR_EXCERPT]}"
+            answer.error = f"engine error in the stream: {str(event.error)[:ERROR_EXCERPT]}"
         for choice in event.choices:
             self._finished = self._finished or choice.finish_reason is not None
-            # An event that only ends the answer counts when nothing came before it: its token printed as nothing.
-            if choice.carries_token() or (choice.finish_reason is not None and outcome.first_token is None):
-                outcome.first_token = now if outcome.first_token is None else outcome.first_token
-                outcome.last_token = now
+            # An event that only ends the answer counts if it is the first: its token has no text.
+            if choice.carries_token() or (choice.finish_reason is not None and answer.first_token is None):
+                answer.first_token = now if answer.first_token is None else answer.first_token
+                answer.last_token = now
                 self._token_events += 1
         if event.usage is not None:
-            outcome.prompt_tokens = event.usage.prompt_tokens
-            outcome.completion_tokens = event.usage.completion_tokens
+            answer.prompt_tokens = event.usage.prompt_tokens
+            answer.completion_tokens = event.usage.completion_tokens
             details = event.usage.prompt_tokens_details
-            outcome.cached_tokens = details.cached_tokens if details is not None else None
+            answer.cached_tokens = details.cached_tokens if details is not None else None
 
     def close(self) -> None:
-        outcome = self._outcome
-        if outcome.completion_tokens is None and self._token_events:
-            outcome.completion_tokens = self._token_events
-        if outcome.error is None and not (self.done or self._finished):
-            outcome.error = "the stream ended early, before finish_reason and [DONE]"
-        elif outcome.error is None and outcome.first_token is None:
-            outcome.error = "the stream carried no token"
-        outcome.ok = outcome.error is None
+        answer = self._answer
+        if answer.completion_tokens is None and self._token_events:
+            answer.completion_tokens = self._token_events
+        if answer.error is None and not (self.done or self._finished):
+            answer.error = "the stream ended early, before finish_reason and [DONE]"
+        elif answer.error is None and answer.first_token is None:
+            answer.error = "the stream carried no token"
+        answer.ok = answer.error is None
 
 
 async def send(
     http: aiohttp.ClientSession, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float
-) -> Outcome:
+) -> ReplayedAnswer:
     """Send one streamed request and read it to its end.
 
     Args:
-        http: Client session; kept open by its owner.
-        url: Full URL of the generation endpoint.
+        http: client session; its owner closes it.
+        url: full URL of the generation endpoint.
         body: JSON body.
-        headers: Request headers.
-        timeout_s: Wall seconds for the whole exchange.
+        headers: request headers.
+        timeout_s: wall seconds for the whole exchange.
 
     Returns:
-        The outcome; failures (refused, timed out, HTTP error, broken stream) are outcomes too, never exceptions.
+        The answer. A failure (refused, timed out, HTTP error, broken stream) is in its ``error``, never an exception.
     """
-    outcome = Outcome(sent=time.perf_counter())
-    stream = _Stream(outcome)
+    answer = ReplayedAnswer(sent=time.perf_counter())
+    stream = _Stream(answer)
     try:
         async with (
             asyncio.timeout(timeout_s),
             http.post(url, data=body, headers=headers) as response,
         ):
-            outcome.http_status = response.status
-            outcome.headers = response.headers
+            answer.http_status = response.status
+            answer.headers = response.headers
             if response.status != 200:
                 text = (await response.content.read(ERROR_EXCERPT)).decode(errors="replace")
-                outcome.error = f"http {response.status}: {text.strip()}"
+                answer.error = f"http {response.status}: {text.strip()}"
             else:
                 async for piece in response.content.iter_any():
                     stream.feed(piece, time.perf_counter())
                 stream.close()
     except TimeoutError:
-        stage = "first token" if outcome.first_token is None else "end of the stream"
-        outcome.error = f"timeout: no {stage} within {timeout_s:g} s of wall time"
+        stage = "first token" if answer.first_token is None else "end of the stream"
+        answer.error = f"timeout: no {stage} within {timeout_s:g} s of wall time"
     except aiohttp.ClientError as error:
-        outcome.error = f"{_stage(error)}: {error or type(error).__name__}"
+        answer.error = f"{_stage(error)}: {error or type(error).__name__}"
     except msgspec.MsgspecError as error:
-        outcome.error = f"bad event in the stream: {error}"
+        answer.error = f"bad event in the stream: {error}"
     except OSError as error:
-        outcome.error = f"connection: {error}"
-    if outcome.error is not None:
-        outcome.ok = False
-    outcome.finished = time.perf_counter()
-    return outcome
+        answer.error = f"connection: {error}"
+    if answer.error is not None:
+        answer.ok = False
+    answer.finished = time.perf_counter()
+    return answer
 
 
 def _stage(error: aiohttp.ClientError) -> str:

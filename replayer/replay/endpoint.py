@@ -1,4 +1,4 @@
-"""What can be asked of an endpoint before anything is sent: its URLs and the model it serves."""
+"""URLs of an endpoint and the model it serves, before anything is sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONTROL_TIMEOUT_S = 10.0
 
 
 class EndpointError(Exception):
-    """The endpoint cannot be used at all; the message says what was tried."""
+    """The endpoint cannot be used; the message names the URL and the remedy."""
 
 
 class _Model(msgspec.Struct):
@@ -36,7 +36,7 @@ async def first_model(http: aiohttp.ClientSession, endpoint: str, api_key: str |
     """
     url = base_url(endpoint) + "/models"
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    advice = "start it, mend --endpoint, or give --model"
+    advice = "start it, correct --endpoint, or give --model"
     try:
         async with asyncio.timeout(CONTROL_TIMEOUT_S), http.get(url, headers=headers) as response:
             answer = await response.read()

@@ -1,8 +1,8 @@
-"""The plan of a replay: which sessions, when they arrive, how long a client thinks, and the load that makes.
+"""Plan of a replay: sessions, their arrivals, think times, and the load that results.
 
 All times are engine seconds from the start of the run. A session arrives at its trace time / ``time_scale``. A
 later turn is due after the one before it:
-- where the trace knows think times (or how long calls took): previous turn's end + think time / ``think_scale``;
+- where the trace has think times (or the duration of calls): previous turn's end + think time / ``think_scale``;
 - else at the previous turn's due time + gap in the trace / ``think_scale``, never before the previous turn's end.
 """
 
@@ -25,7 +25,7 @@ class Step(msgspec.Struct, frozen=True):
     wait_s: float
     """Scaled think time (``after_end``) or scaled gap between due times; 0 for the first turn."""
     after_end: bool
-    """Whether ``wait_s`` counts from the previous turn's end."""
+    """True: ``wait_s`` counts from the previous turn's end."""
 
 
 class SessionPlan(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class SessionPlan(msgspec.Struct, frozen=True):
 
 
 class OfferedLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan asks of the fleet, in engine seconds, if every call took as long as in the trace (or no time)."""
+    """Load of the plan, in engine seconds, if every call took as long as in the trace (no time if it has none)."""
 
     requests: int
     sessions: int
@@ -47,7 +47,7 @@ class OfferedLoad(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float
     prompt_tokens_per_s: float
     new_tokens_per_s: float
-    """Prompt tokens that one infinite cache would not hold: the least prefill any fleet must do."""
+    """Prompt tokens that one infinite cache would not hold: the least prefill of any fleet."""
     output_tokens_per_s: float
     ideal_apc: float
     input_mean_tokens: float
@@ -55,7 +55,7 @@ class OfferedLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is sent, and the load it offers."""
+    """Sessions to send, and the load they offer."""
 
     sessions: list[SessionPlan]
     offered: OfferedLoad
@@ -66,7 +66,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How the trace is scaled and cut."""
+    """Scaling and limits of the trace."""
 
     time_scale: float = 1.0
     think_scale: float | None = None
@@ -80,7 +80,7 @@ def choose_sessions(trace: Trace, request_limit: int | None) -> tuple[list[list[
     """Whole sessions by arrival while they fit; the first that does not fit is cut to what is left.
 
     Returns:
-        The turns of every chosen session, and how many sessions (0 or 1) were cut.
+        The turns of every chosen session, and the number of sessions that were cut (0 or 1).
     """
     chosen: list[list[TraceRequest]] = []
     left = len(trace.requests) if request_limit is None else request_limit
@@ -96,7 +96,7 @@ def choose_sessions(trace: Trace, request_limit: int | None) -> tuple[list[list[
 
 
 def wait_between(before: TraceRequest, request: TraceRequest, cap_s: float | None) -> tuple[float, bool]:
-    """How long a turn waits after the one before it, unscaled, and whether that counts from the other's end."""
+    """Unscaled wait of a turn after the one before it, and True if it counts from the end of that turn."""
     gap_s = max(request.timestamp_s - before.timestamp_s, 0.0)
     if request.think_time_s is not None:
         wait = (max(request.think_time_s, 0.0), True)
@@ -112,12 +112,12 @@ def _waits(turns: list[TraceRequest], cap_s: float | None) -> list[tuple[float, 
 
 
 def id_prefix(sha256: str) -> str:
-    """What the request ids of a trace begin with."""
+    """Beginning of a trace's request ids."""
     return sha256[:8] or "trace"
 
 
 def make_plan(trace: Trace, options: PlanOptions) -> Plan:
-    """Choose, scale and measure.
+    """Choose sessions, scale their times and compute the offered load.
 
     Raises:
         TraceError: nothing to send, or a scale that is not positive.
@@ -156,7 +156,7 @@ def _offered(trace: Trace, plans: list[SessionPlan], cut: int, span_s: float) ->
     prompt = sum(r.input_length for r in requests)
     output = sum(max(r.output_length, 1) for r in requests)
     hits = sum(cached_tokens(requests, trace.block_tokens, lambda _index, _request: 0))
-    # One instant's worth of requests has no rate of its own; count it as one second.
+    # Requests of a single instant have no rate: take one second.
     over_s = span_s if span_s > 0 else 1.0
     return OfferedLoad(
         requests=len(requests),

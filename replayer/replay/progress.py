@@ -1,4 +1,4 @@
-"""Shows a replay under way: the offered load before it, a bar during it (on a terminal only)."""
+"""Display of a replay: the offered load before it, a progress bar during it (on a terminal only)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ReplayProgress:
         self._failed = 0
 
     def start(self, plan: Plan, recorded: int) -> None:
-        """Print the offered load and set the bar up."""
+        """Print the offered load and set up the bar."""
         self._console.print(offered_table(plan.offered))
         if recorded:
             self._console.print(

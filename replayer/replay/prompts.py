@@ -1,9 +1,9 @@
 """Prompts from block ids, with exact prefix sharing: the same id always gives the same tokens.
 
-A block's tokens are a pure function of (seed, hash id), always made in full and cut where a prompt ends inside it; so
-an id first met as a short tail is never short later. What the ids do not cover (the rest of a ``floor`` trace's prompt)
-is a function of (seed, request) and shared with nobody. Two prompts differ from the first differing id on, up to the
-chance that single tokens coincide (1 in ``high - low``).
+A block's tokens are a pure function of (seed, hash id), always generated in full and cut where a prompt ends inside it,
+so an id that is first seen as a short tail is not short later. Tokens that no id covers (the rest of a ``floor``
+trace's prompt) are a function of (seed, request) and shared with no other. Two prompts differ from the first differing
+id on, up to the chance that single tokens coincide (1 in ``high - low``).
 
 Tokens come from splitmix64 (Steele, Lea, Flood, OOPSLA 2014) over counters, so no state and no order of calls matters.
 """
@@ -23,7 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _TAIL_DOMAIN = 0xA5A5_5A5A_C3C3_3C3C
 _ENTRY_BYTES = 120
-"""What a cached block costs besides its text: dict entry, key, object headers."""
+"""Memory of a cached block besides its text: dict entry, key, object headers."""
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -53,11 +53,11 @@ class PromptBuilder:
     """Builds prompts; keeps serialised blocks in an LRU cache bounded by bytes.
 
     Args:
-        block_tokens: Tokens per block id.
-        seed: Another seed gives other tokens for every id.
-        low: Smallest token id used (special tokens usually lie below or at the top of the vocabulary).
-        high: One more than the largest token id used; at most the model's vocabulary.
-        cache_bytes: Bound of the cache.
+        block_tokens: tokens per block id.
+        seed: another seed gives other tokens for every id.
+        low: smallest token id used (special tokens are usually below it, or at the top of the vocabulary).
+        high: largest token id used plus one; at most the model's vocabulary.
+        cache_bytes: bound of the cache.
     """
 
     def __init__(

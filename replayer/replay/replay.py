@@ -1,7 +1,7 @@
-"""Replays a trace against an OpenAI endpoint: turns strictly in order, arrivals open loop, every request one record.
+"""Replay of a trace against an OpenAI endpoint: turns in order, arrivals open loop, one record for each request.
 
-Time runs in engine seconds: with engines that run ``clock_scale`` times faster than real, waits are that much shorter
-on the wall clock, and what is measured is multiplied back. With real engines ``clock_scale`` is 1.
+Times are engine seconds: with engines that run ``clock_scale`` times faster than real time, waits are that much shorter
+in wall time, and measured times are multiplied by it. With real engines ``clock_scale`` is 1.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import msgspec
 from replayer.records.journal import Journal
 from replayer.records.runs import RequestRecord, Run, RunHeader, read_run
 from replayer.records.version import installed_version
-from replayer.replay.client import CONNECT_TIMEOUT_S, READ_BYTES, Outcome, send
+from replayer.replay.client import CONNECT_TIMEOUT_S, READ_BYTES, ReplayedAnswer, send
 from replayer.replay.endpoint import CONTROL_TIMEOUT_S, base_url, first_model
 from replayer.replay.plan import Plan, PlanOptions, SessionPlan, Step, make_plan, offered_dict
 from replayer.replay.prompts import BodyTemplate, PromptBuilder
 from replayer.traces.trace import Trace
 
 KEEPALIVE_S = 3.0
-"""Idle connections are dropped before servers drop them (uvicorn: 5 s); to reuse one just closed fails a request."""
+"""Idle connections are closed before servers close them (uvicorn: 5 s): a request on a closed one would fail."""
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,11 +38,11 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     plan: PlanOptions = PlanOptions()
     clock_scale: float = 1.0
     max_inflight_sessions: int | None = None
-    """Sessions under way at once, thinking ones included; None: no limit."""
+    """Most sessions open at once, thinking ones included; None: no limit."""
     timeout_s: float = 3600.0
     """For one request, from sending to its last byte."""
     seed: int = 0
-    """Chooses the tokens that ids stand for."""
+    """Seed of the tokens that hash ids stand for."""
     prompt_mode: Literal["tokens", "text", "chat"] = "tokens"
     token_low: int = 1000
     token_high: int = 100_000
@@ -59,14 +59,14 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replay:
-    """One replay under way.
+    """One replay.
 
     Args:
-        plan: What to send, and when.
-        builder: Makes the prompts.
-        options: Settings; ``model`` must be set.
-        journal: Where records go; requests already in it are not sent again.
-        on_record: Called after each record.
+        plan: requests to send, with their times.
+        builder: builds the prompts.
+        options: settings; ``model`` must be set.
+        journal: takes the records; requests already in it are not sent again.
+        on_record: called after each record.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Replay:
         self._on_record = on_record
         self._template = BodyTemplate(model=options.model or "", mode=options.prompt_mode)
         self._url = base_url(options.endpoint) + self._template.path
-        # A resumed run's clock goes on where the last record left it.
+        # The clock of a resumed run continues at its last record.
         self._base_s = max((record.finished_s or 0.0 for record in journal.recorded.values()), default=0.0)
         self._start = 0.0
 
@@ -99,7 +99,7 @@ class Replay:
             await asyncio.sleep(left_s / self._options.clock_scale)
 
     async def run(self, http: aiohttp.ClientSession) -> None:
-        """Send everything. Cancelling it leaves a journal that can be resumed."""
+        """Send all requests. After a cancellation the journal can be resumed."""
         self._start = time.perf_counter()
         slots = asyncio.Semaphore(self._options.max_inflight_sessions or max(len(self._plan.sessions), 1))
         async with asyncio.TaskGroup() as group:
@@ -140,22 +140,22 @@ class Replay:
         if options.api_key:
             headers["authorization"] = f"Bearer {options.api_key}"
         body = self._template.body(self._builder, step.request)
-        outcome = await send(http, self._url, body, headers, options.timeout_s / options.clock_scale)
-        record = self._record(step, due_s, outcome)
+        answer = await send(http, self._url, body, headers, options.timeout_s / options.clock_scale)
+        record = self._record(step, due_s, answer)
         self._journal.add(record)
         if self._on_record is not None:
             self._on_record(record)
-        return self._engine_s(outcome.finished)
+        return self._engine_s(answer.finished)
 
-    def _record(self, step: Step, due_s: float, outcome: Outcome) -> RequestRecord:
-        sent_s = self._engine_s(outcome.sent)
-        finished_s = self._engine_s(outcome.finished)
-        first_s = None if outcome.first_token is None else self._engine_s(outcome.first_token)
-        tokens = outcome.completion_tokens
+    def _record(self, step: Step, due_s: float, answer: ReplayedAnswer) -> RequestRecord:
+        sent_s = self._engine_s(answer.sent)
+        finished_s = self._engine_s(answer.finished)
+        first_s = None if answer.first_token is None else self._engine_s(answer.first_token)
+        tokens = answer.completion_tokens
         tpot_s = None
-        if outcome.first_token is not None and outcome.last_token is not None and tokens is not None and tokens > 1:
-            tpot_s = (outcome.last_token - outcome.first_token) * self._options.clock_scale / (tokens - 1)
-        request, headers = step.request, outcome.headers
+        if answer.first_token is not None and answer.last_token is not None and tokens is not None and tokens > 1:
+            tpot_s = (answer.last_token - answer.first_token) * self._options.clock_scale / (tokens - 1)
+        request, headers = step.request, answer.headers
         predicted = headers.get("x-warmroute-predicted-cached-tokens", "")
         return RequestRecord(
             request_id=step.request_id,
@@ -174,12 +174,12 @@ class Replay:
             e2e_scheduled_s=finished_s - due_s,
             input_length=request.input_length,
             output_length=max(request.output_length, 1),
-            prompt_tokens=outcome.prompt_tokens,
+            prompt_tokens=answer.prompt_tokens,
             completion_tokens=tokens,
-            cached_tokens=outcome.cached_tokens,
-            ok=outcome.ok,
-            error=outcome.error,
-            http_status=outcome.http_status,
+            cached_tokens=answer.cached_tokens,
+            ok=answer.ok,
+            error=answer.error,
+            http_status=answer.http_status,
             instance=headers.get("x-warmroute-instance"),
             prefill_instance=headers.get("x-warmroute-prefill-instance"),
             request_class=headers.get("x-warmroute-class"),
@@ -200,20 +200,20 @@ async def replay_trace(
     """Replay a trace and write the run file.
 
     Args:
-        trace: What to replay.
-        output: Run file (JSONL, see `replayer.records.runs`).
-        options: Settings.
-        resume: Go on with an interrupted run's file.
-        on_start: Called once with the plan and the number of requests already recorded, before anything is sent.
-        on_record: Called after each request's record.
+        trace: trace to replay.
+        output: run file (JSONL, format in `replayer.records.runs`).
+        options: settings.
+        resume: continue the file of an interrupted run.
+        on_start: called once with the plan and the number of recorded requests, before anything is sent.
+        on_record: called after each record.
 
     Returns:
-        The run as read back from the file.
+        The run as read from the file.
 
     Raises:
         EndpointError: no model given and the endpoint names none.
         RecordError: the output file cannot be used.
-        TraceError, ValueError: settings that make no sense.
+        TraceError, ValueError: unusable settings.
     """
     options.check()
     plan = make_plan(trace, options.plan)

@@ -1,4 +1,4 @@
-"""Chained block keys without a memory: what a block id becomes when all ids before it count too.
+"""Chained block keys without memory: a key for each block id that depends on all ids before it.
 
 The key of block i is the sum, modulo 2**63, of a mix of every (id, position) up to i: equal prefixes give equal keys,
 and two different ones give equal keys with a chance of 2**-63. The mix is splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
@@ -20,7 +20,7 @@ _BITS = np.uint64((1 << 63) - 1)
 
 
 class Chainer:
-    """Turns block ids into keys that are chained, whether or not the ids were. O(blocks) a request, in numpy."""
+    """Turns block ids, chained or not, into chained keys. O(blocks) a request, in numpy."""
 
     def __init__(self) -> None:
         self._positions: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
@@ -31,7 +31,7 @@ class Chainer:
         if count > len(self._positions):
             self._positions = np.arange(1, 2 * count + 1, dtype=np.uint64) * _GOLDEN
         mixed = np.array(ids, dtype=np.uint64)
-        mixed *= _SECOND  # another factor than the positions', or an id and its place could be exchanged
+        mixed *= _SECOND  # a factor other than the positions', so that an id and its place cannot be exchanged
         mixed += self._positions[:count]
         mixed ^= mixed >> _SHIFTS[0]
         mixed *= _FIRST

@@ -1,10 +1,10 @@
-"""What a trace's prefix sharing allows: APC of caches that never forget, one shared or split over N instances.
+"""Ideal hit rates of a trace: APC of infinite caches, one shared or split over N instances.
 
 APC (here) = sum of block_tokens x leading full blocks seen before / sum of prompt tokens. A full block is a hit when it
 and everything before it was in an earlier request of the same cache; partial last blocks never hit.
 
 The longest seen prefix is found by bisection over the ids, which is exact when ids are chained (the loader's
-``chain="repair"`` sees to that). On ids that are not chained, bisection overstates slightly: figures published for
+``chain="repair"`` ensures that). On ids that are not chained, bisection overstates slightly: figures published for
 the derived_glm_like traces (.647 / .199 / .622 for one, 8 round-robin, 8 sticky) are those of bisection over the ids
 as stored; chained, the same trace gives .644 / .194 / .622.
 """
@@ -20,7 +20,7 @@ from replayer.traces.trace import Trace, TraceRequest
 
 
 class Ideal(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds no router can beat (``shared``) and two plain routers' results, all without eviction."""
+    """Upper bound of any router (``shared``) and the results of two plain routers, all without eviction."""
 
     prompt_tokens: int
     shared_apc: float
@@ -30,7 +30,7 @@ class Ideal(msgspec.Struct, frozen=True, kw_only=True):
     sticky_apc: float
     """Sessions on instances in order of first appearance, mod N."""
     intra_session_share: float
-    """Part of the hits of the one infinite cache that an earlier turn of the same session suffices for."""
+    """Share of the infinite cache's hits that an earlier turn of the same session gives."""
     instances: int
 
 
@@ -49,12 +49,12 @@ def seen_prefix(ids: Sequence[int], full: int, seen: set[int]) -> int:
 def cached_tokens(
     requests: Iterable[TraceRequest], block_tokens: int, place: Callable[[int, TraceRequest], object]
 ) -> list[int]:
-    """Prompt tokens of every request that its cache holds when it arrives.
+    """Prompt tokens of every request that its cache holds on arrival.
 
     Args:
-        requests: In time order.
-        block_tokens: Tokens per block.
-        place: Which cache request number i uses; any hashable name.
+        requests: requests in time order.
+        block_tokens: tokens per block.
+        place: gives the cache of request number i; any hashable name.
     """
     caches: defaultdict[object, set[int]] = defaultdict(set)
     hits = []

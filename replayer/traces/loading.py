@@ -1,7 +1,7 @@
-"""Loads a trace: detect the format, read, check every known trap, sort by time.
+"""Loading of traces: detect the format, read, check for known errors, sort by time.
 
-`load` returns a checked `Trace`. For files too large to hold, `iter_trace` and `stream` give their requests one by one:
-no sorting, no repair across requests.
+`load` returns a checked `Trace`. For files beyond memory, `iter_trace` and `stream` give the requests one by one,
+without sorting and without repair across requests.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from replayer.traces.formats.source import file_sha256
 from replayer.traces.trace import TailRule, Trace, TraceError, TraceRequest
 
 PROBE_REQUESTS = 256
-"""Requests looked at to find block size, tail rule and unit of time."""
+"""Requests from which block size, tail rule and unit of time are detected."""
 EPOCH_S = 1e8
 """Times from here on are dates, not offsets: they are rebased to the first request."""
 REMEMBERED_REQUESTS = 100_000
-"""How many of the last requests a stream remembers, to know a parent and a chat id that occurs twice."""
+"""Last requests a stream remembers, to find parents and duplicate chat ids."""
 _DEFAULT_UNIT = {Format.BAILIAN: "s", Format.MOONCAKE: "ms", Format.AGENT_TEXT: "us", Format.WEKA: "s"}
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user may say about a trace; the defaults detect."""
+    """Settings of a trace that users may give; the defaults detect them."""
 
     limit: int | None = None
     """Read at most this many requests."""
     block_tokens: int | None = None
     time_unit: Literal["auto", "s", "ms", "us"] = "auto"
-    """"auto": the format's own, refused when the rate of arrivals is not believable. Others are taken as said."""
+    """"auto": the format's own, refused when the arrival rate is implausible. Others are not checked."""
     sessions: Literal["derived", "single"] = "derived"
-    """For traces without sessions: guess by prefix chaining, or every request its own."""
+    """For traces without sessions: derive them by prefix chaining, or one for each request."""
     chain: Literal["repair", "keep", "error"] = "repair"
-    """What to do with ids that follow different parents."""
+    """Treatment of ids that follow different parents: renumber, keep or refuse."""
     idle_gap_cap_s: float = 60.0
     """kv-cache-tester files: longest idle gap."""
     spacing_s: float = 10.0
     """kv-cache-tester files: time between the starts of conversations."""
     allow_deltas: bool = False
-    """Take a trace whose turns do not repeat their history."""
+    """Accept a trace whose turns do not repeat their history."""
 
 
 class _Opened(msgspec.Struct):
@@ -69,10 +69,10 @@ class _Opened(msgspec.Struct):
 
 
 class TraceStream(msgspec.Struct):
-    """A trace that is read as it is used. What ``notes`` says grows while it is read."""
+    """A trace that is read while it is used. ``notes`` grows meanwhile."""
 
     requests: Iterator[TraceRequest]
-    """In time order; can be gone through once."""
+    """In time order; can be iterated once."""
     block_tokens: int
     tail: TailRule
     name: str
@@ -118,7 +118,7 @@ def iter_trace(path: str | Path, options: LoadOptions | None = None) -> Iterator
     Times are those of the file in seconds, sessions are not derived, ids are not re-chained.
 
     Raises:
-        TraceError: names file, line, and what to do.
+        TraceError: names file, line and remedy.
     """
     path = Path(path)
     opened = _open(path, options or LoadOptions())
@@ -135,17 +135,17 @@ def stream(path: str | Path, options: LoadOptions | None = None) -> TraceStream:
     share after `load`'s repair, but the stream does not report what was wrong with the ids.
 
     Raises:
-        TraceError: names file, line, and what to do; while reading, also for a file that is not in time order.
+        TraceError: names file, line and remedy; while reading, also for a file that is not in time order.
     """
     path = Path(path)
     options = options or LoadOptions()
     if options.chain == "error":
-        raise TraceError(f"{path}: whether all ids of a stream are chained is not known; load the file whole")
+        raise TraceError(f"{path}: a stream cannot be checked for unchained ids; load the file whole")
     opened = _open(path, options, REMEMBERED_REQUESTS)
     if opened.format not in {Format.BAILIAN, Format.MOONCAKE}:
         raise TraceError(
-            f"{path}: {opened.format} traces cannot be streamed, as they are not in time order or need all of their "
-            "text: load them whole, or convert them with `warmroute trace sample` first"
+            f"{path}: {opened.format} traces cannot be streamed, as they are not in time order or need their "
+            "whole text: load them whole, or convert them with `warmroute trace sample` first"
         )
     return TraceStream(
         requests=_in_order(opened, str(path), Chainer() if options.chain == "repair" else None),
@@ -181,7 +181,7 @@ def load(path: str | Path, options: LoadOptions | None = None) -> Trace:
     """Load, check and sort a trace.
 
     Raises:
-        TraceError: names file, line or request, what is wrong, and what to do.
+        TraceError: names file, line or request, error and remedy.
     """
     path = Path(path)
     options = options or LoadOptions()
@@ -207,7 +207,7 @@ def load(path: str | Path, options: LoadOptions | None = None) -> Trace:
     _chain(requests, options, where, notes)
     if opened.format is Format.MOONCAKE and options.sessions == "derived":
         found = mooncake.derive_sessions(requests, opened.block_tokens)
-        notes.append(f"the trace has no sessions; {found} guessed by prefix chaining (--sessions single: none)")
+        notes.append(f"the trace has no sessions; {found} derived by prefix chaining (--sessions single: none)")
     renumbered = order_turns(requests, where)
     if renumbered and opened.format is not Format.AGENT_TEXT:
         notes.append(f"{renumbered} sessions branch or repeat turn numbers; their turns were renumbered in time order")

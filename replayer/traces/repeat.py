@@ -1,4 +1,4 @@
-"""Makes a long trace of a short one: the same sessions again and again, as other sessions with blocks of their own."""
+"""Repetition of a trace: the same sessions several times, each time as new sessions with their own blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def repeated(trace: Trace, times: int) -> Iterator[TraceRequest]:
     """The trace ``times`` times, one after the other in time, one request in memory at a time.
 
     Every repetition begins a mean gap between arrivals after the last arrival of the one before. Its sessions are new
-    ones and so are their blocks, but for those that several sessions of the trace share (system prompts): these stay
+    and so are their blocks, except those that several sessions of the trace share (system prompts): these stay
     shared. The first repetition is the trace itself, with its block ids numbered from 0.
 
     Raises:
@@ -47,7 +47,7 @@ def repeated(trace: Trace, times: int) -> Iterator[TraceRequest]:
 
 
 def _numbering(trace: Trace) -> tuple[list[npt.NDArray[np.int64]], int, int]:
-    """Every request's ids numbered from 0, how many blocks there are, and how many, the first, several sessions use."""
+    """Every request's ids numbered from 0, the number of blocks, and the number shared by sessions (numbered first)."""
     sessions = {session: place for place, session in enumerate(trace.sessions())}
     lengths = [len(request.hash_ids) for request in trace.requests]
     ids = np.concatenate([np.asarray(request.hash_ids, dtype=np.int64) for request in trace.requests])

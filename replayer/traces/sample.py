@@ -1,4 +1,4 @@
-"""Picks whole sessions of a trace, keeping their order in time, and says what that did to the trace."""
+"""Samples of a trace: whole sessions in their order in time, and a profile to compare before and after."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from replayer.traces.trace import Trace, TraceError, TraceRequest
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace in a few numbers."""
+    """Lengths, turns and ideal cache figures of a trace."""
 
     requests: int
     sessions: int
@@ -80,16 +80,16 @@ def _rank(seed: int, session_id: str) -> bytes:
 
 
 def sample(trace: Trace, target_requests: int, seed: int = 0, *, rebase: bool = True) -> Trace:
-    """Whole sessions, drawn at random, until the target is reached as nearly as whole sessions allow.
+    """Draw whole sessions at random up to the target, as nearly as whole sessions allow.
 
     Args:
-        trace: Where from.
-        target_requests: About how many requests to keep.
-        seed: Another seed draws other sessions; a larger target of the same seed keeps most of the smaller's.
-        rebase: Let time start at 0.
+        trace: trace to draw from.
+        target_requests: approximate number of requests to keep.
+        seed: another seed draws other sessions; a larger target of the same seed keeps most of the smaller's.
+        rebase: shift times so that the first is 0.
 
     Returns:
-        A new trace; chat ids, session ids and hash ids stay those of the original, so the requests can be found there.
+        A new trace with the original chat ids, session ids and hash ids.
 
     Raises:
         TraceError: the target is below 1.
@@ -101,7 +101,7 @@ def sample(trace: Trace, target_requests: int, seed: int = 0, *, rebase: bool = 
     count = 0
     for name in sorted(sessions, key=lambda name: _rank(seed, name)):
         size = len(sessions[name])
-        # Past the target only when that ends nearer to it, and never nothing at all.
+        # Exceed the target only if that ends nearer to it; keep at least one session.
         if kept and count + size - target_requests > max(target_requests - count, 0):
             continue
         kept.add(name)

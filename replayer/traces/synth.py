@@ -1,15 +1,15 @@
-"""Makes agentic traces: seeded, with the length, sharing and spacing statistics of `replayer.traces.synth_targets`.
+"""Synthetic agentic traces: seeded, with the lengths, sharing and spacing of `replayer.traces.synth_targets`.
 
-How, in four steps:
+Four steps:
 1. Prompt lengths: one draw from each of N equal slices of the target distribution, so its quantiles hold exactly.
-2. Sessions: lengths are handed out in ascending order, each starting a session or continuing an open one, so prompts of
+2. Sessions: lengths are assigned in ascending order, each starting a session or continuing an open one, so prompts of
    a session only grow and each contains the one before. How far back the continued session lies (its ``reach``) decides
    how many tokens are new per turn; it is solved for the target share of intra-session hits.
 3. System prompts: sessions of one family begin alike; the common length is solved for the target APC.
 4. Order and time: each next turn is due a log-normal number of requests later (p50 2, p90 12, solved against what
    queueing adds); free places start sessions. Arrivals are a Poisson process of the given rate.
 
-Only uniform doubles of PCG64 are used (with own inverse transforms), so a seed gives the same bytes everywhere.
+Only uniform doubles of PCG64 are used, with this module's inverse transforms: a seed gives the same bytes everywhere.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class SynthOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to make."""
+    """Settings of a synthetic trace."""
 
     requests: int = 1000
     seed: int = 0
@@ -48,12 +48,12 @@ class SynthOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Mean arrivals per second."""
     block_tokens: int = 64
     gap_scale: float = 1.0
-    """Multiplies the requests between the turns of a session; 10 keeps ten times as many sessions open at once."""
+    """Factor on the requests between a session's turns; 10 keeps ten times as many sessions open."""
     length_scale: float = 1.0
-    """Multiplies all lengths, prompts and outputs (0.1 makes a small demo; sharing stays as it is)."""
+    """Factor on all lengths, prompts and outputs; sharing stays the same."""
 
     def check(self) -> None:
-        """Raise TraceError for settings that cannot be met."""
+        """Check that the settings can be met; raises TraceError."""
         if self.requests < 1 or self.block_tokens < 1:
             raise TraceError("--requests and --block-tokens must be at least 1")
         if min(self.rate_per_s, self.length_scale, self.gap_scale) <= 0:
@@ -67,7 +67,7 @@ class _Session(msgspec.Struct):
 
 
 def _solve(function: Callable[[float], float], low: float, high: float, target: float) -> float:
-    """Where a monotone function reaches the target, by bisection; the nearer end when it never does."""
+    """Argument at which a monotone function reaches the target, by bisection; else the nearer end."""
     rising = function(high) > function(low)
     for _ in range(40):
         middle = (low + high) / 2
@@ -87,7 +87,7 @@ def prompt_lengths(places: _Floats) -> _Floats:
     """Prompt lengths at ascending places of the distribution, before scaling.
 
     Between two knots the quantile function is a blend of straight and exponential, the same everywhere, so that the
-    mean comes out as published.
+    mean is as published.
     """
     shares = [share for share, _ in _KNOTS]
     tokens = np.array([length for _, length in _KNOTS], dtype=float)
@@ -116,7 +116,7 @@ def output_lengths(places: _Floats) -> _Floats:
 
 
 def _group(lengths: list[int], draws: _Floats, reach: float, scale: float) -> list[_Session]:
-    """Hand out ascending lengths to sessions; ``draws`` has shape (3, N)."""
+    """Assign ascending lengths to sessions; ``draws`` has shape (3, N)."""
     sessions: list[_Session] = []
     growing: list[_Session] = []
     for length, start, place, single in zip(lengths, *draws.tolist(), strict=True):
@@ -154,7 +154,7 @@ def _share_system_prompts(sessions: list[_Session], draws: _Floats, size: float,
 
 
 def _order(sessions: list[_Session], scores: list[float], median: float, sigma: float) -> list[int]:
-    """Which session each request belongs to: turns when due, sessions started (in order) where nothing is."""
+    """Session of each request: turns when due, new sessions (in order) where none is."""
     due: list[tuple[float, int]] = []
     left = [len(session.lengths) for session in sessions]
     order: list[int] = []
@@ -183,7 +183,7 @@ def _gap_quantile(order: list[int], share: float) -> float:
 
 
 def _spaced(sessions: list[_Session], scores: list[float], scale: float) -> list[int]:
-    """The order whose gaps come nearest to ``scale`` times the published p50 and p90."""
+    """The order whose gaps are nearest to ``scale`` times the published p50 and p90."""
     p50, p90 = targets.GAP_P50_REQUESTS, targets.GAP_P90_REQUESTS
     spread = math.log(p90 / p50) / NormalDist().inv_cdf(0.9)
     best: tuple[float, list[int]] | None = None

@@ -8,11 +8,11 @@ import msgspec
 from rich.table import Table
 
 from replayer.traces.sample import Profile
-from replayer.traces.synth_targets import Comparison
+from replayer.traces.synth_targets import TargetComparison
 
 
 def profiles_table(profiles: Sequence[tuple[str, Profile]]) -> Table:
-    """Profiles side by side."""
+    """Table of profiles, side by side."""
     table = Table(title="Trace")
     table.add_column("property")
     for name, _ in profiles:
@@ -22,8 +22,8 @@ def profiles_table(profiles: Sequence[tuple[str, Profile]]) -> Table:
     return table
 
 
-def targets_table(rows: Sequence[Comparison]) -> Table:
-    """Targets against what was generated."""
+def targets_table(rows: Sequence[TargetComparison]) -> Table:
+    """Table of targets and generated values."""
     table = Table(title="Target against generated")
     table.add_column("property")
     table.add_column("target", justify="right")

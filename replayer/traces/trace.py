@@ -1,6 +1,6 @@
-"""What a trace is: requests with chained block ids, in time order, and the rule for the last block.
+"""Types of a trace: requests with chained block ids, in time order, and the rule for the last block.
 
-This module is light on purpose (msgspec only): the engine simulator imports these types.
+Imports only msgspec, because the engine simulator imports these types.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Literal
 import msgspec
 
 TailRule = Literal["ceil", "floor"]
-"""What a trace does with a prompt's last, partial block: ``ceil`` keeps an id for it, ``floor`` drops it."""
+"""Treatment of a prompt's last, partial block: ``ceil`` keeps an id for it, ``floor`` drops it."""
 
 
 class TraceError(ValueError):
-    """A trace that cannot be used as it is. The message names file, line, what is wrong and what to do."""
+    """A trace that cannot be used as it is. The message names file, line, error and remedy."""
 
 
 class TraceRequest(msgspec.Struct, kw_only=True):
@@ -38,9 +38,9 @@ class TraceRequest(msgspec.Struct, kw_only=True):
     """Output tokens; 0 occurs in real traces (replayed as 1)."""
     hash_ids: Sequence[int] = ()
     think_time_s: float | None = None
-    """Seconds between the previous turn's end and this call, where the trace knows it."""
+    """Seconds between the previous turn's end and this call, where the trace has them."""
     api_time_s: float | None = None
-    """How long this call took when it was recorded."""
+    """Duration of the recorded call, seconds."""
     type: str = ""
     subagent: bool = False
     tenant: str | None = None
@@ -48,7 +48,7 @@ class TraceRequest(msgspec.Struct, kw_only=True):
     """The real prompt, for traces of text; token counts are then estimates."""
 
     def full_blocks(self, block_tokens: int) -> int:
-        """How many of ``hash_ids`` stand for full blocks (only these can be prefix-cache hits)."""
+        """Number of ``hash_ids`` of full blocks; only these can be prefix-cache hits."""
         return min(len(self.hash_ids), self.input_length // block_tokens)
 
 
@@ -62,7 +62,7 @@ class Trace(msgspec.Struct, kw_only=True):
     sha256: str = ""
     """Of the file's bytes as stored (of all files in name order, for a folder)."""
     notes: list[str] = msgspec.field(default_factory=list)
-    """What the loader guessed, repaired or dropped, in words."""
+    """Sentences on what the loader derived, repaired or dropped."""
 
     def sessions(self) -> dict[str, list[TraceRequest]]:
         """Turns per session, sessions in order of first appearance."""

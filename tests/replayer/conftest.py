@@ -30,7 +30,7 @@ class Call:
     session_id: str
     body: dict[str, Any]
     overlapping: bool
-    """Whether another request of the session was under way."""
+    """True if another request of the session was in progress."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Trace formats, one module each, and how a file's format is told."""
+"""Trace formats, one module each, and the detection of a file's format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from replayer.traces.trace import TraceError
 
 
 class Format(StrEnum):
-    """The formats that can be read."""
+    """Formats that can be read."""
 
     BAILIAN = "bailian"
     MOONCAKE = "mooncake"
@@ -32,14 +32,14 @@ def detect_format(path: Path) -> Format:
         raise TraceError(f"{path}: no such file or folder; give a trace file, or make one with `warmroute trace synth`")
     if path.is_dir() or is_tar(path):
         if next(iter_json_members(path), None) is None:
-            raise TraceError(f"{path}: holds no .json file; a folder or archive must hold kv-cache-tester traces")
+            raise TraceError(f"{path}: has no .json file; a folder or archive must have kv-cache-tester traces")
         return Format.WEKA
     with open_bytes(path) as stream:
         if not stream.read(1):
             raise TraceError(f"{path}: the file is empty")
     first = next(islice(iter_lines(path), 1), None)
     if first is None:
-        raise TraceError(f"{path}: the file has no line that is not blank")
+        raise TraceError(f"{path}: the file has only blank lines")
     if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
         return Format.WEKA
     number, line = first

@@ -1,7 +1,7 @@
 """Agent text JSONL: timestamp (µs), input, output, session_id; prompts are text and token counts are estimates.
 
 Blocks are cut every ``block_tokens`` x 4 characters and numbered by the text up to their end, so shared beginnings of
-prompts become shared ids. A tokenizer would cut elsewhere: lengths and sharing are approximate.
+prompts become shared ids. A tokenizer cuts elsewhere: lengths and sharing are approximate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read(path: Path, unit_s: float, block_tokens: int, notes: list[str]) -> Iter
     """Requests in file order, with ``text`` set; turns are numbered by the loader, once sorted by time.
 
     Raises:
-        TraceError: names file, line, and what to do.
+        TraceError: names file, line and remedy.
     """
     ids: dict[tuple[int, str], int] = {}
     width = block_tokens * CHARACTERS_PER_TOKEN
@@ -42,7 +42,7 @@ def read(path: Path, unit_s: float, block_tokens: int, notes: list[str]) -> Iter
             row = _DECODER.decode(line)
         except msgspec.MsgspecError as error:
             raise TraceError(
-                f"{path}:{line_number}: not an agent-text call ({error}); mend the line, or cut the file before it"
+                f"{path}:{line_number}: not an agent-text call ({error}); correct the line, or cut the file before it"
             ) from None
         if not row.input:
             empty += 1

@@ -56,13 +56,13 @@ def id_array(values: Iterable[int], where: str) -> array[int]:
 
 
 def check_lengths(where: str, input_length: int, output_length: int) -> None:
-    """Raise TraceError unless there is a prompt and no negative output."""
+    """Check that there is a prompt and no negative output; raises TraceError."""
     if input_length <= 0:
         raise TraceError(
             f"{where}: input_length {input_length}; a request needs at least one prompt token: drop the line"
         )
     if output_length < 0:
-        raise TraceError(f"{where}: output_length {output_length} is negative; drop or mend the line")
+        raise TraceError(f"{where}: output_length {output_length} is negative; drop or correct the line")
 
 
 class _Sessions:
@@ -113,11 +113,13 @@ class _Numbers:
 
 
 def read(path: Path, unit_s: float, notes: list[str], *, remembered: int | None = None) -> Iterator[TraceRequest]:
-    """Requests in file order; one line in memory at a time, plus one small entry for each of the ``remembered`` last
-    requests (None: for all), so that a parent or a chat id that occurs twice is known.
+    """Requests in file order.
+
+    One line is in memory at a time, plus one small entry for each of the ``remembered`` last requests (None: for all),
+    to find parents and duplicate chat ids.
 
     Raises:
-        TraceError: names file, line, and what to do.
+        TraceError: names file, line and remedy.
     """
     sessions = _Sessions(remembered)
     number_of = _Numbers(remembered).of
@@ -127,7 +129,7 @@ def read(path: Path, unit_s: float, notes: list[str], *, remembered: int | None 
             row = _DECODER.decode(line)
         except msgspec.MsgspecError as error:
             raise TraceError(
-                f"{where}: not a Bailian-style request ({error}); mend the line, or cut the file before it"
+                f"{where}: not a Bailian-style request ({error}); correct the line, or cut the file before it"
             ) from None
         check_lengths(where, row.input_length, row.output_length)
         chat_id = number_of(row.chat_id)
@@ -178,7 +180,7 @@ def write(path: Path, requests: Iterable[TraceRequest]) -> int:
     """Write Bailian-style JSONL; ``.gz`` and ``.zst`` by the name. The same requests give the same bytes.
 
     Returns:
-        How many requests were written.
+        Number of requests written.
     """
     encoder = msgspec.json.Encoder()
     count = 0

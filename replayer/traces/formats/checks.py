@@ -1,4 +1,4 @@
-"""Checks that catch the ways traces mislead: units of time, block size, tail rule, chained ids, turns, deltas."""
+"""Checks for common errors of traces: units of time, block size, tail rule, chained ids, turns, deltas."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from replayer.traces.trace import TailRule, TraceError, TraceRequest
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 MIN_RATE, MAX_RATE = 1 / 1800, 5000.0
-"""Requests per second outside of which a unit of time is not believed (the busiest public traces stay below 1,000)."""
+"""Plausible requests per second; the busiest public traces stay below 1,000."""
 MIN_REQUESTS_FOR_RATE = 10
 MIN_FOLLOW_UPS = 20
 MIN_SHARING = 0.05
 CHAIN_BASE = 1 << 48
-"""New ids for re-chained blocks count from here."""
+"""First new id for re-chained blocks."""
 
 
 def check_unit(times_s: Sequence[float], unit: str, where: str) -> None:
-    """Refuse a unit of time under which the arrival rate is not believable.
+    """Refuse a unit of time that gives an implausible arrival rate.
 
     Args:
-        times_s: The first arrivals, already converted with ``unit``.
+        times_s: first arrivals, converted with ``unit``.
         unit: "s", "ms" or "us".
-        where: File name for the message.
+        where: file name for the message.
 
     Raises:
-        TraceError: with the units that would be believable.
+        TraceError: names the plausible units.
     """
     span_s = max(times_s, default=0.0) - min(times_s, default=0.0)
     if len(times_s) < MIN_REQUESTS_FOR_RATE or span_s <= 0:
@@ -41,10 +41,10 @@ def check_unit(times_s: Sequence[float], unit: str, where: str) -> None:
     others = [
         name for name, scale in UNITS_S.items() if MIN_RATE <= rate * UNITS_S[unit] / scale <= MAX_RATE and name != unit
     ]
-    advice = " or ".join(f"--time-unit {name}" for name in others) or "mend the timestamps"
+    advice = " or ".join(f"--time-unit {name}" for name in others) or "correct the timestamps"
     raise TraceError(
-        f"{where}: read as {unit}, the first {len(times_s)} requests arrive at {rate:.3g} per second, which is not "
-        f"believable; use {advice} (or --time-unit {unit} to insist)"
+        f"{where}: read as {unit}, the first {len(times_s)} requests arrive at {rate:.3g} per second, which is "
+        f"implausible; use {advice} (or --time-unit {unit} to insist)"
     )
 
 
@@ -79,7 +79,7 @@ def detect_tail(requests: Sequence[TraceRequest], block_tokens: int) -> TailRule
 
 
 def check_id_count(request: TraceRequest, block_tokens: int, tail: TailRule, where: str) -> bool:
-    """Check the number of ids against the prompt length; one id too many is cut (rounded estimates make such).
+    """Check the number of ids against the prompt length; one id too many, from rounded estimates, is cut.
 
     Returns:
         True when the request was repaired.
@@ -102,7 +102,7 @@ def check_id_count(request: TraceRequest, block_tokens: int, tail: TailRule, whe
 
 
 class Rechainer:
-    """Makes ids chained: an id always follows the same id.
+    """Chains ids: an id always follows the same id.
 
     Where an id follows another parent than when first seen (ids made from a block's content alone), an engine's prefix
     cache, which hashes a block with all before it, would not share it. Such blocks get new ids, the same for the same
@@ -183,7 +183,7 @@ def order_turns(requests: Sequence[TraceRequest], where: str) -> int:
     Requests must be sorted by time. Sessions whose turn numbers already rise keep them.
 
     Returns:
-        How many sessions were renumbered.
+        Number of renumbered sessions.
 
     Raises:
         TraceError: a request is older than its parent.
@@ -195,7 +195,7 @@ def order_turns(requests: Sequence[TraceRequest], where: str) -> int:
         if place.get(request.parent_chat_id, -1) > position:
             raise TraceError(
                 f"{where}: request {request.chat_id} of session {request.session_id} comes before its parent "
-                f"{request.parent_chat_id} in time; mend the timestamps"
+                f"{request.parent_chat_id} in time; correct the timestamps"
             )
         if request.turn <= last.get(request.session_id, request.turn - 1):
             broken.add(request.session_id)

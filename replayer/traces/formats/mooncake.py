@@ -1,8 +1,8 @@
 """Mooncake JSONL: timestamp (ms), input_length, output_length, hash_ids of 512 tokens; no session ids.
 
-Sessions are a guess: a request continues the one whose whole prompt (its full blocks, two at least) it begins with,
+Sessions are derived: a request continues the one whose whole prompt (its full blocks, two at least) it begins with,
 provided that the last of these blocks belongs to that conversation alone. Mooncake published no sessions
-to check the guess against.
+to check this with.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _DECODER = msgspec.json.Decoder(_Row)
 
 
 def read(path: Path, unit_s: float, notes: list[str]) -> Iterator[TraceRequest]:
-    """Requests in file order, each its own session until `derive_sessions` is asked.
+    """Requests in file order, each a session until `derive_sessions` is called.
 
     Raises:
-        TraceError: names file, line, and what to do.
+        TraceError: names file, line and remedy.
     """
     for index, (line_number, line) in enumerate(iter_lines(path)):
         where = f"{path}:{line_number}"
@@ -39,7 +39,7 @@ def read(path: Path, unit_s: float, notes: list[str]) -> Iterator[TraceRequest]:
             row = _DECODER.decode(line)
         except msgspec.MsgspecError as error:
             raise TraceError(
-                f"{where}: not a Mooncake request ({error}); mend the line, or cut the file before it"
+                f"{where}: not a Mooncake request ({error}); correct the line, or cut the file before it"
             ) from None
         check_lengths(where, row.input_length, row.output_length)
         yield TraceRequest(
@@ -80,7 +80,7 @@ def derive_sessions(requests: list[TraceRequest], block_tokens: int) -> int:
             del tip_of[previous.hash_ids[previous.full_blocks(block_tokens) - 1]]
         for index in range(full):
             block = request.hash_ids[index]
-            # A block of two conversations (a system prompt) belongs to none and cannot link turns.
+            # A block of two conversations (a system prompt) belongs to neither and cannot link turns.
             if owner.setdefault(block, request.session_id) != request.session_id:
                 owner[block] = None
         if full:

@@ -1,4 +1,4 @@
-"""Opens trace files: plain, gzip or zstd, as a stream of lines or as members of a tar archive."""
+"""Access to trace files: plain, gzip or zstd, as a stream of lines or as members of a tar archive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 20
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """The decompressed bytes of a file, by what its first bytes say rather than its name."""
+    """Decompressed bytes of a file; the compression is detected by its first bytes, not its name."""
     with path.open("rb") as raw:
         magic = raw.read(4)
         raw.seek(0)
@@ -40,7 +40,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 
 def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Non-empty lines with their numbers, one at a time: memory stays at one line.
+    """Non-empty lines with their numbers, with one line in memory at a time.
 
     Raises:
         TraceError: the compressed stream is damaged or cut.
@@ -58,14 +58,14 @@ def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def is_tar(path: Path) -> bool:
-    """Whether the name says tar archive (.tar, .tar.gz, .tgz, .tar.zst)."""
+    """Test for the name of a tar archive (.tar, .tar.gz, .tgz, .tar.zst)."""
     return path.name.endswith((".tar", ".tar.gz", ".tgz", ".tar.zst"))
 
 
 def iter_json_members(path: Path) -> Iterator[tuple[str, bytes]]:
     """(name, content) of every ``.json`` file of a folder or tar archive, or of the one file given.
 
-    Folders come in name order; an archive in the order it was written (it is read as a stream).
+    Folders come in name order; an archive in its own order, because it is read as a stream.
     """
     if path.is_dir():
         for member in sorted(path.rglob("*.json")):

@@ -1,13 +1,13 @@
 """kv-cache-tester traces: one JSON object per conversation, requests with ``t``, ``in``, ``out``, ``hash_ids``.
 
-What needs care, and what is done about it:
+Special cases and their treatment:
 - ``hash_id_scope: "local"``: ids count from 1 in every file, so they are renumbered per file; global ids are kept.
-- Some versions hold a call twice, streaming (``s``) and not (``n``): the second of such a pair is dropped.
+- Some versions have a call twice, streaming (``s``) and not (``n``): the second of such a pair is dropped.
 - A sub-agent is a nested ``requests`` list under a marker. Its ``t`` is relative to the marker; where the first inner
-  ``t`` is not before a marker later than 0, the file holds times of the conversation and they are taken as they are.
+  ``t`` is not before a marker later than 0, the file has times of the conversation, which are kept.
   A sub-agent becomes a session of its own; it shares its file's ids.
-- Conversations idle for days: gaps longer than ``idle_gap_cap_s`` in which nothing of the file runs are shortened.
-- Files say nothing about when conversations began relative to each other: file i starts at i x ``spacing_s``.
+- Conversations can be idle for days: gaps longer than ``idle_gap_cap_s`` without a running call of the file are cut.
+- Files do not give the times of conversations relative to each other: file i starts at i x ``spacing_s``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _DECODER = msgspec.json.Decoder(_File)
 
 
 class WekaOptions(msgspec.Struct, frozen=True):
-    """How conversations are placed in time."""
+    """Placement of conversations in time."""
 
     idle_gap_cap_s: float = 60.0
     spacing_s: float = 10.0
@@ -72,7 +72,7 @@ def _calls(entries: list[_Entry], base_s: float, agent: str, where: str) -> Iter
             yield _Call(start_s, entry, agent, position)
         elif entry.requests:
             absolute = entry.t > 0 and min(inner.t for inner in entry.requests) >= entry.t
-            # Numbered by place in the file: agent ids are not unique where an agent is started again.
+            # Numbered by place in the file: agent ids are not unique when an agent is restarted.
             name = f"{agent}/{entry.agent_id or 'agent'}@{index}"
             yield from _calls(entry.requests, base_s if absolute else start_s, name, position)
 
@@ -124,7 +124,7 @@ def read(path: Path, options: WekaOptions, notes: list[str]) -> Iterator[TraceRe
     """Requests conversation by conversation (the loader sorts them by time).
 
     Raises:
-        TraceError: names the file and what to do.
+        TraceError: names the file and the remedy.
     """
     offset = 0
     chat_id = 0
@@ -135,12 +135,12 @@ def read(path: Path, options: WekaOptions, notes: list[str]) -> Iterator[TraceRe
         try:
             trace = _DECODER.decode(content)
         except msgspec.MsgspecError as error:
-            raise TraceError(f"{name}: not a kv-cache-tester trace ({error}); mend or remove the file") from None
+            raise TraceError(f"{name}: not a kv-cache-tester trace ({error}); correct or remove the file") from None
         if trace.hash_id_scope not in ("local", "global"):
             raise TraceError(f"{name}: hash_id_scope {trace.hash_id_scope!r}; known are 'local' and 'global'")
         if block_tokens not in (None, trace.block_size):
             raise TraceError(
-                f"{name}: block_size {trace.block_size}, earlier files have {block_tokens}; load them apart"
+                f"{name}: block_size {trace.block_size}, earlier files have {block_tokens}; load them separately"
             )
         block_tokens = trace.block_size
         base = trace.id or Path(name).stem
@@ -180,7 +180,7 @@ def read(path: Path, options: WekaOptions, notes: list[str]) -> Iterator[TraceRe
             chat_id += 1
         agents += sum(agent != label for agent in turns)
         offset = top + 1
-    notes.append(f"{files} conversations start {options.spacing_s:g} s apart: the files hold no common clock")
+    notes.append(f"{files} conversations start {options.spacing_s:g} s apart: the files have no common clock")
     if dropped:
         notes.append(f"{dropped} second halves of streaming/non-streaming pairs dropped")
     if gaps:

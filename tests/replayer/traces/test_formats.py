@@ -143,7 +143,7 @@ def test_a_bad_line_is_named_with_file_and_number(tmp_path: Path, line: str, wor
     ("content", "words"),
     [
         (b"", "empty"),
-        (b"\n \n", "not blank"),
+        (b"\n \n", "only blank lines"),
         (b"hello\n", "not a JSON object"),
         (b'{"a": 1}\n', "unknown trace format"),
         (b"[1]\n", "unknown trace format"),
@@ -188,7 +188,7 @@ def test_a_unit_of_time_that_cannot_be_is_refused_and_may_be_said(
     assert trace.duration_s == pytest.approx(19 * step * scale)
 
 
-def test_mooncake_sessions_are_guessed_by_whole_prompt_prefixes_and_said_so(tmp_path: Path) -> None:
+def test_mooncake_sessions_are_derived_by_whole_prompt_prefixes_and_said_so(tmp_path: Path) -> None:
     def ask(ids: list[int]) -> Row:
         return {"timestamp": 0, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
 
@@ -197,7 +197,7 @@ def test_mooncake_sessions_are_guessed_by_whole_prompt_prefixes_and_said_so(tmp_
     trace = load_trace(write_lines(tmp_path / "m.jsonl", rows))
     assert [request.session_id for request in trace.requests] == ["s0", "s1", "s0", "s1", "s2", "s0", "s3"]
     assert [request.turn for request in trace.requests] == [1, 1, 2, 2, 1, 3, 1]
-    assert any("guessed" in note for note in trace.notes)
+    assert any("derived" in note for note in trace.notes)
     single = load(tmp_path / "m.jsonl", LoadOptions(sessions="single"))
     assert len(single.sessions()) == len(rows)
 

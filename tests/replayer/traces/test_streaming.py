@@ -145,7 +145,7 @@ def test_streams_that_cannot_be_are_refused(tmp_path: Path) -> None:
     bailian.write(path, [trace.requests[1], trace.requests[0], *trace.requests[2:]])
     with pytest.raises(TraceError, match="before the one above it"):
         list(stream(path).requests)
-    with pytest.raises(TraceError, match="chained is not known"):
+    with pytest.raises(TraceError, match="cannot be checked for unchained ids"):
         stream(path, LoadOptions(chain="error"))
     text = tmp_path / "text.jsonl"
     text.write_text('{"timestamp": 1, "input": "' + "a" * 400 + '", "output": "b", "session_id": "s"}\n')
