@@ -51,7 +51,8 @@ def build() -> typer.Typer:
     from replayer.cli import register as register_replayer
     from sim.cli import register as register_sim
 
-    app = typer.Typer(cls=_Root, no_args_is_help=True, pretty_exceptions_show_locals=False)
+    # Markdown: paragraphs of help are wrapped to the terminal.
+    app = typer.Typer(cls=_Root, no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="markdown")
     app.callback()(_options)
     for register in (register_proxy, register_replayer, register_launch, register_sim, register_analysis):
         register(app)
@@ -66,7 +67,7 @@ def build() -> typer.Typer:
 def main() -> None:
     """Console entry point."""
     if not sys.stdout.isatty():
-        # Where nobody says how wide the output is, tables must not be cut to 80 columns.
+        # Output that is not a terminal has no width: tables must not be cut to 80 columns.
         os.environ.setdefault("COLUMNS", "140")
     build()()
 

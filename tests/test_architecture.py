@@ -19,7 +19,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("policies", "proxy", "launch", "replayer", "sim", "bench", "configs")
-SOURCES = [ROOT / "warmroute.py", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
+SOURCES = [
+    *sorted(ROOT.glob("warmroute*.py")),
+    *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))),
+]
 POLICIES = sorted((ROOT / "policies").rglob("*.py"))
 MAX_LINES = 400
 

@@ -102,7 +102,7 @@ def state_table(state: ExperimentState, directory: str) -> Table:
     """How far an experiment has come."""
     told = state.state
     if state.state == "running" and not state.alive:
-        told = "running, but its runner is gone: go on with --resume"
+        told = "running, but its runner is gone: continue with --resume"
     table = Table(title=escape(f"{state.name} ({directory}): {told}"), title_justify="left")
     for name in ("run", "repeat", "seed"):
         table.add_column(name, justify="right")

@@ -38,6 +38,15 @@ def test_a_command_begins_with_one_line(one: Any) -> None:
     assert first.endswith(".")
 
 
+@pytest.mark.parametrize("one", PAGES, ids=lambda one: one.path)
+def test_help_is_shown_as_it_is_written(one: Any) -> None:
+    """Markup takes nothing away: no `<word>`, no `[word]`, no `*`."""
+    runner = CliRunner(env={"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"})
+    shown = " ".join(runner.invoke(build(), [*one.path.split(), "--help"]).output.split())
+    for text in (*one.help.split("\n\n"), *(row.help for row in one.rows)):
+        assert " ".join(text.replace("`", "").split()) in shown
+
+
 @pytest.mark.parametrize(("one", "row"), OPTIONS)
 def test_help_of_an_option_is_one_line(one: Any, row: Any) -> None:
     text = f"{row.help} Default: {row.default}"

@@ -23,7 +23,7 @@ def open_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[Expe
     """
     if directory.exists() and any(one.name != ".lock" for one in directory.iterdir()):
         raise ExperimentError(
-            f"{directory}: is not empty; choose another --output, or --resume to go on with the experiment in it"
+            f"{directory}: is not empty; choose another --output, or --resume to continue the experiment in it"
         )
     directory.mkdir(parents=True, exist_ok=True)
     settings = experiment.settings
