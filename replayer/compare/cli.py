@@ -48,16 +48,16 @@ SkipFirst = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="Leave out what the plan schedules in the first engine seconds.",
-        show_default="until a tenth of the prompt tokens is due",
+        help="Leave out the plan's first engine seconds; automatic: until a tenth of the prompt tokens is due.",
+        show_default="automatic",
     ),
 ]
 SkipLast = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="Leave out what the plan schedules in the last engine seconds.",
-        show_default="after the last session's arrival, at most a tenth of the requests",
+        help="Leave out the plan's last engine seconds; automatic: after the last arrival, at most 10 % of requests.",
+        show_default="automatic",
     ),
 ]
 KeepAll = Annotated[bool, typer.Option("--keep-all", help="Leave nothing out at the start or the end.")]
