@@ -24,7 +24,7 @@ Leg = Literal["any", "prefill", "decode", "plain"]
 
 
 class Fault(msgspec.Struct, forbid_unknown_fields=True):
-    """One fault; docs/sim.md says what each mode does.
+    """One fault; docs/simulator.md says what each mode does.
 
     ``count`` requests suffer it (null: all until it is replaced), of the kind that ``leg`` names: the prefill or the
     decode leg of a hand-off, or plain requests.

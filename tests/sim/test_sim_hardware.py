@@ -46,7 +46,7 @@ def test_the_shipped_profile_is_the_refit(name: str, fits: dict[str, Fit]) -> No
         assert shipped[path] == expected, path
 
 
-# The bounds that docs/sim.md states.
+# The bounds that docs/simulator.md states.
 @pytest.mark.parametrize(("name", "median", "worst"), [("h20", 0.05, 0.08), ("h200", 0.06, 0.45)])
 def test_residuals_stay_within_the_documented_bounds(
     name: str, median: float, worst: float, fits: dict[str, Fit]
@@ -56,7 +56,7 @@ def test_residuals_stay_within_the_documented_bounds(
 
 
 def test_the_documented_residuals_are_the_fits(fits: dict[str, Fit]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "sim.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
     for name in PROFILES:
         _, found, section = page.partition(f"## Residuals of {name}\n")
         assert found
