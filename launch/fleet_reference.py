@@ -1,6 +1,6 @@
-"""The fleet file's keys as Markdown tables, from the models: ``docs/fleet.md`` is this output, and a test says so.
+"""The fleet file's keys as Markdown tables, from the models: ``docs/fleet.md`` is this output; a test compares them.
 
-``python -m launch.fleet_reference > docs/fleet.md`` writes it anew.
+``python -m launch.fleet_reference > docs/fleet.md`` regenerates it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INTRODUCTION = """# Keys of a fleet file
 
 Written by `python -m launch.fleet_reference`; a test compares it with the code. Unknown keys are refused.
 For kind vllm, `WARMROUTE_ENGINE_MODEL` and `WARMROUTE_ENGINE_PYTHON` override `model` and `vllm.python` of the file;
-`--model` and `--set key=value` override both. See [launch.md](launch.md) for what the keys are for.
+`--model` and `--set key=value` override both. [launch.md](launch.md) explains their use.
 """
 _SECTIONS = (
     ("The file", FleetFile),
@@ -33,7 +33,7 @@ _SECTIONS = (
 
 
 def reference() -> str:
-    """Markdown: every key, its default and what it does."""
+    """Markdown tables of every key, its default and its effect."""
     parts = [_INTRODUCTION]
     for title, model in _SECTIONS:
         rows = "\n".join(f"| `{key}` | {default} | {what} |" for key, default, what in keys(model))

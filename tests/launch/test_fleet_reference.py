@@ -1,4 +1,4 @@
-"""The documents say what the code does: keys, shipped files, environment of each transport."""
+"""The documents match the code: keys, shipped files, environment of each transport."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows(header: str) -> list[list[str]]:
 
 def test_the_reference_is_the_models() -> None:
     written = (REPOSITORY / "docs" / "fleet.md").read_text()
-    assert written == reference(), "write it anew: python -m launch.fleet_reference > docs/fleet.md"
+    assert written == reference(), "regenerate it: python -m launch.fleet_reference > docs/fleet.md"
     command = [sys.executable, "-m", "launch.fleet_reference"]
     assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout == written
 
