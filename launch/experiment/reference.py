@@ -31,7 +31,7 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
 
 
 def reference() -> str:
-    """Markdown: every key, its default and what it does."""
+    """Markdown tables of every key, its default and its effect."""
     parts = []
     for title, model in SECTIONS:
         rows = "\n".join(
