@@ -29,14 +29,14 @@ SCHEMA = 2
 CLOCK_TOLERANCE_S = 2.0
 """Linux gives process start times relative to a boot time in whole seconds, so they may lie up to a second early."""
 _TIMEOUT_S = 5.0
-_TOLD_AND_ZERO = (
+_REQUIRED_AND_ZERO = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
 )
 _WORK_COUNTERS = ("vllm:prefix_cache_queries_total", "vllm:prompt_tokens_total")
 """Every prompt an engine ever computed is in one of these, so at least one must be reported."""
-_ZERO_IF_TOLD = (
+_ZERO_IF_REPORTED = (
     *_WORK_COUNTERS,
     "vllm:prefix_cache_hits_total",
     "vllm:external_prefix_cache_queries_total",
@@ -165,7 +165,7 @@ async def _ask(engine: ProcessState, client: httpx.AsyncClient) -> EngineFacts:
     try:
         response = await client.get(f"{engine.url}/metrics")
         response.raise_for_status()
-        wanted = {*_TOLD_AND_ZERO, *_ZERO_IF_TOLD, _START_TIME}
+        wanted = {*_REQUIRED_AND_ZERO, *_ZERO_IF_REPORTED, _START_TIME}
         for family in text_string_to_metric_families(response.text):
             for sample in family.samples:
                 if sample.name in wanted:
@@ -206,10 +206,10 @@ def _problems(facts: EngineFacts, since_unix_s: float, previous: Collection[str]
     if not facts.metrics:
         return []
     metrics, process_started = facts.metrics, facts.process_started_unix_s
-    problems = [f"does not report {name}" for name in _TOLD_AND_ZERO if name not in metrics]
+    problems = [f"does not report {name}" for name in _REQUIRED_AND_ZERO if name not in metrics]
     if not any(name in metrics for name in _WORK_COUNTERS):
         problems.append(f"reports none of {', '.join(_WORK_COUNTERS)}")
-    for name in (*_TOLD_AND_ZERO, *_ZERO_IF_TOLD):
+    for name in (*_REQUIRED_AND_ZERO, *_ZERO_IF_REPORTED):
         value = metrics.get(name, 0.0)
         if value != 0 or math.isnan(value):
             problems.append(f"{name} is {value:g}, not 0")

@@ -87,9 +87,9 @@ def _judge_one(
         return [], [f"GPU {gpu.index}: NVML does not list its processes"]
     others = [process for process in gpu.processes if process.pid not in own_pids]
     if covered:
-        foreign = [f"GPU {gpu.index}: {_told(one)} is not of this fleet" for one in others if exists(one.pid)]
+        foreign = [f"GPU {gpu.index}: {_described(one)} is not of this fleet" for one in others if exists(one.pid)]
         unknown = [
-            f"GPU {gpu.index}: {_told(one)} is not in this machine's process table"
+            f"GPU {gpu.index}: {_described(one)} is not in this machine's process table"
             for one in others
             if not exists(one.pid)
         ]
@@ -162,7 +162,7 @@ def _environment(pid: int) -> Mapping[str, str]:
         return {}
 
 
-def _told(process: GpuProcess) -> str:
+def _described(process: GpuProcess) -> str:
     memory = f", {_gb(process.memory_bytes)}" if process.memory_bytes is not None else ""
     return f"process {process.pid} ({process.name or 'unnamed'}{memory})"
 

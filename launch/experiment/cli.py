@@ -126,15 +126,15 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
         console.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
     if least_s is None:
         requests = offered.requests * len(slots)
-        time_told = (
+        expected_time = (
             f"expected time: {requests:,} requests to simulate, one process for each of {len(slots)} runs; `status` "
             "estimates it once some are done"
         )
     else:
         starts = expected.in_words(expected.start_limit_s(experiment, fleets))
         least = expected.in_words(least_s)
-        time_told = f"expected time: at least {least} for replaying, and at most {starts} for starting fleets"
-    console.print(time_told, markup=False, highlight=False, soft_wrap=True)
+        expected_time = f"expected time: at least {least} for replaying, and at most {starts} for starting fleets"
+    console.print(expected_time, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
