@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
 
 from policies.types import OffloadReason, Role
 from proxy.breakdown import Row
+from proxy.core import Core
 from proxy.engines.upstream import Answer, NotConnectedError
 from proxy.errors import AttemptFailedError
 from proxy.fleet.instances import Instance
 from proxy.handoff.legs import HandedOff, OffloadFailedError
 from proxy.request.usage import Usage
 from proxy.routing.router import Routed
-
-if TYPE_CHECKING:
-    from proxy.core import Core
 
 Opened = tuple[Answer, bytes]
 """An answer and the first piece of its body."""

@@ -12,8 +12,8 @@ from policies.types import NoCandidateError, RequestView
 from proxy.breakdown import Outcome, Row
 from proxy.engines.upstream import Answer, UpstreamError
 from proxy.errors import AttemptFailedError
-from proxy.exchange.relay import StreamFilter
 from proxy.request.parse import Parsed
+from proxy.request.stream_filter import StreamFilter
 from proxy.request.usage import UsageFilter
 from proxy.resume.continuation import Cut, StreamFailedError, StreamSoFar
 from proxy.resume.plan import (

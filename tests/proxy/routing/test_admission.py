@@ -597,7 +597,7 @@ async def test_those_who_wait_go_to_an_instance_that_comes_up_or_is_added(start_
     fourth = ask(proxy, 3)
     await proxy.until(lambda: proxy.core.admission.waiting == 1)
     try:
-        await proxy.core.fleet.add(proxy.core.settings.instances[0].model_copy(update={"name": "new", "url": new.url}))
+        await proxy.operations.fleet.add(proxy.core.settings.instances[0].model_copy(update={"name": "new", "url": new.url}))
         assert (await fourth).headers["x-warmroute-instance"] == "new"
     finally:
         for task in (first, third):
