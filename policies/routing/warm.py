@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from policies.costs.formulas import PrefillModel
 from policies.routing.base import lowest, require
-from policies.types import CandidateScore, Choice, FleetSnapshot, InstanceView, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from policies.session import Routed
 from policies.types import NoCandidateError, RequestView
 from proxy.breakdown import Outcome, Row
 from proxy.clients.inbound import Inbound
@@ -22,7 +23,6 @@ from proxy.resume.plan import ResumeResult
 from proxy.resume.run import Resuming
 from proxy.routing.admission import QueueError, Seat
 from proxy.routing.retries import NO_RETRY_HEADER
-from proxy.routing.router import Routed
 
 
 class Exchange:
@@ -291,7 +291,7 @@ class Exchange:
 
         def learn() -> None:
             if first_token_s is not None:
-                row.note_leg("first_token", *self._core.router.prefilled(routed, first_token_s))
+                row.note_leg("first_token", *self._core.router.routing.prefilled(routed.commitment, first_token_s))
 
         row, inbound, timeouts = self._row, self._inbound, self._core.settings.timeouts
         row.status, row.outcome = 200, Outcome.OK

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from policies.session import Routed
 from policies.types import NoCandidateError, RequestView
 from proxy.breakdown import Outcome, Row
 from proxy.engines.upstream import Answer, UpstreamError
@@ -26,7 +27,6 @@ from proxy.resume.plan import (
     where_to_cut,
 )
 from proxy.resume.splice import DivergedError, Seam
-from proxy.routing.router import Routed
 from proxy.settings import ResumeSettings
 
 _DONE = b"data: [DONE]\n\n"

@@ -104,7 +104,7 @@ class OfflineRun:
     def run(self, on_record: OnRecord, on_row: OnRow | None = None) -> tuple[RunEnd, list[InstanceTotals]]:
         """Simulate: every record goes to ``on_record``, and its breakdown row to ``on_row``, as its request ends."""
         count = ok = 0
-        planner = self._router.planner.name
+        planner = self._router.routing.planner.name
 
         def finished(exchange: Exchange, ended_s: float) -> None:
             nonlocal count, ok

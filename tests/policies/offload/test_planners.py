@@ -9,7 +9,8 @@ import pytest
 from policies.offload.base import best_prefill, has_room
 from policies.offload.never import Never
 from policies.offload.threshold import Threshold
-from policies.types import FleetSnapshot, InstanceView, OffloadPlan, OffloadReason, RequestClass, Role
+from policies.snapshot import FleetSnapshot
+from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, Role
 from tests.policies.builders import ask, fleet_of
 
 REQUEST = ask(60_000, max_tokens=1_000)
