@@ -114,7 +114,7 @@ def comments(source: str) -> Iterator[Prose]:
 
 
 def yaml_comments(source: str) -> Iterator[Prose]:
-    """What follows a ``#`` at the start of a line or after a space."""
+    """Comments: a ``#`` at the start of a line or after a space, and the rest of the line."""
     for number, line in enumerate(source.splitlines(), 1):
         if found := re.search(r"(?:^|\s)#(.*)", line):
             yield Prose(number, found[1])
