@@ -16,6 +16,7 @@ FOLDERS = ("policies", "proxy", "launch", "replayer", "sim", "bench", "tests")
 SOURCES = [ROOT / "warmroute.py", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 YAML_FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+OTHER_TEXTS = [ROOT / "Makefile", *sorted((ROOT / "replayer").rglob("*.j2"))]
 HISTORY = {ROOT / "CHANGELOG.md"}
 """Not checked for words: what was released under the words of its day."""
 
@@ -200,7 +201,7 @@ def test_docstrings_begin_with_a_noun_phrase_or_an_imperative() -> None:
 
 
 def test_no_banned_word() -> None:
-    files = [path for path in (*PAGES, *SOURCES, *YAML_FILES) if path not in HISTORY]
+    files = [path for path in (*PAGES, *SOURCES, *YAML_FILES, *OTHER_TEXTS) if path not in HISTORY]
     instead = "; ".join(f"{words} -> {better}" for words, better in BANNED.items())
     fail_with(report(files, banned_in, instead))
 
@@ -222,6 +223,7 @@ def test_the_checks_read_all_there_is() -> None:
         path.relative_to(ROOT).as_posix() for path in PAGES
     }
     assert len(YAML_FILES) > 20
+    assert len(OTHER_TEXTS) > 3
     texts = [path.read_text(encoding="utf-8") for path in SOURCES]
     assert sum(1 for text in texts for _ in docstrings(text)) > 3000
     assert sum(1 for text in texts for _ in comments(text)) > 300
