@@ -33,11 +33,11 @@ _SECTIONS = (
 
 
 def reference() -> str:
-    """Markdown: every key, its default and what it does."""
+    """Markdown tables of every key, its default and its effect."""
     parts = [_INTRODUCTION]
     for title, model in _SECTIONS:
         rows = "\n".join(f"| `{key}` | {default} | {what} |" for key, default, what in keys(model))
-        parts.append(f"## {title}\n\n| key | default | what |\n| --- | --- | --- |\n{rows}\n")
+        parts.append(f"## {title}\n\n| key | default | description |\n| --- | --- | --- |\n{rows}\n")
     return "\n".join(parts)
 
 

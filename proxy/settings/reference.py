@@ -13,14 +13,14 @@ from proxy.settings import ClientKey, InstanceSettings, Settings
 
 
 def reference() -> str:
-    """Markdown: every key, its default and what it does."""
+    """Markdown of every key with its default and description."""
     lines = [
         "# Reference: settings of `warmroute serve`",
         "",
         "Generated from the code by `make reference`; `warmroute settings` prints it. Unknown keys are refused.",
         "Where settings come from, with examples: [settings](../settings.md).",
         "",
-        "| key | default | what |",
+        "| key | default | description |",
         "| --- | --- | --- |",
     ]
     lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _rows(Settings, "")]
@@ -28,7 +28,7 @@ def reference() -> str:
         ("`instances`", InstanceSettings),
         ("`keys.client`; those of `keys.admin` have no `max_concurrent`", ClientKey),
     ):
-        lines += ["", f"Each entry of {what_of}:", "", "| key | default | what |", "| --- | --- | --- |"]
+        lines += ["", f"Each entry of {what_of}:", "", "| key | default | description |", "| --- | --- | --- |"]
         lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _rows(model, "")]
     return "\n".join(lines) + "\n"
 

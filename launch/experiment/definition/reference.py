@@ -36,14 +36,14 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
 
 
 def reference() -> str:
-    """Markdown: every key, its default and what it does."""
+    """Markdown tables of every key, its default and its effect."""
     parts = [_INTRODUCTION]
     for title, model in SECTIONS:
         rows = "\n".join(
             f"| `{name}` | {_default(field)} | {(field.description or '').replace('|', chr(92) + '|')} |"
             for name, field in model.model_fields.items()
         )
-        parts.append(f"## {title}\n\n| key | default | what |\n| --- | --- | --- |\n{rows}\n")
+        parts.append(f"## {title}\n\n| key | default | description |\n| --- | --- | --- |\n{rows}\n")
     return "\n".join(parts)
 
 
