@@ -61,10 +61,10 @@ def decide(
 
 def _with_cached_tokens(scores: tuple[CandidateScore, ...], fleet: FleetSnapshot) -> tuple[CandidateScore, ...]:
     """The scores with every candidate's predicted hit. Runs for every request: one lookup per candidate."""
-    cached, new = {view[0]: view[1] for view in fleet.instances}, tuple.__new__
+    cached, new = {view[0]: view[1] for view in fleet.instances}.get, tuple.__new__
     return tuple(
         [
-            new(CandidateScore, (instance, score, inputs, skipped, cached[instance]))
+            new(CandidateScore, (instance, score, inputs, skipped, cached(instance)))
             for instance, score, inputs, skipped, _ in scores
         ]
     )
