@@ -14,13 +14,13 @@ import typer
 from rich.console import Console
 
 from bench.data_plane.launches import LAUNCHES, StackError
-from bench.data_plane.markdown import markdown
 from bench.data_plane.measure import Record, memory_after, run
 from bench.data_plane.processes import ChildError
 from bench.data_plane.quantities import FULL, QUICK, SIZES, measurements
+from bench.data_plane.report.markdown import markdown
+from bench.data_plane.report.table import show
+from bench.data_plane.report.targets import check as check_targets
 from bench.data_plane.stacks import DIRECT
-from bench.data_plane.table import show
-from bench.data_plane.targets import check as check_targets
 
 STACKS = (DIRECT, *LAUNCHES)
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)

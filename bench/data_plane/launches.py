@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from bench.data_plane.client import Target
+from bench.data_plane.load.client import Target
 from bench.data_plane.peers import PEERS_BIN, peer_version
 
 HOST = "127.0.0.1"

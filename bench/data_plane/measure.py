@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 import msgspec
 
-from bench.data_plane import cpu, prompts
-from bench.data_plane.client import COMPLETIONS
-from bench.data_plane.jobs import ClosedLoop, Workload
+from bench.data_plane import cpu
 from bench.data_plane.launches import OURS, NotInstalledError
+from bench.data_plane.load import prompts
+from bench.data_plane.load.client import COMPLETIONS
+from bench.data_plane.load.jobs import ClosedLoop, Workload
 from bench.data_plane.processes import LoadProcess, StubProcess
 from bench.data_plane.quantities import SIZES, Bench, Measurement, Sample, Scale, measurements, sampled
 from bench.data_plane.stacks import DIRECT, Stack, machine, start

@@ -12,8 +12,8 @@ from typing import Any, Self
 import httpx
 import msgspec
 
-from bench.data_plane.client import Target
-from bench.data_plane.jobs import Job, Result
+from bench.data_plane.load.client import Target
+from bench.data_plane.load.jobs import Job, Result
 
 STOP_GRACE_S = 5.0
 
@@ -58,7 +58,7 @@ class StubProcess(_Child):
     """The engine stub."""
 
     def __init__(self, engines: int = 8) -> None:
-        super().__init__("bench.data_plane.stub", str(engines))
+        super().__init__("bench.data_plane.stub.server", str(engines))
         said = json.loads(self._line())
         self.engines = [Target("127.0.0.1", port) for port in said["ports"]]
         self._control = f"http://127.0.0.1:{said['control_port']}/stub/"
@@ -93,7 +93,7 @@ class LoadProcess(_Child):
     """The load generator."""
 
     def __init__(self) -> None:
-        super().__init__("bench.data_plane.load")
+        super().__init__("bench.data_plane.load.generator")
 
     def run(self, job: Job) -> Result:
         """Do one job. Raises ChildError."""

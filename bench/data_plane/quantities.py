@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from bench.data_plane import cpu
-from bench.data_plane.jobs import Aborts, ClosedLoop, Paired, Result, Streams, Workload
+from bench.data_plane.load.jobs import Aborts, ClosedLoop, Paired, Result, Streams, Workload
+from bench.data_plane.load.prompts import SESSION_TURNS
 from bench.data_plane.processes import LoadProcess, StubProcess
-from bench.data_plane.prompts import SESSION_TURNS
 from bench.data_plane.stacks import DIRECT, Stack
 
 SIZES = {"2k": 2_000, "130k": 130_000, "350k": 350_000}

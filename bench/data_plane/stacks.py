@@ -15,9 +15,9 @@ import httpx
 import psutil
 
 from bench.data_plane import cpu
-from bench.data_plane.answers import MODEL
-from bench.data_plane.client import Target
 from bench.data_plane.launches import HOST, LAUNCHES, OURS, StackError, free_ports, warmroute
+from bench.data_plane.load.client import Target
+from bench.data_plane.stub.answers import MODEL
 
 READY_TIMEOUT_S = 60.0
 STOP_GRACE_S = 8.0

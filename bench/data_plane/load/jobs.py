@@ -1,0 +1,107 @@
+"""What the load generator is asked to do, and what it answers: one JSON line each way."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from bench.data_plane.load.client import Target
+
+
+class Workload(msgspec.Struct, kw_only=True, frozen=True):
+    """Requests of one kind; request ``number`` is the same in every run with the same seed."""
+
+    kind: Literal["text", "ids", "sessions"]
+    seed: int
+    size_bytes: int = 0
+    """Of the prompt; sessions grow by their own plan."""
+    events: int = 80
+    """That the engine stub is set to send, and every answer must have."""
+
+
+class Job(msgspec.Struct, kw_only=True, tag_field="job"):
+    """What all jobs have."""
+
+    targets: list[Target]
+    """Addresses that serve the same; requests go to each in turn."""
+    workload: Workload
+    first: int = 0
+    """Number of the first request."""
+    pids: list[int] = []
+    """Processes whose CPU time is taken, just before and just after the counted requests."""
+    timeout_s: float = 60.0
+    """For one answer."""
+
+
+class ClosedLoop(Job, kw_only=True, tag="closed"):
+    """``concurrency`` requests in flight at all times."""
+
+    concurrency: int
+    requests: int = 0
+    """Counted ones; 0: as many as fit in ``seconds``."""
+    seconds: float = 0.0
+    warmup: int = 0
+    """Requests sent before, not counted."""
+
+
+class Paired(Job, kw_only=True, tag="paired"):
+    """One request at a time, to the router and straight to an engine in turn; which comes first is drawn."""
+
+    direct: list[Target]
+    pairs: int
+    gap_s: float = 0.004
+    """Pause between two requests."""
+    warmup: int = 5
+
+
+class Streams(Job, kw_only=True, tag="streams"):
+    """``streams`` paced streams side by side; counted for ``window_s``, ``settle_s`` after the last has begun."""
+
+    streams: int
+    settle_s: float
+    window_s: float
+
+
+class Aborts(Job, kw_only=True, tag="aborts"):
+    """Clients that leave: with ``after_event`` in the midst of the stream, else while they wait for the first event."""
+
+    requests: int
+    concurrency: int
+    after_event: bool
+    wait_s: tuple[float, float] = (0.005, 0.25)
+    """The client leaves after a time drawn from this range, counted from its request or the first event."""
+
+
+AnyJob = ClosedLoop | Paired | Streams | Aborts
+
+
+class Spread(msgspec.Struct, kw_only=True):
+    """Percentiles of milliseconds."""
+
+    p50: float
+    p99: float
+    max: float
+    count: int
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What a job saw. Times are wall-clock seconds unless the name says otherwise."""
+
+    requests: int
+    """Counted ones that were answered as they should be."""
+    errors: dict[str, int]
+    """What went wrong -> how often."""
+    seconds: float
+    cpu_s: float
+    """Of ``pids``, while the counted requests ran."""
+    load_cpu_s: float
+    events: int = 0
+    """Relayed while ``cpu_s`` was counted."""
+    reconnects: int = 0
+    ttft_ms: Spread | None = None
+    direct_ttft_ms: Spread | None = None
+    added_ms: Spread | None = None
+    """p50 of paired differences; p99 and max of the router's times less the median of the direct ones."""
+    left: dict[str, float] = {}
+    """Tag of an aborted request -> ``CLOCK_MONOTONIC`` second at which the client closed."""

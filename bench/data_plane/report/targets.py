@@ -1,0 +1,71 @@
+"""What the proxy has to reach, as data, and the check of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from bench.data_plane.launches import OURS
+from bench.data_plane.quantities import Sample
+from bench.data_plane.report.ratios import medians, ratios
+
+
+class Target(NamedTuple):
+    """An upper limit of one quantity of ours, as it stands or as a ratio to a peer's."""
+
+    quantity: str
+    limit: float
+    peer: str = ""
+    """Empty: the value itself is limited."""
+
+    def __str__(self) -> str:
+        return f"{self.quantity} <= {self.limit:g}" + (f"x {self.peer}" if self.peer else "")
+
+
+TARGETS = (
+    Target("cpu_ms_130k", 0.6, "sglang-ca"),
+    Target("cpu_ms_130k", 0.1, "vllm-router-ca"),
+    Target("cpu_ms_130k", 1.0, "vllm-router-rr"),
+    Target("cpu_ms_2k", 1.0, "vllm-router-rr"),
+    Target("added_p50_ms_130k", 1.0),
+    Target("added_p50_ms_130k", 0.1, "vllm-router-ca"),
+    Target("added_p99_ms_130k", 1.0, "vllm-router-rr"),
+    Target("added_p99_ms_130k", 1.0, "vllm-router-ca"),
+    Target("added_p99_ms_130k", 1.0, "sglang-ca"),
+    Target("cpu_us_event", 1.0, "vllm-router-rr"),
+    Target("many_errors", 0.0),
+    Target("abort_prefill_p99_ms", 50.0),
+    Target("abort_stream_p99_ms", 50.0),
+)
+
+
+class Finding(NamedTuple):
+    """A target and what was found: the median over the rounds, of ratios where the target is one."""
+
+    target: Target
+    value: float | None
+    """None: not measured, in this run or at all."""
+
+    @property
+    def met(self) -> bool:
+        """Whether it was measured and is within the limit."""
+        return self.value is not None and self.value <= self.target.limit
+
+    def __str__(self) -> str:
+        found = "not measured" if self.value is None else f"{self.value:.3g}"
+        return f"{self.target}: {found}, {'met' if self.met else 'missed'}"
+
+
+def check(samples: Sequence[Sample], targets: Sequence[Target] = TARGETS) -> list[Finding]:
+    """Hold the samples of a run against the targets; a round with any error in it is a miss of ``many_errors``."""
+    found = []
+    for target in targets:
+        if target.peer:
+            ratio = ratios(samples, target.quantity, OURS, target.peer)
+            found.append(Finding(target, ratio.median if ratio else None))
+        elif target.quantity == "many_errors":
+            errors = [s.values["many_errors"] for s in samples if s.stack == OURS and "many_errors" in s.values]
+            found.append(Finding(target, max(errors) if errors else None))
+        else:
+            found.append(Finding(target, medians(samples).get((target.quantity, OURS))))
+    return found
