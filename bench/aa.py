@@ -57,7 +57,7 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
     resamples: int = 1000
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class MetricFinding(msgspec.Struct, frozen=True, kw_only=True):
     """What one experiment said of one metric that it judged."""
 
     metric: str
@@ -80,7 +80,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return self.verdict in (Verdict.BETTER, Verdict.WORSE)
 
 
-def experiment(design: Design, number: int) -> list[Finding]:
+def experiment(design: Design, number: int) -> list[MetricFinding]:
     """Simulate and judge one experiment.
 
     Args:
@@ -115,10 +115,10 @@ def experiment(design: Design, number: int) -> list[Finding]:
     return findings(found)
 
 
-def findings(found: Comparison) -> list[Finding]:
+def findings(found: Comparison) -> list[MetricFinding]:
     """The parts of a comparison that are counted."""
     return [
-        Finding(
+        MetricFinding(
             metric=effect.metric,
             verdict=effect.verdict,
             change=effect.change,
@@ -143,7 +143,7 @@ def wilson(count: int, total: int) -> tuple[float, float]:
     return max(0.0, (middle - reach) / (1 + spread)), min(1.0, (middle + reach) / (1 + spread))
 
 
-def stated_power(same: Sequence[Finding], true: float) -> float:
+def stated_power(same: Sequence[MetricFinding], true: float) -> float:
     """How often a time's true change should be found, by the standard errors of the experiments.
 
     Args:
@@ -163,9 +163,9 @@ def stated_power(same: Sequence[Finding], true: float) -> float:
     )
 
 
-def run_all(design: Design, numbers: Iterable[int], jobs: int) -> list[list[Finding]]:
+def run_all(design: Design, numbers: Iterable[int], jobs: int) -> list[list[MetricFinding]]:
     """All experiments of one kind, in ``jobs`` processes."""
-    one: Callable[[int], list[Finding]] = partial(experiment, design)
+    one: Callable[[int], list[MetricFinding]] = partial(experiment, design)
     if jobs == 1:
         return [one(number) for number in numbers]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -214,16 +214,16 @@ def main(
         console.print(_table("slower", by_metric(changed), truth=by_metric(same)))
 
 
-def by_metric(outcomes: Iterable[Iterable[Finding]]) -> dict[str, list[Finding]]:
+def by_metric(outcomes: Iterable[Iterable[MetricFinding]]) -> dict[str, list[MetricFinding]]:
     """The findings of each metric over all experiments."""
-    found: dict[str, list[Finding]] = {}
+    found: dict[str, list[MetricFinding]] = {}
     for outcome in outcomes:
         for one in outcome:
             found.setdefault(one.metric, []).append(one)
     return found
 
 
-def _table(title: str, found: dict[str, list[Finding]], truth: dict[str, list[Finding]] | None) -> Table:
+def _table(title: str, found: dict[str, list[MetricFinding]], truth: dict[str, list[MetricFinding]] | None) -> Table:
     table = Table(title=title, title_justify="left", box=None, header_style="bold")
     names = ["metric", "judged in", "change, median", "smallest detectable, median", "called different"]
     for name in [*names, "interval holds 0" if truth is None else "expected"]:

@@ -48,7 +48,7 @@ _WORDS = (
 """Three bytes in a hundred need an escape in JSON, as in source code."""
 
 
-class Shape(StrEnum):
+class PromptShape(StrEnum):
     """What the prompts are made of."""
 
     TEXT = "text"
@@ -56,7 +56,7 @@ class Shape(StrEnum):
     IDS = "ids"
 
 
-class Stage(NamedTuple):
+class StageCost(NamedTuple):
     """One row of the result, in microseconds per request."""
 
     what: str
@@ -75,10 +75,10 @@ class Pauses(NamedTuple):
     tracked_objects: int
 
 
-class Result(NamedTuple):
+class ShapeResult(NamedTuple):
     """Everything that was measured of one shape."""
 
-    stages: list[Stage]
+    stages: list[StageCost]
     sum_us: float
     """The stages' medians together."""
     loop_cpu_us: float
@@ -90,7 +90,7 @@ class Result(NamedTuple):
 class Agents:
     """Conversations that grow by ``turn_units`` a turn around a prompt of ``units`` on average, many at once."""
 
-    def __init__(self, shape: Shape, units: int, turns: int, side_by_side: int) -> None:
+    def __init__(self, shape: PromptShape, units: int, turns: int, side_by_side: int) -> None:
         self._shape = shape
         self._random = random.Random(0)
         self._first_units, self._turn_units, self._turns = int(units * 0.85), int(units * 0.3 / turns), turns
@@ -118,19 +118,19 @@ class Agents:
         return [number, self._shared + self._make(self._first_units - len(self._shared)), 0]
 
     def _make(self, units: int) -> Any:
-        if self._shape is Shape.IDS:
+        if self._shape is PromptShape.IDS:
             return array("I", self._random.choices(range(150_000), k=units))  # nothing for the collector to walk
         words = " ".join(self._random.choices(_WORDS, k=units // 8 + 1))
         return (words * (units // len(words) + 1))[:units]
 
     def _body(self, history: Any) -> bytes:
         common: dict[str, Any] = {"model": "m", "stream": True, "max_tokens": 256, "temperature": 0.0}
-        if self._shape is Shape.CHAT:
+        if self._shape is PromptShape.CHAT:
             pieces = [history[start : start + 8_000] for start in range(0, len(history), 8_000)]
             roles = ("user", "assistant")
             messages = [{"role": roles[number % 2], "content": piece} for number, piece in enumerate(pieces)]
             return json.dumps({**common, "messages": messages}).encode()
-        prompt_field = history.tolist() if self._shape is Shape.IDS else history
+        prompt_field = history.tolist() if self._shape is PromptShape.IDS else history
         return json.dumps({**common, "prompt": prompt_field}, separators=(",", ":")).encode()
 
 
@@ -288,10 +288,10 @@ class CollectorWatch:
         return Pauses(len(full), max(full, default=0) / 1e6, sum(every) / cpu_ns, len(gc.get_objects()))
 
 
-def measure(shape: Shape, calls: int, instances: int, held_blocks: int, in_flight: int) -> Result:
+def measure(shape: PromptShape, calls: int, instances: int, held_blocks: int, in_flight: int) -> ShapeResult:
     """Run one shape; the first tenth warms up and is not counted."""
-    units, prompt_blocks = (33_000, 2_062) if shape is Shape.IDS else (130_000, 127)
-    endpoint = Endpoint.CHAT if shape is Shape.CHAT else Endpoint.COMPLETIONS
+    units, prompt_blocks = (33_000, 2_062) if shape is PromptShape.IDS else (130_000, 127)
+    endpoint = Endpoint.CHAT if shape is PromptShape.CHAT else Endpoint.COMPLETIONS
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop(instances, held_blocks, prompt_blocks, Path(folder), rows=10_000)
         requests = Agents(shape, units, turns=10, side_by_side=40).requests()
@@ -310,17 +310,17 @@ def measure(shape: Shape, calls: int, instances: int, held_blocks: int, in_fligh
         loop.render()
     stages = [_stage(what, times, calls) for what, times in loop.times_ns.items() if what != "scrape"]
     total = sum(stage.p50_us for stage in stages if stage.what not in PARTS_OF_ROUTE)
-    return Result(stages, total, (cpu_ns - making_ns) / calls / 1e3, body_bytes, pauses, len(lines) // calls)
+    return ShapeResult(stages, total, (cpu_ns - making_ns) / calls / 1e3, body_bytes, pauses, len(lines) // calls)
 
 
-def _stage(what: str, times_ns: list[int], calls: int) -> Stage:
+def _stage(what: str, times_ns: list[int], calls: int) -> StageCost:
     counted = np.asarray(times_ns[len(times_ns) // 10 :], dtype=np.float64) / 1e3
     share = 1.0 if len(times_ns) >= calls // 2 else len(times_ns) / calls
     p50, p90, p99 = (float(each) * share for each in np.percentile(counted, [50, 90, 99]))
-    return Stage(what, p50, p90, p99)
+    return StageCost(what, p50, p90, p99)
 
 
-def show(console: Console, shape: Shape, result: Result) -> None:
+def show(console: Console, shape: PromptShape, result: ShapeResult) -> None:
     """Print one shape's figures."""
     table = Table(title=f"{shape.value}: bodies of about {result.body_bytes / 1000:,.0f} KB, µs per request")
     table.add_column("stage")
@@ -342,7 +342,7 @@ def show(console: Console, shape: Shape, result: Result) -> None:
 
 def main(
     shape: Annotated[
-        list[Shape] | None, typer.Option(help="What prompts are made of; all of them unless given.")
+        list[PromptShape] | None, typer.Option(help="What prompts are made of; all of them unless given.")
     ] = None,
     calls: Annotated[int, typer.Option(min=100, help="Requests per shape.")] = 12_000,
     instances: Annotated[int, typer.Option(min=1, help="Instances of the fleet.")] = 8,
@@ -353,7 +353,7 @@ def main(
     """Measure what a request costs beside its input and output on this machine."""
     console = Console()
     results = {}
-    for each in shape or list(Shape):
+    for each in shape or list(PromptShape):
         results[each] = measure(each, calls, instances, held_blocks, in_flight)
         show(console, each, results[each])
     where = machine()

@@ -43,7 +43,7 @@ EFFECT = 0.05
 """True change of TTFT in every experiment."""
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
+class ExperimentKind(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of experiment."""
 
     sessions: int
@@ -51,7 +51,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     resamples: int
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class CoveredMetric(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of one experiment."""
 
     metric: str
@@ -62,7 +62,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     """Method -> whether its interval held the truth."""
 
 
-def experiment(cell: Cell, number: int) -> list[Held]:
+def experiment(cell: ExperimentKind, number: int) -> list[CoveredMetric]:
     """Draw one experiment and look at all its intervals.
 
     Args:
@@ -87,7 +87,7 @@ def experiment(cell: Cell, number: int) -> list[Held]:
         arms = both.part(0, cell.runs), both.part(cell.runs, 2 * cell.runs)
         beyond = everything & (columns[0].ttft_s > np.exp(arms[0].points[0]))
         found.append(
-            Held(
+            CoveredMetric(
                 metric=metric.name,
                 beyond=len(everything) * (1 - level),
                 sessions_beyond=len(np.unique(requests.session_of[beyond])),
@@ -164,14 +164,14 @@ def main(
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for count in sessions or [12, 25, 50, 100, 300]:
             for repeated in runs or [1, 3]:
-                cell = Cell(sessions=count, runs=repeated, resamples=resamples)
+                cell = ExperimentKind(sessions=count, runs=repeated, resamples=resamples)
                 found = pool.map(partial(experiment, cell), range(seed, seed + experiments), chunksize=10)
                 for row in _rows(cell, found):
                     table.add_row(*row)
     console.print(table)
 
 
-def _rows(cell: Cell, outcomes: Iterator[list[Held]]) -> Iterator[list[str]]:
+def _rows(cell: ExperimentKind, outcomes: Iterator[list[CoveredMetric]]) -> Iterator[list[str]]:
     for metric in zip(*outcomes, strict=True):
         shares = []
         for method in METHODS:

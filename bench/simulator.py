@@ -48,7 +48,7 @@ INSTANCES = 8
 TIMEOUT_S = 3_600.0
 
 
-class Job(NamedTuple):
+class TimedSimulation(NamedTuple):
     """One simulation to time."""
 
     what: str
@@ -134,7 +134,7 @@ METERED = (
 )
 
 
-def measure(job: Job) -> Cost:
+def measure(job: TimedSimulation) -> Cost:
     """Simulate ``job.repeats`` times; the parts of the cheapest one. Run it in a process of its own."""
     if job.trace is None:
         trace = conversations(job.requests, job.blocks, job.instances)
@@ -162,9 +162,11 @@ def measure(job: Job) -> Cost:
     return Cost(job.what, requests, engines_us, decision_us, took_us - engines_us - decision_us, rss_mib)
 
 
-def jobs(trace: Path | None, policy: str, time_scale: float, repeats: int, most_instances: int) -> list[Job]:
+def jobs(
+    trace: Path | None, policy: str, time_scale: float, repeats: int, most_instances: int
+) -> list[TimedSimulation]:
     """The trace, if there is one, and the rows that show growth."""
-    base = Job("", None, INSTANCES, policy=policy, repeats=repeats)
+    base = TimedSimulation("", None, INSTANCES, policy=policy, repeats=repeats)
     made = []
     if trace is not None:
         what = f"{trace.name}, {INSTANCES} instances, time scale {time_scale:g}"

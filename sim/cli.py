@@ -66,7 +66,7 @@ def engine(
     """Run one simulated engine: vLLM's OpenAI API, metrics and KV hand-off, timed by a hardware profile."""
     from sim.hardware import ProfileError
     from sim.server.main import run
-    from sim.server.settings import ServerSettings, SettingsError
+    from sim.server.settings import EngineSettingsError, ServerSettings
 
     try:
         settings = ServerSettings.resolve(
@@ -93,7 +93,7 @@ def engine(
             kv_events_port=kv_events_port,
             kv_events_replay_port=kv_events_replay_port,
         )
-    except (SettingsError, ProfileError) as error:
+    except (EngineSettingsError, ProfileError) as error:
         typer.echo(f"engine: {error}", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(run(settings))

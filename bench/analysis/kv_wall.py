@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.analysis.architecture import Architecture
 from bench.analysis.output import AnalysisError
-from bench.analysis.sheets import Gpu
+from bench.analysis.sheets import GpuSheet
 from replayer.ideal import cached_tokens, sticky
 from replayer.trace import Trace
 from sim.fit import model_prefill
@@ -47,7 +47,7 @@ class Handoff(StrEnum):
     """When the request arrives: both legs are sent at once and D waits with its blocks allocated."""
 
 
-class Verdict(StrEnum):
+class SplitVerdict(StrEnum):
     """Whether a split holds, or what fails first."""
 
     OK = "ok"
@@ -56,7 +56,7 @@ class Verdict(StrEnum):
     KV = "KV full"
 
 
-class Pool(msgspec.Struct, frozen=True, kw_only=True):
+class InstancePool(msgspec.Struct, frozen=True, kw_only=True):
     """An instance's KV pool and where it comes from; bytes."""
 
     given: bool
@@ -68,7 +68,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     pool_tokens: int
 
 
-class Fit(msgspec.Struct, frozen=True, kw_only=True):
+class PoolFit(msgspec.Struct, frozen=True, kw_only=True):
     """How many requests of one size fit a pool."""
 
     size: str
@@ -96,10 +96,10 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     kv_p99_bytes: float | None
     overflow: float
     """Share of time in which the requests in flight need more than the pool."""
-    verdict: Verdict
+    verdict: SplitVerdict
     breaks_at: float | None
     """Rate, in multiples of the given one, at which this split first fails; None: beyond 4096."""
-    breaks_by: Verdict
+    breaks_by: SplitVerdict
     """What fails there."""
 
 
@@ -115,14 +115,14 @@ class KvWall(msgspec.Struct, frozen=True, kw_only=True):
     rate_per_s: float
     prefill_hits: bool
     kv_bytes_per_token: float
-    pool: Pool
+    pool: InstancePool
     profile_pool_bytes: float
     """What the hardware profile says the pool is."""
-    fits: list[Fit]
+    fits: list[PoolFit]
     splits: list[Split]
 
 
-class Load(NamedTuple):
+class TraceLoad(NamedTuple):
     """The trace's requests as arrays, one value for each."""
 
     prompt: Any
@@ -133,7 +133,7 @@ class Load(NamedTuple):
 
 def kv_pool(
     model: Architecture,
-    gpu: Gpu,
+    gpu: GpuSheet,
     *,
     weight_bytes: float,
     kv_bytes_per_token: float,
@@ -141,7 +141,7 @@ def kv_pool(
     utilisation: float,
     overhead_bytes: float,
     given_bytes: float | None,
-) -> Pool:
+) -> InstancePool:
     """The pool of one instance.
 
     Raises:
@@ -155,7 +155,7 @@ def kv_pool(
             f"{model.name} leaves no room for KV on {gpus} x {gpu.name}: {visible * utilisation / 2**30:,.1f} GiB may "
             f"be used, weights take {weight_bytes / 2**30:,.1f}; give more --gpus or --weight-bits 8"
         )
-    return Pool(
+    return InstancePool(
         given=given_bytes is not None,
         visible_bytes=visible,
         utilisation=utilisation,
@@ -166,12 +166,12 @@ def kv_pool(
     )
 
 
-def fits(trace: Trace, pool: Pool, kv_bytes_per_token: float, extra: Sequence[int] = ()) -> list[Fit]:
+def fits(trace: Trace, pool: InstancePool, kv_bytes_per_token: float, extra: Sequence[int] = ()) -> list[PoolFit]:
     """Mean, p50, p90, p99 and longest request of a trace, and requests of ``extra`` tokens, against the pool."""
     tokens = np.array([request.input_length + request.output_length for request in trace.requests], dtype=float)
     sizes = {"mean": tokens.mean()} | {f"p{q}": np.quantile(tokens, q / 100) for q in (50, 90, 99)}
     return [
-        Fit(
+        PoolFit(
             size=name,
             tokens=float(size),
             kv_bytes=float(size * kv_bytes_per_token),
@@ -181,7 +181,7 @@ def fits(trace: Trace, pool: Pool, kv_bytes_per_token: float, extra: Sequence[in
     ]
 
 
-def load_of(trace: Trace, instances: int, hits: bool) -> Load:
+def load_of(trace: Trace, instances: int, hits: bool) -> TraceLoad:
     """Requests with the tokens left to compute on ``instances`` caches without limit, sessions sticking to one.
 
     Without ``hits`` every prompt is computed whole.
@@ -189,20 +189,22 @@ def load_of(trace: Trace, instances: int, hits: bool) -> Load:
     prompt = np.array([request.input_length for request in trace.requests], dtype=float)
     output = np.array([max(1, request.output_length) for request in trace.requests], dtype=float)
     cached = cached_tokens(trace.requests, trace.block_tokens, sticky(instances)) if hits else [0] * len(prompt)
-    return Load(prompt, output, prompt - np.array(cached, dtype=float))
+    return TraceLoad(prompt, output, prompt - np.array(cached, dtype=float))
 
 
-class Fleet(NamedTuple):
+class SplitFleet(NamedTuple):
     """What the splits have in common."""
 
     profile: HardwareProfile
-    pool: Pool
+    pool: InstancePool
     kv_bytes_per_token: float
     transport: str
     handoff: Handoff
 
 
-def assess(trace: Trace, fleet: Fleet, splits: Sequence[tuple[int, int]], rate_per_s: float, hits: bool) -> list[Split]:
+def assess(
+    trace: Trace, fleet: SplitFleet, splits: Sequence[tuple[int, int]], rate_per_s: float, hits: bool
+) -> list[Split]:
     """Every split of the fleet at the given rate, and the rate at which each fails.
 
     Args:
@@ -217,25 +219,25 @@ def assess(trace: Trace, fleet: Fleet, splits: Sequence[tuple[int, int]], rate_p
         load = load_of(trace, prefill or decode, hits)
         prefill_s = _prefill_seconds(fleet.profile, load)
         at = _state(fleet, load, prefill_s, prefill, decode, rate_per_s)
-        low, high = (0.0, 1.0) if at.verdict is not Verdict.OK else (1.0, 2.0)
+        low, high = (0.0, 1.0) if at.verdict is not SplitVerdict.OK else (1.0, 2.0)
         failing = at
-        while high < MAX_RATE_FACTOR and failing.verdict is Verdict.OK:
+        while high < MAX_RATE_FACTOR and failing.verdict is SplitVerdict.OK:
             failing = _state(fleet, load, prefill_s, prefill, decode, rate_per_s * high)
-            low, high = (high, high * 2) if failing.verdict is Verdict.OK else (low, high)
-        for _ in range(_STEPS if failing.verdict is not Verdict.OK else 0):
+            low, high = (high, high * 2) if failing.verdict is SplitVerdict.OK else (low, high)
+        for _ in range(_STEPS if failing.verdict is not SplitVerdict.OK else 0):
             middle = (low + high) / 2
             state = _state(fleet, load, prefill_s, prefill, decode, rate_per_s * middle)
-            if state.verdict is Verdict.OK:
+            if state.verdict is SplitVerdict.OK:
                 low = middle
             else:
                 high, failing = middle, state
-        breaks = failing.verdict is not Verdict.OK
+        breaks = failing.verdict is not SplitVerdict.OK
         found.append(msgspec.structs.replace(at, breaks_at=high if breaks else None, breaks_by=failing.verdict))
     return found
 
 
 def over_rates(
-    trace: Trace, fleet: Fleet, split: tuple[int, int], rates_per_s: Sequence[float], hits: bool
+    trace: Trace, fleet: SplitFleet, split: tuple[int, int], rates_per_s: Sequence[float], hits: bool
 ) -> list[Split]:
     """One split at several rates (``breaks_at`` is not looked for)."""
     prefill, decode = split
@@ -244,7 +246,7 @@ def over_rates(
     return [_state(fleet, load, seconds, prefill, decode, rate) for rate in rates_per_s]
 
 
-def _prefill_seconds(profile: HardwareProfile, load: Load) -> Any:
+def _prefill_seconds(profile: HardwareProfile, load: TraceLoad) -> Any:
     """Of every request on an idle instance."""
     budget = profile.max_num_batched_tokens
     return np.array(
@@ -255,7 +257,7 @@ def _prefill_seconds(profile: HardwareProfile, load: Load) -> Any:
     )
 
 
-def _state(fleet: Fleet, load: Load, prefill_s: Any, prefill: int, decode: int, rate_per_s: float) -> Split:
+def _state(fleet: SplitFleet, load: TraceLoad, prefill_s: Any, prefill: int, decode: int, rate_per_s: float) -> Split:
     """Queues and KV at one rate."""
     each_p = rate_per_s / (prefill or decode)
     busy = float(each_p * prefill_s.mean())
@@ -291,7 +293,7 @@ def _state(fleet: Fleet, load: Load, prefill_s: Any, prefill: int, decode: int, 
         overflow=overflow,
         verdict=_verdict(busy, tpot_s, overflow),
         breaks_at=None,
-        breaks_by=Verdict.OK,
+        breaks_by=SplitVerdict.OK,
     )
 
 
@@ -318,16 +320,16 @@ def held_kv(kv_bytes: Any, held_s: Any, rate_per_s: float, pool_bytes: float) ->
     return p99, float(max(0.0, 1.0 - within))
 
 
-def _verdict(busy: float, tpot_s: float | None, overflow: float) -> Verdict:
+def _verdict(busy: float, tpot_s: float | None, overflow: float) -> SplitVerdict:
     if busy >= 1:
-        return Verdict.PREFILL
+        return SplitVerdict.PREFILL
     if tpot_s is None:
-        return Verdict.DECODE
-    return Verdict.KV if overflow >= OVERFLOW_CHANCE else Verdict.OK
+        return SplitVerdict.DECODE
+    return SplitVerdict.KV if overflow >= OVERFLOW_CHANCE else SplitVerdict.OK
 
 
 def _decoding(
-    profile: HardwareProfile, load: Load, rate_per_s: float, free: float
+    profile: HardwareProfile, load: TraceLoad, rate_per_s: float, free: float
 ) -> tuple[float | None, float | None]:
     """Streams and TPOT of one decode instance, by bisection for Little's law; (None, None): it cannot keep up."""
     output = float(load.output.mean())
@@ -352,7 +354,7 @@ def _decoding(
     return high, tpot_s(high)
 
 
-def _transfers(fleet: Fleet, size_bytes: Any, streams: float) -> Any:
+def _transfers(fleet: SplitFleet, size_bytes: Any, streams: float) -> Any:
     """Seconds to move each request's KV with ``streams`` decoding on either side."""
     table = fleet.profile.transport(fleet.transport)
     top = float(size_bytes.max())

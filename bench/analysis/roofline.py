@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from bench.analysis.architecture import Architecture
-from bench.analysis.sheets import Gpu
+from bench.analysis.sheets import GpuSheet
 
 
 class Precision(NamedTuple):
@@ -33,7 +33,7 @@ class Precision(NamedTuple):
         return self.kv_bits / 8
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """What one step has to do at the least."""
 
     flops: float
@@ -56,7 +56,7 @@ class Machine(NamedTuple):
         """FLOPs a byte from which on arithmetic is the limit."""
         return self.flops_per_s / self.bytes_per_s
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepWork) -> float:
         """The least time of a step."""
         return max(work.flops / self.flops_per_s, work.bytes / self.bytes_per_s)
 
@@ -65,7 +65,7 @@ class Machine(NamedTuple):
         return min(self.flops_per_s, intensity * self.bytes_per_s)
 
 
-def machine(gpu: Gpu, precision: Precision, gpus: int = 1) -> Machine:
+def machine(gpu: GpuSheet, precision: Precision, gpus: int = 1) -> Machine:
     """Peaks for a precision.
 
     Raises:
@@ -74,12 +74,12 @@ def machine(gpu: Gpu, precision: Precision, gpus: int = 1) -> Machine:
     return Machine(gpus * gpu.flops_per_s(precision.weight_bits), gpus * gpu.bytes_per_s)
 
 
-def prefill_step(model: Architecture, precision: Precision, new: int, context: int, sampled: int = 1) -> Work:
+def prefill_step(model: Architecture, precision: Precision, new: int, context: int, sampled: int = 1) -> StepWork:
     """One chunk of ``new`` prompt tokens after ``context`` tokens; ``sampled`` tokens go through the output layer."""
     weights = model.touched_parameters(new) + (model.head_parameters if sampled else 0)
     kv_tokens = context + 2 * new
     """Read once what precedes the chunk and the chunk itself, after writing the chunk's."""
-    return Work(
+    return StepWork(
         flops=new * model.layer_flops_per_token()
         + 2.0 * sampled * model.head_parameters
         + model.attention_flops(new, context),
@@ -87,10 +87,10 @@ def prefill_step(model: Architecture, precision: Precision, new: int, context: i
     )
 
 
-def decode_step(model: Architecture, precision: Precision, streams: int, context: int) -> Work:
+def decode_step(model: Architecture, precision: Precision, streams: int, context: int) -> StepWork:
     """One token for each of ``streams`` with ``context`` tokens each."""
     weights = model.touched_parameters(streams) + model.head_parameters
-    return Work(
+    return StepWork(
         flops=streams
         * (model.layer_flops_per_token() + 2.0 * model.head_parameters + model.attention_flops(1, context)),
         bytes=weights * precision.weight_bytes + streams * (context + 1) * model.kv_bytes_per_token(precision.kv_bytes),
@@ -99,7 +99,7 @@ def decode_step(model: Architecture, precision: Precision, streams: int, context
 
 def prefill_steps(
     model: Architecture, precision: Precision, new: int, cached: int = 0, chunk_tokens: int = 8192
-) -> list[Work]:
+) -> list[StepWork]:
     """The chunks of a prompt of ``new`` tokens after ``cached`` ones; the last one samples a token."""
     steps = []
     for done in range(0, new, chunk_tokens):
@@ -121,7 +121,7 @@ def decode_s(model: Architecture, precision: Precision, on: Machine, streams: in
     return on.seconds(decode_step(model, precision, streams, context))
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredTime(msgspec.Struct, frozen=True, kw_only=True):
     """One measured time against the roofline's floor."""
 
     kind: str
@@ -139,10 +139,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return self.floor_s / self.measured_s
 
 
-def measured(kind: str, point: str, steps: Sequence[Work], seconds: float, on: Machine) -> Measured:
+def measured(kind: str, point: str, steps: Sequence[StepWork], seconds: float, on: Machine) -> MeasuredTime:
     """A measured time against the floor of its steps."""
     flops = sum(step.flops for step in steps)
-    return Measured(
+    return MeasuredTime(
         kind=kind,
         point=point,
         floor_s=sum(on.seconds(step) for step in steps),
@@ -192,10 +192,10 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     compute_bound_chunk: int | None
     """Smallest chunk (context 0, powers of two refined) limited by arithmetic; None: none up to a million."""
     profile: str | None
-    measured: list[Measured]
+    measured: list[MeasuredTime]
 
 
-def step_row(kind: str, tokens: int, context: int, work: Work, on: Machine, *, fits: bool) -> StepRow:
+def step_row(kind: str, tokens: int, context: int, work: StepWork, on: Machine, *, fits: bool) -> StepRow:
     """A table's row of a step."""
     return StepRow(
         kind=kind,

@@ -27,7 +27,7 @@ _REFUSED = {
 _Sheet = TypeVar("_Sheet", bound=BaseModel)
 
 
-class Gpu(BaseModel):
+class GpuSheet(BaseModel):
     """A GPU's peaks by its data sheet, without sparsity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -77,14 +77,14 @@ def load_model(name: str) -> Architecture:
     return _validated(Architecture, raw, path)
 
 
-def load_gpu(name: str) -> Gpu:
+def load_gpu(name: str) -> GpuSheet:
     """A GPU by name in configs/gpus, or from such a YAML file.
 
     Raises:
         AnalysisError: no such GPU, or a file that is not one.
     """
     path = _find(name, GPU_FOLDER, "GPU")
-    return _validated(Gpu, _read(path), path)
+    return _validated(GpuSheet, _read(path), path)
 
 
 def _find(name: str, folder: Path, what: str) -> Path:

@@ -22,7 +22,7 @@ from replayer.trace import TraceRequest
 REMEMBER_BLOCKS = 8_000_000
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
+class QuantitySpread(msgspec.Struct, frozen=True, kw_only=True):
     """A quantity over requests or sessions."""
 
     n: int
@@ -33,7 +33,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     max: float
 
 
-class ClassShare(msgspec.Struct, frozen=True, kw_only=True):
+class IdealClassShare(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of one class, by new tokens on one cache that never forgets."""
 
     name: str
@@ -68,7 +68,7 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
     """Variance over mean of the requests in a bin: 1 for a Poisson process, more for bursts."""
 
 
-class Anatomy(msgspec.Struct, frozen=True, kw_only=True):
+class TraceAnatomy(msgspec.Struct, frozen=True, kw_only=True):
     """What ``analyse workload`` found."""
 
     trace: str
@@ -76,30 +76,30 @@ class Anatomy(msgspec.Struct, frozen=True, kw_only=True):
     sessions: int | None
     """None: the trace names none."""
     subagent_requests: int
-    prompt_tokens: Spread
-    output_tokens: Spread
-    new_tokens: Spread
+    prompt_tokens: QuantitySpread
+    output_tokens: QuantitySpread
+    new_tokens: QuantitySpread
     prefill_share: float
     """Prompt tokens over prompt and output tokens."""
     computed_prefill_share: float
     """The same with new tokens only."""
-    classes: list[ClassShare]
+    classes: list[IdealClassShare]
     reuse: Reuse
-    turns: Spread | None
-    gap_s: Spread | None
+    turns: QuantitySpread | None
+    gap_s: QuantitySpread | None
     """Between the arrivals of a session's consecutive requests."""
-    gap_requests: Spread | None
+    gap_requests: QuantitySpread | None
     """The same, counted in requests of the trace: 1 is the very next."""
-    think_time_s: Spread | None
+    think_time_s: QuantitySpread | None
     arrivals: Arrivals
     model: str
     kv_bytes_per_token: float
-    kv_bytes: Spread
+    kv_bytes: QuantitySpread
     """Of a request's prompt and output."""
     notes: list[str]
 
 
-class Blocks:
+class SeenBlocks:
     """Which blocks were seen, and by which sessions; bounded by forgetting in two generations."""
 
     def __init__(self, remember: int) -> None:
@@ -154,7 +154,7 @@ class Blocks:
         return (block, session) in self._young_pairs or (block, session) in self._old_pairs
 
 
-class Columns:
+class RequestColumns:
     """Figures of every request, 8 bytes each."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class Columns:
 
 def columns(
     requests: Iterable[TraceRequest], block_tokens: int, remember_blocks: int = REMEMBER_BLOCKS
-) -> tuple[Columns, int, int, Blocks]:
+) -> tuple[RequestColumns, int, int, SeenBlocks]:
     """One pass over a trace in time order.
 
     Returns:
@@ -180,7 +180,7 @@ def columns(
     Raises:
         ValueError: requests are not in order of time.
     """
-    found, blocks = Columns(), Blocks(remember_blocks)
+    found, blocks = RequestColumns(), SeenBlocks(remember_blocks)
     last: dict[str, tuple[int, float, int, int]] = {}
     """By session: its number, the time and index of its last request, its turns."""
     subagents = 0
@@ -225,7 +225,7 @@ def anatomy(
     thresholds: ClassThresholds | None = None,
     remember_blocks: int = REMEMBER_BLOCKS,
     notes: Sequence[str] = (),
-) -> tuple[Anatomy, Columns]:
+) -> tuple[TraceAnatomy, RequestColumns]:
     """Everything about a trace, and the columns behind it.
 
     Args:
@@ -251,7 +251,7 @@ def anatomy(
     own = np.asarray(found.own_tokens, dtype=np.int64)
     new = prompt - cached
     hits = int(cached.sum())
-    result = Anatomy(
+    result = TraceAnatomy(
         trace=name,
         requests=int(prompt.size),
         sessions=sessions or None,
@@ -282,16 +282,16 @@ def anatomy(
     return result, found
 
 
-def spread(values: Any) -> Spread:
+def spread(values: Any) -> QuantitySpread:
     """Mean and quantiles of at least one value; quantiles are linear between order statistics."""
     data = np.asarray(values, dtype=float)
     p50, p90, p99 = np.quantile(data, (0.5, 0.9, 0.99))
-    return Spread(
+    return QuantitySpread(
         n=int(data.size), mean=float(data.mean()), p50=float(p50), p90=float(p90), p99=float(p99), max=float(data.max())
     )
 
 
-def _spread_or_none(values: Sequence[float]) -> Spread | None:
+def _spread_or_none(values: Sequence[float]) -> QuantitySpread | None:
     return spread(values) if len(values) else None
 
 
@@ -299,13 +299,13 @@ def _share(part: Any, whole: Any) -> float:
     return float(part) / float(whole) if whole else 0.0
 
 
-def _classes(new: Any, thresholds: ClassThresholds) -> list[ClassShare]:
+def _classes(new: Any, thresholds: ClassThresholds) -> list[IdealClassShare]:
     bounds = (0, thresholds.medium_tokens, thresholds.heavy_tokens, int(new.max()) + thresholds.heavy_tokens + 1)
     rows = []
     for name, low, high in zip(("WARM", "MEDIUM", "HEAVY"), bounds, bounds[1:], strict=False):
         chosen = new[(new >= low) & (new < high)]
         rows.append(
-            ClassShare(
+            IdealClassShare(
                 name=name,
                 requests=int(chosen.size),
                 request_share=chosen.size / new.size,

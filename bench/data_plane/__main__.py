@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from bench.data_plane.launches import LAUNCHES, StackError
-from bench.data_plane.measure import Record, memory_after, run
+from bench.data_plane.measure import DataPlaneRecord, memory_after, run
 from bench.data_plane.processes import ChildError
 from bench.data_plane.quantities import FULL, QUICK, SIZES, measurements
 from bench.data_plane.report.markdown import markdown
@@ -58,7 +58,7 @@ def main(
     """
     console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "160")))
     if table is not None:
-        record = msgspec.json.decode(table.read_bytes(), type=Record)
+        record = msgspec.json.decode(table.read_bytes(), type=DataPlaneRecord)
     else:
         scale = QUICK if quick else FULL
         chosen_sizes = _chosen(sizes, list(SIZES), "--sizes")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from bench.data_plane.load.client import Target
+from bench.data_plane.load.client import LoadTarget
 from bench.data_plane.peers import PEERS_BIN, peer_version
 
 HOST = "127.0.0.1"
@@ -49,7 +49,7 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-def warmroute(port: int, engines: Sequence[Target], folder: Path, profile: Path | None = None) -> Launch:
+def warmroute(port: int, engines: Sequence[LoadTarget], folder: Path, profile: Path | None = None) -> Launch:
     """Our proxy with every feature of a plain deployment: index, ledger, breakdown with its file, metrics, health."""
     config = folder / "warmroute.yaml"
     settings = {
@@ -89,7 +89,7 @@ def _peer(name: str) -> str:
     return str(program)
 
 
-def _vllm_router(policy: str, port: int, engines: Sequence[Target], folder: Path) -> Launch:
+def _vllm_router(policy: str, port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
     metrics_port = free_ports(1)[0]
     command = [
         _peer("vllm-router"),
@@ -104,17 +104,17 @@ def _vllm_router(policy: str, port: int, engines: Sequence[Target], folder: Path
     )
 
 
-def vllm_router_round_robin(port: int, engines: Sequence[Target], folder: Path) -> Launch:
+def vllm_router_round_robin(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
     """vLLM Router without looking at prompts."""
     return _vllm_router("round_robin", port, engines, folder)
 
 
-def vllm_router_cache_aware(port: int, engines: Sequence[Target], folder: Path) -> Launch:
+def vllm_router_cache_aware(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
     """vLLM Router's default: every text prompt is rendered to token ids by every engine."""
     return _vllm_router("cache_aware", port, engines, folder)
 
 
-def sglang_cache_aware(port: int, engines: Sequence[Target], folder: Path) -> Launch:
+def sglang_cache_aware(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
     """SGLang's gateway with its default policy."""
     command = [
         *(_peer("sglang-router"), "launch", "--host", HOST, "--port", str(port), "--policy", "cache_aware"),
@@ -163,7 +163,7 @@ http {{
 """
 
 
-def nginx(port: int, engines: Sequence[Target], folder: Path) -> Launch:
+def nginx(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
     """nginx, round robin over kept connections: what relaying alone costs."""
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
     if program is None:
@@ -178,7 +178,7 @@ def nginx(port: int, engines: Sequence[Target], folder: Path) -> Launch:
     )
 
 
-LAUNCHES: dict[str, Callable[[int, Sequence[Target], Path], Launch]] = {
+LAUNCHES: dict[str, Callable[[int, Sequence[LoadTarget], Path], Launch]] = {
     OURS: warmroute,
     "vllm-router-rr": vllm_router_round_robin,
     "vllm-router-ca": vllm_router_cache_aware,

@@ -19,9 +19,9 @@ from bench.data_plane import cpu
 from bench.data_plane.launches import OURS, NotInstalledError
 from bench.data_plane.load import prompts
 from bench.data_plane.load.client import COMPLETIONS
-from bench.data_plane.load.jobs import ClosedLoop, Workload
+from bench.data_plane.load.jobs import ClosedLoopJob, LoadWorkload
 from bench.data_plane.processes import LoadProcess, StubProcess
-from bench.data_plane.quantities import SIZES, Bench, Measurement, Sample, Scale, measurements, sampled
+from bench.data_plane.quantities import SIZES, Bench, Measurement, QuantitySample, Scale, measurements, sampled
 from bench.data_plane.stacks import DIRECT, Stack, machine, start
 
 NUMBERS_PER_ROUND = 100_000_000
@@ -32,7 +32,7 @@ RENDERS = 20
 Progress = Callable[[str], None]
 
 
-class Record(msgspec.Struct, kw_only=True):
+class DataPlaneRecord(msgspec.Struct, kw_only=True):
     """All that a run leaves, as it is written to JSON."""
 
     kind: str = "data_plane"
@@ -46,7 +46,7 @@ class Record(msgspec.Struct, kw_only=True):
     left_out: dict[str, str] = {}
     """Name -> why it was not measured."""
     machine: dict[str, Any]
-    samples: list[Sample]
+    samples: list[QuantitySample]
     evidence: dict[str, list[str]] = {}
     """Stack -> lines of its metrics at the end."""
     idle_cpu_ms_per_s: dict[str, float]
@@ -93,7 +93,7 @@ def run(
     only_measurements: Sequence[str] = (),
     profile: Path | None = None,
     progress: Progress = lambda line: None,
-) -> Record:
+) -> DataPlaneRecord:
     """Measure these stacks in ``rounds`` shuffled rounds.
 
     Raises:
@@ -120,7 +120,7 @@ def run(
             owned.callback(stack.stop)
             stacks.append(stack)
             progress(f"{name} serves: {stack.note}")
-        record = Record(
+        record = DataPlaneRecord(
             seed=seed,
             rounds=rounds,
             sizes=sizes,
@@ -154,11 +154,11 @@ def run(
     return record
 
 
-def _sampled(bench: Bench, stack: Stack, measurement: Measurement, round_number: int, first: int) -> Sample:
+def _sampled(bench: Bench, stack: Stack, measurement: Measurement, round_number: int, first: int) -> QuantitySample:
     return sampled(bench, stack, measurement, round_number, first, os.getloadavg()[0])
 
 
-def _line(sample: Sample, rounds: int) -> str:
+def _line(sample: QuantitySample, rounds: int) -> str:
     values = ", ".join(f"{name} {value:.3g}" for name, value in sample.values.items())
     wrong = sum(sample.errors.values())
     errors = f"  [{wrong} errors: {next(iter(sample.errors))[:80]}]" if wrong else ""
@@ -167,7 +167,7 @@ def _line(sample: Sample, rounds: int) -> str:
 
 def memory_after(
     names: Sequence[str], prompts_sent: int, seed: int, progress: Progress = lambda line: None
-) -> list[Sample]:
+) -> list[QuantitySample]:
     """Resident memory of each stack, started anew, after this many distinct prompts of 130 KB.
 
     Raises:
@@ -190,9 +190,9 @@ def memory_after(
                 continue  # the run before has said so
             owned.callback(stack.stop)
             before = stack.rss_bytes()
-            work = Workload(kind="text", seed=seed, size_bytes=SIZES["130k"], events=4)
-            result = load.run(ClosedLoop(targets=stack.targets, workload=work, concurrency=8, requests=prompts_sent))
-            sample = Sample(
+            work = LoadWorkload(kind="text", seed=seed, size_bytes=SIZES["130k"], events=4)
+            result = load.run(ClosedLoopJob(targets=stack.targets, workload=work, concurrency=8, requests=prompts_sent))
+            sample = QuantitySample(
                 round=0,
                 stack=name,
                 measurement="memory",

@@ -12,8 +12,8 @@ from typing import Any, Self
 import httpx
 import msgspec
 
-from bench.data_plane.load.client import Target
-from bench.data_plane.load.jobs import Job, Result
+from bench.data_plane.load.client import LoadTarget
+from bench.data_plane.load.jobs import JobResult, LoadJob
 
 STOP_GRACE_S = 5.0
 
@@ -60,7 +60,7 @@ class StubProcess(_Child):
     def __init__(self, engines: int = 8) -> None:
         super().__init__("bench.data_plane.stub.server", str(engines))
         said = json.loads(self._line())
-        self.engines = [Target("127.0.0.1", port) for port in said["ports"]]
+        self.engines = [LoadTarget("127.0.0.1", port) for port in said["ports"]]
         self._control = f"http://127.0.0.1:{said['control_port']}/stub/"
 
     def settings(self, **settings: Any) -> None:
@@ -95,9 +95,9 @@ class LoadProcess(_Child):
     def __init__(self) -> None:
         super().__init__("bench.data_plane.load.generator")
 
-    def run(self, job: Job) -> Result:
+    def run(self, job: LoadJob) -> JobResult:
         """Do one job. Raises ChildError."""
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(job) + b"\n")
         self._process.stdin.flush()
-        return msgspec.json.decode(self._line(), type=Result)
+        return msgspec.json.decode(self._line(), type=JobResult)

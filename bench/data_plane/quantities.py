@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from bench.data_plane import cpu
-from bench.data_plane.load.jobs import Aborts, ClosedLoop, Paired, Result, Streams, Workload
+from bench.data_plane.load.jobs import Aborts, ClosedLoopJob, JobResult, LoadWorkload, Paired, Streams
 from bench.data_plane.load.prompts import SESSION_TURNS
 from bench.data_plane.processes import LoadProcess, StubProcess
 from bench.data_plane.stacks import DIRECT, Stack
@@ -76,7 +76,7 @@ class Bench(msgspec.Struct, kw_only=True):
     """Stack -> CPU seconds per second while nothing is asked of it."""
 
 
-class Sample(msgspec.Struct, kw_only=True):
+class QuantitySample(msgspec.Struct, kw_only=True):
     """One measurement of one stack in one round."""
 
     round: int
@@ -85,7 +85,7 @@ class Sample(msgspec.Struct, kw_only=True):
     values: dict[str, float]
     """Quantity -> value; quantities that could not be measured are missing, and ``errors`` says why."""
     errors: dict[str, int]
-    result: Result | None = None
+    result: JobResult | None = None
     stub_cpu_s: float = 0.0
     load_average: float = 0.0
 
@@ -95,21 +95,21 @@ class Measurement(msgspec.Struct, kw_only=True, frozen=True):
 
     name: str
     stub: dict[str, Any]
-    run: Callable[[Bench, Stack, int], tuple[dict[str, float], Result]]
+    run: Callable[[Bench, Stack, int], tuple[dict[str, float], JobResult]]
     """Bench, stack, number of the first request -> figures and the raw result."""
     direct: bool = True
     """Also of use straight to the engines, as the harness's own ceiling."""
 
 
-def _workload(bench: Bench, name: str, events: int = 80) -> Workload:
+def _workload(bench: Bench, name: str, events: int = 80) -> LoadWorkload:
     if name == "sessions":
-        return Workload(kind="sessions", seed=bench.seed, events=events)
+        return LoadWorkload(kind="sessions", seed=bench.seed, events=events)
     if name == "ids":
-        return Workload(kind="ids", seed=bench.seed, size_bytes=IDS_BYTES, events=events)
-    return Workload(kind="text", seed=bench.seed, size_bytes=SIZES[name], events=events)
+        return LoadWorkload(kind="ids", seed=bench.seed, size_bytes=IDS_BYTES, events=events)
+    return LoadWorkload(kind="text", seed=bench.seed, size_bytes=SIZES[name], events=events)
 
 
-def _busy_s(bench: Bench, stack: Stack, result: Result) -> float:
+def _busy_s(bench: Bench, stack: Stack, result: JobResult) -> float:
     """CPU seconds less what the stack would have used idling."""
     return max(0.0, result.cpu_s - bench.idle.get(stack.name, 0.0) * result.seconds)
 
@@ -117,10 +117,10 @@ def _busy_s(bench: Bench, stack: Stack, result: Result) -> float:
 def cpu_per_request(workload: str) -> Measurement:
     """CPU of the router per request, at modest concurrency."""
 
-    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], Result]:
+    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         scale = bench.scale
         result = bench.load.run(
-            ClosedLoop(
+            ClosedLoopJob(
                 targets=stack.targets,
                 workload=_workload(bench, workload),
                 first=first,
@@ -143,7 +143,7 @@ def cpu_per_request(workload: str) -> Measurement:
 def added_ttft(workload: str) -> Measurement:
     """What the router adds to the time to the first event, one request at a time."""
 
-    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], Result]:
+    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         result = bench.load.run(
             Paired(
                 targets=stack.targets,
@@ -167,10 +167,10 @@ def added_ttft(workload: str) -> Measurement:
 def max_rate() -> Measurement:
     """Requests per second with all cores busy: router, engines and load generator share them."""
 
-    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], Result]:
+    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         scale = bench.scale
         result = bench.load.run(
-            ClosedLoop(
+            ClosedLoopJob(
                 targets=stack.targets,
                 workload=_workload(bench, "130k"),
                 first=first,
@@ -194,7 +194,7 @@ def cpu_per_event(scale: Scale) -> Measurement:
     # The window, what comes before and after it, and half a second for streams that begin late.
     events = round((scale.window_s + STREAM_SETTLE_S + 1.3) * STREAM_RATE)
 
-    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], Result]:
+    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         result = bench.load.run(
             Streams(
                 targets=stack.targets,
@@ -216,11 +216,11 @@ def cpu_per_event(scale: Scale) -> Measurement:
 def many_streams() -> Measurement:
     """512 streams at once, each of two seconds."""
 
-    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], Result]:
+    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         scale = bench.scale
-        work = Workload(kind="text", seed=bench.seed, size_bytes=STREAM_512_BYTES)
+        work = LoadWorkload(kind="text", seed=bench.seed, size_bytes=STREAM_512_BYTES)
         result = bench.load.run(
-            ClosedLoop(
+            ClosedLoopJob(
                 targets=stack.targets,
                 workload=work,
                 first=first,
@@ -242,7 +242,7 @@ def abort_latency(after_event: bool) -> Measurement:
     kind = "stream" if after_event else "prefill"
     stub = {"events_per_s": 50.0, "first_event_delay_s": 0.02 if after_event else PREFILL_S, "records": True}
 
-    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], Result]:
+    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         result = bench.load.run(
             Aborts(
                 targets=stack.targets,
@@ -286,7 +286,9 @@ def measurements(scale: Scale, sizes: list[str]) -> list[Measurement]:
     ]
 
 
-def sampled(bench: Bench, stack: Stack, measurement: Measurement, round_number: int, first: int, load: float) -> Sample:
+def sampled(
+    bench: Bench, stack: Stack, measurement: Measurement, round_number: int, first: int, load: float
+) -> QuantitySample:
     """Run one measurement. The engines are set first; what they refused counts as an error, too."""
     bench.stub.settings(**measurement.stub)
     before_s = cpu.cpu_s([bench.stub.pid])
@@ -296,7 +298,7 @@ def sampled(bench: Bench, stack: Stack, measurement: Measurement, round_number: 
     errors = dict(result.errors) | {f"engine refused {what}": count for what, count in report["refused"].items()}
     if report["pipelined"]:
         errors["requests pipelined to an engine"] = report["pipelined"]
-    return Sample(
+    return QuantitySample(
         round=round_number,
         stack=stack.name,
         measurement=measurement.name,

@@ -16,7 +16,7 @@ import psutil
 
 from bench.data_plane import cpu
 from bench.data_plane.launches import HOST, LAUNCHES, OURS, StackError, free_ports, warmroute
-from bench.data_plane.load.client import Target
+from bench.data_plane.load.client import LoadTarget
 from bench.data_plane.stub.answers import MODEL
 
 READY_TIMEOUT_S = 60.0
@@ -32,7 +32,7 @@ class Stack:
     """A stack that serves."""
 
     name: str
-    targets: list[Target]
+    targets: list[LoadTarget]
     note: str = ""
     process: subprocess.Popen[bytes] | None = None
     pids: list[int] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Stack:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def start(name: str, engines: list[Target], folder: Path, profile: Path | None = None) -> Stack:
+def start(name: str, engines: list[LoadTarget], folder: Path, profile: Path | None = None) -> Stack:
     """Start one stack and wait until a request through it is answered.
 
     Raises:
@@ -95,7 +95,9 @@ def start(name: str, engines: list[Target], folder: Path, profile: Path | None =
         process = subprocess.Popen(
             launch.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    stack = Stack(name=name, targets=[Target(HOST, port)], note=launch.note, process=process, metrics=launch.evidence)
+    stack = Stack(
+        name=name, targets=[LoadTarget(HOST, port)], note=launch.note, process=process, metrics=launch.evidence
+    )
     if profile is not None:
         # Profilers write on an interrupt; a SIGTERM would end them as they are.
         stack.endings = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)

@@ -35,7 +35,7 @@ TOLERANCE = 0.05
 """Of TTFT p50 and p90: what the two sides are held to."""
 
 
-class Side(NamedTuple):
+class MeasuredSide(NamedTuple):
     """One side's figures, engine seconds."""
 
     requests: int
@@ -47,7 +47,7 @@ class Side(NamedTuple):
     hit_rate: float
 
 
-class Comparison(NamedTuple):
+class RealTimeComparison(NamedTuple):
     """Both sides of one run."""
 
     trace: str
@@ -56,9 +56,9 @@ class Comparison(NamedTuple):
     instances: int
     clock_scale: float
     time_scale: float
-    real: Side
-    virtual: Side
-    placed: Side
+    real: MeasuredSide
+    virtual: MeasuredSide
+    placed: MeasuredSide
     """Virtual, with the times and instances of the real run."""
     same_instance: int
     """Requests that went to the same instance in ``real`` and ``virtual``."""
@@ -97,7 +97,7 @@ def compare(
     instances: int,
     folder: Path,
     overrides: list[str],
-) -> Comparison:
+) -> RealTimeComparison:
     """Run both sides; the real one leaves its records in ``folder``.
 
     Raises:
@@ -110,7 +110,7 @@ def compare(
     virtual = virtual_run(trace, plan, clock_scale, fleet)
     placed = {record.request_id: record.instance for record in virtual.records}
     same = sum(record.instance == placed[record.request_id] for record in result.run.records)
-    return Comparison(
+    return RealTimeComparison(
         trace.name,
         name,
         profile,
@@ -140,7 +140,7 @@ def virtual_run(trace: Trace, plan: PlanOptions, clock_scale: float, fleet: Flee
     return simulate(trace, options, make_routing(fleet.proxy["policy"]["name"], {})).run
 
 
-def _placed(folder: Path, trace: Trace, fleet: FleetFile) -> Side:
+def _placed(folder: Path, trace: Trace, fleet: FleetFile) -> MeasuredSide:
     """The real run's requests in virtual time, sent when and where they were sent."""
     recording = read_recording(folder, trace)
     outcomes = resimulate(recording, fleet.sim.profile, None, fleet.sim.kv_capacity_tokens)
@@ -152,7 +152,7 @@ def _placed(folder: Path, trace: Trace, fleet: FleetFile) -> Side:
     return side(records)
 
 
-def side(records: list[RequestRecord]) -> Side:
+def side(records: list[RequestRecord]) -> MeasuredSide:
     """The figures of one side."""
     done = [record for record in records if record.ok]
 
@@ -161,7 +161,7 @@ def side(records: list[RequestRecord]) -> Side:
         return float(np.quantile([value for value in values if value is not None], share))
 
     prompt = sum(record.prompt_tokens or 0 for record in done)
-    return Side(
+    return MeasuredSide(
         len(records),
         len(done),
         quantile("ttft_s", 0.5),
@@ -188,7 +188,7 @@ def table(kept: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _row(what: str, shown: Side, real: Side) -> str:
+def _row(what: str, shown: MeasuredSide, real: MeasuredSide) -> str:
     cells = []
     for name, scale, digits, unit in (
         ("ttft_p50_s", 1.0, 3, "s"),
@@ -202,13 +202,13 @@ def _row(what: str, shown: Side, real: Side) -> str:
     return f"| {what} | {shown.ok}/{shown.requests} | {' | '.join(cells)} | {shown.hit_rate:.3f} |"
 
 
-def from_json(values: dict[str, Any]) -> Comparison:
-    """A comparison as ``Comparison._asdict`` wrote it."""
-    sides = {name: Side(**values[name]) for name in ("real", "virtual", "placed")}
-    return Comparison(**{**values, **sides})
+def from_json(values: dict[str, Any]) -> RealTimeComparison:
+    """A comparison as ``RealTimeComparison._asdict`` wrote it."""
+    sides = {name: MeasuredSide(**values[name]) for name in ("real", "virtual", "placed")}
+    return RealTimeComparison(**{**values, **sides})
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
+def to_json(comparison: RealTimeComparison) -> dict[str, Any]:
     """JSON-ready."""
     sides = {name: getattr(comparison, name)._asdict() for name in ("real", "virtual", "placed")}
     return comparison._asdict() | sides

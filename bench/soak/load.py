@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from bench.soak.plan import SoakPlan
-from bench.soak.requests import Known, text_of_choice
+from bench.soak.requests import KnownRequest, text_of_choice
 
 TOLD = {429, 502, 503, 504}
 """Statuses that tell a client of a failure it may retry."""
@@ -41,7 +41,7 @@ class Seen:
 class Clients:
     """``plan.streams`` workers."""
 
-    def __init__(self, url: str, known: list[Known], plan: SoakPlan) -> None:
+    def __init__(self, url: str, known: list[KnownRequest], plan: SoakPlan) -> None:
         self._url = url
         self._known = known
         self._plan = plan
@@ -87,7 +87,7 @@ class Clients:
         self.seen.left_ids.add(request_id)
         self.seen.ends["left"] += 1
 
-    async def _visit(self, session: aiohttp.ClientSession, known: Known, request_id: str, stream: bool) -> str:
+    async def _visit(self, session: aiohttp.ClientSession, known: KnownRequest, request_id: str, stream: bool) -> str:
         headers = {"x-request-id": request_id, "x-session-id": known.session_id}
         body = {**known.body, "stream": True} if stream else known.body
         try:

@@ -15,7 +15,7 @@ from bench.soak.processes import MODEL, SoakError
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownRequest:
     """A request and the text every engine answers it with."""
 
     path: str
@@ -32,7 +32,7 @@ def text_of_choice(choice: dict[str, Any]) -> str:
     return str(choice.get("text") or "")
 
 
-async def known_requests(session: aiohttp.ClientSession, engine_url: str, plan: SoakPlan) -> list[Known]:
+async def known_requests(session: aiohttp.ClientSession, engine_url: str, plan: SoakPlan) -> list[KnownRequest]:
     """Draw the requests and ask an engine for their answers, without the proxy.
 
     Raises:
@@ -51,12 +51,12 @@ async def known_requests(session: aiohttp.ClientSession, engine_url: str, plan: 
         else:
             asked.append(("/v1/completions", {**limit, "prompt": f"{history} {tail}"}, session_id))
 
-    async def ask(path: str, body: dict[str, Any], session_id: str) -> Known:
+    async def ask(path: str, body: dict[str, Any], session_id: str) -> KnownRequest:
         async with session.post(engine_url + path, json=body) as answer:
             content = await answer.read()
             if answer.status != 200:
                 raise SoakError(f"{engine_url}{path} answered {answer.status}: {content[:200]!r}")
-        return Known(path, body, text_of_choice(msgspec.json.decode(content)["choices"][0]), session_id)
+        return KnownRequest(path, body, text_of_choice(msgspec.json.decode(content)["choices"][0]), session_id)
 
     return list(await asyncio.gather(*(ask(*one) for one in asked)))
 

@@ -15,8 +15,8 @@ from bench.soak.load import Clients
 from bench.soak.plan import SoakPlan
 from bench.soak.processes import Reaper, SoakError, engine_process, free_port, proxy_process, stop, until_ready
 from bench.soak.requests import known_requests
-from bench.soak.samples import Sample, Sampler
-from bench.soak.verdict import Figures, breakdown_ids, figures, violations
+from bench.soak.samples import ProcessSample, Sampler
+from bench.soak.verdict import SoakTrends, breakdown_ids, figures, violations
 from launch.processes import ManagedProcess
 
 _IDLE_S = 4.0
@@ -36,11 +36,11 @@ class SoakResult(msgspec.Struct):
     kills: int
     outcomes: dict[str, int]
     """By the proxy's count."""
-    figures: Figures
+    figures: SoakTrends
     stats: dict[str, Any]
     violations: list[str]
     wrong: list[str]
-    samples: list[Sample]
+    samples: list[ProcessSample]
 
 
 async def soak(plan: SoakPlan, folder: Path) -> SoakResult:

@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 
 from bench.tournament.attained import OVERLOAD, attained
-from bench.tournament.capacity import Work, pace, saturation, work_of
+from bench.tournament.capacity import MeanWork, pace, saturation, work_of
 from bench.tournament.hotset import REFERENCE_LOAD, hot_set_tokens, pool_tokens
-from bench.tournament.results import Cell, Result, Sample, TraceFacts, sources_digest
-from bench.tournament.settings import Settings, TournamentError, TraceRule
+from bench.tournament.results import EntrantResult, GridCell, MetricSample, TraceFacts, sources_digest
+from bench.tournament.settings import TournamentError, TournamentSettings, TraceRule
 from bench.tournament.timeline import Calls, Timeline, calls_of, timeline
 from bench.tournament.traces import find_traces, load_one
-from bench.tournament.workload import Workload, build
+from bench.tournament.workload import CellWorkload, build
 from policies.routing.base import RoutingPolicy
 from replayer.bootstrap import FloatArray, SessionBootstrap
 from replayer.formats.source import file_sha256
@@ -35,7 +35,7 @@ _DIGITS = 6
 class Ground:
     """A trace with its saturation and hot set."""
 
-    def __init__(self, path: Path, rule: TraceRule, settings: Settings, profile: HardwareProfile) -> None:
+    def __init__(self, path: Path, rule: TraceRule, settings: TournamentSettings, profile: HardwareProfile) -> None:
         self.path = path
         self.rule = rule
         self._settings = settings
@@ -53,7 +53,7 @@ class Ground:
         return file_sha256(self.path)
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> MeanWork:
         """Its average request."""
         return work_of(self.trace, self._profile)
 
@@ -100,15 +100,15 @@ class Ground:
         )
 
 
-class Stage:
+class PreparedCell:
     """One cell with one seed: equal requests, pool and noise for every policy that plays on it."""
 
     def __init__(
         self,
-        cell: Cell,
+        cell: GridCell,
         seed: int,
-        settings: Settings,
-        workload: Workload,
+        settings: TournamentSettings,
+        workload: CellWorkload,
         plan: Plan,
         options: SimOptions,
         made_of: str,
@@ -134,7 +134,7 @@ class Stage:
         """Every request's record, warming ones too, in the order in which they ended."""
         return simulate(self.workload.trace, self.options, policy, plan=self.plan).run.records
 
-    def play(self, policy: RoutingPolicy, label: str, digest: str = "") -> Result:
+    def play(self, policy: RoutingPolicy, label: str, digest: str = "") -> EntrantResult:
         """Simulate a policy and keep what the tables need.
 
         Args:
@@ -152,7 +152,7 @@ class Stage:
         e2e = _column([None if record is None or not record.ok else record.e2e_s for record in judged])
         tpot = [record.tpot_s for record in good if record.tpot_s is not None]
         prompt = sum(record.prompt_tokens or 0 for record in good)
-        return Result(
+        return EntrantResult(
             cell=self.cell,
             seed=self.seed,
             label=label,
@@ -170,10 +170,10 @@ class Stage:
             apc=_rounded(sum(record.cached_tokens or 0 for record in good) / prompt) if prompt else 0.0,
         )
 
-    def _sample(self, values: FloatArray, level: float) -> Sample:
+    def _sample(self, values: FloatArray, level: float) -> MetricSample:
         keep = np.ones(values.size, dtype=np.bool_)
         resampled = self._bootstrap.quantiles(values, keep, np.array([level]))[:, 0]
-        return Sample(
+        return MetricSample(
             value=_rounded(float(np.quantile(values, level))), resampled=[_rounded(each) for each in resampled.tolist()]
         )
 
@@ -181,7 +181,7 @@ class Stage:
 class Arena:
     """The traces of a folder, and stages made from them."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, settings: TournamentSettings, folder: Path) -> None:
         self.settings = settings
         self.profile = load_profile(settings.profile)
         self.grounds = {
@@ -200,7 +200,7 @@ class Arena:
             raise TournamentError(f"no trace {trace!r}; known: {', '.join(sorted(self.grounds))}")
         return self.grounds[trace]
 
-    def stage(self, cell: Cell, seed: int) -> Stage:
+    def stage(self, cell: GridCell, seed: int) -> PreparedCell:
         """Make a cell ready."""
         ground = self.ground(cell.trace)
         sizes = self.settings.sizes
@@ -218,7 +218,7 @@ class Arena:
             label=str(cell),
         )
         plan = make_plan(workload.trace, options.plan)
-        return Stage(cell, seed, self.settings, workload, plan, options, self.made_of(cell.trace, cell, seed))
+        return PreparedCell(cell, seed, self.settings, workload, plan, options, self.made_of(cell.trace, cell, seed))
 
     def made_of(self, trace: str, *more: object) -> str:
         """Digest of all that decides an outcome on a trace but the policy; ``more`` are cell and seed, or the like."""

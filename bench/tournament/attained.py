@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from bench.tournament.capacity import mean_work, saturation
-from bench.tournament.settings import Settings
+from bench.tournament.settings import TournamentSettings
 from bench.tournament.timeline import Timeline
 from bench.tournament.workload import build
 from policies.routing.round_robin import RoundRobin
@@ -24,7 +24,7 @@ COUNTED = (0.2, 0.8)
 """Part of the time in which requests come during which those that end are counted."""
 
 
-def attained(line: Timeline, rate: float, settings: Settings, profile: HardwareProfile) -> float:
+def attained(line: Timeline, rate: float, settings: TournamentSettings, profile: HardwareProfile) -> float:
     """Throughput of one overloaded instance over the saturation accounted for the very requests that it finished.
 
     Args:

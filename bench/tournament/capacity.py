@@ -37,7 +37,7 @@ BUSIEST = 0.9
 """Share of saturation beyond which the nominal pace gets no slower."""
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class MeanWork(msgspec.Struct, frozen=True, kw_only=True):
     """The average request of a trace as an engine sees it, with a prefix cache that never forgets."""
 
     new_tokens: float
@@ -59,7 +59,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between two tokens of one stream, other requests' prefills included."""
 
 
-def work_of(trace: Trace, profile: HardwareProfile) -> Work:
+def work_of(trace: Trace, profile: HardwareProfile) -> MeanWork:
     """The average request of a trace."""
     hits = cached_tokens(trace.requests, trace.block_tokens, lambda _index, _request: 0)
     return mean_work(
@@ -67,7 +67,7 @@ def work_of(trace: Trace, profile: HardwareProfile) -> Work:
     )
 
 
-def mean_work(requests: Iterable[tuple[int, int, int]], profile: HardwareProfile) -> Work:
+def mean_work(requests: Iterable[tuple[int, int, int]], profile: HardwareProfile) -> MeanWork:
     """The average of requests given as (prompt tokens, of these cached, output tokens)."""
     new, chunks, chunk_s, output, context = [], [], [], [], []
     for prompt, hit, generated in requests:
@@ -79,7 +79,7 @@ def mean_work(requests: Iterable[tuple[int, int, int]], profile: HardwareProfile
         chunk_s.append(profile.timing.chunk(fresh, cached))
         output.append(tokens)
         context.append(tokens * (prompt + tokens / 2))
-    return Work(
+    return MeanWork(
         new_tokens=float(np.mean(new)),
         chunks=float(np.mean(chunks)),
         chunk_s=float(np.mean(chunk_s)),
@@ -88,7 +88,7 @@ def mean_work(requests: Iterable[tuple[int, int, int]], profile: HardwareProfile
     )
 
 
-def busy_s(work: Work, profile: HardwareProfile, streams: float) -> float:
+def busy_s(work: MeanWork, profile: HardwareProfile, streams: float) -> float:
     """Seconds of an instance's time for one average request while ``streams`` requests run; see above."""
     timing: StepTiming = profile.timing
     attention_s: float = timing.decode_context_s * streams * work.context_tokens
@@ -100,12 +100,12 @@ def busy_s(work: Work, profile: HardwareProfile, streams: float) -> float:
     return prefill_s + mixed * (timing.mixed_stream_s * streams + attention_s) + (steps - mixed) * decode_s
 
 
-def saturation(work: Work, profile: HardwareProfile) -> float:
+def saturation(work: MeanWork, profile: HardwareProfile) -> float:
     """Requests per second and instance at which the offered work equals the capacity."""
     return 1.0 / busy_s(work, profile, float(profile.max_num_seqs))
 
 
-def pace(work: Work, profile: HardwareProfile, load: float) -> Pace:
+def pace(work: MeanWork, profile: HardwareProfile, load: float) -> Pace:
     """How an instance works at a share of saturation, `BUSIEST` at most; with one stream at least."""
     rate = min(load, BUSIEST) * saturation(work, profile)
     streams = _root(lambda b: 1.0 / busy_s(work, profile, b) - rate, 1.0, float(profile.max_num_seqs))

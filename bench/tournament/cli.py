@@ -18,10 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.tournament.arena import Arena
 from bench.tournament.entrants import Entrant, ablation_label, ablations, field_of
 from bench.tournament.jobs import Done, jobs_of, play_all
-from bench.tournament.judge import Figures
-from bench.tournament.results import Cell, Result, Store
-from bench.tournament.settings import CONFIG, Grid, Settings, TournamentError, check_grid, read_settings
-from bench.tournament.tables import BEGIN, END, Made, Report, markdown
+from bench.tournament.judge import CellFigures
+from bench.tournament.results import EntrantResult, GridCell, Store
+from bench.tournament.settings import CONFIG, Grid, TournamentError, TournamentSettings, check_grid, read_settings
+from bench.tournament.tables import BEGIN, END, Made, TournamentReport, markdown
 from replayer.trace import TraceError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +126,7 @@ def _chosen(given: str, known: Sequence[str]) -> list[str]:
 
 
 def _play(
-    settings: Settings,
+    settings: TournamentSettings,
     grid: Grid,
     folder: Path,
     traces: str,
@@ -175,8 +175,13 @@ def _tell_cost(spent: dict[int, list[Done]], console: Console) -> None:
 
 
 def _report(
-    store: Store, settings: Settings, names: list[str], entrants: list[Entrant], variants: list[Entrant], folds: bool
-) -> Report:
+    store: Store,
+    settings: TournamentSettings,
+    names: list[str],
+    entrants: list[Entrant],
+    variants: list[Entrant],
+    folds: bool,
+) -> TournamentReport:
     field = [entrant.label for entrant in entrants]
     found = _kept(store, settings.grid, names, field)
     with_variants = found
@@ -187,24 +192,24 @@ def _report(
         made = msgspec.json.decode((store.folder / _MADE).read_bytes(), type=Made)
     except OSError as error:
         raise TournamentError(f"cannot read {store.folder / _MADE}: run without --only-tables once") from error
-    return Report(
+    return TournamentReport(
         made=made,
         facts=store.read_facts(),
-        figures=[Figures(cell, results) for cell, results in found.items()],
+        figures=[CellFigures(cell, results) for cell, results in found.items()],
         field=field,
         subject=settings.subject,
         ideas={idea: ablation_label(settings, idea) for idea in settings.ablations} if variants else {},
-        ablation_figures=[Figures(cell, results) for cell, results in with_variants.items()],
+        ablation_figures=[CellFigures(cell, results) for cell, results in with_variants.items()],
         with_folds=folds,
     )
 
 
-def _kept(store: Store, grid: Grid, names: list[str], labels: list[str]) -> dict[Cell, list[Result]]:
+def _kept(store: Store, grid: Grid, names: list[str], labels: list[str]) -> dict[GridCell, list[EntrantResult]]:
     """The results of every cell; all there, and all made by the same simulator."""
-    found: dict[Cell, list[Result]] = {}
+    found: dict[GridCell, list[EntrantResult]] = {}
     missing: list[str] = []
     for trace, load, pool, fleet in product(names, grid.loads, grid.pools, grid.fleets):
-        cell = Cell(trace=trace, load=load, pool=pool, fleet=fleet)
+        cell = GridCell(trace=trace, load=load, pool=pool, fleet=fleet)
         for label, seed in product(labels, grid.seeds):
             result = store.read(cell, seed, label)
             if result is None:
@@ -237,7 +242,12 @@ def _show(text: str, table: Path | None, console: Console) -> None:
 
 
 def _command(
-    policies: list[str] | None, traces: str, grid: Grid, settings: Settings, with_ablations: bool, with_folds: bool
+    policies: list[str] | None,
+    traces: str,
+    grid: Grid,
+    settings: TournamentSettings,
+    with_ablations: bool,
+    with_folds: bool,
 ) -> str:
     words = ["python -m bench.tournament"]
     for text in policies or []:

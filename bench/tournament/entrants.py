@@ -16,7 +16,7 @@ import msgspec
 import yaml
 
 from bench.tournament.results import costs_digest
-from bench.tournament.settings import Settings, TournamentError
+from bench.tournament.settings import TournamentError, TournamentSettings
 from policies.registry import PolicyParameterError, make_routing, routing_policies
 from policies.routing.base import RoutingPolicy
 
@@ -141,7 +141,7 @@ def field_of(texts: Sequence[str]) -> list[Entrant]:
     return sorted(entrants, key=lambda entrant: entrant.label)
 
 
-def ablations(settings: Settings) -> list[Entrant]:
+def ablations(settings: TournamentSettings) -> list[Entrant]:
     """The subject with each of its ideas switched off.
 
     Raises:
@@ -158,6 +158,6 @@ def ablations(settings: Settings) -> list[Entrant]:
     return made
 
 
-def ablation_label(settings: Settings, idea: str) -> str:
+def ablation_label(settings: TournamentSettings, idea: str) -> str:
     """What the subject without an idea is called."""
     return f"{settings.subject} without {idea}"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from bench.tournament.judge import METRICS, Figures, Standing, Verdict
+from bench.tournament.judge import METRICS, CellFigures, CellStanding, Standing
 from bench.tournament.ranking import Rank, rank
 
 
@@ -26,7 +26,7 @@ class Fold(msgspec.Struct, frozen=True, kw_only=True):
     """Its standing on this family."""
 
 
-def in_place(figures: Sequence[Figures], field: Sequence[str], variant: str, subject: str) -> list[Verdict]:
+def in_place(figures: Sequence[CellFigures], field: Sequence[str], variant: str, subject: str) -> list[CellStanding]:
     """A variant's verdicts in every cell that has it, standing in the subject's place."""
     others = [label for label in field if label != subject]
     found = []
@@ -37,7 +37,7 @@ def in_place(figures: Sequence[Figures], field: Sequence[str], variant: str, sub
     return found
 
 
-def folds(verdicts: Mapping[str, Sequence[Verdict]], families: Mapping[str, str]) -> list[Fold]:
+def folds(verdicts: Mapping[str, Sequence[CellStanding]], families: Mapping[str, str]) -> list[Fold]:
     """Leave one family out: choose among variants on the others, report on it.
 
     Args:
@@ -71,7 +71,7 @@ class Ablation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ablation(
-    figures: Sequence[Figures], field: Sequence[str], idea: str, variant: str, subject: str
+    figures: Sequence[CellFigures], field: Sequence[str], idea: str, variant: str, subject: str
 ) -> Ablation | None:
     """What an idea earns; None where the variant was not played."""
     verdicts = in_place(figures, field, variant, subject)

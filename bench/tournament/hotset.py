@@ -15,7 +15,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.tournament.timeline import Session, Timeline
+from bench.tournament.timeline import NominalSession, Timeline
 
 REFERENCE_LOAD = 0.8
 """Share of saturation at which the hot set is taken."""
@@ -67,7 +67,7 @@ def _blocks_alive(line: Timeline, cycle_s: float, now_s: float) -> int:
     return int(np.unique(np.concatenate(chunks)).size) if chunks else 0
 
 
-def _blocks(session: Session, age_s: float, offset: int, block_tokens: int) -> NDArray[np.int64]:
+def _blocks(session: NominalSession, age_s: float, offset: int, block_tokens: int) -> NDArray[np.int64]:
     """Full blocks of the last turn due at an age; those of another repetition are others unless they are common."""
     turn = max((each for each in session.turns if each.due_s <= age_s), key=lambda each: each.due_s)
     full = min(turn.request.input_length // block_tokens, len(turn.ids))

@@ -16,21 +16,21 @@ import msgspec
 
 from bench.tournament.arena import Arena
 from bench.tournament.entrants import Entrant
-from bench.tournament.results import Cell, Store
-from bench.tournament.settings import Grid, Settings
+from bench.tournament.results import GridCell, Store
+from bench.tournament.settings import Grid, TournamentSettings
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class CellJob(msgspec.Struct, frozen=True, kw_only=True):
     """One cell with one seed, for all entrants: they share its preparation."""
 
-    cell: Cell
+    cell: GridCell
     seed: int
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a job."""
 
-    job: Job
+    job: CellJob
     played: int
     """Simulations run."""
     kept: int
@@ -40,10 +40,10 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float
 
 
-def jobs_of(grid: Grid, traces: Sequence[str]) -> list[Job]:
+def jobs_of(grid: Grid, traces: Sequence[str]) -> list[CellJob]:
     """All jobs, those that take longest first, so that none is left over at the end."""
     jobs = [
-        Job(cell=Cell(trace=trace, load=load, pool=pool, fleet=fleet), seed=seed)
+        CellJob(cell=GridCell(trace=trace, load=load, pool=pool, fleet=fleet), seed=seed)
         for trace in sorted(traces)
         for load in grid.loads
         for pool in grid.pools
@@ -56,7 +56,7 @@ def jobs_of(grid: Grid, traces: Sequence[str]) -> list[Job]:
 class Player:
     """Plays jobs in one process; traces read for one job serve the next."""
 
-    def __init__(self, settings: Settings, traces: Path, out: Path, entrants: Sequence[Entrant]) -> None:
+    def __init__(self, settings: TournamentSettings, traces: Path, out: Path, entrants: Sequence[Entrant]) -> None:
         self._settings = settings
         self._arena = Arena(settings, traces)
         self._store = Store(out)
@@ -69,7 +69,7 @@ class Player:
         if found is None or found.made_of != made_of:
             self._store.write_facts(self._arena.ground(trace).facts(made_of))
 
-    def play(self, job: Job) -> Done:
+    def play(self, job: CellJob) -> Done:
         """Simulate what a job lacks."""
         started_s = time.process_time()
         made_of = self._arena.made_of(job.cell.trace, job.cell, job.seed)
@@ -96,12 +96,12 @@ class Player:
 _player: Player | None = None
 
 
-def _start(settings: Settings, traces: Path, out: Path, entrants: Sequence[Entrant]) -> None:
+def _start(settings: TournamentSettings, traces: Path, out: Path, entrants: Sequence[Entrant]) -> None:
     global _player  # noqa: PLW0603  one per worker process, made when the process starts
     _player = Player(settings, traces, out, entrants)
 
 
-def _play(job: Job) -> Done:
+def _play(job: CellJob) -> Done:
     assert _player is not None
     return _player.play(job)
 
@@ -112,8 +112,8 @@ def _learn(trace: str) -> None:
 
 
 def play_all(
-    jobs: Sequence[Job],
-    settings: Settings,
+    jobs: Sequence[CellJob],
+    settings: TournamentSettings,
     traces: Path,
     out: Path,
     entrants: Sequence[Entrant],

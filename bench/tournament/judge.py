@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.tournament.results import Cell, Result, Sample
+from bench.tournament.results import EntrantResult, GridCell, MetricSample
 from bench.tournament.settings import TournamentError
 
 TTFT, E2E = "TTFT p90", "E2E p50"
@@ -48,10 +48,10 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
         return self.low <= 1.0
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class CellStanding(msgspec.Struct, frozen=True, kw_only=True):
     """One policy in one cell: its standing on every metric."""
 
-    cell: Cell
+    cell: GridCell
     label: str
     metrics: dict[str, Standing]
     failed: int
@@ -68,12 +68,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return max(each.ratio for each in self.metrics.values())
 
 
-class Figures:
+class CellFigures:
     """All results of one cell, ready to be compared."""
 
-    def __init__(self, cell: Cell, results: Iterable[Result]) -> None:
+    def __init__(self, cell: GridCell, results: Iterable[EntrantResult]) -> None:
         self.cell = cell
-        by_label: dict[str, dict[int, Result]] = {}
+        by_label: dict[str, dict[int, EntrantResult]] = {}
         for result in results:
             by_label.setdefault(result.label, {})[result.seed] = result
         self._results = {label: by_label[label] for label in sorted(by_label)}
@@ -97,11 +97,11 @@ class Figures:
         """Policies with results here."""
         return list(self._results)
 
-    def results(self, label: str) -> list[Result]:
+    def results(self, label: str) -> list[EntrantResult]:
         """Of one policy, by seed."""
         return [self._results[label][seed] for seed in self.seeds]
 
-    def _combined(self, found: Mapping[int, Result], metric: str) -> tuple[float, FloatArray]:
+    def _combined(self, found: Mapping[int, EntrantResult], metric: str) -> tuple[float, FloatArray]:
         """Logarithm of the figure, and of the same in every resample."""
         samples = [_sample(found[seed], metric) for seed in self.seeds]
         value = math.fsum(math.log(sample.value) for sample in samples) / len(samples)
@@ -123,11 +123,11 @@ class Figures:
         """The policy of the field with the lowest figure; by name where two are equal."""
         return min(field, key=lambda label: (self._logs[label, metric][0], label))
 
-    def judge(self, field: Sequence[str]) -> list[Verdict]:
+    def judge(self, field: Sequence[str]) -> list[CellStanding]:
         """Every policy of the field against the best of the field."""
         best = {metric: self.best(field, metric) for metric in METRICS}
         return [
-            Verdict(
+            CellStanding(
                 cell=self.cell,
                 label=label,
                 metrics={metric: self.compare(label, best[metric], metric) for metric in METRICS},
@@ -137,5 +137,5 @@ class Figures:
         ]
 
 
-def _sample(result: Result, metric: str) -> Sample:
+def _sample(result: EntrantResult, metric: str) -> MetricSample:
     return result.ttft_p90 if metric == TTFT else result.e2e_p50

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from bench.tournament.judge import METRICS, Verdict
-from bench.tournament.results import Cell
+from bench.tournament.judge import METRICS, CellStanding
+from bench.tournament.results import GridCell
 
 TARGET_SHARE = 0.8
 """The default policy is to be best or tied for best in so many of the cells, on both metrics,"""
@@ -29,7 +29,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     """Geometric mean of its ratio to the best, for each metric."""
     worst: float
     """Largest ratio to the best, of either metric."""
-    worst_cell: Cell
+    worst_cell: GridCell
     behind: int
     """Cells where it is more than 5 % behind the best on either metric."""
     surely_behind: int
@@ -42,12 +42,12 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
         return math.exp(math.fsum(math.log(each) for each in self.mean.values()) / len(self.mean))
 
 
-def rank(verdicts: Sequence[Verdict]) -> Rank:
+def rank(verdicts: Sequence[CellStanding]) -> Rank:
     """One policy's verdicts, at least one, put together."""
     worst = max(verdicts, key=lambda verdict: verdict.worst)
     count = len(verdicts)
 
-    def share(test: Callable[[Verdict], bool]) -> float:
+    def share(test: Callable[[CellStanding], bool]) -> float:
         return sum(map(test, verdicts)) / count
 
     return Rank(
@@ -67,24 +67,24 @@ def rank(verdicts: Sequence[Verdict]) -> Rank:
     )
 
 
-def ranking(verdicts: Iterable[Verdict]) -> list[Rank]:
+def ranking(verdicts: Iterable[CellStanding]) -> list[Rank]:
     """All policies, the best first: by share of cells best or tied on both metrics, by mean ratio, by name."""
-    grouped: dict[str, list[Verdict]] = {}
+    grouped: dict[str, list[CellStanding]] = {}
     for verdict in verdicts:
         grouped.setdefault(verdict.label, []).append(verdict)
     ranks = [rank(each) for each in grouped.values()]
     return sorted(ranks, key=lambda each: (-each.tied, each.overall, each.label))
 
 
-def by_axis(verdicts: Iterable[Verdict], axis: Callable[[Cell], object]) -> dict[object, dict[str, Rank]]:
+def by_axis(verdicts: Iterable[CellStanding], axis: Callable[[GridCell], object]) -> dict[object, dict[str, Rank]]:
     """Ranks by a property of cells and by policy; values of the axis in order of their first cell."""
-    grouped: dict[object, dict[str, list[Verdict]]] = {}
+    grouped: dict[object, dict[str, list[CellStanding]]] = {}
     for verdict in sorted(verdicts, key=lambda each: (each.cell, each.label)):
         grouped.setdefault(axis(verdict.cell), {}).setdefault(verdict.label, []).append(verdict)
     return {value: {label: rank(each) for label, each in found.items()} for value, found in grouped.items()}
 
 
-def family_share(verdicts: Iterable[Verdict], families: Mapping[str, str]) -> dict[str, float]:
+def family_share(verdicts: Iterable[CellStanding], families: Mapping[str, str]) -> dict[str, float]:
     """Share of cells best or tied on both metrics when every family of traces counts the same, by policy."""
     found = by_axis(verdicts, lambda cell: families[cell.trace])
     labels = sorted({label for ranks in found.values() for label in ranks})

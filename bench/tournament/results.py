@@ -33,7 +33,7 @@ _COSTS = ("policies/costbook.py", "policies/costs.py", "policies/estimates.py")
 """What was learned of times: it decides the outcome of policies that look at it, and of no others."""
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True, order=True):
+class GridCell(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """One combination of the grid."""
 
     trace: str
@@ -45,7 +45,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, order=True):
         return f"{self.trace} load {self.load:g} pool {self.pool:g} x{self.fleet}"
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class MetricSample(msgspec.Struct, frozen=True, kw_only=True):
     """A metric of one simulation, in seconds."""
 
     value: float
@@ -53,10 +53,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """The same in each resample of sessions; equal draws for every policy of a cell and seed."""
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class EntrantResult(msgspec.Struct, frozen=True, kw_only=True):
     """One policy in one cell with one seed."""
 
-    cell: Cell
+    cell: GridCell
     seed: int
     label: str
     made_of: str
@@ -67,8 +67,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     sessions: int
     failed: int
     ttft_p50_s: float
-    ttft_p90: Sample
-    e2e_p50: Sample
+    ttft_p90: MetricSample
+    e2e_p50: MetricSample
     e2e_p90_s: float
     tpot_p50_s: float
     apc: float
@@ -129,12 +129,12 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def path(self, cell: Cell, seed: int, label: str) -> Path:
+    def path(self, cell: GridCell, seed: int, label: str) -> Path:
         """Where a result lies."""
         place = f"load-{cell.load:g}_pool-{cell.pool:g}_fleet-{cell.fleet}_seed-{seed}"
         return self.folder / "results" / cell.trace / place / f"{quote(label, safe='+')}.json"
 
-    def read(self, cell: Cell, seed: int, label: str) -> Result | None:
+    def read(self, cell: GridCell, seed: int, label: str) -> EntrantResult | None:
         """A result, or None where there is none.
 
         Raises:
@@ -142,13 +142,13 @@ class Store:
         """
         path = self.path(cell, seed, label)
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Result)
+            return msgspec.json.decode(path.read_bytes(), type=EntrantResult)
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
             raise TournamentError(f"{path}: {error}; delete it and run again") from error
 
-    def write(self, result: Result) -> None:
+    def write(self, result: EntrantResult) -> None:
         """Keep a result."""
         _write_whole(self.path(result.cell, result.seed, result.label), msgspec.json.encode(result))
 

@@ -60,7 +60,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Requests with which the accounted saturation of a trace is checked (`bench.tournament.attained`)."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TournamentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file."""
 
     profile: str = "h200"
@@ -92,14 +92,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return msgspec.structs.replace(self.grid, **kept)
 
 
-def read_settings(path: Path = CONFIG) -> Settings:
+def read_settings(path: Path = CONFIG) -> TournamentSettings:
     """Read and check a settings file.
 
     Raises:
         TournamentError: it is missing, not YAML, or says what a tournament does not know.
     """
     try:
-        settings = msgspec.yaml.decode(path.read_bytes(), type=Settings)
+        settings = msgspec.yaml.decode(path.read_bytes(), type=TournamentSettings)
     except OSError as error:
         raise TournamentError(f"cannot read {path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from bench.tournament.folds import Ablation, Fold, ablation, folds, in_place
-from bench.tournament.judge import E2E, METRICS, TTFT, Figures, Verdict
+from bench.tournament.judge import E2E, METRICS, TTFT, CellFigures, CellStanding
 from bench.tournament.ranking import TARGET_RATIO, TARGET_SHARE, Rank, by_axis, family_share, rank, ranking
-from bench.tournament.results import Cell, TraceFacts
+from bench.tournament.results import GridCell, TraceFacts
 
 BEGIN, END = "<!-- tournament: begin -->", "<!-- tournament: end -->"
 SHOWN_BEHIND = 25
@@ -23,23 +23,23 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class TournamentReport(msgspec.Struct, frozen=True, kw_only=True):
     """All that the tables are made of."""
 
     made: Made
     facts: dict[str, TraceFacts]
-    figures: list[Figures]
+    figures: list[CellFigures]
     field: list[str]
     """Labels that are ranked."""
     subject: str
     ideas: dict[str, str]
     """Label of the subject without each idea."""
-    ablation_figures: list[Figures]
+    ablation_figures: list[CellFigures]
     """Of the cells that those were played in, with the field's."""
     with_folds: bool
 
 
-def markdown(report: Report) -> str:
+def markdown(report: TournamentReport) -> str:
     """Everything between the markers of docs/tournament.md."""
     verdicts = [verdict for each in report.figures for verdict in each.judge(report.field)]
     families = {name: facts.family for name, facts in report.facts.items()}
@@ -52,7 +52,7 @@ def markdown(report: Report) -> str:
     ]
     if report.subject in order:
         parts.append(f"### `{report.subject}` against its targets\n\n{_targets(verdicts, report.subject)}")
-    axes: list[tuple[str, str, Callable[[Cell], object]]] = [
+    axes: list[tuple[str, str, Callable[[GridCell], object]]] = [
         ("By family of traces", "", lambda cell: families[cell.trace]),
         ("By trace", "", lambda cell: cell.trace),
         ("By load", "load ", lambda cell: f"{cell.load:g}"),
@@ -81,7 +81,7 @@ def _made(made: Made) -> str:
     )
 
 
-def _traces(report: Report) -> str:
+def _traces(report: TournamentReport) -> str:
     def rows() -> Iterator[list[str]]:
         played = {each.cell.trace for each in report.figures}
         for name, facts in sorted(report.facts.items(), key=lambda item: (item[1].family, item[0])):
@@ -149,7 +149,7 @@ def _ranking(ranks: Sequence[Rank], shares: Mapping[str, float]) -> str:
     )
 
 
-def _targets(verdicts: Sequence[Verdict], subject: str) -> str:
+def _targets(verdicts: Sequence[CellStanding], subject: str) -> str:
     own = [verdict for verdict in verdicts if verdict.label == subject]
     found = rank(own)
     share_met = "met" if found.tied >= TARGET_SHARE else "**missed**"
@@ -170,12 +170,14 @@ def _targets(verdicts: Sequence[Verdict], subject: str) -> str:
     return "\n".join(lines)
 
 
-def _interval(verdict: Verdict, metric: str) -> str:
+def _interval(verdict: CellStanding, metric: str) -> str:
     standing = verdict.metrics[metric]
     return f"{standing.ratio:.3f} [{standing.low:.3f}, {standing.high:.3f}]"
 
 
-def _axis(verdicts: Sequence[Verdict], order: Sequence[str], prefix: str, axis: Callable[[Cell], object]) -> str:
+def _axis(
+    verdicts: Sequence[CellStanding], order: Sequence[str], prefix: str, axis: Callable[[GridCell], object]
+) -> str:
     found = by_axis(verdicts, axis)
     rows = [
         [
@@ -194,7 +196,7 @@ def _axis(verdicts: Sequence[Verdict], order: Sequence[str], prefix: str, axis: 
     )
 
 
-def _ablations(report: Report) -> list[Ablation]:
+def _ablations(report: TournamentReport) -> list[Ablation]:
     if report.subject not in report.field:
         return []
     made = [
@@ -204,7 +206,7 @@ def _ablations(report: Report) -> list[Ablation]:
     return [each for each in made if each is not None]
 
 
-def _ablation_table(report: Report, ablations: Sequence[Ablation]) -> str:
+def _ablation_table(report: TournamentReport, ablations: Sequence[Ablation]) -> str:
     full = rank(in_place(report.ablation_figures, report.field, report.subject, report.subject))
     rows = [["none (as it is)", _percent(full.tied), f"{full.worst:.2f}", "1.000", "–", "1.000", "–"]]
     for each in sorted(ablations, key=lambda found: (found.rank.tied, -found.rank.overall, found.idea)):
@@ -222,13 +224,13 @@ def _ablation_table(report: Report, ablations: Sequence[Ablation]) -> str:
     )
 
 
-def _played_with(figures: Sequence[Figures]) -> str:
+def _played_with(figures: Sequence[CellFigures]) -> str:
     fleets = ", ".join(f"×{fleet}" for fleet in sorted({each.cell.fleet for each in figures}))
     seeds = ", ".join(str(seed) for seed in sorted({seed for each in figures for seed in each.seeds}))
     return f"{len(figures)} cells: fleets {fleets}; seeds {seeds}.\n\n"
 
 
-def _folds(report: Report, families: Mapping[str, str]) -> str:
+def _folds(report: TournamentReport, families: Mapping[str, str]) -> str:
     variants = [report.subject, *report.ideas.values()]
     verdicts = {
         variant: found

@@ -26,7 +26,7 @@ COMMON_SESSIONS = 3
 system prompt, its tools): copies of a session keep it, while everything else in a copy is made its own."""
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class SessionCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of a session, whatever the load."""
 
     request: TraceRequest
@@ -44,7 +44,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """How many of the first ``ids`` are common to the agent's sessions."""
 
 
-class Turn(Call, frozen=True, kw_only=True):
+class NominalTurn(SessionCall, frozen=True, kw_only=True):
     """One call on the nominal time line."""
 
     due_s: float
@@ -53,13 +53,13 @@ class Turn(Call, frozen=True, kw_only=True):
     """Nominal time from sending to the last token."""
 
 
-class Session(msgspec.Struct, frozen=True, kw_only=True):
+class NominalSession(msgspec.Struct, frozen=True, kw_only=True):
     """One session on the nominal time line."""
 
     session_id: str
     start_s: float
     """Its place in the period, unscaled."""
-    turns: list[Turn]
+    turns: list[NominalTurn]
 
     @property
     def end_s(self) -> float:
@@ -70,7 +70,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """All sessions of a trace, which repeat for ever with this period."""
 
-    sessions: list[Session]
+    sessions: list[NominalSession]
     """In order of start."""
     period_s: float
     """Unscaled; so long that one mean gap between sessions lies between the last start and the first."""
@@ -93,7 +93,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 class Calls(msgspec.Struct, frozen=True, kw_only=True):
     """A trace's calls by session: what all its time lines have in common."""
 
-    sessions: dict[str, list[Call]]
+    sessions: dict[str, list[SessionCall]]
     starts_s: list[float]
     """Of the sessions, from the first one's."""
     block_tokens: int
@@ -131,8 +131,8 @@ def _calls(
     profile: HardwareProfile,
     numbers: dict[int, int],
     common: NDArray[np.bool_],
-) -> list[Call]:
-    calls: list[Call] = []
+) -> list[SessionCall]:
+    calls: list[SessionCall] = []
     for request in turns:
         wait_s, after_end, cached = 0.0, False, 0
         ids = array("q", [numbers[block] for block in request.hash_ids])
@@ -141,7 +141,7 @@ def _calls(
             cached = _shared(calls[-1].ids, ids, request.input_length // block_tokens) * block_tokens
         cached = min(cached, max(request.input_length - 1, 0))
         calls.append(
-            Call(
+            SessionCall(
                 request=request,
                 wait_s=wait_s,
                 after_end=after_end,
@@ -157,7 +157,7 @@ def _calls(
 def timeline(calls: Calls, pace: Pace) -> Timeline:
     """Place every call of a trace at an instance's pace."""
     sessions = [
-        Session(session_id=name, start_s=start_s, turns=_place(found, pace))
+        NominalSession(session_id=name, start_s=start_s, turns=_place(found, pace))
         for (name, found), start_s in zip(calls.sessions.items(), calls.starts_s, strict=True)
     ]
     span_s = calls.starts_s[-1]
@@ -172,8 +172,8 @@ def timeline(calls: Calls, pace: Pace) -> Timeline:
     )
 
 
-def _place(calls: list[Call], pace: Pace) -> list[Turn]:
-    placed: list[Turn] = []
+def _place(calls: list[SessionCall], pace: Pace) -> list[NominalTurn]:
+    placed: list[NominalTurn] = []
     due_s = 0.0
     for call in calls:
         if placed:
@@ -181,7 +181,7 @@ def _place(calls: list[Call], pace: Pace) -> list[Turn]:
             ended_s = before.due_s + before.latency_s
             due_s = ended_s + call.wait_s if call.after_end else max(before.due_s + call.wait_s, ended_s)
         latency_s = call.first_s + max(call.request.output_length, 1) * pace.token_s
-        placed.append(Turn(**msgspec.structs.asdict(call), due_s=due_s, latency_s=latency_s))
+        placed.append(NominalTurn(**msgspec.structs.asdict(call), due_s=due_s, latency_s=latency_s))
     return placed
 
 

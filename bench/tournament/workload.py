@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 
 from bench.tournament.settings import Sizes
-from bench.tournament.timeline import Session, Timeline, Turn
+from bench.tournament.timeline import NominalSession, NominalTurn, Timeline
 from replayer.trace import Trace, TraceRequest
 
 WARMING_LOAD = 0.5
@@ -46,7 +46,7 @@ LINGER_S = 30.0
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True):
+class CellWorkload(msgspec.Struct, frozen=True, kw_only=True):
     """The requests of one cell and which of them are judged."""
 
     trace: Trace
@@ -70,14 +70,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 class _Part(msgspec.Struct):
     """A session as far as it falls into the stretch."""
 
-    session: Session
+    session: NominalSession
     copy: int
     start_s: float
-    warm: Turn | None
-    turns: list[Turn]
+    warm: NominalTurn | None
+    turns: list[NominalTurn]
 
 
-def build(line: Timeline, requests_per_s: float, instances: int, seed: int, sizes: Sizes, name: str) -> Workload:
+def build(line: Timeline, requests_per_s: float, instances: int, seed: int, sizes: Sizes, name: str) -> CellWorkload:
     """The workload of a cell; equal arguments give equal requests.
 
     Args:
@@ -139,7 +139,7 @@ def build(line: Timeline, requests_per_s: float, instances: int, seed: int, size
         previous[request.session_id] = number
         if counts:
             judged.add(number)
-    return Workload(
+    return CellWorkload(
         trace=Trace(
             requests=[request for _, _, request, _ in drafts], block_tokens=line.block_tokens, tail=line.tail, name=name
         ),
@@ -187,7 +187,7 @@ def _warming(parts: list[_Part], instances: int) -> tuple[float, dict[int, float
     return at_s, sent
 
 
-def _renamed(turn: Turn, offset: int) -> array[int]:
+def _renamed(turn: NominalTurn, offset: int) -> array[int]:
     if not offset:
         return turn.ids
     ids = np.frombuffer(turn.ids, dtype=np.int64).copy() if turn.ids else np.empty(0, dtype=np.int64)

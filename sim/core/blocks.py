@@ -15,7 +15,7 @@ from typing import NamedTuple
 from sim.core.kvevents import BlockRemoved, CacheCleared, KvEvent
 
 
-class Run:
+class BlockRun:
     """Consecutive blocks of one prompt under their content keys, or (without keys) ``blanks`` blocks with no content.
 
     All blocks of a run have the same owners. A run is cut when a lookup needs only its front; the run then stays what
@@ -32,7 +32,7 @@ class Run:
         self.indexed = indexed
         """Whether lookups find it; False for a copy of what another run holds (always one block)."""
         self.blanks = 0
-        self.front: Run | None = None
+        self.front: BlockRun | None = None
 
 
 class Holding:
@@ -43,13 +43,13 @@ class Holding:
     __slots__ = ("loose", "runs")
 
     def __init__(self) -> None:
-        self.runs: list[tuple[Run, Run | None]] = []
+        self.runs: list[tuple[BlockRun, BlockRun | None]] = []
         self.loose = 0
 
-    def backwards(self) -> Iterator[Run]:
+    def backwards(self) -> Iterator[BlockRun]:
         """The runs as they are cut now, last first."""
         for last, stop in reversed(self.runs):
-            run: Run | None = last
+            run: BlockRun | None = last
             while run is not stop and run is not None:
                 front = run.front  # its new owner may change it
                 yield run
@@ -59,14 +59,14 @@ class Holding:
         return self.loose + sum(len(run.keys) for run in self.backwards())
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """What a lookup found; good until the pool changes."""
 
     blocks: int
     """Length of the longest cached prefix."""
     idle: int
     """How many of these blocks nobody references, so that taking them uses up free blocks."""
-    runs: list[tuple[Run, int]]
+    runs: list[tuple[BlockRun, int]]
     """Where they are: (run, how many of its blocks)."""
 
 
@@ -92,16 +92,16 @@ class BlockPool:
         """What changed in the cache since it was last emptied by a reader; None: nobody reads."""
         # Indexed runs by their first key. Since whoever holds a block holds all before it and releases it first, a
         # cached block's predecessors are cached too: a lookup goes from run to run, and ends where none goes on.
-        self._heads: dict[int, Run] = {}
+        self._heads: dict[int, BlockRun] = {}
         # Further blocks with the content of a cached one: two requests that computed it side by side.
-        self._copies: dict[int, list[Run]] = {}
-        self._free: OrderedDict[Run, None] = OrderedDict()
+        self._copies: dict[int, list[BlockRun]] = {}
+        self._free: OrderedDict[BlockRun, None] = OrderedDict()
         self._append_blanks(num_blocks)
 
-    def match(self, keys: list[int], limit: int) -> Match:
+    def match(self, keys: list[int], limit: int) -> PrefixMatch:
         """Longest cached prefix of the first ``limit`` of ``keys``; nothing is referenced yet."""
         heads = self._heads
-        runs: list[tuple[Run, int]] = []
+        runs: list[tuple[BlockRun, int]] = []
         depth = idle = 0
         while depth < limit:
             run = heads.get(keys[depth])
@@ -117,9 +117,9 @@ class BlockPool:
             runs.append((run, shared))
             if not run.references:
                 idle += shared
-        return Match(depth, idle, runs)
+        return PrefixMatch(depth, idle, runs)
 
-    def acquire(self, match: Match) -> Holding:
+    def acquire(self, match: PrefixMatch) -> Holding:
         """Reference what a lookup found, taking what is idle out of the free queue."""
         holding = Holding()
         for run, shared in match.runs:
@@ -170,10 +170,10 @@ class BlockPool:
             if last.references == 1 and last.output is output:
                 last.keys += keys
             else:
-                run = heads[keys[0]] = Run(keys, 1, output)
+                run = heads[keys[0]] = BlockRun(keys, 1, output)
                 holding.runs.append((run, None))
         else:
-            run = heads[keys[0]] = Run(keys, 1, output)
+            run = heads[keys[0]] = BlockRun(keys, 1, output)
             holding.runs.append((run, None))
         holding.loose -= len(keys)
         self.cached_blocks += len(keys)
@@ -183,11 +183,11 @@ class BlockPool:
         """The same for the blocks ``first`` up to ``last`` of a request with ``keys``, whose first may be cached."""
         cached = max(min(self.match(keys, last).blocks, last), first)
         for key in keys[first:cached]:
-            run = Run([key], 1, output, indexed=False)
+            run = BlockRun([key], 1, output, indexed=False)
             self._copies.setdefault(key, []).append(run)
             holding.runs.append((run, None))
         if cached < last:
-            run = self._heads[keys[cached]] = Run(keys[cached:last], 1, output)
+            run = self._heads[keys[cached]] = BlockRun(keys[cached:last], 1, output)
             holding.runs.append((run, None))
             self.cached_blocks += last - cached
         holding.loose -= last - first
@@ -198,7 +198,7 @@ class BlockPool:
             self._append_blanks(holding.loose)
             self.free_blocks += holding.loose
         free, heads = self._free, self._heads
-        behind: Run | None = None
+        behind: BlockRun | None = None
         for run in holding.backwards():
             run.references -= 1
             if run.references:
@@ -245,13 +245,13 @@ class BlockPool:
         return sum(run.references * len(run.keys) for run in (*self._heads.values(), *copies))
 
     def _append_blanks(self, count: int) -> None:
-        run = Run([], 0, indexed=False)
+        run = BlockRun([], 0, indexed=False)
         run.blanks = count
         self._free[run] = None
 
-    def _cut(self, run: Run, at: int) -> Run:
+    def _cut(self, run: BlockRun, at: int) -> BlockRun:
         """Cut a run in two and return the front, which is not in the free queue; the end keeps its place there."""
-        front = Run(run.keys[:at], run.references, run.output)
+        front = BlockRun(run.keys[:at], run.references, run.output)
         front.front = run.front
         del run.keys[:at]
         if run.references:
@@ -260,7 +260,7 @@ class BlockPool:
         self._heads[run.keys[0]] = run
         return front
 
-    def _evict(self, run: Run, count: int) -> None:
+    def _evict(self, run: BlockRun, count: int) -> None:
         """Forget the last ``count`` blocks of a free run."""
         self.evictions += count
         keys = run.keys
@@ -277,7 +277,7 @@ class BlockPool:
         if not keys:
             del self._free[run]
 
-    def _forget(self, run: Run, key: int) -> None:
+    def _forget(self, run: BlockRun, key: int) -> None:
         """Forget the block with ``key``, until now the last of ``run``; the oldest copy of it takes its place."""
         if self.events is not None:
             self.events.append(BlockRemoved(key))

@@ -15,8 +15,8 @@ from sim.core.blocks import BlockPool, Holding
 from sim.core.handoff import HoldTable, LoadFailurePolicy, Pull, PullAnswer, PullFailure
 from sim.core.kvevents import KvEvent
 from sim.core.scheduler import Counters, Scheduler
-from sim.core.sequence import KvTransfer, Request, Sequence, Status
-from sim.core.stepping import Step, begin_steps, heeds_arrivals, time_step
+from sim.core.sequence import KvTransfer, Request, RequestStatus, Sequence
+from sim.core.stepping import EngineStep, begin_steps, heeds_arrivals, time_step
 from sim.core.timing import StepTiming
 from sim.core.types import EngineConfig, EngineDeadError, EngineState, TokenEvent, TransferSeconds
 
@@ -39,7 +39,7 @@ class Engine:
     _arriving: list[tuple[float, int, Sequence]] = field(init=False, default_factory=list)
     _orphans: dict[str, Sequence] = field(init=False, default_factory=dict)
     _pulls: list[Pull] = field(init=False, default_factory=list)
-    _step: Step | None = field(init=False, default=None)
+    _step: EngineStep | None = field(init=False, default=None)
     _submitted: int = field(init=False, default=0)
     _dead: bool = field(init=False, default=False)
 
@@ -90,15 +90,15 @@ class Engine:
             self.interrupt(now_s)
             if sequence.decoding:
                 self.counters.generation_tokens += self._step.steps - 1
-        status, sequence.status = sequence.status, Status.DONE
-        if status is Status.PULLING:
+        status, sequence.status = sequence.status, RequestStatus.DONE
+        if status is RequestStatus.PULLING:
             self._orphans[request_id] = sequence
             del self.scheduler.pulling[request_id]
             self._count_finish("abort")
             return True
-        if status is Status.RUNNING:
+        if status is RequestStatus.RUNNING:
             self.scheduler.leave(sequence)
-        elif status is Status.WAITING:
+        elif status is RequestStatus.WAITING:
             self.scheduler.waiting.remove(sequence)
         self.scheduler.release(sequence)
         self._count_finish("abort")
@@ -119,8 +119,8 @@ class Engine:
         arriving = self._arriving
         while arriving and arriving[0][0] <= now_s:
             sequence = heapq.heappop(arriving)[2]
-            if sequence.status is Status.ARRIVING:
-                sequence.status = Status.WAITING
+            if sequence.status is RequestStatus.ARRIVING:
+                sequence.status = RequestStatus.WAITING
                 scheduler.waiting.append(sequence)
         if not (scheduler.running or scheduler.waiting or scheduler.pulling):
             return None
@@ -151,11 +151,11 @@ class Engine:
         if plan.decoders:
             self._end_decodes(events, steps, end_s)
         for sequence in (*plan.streams, *[chunk[0] for chunk in plan.chunks]):
-            if sequence.status is Status.RUNNING and sequence.computed == sequence.total:
+            if sequence.status is RequestStatus.RUNNING and sequence.computed == sequence.total:
                 self._hand_out(events, sequence, end_s)
         if len(self._live) < going_on:
             running = self.scheduler.running
-            running[:] = [sequence for sequence in running if sequence.status is Status.RUNNING]
+            running[:] = [sequence for sequence in running if sequence.status is RequestStatus.RUNNING]
         return events
 
     def report_kv_events(self) -> None:
@@ -248,7 +248,7 @@ class Engine:
         if policy is LoadFailurePolicy.RECOMPUTE:
             self.scheduler.requeue(sequence)
             return None
-        sequence.status = Status.DONE
+        sequence.status = RequestStatus.DONE
         del self._live[request_id]
         self._count_finish("error")
         return TokenEvent(request_id, 0, True, "error", 0, None, now_s)
@@ -321,7 +321,7 @@ class Engine:
 
     def _finish(self, events: list[TokenEvent], sequence: Sequence, tokens: int, first: bool, now_s: float) -> None:
         request, reason = sequence.request, sequence.finish_reason
-        sequence.status = Status.DONE
+        sequence.status = RequestStatus.DONE
         sequence.serial = 0
         del self._live[request.request_id]
         self._count_finish(reason)
@@ -338,7 +338,7 @@ class Engine:
         cached = sequence.cached_tokens or 0
         events.append(TokenEvent(request.request_id, tokens, first, reason, cached, held, now_s))
 
-    def _begin_steps(self, step: Step, last: int) -> None:
+    def _begin_steps(self, step: EngineStep, last: int) -> None:
         """Let the steps of a run up to the ``last`` begin: blocks for them, and back what was held for others."""
         self._reap(begin_steps(step, self.scheduler, last))
 

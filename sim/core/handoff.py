@@ -55,7 +55,7 @@ class PullAnswer(NamedTuple):
 
 
 @dataclass(slots=True)
-class Hold:
+class HeldBlocks:
     """Blocks of a finished P leg, kept for whoever asks with the transfer id."""
 
     transfer_id: str
@@ -69,8 +69,8 @@ class HoldTable:
     """P's side: blocks held per transfer id. A hold serves one pull; what is past its time goes when P next steps."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Hold] = {}
-        self._sending: list[Hold] = []
+        self._open: dict[str, HeldBlocks] = {}
+        self._sending: list[HeldBlocks] = []
         self.expired = 0
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class HoldTable:
         if previous is not None:
             previous.free_at_s = -math.inf
             self._sending.append(previous)
-        self._open[transfer_id] = Hold(transfer_id, blocks, expires_s)
+        self._open[transfer_id] = HeldBlocks(transfer_id, blocks, expires_s)
 
     def can_send(self, transfer_id: str, now_s: float) -> bool:
         """Whether a pull of ``transfer_id`` would be served: held, not expired, not pulled before."""

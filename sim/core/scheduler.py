@@ -6,10 +6,10 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
-from sim.core.blocks import BlockPool, Holding, Match
+from sim.core.blocks import BlockPool, Holding, PrefixMatch
 from sim.core.decoding import Decoders
 from sim.core.kvevents import BlocksStored
-from sim.core.sequence import Sequence, Status
+from sim.core.sequence import RequestStatus, Sequence
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Counters:
     finished: dict[str, int] = field(default_factory=dict)
 
 
-class Plan:
+class StepPlan:
     """What one step computes. Requests that process one token count as decodes, whatever the token is."""
 
     __slots__ = ("chunks", "decoders", "pulls", "streams")
@@ -62,7 +62,7 @@ class Scheduler:
         self.counters = Counters()
         self._admitted = 0
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Schedule one step: allocates blocks, publishes those that the step fills, moves ``computed`` forward."""
         running, decoders = self.running, self.decoders
         streams = decoders.count
@@ -79,7 +79,7 @@ class Scheduler:
             or (free < streams and free < (decoders.blocks_next_step() if streams else 0))
         ):
             return self._plan_one_by_one()
-        plan = Plan()
+        plan = StepPlan()
         plan.decoders = streams
         if streams:
             self.grow_decoders(decoders.steps + 1)
@@ -115,7 +115,7 @@ class Scheduler:
                 heapq.heapreplace(crossings, (at + size - 1, serial, True, sequence))
                 pool.allocate(sequence.blocks, 1)
 
-    def _admit_waiting(self, plan: Plan, budget: int) -> None:
+    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
         waiting, running = self.waiting, self.running
         while waiting and budget > 0 and len(running) < self.max_num_seqs:
             sequence = waiting[0]
@@ -129,16 +129,16 @@ class Scheduler:
             if not count:
                 break
             waiting.popleft()
-            sequence.status = Status.RUNNING
+            sequence.status = RequestStatus.RUNNING
             self._admitted += 1
             sequence.serial = self._admitted
             running.append(sequence)
             budget -= count
             _record(plan, sequence, count)
 
-    def _plan_one_by_one(self) -> Plan:
+    def _plan_one_by_one(self) -> StepPlan:
         """The same, request by request: for when blocks or budget do not go round."""
-        plan, running = Plan(), self.running
+        plan, running = StepPlan(), self.running
         self.decoders.dissolve(running)
         before = len(running)
         budget = self._plan_running(plan)
@@ -150,7 +150,7 @@ class Scheduler:
                 self.decoders.add(sequence)
         return plan
 
-    def _plan_running(self, plan: Plan) -> int:
+    def _plan_running(self, plan: StepPlan) -> int:
         """Schedule the running requests, preempting the newest while blocks are short; returns the budget left."""
         budget = self.max_num_batched_tokens
         running = self.running
@@ -183,7 +183,7 @@ class Scheduler:
 
     def requeue(self, sequence: Sequence) -> None:
         """Put a request at the head of the queue (it has waited before)."""
-        sequence.status = Status.WAITING
+        sequence.status = RequestStatus.WAITING
         self.waiting.appendleft(sequence)
 
     def finish_pull(self, sequence: Sequence) -> None:
@@ -206,7 +206,7 @@ class Scheduler:
         hits = self.pool.match(sequence.keys, (prompt - 1) // self.block_tokens)
         if not self._take(sequence, prompt, hits):
             return False
-        sequence.status = Status.PULLING
+        sequence.status = RequestStatus.PULLING
         self.pulling[sequence.request.request_id] = sequence
         return True
 
@@ -235,7 +235,7 @@ class Scheduler:
         self._publish(sequence, sequence.computed // size)
         return count
 
-    def _take(self, sequence: Sequence, tokens: int, hits: Match) -> bool:
+    def _take(self, sequence: Sequence, tokens: int, hits: PrefixMatch) -> bool:
         """Reference the cached blocks ``hits`` and allocate the rest for ``tokens`` tokens; False for no room."""
         pool = self.pool
         fresh = -(-tokens // self.block_tokens) - hits.blocks
@@ -291,7 +291,7 @@ class Scheduler:
         self.requeue(sequence)
 
 
-def _record(plan: Plan, sequence: Sequence, count: int) -> None:
+def _record(plan: StepPlan, sequence: Sequence, count: int) -> None:
     if count == 1:
         plan.streams.append(sequence)
     else:

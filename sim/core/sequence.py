@@ -86,7 +86,7 @@ def keyed_request(
     )
 
 
-class Status(IntEnum):
+class RequestStatus(IntEnum):
     """Where a request is. ``PULLING``: waiting for KV from another engine (vLLM's WAITING_FOR_REMOTE_KVS)."""
 
     ARRIVING = 0
@@ -133,7 +133,7 @@ class Sequence:
             raise ValueError(f"{request.request_id}: {prompt} prompt tokens leave no room in {max_model_len}")
         self.request = request
         self.block_tokens = block_tokens
-        self.status = Status.ARRIVING
+        self.status = RequestStatus.ARRIVING
         self.computed = 0
         """Tokens whose KV is in the request's blocks (or will be when the step in flight ends); while ``decoding``,
         as of when it joined the other streams. The same goes for ``generated``."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from sim.core.scheduler import Plan, Scheduler
+from sim.core.scheduler import Scheduler, StepPlan
 from sim.core.timing import StepRun, StepTiming
 
 
-class Step:
+class EngineStep:
     """The step in flight; ``steps`` > 1 is a run of steps of the same requests with nothing else between them."""
 
     __slots__ = ("begun", "end_s", "plan", "run", "start_s", "steps")
 
-    def __init__(self, plan: Plan, start_s: float, run: StepRun, steps: int) -> None:
+    def __init__(self, plan: StepPlan, start_s: float, run: StepRun, steps: int) -> None:
         self.plan = plan
         self.start_s = start_s
         self.run = run
@@ -37,13 +37,13 @@ class Step:
         return self.steps if now_s >= self.end_s else self.run.steps_reaching(max(now_s - self.start_s, 0.0))
 
 
-def heeds_arrivals(plan: Plan, scheduler: Scheduler) -> bool:
+def heeds_arrivals(plan: StepPlan, scheduler: Scheduler) -> bool:
     """Whether a request that arrives during a run of such steps could join the next one: a prompt in the midst of its
     chunks takes all the budget, and a full batch takes nobody."""
     return not plan.chunks and len(scheduler.running) < scheduler.max_num_seqs
 
 
-def begin_steps(step: Step, scheduler: Scheduler, last: int) -> float:
+def begin_steps(step: EngineStep, scheduler: Scheduler, last: int) -> float:
     """Do to the blocks what the steps of a run up to the ``last`` do, in their order; returns when that one begins."""
     first = step.begun
     if first < last:
@@ -52,7 +52,7 @@ def begin_steps(step: Step, scheduler: Scheduler, last: int) -> float:
     return step.start_s + step.run.duration(last - 1)
 
 
-def _grow(step: Step, scheduler: Scheduler, first: int, last: int) -> None:
+def _grow(step: EngineStep, scheduler: Scheduler, first: int, last: int) -> None:
     made = scheduler.decoders.steps
     if not step.plan.chunks:
         scheduler.grow_decoders(made + last)
@@ -65,13 +65,13 @@ def _grow(step: Step, scheduler: Scheduler, first: int, last: int) -> None:
 
 
 def time_step(
-    plan: Plan,
+    plan: StepPlan,
     scheduler: Scheduler,
     timing: StepTiming,
     now_s: float,
     horizon_s: float,
     next_event_s: Callable[[], float],
-) -> Step:
+) -> EngineStep:
     """The step that ``plan`` makes at ``now_s``, with as many like it as will find the same requests, blocks enough
     and nothing new, ending no later than ``horizon_s`` unless a single one takes longer."""
     together = plan.decoders
@@ -109,10 +109,10 @@ def time_step(
             steps = min(steps, max(run.steps_within(horizon_s - now_s), 1))
         while steps > 1 and not _room_for(plan, scheduler, steps - 1):
             steps //= 2
-    return Step(plan, now_s, run, steps)
+    return EngineStep(plan, now_s, run, steps)
 
 
-def _full_chunks(plan: Plan) -> int:
+def _full_chunks(plan: StepPlan) -> int:
     """How many steps in a row compute the same number of a prompt's tokens and leave some of it to the next."""
     if len(plan.chunks) > 1:
         return 1
@@ -121,7 +121,7 @@ def _full_chunks(plan: Plan) -> int:
     return 1 if left <= count else 1 + (left - 1) // count
 
 
-def _room_for(plan: Plan, scheduler: Scheduler, further: int) -> bool:
+def _room_for(plan: StepPlan, scheduler: Scheduler, further: int) -> bool:
     """Whether there are blocks enough for ``further`` steps after the first."""
     size, free = scheduler.block_tokens, scheduler.pool.free_blocks
     for sequence, count, _ in plan.chunks:

@@ -8,13 +8,13 @@ import numpy as np
 from scipy import stats
 
 from sim.fidelity.recording import Recording
-from sim.fidelity.resimulate import Outcome
+from sim.fidelity.resimulate import ResimulatedRequest
 
 QUANTILES = (0.5, 0.9, 0.99)
 METRICS = ("ttft", "tpot", "e2e")
 
 
-class Metric(NamedTuple):
+class LatencyComparison(NamedTuple):
     """One latency, in seconds."""
 
     metric: str
@@ -40,7 +40,7 @@ class Fidelity(NamedTuple):
     requests: int
     """Compared: answered, and sent after the seconds that are left out."""
     failed: int
-    metrics: list[Metric]
+    metrics: list[LatencyComparison]
     cache_requests: int
     """Of them, those whose engine said what it had cached, and whose prefill was not offloaded."""
     cache_equal: int
@@ -49,7 +49,7 @@ class Fidelity(NamedTuple):
     simulated_hit_rate: float
 
 
-def compare(recording: Recording, outcomes: dict[str, Outcome]) -> Fidelity:
+def compare(recording: Recording, outcomes: dict[str, ResimulatedRequest]) -> Fidelity:
     """Compare what was recorded with what the simulation makes of it."""
     pairs = [(each, outcomes[each.record.request_id]) for each in recording.sent if each.compared]
     metrics = []
@@ -76,10 +76,10 @@ def compare(recording: Recording, outcomes: dict[str, Outcome]) -> Fidelity:
     )
 
 
-def _metric(name: str, measured: np.ndarray, simulated: np.ndarray) -> Metric:
+def _metric(name: str, measured: np.ndarray, simulated: np.ndarray) -> LatencyComparison:
     off = np.abs(np.log(simulated / measured))
     same = len(measured) < 3 or np.ptp(measured) == 0 or np.ptp(simulated) == 0
-    return Metric(
+    return LatencyComparison(
         name,
         len(measured),
         tuple(np.quantile(measured, QUANTILES).tolist()),
@@ -117,7 +117,7 @@ def markdown(fidelities: list[Fidelity]) -> str:
     return "\n".join(lines)
 
 
-def _cell(metric: Metric, place: int) -> str:
+def _cell(metric: LatencyComparison, place: int) -> str:
     scale, unit = (1e3, "ms") if metric.metric == "tpot" else (1.0, "s")
     digits = 1 if unit == "ms" else 2
     measured, simulated = metric.measured_s[place] * scale, metric.simulated_s[place] * scale

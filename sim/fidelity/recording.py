@@ -29,7 +29,7 @@ class RecordingError(ValueError):
     """A recording that cannot be simulated; the message says why and what to do."""
 
 
-class ArmNote(msgspec.Struct, kw_only=True):
+class RecordedArm(msgspec.Struct, kw_only=True):
     """What ``arm.json`` says that matters here."""
 
     label: str = ""
@@ -56,7 +56,7 @@ class Recording(NamedTuple):
 
     name: str
     block_tokens: int
-    note: ArmNote
+    note: RecordedArm
     sent: list[Sent]
     failed: int
     """Requests without an answer; they are not simulated."""
@@ -96,10 +96,10 @@ def read_recording(folder: Path, trace: Trace, name: str = "") -> Recording:
             f"{folder}: recorded with {recorded}, not with {trace.name} ({trace.sha256[:12]}...): "
             "give the trace it was recorded with"
         )
-    note = ArmNote()
+    note = RecordedArm()
     if (folder / ARM_FILE).exists():
         try:
-            note = msgspec.json.decode((folder / ARM_FILE).read_bytes(), type=ArmNote)
+            note = msgspec.json.decode((folder / ARM_FILE).read_bytes(), type=RecordedArm)
         except msgspec.MsgspecError as error:
             raise RecordingError(f"{folder / ARM_FILE}: {error}") from error
     requests = {request.chat_id: request for request in trace.requests}

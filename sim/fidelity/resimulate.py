@@ -14,7 +14,7 @@ from sim.offline.options import SimOptions
 from sim.virtual import VirtualFleet
 
 
-class Outcome(NamedTuple):
+class ResimulatedRequest(NamedTuple):
     """What the simulated engines made of one request, in engine seconds."""
 
     ttft_s: float
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 class _Run:
     def __init__(self, fleet: VirtualFleet) -> None:
         self.fleet = fleet
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, ResimulatedRequest] = {}
         self._sent: dict[str, Sent] = {}
         self._first_s: dict[str, float] = {}
         self._cached: dict[str, int] = {}
@@ -62,7 +62,7 @@ class _Run:
             self._first_s[request_id] = event.time_s
         if event.finish_reason is not None:
             first_s, end_s, tokens = self._first_s[request_id], event.time_s, sent.output_tokens
-            self.outcomes[request_id] = Outcome(
+            self.outcomes[request_id] = ResimulatedRequest(
                 first_s - sent.sent_s,
                 (end_s - first_s) / (tokens - 1) if tokens > 1 else None,
                 end_s - sent.sent_s,
@@ -72,7 +72,7 @@ class _Run:
 
 def resimulate(
     recording: Recording, profile: str, transport: str | None = None, pool_tokens: int | None = None
-) -> dict[str, Outcome]:
+) -> dict[str, ResimulatedRequest]:
     """Outcomes by request id. Each engine gets the profile's pool unless ``pool_tokens`` is given.
 
     Requests are sent at the recorded times whether or not the simulated engines have answered the turn before.

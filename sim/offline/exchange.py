@@ -9,10 +9,10 @@ from policies.state import Commitment
 from policies.types import Decision, RequestView
 from replayer.plan import Step
 from sim.offline.router import LegTime
-from sim.offline.sessions import Session
+from sim.offline.sessions import LiveSession
 
 
-class Leg(IntEnum):
+class SimulatedLeg(IntEnum):
     """Which leg of a request is under way."""
 
     WHOLE = 0
@@ -23,7 +23,7 @@ class Leg(IntEnum):
     """On D, which pulls what P computed."""
 
 
-class Exchange:
+class SimulatedExchange:
     """From the decision to the last token. All times are engine seconds."""
 
     __slots__ = (
@@ -51,7 +51,7 @@ class Exchange:
 
     def __init__(
         self,
-        session: Session,
+        session: LiveSession,
         step: Step,
         request: RequestView,
         decision: Decision,
@@ -66,7 +66,7 @@ class Exchange:
         self.commitment = commitment
         self.due_s = due_s
         self.sent_s = sent_s
-        self.leg = Leg.WHOLE
+        self.leg = SimulatedLeg.WHOLE
         self.leg_sent_s = sent_s
         self.serial = 0
         """Goes up with every leg, so that a timer of an earlier one is known to be stale."""
@@ -91,7 +91,7 @@ class Exchange:
     @property
     def leg_instance(self) -> str:
         """The engine that leg is at."""
-        if self.leg is Leg.PREFILL:
+        if self.leg is SimulatedLeg.PREFILL:
             assert self.decision.prefill_on is not None
             return self.decision.prefill_on
         return self.decision.decode_on

@@ -11,17 +11,17 @@ from policies.types import OffloadReason, RequestView
 from replayer.trace import TraceRequest
 from sim.core.sequence import KvTransfer, keyed_request
 from sim.core.types import TokenEvent
-from sim.offline.exchange import Exchange, Leg
+from sim.offline.exchange import SimulatedExchange, SimulatedLeg
 from sim.offline.options import SimOptions
 from sim.offline.router import OfflineRouter
-from sim.offline.sessions import Turn, TurnSource
+from sim.offline.sessions import DueTurn, TurnSource
 from sim.virtual import VirtualFleet
 
 FIRST_OUTPUT_KEY = 1 << 64
 """Keys of generated blocks lie above those of every trace."""
 OUTPUT_KEYS = 1 << 24
 """Blocks that one output may have."""
-Finished = Callable[[Exchange, float], None]
+Finished = Callable[[SimulatedExchange, float], None]
 """(exchange, when it ended): called once for every request."""
 
 
@@ -44,7 +44,7 @@ class Simulation:
         self._router = router
         self._block_tokens = block_tokens
         self._finished = finished
-        self._open: dict[str, Exchange] = {}
+        self._open: dict[str, SimulatedExchange] = {}
         """By the id under which the leg under way is at its engine."""
         self._abandoned: dict[str, Callable[[], None]] = {}
         """Decode legs that were given up, by the same id: what ends them."""
@@ -96,18 +96,18 @@ class Simulation:
 
     # Legs
 
-    def _send(self, turn: Turn, now_s: float) -> None:
+    def _send(self, turn: DueTurn, now_s: float) -> None:
         """Decide on a turn and send its first leg."""
         step = turn.step
         request = view_of(step.request, step.request_id, self._block_tokens)
         decision, commitment, prefill = self._router.route(request, now_s)
-        exchange = Exchange(turn.session, step, request, decision, commitment, turn.due_s, now_s)
+        exchange = SimulatedExchange(turn.session, step, request, decision, commitment, turn.due_s, now_s)
         if prefill is None:
             self._send_whole(exchange)
             return
         exchange.predicted_cached_tokens = prefill.cached_tokens
         exchange.prefill_instance = prefill.instance
-        self._begin(exchange, Leg.PREFILL)
+        self._begin(exchange, SimulatedLeg.PREFILL)
         if self._too_long(prefill.instance, request):
             self._prefill_failed(exchange, OffloadReason.FELL_BACK_P_ERROR, "P answered 400")
             return
@@ -115,9 +115,9 @@ class Simulation:
         bound_s = self._bounds.prefill_timeout_s
         self._bound_leg(exchange, bound_s, lambda: self._prefill_late(exchange, bound_s))
 
-    def _send_whole(self, exchange: Exchange) -> None:
+    def _send_whole(self, exchange: SimulatedExchange) -> None:
         """Send the request as it is to D."""
-        self._begin(exchange, Leg.WHOLE)
+        self._begin(exchange, SimulatedLeg.WHOLE)
         request, instance = exchange.request, exchange.decision.decode_on
         if self._too_long(instance, request):
             exchange.commitment.retract(instance)
@@ -127,11 +127,11 @@ class Simulation:
             return
         self._submit(exchange, request.max_tokens, None)
 
-    def _begin(self, exchange: Exchange, leg: Leg) -> None:
+    def _begin(self, exchange: SimulatedExchange, leg: SimulatedLeg) -> None:
         exchange.leg, exchange.leg_sent_s = leg, self._fleet.now_s
         exchange.serial += 1
 
-    def _submit(self, exchange: Exchange, max_tokens: int, transfer: KvTransfer | None) -> None:
+    def _submit(self, exchange: SimulatedExchange, max_tokens: int, transfer: KvTransfer | None) -> None:
         request, leg_id = exchange.request, exchange.leg_id
         self._open[leg_id] = exchange
         self._count += 1
@@ -148,7 +148,7 @@ class Simulation:
             ),
         )
 
-    def _stop_leg(self, exchange: Exchange) -> None:
+    def _stop_leg(self, exchange: SimulatedExchange) -> None:
         """Close the connection of the leg under way."""
         del self._open[exchange.leg_id]
         self._fleet.abort(exchange.leg_instance, exchange.leg_id)
@@ -156,7 +156,7 @@ class Simulation:
     def _too_long(self, instance: str, request: RequestView) -> bool:
         return request.prompt_tokens + 1 > self._fleet.engines[instance].config.max_model_len
 
-    def _bound_leg(self, exchange: Exchange, bound_s: float, late: Callable[[], None]) -> None:
+    def _bound_leg(self, exchange: SimulatedExchange, bound_s: float, late: Callable[[], None]) -> None:
         """Call ``late`` after ``bound_s`` unless the leg under way is over by then."""
         serial = exchange.serial
 
@@ -179,7 +179,7 @@ class Simulation:
             if end is not None:
                 end()
             return
-        if exchange.leg is Leg.PREFILL:
+        if exchange.leg is SimulatedLeg.PREFILL:
             self._prefill_done(exchange, event)
             return
         if event.first:
@@ -193,13 +193,13 @@ class Simulation:
         del self._open[event.request_id]
         self._end(exchange, event.time_s)
 
-    def _first_token(self, exchange: Exchange, event: TokenEvent) -> None:
+    def _first_token(self, exchange: SimulatedExchange, event: TokenEvent) -> None:
         """D has answered: the prefill is over, and how long it took is learned from."""
         took_s = event.time_s - exchange.leg_sent_s
         exchange.serial += 1
         exchange.first_token_s = event.time_s
         commitment = exchange.commitment
-        if exchange.leg is Leg.DECODE:
+        if exchange.leg is SimulatedLeg.DECODE:
             exchange.stages_s["decode_leg_first_byte"] = took_s
             exchange.legs["transfer"] = self._router.handed_over(commitment, took_s, event.time_s)
             commitment.decode.first_token()
@@ -208,14 +208,14 @@ class Simulation:
             commitment.decode.first_token()
             exchange.legs["first_token"] = self._router.prefilled(commitment, took_s)
 
-    def _prefill_done(self, exchange: Exchange, event: TokenEvent) -> None:
+    def _prefill_done(self, exchange: SimulatedExchange, event: TokenEvent) -> None:
         """P has computed the prompt and holds its KV: D's turn."""
         del self._open[event.request_id]
         took_s = event.time_s - exchange.leg_sent_s
         exchange.actual_cached_tokens = event.cached_tokens
         exchange.stages_s["prefill_leg"] = took_s
         exchange.legs["prefill"] = self._router.prefilled_on_p(exchange.commitment, took_s)
-        self._begin(exchange, Leg.DECODE)
+        self._begin(exchange, SimulatedLeg.DECODE)
         request, prefill_on = exchange.request, exchange.decision.prefill_on
         assert prefill_on is not None
         if self._too_long(exchange.decision.decode_on, request):
@@ -233,16 +233,16 @@ class Simulation:
 
     # Hand-offs that fail
 
-    def _prefill_late(self, exchange: Exchange, bound_s: float) -> None:
+    def _prefill_late(self, exchange: SimulatedExchange, bound_s: float) -> None:
         self._stop_leg(exchange)
         self._prefill_failed(exchange, OffloadReason.FELL_BACK_P_TIMEOUT, f"P leg took over {bound_s:g} s")
 
-    def _prefill_failed(self, exchange: Exchange, reason: OffloadReason, message: str) -> None:
+    def _prefill_failed(self, exchange: SimulatedExchange, reason: OffloadReason, message: str) -> None:
         # What P computed of it is unknown: better to expect nothing of it.
         exchange.commitment.retract(exchange.leg_instance)
         self._fall_back(exchange, reason, message)
 
-    def _decode_late(self, exchange: Exchange, bound_s: float) -> None:
+    def _decode_late(self, exchange: SimulatedExchange, bound_s: float) -> None:
         """Give a pull up. It stays open until its first token or a further bound, as the proxy leaves it."""
         leg_id, instance = exchange.leg_id, exchange.leg_instance
         del self._open[leg_id]
@@ -260,11 +260,11 @@ class Simulation:
         self._at(self._fleet.now_s + self._bounds.abandoned_s, overdue)
         self._fall_back(exchange, OffloadReason.FELL_BACK_D_TIMEOUT, f"no first byte within {bound_s:g} s")
 
-    def _decode_failed(self, exchange: Exchange, reason: OffloadReason, message: str) -> None:
+    def _decode_failed(self, exchange: SimulatedExchange, reason: OffloadReason, message: str) -> None:
         del self._open[exchange.leg_id]
         self._fall_back(exchange, reason, message)
 
-    def _fall_back(self, exchange: Exchange, reason: OffloadReason, message: str) -> None:
+    def _fall_back(self, exchange: SimulatedExchange, reason: OffloadReason, message: str) -> None:
         """Count the failure by its reason and run the request co-located on D."""
         decision = exchange.decision
         self._router.fell_back(exchange.commitment, self._fleet.now_s)
@@ -274,7 +274,7 @@ class Simulation:
         exchange.predicted_cached_tokens = decision.cached_tokens
         self._send_whole(exchange)
 
-    def _end(self, exchange: Exchange, now_s: float, error: str | None = None) -> None:
+    def _end(self, exchange: SimulatedExchange, now_s: float, error: str | None = None) -> None:
         """The request is over: release it, record it, and let its session go on."""
         exchange.error = error
         exchange.serial += 1

@@ -12,7 +12,7 @@ from policies.types import Role, Transport
 from replayer.plan import PlanOptions
 from sim.core.types import EngineConfig
 from sim.hardware import HardwareProfile, ProfileError
-from sim.server.settings import ServerSettings, SettingsError
+from sim.server.settings import EngineSettingsError, ServerSettings
 
 LARGEST_SIGMAS = 4.0
 """A draw of noise lies within this many standard deviations."""
@@ -144,7 +144,7 @@ class SimOptions:
                 transport=self.transport,
                 abort_timeout_s=self.bounds.hold_s,
             )
-        except (SettingsError, ProfileError) as error:
+        except (EngineSettingsError, ProfileError) as error:
             raise SimulationError(str(error)) from error
         return settings.config, settings.profile
 

@@ -9,7 +9,7 @@ import numpy as np
 from replayer.records import RequestRecord
 
 
-class Outcome:
+class SimulatedOutcome:
     """Counts and latencies of a run; 24 bytes a request."""
 
     def __init__(self) -> None:

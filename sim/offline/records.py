@@ -9,7 +9,7 @@ from policies.types import Prediction
 from replayer.plan import OfferedLoad, offered_dict
 from replayer.records import RequestRecord, RunHeader
 from replayer.version import installed_version
-from sim.offline.exchange import Exchange
+from sim.offline.exchange import SimulatedExchange
 from sim.offline.options import SimOptions
 from sim.offline.router import OfflineRouter
 
@@ -17,7 +17,7 @@ ENDPOINT = "sim:offline"
 """What the header of a simulated run names instead of a URL."""
 
 
-class Source(NamedTuple):
+class TraceSource(NamedTuple):
     """The trace as the header names it."""
 
     name: str
@@ -27,7 +27,11 @@ class Source(NamedTuple):
 
 
 def header_of(
-    options: SimOptions, router: OfflineRouter, source: Source, offered: OfferedLoad | None, kv_capacity_tokens: int
+    options: SimOptions,
+    router: OfflineRouter,
+    source: TraceSource,
+    offered: OfferedLoad | None,
+    kv_capacity_tokens: int,
 ) -> RunHeader:
     """The run's first line. It holds no wall-clock time: equal simulations give equal bytes.
 
@@ -69,7 +73,7 @@ def header_of(
     )
 
 
-def record_of(exchange: Exchange, ended_s: float) -> RequestRecord:
+def record_of(exchange: SimulatedExchange, ended_s: float) -> RequestRecord:
     """One request's fate, as a replay would have recorded it."""
     step, decision = exchange.step, exchange.decision
     request = step.request
@@ -113,7 +117,7 @@ def _status(error: str | None) -> int | None:
     return 400 if error.startswith("HTTP 400") else None
 
 
-def breakdown_row(exchange: Exchange, planner: str, ended_s: float) -> dict[str, Any]:
+def breakdown_row(exchange: SimulatedExchange, planner: str, ended_s: float) -> dict[str, Any]:
     """The request as the proxy's /breakdown would show it, JSON-ready. Times are engine seconds from the start."""
     decision, request = exchange.decision, exchange.request
     offloaded = exchange.prefill_instance is not None

@@ -15,9 +15,9 @@ from replayer.plan import Plan, PlanOptions, make_plan
 from replayer.records import RequestRecord, RunEnd, encode_line
 from replayer.trace import Trace
 from sim.offline.fleet import InstanceTotals
-from sim.offline.outcome import Outcome
+from sim.offline.outcome import SimulatedOutcome
 from sim.offline.reading import read_apart
-from sim.offline.records import Source
+from sim.offline.records import TraceSource
 from sim.offline.setup import Setup
 from sim.offline.simulate import OfflineRun
 from sim.offline.streaming import StreamedLoop
@@ -26,7 +26,7 @@ from sim.offline.streaming import StreamedLoop
 class Ran(NamedTuple):
     """What a run came to, besides its file."""
 
-    outcome: Outcome
+    outcome: SimulatedOutcome
     instances: list[InstanceTotals]
     end: RunEnd
     notes: list[str]
@@ -64,7 +64,7 @@ def run_streamed(
     options = setup.options()
     with read_apart(Path(setup.trace), LoadOptions(idle_gap_cap_s=setup.idle_gap_cap_s)) as opened:
         turns = StreamedLoop(opened.requests, opened.sha256, options, look_ahead_s)
-        source = Source(opened.name, opened.sha256, opened.block_tokens, opened.notes)
+        source = TraceSource(opened.name, opened.sha256, opened.block_tokens, opened.notes)
         run = OfflineRun(source, turns, None, options, setup.routing(), setup.offload())
         ran = _write(run, output, rows, list(opened.notes))
     ran.notes.append(f"at most {turns.most_sessions:,} sessions known at once")
@@ -82,7 +82,7 @@ def _write(
     rows: IO[bytes] | None,
     notes: list[str],
 ) -> Ran:
-    outcome = Outcome()
+    outcome = SimulatedOutcome()
     encode = msgspec.json.Encoder().encode
 
     def record(each: RequestRecord) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from replayer.plan import SessionPlan, Step
 
 
-class Session:
+class LiveSession:
     """A session under way."""
 
     __slots__ = ("due_s", "number", "plan", "turn")
@@ -28,10 +28,10 @@ class Session:
         self.due_s = plan.arrival_s
 
 
-class Turn(NamedTuple):
+class DueTurn(NamedTuple):
     """What is to be sent now."""
 
-    session: Session
+    session: LiveSession
     step: Step
     due_s: float
     """When it was wanted; sent later where its session waited for a slot."""
@@ -44,22 +44,22 @@ class TurnSource(Protocol):
         """When the next turn is due (infinite: none, until one in flight ends)."""
         ...
 
-    def take(self) -> Turn | None:
+    def take(self) -> DueTurn | None:
         """The turn that is due next; None where there is none after all."""
         ...
 
-    def ended(self, session: Session, now_s: float) -> None:
+    def ended(self, session: LiveSession, now_s: float) -> None:
         """The session's turn in flight has ended, well or badly."""
         ...
 
 
-class ClosedLoop:
+class ClosedLoopSource:
     """All sessions known beforehand. ``plans`` must be in order of arrival."""
 
     def __init__(self, plans: Iterable[SessionPlan], max_inflight_sessions: int | None) -> None:
         self._arrivals = iter(plans)
         self._slots = math.inf if max_inflight_sessions is None else max_inflight_sessions
-        self._due: list[tuple[float, int, Session]] = []
+        self._due: list[tuple[float, int, LiveSession]] = []
         self._count = 0
         self._next = next(self._arrivals, None)
         self._started = 0
@@ -71,22 +71,22 @@ class ClosedLoop:
             return self._next.arrival_s
         return due_s
 
-    def take(self) -> Turn | None:
+    def take(self) -> DueTurn | None:
         """See ``TurnSource``."""
         arrival = self._next
         due = self._due
         if arrival is not None and self._slots > 0 and (not due or arrival.arrival_s < due[0][0]):
             self._slots -= 1
-            session = Session(arrival, self._started)
+            session = LiveSession(arrival, self._started)
             self._started += 1
             self._next = next(self._arrivals, None)
         elif due:
             session = heapq.heappop(due)[2]
         else:
             return None
-        return Turn(session, session.plan.steps[session.turn], session.due_s)
+        return DueTurn(session, session.plan.steps[session.turn], session.due_s)
 
-    def ended(self, session: Session, now_s: float) -> None:
+    def ended(self, session: LiveSession, now_s: float) -> None:
         """See ``TurnSource``."""
         session.turn += 1
         if session.turn == len(session.plan.steps):

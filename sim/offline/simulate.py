@@ -18,13 +18,13 @@ from policies.state import FleetState
 from replayer.plan import OfferedLoad, Plan, SessionPlan, make_plan
 from replayer.records import RequestRecord, Run, RunEnd
 from replayer.trace import Trace
-from sim.offline.exchange import Exchange
+from sim.offline.exchange import SimulatedExchange
 from sim.offline.fleet import InstanceTotals, make_fleet, totals
 from sim.offline.loop import Simulation
 from sim.offline.options import HandOffBounds, Noise, SimOptions, SimulationError
-from sim.offline.records import Source, breakdown_row, header_of, record_of
+from sim.offline.records import TraceSource, breakdown_row, header_of, record_of
 from sim.offline.router import OfflineRouter
-from sim.offline.sessions import ClosedLoop, TurnSource
+from sim.offline.sessions import ClosedLoopSource, TurnSource
 
 __all__ = ["HandOffBounds", "Noise", "OfflineRun", "SimOptions", "SimResult", "SimulationError", "simulate"]
 
@@ -66,7 +66,7 @@ class OfflineRun:
 
     def __init__(
         self,
-        source: Source,
+        source: TraceSource,
         turns: TurnSource,
         offered: OfferedLoad | None,
         options: SimOptions,
@@ -97,8 +97,8 @@ class OfflineRun:
         options.check()
         if plan is None:
             plan = make_plan(trace, options.plan)
-        turns = ClosedLoop(jittered(plan.sessions, options), options.max_inflight_sessions)
-        source = Source(trace.name, trace.sha256, trace.block_tokens, trace.notes)
+        turns = ClosedLoopSource(jittered(plan.sessions, options), options.max_inflight_sessions)
+        source = TraceSource(trace.name, trace.sha256, trace.block_tokens, trace.notes)
         return cls(source, turns, plan.offered, options, policy, planner)
 
     def run(self, on_record: OnRecord, on_row: OnRow | None = None) -> tuple[RunEnd, list[InstanceTotals]]:
@@ -106,7 +106,7 @@ class OfflineRun:
         count = ok = 0
         planner = self._router.planner.name
 
-        def finished(exchange: Exchange, ended_s: float) -> None:
+        def finished(exchange: SimulatedExchange, ended_s: float) -> None:
             nonlocal count, ok
             record = record_of(exchange, ended_s)
             count += 1

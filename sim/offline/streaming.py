@@ -18,13 +18,13 @@ import msgspec
 from replayer.plan import PlanOptions, SessionPlan, Step, id_prefix, wait_between
 from replayer.trace import TraceError, TraceRequest
 from sim.offline.options import LARGEST_SIGMAS, SimOptions, SimulationError
-from sim.offline.sessions import Session, Turn
+from sim.offline.sessions import DueTurn, LiveSession
 
 FORGET_S = 4 * 3600.0
 """Trace time after which a session that has sent nothing counts as over; a later turn of it starts a session anew."""
 
 
-class _Streamed(Session):
+class _Streamed(LiveSession):
     """A session of which the turns read so far, and not sent yet, are known."""
 
     __slots__ = ("ended_s", "idle", "last", "steps")
@@ -99,15 +99,15 @@ class StreamedLoop:
             self._read()
         return due[0][0] if due else math.inf
 
-    def take(self) -> Turn | None:
+    def take(self) -> DueTurn | None:
         """See ``TurnSource``."""
         if not self._due:
             return None
         due_s, _, _, session = heapq.heappop(self._due)
         self._now_s = max(self._now_s, due_s)
-        return Turn(session, session.steps.popleft(), session.due_s)
+        return DueTurn(session, session.steps.popleft(), session.due_s)
 
-    def ended(self, session: Session, now_s: float) -> None:
+    def ended(self, session: LiveSession, now_s: float) -> None:
         """See ``TurnSource``."""
         assert isinstance(session, _Streamed)
         self._now_s = max(self._now_s, now_s)

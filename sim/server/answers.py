@@ -8,12 +8,12 @@ import msgspec
 
 from sim.core.content import output_bytes
 from sim.server.driver import Delivery
-from sim.server.parsing import Call
+from sim.server.parsing import GenerationCall
 
 DONE = b"data: [DONE]\n\n"
 
 
-def usage(call: Call, delivery: Delivery) -> dict[str, object]:
+def usage(call: GenerationCall, delivery: Delivery) -> dict[str, object]:
     """Token counts; as in vLLM 0.18.1 the details are null when nothing was cached."""
     cached = delivery.cached_tokens
     prompt = call.request.prompt_tokens
@@ -25,10 +25,10 @@ def usage(call: Call, delivery: Delivery) -> dict[str, object]:
     }
 
 
-class Answer:
+class AnswerBuilder:
     """Builds the answer to one call. Generated text is ASCII letters and spaces, so it needs no JSON escaping."""
 
-    def __init__(self, call: Call, model: str) -> None:
+    def __init__(self, call: GenerationCall, model: str) -> None:
         self._call = call
         self._offset = call.request.output_offset
         self._created = int(time.time())

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from sim.server.app import BootstrapApp, EngineApp, Routes
+from sim.server.app import BootstrapApp, EngineApp, EngineRoutes
 from sim.server.driver import Driver, EngineClock
 from sim.server.faults import Faults
 from sim.server.kvevents import KvEventPublisher
@@ -135,7 +135,7 @@ def _publisher(settings: ServerSettings) -> KvEventPublisher | None:
     return KvEventPublisher(settings.host, port, settings.kv_events_replay_port, settings.config.block_tokens)
 
 
-def _server(application: Routes, settings: ServerSettings) -> _Server:
+def _server(application: EngineRoutes, settings: ServerSettings) -> _Server:
     return _Server(
         uvicorn.Config(
             application,

@@ -76,7 +76,7 @@ class TokenizeBody(msgspec.Struct):
     messages: list[dict[str, Any]] | None = None
 
 
-class Call(NamedTuple):
+class GenerationCall(NamedTuple):
     """One generation request, ready to be submitted, and how its answer is to look."""
 
     request: Request
@@ -93,7 +93,7 @@ _ids = msgspec.json.Decoder(list[int])
 _prompt = msgspec.json.Decoder(str | list[str | list[int]])
 
 
-def parse_completion(body: bytes, settings: ServerSettings, request_id: str | None) -> Call:
+def parse_completion(body: bytes, settings: ServerSettings, request_id: str | None) -> GenerationCall:
     """A /v1/completions body as an engine request.
 
     Raises:
@@ -103,7 +103,7 @@ def parse_completion(body: bytes, settings: ServerSettings, request_id: str | No
     return _call(decoded, _prompt_tokens(bytes(decoded.prompt)), decoded.max_tokens, settings, request_id, chat=False)
 
 
-def parse_chat(body: bytes, settings: ServerSettings, request_id: str | None) -> Call:
+def parse_chat(body: bytes, settings: ServerSettings, request_id: str | None) -> GenerationCall:
     """A /v1/chat/completions body as an engine request.
 
     Raises:
@@ -194,7 +194,7 @@ def _prompt_tokens(raw: bytes) -> bytes:
 
 def _call(
     body: _Generation, tokens: bytes, limit: int | None, settings: ServerSettings, request_id: str | None, *, chat: bool
-) -> Call:
+) -> GenerationCall:
     if body.model is not None and body.model != settings.model:
         raise ApiError(404, f"The model `{body.model}` does not exist.", "NotFoundError", "model")
     if body.n not in {None, 1}:
@@ -232,7 +232,7 @@ def _call(
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         request = request._replace(stop_after=_stop_after(request, stops))
     prefix = "chatcmpl-" if chat else "cmpl-"
-    return Call(
+    return GenerationCall(
         request,
         chat,
         bool(body.stream),

@@ -59,7 +59,7 @@ def test_the_page_holds_the_kept_costs_and_a_small_run_makes_the_same_kind(tmp_p
     trace = simulator.conversations(40, 30, 2)
     assert [len(request.hash_ids) for request in trace.requests if request.session_id == "3"] == [16, 25, 34, 43]
     assert len(trace.requests) == 40
-    cost = simulator.measure(simulator.Job("few", None, 2, requests=40, blocks=30, repeats=1))
+    cost = simulator.measure(simulator.TimedSimulation("few", None, 2, requests=40, blocks=30, repeats=1))
     assert cost.requests == 40
     assert min(cost.engines_us, cost.decision_us, cost.rest_us, cost.rss_mib) > 0
     # The meters are off again.

@@ -15,7 +15,7 @@ import msgspec
 from replayer.trace import Trace, TraceRequest
 
 
-class PrefixTree(msgspec.Struct, frozen=True):
+class RunTree(msgspec.Struct, frozen=True):
     """The runs of a trace and every request's way through them."""
 
     run_blocks: list[int]
@@ -50,7 +50,7 @@ class _Branch(msgspec.Struct):
     """Depths at which it is cut, increasing; ``end`` included."""
 
 
-def build(trace: Trace) -> PrefixTree:
+def build(trace: Trace) -> RunTree:
     """The tree of a trace with chained ids (the loader's default sees to that).
 
     Time O(distinct blocks + requests x log blocks): a prompt's known part is found by bisection.
@@ -62,7 +62,7 @@ def build(trace: Trace) -> PrefixTree:
         ends.append(_insert(request, trace.block_tokens, owner, branches))
     first_run, run_blocks, depths = _number_runs(branches)
     paths = [_path(branch, depth, branches, first_run) for branch, depth in ends]
-    return PrefixTree(run_blocks, depths, paths, trace.block_tokens)
+    return RunTree(run_blocks, depths, paths, trace.block_tokens)
 
 
 def _insert(

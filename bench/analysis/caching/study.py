@@ -14,7 +14,7 @@ import msgspec
 
 from bench.analysis.caching.eviction import Belady, Eviction, Lfu, Lru, Use, next_uses
 from bench.analysis.caching.placement import Placement, place
-from bench.analysis.caching.prefix_tree import PrefixTree, build
+from bench.analysis.caching.prefix_tree import RunTree, build
 from bench.analysis.caching.protecting import SessionProtecting
 from replayer.ideal import Ideal, ideal
 from replayer.trace import Trace
@@ -88,7 +88,7 @@ class CacheStudy(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
 
 
-def hot_set(tree: PrefixTree) -> HotSet:
+def hot_set(tree: RunTree) -> HotSet:
     """Size of the set of blocks between two of their uses, after each request. O(runs used)."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -160,16 +160,16 @@ class _Cache:
             self._take(run)
 
 
-def _no_cache(_tree: PrefixTree) -> Callable[[], Eviction]:
+def _no_cache(_tree: RunTree) -> Callable[[], Eviction]:
     raise ValueError("an unlimited cache evicts nothing")
 
 
-def _protecting(tree: PrefixTree) -> Callable[[], Eviction]:
+def _protecting(tree: RunTree) -> Callable[[], Eviction]:
     parents = tree.parents()
     return lambda: SessionProtecting(parents)
 
 
-_EVICTIONS: dict[CachePolicy, Callable[[PrefixTree], Callable[[], Eviction]]] = {
+_EVICTIONS: dict[CachePolicy, Callable[[RunTree], Callable[[], Eviction]]] = {
     CachePolicy.INFINITE: _no_cache,
     CachePolicy.LRU: lambda _tree: Lru,
     CachePolicy.LFU: lambda tree: lambda: Lfu(tree.depths),
@@ -179,7 +179,7 @@ _EVICTIONS: dict[CachePolicy, Callable[[PrefixTree], Callable[[], Eviction]]] = 
 
 
 def hit_tokens(
-    trace: Trace, tree: PrefixTree, places: Sequence[int], policy: CachePolicy, pool_tokens: int | None
+    trace: Trace, tree: RunTree, places: Sequence[int], policy: CachePolicy, pool_tokens: int | None
 ) -> list[int]:
     """Prompt tokens of each request found in the cache of its place.
 
@@ -266,7 +266,7 @@ def study(
 
 def _points(
     trace: Trace,
-    tree: PrefixTree,
+    tree: RunTree,
     name: str,
     count: int,
     places: Sequence[int],

@@ -28,7 +28,7 @@ from bench.analysis.words import GIB, giga, integers, milliseconds
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.analysis.kv_wall import Fleet, KvWall, Pool, Split
+    from bench.analysis.kv_wall import InstancePool, KvWall, Split, SplitFleet
     from replayer.trace import Trace
 
 HANDOFFS = ("pull", "arrival")
@@ -85,7 +85,7 @@ def kv_wall(
 
     Arrivals are taken as Poisson and open-loop: a client that waits for answers offers less under overload.
     """
-    from bench.analysis.kv_wall import Fleet, Handoff, KvWall, assess, fits, kv_pool
+    from bench.analysis.kv_wall import Handoff, KvWall, SplitFleet, assess, fits, kv_pool
     from bench.analysis.sheets import load_gpu, load_model
     from sim.hardware import ProfileError, load_profile
 
@@ -118,7 +118,7 @@ def kv_wall(
             overhead_bytes=overhead_gib * GIB,
             given_bytes=None if pool_gib is None else pool_gib * GIB,
         )
-        fleet = Fleet(timing, pool, per_token, name, Handoff(handoff))
+        fleet = SplitFleet(timing, pool, per_token, name, Handoff(handoff))
         found = KvWall(
             trace=loaded.name,
             model=shape.name,
@@ -188,7 +188,7 @@ def _sheets(found: KvWall) -> list[Sheet]:
     ]
 
 
-def _pool_rows(pool: Pool, found: KvWall) -> list[list[str]]:
+def _pool_rows(pool: InstancePool, found: KvWall) -> list[list[str]]:
     if pool.given:
         rows = [["pool, as given", giga(pool.pool_bytes)]]
     else:
@@ -223,7 +223,7 @@ def _split_row(row: Split) -> list[str]:
     ]
 
 
-def _draw(found: KvWall, trace: Trace, fleet: Fleet, to: Path) -> None:
+def _draw(found: KvWall, trace: Trace, fleet: SplitFleet, to: Path) -> None:
     from bench.analysis.figures import Line, bars, lines
     from bench.analysis.kv_wall import over_rates
 

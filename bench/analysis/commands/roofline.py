@@ -12,7 +12,7 @@ from bench.analysis.words import count, giga, integers, milliseconds
 
 if TYPE_CHECKING:
     from bench.analysis.architecture import Architecture
-    from bench.analysis.roofline import Machine, Measured, Precision, Roofline
+    from bench.analysis.roofline import Machine, MeasuredTime, Precision, Roofline
     from sim.points import Points
 
 CHUNKS = "64,512,2048,8192"
@@ -144,7 +144,7 @@ def _points(profile: str, model: str, gpu: str, gpus: int, precision: Precision)
         raise AnalysisError(f"--profile: {error}") from error
 
 
-def _against(points: Points, model: Architecture, precision: Precision, on: Machine) -> list[Measured]:
+def _against(points: Points, model: Architecture, precision: Precision, on: Machine) -> list[MeasuredTime]:
     from bench.analysis.roofline import decode_step, measured, prefill_steps
 
     budget = points.max_num_batched_tokens

@@ -26,7 +26,7 @@ from bench.analysis.output import (
 from bench.analysis.words import GIB
 
 if TYPE_CHECKING:
-    from bench.analysis.workload import Anatomy, Columns, Spread
+    from bench.analysis.workload import QuantitySpread, RequestColumns, TraceAnatomy
     from policies.classes import ClassThresholds
     from replayer.trace import TraceRequest
 
@@ -111,7 +111,7 @@ def _open(
     return iter_trace(path, LoadOptions(limit=limit, block_tokens=tokens)), tokens, path.name, notes
 
 
-def _sheets(found: Anatomy) -> list[Sheet]:
+def _sheets(found: TraceAnatomy) -> list[Sheet]:
     reuse, arrivals = found.reuse, found.arrivals
     sessions = "sessions unknown" if found.sessions is None else f"{found.sessions:,} sessions"
     notes = [f"note: {note}" for note in found.notes]
@@ -120,7 +120,7 @@ def _sheets(found: Anatomy) -> list[Sheet]:
             f"note: {reuse.forgotten_blocks:,} block ids were forgotten to bound memory: reuse may be understated "
             "(--remember-blocks)"
         )
-    lengths: list[tuple[str, Spread | None, float, str]] = [
+    lengths: list[tuple[str, QuantitySpread | None, float, str]] = [
         ("prompt tokens", found.prompt_tokens, 1, ",.0f"),
         ("output tokens", found.output_tokens, 1, ",.0f"),
         ("new tokens", found.new_tokens, 1, ",.0f"),
@@ -164,12 +164,12 @@ def _sheets(found: Anatomy) -> list[Sheet]:
     ]
 
 
-def _spread(name: str, values: Spread, factor: float, form: str) -> list[str]:
+def _spread(name: str, values: QuantitySpread, factor: float, form: str) -> list[str]:
     shown = (values.mean, values.p50, values.p90, values.p99, values.max)
     return [name, *(format(value * factor, form) for value in shown)]
 
 
-def _draw(found: Anatomy, rows: Columns, bounds: ClassThresholds, to: Path) -> None:
+def _draw(found: TraceAnatomy, rows: RequestColumns, bounds: ClassThresholds, to: Path) -> None:
     from bench.analysis.figures import Line, bars, distribution, lines
 
     new = [prompt - cached for prompt, cached in zip(rows.prompt_tokens, rows.cached_tokens, strict=True)]

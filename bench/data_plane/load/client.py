@@ -17,14 +17,14 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 
-class Target(NamedTuple):
+class LoadTarget(NamedTuple):
     """Where requests go."""
 
     host: str
     port: int
 
 
-class Outcome(NamedTuple):
+class ClientResult(NamedTuple):
     """One request. Times are ``CLOCK_MONOTONIC`` seconds."""
 
     sent_s: float
@@ -111,7 +111,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport.writelines([head, body])
         return sent_s
 
-    async def answered(self, sent_s: float, events: int, timeout_s: float) -> Outcome:
+    async def answered(self, sent_s: float, events: int, timeout_s: float) -> ClientResult:
         """Wait for the answer and verify it: 200, exactly ``events`` events, then ``[DONE]``.
 
         Raises:
@@ -129,7 +129,7 @@ class ClientConnection(asyncio.Protocol):
         problem = problem or self._verified(events)
         if problem:
             self.close()
-        return Outcome(sent_s, self.first_event_s, ended_s, problem)
+        return ClientResult(sent_s, self.first_event_s, ended_s, problem)
 
     def _verified(self, events: int) -> str:
         status = self._parser.get_status_code()
@@ -149,7 +149,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport.abort()
 
 
-def request_head(target: Target, path: str, body_bytes: int, session_id: str = "") -> bytes:
+def request_head(target: LoadTarget, path: str, body_bytes: int, session_id: str = "") -> bytes:
     """The request line and headers of a POST."""
     session = f"x-session-id: {session_id}\r\n" if session_id else ""
     return (
@@ -158,15 +158,15 @@ def request_head(target: Target, path: str, body_bytes: int, session_id: str = "
     ).encode()
 
 
-class Pool:
+class ConnectionPool:
     """Kept connections to the targets. ``reconnects`` counts requests that met a stale one."""
 
     def __init__(self) -> None:
-        self._idle: dict[Target, list[ClientConnection]] = {}
+        self._idle: dict[LoadTarget, list[ClientConnection]] = {}
         self._all: set[ClientConnection] = set()
         self.reconnects = 0
 
-    async def connection(self, target: Target) -> ClientConnection:
+    async def connection(self, target: LoadTarget) -> ClientConnection:
         """A kept connection, or a new one. Raises OSError."""
         idle = self._idle.setdefault(target, [])
         while idle:
@@ -180,7 +180,7 @@ class Pool:
         self._all.add(connection)
         return connection
 
-    def release(self, target: Target, connection: ClientConnection) -> None:
+    def release(self, target: LoadTarget, connection: ClientConnection) -> None:
         """Keep a connection whose answer is complete."""
         if connection.closed:
             self._all.discard(connection)
@@ -189,8 +189,8 @@ class Pool:
             self._idle[target].append(connection)
 
     async def request(
-        self, target: Target, path: str, body: bytes, events: int, timeout_s: float, session_id: str = ""
-    ) -> Outcome:
+        self, target: LoadTarget, path: str, body: bytes, events: int, timeout_s: float, session_id: str = ""
+    ) -> ClientResult:
         """One request and its verified answer; a stale connection is replaced once, other failures are the outcome."""
         head = request_head(target, path, len(body), session_id)
         for _ in range(2):
@@ -198,7 +198,7 @@ class Pool:
                 connection = await self.connection(target)
             except (OSError, TimeoutError) as error:
                 now_s = monotonic()
-                return Outcome(now_s, 0.0, now_s, f"connect: {error!r}")
+                return ClientResult(now_s, 0.0, now_s, f"connect: {error!r}")
             sent_s = connection.send(head, body)
             try:
                 outcome = await connection.answered(sent_s, events, timeout_s)
@@ -210,7 +210,7 @@ class Pool:
                     self.release(target, connection)
             return outcome
         now_s = monotonic()
-        return Outcome(now_s, 0.0, now_s, "stale connections only")
+        return ClientResult(now_s, 0.0, now_s, "stale connections only")
 
     def close(self) -> None:
         """Close every connection."""

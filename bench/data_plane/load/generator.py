@@ -22,14 +22,24 @@ import uvloop
 
 from bench.data_plane.cpu import cpu_s
 from bench.data_plane.load import prompts
-from bench.data_plane.load.client import CHAT, COMPLETIONS, Outcome, Pool, request_head
-from bench.data_plane.load.jobs import Aborts, AnyJob, ClosedLoop, Job, Paired, Result, Spread, Streams, Workload
+from bench.data_plane.load.client import CHAT, COMPLETIONS, ClientResult, ConnectionPool, request_head
+from bench.data_plane.load.jobs import (
+    Aborts,
+    AnyJob,
+    ClosedLoopJob,
+    JobResult,
+    LatencySpread,
+    LoadJob,
+    LoadWorkload,
+    Paired,
+    Streams,
+)
 
 TAIL_S = 0.03
 """What a router still does after the last byte of an answer (its record, its counters) belongs to the request."""
 
 
-def body_of(work: Workload, number: int, tag: str = "") -> tuple[str, bytes, str]:
+def body_of(work: LoadWorkload, number: int, tag: str = "") -> tuple[str, bytes, str]:
     """Path, body and session id of request ``number``; sessions come one after the other, turn by turn."""
     if work.kind == "sessions":
         session, turn = divmod(number, prompts.SESSION_TURNS)
@@ -39,23 +49,23 @@ def body_of(work: Workload, number: int, tag: str = "") -> tuple[str, bytes, str
     return COMPLETIONS, prompts.text_body(work.seed, number, work.size_bytes, work.events, tag=tag), ""
 
 
-def spread(values_ms: list[float]) -> Spread | None:
+def spread(values_ms: list[float]) -> LatencySpread | None:
     """Percentiles, or None of nothing."""
     if not values_ms:
         return None
     p50, p99 = np.percentile(values_ms, [50, 99])
-    return Spread(p50=float(p50), p99=float(p99), max=float(max(values_ms)), count=len(values_ms))
+    return LatencySpread(p50=float(p50), p99=float(p99), max=float(max(values_ms)), count=len(values_ms))
 
 
-class Runner:
+class JobRunner:
     """One job: its connections, its counts."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: LoadJob) -> None:
         self._job = job
-        self._pool = Pool()
+        self._pool = ConnectionPool()
         self._targets = cycle(job.targets)
         self._errors: Counter[str] = Counter()
-        self._good: list[Outcome] = []
+        self._good: list[ClientResult] = []
         self._cpu_s = self._load_cpu_s = self._seconds = 0.0
 
     @asynccontextmanager
@@ -68,20 +78,20 @@ class Runner:
         await asyncio.sleep(TAIL_S)
         self._cpu_s = cpu_s(self._job.pids) - router_s
 
-    async def _one(self, number: int) -> Outcome:
+    async def _one(self, number: int) -> ClientResult:
         work = self._job.workload
         path, body, session = body_of(work, number)
         return await self._pool.request(next(self._targets), path, body, work.events, self._job.timeout_s, session)
 
-    def _keep(self, outcome: Outcome) -> None:
+    def _keep(self, outcome: ClientResult) -> None:
         if outcome.error:
             self._errors[outcome.error] += 1
         else:
             self._good.append(outcome)
 
-    def _result(self, **more: Any) -> Result:
+    def _result(self, **more: Any) -> JobResult:
         self._pool.close()
-        return Result(
+        return JobResult(
             requests=len(self._good),
             errors=dict(self._errors),
             seconds=self._seconds,
@@ -95,14 +105,14 @@ class Runner:
             },
         )
 
-    async def closed(self, job: ClosedLoop) -> Result:
+    async def closed(self, job: ClosedLoopJob) -> JobResult:
         """Run a closed loop."""
         # A session's turns must follow each other, so it is one unit of work; other requests are units of one.
         unit = prompts.SESSION_TURNS if job.workload.kind == "sessions" else 1
         first = -(-job.first // unit) * unit
         numbers = count(first, unit)
 
-        async def until(more: Callable[[int], bool], keep: Callable[[Outcome], None]) -> None:
+        async def until(more: Callable[[int], bool], keep: Callable[[ClientResult], None]) -> None:
             async def worker() -> None:
                 for start in numbers:
                     if not more(start):
@@ -124,7 +134,7 @@ class Runner:
             await until(lambda number: number < end and monotonic() < end_s, self._keep)
         return self._result()
 
-    async def paired(self, job: Paired) -> Result:
+    async def paired(self, job: Paired) -> JobResult:
         """Alternate between the router and an engine."""
         rng = random.Random(f"pairs {job.workload.seed} {job.first}")
         work = job.workload
@@ -133,7 +143,7 @@ class Runner:
         straight: list[float] = []
         for pair in range(-job.warmup, job.pairs):
             number = job.first + job.warmup + pair
-            outcomes: dict[bool, Outcome] = {}
+            outcomes: dict[bool, ClientResult] = {}
             for routed in rng.sample((True, False), 2):
                 path, body, session = body_of(work, number)
                 target = next(routers) if routed else next(engines)
@@ -153,7 +163,7 @@ class Runner:
             added.p99, added.max = above.p99, above.max
         return self._result(ttft_ms=spread(through), direct_ttft_ms=spread(straight), added_ms=added)
 
-    async def streams(self, job: Streams) -> Result:
+    async def streams(self, job: Streams) -> JobResult:
         """Paced streams side by side."""
         work = job.workload
         ready = 0
@@ -191,7 +201,7 @@ class Runner:
                 events = sum(connection.events_seen for connection in connections) - before
         return self._result(events=events)
 
-    async def aborts(self, job: Aborts) -> Result:
+    async def aborts(self, job: Aborts) -> JobResult:
         """Clients that leave."""
         rng = random.Random(f"aborts {job.workload.seed} {job.first}")
         waits = [rng.uniform(*job.wait_s) for _ in range(job.requests)]
@@ -227,10 +237,10 @@ class Runner:
         return self._result(left=left)
 
 
-def run(job: AnyJob) -> Coroutine[Any, Any, Result]:
+def run(job: AnyJob) -> Coroutine[Any, Any, JobResult]:
     """Do one job."""
-    runner = Runner(job)
-    if isinstance(job, ClosedLoop):
+    runner = JobRunner(job)
+    if isinstance(job, ClosedLoopJob):
         return runner.closed(job)
     if isinstance(job, Paired):
         return runner.paired(job)

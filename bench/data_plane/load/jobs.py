@@ -6,10 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from bench.data_plane.load.client import Target
+from bench.data_plane.load.client import LoadTarget
 
 
-class Workload(msgspec.Struct, kw_only=True, frozen=True):
+class LoadWorkload(msgspec.Struct, kw_only=True, frozen=True):
     """Requests of one kind; request ``number`` is the same in every run with the same seed."""
 
     kind: Literal["text", "ids", "sessions"]
@@ -20,12 +20,12 @@ class Workload(msgspec.Struct, kw_only=True, frozen=True):
     """That the engine stub is set to send, and every answer must have."""
 
 
-class Job(msgspec.Struct, kw_only=True, tag_field="job"):
+class LoadJob(msgspec.Struct, kw_only=True, tag_field="job"):
     """What all jobs have."""
 
-    targets: list[Target]
+    targets: list[LoadTarget]
     """Addresses that serve the same; requests go to each in turn."""
-    workload: Workload
+    workload: LoadWorkload
     first: int = 0
     """Number of the first request."""
     pids: list[int] = []
@@ -34,7 +34,7 @@ class Job(msgspec.Struct, kw_only=True, tag_field="job"):
     """For one answer."""
 
 
-class ClosedLoop(Job, kw_only=True, tag="closed"):
+class ClosedLoopJob(LoadJob, kw_only=True, tag="closed"):
     """``concurrency`` requests in flight at all times."""
 
     concurrency: int
@@ -45,17 +45,17 @@ class ClosedLoop(Job, kw_only=True, tag="closed"):
     """Requests sent before, not counted."""
 
 
-class Paired(Job, kw_only=True, tag="paired"):
+class Paired(LoadJob, kw_only=True, tag="paired"):
     """One request at a time, to the router and straight to an engine in turn; which comes first is drawn."""
 
-    direct: list[Target]
+    direct: list[LoadTarget]
     pairs: int
     gap_s: float = 0.004
     """Pause between two requests."""
     warmup: int = 5
 
 
-class Streams(Job, kw_only=True, tag="streams"):
+class Streams(LoadJob, kw_only=True, tag="streams"):
     """``streams`` paced streams side by side; counted for ``window_s``, ``settle_s`` after the last has begun."""
 
     streams: int
@@ -63,7 +63,7 @@ class Streams(Job, kw_only=True, tag="streams"):
     window_s: float
 
 
-class Aborts(Job, kw_only=True, tag="aborts"):
+class Aborts(LoadJob, kw_only=True, tag="aborts"):
     """Clients that leave: with ``after_event`` in the midst of the stream, else while they wait for the first event."""
 
     requests: int
@@ -73,10 +73,10 @@ class Aborts(Job, kw_only=True, tag="aborts"):
     """The client leaves after a time drawn from this range, counted from its request or the first event."""
 
 
-AnyJob = ClosedLoop | Paired | Streams | Aborts
+AnyJob = ClosedLoopJob | Paired | Streams | Aborts
 
 
-class Spread(msgspec.Struct, kw_only=True):
+class LatencySpread(msgspec.Struct, kw_only=True):
     """Percentiles of milliseconds."""
 
     p50: float
@@ -85,7 +85,7 @@ class Spread(msgspec.Struct, kw_only=True):
     count: int
 
 
-class Result(msgspec.Struct, kw_only=True):
+class JobResult(msgspec.Struct, kw_only=True):
     """What a job saw. Times are wall-clock seconds unless the name says otherwise."""
 
     requests: int
@@ -99,9 +99,9 @@ class Result(msgspec.Struct, kw_only=True):
     events: int = 0
     """Relayed while ``cpu_s`` was counted."""
     reconnects: int = 0
-    ttft_ms: Spread | None = None
-    direct_ttft_ms: Spread | None = None
-    added_ms: Spread | None = None
+    ttft_ms: LatencySpread | None = None
+    direct_ttft_ms: LatencySpread | None = None
+    added_ms: LatencySpread | None = None
     """p50 of paired differences; p99 and max of the router's times less the median of the direct ones."""
     left: dict[str, float] = {}
     """Tag of an aborted request -> ``CLOCK_MONOTONIC`` second at which the client closed."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from bench.data_plane.launches import OURS
-from bench.data_plane.measure import Record
+from bench.data_plane.measure import DataPlaneRecord
 from bench.data_plane.report.ratios import medians, ratios
 from bench.data_plane.report.table import MORE_IS_BETTER, NO_RATIO, number, quantities, title
 from bench.data_plane.report.targets import check
@@ -15,7 +15,7 @@ from bench.data_plane.stacks import DIRECT
 BEGIN, END = "<!-- data plane: begin -->", "<!-- data plane: end -->"
 
 
-def markdown(record: Record) -> str:
+def markdown(record: DataPlaneRecord) -> str:
     """Medians, ratios and targets, and where they were measured."""
     where = record.machine
     day = time.strftime("%Y-%m-%d", time.gmtime(record.started_unix_s))
@@ -46,14 +46,14 @@ def _table(head: Sequence[str], rows: Iterator[list[str]]) -> list[str]:
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def _absolute(record: Record) -> list[str]:
+def _absolute(record: DataPlaneRecord) -> list[str]:
     found = medians(record.samples)
     stacks = list(record.stacks)
     rows = ([title(each), *(number(found.get((each, stack))) for stack in stacks)] for each in quantities(record))
     return _table(["quantity", *(f"`{stack}`" for stack in stacks)], rows)
 
 
-def _compared(record: Record) -> list[str]:
+def _compared(record: DataPlaneRecord) -> list[str]:
     peers = [stack for stack in record.stacks if stack not in (OURS, DIRECT)]
 
     def rows() -> Iterator[list[str]]:
@@ -69,7 +69,7 @@ def _compared(record: Record) -> list[str]:
     return _table(["quantity", *(f"`{peer}`" for peer in peers)], rows())
 
 
-def _targets(record: Record) -> list[str]:
+def _targets(record: DataPlaneRecord) -> list[str]:
     rows = (
         [
             title(finding.target.quantity),

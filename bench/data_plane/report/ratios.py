@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from bench.data_plane.quantities import Sample
+from bench.data_plane.quantities import QuantitySample
 
 
 class Ratio(NamedTuple):
@@ -19,12 +19,12 @@ class Ratio(NamedTuple):
     rounds: int
 
 
-def by_round(samples: Sequence[Sample], quantity: str, stack: str) -> dict[int, float]:
+def by_round(samples: Sequence[QuantitySample], quantity: str, stack: str) -> dict[int, float]:
     """Round -> value of one quantity of one stack."""
     return {s.round: s.values[quantity] for s in samples if s.stack == stack and quantity in s.values}
 
 
-def ratios(samples: Sequence[Sample], quantity: str, ours: str, theirs: str) -> Ratio | None:
+def ratios(samples: Sequence[QuantitySample], quantity: str, ours: str, theirs: str) -> Ratio | None:
     """Ours divided by theirs within each round: what the machine did in that round acts on both.
 
     None without a round in which both were measured. A zero of theirs has no ratio, and its round is left out.
@@ -34,7 +34,7 @@ def ratios(samples: Sequence[Sample], quantity: str, ours: str, theirs: str) -> 
     return Ratio(median(found), min(found), max(found), len(found)) if found else None
 
 
-def medians(samples: Sequence[Sample]) -> dict[tuple[str, str], float]:
+def medians(samples: Sequence[QuantitySample]) -> dict[tuple[str, str], float]:
     """(quantity, stack) -> median over the rounds."""
     values: dict[tuple[str, str], list[float]] = defaultdict(list)
     for sample in samples:

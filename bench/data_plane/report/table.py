@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.data_plane.launches import OURS
-from bench.data_plane.measure import Record
+from bench.data_plane.measure import DataPlaneRecord
 from bench.data_plane.report.ratios import Ratio, medians, ratios
 from bench.data_plane.report.targets import check
 from bench.data_plane.stacks import DIRECT
@@ -51,7 +51,7 @@ def title(quantity: str) -> str:
     return f"{TITLES[what]}, {WORKLOADS[workload]}"
 
 
-def quantities(record: Record) -> list[str]:
+def quantities(record: DataPlaneRecord) -> list[str]:
     """What was measured, in the order of the titles."""
     known = [*TITLES]
     found = {quantity for sample in record.samples for quantity in sample.values}
@@ -78,7 +78,7 @@ def _ratio(ratio: Ratio) -> str:
     return f"{ratio.median:.2f}{spread}"
 
 
-def absolute(record: Record) -> Table:
+def absolute(record: DataPlaneRecord) -> Table:
     """Medians over the rounds, one column per stack."""
     table = Table(title=f"Medians of {record.rounds} rounds, seed {record.seed}")
     table.add_column("quantity")
@@ -90,7 +90,7 @@ def absolute(record: Record) -> Table:
     return table
 
 
-def compared(record: Record) -> Table:
+def compared(record: DataPlaneRecord) -> Table:
     """Ours to each peer, per round: median and the lowest and highest of the rounds."""
     table = Table(title="warmroute to each peer: median of the rounds' ratios [lowest - highest]")
     table.add_column("quantity")
@@ -110,7 +110,7 @@ def compared(record: Record) -> Table:
     return table
 
 
-def targets(record: Record) -> Table:
+def targets(record: DataPlaneRecord) -> Table:
     """What had to be reached."""
     table = Table(title="Targets")
     for column in ("quantity", "limit", "found", ""):
@@ -123,7 +123,7 @@ def targets(record: Record) -> Table:
     return table
 
 
-def notes(record: Record) -> Iterator[str]:
+def notes(record: DataPlaneRecord) -> Iterator[str]:
     """What the figures need to be read."""
     for stack, note in record.stacks.items():
         yield f"{stack}: {note}"
@@ -161,7 +161,7 @@ def notes(record: Record) -> Iterator[str]:
     yield f"took {record.seconds:.0f} s"
 
 
-def tables(record: Record) -> RenderableType:
+def tables(record: DataPlaneRecord) -> RenderableType:
     """Everything."""
     parts: list[RenderableType] = [absolute(record)]
     if OURS in record.stacks and len(set(record.stacks) - {OURS, DIRECT}):
@@ -169,6 +169,6 @@ def tables(record: Record) -> RenderableType:
     return Group(*parts, *(Text(note, overflow="fold") for note in notes(record)))
 
 
-def show(record: Record, console: Console) -> None:
+def show(record: DataPlaneRecord, console: Console) -> None:
     """Print the tables."""
     console.print(tables(record), highlight=False)

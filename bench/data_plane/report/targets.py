@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bench.data_plane.launches import OURS
-from bench.data_plane.quantities import Sample
+from bench.data_plane.quantities import QuantitySample
 from bench.data_plane.report.ratios import medians, ratios
 
 
@@ -39,7 +39,7 @@ TARGETS = (
 )
 
 
-class Finding(NamedTuple):
+class TargetFinding(NamedTuple):
     """A target and what was found: the median over the rounds, of ratios where the target is one."""
 
     target: Target
@@ -56,16 +56,16 @@ class Finding(NamedTuple):
         return f"{self.target}: {found}, {'met' if self.met else 'missed'}"
 
 
-def check(samples: Sequence[Sample], targets: Sequence[Target] = TARGETS) -> list[Finding]:
+def check(samples: Sequence[QuantitySample], targets: Sequence[Target] = TARGETS) -> list[TargetFinding]:
     """Hold the samples of a run against the targets; a round with any error in it is a miss of ``many_errors``."""
     found = []
     for target in targets:
         if target.peer:
             ratio = ratios(samples, target.quantity, OURS, target.peer)
-            found.append(Finding(target, ratio.median if ratio else None))
+            found.append(TargetFinding(target, ratio.median if ratio else None))
         elif target.quantity == "many_errors":
             errors = [s.values["many_errors"] for s in samples if s.stack == OURS and "many_errors" in s.values]
-            found.append(Finding(target, max(errors) if errors else None))
+            found.append(TargetFinding(target, max(errors) if errors else None))
         else:
-            found.append(Finding(target, medians(samples).get((target.quantity, OURS))))
+            found.append(TargetFinding(target, medians(samples).get((target.quantity, OURS))))
     return found

@@ -23,13 +23,13 @@ import msgspec
 import uvloop
 
 from bench.data_plane.stub.answers import STREAM_HEAD, completion, whole
-from bench.data_plane.stub.state import Record, Stub, StubSettings, Ticker
+from bench.data_plane.stub.state import Stub, StubRecord, StubSettings, Ticker
 
 GENERATION = {b"/v1/completions": False, b"/v1/chat/completions": True}
 RENDER = frozenset(path + b"/render" for path in GENERATION)
 
 
-class EngineConnection(asyncio.Protocol):
+class RouterConnection(asyncio.Protocol):
     """One connection of a router to one engine; one request at a time."""
 
     transport: asyncio.Transport
@@ -204,7 +204,7 @@ class EngineConnection(asyncio.Protocol):
 
     def _note(self, aborted: bool) -> None:
         if self._stub.settings.records:
-            self._stub.records.append(Record(self._tag, self._arrived_s, self._body_bytes, monotonic(), aborted))
+            self._stub.records.append(StubRecord(self._tag, self._arrived_s, self._body_bytes, monotonic(), aborted))
 
     def _cut(self) -> None:
         """The router closed the connection."""
@@ -237,7 +237,7 @@ async def serve(engines: int, settings: StubSettings) -> None:
     stub = Stub(settings)
     tickers = [Ticker(stub, i / (engines + 1)) for i in range(engines + 1)]
     servers = [
-        await loop.create_server(partial(EngineConnection, stub, ticker), "127.0.0.1", 0, backlog=4096)
+        await loop.create_server(partial(RouterConnection, stub, ticker), "127.0.0.1", 0, backlog=4096)
         for ticker in tickers
     ]
     ports = [server.sockets[0].getsockname()[1] for server in servers]

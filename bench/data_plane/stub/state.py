@@ -45,7 +45,7 @@ class StubSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Keep one record per request."""
 
 
-class Record(NamedTuple):
+class StubRecord(NamedTuple):
     """One generation request. Times are ``CLOCK_MONOTONIC`` seconds."""
 
     tag: str
@@ -76,7 +76,7 @@ class Stub:
     def reset(self) -> None:
         """Forget what was counted."""
         self.paths: Counter[str] = Counter()
-        self.records: list[Record] = []
+        self.records: list[StubRecord] = []
         self.aborted = 0
         self.completed = 0
         self.pipelined = 0

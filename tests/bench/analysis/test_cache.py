@@ -61,7 +61,7 @@ def test_runs_spell_every_prompt_and_no_cache_beats_the_ideal(made: list[tuple[s
             assert hit_tokens(trace, tree, places, policy, tree.distinct_tokens) == expected
 
 
-class Blocks:
+class BlockwiseCache:
     """A cache block by block: the plain model that the runs must agree with. Lowest rank goes, deeper first."""
 
     def __init__(self, capacity: int, rank: Callable[[int], tuple[float, ...]], pins: bool) -> None:
@@ -98,7 +98,7 @@ def plain(trace: Trace, policy: CachePolicy, capacity: int) -> list[int]:
         CachePolicy.LFU: lambda block: (uses[block], last[block]),
         CachePolicy.BELADY: lambda block: (-later[now].get(block, inf),),
     }
-    cache = Blocks(capacity, ranks[policy], policy is not CachePolicy.BELADY)
+    cache = BlockwiseCache(capacity, ranks[policy], policy is not CachePolicy.BELADY)
     found = []
     for index, request in enumerate(trace.requests):
         now = index

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from bench.analysis.cli import application
 from bench.analysis.commands.kv_wall import HANDOFFS
-from bench.analysis.kv_wall import Fleet, Handoff, Verdict, assess, fits, held_kv, kv_pool
+from bench.analysis.kv_wall import Handoff, SplitFleet, SplitVerdict, assess, fits, held_kv, kv_pool
 from bench.analysis.output import AnalysisError
 from bench.analysis.sheets import load_gpu, load_model
 from replayer.formats import bailian
@@ -87,14 +87,14 @@ def test_held_kv_is_that_of_a_simulation() -> None:
     assert p99 == pytest.approx(float(np.quantile(held, 0.99)), rel=0.05)
 
 
-def fleet(handoff: Handoff = Handoff.PULL, profile: str = "h20", given_gib: float = 38.0) -> Fleet:
+def fleet(handoff: Handoff = Handoff.PULL, profile: str = "h20", given_gib: float = 38.0) -> SplitFleet:
     timing = load_profile(profile)
-    return Fleet(timing, pool(given_gib=given_gib), QWEN.kv_bytes_per_token(), timing.default_transport, handoff)
+    return SplitFleet(timing, pool(given_gib=given_gib), QWEN.kv_bytes_per_token(), timing.default_transport, handoff)
 
 
 def test_little_s_law_holds_for_a_split() -> None:
     (split,) = assess(made(), fleet(), [(4, 4)], 0.2, hits=False)
-    assert split.verdict is Verdict.OK
+    assert split.verdict is SplitVerdict.OK
     assert split.streams is not None
     assert split.tpot_s is not None
     assert split.hold_s is not None
@@ -110,23 +110,23 @@ def test_little_s_law_holds_for_a_split() -> None:
 def test_a_split_breaks_where_it_says() -> None:
     chosen = [(0, 8), (2, 6), (4, 4), (7, 1)]
     at_one = assess(made(), fleet(), chosen, 0.1, hits=False)
-    assert [split.verdict for split in at_one] == [Verdict.OK] * 4
+    assert [split.verdict for split in at_one] == [SplitVerdict.OK] * 4
     for split in at_one:
         assert split.breaks_at is not None
         pair = [(split.prefill, split.decode)]
         (below,) = assess(made(), fleet(), pair, 0.1 * split.breaks_at * 0.99, hits=False)
         (above,) = assess(made(), fleet(), pair, 0.1 * split.breaks_at * 1.01, hits=False)
-        assert (below.verdict, above.verdict) == (Verdict.OK, split.breaks_by)
+        assert (below.verdict, above.verdict) == (SplitVerdict.OK, split.breaks_by)
     limits = {split.prefill: split.breaks_by for split in at_one}
-    assert limits[2] is Verdict.PREFILL
-    assert limits[7] in (Verdict.KV, Verdict.DECODE)
+    assert limits[2] is SplitVerdict.PREFILL
+    assert limits[7] in (SplitVerdict.KV, SplitVerdict.DECODE)
 
 
 def test_a_pool_too_small_is_what_breaks_static_separation() -> None:
     (roomy,) = assess(made(), fleet(given_gib=380.0), [(7, 1)], 0.5, hits=False)
     (tight,) = assess(made(), fleet(given_gib=6.0), [(7, 1)], 0.5, hits=False)
-    assert roomy.verdict is Verdict.OK
-    assert tight.verdict is Verdict.KV
+    assert roomy.verdict is SplitVerdict.OK
+    assert tight.verdict is SplitVerdict.KV
     assert tight.breaks_at is not None
     assert tight.breaks_at < 1
 

@@ -17,7 +17,7 @@ from bench.analysis.output import AnalysisError
 from bench.analysis.roofline import (
     Machine,
     Precision,
-    Work,
+    StepWork,
     compute_bound_chunk,
     decode_step,
     machine,
@@ -104,7 +104,7 @@ def test_more_tokens_touch_more_experts_but_never_more_than_there_are() -> None:
 @given(st.integers(1, 10**9), st.integers(1, 10**9))
 def test_a_step_takes_the_longer_of_both_limits(flops: int, size: int) -> None:
     on = Machine(2e3, 1e3)
-    work = Work(flops, size)
+    work = StepWork(flops, size)
     assert on.seconds(work) == max(flops / 2e3, size / 1e3)
     assert on.attainable(work.intensity) * on.seconds(work) == pytest.approx(flops)
 

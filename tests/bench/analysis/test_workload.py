@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from bench.analysis.cli import application
 from bench.analysis.commands.workload import DEFAULT_REMEMBER
-from bench.analysis.workload import REMEMBER_BLOCKS, Blocks, anatomy
+from bench.analysis.workload import REMEMBER_BLOCKS, SeenBlocks, anatomy
 from replayer.formats import bailian
 from replayer.ideal import ideal
 from replayer.trace import Trace, TraceRequest
@@ -95,7 +95,7 @@ def test_reuse_is_that_of_the_ideal_caches(made: list[tuple[str, list[int]]]) ->
 @given(chains, st.integers(2, 20))
 @settings(max_examples=80, deadline=None)
 def test_forgetting_bounds_memory_and_never_invents_reuse(made: list[tuple[str, list[int]]], remember: int) -> None:
-    bounded, unbounded = Blocks(remember), Blocks(10**9)
+    bounded, unbounded = SeenBlocks(remember), SeenBlocks(10**9)
     numbers = {"a": 0, "b": 1, "c": 2}
     for each in chained(made):
         full = len(each.hash_ids)
@@ -108,7 +108,7 @@ def test_forgetting_bounds_memory_and_never_invents_reuse(made: list[tuple[str, 
 
 
 def test_what_was_used_lately_is_remembered() -> None:
-    blocks = Blocks(100)
+    blocks = SeenBlocks(100)
     hits = []
     for turn in range(200):
         blocks.use([10_000 + 10 * turn + step for step in range(10)], 10, 1)

@@ -18,14 +18,14 @@ import pytest
 
 from bench.data_plane import cpu
 from bench.data_plane.load import prompts
-from bench.data_plane.load.client import Target
-from bench.data_plane.load.jobs import Aborts, ClosedLoop, Paired, Streams, Workload
+from bench.data_plane.load.client import LoadTarget
+from bench.data_plane.load.jobs import Aborts, ClosedLoopJob, LoadWorkload, Paired, Streams
 from bench.data_plane.peers import REQUIREMENTS, peer_version
 from bench.data_plane.processes import LoadProcess, StubProcess
 from bench.data_plane.quantities import abort_latencies_ms
 from bench.data_plane.stub import state as stub_state
 from bench.data_plane.stub.answers import Renders, event
-from bench.data_plane.stub.server import EngineConnection, is_true, tag_of
+from bench.data_plane.stub.server import RouterConnection, is_true, tag_of
 from bench.data_plane.stub.state import Stub, StubSettings, Ticker
 
 
@@ -41,8 +41,8 @@ def load() -> Iterator[LoadProcess]:
         yield process
 
 
-def work(kind: str = "text", size: int = 2_000, events: int = 80) -> Workload:
-    return msgspec.convert({"kind": kind, "seed": 5, "size_bytes": size, "events": events}, Workload)
+def work(kind: str = "text", size: int = 2_000, events: int = 80) -> LoadWorkload:
+    return msgspec.convert({"kind": kind, "seed": 5, "size_bytes": size, "events": events}, LoadWorkload)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("text", 130_000), ("ids", 60_000), ("sessions", 0)])
@@ -51,7 +51,9 @@ def test_what_the_stub_sends_is_what_the_generator_verifies(
     stub: StubProcess, load: LoadProcess, kind: str, size: int, settings: dict[str, int]
 ) -> None:
     stub.settings(**settings)
-    result = load.run(ClosedLoop(targets=stub.engines, workload=work(kind, size), concurrency=3, requests=12, warmup=2))
+    result = load.run(
+        ClosedLoopJob(targets=stub.engines, workload=work(kind, size), concurrency=3, requests=12, warmup=2)
+    )
     assert result.errors == {}
     assert result.requests >= 12
     assert result.ttft_ms is not None
@@ -63,7 +65,7 @@ def test_what_the_stub_sends_is_what_the_generator_verifies(
 
 def test_sessions_are_sent_whole_and_in_order(stub: StubProcess, load: LoadProcess) -> None:
     stub.settings(records=True)
-    job = ClosedLoop(
+    job = ClosedLoopJob(
         targets=stub.engines, workload=work("sessions"), concurrency=1, requests=24, warmup=2, first=1_000_003
     )
     assert load.run(job).requests == 24
@@ -85,7 +87,7 @@ def test_paced_streams_are_counted_and_verified(stub: StubProcess, load: LoadPro
 @pytest.mark.parametrize("events", [79, 81])
 def test_a_wrong_number_of_events_is_an_error(stub: StubProcess, load: LoadProcess, events: int) -> None:
     stub.settings()
-    result = load.run(ClosedLoop(targets=stub.engines, workload=work(events=events), concurrency=2, requests=4))
+    result = load.run(ClosedLoopJob(targets=stub.engines, workload=work(events=events), concurrency=2, requests=4))
     assert result.requests == 0
     assert result.errors == {f"80 events instead of {events}": 4}
 
@@ -93,7 +95,7 @@ def test_a_wrong_number_of_events_is_an_error(stub: StubProcess, load: LoadProce
 def test_what_is_no_answer_is_an_error(load: LoadProcess) -> None:
     with StubProcess(1) as gone:
         dead = gone.engines
-    result = load.run(ClosedLoop(targets=dead, workload=work(), concurrency=1, requests=2))
+    result = load.run(ClosedLoopJob(targets=dead, workload=work(), concurrency=1, requests=2))
     assert result.requests == 0
     assert sum(result.errors.values()) == 2
 
@@ -110,7 +112,9 @@ def test_a_refusal_is_an_error(load: LoadProcess) -> None:
         assert server.stdout is not None
         port = int(server.stdout.readline().split("port ")[1].split()[0])
         result = load.run(
-            ClosedLoop(targets=[Target("127.0.0.1", port)], workload=work(), concurrency=1, requests=2, timeout_s=10)
+            ClosedLoopJob(
+                targets=[LoadTarget("127.0.0.1", port)], workload=work(), concurrency=1, requests=2, timeout_s=10
+            )
         )
     finally:
         server.terminate()
@@ -179,7 +183,7 @@ async def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(stub_state, "IDLE_LIMIT_S", 0.1)
     stub = Stub(StubSettings())
     server = await asyncio.get_running_loop().create_server(
-        partial(EngineConnection, stub, Ticker(stub, 0.0)), "127.0.0.1", 0
+        partial(RouterConnection, stub, Ticker(stub, 0.0)), "127.0.0.1", 0
     )
     closing = asyncio.create_task(stub.close_idle())
     try:

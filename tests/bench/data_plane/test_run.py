@@ -15,8 +15,8 @@ from rich.console import Console
 
 from bench.data_plane import launches, stacks
 from bench.data_plane.launches import Launch, NotInstalledError, StackError
-from bench.data_plane.load.client import Target
-from bench.data_plane.measure import Record, memory_after, run
+from bench.data_plane.load.client import LoadTarget
+from bench.data_plane.measure import DataPlaneRecord, memory_after, run
 from bench.data_plane.quantities import Scale, measurements
 from bench.data_plane.report.table import show
 
@@ -57,7 +57,7 @@ def test_a_run_measures_everything_and_leaves_nothing_behind(tmp_path: Path) -> 
     assert {"cpu_ms_2k", "added_p50_ms_130k", "cpu_us_event", "many_errors", "abort_stream_p99_ms"} <= found
     assert all(sample.values["many_errors"] == 0 for sample in record.samples if sample.measurement == "many")
 
-    again = msgspec.json.decode(msgspec.json.encode(record), type=Record)
+    again = msgspec.json.decode(msgspec.json.encode(record), type=DataPlaneRecord)
     out = StringIO()
     show(again, Console(file=out, width=160))
     assert "CPU ms per request, 130 KB text" in out.getvalue()
@@ -80,7 +80,7 @@ def test_a_peer_that_is_not_installed_is_left_out_with_what_to_do(
 ) -> None:
     monkeypatch.setattr(launches, "PEERS_BIN", tmp_path)
     monkeypatch.setattr(launches.shutil, "which", lambda *arguments, **keywords: None)
-    engines = [Target("127.0.0.1", 9)]
+    engines = [LoadTarget("127.0.0.1", 9)]
     for name, remedy in (
         ("vllm-router-rr", "python -m bench.data_plane.peers"),
         ("vllm-router-ca", "python -m bench.data_plane.peers"),
@@ -109,7 +109,7 @@ def test_a_stack_that_ends_says_what_it_said(tmp_path: Path, monkeypatch: pytest
     command = ["/bin/sh", "-c", "echo out of luck >&2; exit 3"]
     monkeypatch.setitem(launches.LAUNCHES, "nginx", lambda *given: Launch(command=command, note=""))
     with pytest.raises(StackError, match=r"(?s)it ended with 3.*out of luck"):
-        stacks.start("nginx", [Target("127.0.0.1", 9)], tmp_path)
+        stacks.start("nginx", [LoadTarget("127.0.0.1", 9)], tmp_path)
 
 
 @pytest.mark.fleet

@@ -11,8 +11,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bench.data_plane.__main__ import app
-from bench.data_plane.measure import Record
-from bench.data_plane.quantities import Sample
+from bench.data_plane.measure import DataPlaneRecord
+from bench.data_plane.quantities import QuantitySample
 from bench.data_plane.report.ratios import by_round, medians, ratios
 from bench.data_plane.report.table import show, title
 from bench.data_plane.report.targets import TARGETS, Target, check
@@ -20,13 +20,13 @@ from bench.data_plane.report.targets import TARGETS, Target, check
 RECORDED = Path(__file__).with_name("data_plane_record.json")
 
 
-def sample(stack: str, round_number: int, **values: float) -> Sample:
-    return Sample(round=round_number, stack=stack, measurement="m", values=values, errors={})
+def sample(stack: str, round_number: int, **values: float) -> QuantitySample:
+    return QuantitySample(round=round_number, stack=stack, measurement="m", values=values, errors={})
 
 
 @pytest.fixture(scope="module")
-def record() -> Record:
-    return msgspec.json.decode(RECORDED.read_bytes(), type=Record)
+def record() -> DataPlaneRecord:
+    return msgspec.json.decode(RECORDED.read_bytes(), type=DataPlaneRecord)
 
 
 def test_ratios_are_taken_within_rounds() -> None:
@@ -80,13 +80,13 @@ def test_what_was_not_measured_is_missed() -> None:
     assert "not measured" in str(findings[0])
 
 
-def test_every_target_is_about_a_quantity_of_a_run(record: Record) -> None:
+def test_every_target_is_about_a_quantity_of_a_run(record: DataPlaneRecord) -> None:
     quantities = {quantity for each in record.samples for quantity in each.values}
     assert {target.quantity for target in TARGETS} <= quantities
     assert {target.peer for target in TARGETS if target.peer} <= set(record.stacks)
 
 
-def test_the_table_of_a_recorded_run(record: Record) -> None:
+def test_the_table_of_a_recorded_run(record: DataPlaneRecord) -> None:
     out = StringIO()
     show(record, Console(file=out, width=200))
     text = out.getvalue()
@@ -101,11 +101,11 @@ def test_the_table_of_a_recorded_run(record: Record) -> None:
     assert "real tokenizer" in text
 
 
-def test_check_exits_with_one_and_names_what_is_missed(record: Record, tmp_path: Path) -> None:
+def test_check_exits_with_one_and_names_what_is_missed(record: DataPlaneRecord, tmp_path: Path) -> None:
     """The same record, with our figures made a hundred times better and worse."""
 
     def outcome(factor: float) -> tuple[int, str]:
-        scaled = msgspec.json.decode(msgspec.json.encode(record), type=Record)
+        scaled = msgspec.json.decode(msgspec.json.encode(record), type=DataPlaneRecord)
         for each in scaled.samples:
             if each.stack == "warmroute":
                 each.values = {name: value * factor for name, value in each.values.items()}

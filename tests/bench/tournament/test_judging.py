@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 
 from bench.tournament.folds import ablation, folds, in_place
-from bench.tournament.judge import E2E, TTFT, Figures
+from bench.tournament.judge import E2E, TTFT, CellFigures
 from bench.tournament.ranking import by_axis, family_share, ranking
-from bench.tournament.results import Cell, Result, Sample, TraceFacts
+from bench.tournament.results import EntrantResult, GridCell, MetricSample, TraceFacts
 from bench.tournament.settings import TournamentError
-from bench.tournament.tables import Made, Report, markdown
+from bench.tournament.tables import Made, TournamentReport, markdown
 
 RESAMPLES = 200
 
 
-def _result(cell: Cell, label: str, seed: int, ttft_s: float, e2e_s: float, noise: float = 0.0) -> Result:
+def _result(cell: GridCell, label: str, seed: int, ttft_s: float, e2e_s: float, noise: float = 0.0) -> EntrantResult:
     """Resamples scatter by ``noise`` independently of the other policies', and by 30 % together with them."""
     shared = np.random.default_rng(seed).normal(0, 0.3, RESAMPLES)
     own = np.random.default_rng([seed, *label.encode()]).normal(0, noise, RESAMPLES)
 
-    def sample(value: float) -> Sample:
-        return Sample(value=value, resampled=(value * np.exp(shared + own)).tolist())
+    def sample(value: float) -> MetricSample:
+        return MetricSample(value=value, resampled=(value * np.exp(shared + own)).tolist())
 
-    return Result(
+    return EntrantResult(
         cell=cell,
         seed=seed,
         label=label,
@@ -42,13 +42,13 @@ def _result(cell: Cell, label: str, seed: int, ttft_s: float, e2e_s: float, nois
     )
 
 
-def _cell(trace: str = "one", load: float = 0.8) -> Cell:
-    return Cell(trace=trace, load=load, pool=1.0, fleet=8)
+def _cell(trace: str = "one", load: float = 0.8) -> GridCell:
+    return GridCell(trace=trace, load=load, pool=1.0, fleet=8)
 
 
-def _figures(cell: Cell, values: dict[str, tuple[float, float]], noise: float = 0.0) -> Figures:
+def _figures(cell: GridCell, values: dict[str, tuple[float, float]], noise: float = 0.0) -> CellFigures:
     results = [_result(cell, label, seed, *value, noise) for label, value in values.items() for seed in (1, 2, 3)]
-    return Figures(cell, results)
+    return CellFigures(cell, results)
 
 
 def test_what_is_common_to_two_policies_does_not_blur_them() -> None:
@@ -75,7 +75,7 @@ def test_seeds_that_disagree_widen_the_interval() -> None:
     cell = _cell()
     results = [_result(cell, "a", seed, 1.0, 10.0) for seed in (1, 2, 3)]
     results += [_result(cell, "b", seed, value, 10.0) for seed, value in ((1, 0.9), (2, 1.4), (3, 1.0))]
-    standing = Figures(cell, results).compare("b", "a", TTFT)
+    standing = CellFigures(cell, results).compare("b", "a", TTFT)
     assert standing.ratio == pytest.approx((0.9 * 1.4) ** (1 / 3))
     assert standing.low == pytest.approx(0.9, rel=0.05)
     assert standing.high == pytest.approx(1.4, rel=0.15)
@@ -92,11 +92,11 @@ def test_a_policy_without_all_seeds_is_refused() -> None:
     cell = _cell()
     results = [_result(cell, "a", 1, 1.0, 1.0), _result(cell, "a", 2, 1.0, 1.0), _result(cell, "b", 1, 1.0, 1.0)]
     with pytest.raises(TournamentError, match="not every policy has every seed"):
-        Figures(cell, results)
+        CellFigures(cell, results)
 
 
 @pytest.fixture
-def three_cells() -> list[Figures]:
+def three_cells() -> list[CellFigures]:
     """``a`` is best in two cells and 20 % behind in the third; traces one and two are a family."""
     return [
         _figures(_cell("one"), {"a": (1.0, 10.0), "a without x": (1.1, 10.0), "b": (2.0, 20.0)}),
@@ -108,7 +108,7 @@ def three_cells() -> list[Figures]:
 FAMILIES = {"one": "f", "two": "f", "three": "g"}
 
 
-def test_the_ranking_counts_cells_and_families(three_cells: list[Figures]) -> None:
+def test_the_ranking_counts_cells_and_families(three_cells: list[CellFigures]) -> None:
     verdicts = [verdict for each in three_cells for verdict in each.judge(["a", "b"])]
     first, second = ranking(verdicts)
     assert (first.label, second.label) == ("a", "b")
@@ -121,7 +121,7 @@ def test_the_ranking_counts_cells_and_families(three_cells: list[Figures]) -> No
     assert by_axis(verdicts, lambda cell: FAMILIES[cell.trace])["g"]["a"].tied == 0
 
 
-def test_a_variant_stands_in_the_subjects_place(three_cells: list[Figures]) -> None:
+def test_a_variant_stands_in_the_subjects_place(three_cells: list[CellFigures]) -> None:
     verdicts = in_place(three_cells, ["a", "b"], "a without x", "a")
     assert [each.tied for each in verdicts] == [True, True, True]
     found = ablation(three_cells, ["a", "b"], "x", "a without x", "a")
@@ -131,7 +131,7 @@ def test_a_variant_stands_in_the_subjects_place(three_cells: list[Figures]) -> N
     assert ablation(three_cells, ["a", "b"], "y", "a without y", "a") is None
 
 
-def test_a_fold_reports_the_family_it_did_not_choose_on(three_cells: list[Figures]) -> None:
+def test_a_fold_reports_the_family_it_did_not_choose_on(three_cells: list[CellFigures]) -> None:
     verdicts = {variant: in_place(three_cells, ["a", "b"], variant, "a") for variant in ("a", "a without x")}
     held_f, held_g = folds(verdicts, FAMILIES)
     # With family f held out, only trace three chooses: there, without x is best.
@@ -157,8 +157,8 @@ def _facts(name: str) -> TraceFacts:
     )
 
 
-def test_the_tables(three_cells: list[Figures]) -> None:
-    report = Report(
+def test_the_tables(three_cells: list[CellFigures]) -> None:
+    report = TournamentReport(
         made=Made(command="python -m bench.tournament", versions={"warmroute": "1", "Python": "3"}),
         facts={name: _facts(name) for name in FAMILIES},
         figures=three_cells,

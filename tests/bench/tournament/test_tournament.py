@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from bench.tournament.arena import Arena
 from bench.tournament.cli import app
 from bench.tournament.entrants import field_of, parse, registered
-from bench.tournament.results import Cell, Result
+from bench.tournament.results import EntrantResult, GridCell
 from bench.tournament.settings import CONFIG, Grid, TournamentError, read_settings
 from bench.tournament.tables import BEGIN, END
 from bench.tournament.traces import find_traces
@@ -95,7 +95,7 @@ def test_what_is_there_is_not_played_again_and_what_is_missing_is(folder: Path, 
 def test_a_result_of_another_make_is_played_again(folder: Path, first: str) -> None:
     path = sorted((folder / "first" / "results").rglob("*.json"))[0]
     content = path.read_bytes()
-    result = msgspec.json.decode(content, type=Result)
+    result = msgspec.json.decode(content, type=EntrantResult)
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(result, made_of="older", apc=0.99)))
     assert _run(folder, "first", "--traces", "tiny", *POLICIES) == first
     assert path.read_bytes() == content
@@ -125,7 +125,7 @@ def test_results_of_different_simulators_are_not_put_in_one_table(folder: Path) 
     arguments = ["--traces", "tiny", "--seeds", "1", *POLICIES]
     text = _run(folder, "mixed", *arguments)
     path = sorted((folder / "mixed" / "results").rglob("*.json"))[0]
-    result = msgspec.json.decode(path.read_bytes(), type=Result)
+    result = msgspec.json.decode(path.read_bytes(), type=EntrantResult)
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(result, made_of="cell-older-policy")))
     fixed = ["--config", str(folder / "config.yaml"), "--out", str(folder / "mixed")]
     mixed = CliRunner().invoke(app, [*fixed, *arguments, "--only-tables"])
@@ -165,7 +165,7 @@ def test_ablations_may_be_played_on_a_part_of_the_grid(folder: Path) -> None:
 
 def test_a_cell_can_be_played_from_python(folder: Path) -> None:
     settings = read_settings(folder / "config.yaml")
-    stage = Arena(settings, folder / "traces").stage(Cell(trace="tiny", load=0.8, pool=1.0, fleet=2), seed=1)
+    stage = Arena(settings, folder / "traces").stage(GridCell(trace="tiny", load=0.8, pool=1.0, fleet=2), seed=1)
     result = stage.play(parse("lmetric").make(), "mine")
     records = [each for each in stage.records(parse("lmetric").make()) if each.chat_id in stage.workload.judged]
     ttft = sorted(each.ttft_s or 0.0 for each in records)
@@ -195,10 +195,10 @@ def test_what_is_learned_of_times_counts_for_policies_that_look_at_it(monkeypatc
 def test_a_policy_that_never_names_the_costs_cannot_see_them(folder: Path) -> None:
     """So its kept results stay good when the learning changes: a prefill that teaches nonsense changes nothing."""
     stage = Arena(read_settings(folder / "config.yaml"), folder / "traces").stage(
-        Cell(trace="tiny", load=0.8, pool=1.0, fleet=2), seed=1
+        GridCell(trace="tiny", load=0.8, pool=1.0, fleet=2), seed=1
     )
 
-    def play(name: str) -> Result:
+    def play(name: str) -> EntrantResult:
         return stage.play(parse(name).make(), name)
 
     before = {name: play(name) for name in registered()}

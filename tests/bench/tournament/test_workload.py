@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bench.tournament.capacity import Work, busy_s, mean_work, pace, saturation, work_of
+from bench.tournament.capacity import MeanWork, busy_s, mean_work, pace, saturation, work_of
 from bench.tournament.hotset import HEADROOM, hot_set_tokens, pool_tokens
 from bench.tournament.settings import Sizes
 from bench.tournament.timeline import Timeline, calls_of, timeline
@@ -68,7 +68,7 @@ def test_work_is_what_an_endless_cache_leaves(talks: Trace) -> None:
 
 
 def test_a_decoding_instance_is_busy_for_its_share_of_steps() -> None:
-    work = Work(new_tokens=1.0, chunks=0.0, chunk_s=0.0, output_tokens=640.0, context_tokens=1000.0)
+    work = MeanWork(new_tokens=1.0, chunks=0.0, chunk_s=0.0, output_tokens=640.0, context_tokens=1000.0)
     assert busy_s(work, PROFILE, 64.0) == pytest.approx(10 * TIMING.decode(64, 64_000))
     assert saturation(work, PROFILE) == pytest.approx(1 / busy_s(work, PROFILE, 64.0))
 

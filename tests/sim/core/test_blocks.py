@@ -7,7 +7,7 @@ import pytest
 from sim.core.blocks import BlockPool, Holding
 
 
-class Pool(BlockPool):
+class KeyListPool(BlockPool):
     """A pool whose calls take whole key lists, as one request after the other makes them."""
 
     def take(self, *keys: int, count: int | None = None) -> Holding:
@@ -26,7 +26,7 @@ class Pool(BlockPool):
 
 
 def test_match_finds_the_longest_cached_prefix_only() -> None:
-    pool = Pool(8)
+    pool = KeyListPool(8)
     pool.take(11, 12, 13)
     assert pool.hits(11, 12, 13, 14) == 3
     assert pool.hits(11, 99, 98) == 1
@@ -35,7 +35,7 @@ def test_match_finds_the_longest_cached_prefix_only() -> None:
 
 
 def test_released_blocks_stay_cached_until_reused_and_the_tail_goes_first() -> None:
-    pool = Pool(4)
+    pool = KeyListPool(4)
     pool.release(pool.take(1, 2, 3, 4))
     assert pool.free_blocks == 4
     assert pool.hits(1, 2, 3, 4) == 4
@@ -47,7 +47,7 @@ def test_released_blocks_stay_cached_until_reused_and_the_tail_goes_first() -> N
 
 
 def test_requests_are_evicted_in_the_order_they_were_released() -> None:
-    pool = Pool(4)
+    pool = KeyListPool(4)
     first, second = pool.take(1, 2), pool.take(3, 4)
     pool.release(second)
     pool.release(first)
@@ -57,7 +57,7 @@ def test_requests_are_evicted_in_the_order_they_were_released() -> None:
 
 
 def test_a_hit_takes_idle_blocks_out_of_the_queue_and_back_to_its_end() -> None:
-    pool = Pool(4)
+    pool = KeyListPool(4)
     first, second = pool.take(1, 2), pool.take(3, 4)
     pool.release(first)
     pool.release(second)
@@ -71,7 +71,7 @@ def test_a_hit_takes_idle_blocks_out_of_the_queue_and_back_to_its_end() -> None:
 
 
 def test_a_hit_in_part_leaves_the_rest_where_it_was_in_the_queue() -> None:
-    pool = Pool(6)
+    pool = KeyListPool(6)
     pool.release(pool.take(1, 2, 3, 4))
     pool.release(pool.hit(1, 2))
     assert pool.reuse_order() == [None, None, 4, 3, 2, 1]
@@ -86,7 +86,7 @@ def test_a_hit_in_part_leaves_the_rest_where_it_was_in_the_queue() -> None:
 
 
 def test_prompts_that_part_share_what_they_have_in_common() -> None:
-    pool = Pool(8)
+    pool = KeyListPool(8)
     one = pool.take(1, 2, 3, 4)
     other = pool.hit(1, 2)
     pool.allocate(other, 2)
@@ -101,7 +101,7 @@ def test_prompts_that_part_share_what_they_have_in_common() -> None:
 
 
 def test_shared_blocks_are_free_only_after_the_last_release() -> None:
-    pool = Pool(2)
+    pool = KeyListPool(2)
     first = pool.take(1)
     second = pool.hit(1)
     pool.release(first)
@@ -111,7 +111,7 @@ def test_shared_blocks_are_free_only_after_the_last_release() -> None:
 
 
 def test_a_duplicate_takes_over_when_the_first_copy_is_evicted() -> None:
-    pool = Pool(3)
+    pool = KeyListPool(3)
     first, copy = pool.take(7), pool.take(7)
     assert pool.match([7], 1).runs[0][0] is first.runs[0][0]
     assert pool.cached_blocks == 1
@@ -125,14 +125,14 @@ def test_a_duplicate_takes_over_when_the_first_copy_is_evicted() -> None:
 
 
 def test_allocating_too_much_takes_nothing() -> None:
-    pool = Pool(2)
+    pool = KeyListPool(2)
     with pytest.raises(MemoryError, match="3 blocks asked for, 2 free"):
         pool.allocate(Holding(), 3)
     assert pool.free_blocks == 2
 
 
 def test_reset_works_only_while_no_block_is_in_use() -> None:
-    pool = Pool(2)
+    pool = KeyListPool(2)
     blocks = pool.take(1)
     assert not pool.reset_cache()
     assert pool.hits(1) == 1

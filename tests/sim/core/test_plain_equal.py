@@ -89,14 +89,14 @@ def request_of(number: int, spec: Spec) -> Request:
     return make_request(name, ids, spec.output)
 
 
-class Fleet(VirtualFleet):
+class StaggeredFleet(VirtualFleet):
     """A fleet in which every D waits for an unknown transfer a little longer than the last one: for the same reason."""
 
     def _ask(self, name: str, pull: Pull, gives_up_s: float) -> None:
         super()._ask(name, pull, gives_up_s + 7.31e-5 * (int(pull.request_id[1:]) + 1))
 
 
-class Outcome(NamedTuple):
+class ObservedRun(NamedTuple):
     """Everything that can be seen of a run."""
 
     tokens: dict[str, list[tuple[float, int]]]
@@ -117,7 +117,7 @@ def free_blocks(engine: Any, now_s: float) -> int:
 
 def play(
     case: Case, kind: type[Any], until_s: list[float], looks_s: list[float], **options: Any
-) -> tuple[Outcome, dict[str, Any]]:
+) -> tuple[ObservedRun, dict[str, Any]]:
     """Run a workload on engines of one kind, stopping (and so cutting runs) at ``until_s``, looking at ``looks_s``."""
     engines = {
         name: kind(
@@ -138,12 +138,12 @@ def play(
         )
         for name in NAMES
     }
-    fleet = Fleet(engines)
+    fleet = StaggeredFleet(engines)
     for number, spec in enumerate(case.specs):
         fleet.submit(spec.engine, request_of(number, spec), spec.at_s)
     aborts = [(spec.abort_s, f"r{n}", spec.engine) for n, spec in enumerate(case.specs) if spec.abort_s is not None]
     stops = sorted([*aborts, *((at_s, "", "") for at_s in until_s), *((at_s, "", "look") for at_s in looks_s)])
-    outcome = Outcome({}, {}, {}, [], 0.0)
+    outcome = ObservedRun({}, {}, {}, [], 0.0)
 
     def keep(event: TokenEvent) -> None:
         outcome.tokens.setdefault(event.request_id, []).append((event.time_s, event.tokens))
@@ -175,7 +175,7 @@ def near(value: float) -> Any:
     return pytest.approx(value, rel=1e-9, abs=1e-12)
 
 
-def assert_same(plain: Outcome, fast: Outcome, every_token: bool) -> None:
+def assert_same(plain: ObservedRun, fast: ObservedRun, every_token: bool) -> None:
     assert fast.firsts.keys() == plain.firsts.keys()
     assert fast.free_blocks == plain.free_blocks
     assert fast.ends.keys() == plain.ends.keys()

@@ -23,7 +23,7 @@ from sim.offline.loop import Simulation
 from sim.offline.options import SimOptions
 from sim.offline.records import record_of
 from sim.offline.router import OfflineRouter
-from sim.offline.sessions import ClosedLoop
+from sim.offline.sessions import ClosedLoopSource
 from sim.virtual import VirtualFleet
 from tests.sim.offline.offline_runs import agents
 
@@ -108,7 +108,7 @@ def simulated(options: SimOptions, policy: str, planner: str, live: bool, monkey
         records.append(record_of(exchange, ended_s))
         decisions.append((exchange.decision, exchange.legs, exchange.offload_reason))
 
-    turns = ClosedLoop(make_plan(TRACE, options.plan).sessions, options.max_inflight_sessions)
+    turns = ClosedLoopSource(make_plan(TRACE, options.plan).sessions, options.max_inflight_sessions)
     Simulation(options, turns, fleet, router, TRACE.block_tokens, finished).run()
     assert not any(state.ledger.totals().values())
     return records, decisions

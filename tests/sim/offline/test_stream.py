@@ -17,7 +17,7 @@ from replayer.records import RequestRecord
 from replayer.trace import Trace, TraceError, TraceRequest, load_trace
 from sim.offline.options import Noise, SimOptions, SimulationError
 from sim.offline.reading import read_apart
-from sim.offline.records import Source
+from sim.offline.records import TraceSource
 from sim.offline.simulate import OfflineRun, simulate
 from sim.offline.streaming import StreamedLoop
 from tests.sim.offline.offline_runs import agents, conversation, trace_of
@@ -29,7 +29,7 @@ def streamed(
     trace: Trace, requests: Iterator[TraceRequest], options: SimOptions, look_ahead_s: float = 600.0
 ) -> tuple[list[RequestRecord], StreamedLoop]:
     loop = StreamedLoop(requests, trace.sha256, options, look_ahead_s)
-    source = Source(trace.name, trace.sha256, trace.block_tokens, [])
+    source = TraceSource(trace.name, trace.sha256, trace.block_tokens, [])
     records: list[RequestRecord] = []
     OfflineRun(source, loop, None, options, make_routing("lmetric")).run(records.append)
     return records, loop

@@ -12,17 +12,17 @@ from sim.core.handoff import LoadFailurePolicy
 from sim.core.sequence import KvTransfer
 from sim.hardware import ProfileError
 from sim.server.faults import Faults
-from sim.server.parsing import ApiError, Call, parse_chat, parse_completion, parse_tokenize, render_chat
-from sim.server.settings import ServerSettings, SettingsError
+from sim.server.parsing import ApiError, GenerationCall, parse_chat, parse_completion, parse_tokenize, render_chat
+from sim.server.settings import EngineSettingsError, ServerSettings
 
 SETTINGS = ServerSettings.resolve(port=0, kv_capacity_tokens=4096, block_size=16)
 
 
-def completion(**body: Any) -> Call:
+def completion(**body: Any) -> GenerationCall:
     return parse_completion(json.dumps({"model": "warm-sim", **body}).encode(), SETTINGS, None)
 
 
-def chat(*messages: dict[str, Any], **body: Any) -> Call:
+def chat(*messages: dict[str, Any], **body: Any) -> GenerationCall:
     return parse_chat(json.dumps({"messages": messages, **body}).encode(), SETTINGS, "my-id")
 
 
@@ -157,7 +157,7 @@ def test_the_pool_is_the_profiles_less_the_connectors_share() -> None:
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((SettingsError, ProfileError), match=message):
+    with pytest.raises((EngineSettingsError, ProfileError), match=message):
         ServerSettings.resolve(port=1, **options)
     assert ServerSettings.resolve(port=1).config.load_failure_policy is LoadFailurePolicy.HANG
 
