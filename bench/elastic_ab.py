@@ -28,6 +28,7 @@ from launch.processes import StartError
 from launch.telemetry import TELEMETRY_FILE
 from replayer.plan import PlanOptions
 from replayer.replay import ReplayOptions
+from replayer.shorten import shortened
 from replayer.trace import Trace, TraceError, load_trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
@@ -169,16 +170,6 @@ def run(
     if kept.exists():
         typer.echo(markdown(kept))
     raise typer.Exit(1 if failures else 0)
-
-
-def shortened(trace: Trace, scale: float) -> Trace:
-    """Prompts of ``scale`` times the length: the first blocks of each, so that what was shared stays shared."""
-    requests = []
-    for request in trace.requests:
-        blocks = max(1, round(len(request.hash_ids) * scale))
-        tokens = min(request.input_length, blocks * trace.block_tokens)
-        requests.append(msgspec.structs.replace(request, hash_ids=request.hash_ids[:blocks], input_length=tokens))
-    return msgspec.structs.replace(trace, requests=requests)
 
 
 def _transport(fleet: FleetFile) -> str:

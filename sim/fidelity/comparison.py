@@ -54,7 +54,7 @@ def compare(recording: Recording, outcomes: dict[str, ResimulatedRequest]) -> Fi
     pairs = [(each, outcomes[each.record.request_id]) for each in recording.sent if each.compared]
     metrics = []
     for name in METRICS:
-        both = [(getattr(sent.record, f"{name}_s"), getattr(outcome, f"{name}_s")) for sent, outcome in pairs]
+        both = [(getattr(sent.record, f"{name}_s"), getattr(outcome.latencies, f"{name}_s")) for sent, outcome in pairs]
         values = np.array([each for each in both if None not in each], dtype=float)
         if len(values):
             metrics.append(_metric(name, values[:, 0], values[:, 1]))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from policies.types import Role
+from replayer.records import Latencies, latencies
 from sim.core.engine import Engine
 from sim.core.sequence import KvTransfer, keyed_request
 from sim.core.types import TokenEvent
@@ -17,10 +18,7 @@ from sim.virtual import VirtualFleet
 class ResimulatedRequest(NamedTuple):
     """What the simulated engines made of one request, in engine seconds."""
 
-    ttft_s: float
-    tpot_s: float | None
-    """None below two tokens."""
-    e2e_s: float
+    latencies: Latencies
     cached_tokens: int
     """As the engine that computed the prompt counts them: P's of a request whose prefill was offloaded."""
 
@@ -61,13 +59,16 @@ class _Run:
         if event.first:
             self._first_s[request_id] = event.time_s
         if event.finish_reason is not None:
-            first_s, end_s, tokens = self._first_s[request_id], event.time_s, sent.output_tokens
-            self.outcomes[request_id] = ResimulatedRequest(
-                first_s - sent.sent_s,
-                (end_s - first_s) / (tokens - 1) if tokens > 1 else None,
-                end_s - sent.sent_s,
-                self._cached.get(request_id, event.cached_tokens),
+            times = latencies(
+                scheduled_s=sent.sent_s,
+                sent_s=sent.sent_s,
+                first_token_s=self._first_s[request_id],
+                last_token_s=event.time_s,
+                finished_s=event.time_s,
+                completion_tokens=sent.output_tokens,
             )
+            cached = self._cached.get(request_id, event.cached_tokens)
+            self.outcomes[request_id] = ResimulatedRequest(times, cached)
 
 
 def resimulate(

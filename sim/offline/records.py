@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from policies.registry import parameters
 from policies.types import Prediction
 from replayer.plan import OfferedLoad, offered_dict
-from replayer.records import RequestRecord, RunHeader
+from replayer.records import RequestRecord, RunHeader, latencies
 from replayer.version import installed_version
 from sim.offline.exchange import SimulatedExchange
 from sim.offline.options import SimOptions
@@ -80,6 +80,14 @@ def record_of(exchange: SimulatedExchange, ended_s: float) -> RequestRecord:
     sent_s, due_s, first_s = exchange.sent_s, exchange.due_s, exchange.first_token_s
     ok = exchange.error is None
     tokens = exchange.completion_tokens
+    times = latencies(
+        scheduled_s=due_s,
+        sent_s=sent_s,
+        first_token_s=first_s,
+        last_token_s=ended_s,
+        finished_s=ended_s,
+        completion_tokens=tokens,
+    )
     return RequestRecord(
         request_id=step.request_id,
         session_id=request.session_id,
@@ -90,11 +98,7 @@ def record_of(exchange: SimulatedExchange, ended_s: float) -> RequestRecord:
         sent_s=sent_s,
         first_token_s=first_s,
         finished_s=ended_s,
-        ttft_s=None if first_s is None else first_s - sent_s,
-        ttft_scheduled_s=None if first_s is None else first_s - due_s,
-        tpot_s=(ended_s - first_s) / (tokens - 1) if first_s is not None and tokens > 1 else None,
-        e2e_s=ended_s - sent_s,
-        e2e_scheduled_s=ended_s - due_s,
+        **times._asdict(),
         input_length=request.input_length,
         output_length=max(request.output_length, 1),
         prompt_tokens=request.input_length if ok else None,
