@@ -53,7 +53,9 @@ def engine(
     ] = "hang",
     abort_timeout_s: Annotated[
         float,
-        typer.Option(help="Engine seconds that P holds blocks nobody pulls, and that D waits for an unknown transfer."),
+        typer.Option(
+            help="Engine seconds that P holds blocks that are not pulled, and that D waits for an unknown transfer."
+        ),
     ] = 480.0,
     access_log: Annotated[bool, typer.Option(help="Log every HTTP request.")] = False,
     kv_events_port: Annotated[
@@ -107,7 +109,7 @@ def fit(
     write: Annotated[bool, typer.Option("--write", help="Write configs/hardware/PROFILE.yaml.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the residuals as Markdown.")] = False,
 ) -> None:
-    """Refit a hardware profile from measured points; print every point's error, the median and the worst."""
+    """Refit a hardware profile from measured points; print each point's error, the median and the worst."""
     from rich.console import Console
     from rich.table import Table
 
@@ -138,7 +140,7 @@ def fit(
 
 
 def register(app: typer.Typer) -> None:
-    """Add this folder's commands to an application."""
+    """Add the simulator's commands to an application."""
     from sim.fidelity import cli as fidelity_cli
     from sim.offline import cli as offline_cli
 

@@ -28,13 +28,13 @@ class Counters:
 
 
 class StepPlan:
-    """What one step computes. Requests that process one token count as decodes, whatever the token is."""
+    """The work of one step. Requests that process one token count as decodes, whatever the token is."""
 
     __slots__ = ("chunks", "decoders", "pulls", "streams")
 
     def __init__(self) -> None:
         self.decoders = 0
-        """Streams that go on together, each with one token."""
+        """Streams that advance together, each with one token."""
         self.streams: list[Sequence] = []
         """Further requests with one token."""
         self.chunks: list[tuple[Sequence, int, int]] = []
@@ -44,10 +44,10 @@ class StepPlan:
 
 
 class Scheduler:
-    """The queues and the block pool. It plans steps and keeps every block's owner; it knows no time.
+    """The queues and the block pool. It plans steps and keeps every block's owner; it has no notion of time.
 
-    ``running`` is in order of admission. Only its last request may be in the midst of its prompt: whoever gets less
-    than it needs has used up the budget, and nobody is admitted behind it. The others are in ``decoders``.
+    ``running`` is in order of admission. Only its last request may be partway through its prompt: a request that gets
+    less than it needs has used up the budget, and none is admitted behind it. The others are in ``decoders``.
     """
 
     def __init__(self, pool: BlockPool, block_tokens: int, max_num_batched_tokens: int, max_num_seqs: int) -> None:
@@ -92,14 +92,14 @@ class Scheduler:
         return plan
 
     def grow_decoders(self, step: int) -> None:
-        """Do to the blocks what the decoders' steps up to ``step`` do, in their order: allocate and publish."""
+        """Apply the decoders' steps up to ``step`` to the blocks, in their order: allocate and publish."""
         crossings, size, pool = self.decoders.crossings, self.block_tokens, self.pool
         while crossings and crossings[0][0] <= step:
             at, serial, fills, sequence = crossings[0]
             if sequence.serial != serial:
                 heapq.heappop(crossings)
             elif sequence.request.output_key is not None and pool.events is None:
-                # Nobody else has such blocks: in which order streams come by theirs makes no difference.
+                # No other stream shares these blocks: the order in which streams get them makes no difference.
                 computed = sequence.computed + step - sequence.joined
                 fresh = -(-computed // size) - sequence.published - sequence.blocks.loose
                 if fresh:
@@ -137,14 +137,14 @@ class Scheduler:
             _record(plan, sequence, count)
 
     def _plan_one_by_one(self) -> StepPlan:
-        """The same, request by request: for when blocks or budget do not go round."""
+        """Schedule request by request, for when blocks or budget do not suffice for all."""
         plan, running = StepPlan(), self.running
         self.decoders.dissolve(running)
         before = len(running)
         budget = self._plan_running(plan)
         if len(running) == before:
             self._admit_waiting(plan, budget)
-        # Those the budget did not reach wait where they are.
+        # Requests that the budget did not reach keep their place.
         for sequence in running[len(plan.streams) + len(plan.chunks) :]:
             if sequence.computed == sequence.total - 1 and sequence.generated:
                 self.decoders.add(sequence)
@@ -170,7 +170,7 @@ class Scheduler:
         return budget
 
     def release(self, sequence: Sequence) -> None:
-        """Give a request's blocks back, its tail first in the queue for reuse."""
+        """Release a request's blocks; its tail comes first in the queue for reuse."""
         self.pool.release(sequence.blocks)
         sequence.blocks = Holding()
 
@@ -187,14 +187,14 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def finish_pull(self, sequence: Sequence) -> None:
-        """The KV of a pulling request has come: it is next in the queue."""
+        """Put a request whose KV has arrived at the head of the queue."""
         del self.pulling[sequence.request.request_id]
         sequence.wants_pull = False
         sequence.pulled = True
         self.requeue(sequence)
 
     def drop_pull(self, sequence: Sequence) -> None:
-        """Take a pulling request out, blocks and all, so that it may be computed here or be given up."""
+        """Take out a pulling request and release its blocks, so that it can be computed here or given up."""
         del self.pulling[sequence.request.request_id]
         sequence.wants_pull = False
         sequence.published = 0

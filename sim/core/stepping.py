@@ -1,4 +1,4 @@
-"""How long the step in flight is, and how many steps in a row are the same step: they are made as one."""
+"""Length of the step in flight, and runs of equal steps, which are simulated as one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EngineStep:
         self.steps = steps
         self.end_s = start_s + run.duration(steps)
         self.begun = 1
-        """How many of the steps have got their blocks; the others get them when they are known to have begun."""
+        """Number of steps whose blocks are allocated; the others get theirs when they are known to have begun."""
 
     def cut(self, now_s: float) -> None:
         """End a run with the first of its steps that ends at or after ``now_s``."""
@@ -33,18 +33,19 @@ class EngineStep:
             self.end_s = self.start_s + self.run.duration(steps)
 
     def begun_by(self, now_s: float) -> int:
-        """How many of the steps have begun by ``now_s``."""
+        """Number of steps that have begun by ``now_s``."""
         return self.steps if now_s >= self.end_s else self.run.steps_reaching(max(now_s - self.start_s, 0.0))
 
 
 def heeds_arrivals(plan: StepPlan, scheduler: Scheduler) -> bool:
-    """Whether a request that arrives during a run of such steps could join the next one: a prompt in the midst of its
-    chunks takes all the budget, and a full batch takes nobody."""
+    """True if a request that arrives during a run of such steps could join the next one: a prompt partway through its
+    chunks takes all the budget, and a full batch admits no request."""
     return not plan.chunks and len(scheduler.running) < scheduler.max_num_seqs
 
 
 def begin_steps(step: EngineStep, scheduler: Scheduler, last: int) -> float:
-    """Do to the blocks what the steps of a run up to the ``last`` do, in their order; returns when that one begins."""
+    """Apply the steps of a run up to ``last`` to the blocks, in their order; returns the time at which that one
+    begins."""
     first = step.begun
     if first < last:
         step.begun = last
@@ -72,8 +73,8 @@ def time_step(
     horizon_s: float,
     next_event_s: Callable[[], float],
 ) -> EngineStep:
-    """The step that ``plan`` makes at ``now_s``, with as many like it as will find the same requests, blocks enough
-    and nothing new, ending no later than ``horizon_s`` unless a single one takes longer."""
+    """The step that ``plan`` makes at ``now_s``, and as many equal steps as have the same requests, enough blocks and
+    no new event, ending no later than ``horizon_s`` unless a single one takes longer."""
     together = plan.decoders
     streams, context = together, 0
     if together:
@@ -95,14 +96,14 @@ def time_step(
             steps = min(steps, scheduler.decoders.steps_to_end())
     else:
         run = StepRun(timing.decode(streams, context), timing.decode_context_s * streams)
-        # A first token is news of its own: the step that makes it stays single.
+        # A first token is an event: the step that makes it stays single.
         steps = 1 if plan.streams else scheduler.decoders.steps_to_end()
         if steps > 1 and len(scheduler.running) < scheduler.max_num_seqs:
             event_s = next_event_s()
             if event_s != math.inf:
                 steps = min(steps, run.steps_reaching(max(event_s - now_s, 0.0)))
             if scheduler.waiting and scheduler.waiting[0].request.output_key is None:
-                # It found no room, and would find some if a stream just now filled a block that it can use as well.
+                # It found no room, but would if a stream just filled a block that it can share.
                 steps = min(steps, scheduler.decoders.steps_to_fill())
     if steps > 1:
         if horizon_s != math.inf:
@@ -113,7 +114,7 @@ def time_step(
 
 
 def _full_chunks(plan: StepPlan) -> int:
-    """How many steps in a row compute the same number of a prompt's tokens and leave some of it to the next."""
+    """Number of consecutive steps that compute equally many of a prompt's tokens and leave some for the next."""
     if len(plan.chunks) > 1:
         return 1
     sequence, count, _ = plan.chunks[0]
@@ -122,12 +123,12 @@ def _full_chunks(plan: StepPlan) -> int:
 
 
 def _room_for(plan: StepPlan, scheduler: Scheduler, further: int) -> bool:
-    """Whether there are blocks enough for ``further`` steps after the first."""
+    """True if there are enough blocks for ``further`` steps after the first."""
     size, free = scheduler.block_tokens, scheduler.pool.free_blocks
     for sequence, count, _ in plan.chunks:
         free -= -(-(sequence.computed + further * count) // size) - sequence.published - sequence.blocks.loose
     together = plan.decoders
-    # The bound is good enough nearly always and saves a pass over the streams.
+    # The bound nearly always suffices and saves a pass over the streams.
     return together * -(-further // size) <= free or (
         scheduler.decoders.blocks_after(scheduler.running, further) <= free
     )

@@ -1,4 +1,4 @@
-"""Recorded against simulated: quantiles, and how far single requests are off."""
+"""Recorded against simulated latencies: quantiles and errors of single requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ METRICS = ("ttft", "tpot", "e2e")
 
 
 class LatencyComparison(NamedTuple):
-    """One latency, in seconds."""
+    """One latency metric, measured and simulated, in seconds."""
 
     metric: str
     requests: int
@@ -23,9 +23,9 @@ class LatencyComparison(NamedTuple):
     """At ``QUANTILES``."""
     simulated_s: tuple[float, ...]
     typical_factor: float
-    """Half of the requests are simulated within this factor (above 1) of what was measured."""
+    """Half of the requests are simulated within this factor (above 1) of the measured time."""
     rank_correlation: float
-    """Spearman's, over requests: whether the requests that were slow are slow in the simulation."""
+    """Spearman's, over requests: 1 if the simulation orders requests by latency as measured."""
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -38,11 +38,11 @@ class Fidelity(NamedTuple):
 
     name: str
     requests: int
-    """Compared: answered, and sent after the seconds that are left out."""
+    """Compared requests: answered, and sent after the seconds that are left out."""
     failed: int
     metrics: list[LatencyComparison]
     cache_requests: int
-    """Of them, those whose engine said what it had cached, and whose prefill was not offloaded."""
+    """Of these, requests whose engine reported cached tokens and whose prefill was not offloaded."""
     cache_equal: int
     measured_hit_rate: float
     """Cached over all prompt tokens of these requests."""
@@ -50,7 +50,7 @@ class Fidelity(NamedTuple):
 
 
 def compare(recording: Recording, outcomes: dict[str, ResimulatedRequest]) -> Fidelity:
-    """Compare what was recorded with what the simulation makes of it."""
+    """Compare a recording with its simulation, over the requests that are marked for comparison."""
     pairs = [(each, outcomes[each.record.request_id]) for each in recording.sent if each.compared]
     metrics = []
     for name in METRICS:
@@ -99,7 +99,7 @@ CACHE_HEADER = (
 
 
 def markdown(fidelities: list[Fidelity]) -> str:
-    """Two tables: latencies, and what was cached."""
+    """Two Markdown tables: latencies and cached tokens."""
     lines = [HEADER]
     for each in fidelities:
         for metric in each.metrics:

@@ -1,4 +1,4 @@
-"""A recording: what was sent to which engine when, and what came back, from the files that a run leaves behind.
+"""Recordings: each request's time, engine and result, read from the files of a run.
 
 A recording is a folder with
 
@@ -30,7 +30,7 @@ class RecordingError(ValueError):
 
 
 class RecordedArm(msgspec.Struct, kw_only=True):
-    """What ``arm.json`` says that matters here."""
+    """The fields of ``arm.json`` that a re-simulation needs."""
 
     label: str = ""
     transport: str | None = None
@@ -38,7 +38,7 @@ class RecordedArm(msgspec.Struct, kw_only=True):
 
 
 class Sent(NamedTuple):
-    """One request as it was sent, and what became of it. Times are engine seconds; ``sent_s`` from the start."""
+    """One request as it was sent, with its record. Times are engine seconds; ``sent_s`` is counted from the start."""
 
     record: RequestRecord
     sent_s: float

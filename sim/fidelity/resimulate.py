@@ -1,4 +1,4 @@
-"""Sends what a recording sent, when and where it was sent, to simulated engines in virtual time."""
+"""Sends the requests of a recording, at the same times and instances, to simulated engines in virtual time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sim.virtual import VirtualFleet
 
 
 class ResimulatedRequest(NamedTuple):
-    """What the simulated engines made of one request, in engine seconds."""
+    """One request's latencies and cached tokens in the simulation; times are engine seconds."""
 
     latencies: Latencies
     cached_tokens: int
@@ -32,7 +32,7 @@ class _Run:
         self._cached: dict[str, int] = {}
 
     def send(self, number: int, sent: Sent) -> None:
-        """Send a request; where it was offloaded, its prefill leg."""
+        """Send a request, or its prefill leg if it was offloaded."""
         request_id, prefill = sent.record.request_id, sent.record.prefill_instance
         self._sent[request_id] = sent
         output_key = (1 << 64) + (number << 24)
@@ -45,7 +45,7 @@ class _Run:
         self.fleet.submit(prefill, leg)
 
     def take(self, event: TokenEvent) -> None:
-        """Note what an engine says; a prefill leg that is over is followed by the decode leg."""
+        """Record an engine's event; the end of a prefill leg starts the decode leg."""
         request_id, _, leg = event.request_id.partition("/")
         sent = self._sent[request_id]
         if leg:
@@ -74,7 +74,7 @@ class _Run:
 def resimulate(
     recording: Recording, profile: str, transport: str | None = None, pool_tokens: int | None = None
 ) -> dict[str, ResimulatedRequest]:
-    """Outcomes by request id. Each engine gets the profile's pool unless ``pool_tokens`` is given.
+    """Results by request id. Each engine gets the profile's pool unless ``pool_tokens`` (tokens) is given.
 
     Requests are sent at the recorded times whether or not the simulated engines have answered the turn before.
 

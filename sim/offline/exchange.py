@@ -1,4 +1,4 @@
-"""One request under way: what was decided, which leg runs where, and what has been seen of it so far."""
+"""One request in flight: its decision, its current leg and instance, and its measurements so far."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sim.offline.sessions import LiveSession
 
 
 class SimulatedLeg(IntEnum):
-    """Which leg of a request is under way."""
+    """The leg of a request that is in flight."""
 
     WHOLE = 0
-    """The request as it is, co-located."""
+    """The whole request, co-located."""
     PREFILL = 1
     """On P, one token."""
     DECODE = 2
@@ -24,7 +24,7 @@ class SimulatedLeg(IntEnum):
 
 
 class SimulatedExchange:
-    """From the decision to the last token. All times are engine seconds."""
+    """State of one request from the decision to the last token. All times are engine seconds."""
 
     __slots__ = (
         "actual_cached_tokens",
@@ -69,11 +69,11 @@ class SimulatedExchange:
         self.leg = SimulatedLeg.WHOLE
         self.leg_sent_s = sent_s
         self.serial = 0
-        """Goes up with every leg, so that a timer of an earlier one is known to be stale."""
+        """Increases with every leg, so that a timer of an earlier leg is recognised as stale."""
         self.first_token_s: float | None = None
         self.completion_tokens = 0
         self.actual_cached_tokens: int | None = None
-        """What the engine that computed the prompt had cached."""
+        """Prompt tokens that the engine that computed the prompt had cached."""
         self.predicted_cached_tokens = decision.cached_tokens
         self.prefill_instance: str | None = None
         self.offload_reason: str = decision.offload.reason.value
@@ -85,12 +85,12 @@ class SimulatedExchange:
 
     @property
     def leg_id(self) -> str:
-        """The id under which the leg under way is at its engine."""
+        """Request id of the current leg at its engine."""
         return self.request.request_id + _SUFFIXES[self.leg]
 
     @property
     def leg_instance(self) -> str:
-        """The engine that leg is at."""
+        """Engine of the current leg."""
         if self.leg is SimulatedLeg.PREFILL:
             assert self.decision.prefill_on is not None
             return self.decision.prefill_on

@@ -1,4 +1,4 @@
-"""The event loop of an offline simulation: turns come due, are decided on, run, end, and bring on the next."""
+"""The event loop of an offline simulation: due turns are routed, run and end, and schedule the next turn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Finished = Callable[[SimulatedExchange, float], None]
 
 
 class Simulation:
-    """Runs a fleet under a router until no turn is left. One thread, virtual time, no waiting."""
+    """Runs a fleet under a router until no turn is left. Single-threaded, in virtual time."""
 
     def __init__(
         self,
@@ -45,15 +45,15 @@ class Simulation:
         self._block_tokens = block_tokens
         self._finished = finished
         self._open: dict[str, SimulatedExchange] = {}
-        """By the id under which the leg under way is at its engine."""
+        """Open exchanges by the request id of the current leg at its engine."""
         self._abandoned: dict[str, Callable[[], None]] = {}
-        """Decode legs that were given up, by the same id: what ends them."""
+        """Decode legs that were given up, by the same id, with the function that ends each."""
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._probe_s = 0.0
 
     def run(self) -> float:
-        """Until everything has ended; returns when that was."""
+        """Run until every turn has ended; returns that time in engine seconds."""
         fleet, turns, timers = self._fleet, self._turns, self._timers
         advance, on_event = fleet.advance, self._on_event
         while True:
@@ -80,14 +80,14 @@ class Simulation:
                     self._send(turn, fleet.now_s)
 
     def _give_up(self) -> None:
-        """Nothing will ever happen, and yet somebody waits: end what is open as failed."""
+        """No event is left but exchanges are open: end them as failed."""
         now_s = self._fleet.now_s
         for exchange in list(self._open.values()):
             self._stop_leg(exchange)
             self._end(exchange, now_s, error="no engine will ever answer: its KV pool is used up")
 
     def _probe(self, turn_s: float) -> None:
-        """Read the engines' KV usage, and do so again in time; not while there is nothing that could change it."""
+        """Read the engines' KV usage and schedule the next reading, unless nothing can change it."""
         interval_s = self._probe_interval_s
         self._router.probe(self._probe_s)
         self._probe_s += interval_s
@@ -142,14 +142,14 @@ class Simulation:
                 request.block_hashes,  # type: ignore[arg-type]  # the list that ``view_of`` made
                 request.prompt_tokens,
                 max_tokens,
-                # Prompts differ after their last full block, so their outputs differ: here the number sees to that.
+                # Prompts differ after their last full block, so their outputs differ: the number ensures that here.
                 FIRST_OUTPUT_KEY + self._count * OUTPUT_KEYS,
                 transfer,
             ),
         )
 
     def _stop_leg(self, exchange: SimulatedExchange) -> None:
-        """Close the connection of the leg under way."""
+        """Close the connection of the current leg."""
         del self._open[exchange.leg_id]
         self._fleet.abort(exchange.leg_instance, exchange.leg_id)
 
@@ -157,7 +157,7 @@ class Simulation:
         return request.prompt_tokens + 1 > self._fleet.engines[instance].config.max_model_len
 
     def _bound_leg(self, exchange: SimulatedExchange, bound_s: float, late: Callable[[], None]) -> None:
-        """Call ``late`` after ``bound_s`` unless the leg under way is over by then."""
+        """Call ``late`` after ``bound_s`` unless the current leg has ended by then."""
         serial = exchange.serial
 
         def call() -> None:
@@ -170,7 +170,7 @@ class Simulation:
         self._count += 1
         heapq.heappush(self._timers, (when_s, self._count, call))
 
-    # What engines say
+    # Engine events
 
     def _on_event(self, event: TokenEvent) -> None:
         exchange = self._open.get(event.request_id)
@@ -194,7 +194,7 @@ class Simulation:
         self._end(exchange, event.time_s)
 
     def _first_token(self, exchange: SimulatedExchange, event: TokenEvent) -> None:
-        """D has answered: the prefill is over, and how long it took is learned from."""
+        """Handle D's first token: the prefill is over and its time updates the cost model."""
         took_s = event.time_s - exchange.leg_sent_s
         exchange.serial += 1
         exchange.first_token_s = event.time_s
@@ -209,7 +209,7 @@ class Simulation:
             exchange.legs["first_token"] = self._router.prefilled(commitment, took_s)
 
     def _prefill_done(self, exchange: SimulatedExchange, event: TokenEvent) -> None:
-        """P has computed the prompt and holds its KV: D's turn."""
+        """Send D's leg after P has computed the prompt and holds its KV."""
         del self._open[event.request_id]
         took_s = event.time_s - exchange.leg_sent_s
         exchange.actual_cached_tokens = event.cached_tokens
@@ -231,19 +231,19 @@ class Simulation:
         bound_s = self._bounds.first_token_timeout_s
         self._bound_leg(exchange, bound_s, lambda: self._decode_late(exchange, bound_s))
 
-    # Hand-offs that fail
+    # Failed hand-offs
 
     def _prefill_late(self, exchange: SimulatedExchange, bound_s: float) -> None:
         self._stop_leg(exchange)
         self._prefill_failed(exchange, OffloadReason.FELL_BACK_P_TIMEOUT, f"P leg took over {bound_s:g} s")
 
     def _prefill_failed(self, exchange: SimulatedExchange, reason: OffloadReason, message: str) -> None:
-        # What P computed of it is unknown: better to expect nothing of it.
+        # It is unknown how much P computed: assume nothing.
         exchange.commitment.retract(exchange.leg_instance)
         self._fall_back(exchange, reason, message)
 
     def _decode_late(self, exchange: SimulatedExchange, bound_s: float) -> None:
-        """Give a pull up. It stays open until its first token or a further bound, as the proxy leaves it."""
+        """Give up a pull. It stays open until its first token or a further bound, as in the proxy."""
         leg_id, instance = exchange.leg_id, exchange.leg_instance
         del self._open[leg_id]
         hold = exchange.commitment.hold_on_decode()
@@ -275,7 +275,7 @@ class Simulation:
         self._send_whole(exchange)
 
     def _end(self, exchange: SimulatedExchange, now_s: float, error: str | None = None) -> None:
-        """The request is over: release it, record it, and let its session go on."""
+        """End the request: release it, record it, and let its session continue."""
         exchange.error = error
         exchange.serial += 1
         exchange.commitment.release(now_s + self._bounds.hold_s)

@@ -1,4 +1,4 @@
-"""What a run comes to, gathered request by request: for runs too long to keep their records in memory."""
+"""Totals of a run, updated request by request: for runs too long to keep their records in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SimulatedOutcome:
         self._e2e_s = array("d")
 
     def add(self, record: RequestRecord) -> None:
-        """Take a request in."""
+        """Add a request."""
         self.requests += 1
         self.finished_s = max(self.finished_s, record.finished_s or 0.0)
         if not record.ok:

@@ -1,4 +1,4 @@
-"""What is written of an offline run: the replayer's records, and rows in the shape of the proxy's /breakdown."""
+"""Output of an offline run: the replayer's records, and rows in the format of the proxy's /breakdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sim.offline.options import SimOptions
 from sim.offline.router import OfflineRouter
 
 ENDPOINT = "sim:offline"
-"""What the header of a simulated run names instead of a URL."""
+"""Endpoint in the header of a simulated run, in place of a URL."""
 
 
 class TraceSource(NamedTuple):
@@ -74,7 +74,7 @@ def header_of(
 
 
 def record_of(exchange: SimulatedExchange, ended_s: float) -> RequestRecord:
-    """One request's fate, as a replay would have recorded it."""
+    """One request's record, as a replay would have written it."""
     step, decision = exchange.step, exchange.decision
     request = step.request
     sent_s, due_s, first_s = exchange.sent_s, exchange.due_s, exchange.first_token_s

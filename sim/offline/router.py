@@ -1,4 +1,4 @@
-"""The live proxy's routing step in virtual time: the same state, ``decide`` and lessons, in the same order.
+"""The live proxy's routing step in virtual time: the same state, ``decide`` and learning, in the same order.
 
 Mirrors ``proxy.router.Router``, which this package may not import; a test drives both and compares every decision.
 """
@@ -28,7 +28,7 @@ class Routed(NamedTuple):
 
 
 class LegTime(NamedTuple):
-    """What a leg was predicted to take by the cost models, and what it took, in seconds."""
+    """A leg's time as the cost models predicted it and as it was, in seconds."""
 
     predicted_s: float
     actual_s: float
@@ -82,14 +82,14 @@ class OfflineRouter:
         return LegTime(self.state.costs.prefilled(commitment.workload.decode, seconds), seconds)
 
     def prefilled_on_p(self, commitment: Commitment, seconds: float) -> LegTime:
-        """Learn from a P leg that went well; its KV waits for D from now on."""
+        """Learn from a P leg that succeeded; its KV now waits for D."""
         commitment.end_prefill()
         job = commitment.workload.prefill
         assert job is not None
         return LegTime(self.state.costs.prefilled(job, seconds), seconds)
 
     def handed_over(self, commitment: Commitment, seconds: float, now_s: float) -> LegTime:
-        """D's first token came ``seconds`` after it was sent its leg: the hand-off is over and went well."""
+        """Learn from a hand-off that succeeded: D's first token came ``seconds`` after its leg was sent."""
         commitment.handed_over()
         job = commitment.workload.transfer
         assert job is not None
@@ -97,7 +97,7 @@ class OfflineRouter:
         return LegTime(self.state.costs.transferred(commitment.workload, seconds, now_s), seconds)
 
     def fell_back(self, commitment: Commitment, now_s: float) -> None:
-        """The hand-off failed: D prefills after all, and the pair's breaker and risk hear of it."""
+        """Record a failed hand-off: D prefills instead, and the pair's breaker and risk are updated."""
         commitment.fall_back(now_s + self._hold_s)
         job = commitment.workload.transfer
         assert job is not None

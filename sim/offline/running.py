@@ -24,26 +24,26 @@ from sim.offline.streaming import StreamedLoop
 
 
 class Ran(NamedTuple):
-    """What a run came to, besides its file."""
+    """Results of a run other than its file."""
 
     outcome: SimulatedOutcome
     instances: list[InstanceTotals]
     end: RunEnd
     notes: list[str]
-    """What is worth knowing of the trace and of how it was read."""
+    """Notes on the trace and on how it was read."""
 
 
 def run_setup(setup: Setup, output: IO[bytes], rows: IO[bytes] | None = None, trace: Trace | None = None) -> Ran:
-    """Simulate a trace that is held whole. One that is loaded here is kept for the next setup.
+    """Simulate a trace in memory. A trace that is loaded here is kept for the next setup.
 
     Args:
         setup: What to simulate.
-        output: Where the run's lines go.
-        rows: Where breakdown rows go, if they are wanted.
-        trace: The setup's, where it is loaded already.
+        output: File for the run's lines.
+        rows: File for breakdown rows; None: none are written.
+        trace: The setup's trace, if it is already loaded.
 
     Raises:
-        SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError: with what to change.
+        SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError: the message says what to change.
     """
     options = setup.options()
     plan: Plan | None = None
@@ -97,13 +97,13 @@ def _write(
 
 @lru_cache(maxsize=1)
 def loaded(path: str, idle_gap_cap_s: float) -> Trace:
-    """The trace, loaded once for all setups of a process that simulate it one after the other."""
+    """The trace, loaded once per process for all setups that simulate it in sequence."""
     return load(path, LoadOptions(idle_gap_cap_s=idle_gap_cap_s))
 
 
 @lru_cache(maxsize=2)
 def planned(path: str, options: PlanOptions) -> Plan:
-    """Its plan, made once for all setups that scale it alike."""
+    """The plan of a trace, made once for all setups with equal scales."""
     return make_plan(loaded(path, 60.0 if options.idle_gap_cap_s is None else options.idle_gap_cap_s), options)
 
 

@@ -1,4 +1,4 @@
-"""The closed loop: when each turn is sent, as ``replayer.replay`` does it, in virtual time.
+"""The closed loop: send times of turns, as in ``replayer.replay``, in virtual time.
 
 Sessions start in order of arrival, each when its time has come and a slot is free. Turn k + 1 is due after turn k's end
 plus think time, or at its gap from turn k's due time but not before turn k's end.
@@ -15,7 +15,7 @@ from replayer.plan import SessionPlan, Step
 
 
 class LiveSession:
-    """A session under way."""
+    """A session in progress."""
 
     __slots__ = ("due_s", "number", "plan", "turn")
 
@@ -29,23 +29,23 @@ class LiveSession:
 
 
 class DueTurn(NamedTuple):
-    """What is to be sent now."""
+    """A turn that is due to be sent."""
 
     session: LiveSession
     step: Step
     due_s: float
-    """When it was wanted; sent later where its session waited for a slot."""
+    """Due time in engine seconds; the turn is sent later if its session waited for a slot."""
 
 
 class TurnSource(Protocol):
-    """Says which turns are due; the simulation tells it when they end."""
+    """A source of due turns; the simulation reports to it when they end."""
 
     def next_s(self) -> float:
-        """When the next turn is due (infinite: none, until one in flight ends)."""
+        """Due time of the next turn in engine seconds (infinite: none, until one in flight ends)."""
         ...
 
     def take(self) -> DueTurn | None:
-        """The turn that is due next; None where there is none after all."""
+        """Take the turn that is due next; None if there is none."""
         ...
 
     def ended(self, session: LiveSession, now_s: float) -> None:
@@ -65,14 +65,14 @@ class ClosedLoopSource:
         self._started = 0
 
     def next_s(self) -> float:
-        """See ``TurnSource``."""
+        """Due time of the next turn in engine seconds; infinite if none is known."""
         due_s = self._due[0][0] if self._due else math.inf
         if self._next is not None and self._slots > 0 and self._next.arrival_s < due_s:
             return self._next.arrival_s
         return due_s
 
     def take(self) -> DueTurn | None:
-        """See ``TurnSource``."""
+        """Take the turn that is due next; None if there is none."""
         arrival = self._next
         due = self._due
         if arrival is not None and self._slots > 0 and (not due or arrival.arrival_s < due[0][0]):
@@ -87,7 +87,7 @@ class ClosedLoopSource:
         return DueTurn(session, session.plan.steps[session.turn], session.due_s)
 
     def ended(self, session: LiveSession, now_s: float) -> None:
-        """See ``TurnSource``."""
+        """Schedule the session's next turn, or end the session."""
         session.turn += 1
         if session.turn == len(session.plan.steps):
             self._slots += 1

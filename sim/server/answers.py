@@ -1,4 +1,4 @@
-"""What the API answers: completion and chat objects, stream events, usage, model lists."""
+"""Response bodies of the API: completion and chat objects, stream events, usage, model lists."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AnswerBuilder:
         return self._event_head + b',"choices":[{"index":0,' + body + tail
 
     def usage_event(self, delivery: Delivery) -> bytes:
-        """The last event of a stream that asked for its usage."""
+        """The last event of a stream whose request set ``include_usage``."""
         return (
             self._event_head + b',"choices":[],"usage":' + msgspec.json.encode(usage(self._call, delivery)) + b"}\n\n"
         )

@@ -1,4 +1,4 @@
-"""The engine's two ASGI applications: the OpenAI API with its surroundings, and the KV bootstrap server."""
+"""The engine's two ASGI applications: the OpenAI API with metrics and health, and the KV bootstrap server."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class EngineApp:
 
 
 class BootstrapApp:
-    """The application on the bootstrap port: who this engine is, and its side of a pull."""
+    """The application on the bootstrap port: the engine's identity, and P's side of a pull."""
 
     def __init__(self, settings: ServerSettings, driver: Driver) -> None:
         self._driver = driver

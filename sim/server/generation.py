@@ -1,4 +1,4 @@
-"""The two generation endpoints: parse, submit, relay tokens, and notice when the client leaves."""
+"""The two generation endpoints: parse, submit, relay tokens, detect a client that disconnects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GenerationHandler:
         self._faults = faults
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, *, chat: bool) -> None:
-        """Answer one request. Its engine time of arrival is now, before the body is read and parsed."""
+        """Answer one request. It arrives, in engine time, before the body is read and parsed."""
         arrived_s = self._driver.clock.now()
         try:
             body = await read_body(receive)
@@ -128,7 +128,7 @@ class GenerationHandler:
                 if breaks.mode == "hang_mid_stream":
                     await gone
                 else:
-                    # What was sent must leave before the reset takes it away.
+                    # Bytes already sent must leave the socket before the reset discards them.
                     await asyncio.sleep(0.01)
                     await _break_off(send, receive, gone, reset=True)
                 return
@@ -147,13 +147,13 @@ class GenerationHandler:
                 return
 
     async def _hang_up(self, send: Send, receive: Receive) -> None:
-        """The request was cut off: by its client, who needs no answer, or by the end of the server."""
+        """End a request that was cut off: by its client, which needs no answer, or by the end of the server."""
         if self._driver.closed:
             await break_connection(send, receive, reset=False)
 
 
 async def fail(fault: Fault, receive: Receive, send: Send, gone: asyncio.Future[None]) -> None:
-    """Meet a request with a fault that keeps the engine out of it."""
+    """Answer a request with a fault that does not involve the engine."""
     if fault.mode == "error":
         kind = "InternalServerError" if fault.status >= 500 else "BadRequestError"
         await answer(send, fault.status, ApiError(fault.status, "simulated failure", kind).body)

@@ -32,7 +32,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class KvTransferParams(msgspec.Struct):
-    """``kv_transfer_params`` as they come; unknown fields are ignored."""
+    """``kv_transfer_params`` as received; unknown fields are ignored."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
@@ -55,13 +55,13 @@ class _Generation(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(_Generation, kw_only=True):
-    """Body of POST /v1/completions, as far as the simulator looks at it."""
+    """Body of POST /v1/completions: the fields that the simulator reads."""
 
     prompt: msgspec.Raw
 
 
 class ChatBody(_Generation, kw_only=True):
-    """Body of POST /v1/chat/completions, as far as the simulator looks at it."""
+    """Body of POST /v1/chat/completions: the fields that the simulator reads."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
@@ -77,7 +77,7 @@ class TokenizeBody(msgspec.Struct):
 
 
 class GenerationCall(NamedTuple):
-    """One generation request, ready to be submitted, and how its answer is to look."""
+    """One generation request, ready to be submitted, with the format of its answer."""
 
     request: Request
     chat: bool

@@ -1,4 +1,5 @@
-"""KV between engine processes: D asks P's bootstrap server, waits as long as the transfer takes, tells its engine."""
+"""KV transfers between engine processes: D calls P's bootstrap server, waits for the transfer time, updates its
+engine."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ class PullQuestion(msgspec.Struct):
 
 
 class PullReply(msgspec.Struct):
-    """Its answer: engine seconds that the transfer takes, or why there is none."""
+    """The answer to a pull: engine seconds that the transfer takes, or the reason for which there is none."""
 
     seconds: float = 0.0
     failure: PullFailure | None = None
 
 
 async def serve_pull(driver: Driver, question: PullQuestion) -> PullReply:
-    """P's side. A transfer id P does not know may come to be known: P waits for it up to its abort timeout."""
+    """P's side. P waits for a transfer id that it does not hold yet, up to its abort timeout."""
     answer = _serve_now(driver, question)
     if answer.failure is PullFailure.UNKNOWN_TRANSFER:
         await driver.wait_until_held(question.transfer_id, driver.engine.config.abort_timeout_s)
@@ -57,7 +58,7 @@ def _serve_now(driver: Driver, question: PullQuestion) -> PullAnswer:
 
 
 class Puller:
-    """D's side. Owns the tasks of pulls under way and, unless the role is ``none``, their HTTP connections."""
+    """D's side. Owns the tasks of pulls in flight and, unless the role is ``none``, their HTTP connections."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -71,7 +72,7 @@ class Puller:
         self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
     async def close(self) -> None:
-        """Give up all pulls under way."""
+        """Give up all pulls in flight."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -93,7 +94,7 @@ class Puller:
             return
         timeout_s = driver.engine.config.abort_timeout_s
         reply = await self._ask(pull, timeout_s / driver.clock.time_scale + _GRACE_S)
-        # P has itself waited for a transfer it does not know.
+        # P has itself waited for a transfer id that it does not hold.
         if reply.failure is None:
             wait_s = reply.seconds
         elif reply.failure is PullFailure.UNKNOWN_TRANSFER:

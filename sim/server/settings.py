@@ -1,4 +1,4 @@
-"""What one engine process is told on its command line, resolved against its hardware profile."""
+"""Options of one engine process, resolved against its hardware profile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROLES = ("kv_both", "kv_producer", "kv_consumer", "none")
 
 
 class EngineSettingsError(Exception):
-    """The options do not make an engine; the text says which and why."""
+    """Options that do not make an engine; the message names the option and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,10 @@ class ServerSettings:
         kv_events_port: int | None = None,
         kv_events_replay_port: int | None = None,
     ) -> ServerSettings:
-        """Fill what is not given from the profile.
+        """Settings with every option that is not given taken from the profile.
 
         Raises:
-            SettingsError, ProfileError: an option is out of range or the profile does not exist.
+            EngineSettingsError, ProfileError: an option is out of range or the profile does not exist.
         """
         if role not in ROLES:
             raise EngineSettingsError(f"--role {role!r}: choose one of {', '.join(ROLES)}")

@@ -126,7 +126,7 @@ def test_a_duplicate_takes_over_when_the_first_copy_is_evicted() -> None:
 
 def test_allocating_too_much_takes_nothing() -> None:
     pool = KeyListPool(2)
-    with pytest.raises(MemoryError, match="3 blocks asked for, 2 free"):
+    with pytest.raises(MemoryError, match="3 blocks requested, 2 free"):
         pool.allocate(Holding(), 3)
     assert pool.free_blocks == 2
 

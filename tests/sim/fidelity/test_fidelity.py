@@ -63,9 +63,11 @@ def test_a_simulated_run_is_simulated_as_it_was(trace: Trace, run: Run, tmp_path
     outcomes = resimulate(recording, "h200", recording.note.transport)
     for sent in recording.sent:
         outcome, record = outcomes[sent.record.request_id], sent.record
-        assert outcome.ttft_s == pytest.approx(record.ttft_s, rel=1e-6)
-        assert outcome.e2e_s == pytest.approx(record.e2e_s, rel=1e-6)
-        assert outcome.tpot_s == (record.tpot_s if record.tpot_s is None else pytest.approx(record.tpot_s, rel=1e-6))
+        assert outcome.latencies.ttft_s == pytest.approx(record.ttft_s, rel=1e-6)
+        assert outcome.latencies.e2e_s == pytest.approx(record.e2e_s, rel=1e-6)
+        assert outcome.latencies.tpot_s == (
+            record.tpot_s if record.tpot_s is None else pytest.approx(record.tpot_s, rel=1e-6)
+        )
         assert record.prefill_instance is not None or outcome.cached_tokens == record.cached_tokens
     fidelity = compare(recording, outcomes)
     assert [metric.metric for metric in fidelity.metrics] == ["ttft", "tpot", "e2e"]
