@@ -17,7 +17,8 @@ def application() -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_show_locals=False,
-        help="Study a trace, a model or a GPU on paper: caches, workload, roofline, KV capacity, cost of PD.",
+        help="Analyse a trace, a model or a GPU without running an engine: caches, workload, roofline, KV "
+        "capacity, cost of PD.",
     )
     app.command("cache")(cache)
     app.command("workload")(workload)

@@ -65,7 +65,7 @@ def lines(
             axes.set_yscale("log")
         for axis, log in ((axes.xaxis, log_x), (axes.yaxis, log_y)):
             if log:
-                # matplotlib's own logarithmic labels are mathematics, which is switched off.
+                # matplotlib's own logarithmic labels use math text, which is switched off.
                 axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:,.10g}"))
                 axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         if curves:

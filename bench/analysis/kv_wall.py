@@ -1,15 +1,15 @@
-"""Room for KV caches: how many requests fit a pool, and at which load static prefill/decode separation runs out of it.
+"""KV capacity: requests that fit a pool, and the load at which static prefill/decode separation runs out of it.
 
-Assumptions, all of them simple on purpose:
+Assumptions, simple on purpose:
 
-- Pool = visible memory x utilisation - weights - overhead (activations, CUDA graphs, context), or as given.
+- Pool = visible memory x utilisation - weights - overhead (activations, CUDA graphs, context), or a given size.
 - Arrivals are Poisson at a given rate; prompts, outputs and new tokens are the trace's. Requests of one session do not
   share blocks while in flight.
 - P instances: M/G/1 queues of prefills at the profile's times (Pollaczek-Khinchine for the mean wait).
 - D instances: a request holds blocks for prompt and output from the pull (or from its arrival, if both legs are sent
   at once) until it is done. TPOT is the fixed point of Little's law with the profile's decode step: streams = rate x
   output x TPOT(streams). Requests in flight are then M/G/infinity and the KV they hold is compound Poisson, as if the
-  pool had no end; what it would hold beyond its end is work that waits for room.
+  pool were unlimited; KV beyond its size is work that waits for room.
 - Co-located: every instance prefills and decodes; a request holds its blocks from the start of its prefill; decodes get
   tokens only in the share of time that is not prefill.
 """
@@ -32,23 +32,23 @@ from sim.fit import model_prefill
 from sim.hardware import HardwareProfile
 
 OVERFLOW_CHANCE = 0.01
-"""A pool is called too small when the requests in flight need more than it has for this share of the time."""
+"""A pool is too small when the requests in flight need more than its size for this share of the time."""
 MAX_RATE_FACTOR = 1 << 12
 _STEPS = 40
 _GRID = 1 << 13
 
 
 class Handoff(StrEnum):
-    """When a decode instance begins to hold a request's blocks."""
+    """Time at which a decode instance begins to hold a request's blocks."""
 
     PULL = "pull"
-    """When the prefill is done: the P leg is awaited first."""
+    """After the prefill: the P leg is awaited first."""
     ARRIVAL = "arrival"
-    """When the request arrives: both legs are sent at once and D waits with its blocks allocated."""
+    """At the request's arrival: both legs are sent at once and D waits with its blocks allocated."""
 
 
 class SplitVerdict(StrEnum):
-    """Whether a split holds, or what fails first."""
+    """Verdict on a split: it keeps up, or the resource that fails first."""
 
     OK = "ok"
     PREFILL = "prefill too slow"
@@ -57,7 +57,7 @@ class SplitVerdict(StrEnum):
 
 
 class InstancePool(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance's KV pool and where it comes from; bytes."""
+    """An instance's KV pool and the terms it is computed from, in bytes."""
 
     given: bool
     visible_bytes: float
@@ -69,7 +69,7 @@ class InstancePool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolFit(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests of one size fit a pool."""
+    """Number of requests of one size that fit a pool."""
 
     size: str
     tokens: float
@@ -83,14 +83,14 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int
     decode: int
     prefill_busy: float
-    """Share of time the prefilling instances compute prefills; from 1 on their queue grows without end."""
+    """Share of time the prefilling instances compute prefills; from 1 on their queue grows without bound."""
     prefill_wait_s: float | None
-    """Mean time in the queue; None: without end."""
+    """Mean time in the queue in seconds; None: unbounded."""
     streams: float | None
     """Mean requests decoding on one decode instance; None: they cannot keep up."""
     tpot_s: float | None
     hold_s: float | None
-    """Mean time a request holds blocks on its decode instance; None: without end."""
+    """Mean seconds for which a request holds blocks on its decode instance; None: unbounded."""
     kv_mean_bytes: float | None
     """Mean KV held on one decode instance."""
     kv_p99_bytes: float | None
@@ -100,11 +100,11 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     breaks_at: float | None
     """Rate, in multiples of the given one, at which this split first fails; None: beyond 4096."""
     breaks_by: SplitVerdict
-    """What fails there."""
+    """The resource that fails at that rate."""
 
 
 class KvWall(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``analyse kv-wall`` found."""
+    """Result of ``analyse kv-wall``."""
 
     trace: str
     model: str
@@ -117,7 +117,7 @@ class KvWall(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: float
     pool: InstancePool
     profile_pool_bytes: float
-    """What the hardware profile says the pool is."""
+    """The pool according to the hardware profile."""
     fits: list[PoolFit]
     splits: list[Split]
 
@@ -184,7 +184,7 @@ def fits(trace: Trace, pool: InstancePool, kv_bytes_per_token: float, extra: Seq
 def load_of(trace: Trace, instances: int, hits: bool) -> TraceLoad:
     """Requests with the tokens left to compute on ``instances`` caches without limit, sessions sticking to one.
 
-    Without ``hits`` every prompt is computed whole.
+    With ``hits`` False every prompt is computed in full.
     """
     prompt = np.array([request.input_length for request in trace.requests], dtype=float)
     output = np.array([max(1, request.output_length) for request in trace.requests], dtype=float)
@@ -193,7 +193,7 @@ def load_of(trace: Trace, instances: int, hits: bool) -> TraceLoad:
 
 
 class SplitFleet(NamedTuple):
-    """What the splits have in common."""
+    """Timing and pool of one instance, shared by all splits of a fleet."""
 
     profile: HardwareProfile
     pool: InstancePool
@@ -212,7 +212,7 @@ def assess(
         fleet: Timing and pool of one instance.
         splits: (P, D) pairs; P = 0 is co-located on D instances.
         rate_per_s: Requests per second for the whole fleet.
-        hits: Whether prefixes are reused where the prefill runs.
+        hits: True if prefixes are reused where the prefill runs.
     """
     found = []
     for prefill, decode in splits:
@@ -239,7 +239,7 @@ def assess(
 def over_rates(
     trace: Trace, fleet: SplitFleet, split: tuple[int, int], rates_per_s: Sequence[float], hits: bool
 ) -> list[Split]:
-    """One split at several rates (``breaks_at`` is not looked for)."""
+    """One split at several rates (``breaks_at`` is not computed)."""
     prefill, decode = split
     load = load_of(trace, prefill or decode, hits)
     seconds = _prefill_seconds(fleet.profile, load)
@@ -247,7 +247,7 @@ def over_rates(
 
 
 def _prefill_seconds(profile: HardwareProfile, load: TraceLoad) -> Any:
-    """Of every request on an idle instance."""
+    """Prefill seconds of every request on an idle instance."""
     budget = profile.max_num_batched_tokens
     return np.array(
         [
@@ -300,8 +300,8 @@ def _state(fleet: SplitFleet, load: TraceLoad, prefill_s: Any, prefill: int, dec
 def held_kv(kv_bytes: Any, held_s: Any, rate_per_s: float, pool_bytes: float) -> tuple[float, float]:
     """99th percentile of the KV that requests in flight hold (bytes), and the chance that it exceeds the pool.
 
-    Compound Poisson: at any time ``rate x mean(held)`` requests on average, each drawn with a weight of how long it is
-    held. The distribution is found on a grid by the Fourier transform, ``exp(n (F - 1))``.
+    Compound Poisson: at any time ``rate x mean(held)`` requests on average, each drawn with a weight equal to its
+    holding time. The distribution is computed on a grid by the Fourier transform, ``exp(n (F - 1))``.
     """
     requests = rate_per_s * float(held_s.mean())
     weights = held_s / held_s.sum()
@@ -333,7 +333,7 @@ def _decoding(
 ) -> tuple[float | None, float | None]:
     """Streams and TPOT of one decode instance, by bisection for Little's law; (None, None): it cannot keep up."""
     output = float(load.output.mean())
-    # A stream's context weighs as long as it decodes.
+    # A stream's context is weighted by its decode time.
     context = float(((load.prompt + load.output / 2) * load.output).sum() / load.output.sum())
     timing = profile.timing
 

@@ -1,10 +1,9 @@
-"""Roofline of prefill and decode: what a model's arithmetic allows on a GPU's peaks (Williams et al., CACM 2009).
+"""Roofline of prefill and decode: least times of a model's steps at a GPU's peaks (Williams et al., CACM 2009).
 
 Time of a step >= max(FLOPs / peak FLOPs, bytes / peak bandwidth). FLOPs: the layers' matrices for every token,
 attention over what precedes it, the output layer once for each sampled token. Bytes: the weights a step touches (of a
 mixture of experts those its tokens choose, taken as at random), keys and values read and written. Left out, so the
-floor is low: activations, kernels' launches, softmax and norms, routing, what a cache re-reads, and communication
-between GPUs.
+floor is low: activations, kernel launches, softmax and norms, routing, repeated reads, and communication between GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from bench.analysis.sheets import GpuSheet
 
 
 class Precision(NamedTuple):
-    """How many bits a weight and a value of the KV cache have: 16 or 8."""
+    """Bits of a weight and of a value of the KV cache: 16 or 8."""
 
     weight_bits: int = 16
     kv_bits: int = 16
@@ -34,7 +33,7 @@ class Precision(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """What one step has to do at the least."""
+    """Least work of one step: FLOPs and bytes."""
 
     flops: float
     bytes: float
@@ -46,14 +45,14 @@ class StepWork(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Peaks of ``gpus`` GPUs that share a model evenly, their communication free."""
+    """Peaks of ``gpus`` GPUs that share a model evenly; their communication is not counted."""
 
     flops_per_s: float
     bytes_per_s: float
 
     @property
     def ridge(self) -> float:
-        """FLOPs a byte from which on arithmetic is the limit."""
+        """FLOPs per byte from which arithmetic is the limit."""
         return self.flops_per_s / self.bytes_per_s
 
     def seconds(self, work: StepWork) -> float:
@@ -78,7 +77,7 @@ def prefill_step(model: Architecture, precision: Precision, new: int, context: i
     """One chunk of ``new`` prompt tokens after ``context`` tokens; ``sampled`` tokens go through the output layer."""
     weights = model.touched_parameters(new) + (model.head_parameters if sampled else 0)
     kv_tokens = context + 2 * new
-    """Read once what precedes the chunk and the chunk itself, after writing the chunk's."""
+    """The chunk's KV is written once; it and everything before it are read once."""
     return StepWork(
         flops=new * model.layer_flops_per_token()
         + 2.0 * sampled * model.head_parameters
@@ -167,11 +166,11 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     floor_s: float
     tflops_ceiling: float
     fits: bool
-    """Whether weights and these tokens' KV are within the memory that the driver shows."""
+    """True if weights and these tokens' KV are within the memory that the driver reports."""
 
 
 class Roofline(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``analyse roofline`` found."""
+    """Result of ``analyse roofline``."""
 
     model: str
     gpu: str
@@ -180,7 +179,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     kv_bits: int
     parameters: int
     active_parameters: float
-    """That one token is multiplied with, output layer included."""
+    """Parameters that one token is multiplied with, output layer included."""
     weight_bytes: float
     kv_bytes_per_token: float
     layer_flops_per_token: float

@@ -1,9 +1,9 @@
 """Anatomy of a trace in one pass: lengths, classes, reuse, gaps, sessions, arrivals, KV bytes.
 
-Requests are taken from an iterator, so a trace of millions need not be in memory. What grows with it: about 70 bytes
+Requests are taken from an iterator, so a trace of millions need not be in memory. Memory grows by about 70 bytes
 for each request, a few hundred for each session, and the block ids of the reuse figures, which are bounded: when more
-than ``remember_blocks`` are known, up to half of them, those not used for longest, are forgotten, and what returns
-after that counts as new.
+than ``remember_blocks`` are known, up to half of them, the least recently used, are dropped, and count as new when they
+return.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class QuantitySpread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IdealClassShare(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of one class, by new tokens on one cache that never forgets."""
+    """Requests of one class, by new tokens on one unlimited cache."""
 
     name: str
     requests: int
@@ -43,12 +43,12 @@ class IdealClassShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reuse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one cache for all, without eviction, finds. Shares of prompt tokens unless said otherwise."""
+    """Hits of one cache for all requests, without eviction. Shares of prompt tokens unless said otherwise."""
 
     cached_share: float
     """The APC."""
     intra_session_share_of_hits: float
-    """Hits that the session's own earlier turns suffice for."""
+    """Share of hits that the session's own earlier turns provide."""
     cross_session_share_of_hits: float
     cross_session_share_of_tokens: float
     forgotten_blocks: int
@@ -69,7 +69,7 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceAnatomy(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``analyse workload`` found."""
+    """Result of ``analyse workload``."""
 
     trace: str
     requests: int
@@ -95,12 +95,12 @@ class TraceAnatomy(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     kv_bytes_per_token: float
     kv_bytes: QuantitySpread
-    """Of a request's prompt and output."""
+    """KV bytes of a request's prompt and output."""
     notes: list[str]
 
 
 class SeenBlocks:
-    """Which blocks were seen, and by which sessions; bounded by forgetting in two generations."""
+    """Blocks seen so far, with the sessions that used them; bounded by dropping the older of two generations."""
 
     def __init__(self, remember: int) -> None:
         self._half = max(1, remember // 2)
@@ -111,7 +111,7 @@ class SeenBlocks:
         self.forgotten = 0
 
     def use(self, ids: Sequence[int], full: int, session: int) -> tuple[int, int]:
-        """Leading blocks known, and known from ``session`` itself; then all of them are known.
+        """Leading blocks known, and known from ``session`` itself; adds all of the request's blocks.
 
         ``ids`` are chained, so both are found by bisection.
         """
@@ -120,7 +120,8 @@ class SeenBlocks:
         if session >= 0:
             self._young_pairs.update((block, session) for block in ids[own:known])
         if self._old:
-            # Used again: young again. The young are closed under prefixes, so those that are not begin at one place.
+            # A block that is used again becomes young. Young blocks are closed under prefixes, so the others begin at
+            # one depth.
             young = self._prefix(ids, known, None, self._young)
             self._young.update((block, self._old.get(block, session)) for block in ids[young:known])
             self._young_pairs.update(
@@ -155,7 +156,7 @@ class SeenBlocks:
 
 
 class RequestColumns:
-    """Figures of every request, 8 bytes each."""
+    """Columns with a value per request, 8 bytes each."""
 
     def __init__(self) -> None:
         self.prompt_tokens = array("q")
@@ -178,7 +179,7 @@ def columns(
         Figures by request; named sessions; requests of sub-agents; the blocks.
 
     Raises:
-        ValueError: requests are not in order of time.
+        ValueError: requests are not in time order.
     """
     found, blocks = RequestColumns(), SeenBlocks(remember_blocks)
     last: dict[str, tuple[int, float, int, int]] = {}
@@ -188,7 +189,7 @@ def columns(
     for index, request in enumerate(requests):
         if request.timestamp_s < clock_s:
             raise ValueError(
-                f"request {index + 1} comes before the one above it; a trace must be in order of time "
+                f"request {index + 1} comes before the one above it; a trace must be in time order "
                 "(without --stream it is sorted)"
             )
         clock_s = request.timestamp_s
@@ -226,21 +227,21 @@ def anatomy(
     remember_blocks: int = REMEMBER_BLOCKS,
     notes: Sequence[str] = (),
 ) -> tuple[TraceAnatomy, RequestColumns]:
-    """Everything about a trace, and the columns behind it.
+    """All figures of a trace, and the columns they are computed from.
 
     Args:
         requests: In time order, ids chained.
         block_tokens: Tokens of a block id.
         name: Of the trace.
-        model: Whose ``kv_bytes_per_token`` it is.
+        model: Model that ``kv_bytes_per_token`` belongs to.
         kv_bytes_per_token: Bytes of one token's KV cache.
         bin_s: Width of the bins of the arrival rate; by default a sixtieth of the trace, at least a second.
         thresholds: Bounds of the classes.
-        remember_blocks: Bound on the block ids kept.
+        remember_blocks: Most block ids kept.
         notes: Of the loader.
 
     Raises:
-        ValueError: there are no requests, or they are not in order of time.
+        ValueError: there are no requests, or they are not in time order.
     """
     found, sessions, subagents, blocks = columns(requests, block_tokens, remember_blocks)
     prompt = np.asarray(found.prompt_tokens, dtype=np.int64)

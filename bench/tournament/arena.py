@@ -1,4 +1,4 @@
-"""Where policies meet: one cell with one seed, made ready once and played by any number of policies."""
+"""One cell with one seed, prepared once and simulated with any number of policies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sim.offline.simulate import Noise, SimOptions, simulate
 FAILED_S = 1e6
 """A request that failed counts as one that took this long."""
 _DIGITS = 6
-"""Significant digits of kept figures: far below what differs between policies, and small files."""
+"""Significant digits of kept figures: far finer than differences between policies, and small files."""
 
 
 class Ground:
@@ -44,12 +44,12 @@ class Ground:
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace as its rule reads it."""
+        """The trace, read according to its rule."""
         return load_one(self.path, self.rule)
 
     @cached_property
     def sha256(self) -> str:
-        """Of the file, without reading it as a trace."""
+        """SHA-256 of the file, without reading it as a trace."""
         return file_sha256(self.path)
 
     @cached_property
@@ -68,7 +68,7 @@ class Ground:
 
     @cached_property
     def hot_set_tokens(self) -> float:
-        """Of one instance."""
+        """Hot set of one instance in tokens."""
         return hot_set_tokens(self.line(REFERENCE_LOAD), self.saturation)
 
     def line(self, load: float) -> Timeline:
@@ -78,11 +78,11 @@ class Ground:
         return self._lines[load]
 
     def pool(self, factor: float) -> tuple[int, bool]:
-        """Tokens of an instance's pool, and whether it is larger than asked."""
+        """Tokens of an instance's pool; True if it is larger than requested."""
         return pool_tokens(factor, self.hot_set_tokens, self.line(REFERENCE_LOAD))
 
     def facts(self, made_of: str) -> TraceFacts:
-        """What the documents show of it."""
+        """Figures of the trace for the tables."""
         pools = {f"{factor:g}": self.pool(factor) for factor in self._settings.grid.pools}
         return TraceFacts(
             name=self.rule.name,
@@ -101,7 +101,7 @@ class Ground:
 
 
 class PreparedCell:
-    """One cell with one seed: equal requests, pool and noise for every policy that plays on it."""
+    """One cell with one seed: equal requests, pool and noise for every policy."""
 
     def __init__(
         self,
@@ -139,8 +139,8 @@ class PreparedCell:
 
         Args:
             policy: The policy.
-            label: What the tables call it.
-            digest: Of the policy, see `Entrant.digest`.
+            label: Its name in the tables.
+            digest: Digest of the policy (`Entrant.digest`).
         """
         judged: list[RequestRecord | None] = [None] * len(self._place)
         for record in self.records(policy):
@@ -179,7 +179,7 @@ class PreparedCell:
 
 
 class Arena:
-    """The traces of a folder, and stages made from them."""
+    """The traces of a folder, and the cells prepared from them."""
 
     def __init__(self, settings: TournamentSettings, folder: Path) -> None:
         self.settings = settings
@@ -194,14 +194,18 @@ class Arena:
         """A trace by name.
 
         Raises:
-            TournamentError: there is none of that name.
+            TournamentError: there is no trace of that name.
         """
         if trace not in self.grounds:
             raise TournamentError(f"no trace {trace!r}; known: {', '.join(sorted(self.grounds))}")
         return self.grounds[trace]
 
     def stage(self, cell: GridCell, seed: int) -> PreparedCell:
-        """Make a cell ready."""
+        """Prepare a cell.
+
+        Raises:
+            TournamentError: the cell has no request to judge.
+        """
         ground = self.ground(cell.trace)
         sizes = self.settings.sizes
         rate = cell.load * ground.saturation * cell.fleet
@@ -221,7 +225,8 @@ class Arena:
         return PreparedCell(cell, seed, self.settings, workload, plan, options, self.made_of(cell.trace, cell, seed))
 
     def made_of(self, trace: str, *more: object) -> str:
-        """Digest of all that decides an outcome on a trace but the policy; ``more`` are cell and seed, or the like."""
+        """Digest of everything but the policy that affects a result on a trace; ``more``: cell and seed, for
+        example."""
         ground = self.ground(trace)
         profile = self.profile.model_dump()
         parts = msgspec.json.encode((more, ground.sha256, ground.rule.sessions, self.settings.sizes, profile))

@@ -1,7 +1,7 @@
-"""Plays the grid: what is missing of it, in as many processes as asked for, the longest games first.
+"""Simulates the missing part of the grid in a number of processes, the longest jobs first.
 
-The results do not depend on the number of processes nor on the order: every game is a function of its cell, its seed
-and its policy, and leaves a file of its own.
+The results do not depend on the number of processes or the order: every simulation is a function of its cell, its seed
+and its policy, and writes its own file.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class CellJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a job."""
+    """Result of a job."""
 
     job: CellJob
     played: int
     """Simulations run."""
     kept: int
-    """Results that were there already."""
+    """Results that already existed."""
     requests: int
     """Requests of one simulation."""
     cpu_s: float
 
 
 def jobs_of(grid: Grid, traces: Sequence[str]) -> list[CellJob]:
-    """All jobs, those that take longest first, so that none is left over at the end."""
+    """All jobs, the longest first, so that no long job is left for the end."""
     jobs = [
         CellJob(cell=GridCell(trace=trace, load=load, pool=pool, fleet=fleet), seed=seed)
         for trace in sorted(traces)
@@ -54,7 +54,7 @@ def jobs_of(grid: Grid, traces: Sequence[str]) -> list[CellJob]:
 
 
 class Player:
-    """Plays jobs in one process; traces read for one job serve the next."""
+    """Runs jobs in one process; traces read for one job are reused by the next."""
 
     def __init__(self, settings: TournamentSettings, traces: Path, out: Path, entrants: Sequence[Entrant]) -> None:
         self._settings = settings
@@ -63,14 +63,14 @@ class Player:
         self._entrants = [(entrant, entrant.digest()) for entrant in entrants]
 
     def learn(self, trace: str) -> None:
-        """Keep a trace's facts, unless they are there."""
+        """Measure and keep a trace's facts, unless they exist."""
         made_of = self._arena.made_of(trace, self._settings.grid.pools, self._arena.ground(trace).rule)
         found = self._store.read_facts().get(trace)
         if found is None or found.made_of != made_of:
             self._store.write_facts(self._arena.ground(trace).facts(made_of))
 
     def play(self, job: CellJob) -> Done:
-        """Simulate what a job lacks."""
+        """Simulate the missing results of a job."""
         started_s = time.process_time()
         made_of = self._arena.made_of(job.cell.trace, job.cell, job.seed)
         missing = []
@@ -120,15 +120,15 @@ def play_all(
     processes: int,
     told: Callable[[Done], None],
 ) -> None:
-    """Measure the traces and play all jobs; an error in one ends the others, and what was played stays kept.
+    """Measure the traces and run all jobs; an error in one ends the others, and finished results are kept.
 
     Args:
-        jobs: In the order in which to begin them.
-        settings: Of the tournament.
+        jobs: Jobs in the order in which to start them.
+        settings: Settings of the tournament.
         traces: Folder of traces.
         out: Folder of results.
         entrants: The policies.
-        processes: 1 plays in this process.
+        processes: Number of processes; 1: this process.
         told: Called with each job that ends, in the order in which they end.
     """
     names = sorted({job.cell.trace for job in jobs})

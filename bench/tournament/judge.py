@@ -1,14 +1,14 @@
-"""Who is best in a cell, who is tied with the best, and how far behind everybody else is.
+"""Best policy of a cell, policies tied with it, and the ratios of all others to it.
 
 A policy's figure in a cell is the geometric mean over the seeds of its quantile (TTFT p90, E2E p50). The best has the
 lowest. The interval of a policy's ratio to the best is a paired bootstrap: in each resample the seeds are drawn with
 replacement, and of each drawn seed the sessions, the same for both policies (their resampled quantiles are in the
-results); the ratio is taken in each. So the interval holds what other sessions and other runs would have changed.
+results); the ratio is taken in each. The interval thus covers the effect of other sessions and other runs.
 
 *Tied for best*: the 95 % interval of the ratio to the best includes 1. *Behind the best*: the plain ratio less one.
 No correction for the number of policies or cells is made: a correction would only widen the intervals and let more
-policies pass as tied, so leaving it out is the strict reading of a claim to be tied. The best of many is the best
-partly by luck, which is against everybody else in the same way.
+policies pass as tied, so a claim to be tied is stricter without it. The best of many is the best partly by chance,
+which puts all other policies at the same disadvantage.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tied(self) -> bool:
-        """Best, or not to be told from it."""
+        """True for the best, or if the interval includes a ratio of 1."""
         return self.low <= 1.0
 
 
@@ -59,7 +59,7 @@ class CellStanding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tied(self) -> bool:
-        """Best or tied for best on all metrics."""
+        """True if best or tied for best on all metrics."""
         return all(each.tied for each in self.metrics.values())
 
     @property
@@ -98,11 +98,11 @@ class CellFigures:
         return list(self._results)
 
     def results(self, label: str) -> list[EntrantResult]:
-        """Of one policy, by seed."""
+        """Results of one policy, by seed."""
         return [self._results[label][seed] for seed in self.seeds]
 
     def _combined(self, found: Mapping[int, EntrantResult], metric: str) -> tuple[float, FloatArray]:
-        """Logarithm of the figure, and of the same in every resample."""
+        """Logarithm of the figure, and of the figure in every resample."""
         samples = [_sample(found[seed], metric) for seed in self.seeds]
         value = math.fsum(math.log(sample.value) for sample in samples) / len(samples)
         resampled = np.log(np.array([sample.resampled for sample in samples]))

@@ -1,4 +1,4 @@
-"""A policy over many cells: how often best or tied, how far behind on average and at worst."""
+"""A policy over many cells: share of cells best or tied, mean and worst ratio to the best."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from bench.tournament.judge import METRICS, CellStanding
 from bench.tournament.results import GridCell
 
 TARGET_SHARE = 0.8
-"""The default policy is to be best or tied for best in so many of the cells, on both metrics,"""
+"""Target: share of cells in which the default policy is best or tied for best on both metrics."""
 TARGET_RATIO = 1.05
-"""and never further behind the best than this."""
+"""Target: largest ratio of the default policy to the best in any cell."""
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +24,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     tied: float
     """Share of cells where it is best or tied for best on both metrics."""
     tied_on: dict[str, float]
-    """The same for each metric."""
+    """The same share for each metric."""
     mean: dict[str, float]
     """Geometric mean of its ratio to the best, for each metric."""
     worst: float
@@ -33,7 +33,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     behind: int
     """Cells where it is more than 5 % behind the best on either metric."""
     surely_behind: int
-    """Cells where the whole interval of that lies beyond 5 %."""
+    """Cells where the whole interval lies beyond 5 %."""
     failed: int
 
     @property
@@ -43,7 +43,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank(verdicts: Sequence[CellStanding]) -> Rank:
-    """One policy's verdicts, at least one, put together."""
+    """Rank of one policy from its verdicts, of which there is at least one."""
     worst = max(verdicts, key=lambda verdict: verdict.worst)
     count = len(verdicts)
 
@@ -85,7 +85,7 @@ def by_axis(verdicts: Iterable[CellStanding], axis: Callable[[GridCell], object]
 
 
 def family_share(verdicts: Iterable[CellStanding], families: Mapping[str, str]) -> dict[str, float]:
-    """Share of cells best or tied on both metrics when every family of traces counts the same, by policy."""
+    """Share of cells best or tied on both metrics with equal weight for every family of traces, by policy."""
     found = by_axis(verdicts, lambda cell: families[cell.trace])
     labels = sorted({label for ranks in found.values() for label in ranks})
     return {

@@ -1,4 +1,4 @@
-"""What one simulation leaves behind: a small file with the figures and their resamples, enough for every table."""
+"""Kept results: a small file per simulation with the figures and their resamples, from which all tables are made."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _SOURCES = (
     "bench/tournament/workload.py",
     "bench/tournament/arena.py",
 )
-"""What decides a simulation's outcome beside trace, settings and policy."""
+"""Sources that affect a simulation's result besides trace, settings and policy."""
 _COSTS = ("policies/costbook.py", "policies/costs.py", "policies/estimates.py")
-"""What was learned of times: it decides the outcome of policies that look at it, and of no others."""
+"""The learned cost models: they affect only the results of policies that use them."""
 
 
 class GridCell(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -50,7 +50,7 @@ class MetricSample(msgspec.Struct, frozen=True, kw_only=True):
 
     value: float
     resampled: list[float]
-    """The same in each resample of sessions; equal draws for every policy of a cell and seed."""
+    """The metric in each resample of sessions; equal draws for every policy of a cell and seed."""
 
 
 class EntrantResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class EntrantResult(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     label: str
     made_of: str
-    """Digest of all that decides the outcome."""
+    """Digest of everything that affects the result."""
     requests: int
     warming: int
     judged: int
@@ -81,11 +81,11 @@ class EntrantResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the tournament measured of a trace before anything was simulated."""
+    """Figures of a trace, measured before the simulations."""
 
     name: str
     made_of: str
-    """Digest of all that decides these figures."""
+    """Digest of everything that affects these figures."""
     family: str
     file: str
     requests: int
@@ -93,24 +93,24 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
     saturation: float
     """Requests per second and instance."""
     attained: float
-    """What one instance with more work than it can do is seen to do, over what is accounted for the same requests."""
+    """Throughput of one overloaded instance over the saturation computed for the same requests."""
     latency_s: float
     """Mean nominal latency at the load of the hot set."""
     hot_set_tokens: float
-    """Of one instance."""
+    """Hot set of one instance in tokens."""
     pools: dict[str, int]
-    """Pool factor: tokens of an instance's pool."""
+    """Tokens of an instance's pool by pool factor."""
     floored: list[str]
-    """Factors whose pool is larger than asked, so that the largest request fits."""
+    """Factors whose pool is larger than requested, so that the largest request fits."""
 
 
 def sources_digest() -> str:
-    """Of the source files that decide every simulation's outcome."""
+    """Digest of the source files that affect every simulation's result."""
     return _digest([path for pattern in _SOURCES for path in sorted(ROOT.glob(pattern))], leave_out=_COSTS)
 
 
 def costs_digest() -> str:
-    """Of those that decide the outcome of policies that look at what was learned of times (``FleetSnapshot.costs``)."""
+    """Digest of the cost-model sources, for policies that read ``FleetSnapshot.costs``."""
     return _digest([ROOT / name for name in _COSTS])
 
 
@@ -130,12 +130,12 @@ class Store:
         self.folder = folder
 
     def path(self, cell: GridCell, seed: int, label: str) -> Path:
-        """Where a result lies."""
+        """Path of a result's file."""
         place = f"load-{cell.load:g}_pool-{cell.pool:g}_fleet-{cell.fleet}_seed-{seed}"
         return self.folder / "results" / cell.trace / place / f"{quote(label, safe='+')}.json"
 
     def read(self, cell: GridCell, seed: int, label: str) -> EntrantResult | None:
-        """A result, or None where there is none.
+        """A kept result, or None if there is none.
 
         Raises:
             TournamentError: the file is not a result.
@@ -156,7 +156,7 @@ class Store:
         """The facts of all traces kept, by name.
 
         Raises:
-            TournamentError: a file of another make.
+            TournamentError: a file is not such facts.
         """
         found = {}
         for path in sorted((self.folder / "traces").glob("*.json")):

@@ -13,18 +13,18 @@ from bench.tournament.results import GridCell, TraceFacts
 
 BEGIN, END = "<!-- tournament: begin -->", "<!-- tournament: end -->"
 SHOWN_BEHIND = 25
-"""At most so many cells in which the subject is more than 5 % behind are listed."""
+"""Most cells to list in which the subject is more than 5 % behind."""
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):
-    """How the results were made."""
+    """Command and versions that the results were made with."""
 
     command: str
     versions: dict[str, str]
 
 
 class TournamentReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the tables are made of."""
+    """Everything that the tables are made from."""
 
     made: Made
     facts: dict[str, TraceFacts]
@@ -35,7 +35,7 @@ class TournamentReport(msgspec.Struct, frozen=True, kw_only=True):
     ideas: dict[str, str]
     """Label of the subject without each idea."""
     ablation_figures: list[CellFigures]
-    """Of the cells that those were played in, with the field's."""
+    """Figures of the cells that the ablations were played in, with the field's."""
     with_folds: bool
 
 
@@ -63,7 +63,7 @@ def markdown(report: TournamentReport) -> str:
         parts.append(f"### {title}\n\n{_axis(verdicts, order, prefix, axis)}")
     ablations = _ablations(report)
     if ablations:
-        parts.append(f"### What each idea earns\n\n{_ablation_table(report, ablations)}")
+        parts.append(f"### Contribution of each idea\n\n{_ablation_table(report, ablations)}")
     if report.with_folds:
         parts.append(f"### Held-out families\n\n{_folds(report, families)}")
     return "\n\n".join(parts) + "\n"
@@ -106,7 +106,8 @@ def _traces(report: TournamentReport) -> str:
     return (
         _table(head, rows(), left=2)
         + "\n\nSaturation in requests per second and instance; *attained*: the throughput of one instance that is "
-        "offered half as much again, with a pool that never evicts, over what is accounted for its requests; nominal "
+        "offered 1.5 times its saturation, with a pool that never evicts, over the saturation computed for its "
+        "requests; nominal "
         "latency at 0.8 of saturation in seconds; hot set and pools in tokens of one instance (*: raised so that the "
         "largest request fits)."
     )
@@ -136,16 +137,16 @@ def _ranking(ranks: Sequence[Rank], shares: Mapping[str, float]) -> str:
 
     head = [
         *("rank", "policy", "best or tied", "by family", "TTFT p90 tied", "ratio", "E2E p50 tied", "ratio"),
-        *("worst", "> 5 % behind", "surely", "failed"),
+        *("worst", "> 5 % behind", "significantly", "failed"),
     ]
     return (
         f"{ranks[0].cells if ranks else 0} cells.\n\n"
         + _table(head, rows(), left=2)
         + "\n\n*best or tied*: share of cells where a policy is best or tied for best in TTFT p90 *and* E2E p50; "
-        "*by family*: the same with every family of traces counting equally; "
+        "*by family*: the same with equal weight for every family of traces; "
         "*ratio*: geometric mean of the ratio to the cell's best; "
         "*worst*: the largest ratio to a cell's best in either metric; *> 5 % behind*: cells where it is above 1.05 in "
-        "either, *surely* where the whole 95 % interval is; *failed*: judged requests that failed."
+        "either, *significantly* where the whole 95 % interval is; *failed*: judged requests that failed."
     )
 
 
@@ -218,9 +219,9 @@ def _ablation_table(report: TournamentReport, ablations: Sequence[Ablation]) -> 
     return (
         _played_with(report.ablation_figures)
         + _table(head, rows)
-        + f"\n\nTimes over those of `{report.subject}`, geometric mean over cells, and in how many cells the idea's "
-        "absence is worse or better with its whole 95 % interval. *Best or tied* and *worst* are its standing among "
-        f"the others in `{report.subject}`'s place."
+        + f"\n\nTimes over those of `{report.subject}`, geometric mean over cells, and the number of cells "
+        f"where the subject without the idea is worse or better with its whole 95 % interval. *Best or tied* "
+        f"and *worst* are the variant's standing among the other policies in `{report.subject}`'s place."
     )
 
 
@@ -239,7 +240,7 @@ def _folds(report: TournamentReport, families: Mapping[str, str]) -> str:
     }
     made: list[Fold] = folds(verdicts, families) if verdicts else []
     if not made:
-        return "Needs results of two families at least."
+        return "Needs results of at least two families."
     rows = [
         [
             each.family,

@@ -1,4 +1,4 @@
-"""Which run of blocks a full prefix cache gives up first: LRU, LFU and the offline optimum.
+"""Eviction orders of a full prefix cache over runs of blocks: LRU, LFU and the offline optimum.
 
 All three keep the cached set closed under prefixes without looking for leaves, because a run is used at least as
 often, as late and as soon again as the runs below it, and ties go to the deeper run.
@@ -17,33 +17,33 @@ class Use(NamedTuple):
     """One request as a cache sees it."""
 
     number: int
-    """Place among all requests, rising."""
+    """Index among all requests, increasing."""
     now_s: float
     session: str
     path: Sequence[int]
     """Runs of the prompt, root first."""
     next_uses: Sequence[float]
-    """When this cache next uses each run of the path (number of the request, or infinity). For the bound only."""
+    """Request number at which this cache next uses each run of the path, or infinity. For the bound only."""
 
 
 class Eviction(Protocol):
     """One cache's order of eviction. Runs enter by ``use`` and leave by ``drop``."""
 
     pins: bool
-    """Whether the prompt being computed keeps its place; only the bound gives that up."""
+    """True if the prompt being computed cannot be evicted; only the bound sets False."""
 
     def use(self, use: Use) -> None:
-        """A request has used the runs of its path; all of them are in the cache now."""
+        """Record that a request used the runs of its path; all of them are in the cache now."""
 
     def victim(self) -> int | None:
         """The run to take blocks from next (its last ones first), never one of the last path; None: no other left."""
 
     def drop(self, run: int) -> None:
-        """The run, as returned by ``victim``, has no blocks left in the cache."""
+        """Remove a run returned by ``victim`` that has no blocks left in the cache."""
 
 
 class Lru:
-    """Least recently used first: what vLLM and SGLang do. O(1) for each run used or dropped."""
+    """Least recently used first, as in vLLM and SGLang. O(1) for each run used or dropped."""
 
     pins = True
 
@@ -121,7 +121,7 @@ class Lfu(_Ranked):
 class Belady(_Ranked):
     """Farthest next use first, known from the trace: no cache of the same size can hit more (Belady 1966; bound).
 
-    It may also refuse to keep what it has just computed, which an engine cannot. O(log runs) for each run used.
+    It may also drop blocks it has just computed, which an engine cannot. O(log runs) for each run used.
     """
 
     pins = False
@@ -131,11 +131,11 @@ class Belady(_Ranked):
 
 
 def next_uses(paths: Sequence[Sequence[int]], places: Sequence[int]) -> list[list[float]]:
-    """For each request and run of its path: which later request uses it at the same place, or infinity.
+    """For each request and run of its path: number of the next request that uses it in the same cache, or infinity.
 
     Args:
         paths: Runs of each request.
-        places: Which cache each request uses.
+        places: Cache of each request.
     """
     coming: dict[tuple[int, int], float] = {}
     found: list[list[float]] = []

@@ -1,4 +1,4 @@
-"""Which of N caches each request of a trace uses, by rules that do not look at what is cached."""
+"""Placement of a trace's requests on N caches, by rules that ignore the caches' content."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Placement(StrEnum):
 WORDS = {
     Placement.ROUND_ROBIN: "request i on instance i mod N",
     Placement.STICKY: "sessions in order of first appearance, mod N",
-    Placement.STICKY_BALANCED: "a new session goes where the fewest prompt tokens went so far, and stays",
-    Placement.LEAST_TOKENS: "every request goes where the fewest prompt tokens went so far (ties: lowest number)",
+    Placement.STICKY_BALANCED: "a new session goes to the instance with the fewest prompt tokens so far, and stays",
+    Placement.LEAST_TOKENS: "each request goes to the instance with the fewest prompt tokens so far (ties: lowest id)",
 }
 
 

@@ -1,7 +1,7 @@
 """A trace's prompts as a tree of block runs: the runs are cut wherever a prompt ends or two prompts part.
 
-Every request that uses one block of a run uses all of them, so a cache policy that orders blocks by their use can
-treat a run as one thing. A trace has about one run for each request, whatever the prompts' lengths.
+Every request that uses one block of a run uses all of them, so a cache policy that orders blocks by their use can treat
+a run as one unit. A trace has about one run for each request, whatever the prompts' lengths.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from replayer.trace import Trace, TraceRequest
 
 
 class RunTree(msgspec.Struct, frozen=True):
-    """The runs of a trace and every request's way through them."""
+    """The runs of a trace and every request's path through them."""
 
     run_blocks: list[int]
     """Blocks of each run."""
     depths: list[int]
-    """How many runs lie above each run."""
+    """Number of runs above each run."""
     paths: list[list[int]]
     """For each request the runs of its full blocks, from the root down."""
     block_tokens: int
 
     @property
     def distinct_tokens(self) -> int:
-        """Tokens of all distinct full blocks: what a cache that never forgets ends up holding."""
+        """Tokens of all distinct full blocks: the final content of an unlimited cache."""
         return sum(self.run_blocks) * self.block_tokens
 
     def parents(self) -> list[int]:
@@ -51,7 +51,7 @@ class _Branch(msgspec.Struct):
 
 
 def build(trace: Trace) -> RunTree:
-    """The tree of a trace with chained ids (the loader's default sees to that).
+    """The tree of a trace with chained ids (the loader's default).
 
     Time O(distinct blocks + requests x log blocks): a prompt's known part is found by bisection.
     """
@@ -68,7 +68,7 @@ def build(trace: Trace) -> RunTree:
 def _insert(
     request: TraceRequest, block_tokens: int, owner: dict[int, int], branches: list[_Branch]
 ) -> tuple[int, int]:
-    """Add a request's blocks; the branch and depth it ends at."""
+    """Add a request's blocks; returns the branch and depth it ends at."""
     ids: Sequence[int] = request.hash_ids
     full = request.full_blocks(block_tokens)
     known, unknown = 0, full + 1

@@ -1,11 +1,12 @@
-"""Session-protecting eviction: blocks of sessions likely to come back soon are kept, learned online, no oracle.
+"""Session-protecting eviction: keeps blocks of sessions that are likely to return soon, learned online, without an
+oracle.
 
-A block is worth its *hit density*: the chance that it is used again, over the time until then (after LHD, Beckmann et
+A block's value is its *hit density*: the chance that it is used again, over the time until then (after LHD, Beckmann et
 al., NSDI 2018, which does this for single objects). Both depend on how many turns the block's last session has had and
-on how long it has been idle, so that first turns, of which many have no second one, go before the history of a long
-conversation. What is learned are the gaps this very cache has seen: per class of blocks, the share of those idle for so
-long that came back in the next stretch of time (Kaplan-Meier, so sessions still waiting count for as long as they
-waited). Blocks that two sessions have used are a class of their own.
+on how long it has been idle, so that first turns, many of which have no second one, are evicted before the history of a
+long conversation. The policy learns from the gaps this cache has seen: per class of blocks, the share of those idle
+for so long that came back in the next stretch of time (Kaplan-Meier, so sessions still waiting count for as long as
+they waited). Blocks that two sessions have used are a class of their own.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from itertools import pairwise
 from bench.analysis.caching.eviction import Use
 
 TURNS = (1, 2, 4, 8, 16)
-"""Classes of private blocks: sessions with at least so many turns."""
+"""Classes of private blocks: sessions with at least this many turns."""
 SHARED = len(TURNS)
 """Class of blocks that two sessions have used."""
 EDGES_S = tuple(0.25 * 2**step for step in range(18))
-"""Idle times are told apart by these bounds, a quarter of a second to nine hours."""
+"""Bounds of the idle-time bins, a quarter of a second to nine hours."""
 REFRESH_REQUESTS = 64
-"""Densities are worked out anew after so many requests."""
+"""Densities are recomputed after this many requests."""
 ENOUGH_RETURNS = 32
-"""Before a class has come back so often, its blocks count as worth the average of all classes."""
+"""Until a class has come back this often, its blocks have the average density of all classes."""
 
 
 class ReturnTimes:
-    """How soon blocks of each class come back, from what came back and what is still waiting."""
+    """Return times of each class of blocks, estimated from observed returns and from blocks still waiting."""
 
     def __init__(self) -> None:
         bins = len(EDGES_S) + 1
@@ -38,7 +39,7 @@ class ReturnTimes:
         self._waiting: dict[str | int, tuple[int, float]] = {}
 
     def seen(self, key: str | int, kind: int, now_s: float) -> None:
-        """``key`` (a session, or a shared run) is used now and will from now on count as of class ``kind``."""
+        """Record a use of ``key`` (a session, or a shared run), which from now on belongs to class ``kind``."""
         before = self._waiting.get(key)
         if before is not None:
             self._returned[before[0]][bisect_right(EDGES_S, now_s - before[1])] += 1
@@ -59,7 +60,8 @@ class ReturnTimes:
 
 
 def _density(returned: Sequence[int], waiting: Sequence[int]) -> list[float]:
-    """From counts by idle bin; ``waiting`` ones have been idle for that long and may yet come back."""
+    """Hit density by idle bin, from counts by bin; ``waiting`` blocks have been idle for that long and may come
+    back."""
     bins = len(returned)
     middles = [EDGES_S[0] / 2, *((a + b) / 2 for a, b in pairwise(EDGES_S)), 1.5 * EDGES_S[-1]]
     densities = [0.0] * bins

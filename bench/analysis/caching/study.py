@@ -1,8 +1,8 @@
-"""How much of a trace's reuse survives placement on N instances and a KV pool of bounded size.
+"""Share of a trace's reuse that remains after placement on N instances and with a KV pool of bounded size.
 
 APC (here) is prompt tokens of full blocks found in the cache over all prompt tokens. Requests are taken one after the
 other in the order of arrival; a request's blocks are hits, then all of its blocks are in the cache and others leave
-until the pool holds no more than it can. Output tokens, partial blocks and the overlap of requests are left out.
+until the pool is within its size. Output tokens, partial blocks and the overlap of requests are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from replayer.trace import Trace
 
 
 class CachePolicy(StrEnum):
-    """Which blocks a full cache gives up."""
+    """Eviction policy of a full cache."""
 
     INFINITE = "infinite"
     LRU = "lru"
@@ -31,11 +31,11 @@ class CachePolicy(StrEnum):
 
 
 BOUNDS = frozenset({CachePolicy.INFINITE, CachePolicy.BELADY})
-"""Not policies an engine can have: no limit, and knowledge of the future."""
+"""Bounds that no engine can implement: no limit, and knowledge of the future."""
 
 
 class HotSet(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of blocks that have been used and will be used again: what a cache that knew the future would hold."""
+    """Tokens of blocks that have been used and will be used again: the content of a cache that knows the future."""
 
     mean_tokens: float
     """Mean over the requests of the trace."""
@@ -49,7 +49,7 @@ class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: int
     hot_sets: float | None = None
-    """As asked for: the fleet's pools together over the peak of the hot set."""
+    """Requested size: the fleet's pools together over the peak of the hot set."""
 
 
 class CachePoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,14 +64,14 @@ class CachePoint(msgspec.Struct, frozen=True, kw_only=True):
     pool_hot_sets: float | None
     apc: float
     routing_loss: float
-    """What one unlimited cache hits and unlimited caches under this placement do not."""
+    """APC of one unlimited cache less that of unlimited caches under this placement."""
     eviction_loss: float
-    """What unlimited caches under this placement hit and these do not."""
+    """APC of unlimited caches under this placement less that of these caches."""
     is_bound: bool
 
 
 class CacheStudy(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``analyse cache`` found."""
+    """Result of ``analyse cache``."""
 
     trace: str
     sha256: str
@@ -153,7 +153,7 @@ class _Cache:
             self._cached[run] = cached - taken
 
     def _shorten(self, path: Sequence[int]) -> None:
-        """Nothing else is left: the prompt itself does not fit, its end is lost."""
+        """Drop the end of a prompt that does not fit the pool by itself."""
         for run in reversed(path):
             if self._used <= self._capacity:
                 return
@@ -184,11 +184,11 @@ def hit_tokens(
     """Prompt tokens of each request found in the cache of its place.
 
     Args:
-        trace: What ``tree`` was built from.
+        trace: The trace that ``tree`` was built from.
         tree: The trace's runs.
-        places: Which cache each request uses.
+        places: Cache of each request.
         policy: ``INFINITE`` ignores ``pool_tokens``.
-        pool_tokens: Of each cache; whole blocks of it are used.
+        pool_tokens: Size of each cache; rounded down to whole blocks.
     """
     if policy is CachePolicy.INFINITE or pool_tokens is None:
         capacity, new_eviction = tree.distinct_tokens, _EVICTIONS[CachePolicy.LRU](tree)
@@ -220,12 +220,12 @@ def study(
 
     Args:
         trace: With chained ids (the loader's default).
-        instances: How many caches the placements spread over.
+        instances: Number of caches that the placements spread over.
         pools: Sizes of one instance's pool, in addition to those of ``pool_hot_sets``.
         pool_hot_sets: Sizes of all instances' pools together, as multiples of the peak of the hot set; one block an
             instance at the least.
         placements: Rules to try.
-        policies: ``INFINITE`` is always there, once for each placement.
+        policies: Policies to try; ``INFINITE`` is always included, once for each placement.
         as_stored: The same trace with ids as stored, for ``ideal_as_stored``.
 
     Raises:
@@ -239,7 +239,7 @@ def study(
     for size in sizes:
         if size.tokens < tree.block_tokens:
             raise ValueError(
-                f"a pool of {size.tokens} tokens does not hold one block of {tree.block_tokens}; ask for a larger one"
+                f"a pool of {size.tokens} tokens does not hold one block of {tree.block_tokens}; give a larger one"
             )
     spread = [(rule.value, instances, place(trace, instances, rule)) for rule in placements]
     points: list[CachePoint] = []

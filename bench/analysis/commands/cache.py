@@ -1,4 +1,4 @@
-"""``warmroute analyse cache``: what placement and eviction cost of the reuse a trace has."""
+"""``warmroute analyse cache``: loss of a trace's reuse to placement and eviction."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def cache(
         bool,
         typer.Option(
             "--as-stored",
-            help="Also the ideal figures of the ids as they are in the file, unchained: as figures of public traces "
-            "were computed.",
+            help="Also print the ideal figures of the ids as stored in the file, unchained: published figures "
+            "of public traces were computed this way.",
         ),
     ] = False,
     limit: Limit = None,
@@ -90,9 +90,9 @@ def cache(
 ) -> None:
     """Eviction and cache-policy study: APC by placement, pool and policy, the loss split into routing and eviction.
 
-    Policies: infinite (no limit), lru, lfu (uses counted from the start), session_protecting (keeps what is likely to
-    be used again soon, learned online from the gaps between turns; no knowledge of the future) and belady (knows the
-    future: the bound for a pool of that size). One cache stands for all instances' pools in one.
+    Policies: infinite (no limit), lru, lfu (uses counted from the start), session_protecting (keeps blocks that are
+    likely to be used again soon, learned online from the gaps between turns, without knowledge of the future) and
+    belady (knows the future: the bound for a pool of that size). One cache is all instances' pools combined.
 
     Requests are taken one after the other: overlap, output tokens and partial blocks are left out.
     """

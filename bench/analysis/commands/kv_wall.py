@@ -1,4 +1,4 @@
-"""``warmroute analyse kv-wall``: how many requests fit, and where static prefill/decode separation breaks."""
+"""``warmroute analyse kv-wall``: number of requests that fit, and the load at which static PD separation fails."""
 
 from __future__ import annotations
 
@@ -47,14 +47,16 @@ def kv_wall(
         float, typer.Option(min=0, help="Activations, CUDA graphs and context of one GPU, GiB.")
     ] = 2.0,
     pool_gib: Annotated[
-        float | None, typer.Option(help="KV pool of one instance, instead of what the sheets leave.")
+        float | None, typer.Option(help="KV pool of one instance, instead of the one computed from the sheets.")
     ] = None,
     weight_bits: Annotated[int, typer.Option(help="Bits of a weight, 16 or 8.")] = 16,
     kv_bits: Annotated[int, typer.Option(help="Bits of a value in the KV cache, 16 or 8.")] = 16,
     splits: Annotated[
-        str, typer.Option(help="Uses of the fleet, with commas: 0+8 is co-located, 4+4 four P and four D.")
+        str, typer.Option(help="Splits of the fleet, with commas: 0+8 is co-located, 4+4 four P and four D.")
     ] = "0+8,2+6,4+4,6+2",
-    sizes: Annotated[str, typer.Option(help="Also requests of so many tokens against the pool, with commas.")] = "",
+    sizes: Annotated[
+        str, typer.Option(help="Also check requests of these sizes (tokens) against the pool, with commas.")
+    ] = "",
     rate: Annotated[
         float | None, typer.Option(help="Requests per second for the whole fleet; default: the trace's.")
     ] = None,
@@ -62,14 +64,14 @@ def kv_wall(
     handoff: Annotated[
         str,
         typer.Option(
-            help="When D begins to hold a request's blocks: 'pull' (the P leg is awaited first, as this proxy does) or "
-            "'arrival' (both legs are sent at once)."
+            help="Time at which D begins to hold a request's blocks: 'pull' (after the P leg, as in this proxy) "
+            "or 'arrival' (both legs are sent at once)."
         ),
     ] = "pull",
     transport: Annotated[str | None, typer.Option(help="Transport of the profile; default: its own default.")] = None,
     prefix_hits: Annotated[
         bool,
-        typer.Option(help="Prefixes are reused where the prefill runs: sessions stick to one, nothing is evicted."),
+        typer.Option(help="Reuse prefixes where the prefill runs: sessions stick to one instance, nothing is evicted."),
     ] = True,
     limit: Limit = None,
     block_tokens: BlockTokens = None,
@@ -156,7 +158,9 @@ def _splits(text: str) -> list[tuple[int, int]]:
 def _sheets(found: KvWall) -> list[Sheet]:
     hits = "prefixes reused on P" if found.prefill_hits else "every prompt computed whole"
     return [
-        Sheet(f"KV pool of one instance: {found.model} on {found.gpu}", ("what", "GiB"), _pool_rows(found.pool, found)),
+        Sheet(
+            f"KV pool of one instance: {found.model} on {found.gpu}", ("quantity", "GiB"), _pool_rows(found.pool, found)
+        ),
         Sheet(
             f"Requests of {found.trace} that fit the pool",
             ("request", "tokens", "KV GiB", "fit"),
@@ -190,7 +194,7 @@ def _sheets(found: KvWall) -> list[Sheet]:
 
 def _pool_rows(pool: InstancePool, found: KvWall) -> list[list[str]]:
     if pool.given:
-        rows = [["pool, as given", giga(pool.pool_bytes)]]
+        rows = [["pool, as set", giga(pool.pool_bytes)]]
     else:
         rows = [
             ["visible memory", giga(pool.visible_bytes)],

@@ -1,4 +1,4 @@
-"""``warmroute analyse pd-cost``: what separating prefill from decode is worth against what moving the KV costs."""
+"""``warmroute analyse pd-cost``: benefit of separating prefill from decode against the cost of moving the KV."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def pd_cost(
     profile: Annotated[
         str, typer.Option(help="Hardware profile: a name in configs/hardware (h20, h200) or a YAML file.")
     ] = "h20",
-    tokens: Annotated[str, typer.Option(help="Prompt lengths, with commas; nothing of them is cached.")] = TOKENS,
+    tokens: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens, with commas; no part of a prompt is cached.")
+    ] = TOKENS,
     streams: Annotated[
-        str, typer.Option(help="Decoding streams on the instance that the prefill is taken off, with commas.")
+        str, typer.Option(help="Decoding streams on the instance that the prefill is moved away from, with commas.")
     ] = "8",
     transport: Annotated[
         str | None, typer.Option(help="Transport of the profile; default: the profile's own default.")
@@ -30,7 +32,8 @@ def pd_cost(
     single_decode: Annotated[
         float,
         typer.Option(
-            help="Seconds of one request's decode, at which the wrong account capped the benefit (published: 0.05-0.2)."
+            help="Seconds of one request's decode, at which the incorrect model capped the benefit (published: "
+            "0.05-0.2)."
         ),
     ] = 0.2,
     figures: Figures = None,
@@ -41,7 +44,7 @@ def pd_cost(
 
     Benefit = D x T_prefill x (1 - TPOT before / TPOT during), summed over the streams that a co-located prefill would
     stall. Measured points are used where the profile has them, else its fitted model (marked). The axis is phase
-    isolation alone: room for the KV on D (`analyse kv-wall`), queues on P and P's own decodes are not in it.
+    isolation only: room for the KV on D (`analyse kv-wall`), queues on P and P's own decodes are not included.
     """
     from bench.analysis.pd_cost import cost_table
     from sim.hardware import ProfileError, load_profile
@@ -69,7 +72,7 @@ def pd_cost(
 
 
 def _points_path(profile: str) -> Path:
-    """The measured points that lie beside a profile."""
+    """The file of measured points beside a profile."""
     from sim.hardware import profile_path
 
     path = profile_path(profile)
@@ -104,7 +107,7 @@ def _sheets(found: CostTable) -> list[Sheet]:
             ],
         ),
         Sheet(
-            f"The wrong account: benefit capped at one request's decode, {milliseconds(found.single_decode_s)}",
+            f"The incorrect model: benefit capped at one request's decode, {milliseconds(found.single_decode_s)}",
             (
                 "prompt",
                 "D",
@@ -117,7 +120,7 @@ def _sheets(found: CostTable) -> list[Sheet]:
                 "pays",
             ),
             [_wrong(row) for row in found.rows],
-            notes=["The stall is that of every stream under way; how long any one request decodes does not bound it."],
+            notes=["The stall affects every stream in flight; the decode time of one request does not bound it."],
         ),
         Sheet(
             "Transfer time: the profile's table against the formula that the routing policies use",
@@ -133,7 +136,7 @@ def _sheets(found: CostTable) -> list[Sheet]:
                 )
                 for row in found.rows
             ],
-            notes=["The formula is of a whole D leg up to its first token, the table of the transfer alone."],
+            notes=["The formula covers a whole D leg up to its first token, the table the transfer alone."],
         ),
     ]
 
@@ -184,7 +187,7 @@ def _draw(found: CostTable, to: Path) -> None:
     curves += [
         Line("transfer, idle", prompts, [row.transfer_idle_s for row in first]),
         Line("transfer, loaded", prompts, [row.transfer_loaded_s for row in first]),
-        Line("benefit, wrong account", prompts, [row.capped_benefit_s for row in first]),
+        Line("benefit, incorrect model", prompts, [row.capped_benefit_s for row in first]),
     ]
     lines(
         to / f"pd_cost_{found.profile}_{found.transport}.svg",

@@ -38,8 +38,9 @@ def roofline(
     profile: Annotated[
         str,
         typer.Option(
-            help="Measured points to hold against: a name in configs/hardware (h20, h200), a points file, or none. "
-            "They are of Qwen3-Coder-30B-A3B on one GPU in 16 bits; 'auto' takes the GPU's own for that, else none."
+            help="Measured points to compare with: a name in configs/hardware (h20, h200), a points file, or "
+            "none. They are of Qwen3-Coder-30B-A3B on one GPU in 16 bits; 'auto' uses the GPU's "
+            "own for that model, else none."
         ),
     ] = "auto",
     figures: Figures = None,
@@ -49,7 +50,7 @@ def roofline(
     """Prefill and decode roofline of a model on a GPU: intensity, ceilings, floors of T_prefill and TPOT.
 
     The floor counts matrices, attention, weights and KV traffic at the data sheet's peaks; launches, activations and
-    communication are free. Against a profile's measured points it gives the share of the peak that was reached.
+    communication are not counted. For a profile's measured points it prints the share of the peak that was reached.
     """
     from bench.analysis.roofline import (
         Precision,
@@ -191,7 +192,7 @@ def _sheets(found: Roofline) -> list[Sheet]:
             ("what", "value"),
             [
                 ("parameters", count(found.parameters)),
-                ("parameters one token is multiplied with", count(found.active_parameters)),
+                ("parameters used per token", count(found.active_parameters)),
                 ("weights", f"{giga(found.weight_bytes)} GiB"),
                 ("KV cache of a token", f"{found.kv_bytes_per_token:,.0f} B"),
                 ("layers' FLOPs for a token, without attention", count(found.layer_flops_per_token)),
@@ -230,14 +231,14 @@ def _sheets(found: Roofline) -> list[Sheet]:
                 )
                 for row in found.steps
             ],
-            notes=["`fits`: weights and the KV of these tokens are within the memory that the driver shows."],
+            notes=["`fits`: weights and the KV of these tokens are within the memory that the driver reports."],
         ),
     ]
     if found.measured:
         sheets.append(
             Sheet(
                 "Floor against measured",
-                ("what", "point", "floor", "measured", "share of peak reached"),
+                ("step", "point", "floor", "measured", "share of peak reached"),
                 [
                     (
                         row.kind,
@@ -252,7 +253,7 @@ def _sheets(found: Roofline) -> list[Sheet]:
                 notes=[
                     f"Points: {found.profile}.",
                     f"Prefill in chunks of {found.chunk_tokens:,} tokens. Measured times to first token include the "
-                    "engine's front end (HTTP, hashing, scheduling), which outweighs a short prompt's computing.",
+                    "engine's front end (HTTP, hashing, scheduling), which takes longer than computing a short prompt.",
                 ],
             )
         )

@@ -1,4 +1,4 @@
-"""``warmroute analyse workload``: what kind of traffic a trace is."""
+"""``warmroute analyse workload``: characteristics of a trace's traffic."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def workload(
     trace: TracePath,
     model: Model = "qwen3-coder-30b-a3b",
     kv_bits: Annotated[int, typer.Option(help="Bits of a value in the KV cache, 16 or 8.")] = 16,
-    medium: Annotated[int, typer.Option(min=1, help="A request is MEDIUM from so many new tokens.")] = 5_000,
-    heavy: Annotated[int, typer.Option(min=2, help="A request is HEAVY from so many new tokens.")] = 20_000,
+    medium: Annotated[int, typer.Option(min=1, help="A request is MEDIUM from this many new tokens.")] = 5_000,
+    heavy: Annotated[int, typer.Option(min=2, help="A request is HEAVY from this many new tokens.")] = 20_000,
     bin_s: Annotated[
         float | None, typer.Option("--bin", help="Seconds of a bin of the arrival rate; default: a 60th of the trace.")
     ] = None,
@@ -47,13 +47,15 @@ def workload(
         bool,
         typer.Option(
             "--stream",
-            help="Read the trace line by line, for traces too large for memory: no sorting, no repair of ids, no "
-            "guessed sessions. The file must be in order of time.",
+            help="Read the trace line by line, for traces too large for memory: no sorting, no repair of ids, "
+            "no inferred sessions. The file must be in time order.",
         ),
     ] = False,
     remember_blocks: Annotated[
         int,
-        typer.Option(min=1000, help="Most block ids kept in memory (about 100 bytes each); more and old ones go."),
+        typer.Option(
+            min=1000, help="Most block ids kept in memory (about 100 bytes each); beyond that, old ones are dropped."
+        ),
     ] = DEFAULT_REMEMBER,
     limit: Limit = None,
     block_tokens: BlockTokens = None,
@@ -63,8 +65,8 @@ def workload(
 ) -> None:
     """Anatomy of a trace: classes, lengths, reuse within and across sessions, gaps, turns, arrivals, KV bytes.
 
-    New tokens, classes and reuse are those of one cache for all requests that never forgets: what a perfect router
-    with unlimited memory would see.
+    New tokens, classes and reuse are those of one unlimited cache for all requests: the result of a perfect router
+    with unlimited memory.
     """
     from bench.analysis.sheets import load_model
     from bench.analysis.workload import anatomy
@@ -100,7 +102,7 @@ def workload(
 def _open(
     path: Path, stream: bool, limit: int | None, block_tokens: int | None
 ) -> tuple[Iterable[TraceRequest], int, str, list[str]]:
-    """Requests, tokens of a block, name, what the loader noted."""
+    """Requests, tokens of a block, name, notes of the loader."""
     if not stream:
         loaded = load_trace(path, limit, block_tokens)
         return loaded.requests, loaded.block_tokens, loaded.name, loaded.notes

@@ -136,7 +136,7 @@ def test_results_of_different_simulators_are_not_put_in_one_table(folder: Path) 
 
 def test_ablations_and_folds(folder: Path) -> None:
     text = _run(folder, "ablated", *POLICIES, "--seeds", "1", "--ablations", "--folds")
-    assert "### What each idea earns" in text
+    assert "### Contribution of each idea" in text
     assert "| hotspots |" in text
     assert "### Held-out families" in text
     # A file that no rule names is a family of its own, so there are two to hold out; the twin takes no part.

@@ -142,7 +142,7 @@ def test_a_missing_trace_and_an_existing_output_are_refused(trace: Path, tmp_pat
     assert "no such trace" in call("simulate", tmp_path / "none.jsonl", "-o", tmp_path / "run.jsonl", code=2)
     run = tmp_path / "old.jsonl"
     run.write_text("precious")
-    assert "exists already" in call("simulate", trace, "-o", run, code=2)
+    assert "already exists" in call("simulate", trace, "-o", run, code=2)
     assert run.read_text() == "precious"
 
 
