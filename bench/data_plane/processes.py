@@ -42,7 +42,7 @@ class _Child:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Both end when their standard input closes."""
+        """Close the child's standard input, which ends it; kill it after a grace time."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -64,18 +64,18 @@ class StubProcess(_Child):
         self._control = f"http://127.0.0.1:{said['control_port']}/stub/"
 
     def settings(self, **settings: Any) -> None:
-        """Answer by these settings (`stub.StubSettings`) and forget what was counted."""
+        """Apply settings (`stub.state.StubSettings`) and reset the counts."""
         self._post("settings", settings)
         self._post("reset", {})
 
     def report(self) -> dict[str, Any]:
-        """What happened since."""
+        """Counts and records since the last reset."""
         answer = httpx.get(self._control + "records", timeout=30, trust_env=False)
         report: dict[str, Any] = answer.raise_for_status().json()
         return report
 
     def settled(self, expected: int, timeout_s: float = 3.0) -> list[dict[str, Any]]:
-        """The records, once there are ``expected`` or nothing more is to be expected."""
+        """The records, once there are ``expected`` or the timeout has passed."""
         give_up_s = time.monotonic() + timeout_s
         while True:
             records: list[dict[str, Any]] = self.report()["records"]
@@ -86,7 +86,7 @@ class StubProcess(_Child):
     def _post(self, path: str, body: dict[str, Any]) -> None:
         answer = httpx.post(self._control + path, json=body, timeout=10, trust_env=False)
         if answer.status_code != 200:
-            raise ValueError(f"the stub refused {path}: {answer.text}")
+            raise ValueError(f"the stub rejected {path}: {answer.text}")
 
 
 class LoadProcess(_Child):
@@ -96,7 +96,7 @@ class LoadProcess(_Child):
         super().__init__("bench.data_plane.load.generator")
 
     def run(self, job: LoadJob) -> JobResult:
-        """Do one job. Raises ChildError."""
+        """Run one job. Raises ChildError."""
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(job) + b"\n")
         self._process.stdin.flush()

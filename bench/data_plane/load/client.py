@@ -1,4 +1,4 @@
-"""One HTTP connection of the load generator: writes a request, reads and verifies a streamed answer, notes times."""
+"""One HTTP connection of the load generator: writes a request, reads and verifies a streamed answer, records times."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import httptools
 from bench.data_plane.stub.answers import DONE
 
 NUMBERED = re.compile(r"(?<=inst-)\d+|(?<=127\.0\.0\.1:)\d+|req-\w+")
-"""What differs between messages about the same thing, so that they are counted as one."""
+"""Variable parts of error messages, removed so that equal errors are counted together."""
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 
 class LoadTarget(NamedTuple):
-    """Where requests go."""
+    """Address that requests are sent to."""
 
     host: str
     port: int
@@ -32,7 +32,7 @@ class ClientResult(NamedTuple):
     """First byte of the answer's body; 0 if there was none."""
     ended_s: float
     error: str
-    """Empty for an answer that was what was asked for."""
+    """Empty for a correct and complete answer."""
 
     @property
     def ttft_ms(self) -> float:
@@ -61,7 +61,7 @@ class ClientConnection(asyncio.Protocol):
         self.requests = 0
         self.first_event: asyncio.Event | None = None
 
-    # asyncio's side
+    # asyncio callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is one, but does not inherit from it
@@ -77,7 +77,7 @@ class ClientConnection(asyncio.Protocol):
         self.closed = True
         self._finish("stale" if not self._read_anything and self.requests > 1 else f"connection lost: {error}")
 
-    # the parser's side
+    # parser callbacks
 
     def on_body(self, part: bytes) -> None:
         if not self.first_event_s:
@@ -97,10 +97,10 @@ class ClientConnection(asyncio.Protocol):
         if self._done is not None and not self._done.done():
             self._done.set_result(problem)
 
-    # the load generator's side
+    # interface for the load generator
 
     def send(self, head: bytes, body: bytes) -> float:
-        """Write one request; returns when. The answer is read by :meth:`answered`."""
+        """Write one request; returns the time (``CLOCK_MONOTONIC`` seconds). :meth:`answered` reads the answer."""
         self._done = asyncio.get_running_loop().create_future()
         self._parts = []
         self._read_anything = self._complete = False
@@ -122,7 +122,7 @@ class ClientConnection(asyncio.Protocol):
             async with asyncio.timeout(timeout_s):
                 problem = await self._done
         except TimeoutError:
-            problem = f"no whole answer within {timeout_s:g} s"
+            problem = f"no complete answer within {timeout_s:g} s"
         ended_s = monotonic()
         if problem == "stale":
             raise StaleConnectionError
@@ -144,7 +144,7 @@ class ClientConnection(asyncio.Protocol):
         return ""
 
     def close(self) -> None:
-        """Close at once."""
+        """Close immediately."""
         self.closed = True
         self.transport.abort()
 
@@ -191,7 +191,8 @@ class ConnectionPool:
     async def request(
         self, target: LoadTarget, path: str, body: bytes, events: int, timeout_s: float, session_id: str = ""
     ) -> ClientResult:
-        """One request and its verified answer; a stale connection is replaced once, other failures are the outcome."""
+        """One request and its verified answer; a stale connection is replaced once, other failures are returned in the
+        result."""
         head = request_head(target, path, len(body), session_id)
         for _ in range(2):
             try:

@@ -1,7 +1,7 @@
 """The load generator (``python -m bench.data_plane.load.generator``): jobs as JSON lines in, one result per job out.
 
-A process of its own, so that neither the measuring nor what it measures waits for it. Every answer is verified (status,
-number of events, ``[DONE]``); what is wrong with one is counted under its message.
+It is a separate process, so that neither the benchmark nor the router waits for it. Every answer is verified (status,
+number of events, ``[DONE]``); errors are counted by message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from bench.data_plane.load.jobs import (
 )
 
 TAIL_S = 0.03
-"""What a router still does after the last byte of an answer (its record, its counters) belongs to the request."""
+"""Wait after the last answer in seconds: a router's work after the last byte (record, counters) belongs to the
+request."""
 
 
 def body_of(work: LoadWorkload, number: int, tag: str = "") -> tuple[str, bytes, str]:
@@ -50,7 +51,7 @@ def body_of(work: LoadWorkload, number: int, tag: str = "") -> tuple[str, bytes,
 
 
 def spread(values_ms: list[float]) -> LatencySpread | None:
-    """Percentiles, or None of nothing."""
+    """Percentiles in milliseconds; None for an empty list."""
     if not values_ms:
         return None
     p50, p99 = np.percentile(values_ms, [50, 99])
@@ -70,7 +71,7 @@ class JobRunner:
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
-        """CPU and wall-clock time of what is done within."""
+        """Count CPU and wall-clock time spent inside the context."""
         start_s, load_s, router_s = monotonic(), process_time(), cpu_s(self._job.pids)
         yield
         self._seconds = monotonic() - start_s
@@ -202,7 +203,7 @@ class JobRunner:
         return self._result(events=events)
 
     async def aborts(self, job: Aborts) -> JobResult:
-        """Clients that leave."""
+        """Clients that disconnect."""
         rng = random.Random(f"aborts {job.workload.seed} {job.first}")
         waits = [rng.uniform(*job.wait_s) for _ in range(job.requests)]
         left: dict[str, float] = {}
@@ -238,7 +239,7 @@ class JobRunner:
 
 
 def run(job: AnyJob) -> Coroutine[Any, Any, JobResult]:
-    """Do one job."""
+    """Run one job."""
     runner = JobRunner(job)
     if isinstance(job, ClosedLoopJob):
         return runner.closed(job)

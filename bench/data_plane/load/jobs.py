@@ -1,4 +1,4 @@
-"""What the load generator is asked to do, and what it answers: one JSON line each way."""
+"""Jobs of the load generator and their results: one JSON line each way."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class LoadWorkload(msgspec.Struct, kw_only=True, frozen=True):
     kind: Literal["text", "ids", "sessions"]
     seed: int
     size_bytes: int = 0
-    """Of the prompt; sessions grow by their own plan."""
+    """Bytes of the prompt; sessions grow by their own plan."""
     events: int = 80
-    """That the engine stub is set to send, and every answer must have."""
+    """Events that the engine stub is set to send and every answer must have."""
 
 
 class LoadJob(msgspec.Struct, kw_only=True, tag_field="job"):
-    """What all jobs have."""
+    """Fields of all jobs."""
 
     targets: list[LoadTarget]
-    """Addresses that serve the same; requests go to each in turn."""
+    """Equivalent addresses; requests go to each in turn."""
     workload: LoadWorkload
     first: int = 0
     """Number of the first request."""
     pids: list[int] = []
-    """Processes whose CPU time is taken, just before and just after the counted requests."""
+    """Processes whose CPU time is read just before and just after the counted requests."""
     timeout_s: float = 60.0
-    """For one answer."""
+    """Timeout of one answer."""
 
 
 class ClosedLoopJob(LoadJob, kw_only=True, tag="closed"):
@@ -39,14 +39,14 @@ class ClosedLoopJob(LoadJob, kw_only=True, tag="closed"):
 
     concurrency: int
     requests: int = 0
-    """Counted ones; 0: as many as fit in ``seconds``."""
+    """Counted requests; 0: as many as fit in ``seconds``."""
     seconds: float = 0.0
     warmup: int = 0
     """Requests sent before, not counted."""
 
 
 class Paired(LoadJob, kw_only=True, tag="paired"):
-    """One request at a time, to the router and straight to an engine in turn; which comes first is drawn."""
+    """One request at a time, to the router and straight to an engine in turn; the order is random."""
 
     direct: list[LoadTarget]
     pairs: int
@@ -64,13 +64,13 @@ class Streams(LoadJob, kw_only=True, tag="streams"):
 
 
 class Aborts(LoadJob, kw_only=True, tag="aborts"):
-    """Clients that leave: with ``after_event`` in the midst of the stream, else while they wait for the first event."""
+    """Clients that disconnect: with ``after_event`` during the stream, else while they wait for the first event."""
 
     requests: int
     concurrency: int
     after_event: bool
     wait_s: tuple[float, float] = (0.005, 0.25)
-    """The client leaves after a time drawn from this range, counted from its request or the first event."""
+    """Range from which the time of the disconnect is drawn, in seconds after the request or the first event."""
 
 
 AnyJob = ClosedLoopJob | Paired | Streams | Aborts
@@ -86,18 +86,18 @@ class LatencySpread(msgspec.Struct, kw_only=True):
 
 
 class JobResult(msgspec.Struct, kw_only=True):
-    """What a job saw. Times are wall-clock seconds unless the name says otherwise."""
+    """Result of a job. Times are wall-clock seconds unless the name says otherwise."""
 
     requests: int
-    """Counted ones that were answered as they should be."""
+    """Counted requests with a correct answer."""
     errors: dict[str, int]
-    """What went wrong -> how often."""
+    """Error message -> count."""
     seconds: float
     cpu_s: float
-    """Of ``pids``, while the counted requests ran."""
+    """CPU seconds of ``pids`` while the counted requests ran."""
     load_cpu_s: float
     events: int = 0
-    """Relayed while ``cpu_s`` was counted."""
+    """Events relayed while ``cpu_s`` was counted."""
     reconnects: int = 0
     ttft_ms: LatencySpread | None = None
     direct_ttft_ms: LatencySpread | None = None

@@ -1,4 +1,4 @@
-"""Request bodies, distinct, the same for the same seed; made when they are sent, since thousands would fill memory."""
+"""Distinct request bodies, equal for equal seeds; made when they are sent, since thousands would fill memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SESSION_TURNS = 12
 FIRST_TURN_BYTES = 20_000
 TURN_BYTES = 20_000
 ANSWER_BYTES = 2_000
-"""Of a turn's growth this much is the assistant's answer, the rest a tool's."""
+"""Bytes of a turn's growth that are the assistant's answer; the rest is a tool's."""
 
 _END = b',"max_tokens":%d,"temperature":0,"stream":true%b}'
 _ASK_USAGE = b',"stream_options":{"include_usage":true}'
@@ -43,7 +43,7 @@ def _ids(seed: int) -> bytes:
 
 
 def text(seed: int, number: int, size: int) -> bytes:
-    """About ``size`` bytes of JSON-escaped text that shares no beginning with that of another number."""
+    """About ``size`` bytes of JSON-escaped text that shares no prefix with that of another number."""
     rng = random.Random(f"{seed} {number}")
     corpus = _corpus(seed)
     start = corpus.index(b" ", rng.randrange(CORPUS_BYTES - size - 200))

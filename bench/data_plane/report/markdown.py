@@ -1,4 +1,4 @@
-"""The tables of a kept run as Markdown: what docs/performance.md shows between its markers."""
+"""The tables of a kept run as Markdown, for docs/performance.md between its markers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEGIN, END = "<!-- data plane: begin -->", "<!-- data plane: end -->"
 
 
 def markdown(record: DataPlaneRecord) -> str:
-    """Medians, ratios and targets, and where they were measured."""
+    """Medians, ratios and targets, with the machine they were measured on."""
     where = record.machine
     day = time.strftime("%Y-%m-%d", time.gmtime(record.started_unix_s))
     load = ", ".join(f"{each:.1f}" for each in where["load_average"])

@@ -1,4 +1,4 @@
-"""Ratios of one stack to another, round by round, and what is made of several rounds."""
+"""Ratios of one stack to another, round by round, and their summary over rounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.data_plane.quantities import QuantitySample
 
 
 class Ratio(NamedTuple):
-    """Over the rounds in which both were measured."""
+    """Median and range over the rounds in which both stacks were measured."""
 
     median: float
     low: float
@@ -25,9 +25,9 @@ def by_round(samples: Sequence[QuantitySample], quantity: str, stack: str) -> di
 
 
 def ratios(samples: Sequence[QuantitySample], quantity: str, ours: str, theirs: str) -> Ratio | None:
-    """Ours divided by theirs within each round: what the machine did in that round acts on both.
+    """Ours divided by theirs within each round, so that other load on the machine affects both.
 
-    None without a round in which both were measured. A zero of theirs has no ratio, and its round is left out.
+    None without a round in which both were measured. A round in which theirs is zero is left out.
     """
     mine, peer = by_round(samples, quantity, ours), by_round(samples, quantity, theirs)
     found = [mine[number] / peer[number] for number in sorted(mine.keys() & peer.keys()) if peer[number] > 0]

@@ -1,4 +1,4 @@
-"""What a run says, as tables: absolute medians, ratios to each peer, targets, errors."""
+"""Terminal tables of a run: absolute medians, ratios to each peer, targets, errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NO_RATIO = ("many_errors", "harness_rps")
 
 
 def title(quantity: str) -> str:
-    """A quantity in words."""
+    """Title of a quantity in the tables."""
     if quantity in TITLES:
         return TITLES[quantity]
     what, _, workload = quantity.rpartition("_")
@@ -52,7 +52,7 @@ def title(quantity: str) -> str:
 
 
 def quantities(record: DataPlaneRecord) -> list[str]:
-    """What was measured, in the order of the titles."""
+    """The measured quantities, in the order of the titles."""
     known = [*TITLES]
     found = {quantity for sample in record.samples for quantity in sample.values}
     loads = [*WORKLOADS]
@@ -67,7 +67,7 @@ def quantities(record: DataPlaneRecord) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """Three digits, or all before the point."""
+    """Three significant digits, or all integer digits from 100 on."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -91,7 +91,7 @@ def absolute(record: DataPlaneRecord) -> Table:
 
 
 def compared(record: DataPlaneRecord) -> Table:
-    """Ours to each peer, per round: median and the lowest and highest of the rounds."""
+    """Ratios of ours to each peer: median, lowest and highest of the rounds."""
     table = Table(title="warmroute to each peer: median of the rounds' ratios [lowest - highest]")
     table.add_column("quantity")
     peers = [stack for stack in record.stacks if stack not in (OURS, DIRECT)]
@@ -111,7 +111,7 @@ def compared(record: DataPlaneRecord) -> Table:
 
 
 def targets(record: DataPlaneRecord) -> Table:
-    """What had to be reached."""
+    """The targets and whether each was met."""
     table = Table(title="Targets")
     for column in ("quantity", "limit", "found", ""):
         table.add_column(column, justify="left" if column in ("quantity", "") else "right")
@@ -124,7 +124,7 @@ def targets(record: DataPlaneRecord) -> Table:
 
 
 def notes(record: DataPlaneRecord) -> Iterator[str]:
-    """What the figures need to be read."""
+    """Notes needed to read the figures."""
     for stack, note in record.stacks.items():
         yield f"{stack}: {note}"
     for stack, why in record.left_out.items():
@@ -143,11 +143,11 @@ def notes(record: DataPlaneRecord) -> Iterator[str]:
         yield (
             "vLLM Router's cache_aware has every engine render every text prompt. A 130 KB render costs the stub "
             f"{render['first']:.2f} ms of CPU the first time and {render['known']:.2f} ms after that; ids are made up. "
-            "A real tokenizer takes tens of milliseconds for each (33k tokens), which is in none of these figures"
+            "A real tokenizer takes tens of milliseconds for each (33k tokens); none of these figures include that"
         )
     for stack, lines in record.evidence.items():
         for line in lines:
-            yield f"{stack} itself: {line}"
+            yield f"{stack}, own metrics: {line}"
     wrong: Counter[str] = Counter()
     for sample in record.samples:
         for what, count in sample.errors.items():
@@ -157,12 +157,13 @@ def notes(record: DataPlaneRecord) -> Iterator[str]:
     where = record.machine
     yield f"{where['cpu']}, {where['cores']} cores, Python {where['python']}, load {where['load_average']} at the start"
     if where["load_average"][0] > where["cores"] / 2:
-        yield "other work kept this machine busy when the run began: rates, p99 and streams say little, CPU ratios more"
+        yield "other work kept this machine busy when the run began: rates, p99 and streams are unreliable, CPU "
+        "ratios less so"
     yield f"took {record.seconds:.0f} s"
 
 
 def tables(record: DataPlaneRecord) -> RenderableType:
-    """Everything."""
+    """All tables of a run."""
     parts: list[RenderableType] = [absolute(record)]
     if OURS in record.stacks and len(set(record.stacks) - {OURS, DIRECT}):
         parts += [compared(record), targets(record)]

@@ -1,4 +1,4 @@
-"""What the proxy has to reach, as data, and the check of it."""
+"""Targets of the proxy, as data, and their check."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bench.data_plane.report.ratios import medians, ratios
 
 
 class Target(NamedTuple):
-    """An upper limit of one quantity of ours, as it stands or as a ratio to a peer's."""
+    """An upper limit of one of our quantities, absolute or as a ratio to a peer's."""
 
     quantity: str
     limit: float
     peer: str = ""
-    """Empty: the value itself is limited."""
+    """Empty: an absolute limit."""
 
     def __str__(self) -> str:
         return f"{self.quantity} <= {self.limit:g}" + (f"x {self.peer}" if self.peer else "")
@@ -40,15 +40,15 @@ TARGETS = (
 
 
 class TargetFinding(NamedTuple):
-    """A target and what was found: the median over the rounds, of ratios where the target is one."""
+    """A target and the measured value: the median over the rounds, of ratios if the target is one."""
 
     target: Target
     value: float | None
-    """None: not measured, in this run or at all."""
+    """None: not measured."""
 
     @property
     def met(self) -> bool:
-        """Whether it was measured and is within the limit."""
+        """True if it was measured and is within the limit."""
         return self.value is not None and self.value <= self.target.limit
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class TargetFinding(NamedTuple):
 
 
 def check(samples: Sequence[QuantitySample], targets: Sequence[Target] = TARGETS) -> list[TargetFinding]:
-    """Hold the samples of a run against the targets; a round with any error in it is a miss of ``many_errors``."""
+    """Compare the samples of a run with the targets; any error in a round misses ``many_errors``."""
     found = []
     for target in targets:
         if target.peer:

@@ -1,4 +1,4 @@
-"""What the engine stub answers, built once: event streams, whole answers, renders, the pages that routers ask for."""
+"""Prebuilt answers of the engine stub: event streams, whole answers, renders, and the pages that routers request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = "bench-model"
 DONE = b"data: [DONE]\n\n"
 BLOCK_TOKENS = 16
 POOL_BLOCKS = 62_500
-"""A pool of 1,000,000 tokens: small enough that a long run evicts, as it would in service."""
+"""A pool of 1,000,000 tokens: small enough that a long run evicts, as in production."""
 BYTES_PER_TOKEN = 4
 RENDERS_KEPT = 64
 
@@ -51,7 +51,7 @@ def usage_of(body_bytes: int, completion_tokens: int) -> dict[str, object]:
 
 
 def event(chat: bool, event_bytes: int, last: bool = False) -> bytes:
-    """One server-sent event in vLLM's shape, its text padded until it has ``event_bytes`` bytes."""
+    """One server-sent event in vLLM's format, its text padded until it has ``event_bytes`` bytes."""
 
     def made(text: str) -> bytes:
         finish = "length" if last else None
@@ -83,7 +83,7 @@ class Events:
         return self.each * (events - 1) + self.last
 
     def end(self, body_bytes: int, events: int, with_usage: bool) -> bytes:
-        """What follows the last event: the usage event if it was asked for, ``[DONE]``, the last chunk."""
+        """The bytes after the last event: the usage event if it was requested, ``[DONE]``, the last chunk."""
         end = chunk(DONE) + LAST_CHUNK
         if not with_usage:
             return end
@@ -96,7 +96,7 @@ class Events:
 
 
 def completion(chat: bool, body_bytes: int, tokens: int) -> bytes:
-    """An answer that is not streamed, in vLLM's shape."""
+    """A non-streamed answer in vLLM's format."""
     text = " token" * tokens
     choice: dict[str, object] = {"index": 0, "finish_reason": "length"}
     choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
@@ -119,16 +119,16 @@ class _RenderBody(msgspec.Struct):
 class Renders:
     """Answers of ``/v1/…/render``: made-up token ids, so that prompts that share a prefix share their first ids.
 
-    An id is made of four bytes of the prompt as it stands in the JSON. The newest answers are kept, as a router that
-    asks every worker sends one body several times: only the first of them costs the stub about a millisecond
-    (130 KB), and none costs what a real tokenizer does (tens of milliseconds).
+    An id is made of four bytes of the prompt as it appears in the JSON. The newest answers are kept, because a router
+    that queries every worker sends one body several times: only the first of them costs the stub about a millisecond
+    (130 KB), far less than a real tokenizer (tens of milliseconds).
     """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, bytes] = OrderedDict()
 
     def answer(self, path: bytes, body: bytes) -> bytes:
-        """The whole HTTP answer. Raises ``msgspec.DecodeError`` for a body that is no JSON object."""
+        """The whole HTTP answer. Raises ``msgspec.DecodeError`` for a body that is not a JSON object."""
         key = xxhash.xxh3_64_intdigest(body)
         answer = self._kept.get(key)
         if answer is None:
@@ -165,7 +165,7 @@ def token_ids(text: bytes) -> bytes:
 
 
 def pages(started_unix_s: float | None = None) -> dict[bytes, bytes]:
-    """Path -> whole answer, for all that the four routers ask of an engine besides generation."""
+    """Path -> whole answer, for all requests of the four routers to an engine besides generation."""
     started = time.time() if started_unix_s is None else started_unix_s
     models = {
         "object": "list",

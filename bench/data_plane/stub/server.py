@@ -1,9 +1,9 @@
-"""An engine stub that costs as little as Python can: several engines in one process, raw protocols on uvloop.
+"""A low-cost engine stub in Python: several engines in one process, raw protocols on uvloop.
 
 ``python -m bench.data_plane.stub.server`` prints one JSON line with its ports and serves until standard input closes.
-Every engine answers what the routers under test ask of one, and generation requests with a stream of events, as a burst
-or paced. Paced streams of one engine advance together, at one tick, as they do in an engine's step. The control port
-has ``POST /stub/settings``, ``GET /stub/records`` (what happened since the last reset) and ``POST /stub/reset``.
+Every engine answers the management requests of the routers under test, and generation requests with a stream of events,
+as a burst or paced. Paced streams of one engine advance together, at one tick, as in an engine's step. The control port
+has ``POST /stub/settings``, ``GET /stub/records`` (counts since the last reset) and ``POST /stub/reset``.
 
 A connection that ends before its answer is complete is an abort; its time is ``CLOCK_MONOTONIC``, which all processes
 of a host share.
@@ -49,7 +49,7 @@ class RouterConnection(asyncio.Protocol):
         self._timer: asyncio.Handle | None = None
         self.idle_since_s = monotonic()
 
-    # asyncio's side
+    # asyncio callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is one, but does not inherit from it
@@ -69,7 +69,7 @@ class RouterConnection(asyncio.Protocol):
         self._cut()
         self._stub.connections.discard(self)
 
-    # the parser's side
+    # parser callbacks
 
     def on_message_begin(self) -> None:
         self._parts = []
@@ -83,7 +83,7 @@ class RouterConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._busy:
-            # No router under test pipelines; should one start to, its figures must not look good.
+            # No router under test pipelines; if one starts to, its run must fail.
             self._stub.pipelined += 1
             self.transport.close()
             return
@@ -129,7 +129,7 @@ class RouterConnection(asyncio.Protocol):
         self._busy = True
         self._chat = GENERATION[path]
         self._body_bytes = len(body)
-        # Serializers put the options before or behind the prompt: searching all of a long one would cost too much.
+        # Serializers put the options before or after the prompt: searching all of a long one would be too slow.
         ends = body[:512] + body[-1024:]
         options = ends if b'"stream"' in ends else body
         self._usage = is_true(options, b'"include_usage"')
@@ -175,20 +175,20 @@ class RouterConnection(asyncio.Protocol):
             self._timer = asyncio.get_running_loop().call_soon(self._write_group, b"", remaining - now)
 
     def close_idle(self) -> None:
-        """Nothing was asked for too long."""
+        """Close the connection after it was idle for too long."""
         self.transport.close()
 
     def write_event(self) -> None:
-        """The next event of a paced stream."""
+        """Write the next event of a paced stream."""
         self.transport.write(self._stub.events[self._chat].each)
 
     def finish(self) -> None:
-        """The last event of a paced stream, and what follows it."""
+        """Write the last event of a paced stream and the end of the answer."""
         events = self._stub.events[self._chat]
         self._end(events.last + events.end(self._body_bytes, self._stub.settings.events, self._usage))
 
     def _end(self, data: bytes) -> None:
-        """The last bytes of a generation request's answer."""
+        """Write the last bytes of a generation request's answer."""
         self._stub.completed += 1
         self._note(aborted=False)
         self._busy = False
@@ -207,7 +207,7 @@ class RouterConnection(asyncio.Protocol):
             self._stub.records.append(StubRecord(self._tag, self._arrived_s, self._body_bytes, monotonic(), aborted))
 
     def _cut(self) -> None:
-        """The router closed the connection."""
+        """Record that the router closed the connection."""
         if not self._busy:
             return
         self._busy = False
@@ -219,13 +219,13 @@ class RouterConnection(asyncio.Protocol):
 
 
 def is_true(body: bytes, key: bytes) -> bool:
-    """Whether ``key`` (with its quotes) is followed by ``true``; prompts of the load generator never contain one."""
+    """True if ``key`` (with its quotes) is followed by ``true``; prompts of the load generator never contain a key."""
     at = body.find(key)
     return at >= 0 and body[at + len(key) : at + len(key) + 8].lstrip(b" :").startswith(b"true")
 
 
 def tag_of(body: bytes) -> str:
-    """What stands between the first ``[[`` and ``]]``, or nothing."""
+    """The text between the first ``[[`` and ``]]``, or an empty string."""
     start = body.find(b"[[")
     end = body.find(b"]]", start)
     return body[start + 2 : end].decode("latin-1") if 0 <= start < end else ""

@@ -1,4 +1,4 @@
-"""What the engines of the stub share: settings, what they counted, and the steps at which their streams advance."""
+"""State that the stub's engines share: settings, counts, and the ticks at which their streams advance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IDLE_LIMIT_S = 5.0
 
 
 class StubConnection(Protocol):
-    """What is done to a connection from outside it."""
+    """The operations that the stub and its ticker call on a connection."""
 
     idle_since_s: float
 
@@ -27,20 +27,20 @@ class StubConnection(Protocol):
         """Write the next event of its paced stream."""
 
     def finish(self) -> None:
-        """Write the last event of its paced stream, and what follows it."""
+        """Write the last event of its paced stream and the end of the answer."""
 
 
 class StubSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How generation requests are answered."""
+    """Settings of generation answers."""
 
     events: int = 80
     event_bytes: int = 250
     events_per_s: float = 0.0
-    """Of one stream; 0: all at once."""
+    """Rate of one stream; 0: all events at once."""
     events_per_write: int = 8
     """A burst leaves in writes of this many events, one per turn of the event loop; 0: in one write."""
     first_event_delay_s: float = 0.0
-    """The length of a prefill. The answer's head is sent before it, as vLLM's server does."""
+    """Length of a prefill in seconds. The answer's head is sent before it, as in vLLM's server."""
     records: bool = False
     """Keep one record per request."""
 
@@ -49,16 +49,16 @@ class StubRecord(NamedTuple):
     """One generation request. Times are ``CLOCK_MONOTONIC`` seconds."""
 
     tag: str
-    """What stands between ``[[`` and ``]]`` in the body."""
+    """Text between ``[[`` and ``]]`` in the body."""
     arrived_s: float
-    """Its body was complete."""
+    """Time at which its body was complete."""
     body_bytes: int
     ended_s: float
     aborted: bool
 
 
 class Stub:
-    """What all engines of the process share."""
+    """State shared by all engines of the process."""
 
     def __init__(self, settings: StubSettings) -> None:
         self.pages = pages()
@@ -68,13 +68,13 @@ class Stub:
         self.reset()
 
     def apply(self, settings: StubSettings) -> None:
-        """Answer from now on by these settings."""
+        """Apply settings to all further answers."""
         self.settings = settings
         self.events = {chat: Events(chat, settings.event_bytes) for chat in (False, True)}
         self.bursts = {chat: self.events[chat].burst(settings.events) for chat in (False, True)}
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts and records."""
         self.paths: Counter[str] = Counter()
         self.records: list[StubRecord] = []
         self.aborted = 0
@@ -95,7 +95,7 @@ class Stub:
         }
 
     async def close_idle(self) -> None:
-        """Close what idles too long, for ever."""
+        """Close idle connections until cancelled."""
         while True:
             await asyncio.sleep(0.5)
             before_s = monotonic() - IDLE_LIMIT_S
@@ -104,14 +104,14 @@ class Stub:
 
 
 class Ticker:
-    """The steps of one engine: every stream that runs gets its next event at the same tick."""
+    """The steps of one engine: all its streams get their next event at the same tick."""
 
     def __init__(self, stub: Stub, phase: float) -> None:
         self._stub = stub
         self._phase = phase
         self._timer: asyncio.TimerHandle | None = None
         self.streams: dict[StubConnection, int] = {}
-        """Connection -> events still to come."""
+        """Connection -> remaining events."""
 
     def add(self, connection: StubConnection, events: int) -> None:
         """Begin a stream's remaining events at the next tick."""

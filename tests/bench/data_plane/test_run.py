@@ -108,7 +108,7 @@ def test_memory_is_measured_on_a_fresh_stack() -> None:
 def test_a_stack_that_ends_says_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["/bin/sh", "-c", "echo out of luck >&2; exit 3"]
     monkeypatch.setitem(launches.LAUNCHES, "nginx", lambda *given: Launch(command=command, note=""))
-    with pytest.raises(StackError, match=r"(?s)it ended with 3.*out of luck"):
+    with pytest.raises(StackError, match=r"(?s)it exited with 3.*out of luck"):
         stacks.start("nginx", [LoadTarget("127.0.0.1", 9)], tmp_path)
 
 
