@@ -1,13 +1,13 @@
-"""What one request costs the proxy's processor beside its input and output: parse, look up, decide, count, record.
+"""Processor time of one request in the proxy without input and output: parse, look up, decide, count, record.
 
 ``python -m bench.decision [--shape text|chat|ids] [--output FILE.json]`` drives a `Router`, `Metrics` and `Breakdown`
 with the requests of agents whose prompts grow turn by turn, over an index that holds 1,000,000 blocks, and prints the
 microseconds of every stage. Requests overlap, so that the ledger is never empty; rows are kept and written as JSON
-lines, as in service. The stages *snapshot*, *decide* and *commit* are parts of *route*; the sum counts *route* once.
+lines, as in production. The stages *snapshot*, *decide* and *commit* are parts of *route*; the sum counts *route* once.
 
-Times are wall-clock of one thread that waits for nothing, one stage at a time; the row *whole loop* is the processor
-time of everything, the making of the requests taken off. The garbage collector runs as it does in the proxy; its
-pauses are shown too, since what is kept in memory decides how long they are. Nothing here is asserted by a test.
+Times are wall-clock times of one thread that never waits, one stage at a time; the row *whole loop* is the processor
+time of everything except making the requests. The garbage collector runs as it does in the proxy; its pauses are shown
+too, since they depend on the objects kept in memory. No test asserts these times.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _WORDS = (
 
 
 class PromptShape(StrEnum):
-    """What the prompts are made of."""
+    """Content of the prompts."""
 
     TEXT = "text"
     CHAT = "chat"
@@ -66,21 +66,21 @@ class StageCost(NamedTuple):
 
 
 class Pauses(NamedTuple):
-    """What the garbage collector took."""
+    """Time and objects of the garbage collector."""
 
     full_collections: int
     longest_ms: float
     share: float
-    """Of all processor time, collections of every generation."""
+    """Share of all processor time, for collections of every generation."""
     tracked_objects: int
 
 
 class ShapeResult(NamedTuple):
-    """Everything that was measured of one shape."""
+    """All measurements of one prompt shape."""
 
     stages: list[StageCost]
     sum_us: float
-    """The stages' medians together."""
+    """Sum of the stages' medians."""
     loop_cpu_us: float
     body_bytes: int
     pauses: Pauses
@@ -98,7 +98,7 @@ class Agents:
         self._shared = self._make(units // 6)
 
     def requests(self) -> Iterator[tuple[bytes, str]]:
-        """(body, session id) for ever; the sessions take turns in random order and new ones follow."""
+        """Endless (body, session id); sessions send their turns in random order, and ended ones are replaced."""
         numbers = count()
         live = [self._start(next(numbers)) for _ in range(self._side_by_side)]
         for each in live:  # not all at the same age
@@ -178,7 +178,7 @@ class Loop:
         return timed
 
     def serve(self, endpoint: Endpoint, requests: Iterator[tuple[bytes, str]], calls: int, in_flight: int) -> int:
-        """Serve ``calls`` requests, ``in_flight`` of them at any time; the nanoseconds spent on making them."""
+        """Serve ``calls`` requests, ``in_flight`` of them at any time; returns the nanoseconds spent on making them."""
         self._endpoint = endpoint
         under_way: deque[tuple[Row, Routed]] = deque()
         making_ns = 0
@@ -197,7 +197,7 @@ class Loop:
         return making_ns
 
     def render(self) -> None:
-        """What a scrape of the counters costs."""
+        """Time a scrape of the metrics."""
         from prometheus_client import generate_latest
 
         self._clock("scrape", lambda: generate_latest(self._metrics.registry))
@@ -282,7 +282,7 @@ class CollectorWatch:
             self.took_ns[info["generation"]].append(time.perf_counter_ns() - self._started_ns)
 
     def pauses(self, cpu_ns: int) -> Pauses:
-        """Of a loop that took ``cpu_ns``."""
+        """Pauses of a loop that took ``cpu_ns``."""
         every = [took for each in self.took_ns.values() for took in each]
         full = self.took_ns[2]
         return Pauses(len(full), max(full, default=0) / 1e6, sum(every) / cpu_ns, len(gc.get_objects()))
@@ -342,15 +342,15 @@ def show(console: Console, shape: PromptShape, result: ShapeResult) -> None:
 
 def main(
     shape: Annotated[
-        list[PromptShape] | None, typer.Option(help="What prompts are made of; all of them unless given.")
+        list[PromptShape] | None, typer.Option(help="Content of the prompts; default: all shapes.")
     ] = None,
     calls: Annotated[int, typer.Option(min=100, help="Requests per shape.")] = 12_000,
     instances: Annotated[int, typer.Option(min=1, help="Instances of the fleet.")] = 8,
     held_blocks: Annotated[int, typer.Option(min=1, help="Blocks held by all instances together.")] = 1_000_000,
     in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight at any time.")] = 32,
-    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file, too.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
 ) -> None:
-    """Measure what a request costs beside its input and output on this machine."""
+    """Measure the processor time of a request without input and output on this machine."""
     console = Console()
     results = {}
     for each in shape or list(PromptShape):

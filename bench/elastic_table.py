@@ -1,4 +1,4 @@
-"""The table of an offloading experiment, from its kept records alone."""
+"""The table of an offloading experiment, made from its kept records only."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from replayer.summary import Quantiles, summarise
 
 ARM_FILE = "arm.json"
 METRICS = ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90", "E2E p50", "E2E p90")
-"""The effects shown, as `replayer.compare` names them."""
+"""The effects shown, by their names in `replayer.compare`."""
 RESAMPLES = 4000
 
 
 class ArmNote(msgspec.Struct, kw_only=True):
-    """What an arm was, beside its records."""
+    """Description of an arm, kept beside its records (``arm.json``)."""
 
     label: str
     planner: str
@@ -80,7 +80,7 @@ def read_arms(folder: Path) -> list[KeptArm]:
 
 
 def markdown(folder: Path) -> str:
-    """Tables by load: what each arm measured, and how it differs from the baseline, paired by request."""
+    """Tables by load: measurements of each arm, and differences from the baseline, paired by request."""
     arms = read_arms(folder)
     planners = [arm.note.planner for arm in arms]
     baseline_name = "never" if "never" in planners else planners[0]
@@ -135,7 +135,7 @@ def _differences(arms: Sequence[KeptArm], baseline_name: str) -> list[str]:
 
 
 def compared(pairs: Sequence[tuple[KeptArm, KeptArm]]) -> Comparison:
-    """Arms against their baselines, paired by request; several repeats are runs of the same two things."""
+    """Arms against their baselines, paired by request; several repeats are runs of the same two arms."""
     options = CompareOptions(resamples=RESAMPLES, skip_first_s=pairs[0][0].note.skip_first_s)
     labels = [each.run.header.label or side for each, side in zip(pairs[0], ("baseline", "candidate"), strict=True)]
     arms = [
@@ -178,7 +178,7 @@ def _difference(pairs: Sequence[tuple[KeptArm, KeptArm]], title: str) -> str:
 
 
 def _predictions(arm: KeptArm) -> str:
-    """How well the cost models predicted the legs of this arm's hand-offs."""
+    """Accuracy of the cost models' predictions for the legs of this arm's hand-offs."""
     told = []
     for leg in ("prefill", "transfer"):
         legs = [row["legs"][leg] for row in arm.rows if leg in row.get("legs", {})]

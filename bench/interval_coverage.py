@@ -1,12 +1,12 @@
-"""How often do the intervals of ``warmroute compare`` hold the truth, and would other bootstrap intervals do better?
+"""Coverage of the intervals of ``warmroute compare``, beside other bootstrap intervals.
 
 ``python -m bench.interval_coverage`` draws experiments from `bench.synthetic_runs`, where the true change is known, and
-counts how often four kinds of 95 % interval hold it:
+counts how often four kinds of 95 % interval contain it:
 
-- t: what the comparison prints (`replayer.effects`);
+- t: the interval that the comparison prints (`replayer.effects`);
 - percentile: the 2.5 % and 97.5 % quantiles of the same resamples;
-- BCa: bias-corrected and accelerated (Efron 1987), the acceleration from leaving out one session at a time; for
-  experiments of one run an arm only, where a session is the only thing that is drawn;
+- BCa: bias-corrected and accelerated (Efron 1987), the acceleration from leaving out one session at a time; only for
+  experiments with one run per arm, where only sessions are drawn;
 - plain: percentiles when whole runs are drawn with replacement as well, without scaling; with several runs only.
 """
 
@@ -59,11 +59,11 @@ class CoveredMetric(msgspec.Struct, frozen=True, kw_only=True):
     """Requests beyond the quantile."""
     sessions_beyond: int
     held: dict[str, bool]
-    """Method -> whether its interval held the truth."""
+    """Method -> True if its interval contained the true change."""
 
 
 def experiment(cell: ExperimentKind, number: int) -> list[CoveredMetric]:
-    """Draw one experiment and look at all its intervals.
+    """Draw one experiment and check all its intervals.
 
     Args:
         cell: its kind.
@@ -153,9 +153,9 @@ def main(
     runs: Annotated[list[int] | None, typer.Option(help="Runs of each arm. May be repeated.")] = None,
     resamples: Annotated[int, typer.Option(min=100, help="Bootstrap resamples.")] = 1000,
     seed: Annotated[int, typer.Option(help="First experiment's number.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 2,
 ) -> None:
-    """Print the share of 95 % intervals that hold the true change, with how many lie beyond the quantile."""
+    """Print the share of 95 % intervals that contain the true change, with the requests beyond the quantile."""
     table = Table(title=f"{experiments} experiments of each kind", title_justify="left", box=None)
     header = ["sessions", "runs an arm", "metric", "requests beyond", "sessions beyond", *METHODS]
     for name in header:

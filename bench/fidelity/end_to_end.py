@@ -1,8 +1,8 @@
 """Published end-to-end results of eight H20s against offline simulations with the h20 profile.
 
-Published: the agentic-kvc reports; their trace is not public. Ours, ``derived_glm_like_2h``, has its published mean and
-quantiles of prompt lengths, but longer outputs (median 215 against 80), so only orderings and ratios can be compared.
-Nothing here was fitted to these results.
+Published: the agentic-kvc reports; their trace is not public. Our trace, ``derived_glm_like_2h``, has its published
+mean and quantiles of prompt lengths, but longer outputs (median 215 against 80), so only orderings and ratios can be
+compared. No parameter was fitted to these results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROFILE = "h20"
 INSTANCES = 8
 TIME_SCALE = 20.0
 SESSIONS = (8, 24)
-"""Under way at once: theirs, and as many as give a TPOT p90 near theirs."""
+"""Sessions in progress at once: the published number, and one that gives a TPOT p90 near the published one."""
 
 
 NAN = float("nan")
@@ -32,7 +32,7 @@ NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({})
 
 
 class ArmFigures(NamedTuple):
-    """Of one configuration; ``ok`` as a share of all requests."""
+    """Figures of one configuration; ``ok`` is a share of all requests."""
 
     ttft_p50_s: float
     ttft_p90_s: float
@@ -43,7 +43,7 @@ class ArmFigures(NamedTuple):
 
 
 class PublishedArm(NamedTuple):
-    """A configuration of theirs, and what comes nearest to it here."""
+    """A published configuration and the closest configuration of this project."""
 
     name: str
     policy: str
@@ -80,7 +80,7 @@ STATIC_OK = 0.52
 
 
 def simulated(arm: PublishedArm, trace: Trace, requests: int, sessions: int) -> ArmFigures:
-    """What the simulator makes of a configuration."""
+    """Figures of a configuration in the simulator."""
     options = SimOptions(
         profile=PROFILE,
         instances=INSTANCES,

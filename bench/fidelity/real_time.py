@@ -1,9 +1,9 @@
-"""One trace twice: through the HTTP simulator in real time (fleet, proxy, replayer), and offline in virtual time.
+"""One trace run twice: through the HTTP simulator in real time (fleet, proxy, replayer), and offline in virtual time.
 
-The same engine model, policy and plan are on both sides; what can differ is what HTTP, the proxy and timers take, and
-what follows from it for later decisions. Under load a request that comes a few milliseconds later may be placed
-elsewhere, and so on from there; so the real run's requests are also simulated when and where they were really sent.
-A busy machine shows in the real-time side: its mean processor use is kept.
+Both sides use the same engine model, policy and plan; differences come from the time of HTTP, the proxy and timers, and
+from their effect on later decisions. Under load a request that arrives a few milliseconds later may be placed
+elsewhere, with further consequences; so the real run's requests are also simulated at their actual times and instances.
+A busy machine affects the real-time side: its mean processor use is kept.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from sim.offline.simulate import HandOffBounds, SimOptions, simulate
 
 FLEET = Path("sim-8x-roomy")
 PROBE_WALL_S = 2.0
-"""How often the proxy asks its engines for their KV usage, by default."""
+"""The proxy's default interval between readings of its engines' KV usage."""
 RECENT_HALF_LIFE_S = 30.0
 TOLERANCE = 0.05
-"""Of TTFT p50 and p90: what the two sides are held to."""
+"""Largest relative difference of TTFT p50 and p90 between the two sides."""
 
 
 class MeasuredSide(NamedTuple):
@@ -59,15 +59,15 @@ class RealTimeComparison(NamedTuple):
     real: MeasuredSide
     virtual: MeasuredSide
     placed: MeasuredSide
-    """Virtual, with the times and instances of the real run."""
+    """Virtual time, with the send times and instances of the real run."""
     same_instance: int
     """Requests that went to the same instance in ``real`` and ``virtual``."""
     processor_use: float
-    """Mean share of the machine's processors in use during the replay, by whomever."""
+    """Mean share of the machine's processors in use during the replay, by any process."""
 
     @property
     def alike(self) -> bool:
-        """Whether TTFT p50 and p90 are within the tolerance."""
+        """True if TTFT p50 and p90 are within the tolerance."""
         return (
             max(
                 abs(self.virtual.ttft_p50_s / self.real.ttft_p50_s - 1),
@@ -98,7 +98,7 @@ def compare(
     folder: Path,
     overrides: list[str],
 ) -> RealTimeComparison:
-    """Run both sides; the real one leaves its records in ``folder``.
+    """Run both sides; the real one writes its records to ``folder``.
 
     Raises:
         StartError, StaleEngineError, ArmError: the fleet did not run.
@@ -126,7 +126,7 @@ def compare(
 
 
 def virtual_run(trace: Trace, plan: PlanOptions, clock_scale: float, fleet: FleetFile) -> Run:
-    """The offline simulation of what ``fleet`` does."""
+    """The offline simulation of ``fleet``."""
     options = SimOptions(
         instances=fleet.instances,
         profile=fleet.sim.profile,
@@ -141,7 +141,7 @@ def virtual_run(trace: Trace, plan: PlanOptions, clock_scale: float, fleet: Flee
 
 
 def _placed(folder: Path, trace: Trace, fleet: FleetFile) -> MeasuredSide:
-    """The real run's requests in virtual time, sent when and where they were sent."""
+    """The real run's requests in virtual time, at their actual times and instances."""
     recording = read_recording(folder, trace)
     outcomes = resimulate(recording, fleet.sim.profile, None, fleet.sim.kv_capacity_tokens)
     records = []
@@ -209,6 +209,6 @@ def from_json(values: dict[str, Any]) -> RealTimeComparison:
 
 
 def to_json(comparison: RealTimeComparison) -> dict[str, Any]:
-    """JSON-ready."""
+    """A comparison as JSON-ready values."""
     sides = {name: getattr(comparison, name)._asdict() for name in ("real", "virtual", "placed")}
     return comparison._asdict() | sides

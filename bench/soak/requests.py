@@ -1,4 +1,4 @@
-"""The requests of a run, and what their answers must be, byte for byte."""
+"""The requests of a run, and their expected answers, byte for byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.soak.processes import MODEL, SoakError
 
 @dataclass(frozen=True, slots=True)
 class KnownRequest:
-    """A request and the text every engine answers it with."""
+    """A request and the text of its answer, which is the same on every engine."""
 
     path: str
     body: dict[str, Any]
@@ -33,7 +33,7 @@ def text_of_choice(choice: dict[str, Any]) -> str:
 
 
 async def known_requests(session: aiohttp.ClientSession, engine_url: str, plan: SoakPlan) -> list[KnownRequest]:
-    """Draw the requests and ask an engine for their answers, without the proxy.
+    """Draw the requests and get their answers from an engine, without the proxy.
 
     Raises:
         SoakError: the engine does not answer them.

@@ -1,4 +1,4 @@
-"""Memory, file descriptors and threads of the proxy over time, and how fast they grow."""
+"""Memory, file descriptors and threads of the proxy over time, and their growth."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sampler:
         self.samples: list[ProcessSample] = []
 
     async def run(self) -> None:
-        """Until cancelled, or the process ends."""
+        """Sample until cancelled, or until the process ends."""
         while self._process.is_running():
             self.samples.append(self.now())
             await asyncio.sleep(self._every_s)

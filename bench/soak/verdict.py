@@ -1,4 +1,4 @@
-"""What must hold after a run, as a list of what does not."""
+"""Checks after a run, as a list of violations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bench.soak.load import Seen
 from bench.soak.plan import SoakPlan
 from bench.soak.samples import ProcessSample, Trend, trend
 
-WRONG = ("wrong answer", "cut without a word")
+WRONG = ("wrong answer", "cut without an error event")
 _SPARE_DESCRIPTORS = 8
-"""Idle connections to engines that the probes and the pool may keep."""
+"""Idle connections to engines that probes and pool may keep."""
 _BAD_LINES = ("Traceback (most recent call last)", "was never retrieved", "was never awaited", " ERROR ", " CRITICAL ")
 
 
@@ -47,7 +47,7 @@ def figures(samples: list[ProcessSample], before: ProcessSample, after: ProcessS
 
 
 def breakdown_ids(path: Path) -> Counter[str]:
-    """How often each request id is in the proxy's records."""
+    """Rows per request id in the proxy's records."""
     with path.open("rb") as lines:
         return Counter(msgspec.json.decode(line)["request_id"] for line in lines)
 
@@ -55,7 +55,7 @@ def breakdown_ids(path: Path) -> Counter[str]:
 def violations(
     seen: Seen, kills: int, stats: dict[str, Any], rows: Counter[str], measured: SoakTrends, plan: SoakPlan, log: str
 ) -> list[str]:
-    """Everything that does not hold; empty is good."""
+    """All violated checks; empty if there are none."""
     return [
         *_of_answers(seen, kills),
         *_of_ledger(stats),
@@ -72,7 +72,7 @@ def _of_answers(seen: Seen, kills: int) -> Iterable[str]:
     if not seen.ends["ok"]:
         yield "no request was answered"
     if not kills:
-        yield "no engine was killed: the run proves nothing"
+        yield "no engine was killed: the run is not valid"
 
 
 def _of_ledger(stats: dict[str, Any]) -> Iterable[str]:

@@ -49,7 +49,7 @@ def test_the_page_holds_what_the_command_computes_from_traces(name: str) -> None
 def test_a_table_is_put_between_its_marks_only() -> None:
     page = "a\n<!-- fidelity: x -->\nold\n<!-- end of x -->\nb\n"
     assert put(page, "x", "new\n") == page.replace("old", "new")
-    with pytest.raises(typer.BadParameter, match="no marks for y"):
+    with pytest.raises(typer.BadParameter, match="no markers for y"):
         put(page, "y", "new")
 
 

@@ -110,7 +110,7 @@ def test_tables_come_from_kept_results_and_go_between_the_markers(folder: Path, 
     arguments = ["--config", str(folder / "config.yaml"), "--out", str(folder / "first"), "--traces", "tiny"]
     result = CliRunner().invoke(app, [*arguments, *POLICIES, "--only-tables", "--table", str(page)])
     assert result.exit_code == 2
-    assert "needs the lines" in result.output
+    assert "must have the lines" in result.output
 
 
 def test_missing_results_are_refused_with_what_to_do(folder: Path, first: str) -> None:
@@ -228,7 +228,7 @@ def test_wrong_entrants_are_refused(texts: list[str], word: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["--loads", "high"], "numbers with commas"),
+        (["--loads", "high"], "numbers separated by commas"),
         (["--loads", "0.5,0.5"], "no value twice"),
         (["--pools", "0"], "above 0"),
         (["--fleets", "2.5"], "whole numbers"),
