@@ -1,4 +1,4 @@
-"""How near the simulator comes: the tables of its page are what the command computes, and real time agrees."""
+"""Accuracy of the simulator: the tables of its page equal the command's output, and real time agrees."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_page_holds_the_kept_costs_and_a_small_run_makes_the_same_kind(tmp_p
     cost = simulator.measure(simulator.TimedSimulation("few", None, 2, requests=40, blocks=30, repeats=1))
     assert cost.requests == 40
     assert min(cost.engines_us, cost.decision_us, cost.rest_us, cost.rss_mib) > 0
-    # The meters are off again.
+    # The meters are removed again.
     assert (OfflineRouter.route.__name__, VirtualFleet.advance.__name__) == ("route", "advance")
     assert "| few | 40 |" in simulator.markdown({"costs": [cost._asdict() | {"total_us": cost.total_us}]})
 
@@ -78,7 +78,8 @@ def test_the_command_names_its_tables_and_leaves_out_what_it_has_no_trace_for(tm
 
 
 def spread_trace() -> Trace:
-    """50 conversations of two turns, 10k to 39k tokens each: nothing hinges on which of two events comes first."""
+    """50 conversations of two turns, 10k to 39k tokens each: the result does not depend on the order of nearly
+    simultaneous events."""
     made = []
     for session in range(50):
         blocks, first = 150 + session * 61 % 300, (session + 1) << 20

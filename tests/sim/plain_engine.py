@@ -1,7 +1,8 @@
-"""The engine model spelt out block by block, step by step and request by request: what the fast one must equal.
+"""Reference engine model, block by block, step by step and request by request; the fast one must equal it.
 
-Nothing is fused, no block shares a record with another, and every step looks at every request. Slow, and meant to be
-read: vLLM's block manager, its scheduler and the hand-off, in that order. Requests, timing and holds are the model's.
+Nothing is fused, no block shares a record with another, and every step processes every request. It is slow and written
+for reading: vLLM's block manager, its scheduler and the hand-off, in that order. Requests, timing and holds are the
+model's.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class PlainPool:
 
 
 class PlainEngine:
-    """The interface of ``sim.core.engine.Engine`` as far as the comparison needs it."""
+    """The part of the interface of ``sim.core.engine.Engine`` that the comparison needs."""
 
     def __init__(self, config: EngineConfig, timing: StepTiming, transfer_seconds: TransferSeconds) -> None:
         self.config = config
@@ -365,7 +366,7 @@ class PlainEngine:
         if orphan is not None:
             self.free(orphan)
 
-    # What the comparison looks at
+    # State that the comparison reads
 
     def reuse_order(self) -> list[int | None]:
         return [self.pool.key_of[block] for block in self.pool.free]

@@ -1,4 +1,4 @@
-"""Hardware profiles: the shipped ones are what the fit makes of the points, and the engine shows what they say."""
+"""Hardware profiles: the shipped ones equal the fit of their points, and the engine reproduces their times."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def engine_for(profile: HardwareProfile) -> Engine:
 
 
 def burst(name: str, prefill: int, streams: int) -> tuple[float, float, float]:
-    """(TTFT of a prefill among decodes, burst-average TPOT of a stream, TPOT before it) as the engine plays it."""
+    """(TTFT of a prefill among decodes, burst-average TPOT of a stream, TPOT before it) in the engine."""
     fleet = VirtualFleet({"e": engine_for(load_profile(name))})
     for number in range(streams):
         fleet.submit("e", Request(f"s{number}", 1024, range(1000 * number, 1000 * number + 16), max_tokens=20_000))

@@ -1,4 +1,5 @@
-"""The virtual fleet as a driver of its own uses it: news only, nobody disturbed, no work for idle engines."""
+"""The virtual fleet's interface: only events are returned, other engines are not affected, idle engines cost
+nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_the_only_news_are_first_tokens_and_ends() -> None:
     assert fleet.next_s() == math.inf
 
 
-def test_time_passes_no_further_than_told_and_cuts_no_run() -> None:
+def test_time_stops_at_the_limit_and_cuts_no_run() -> None:
     fleet = VirtualFleet({"e": quiet_engine()})
     fleet.submit("e", keyed("a", 8, 40))
     (news,) = fleet.advance()

@@ -1,4 +1,4 @@
-"""The cache study: runs against blocks, policies against plain models of themselves, published figures found again."""
+"""The cache study: runs against blocks, policies against plain reference models, published figures reproduced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK = 16
 
 
 def trace_of(prompts: Sequence[tuple[str, Sequence[int]]], gap_s: float = 1.0) -> Trace:
-    """Requests one after the other; a block's id stands for its number and all before it."""
+    """Consecutive requests; a block's id depends on its number and all before it."""
     names: dict[tuple[int, ...], int] = {}
     requests = []
     for index, (session, blocks) in enumerate(prompts):
@@ -57,12 +57,12 @@ def test_runs_spell_every_prompt_and_no_cache_beats_the_ideal(made: list[tuple[s
         expected = cached_tokens(trace.requests, BLOCK, rule)
         assert hit_tokens(trace, tree, places, CachePolicy.INFINITE, None) == expected
         for policy in CachePolicy:
-            # A pool with room for everything loses nothing, whatever the policy.
+            # A large enough pool loses nothing under any policy.
             assert hit_tokens(trace, tree, places, policy, tree.distinct_tokens) == expected
 
 
 class BlockwiseCache:
-    """A cache block by block: the plain model that the runs must agree with. Lowest rank goes, deeper first."""
+    """Reference cache, block by block, that the runs must equal. Lowest rank is evicted first, deeper blocks first."""
 
     def __init__(self, capacity: int, rank: Callable[[int], tuple[float, ...]], pins: bool) -> None:
         self.capacity, self.rank, self.pins = capacity, rank, pins
@@ -137,7 +137,7 @@ def test_nothing_beats_the_bound_and_the_losses_add_up(
 
 
 def test_the_hot_set_is_what_the_bound_needs() -> None:
-    # Two conversations in turn, then many one-off prompts that nothing of need be kept.
+    # Two conversations in turn, then many one-off prompts, no part of which needs to be kept.
     made: list[tuple[str, list[int]]] = []
     for turn in range(1, 5):
         made += [(name, [first] + [7] * turn) for name, first in (("a", 1), ("b", 2))]
@@ -145,7 +145,7 @@ def test_the_hot_set_is_what_the_bound_needs() -> None:
     trace = trace_of(made)
     tree = build(trace)
     hot = hot_set(tree)
-    # Seen and coming again: of both conversations all but the last turn's blocks.
+    # Hot set: of both conversations all blocks but the last turn's.
     assert hot.peak_tokens == BLOCK * (4 + 4)
     places = [0] * len(made)
     unlimited = hit_tokens(trace, tree, places, CachePolicy.INFINITE, None)
@@ -183,14 +183,14 @@ def test_a_class_is_worth_its_chance_of_return_over_the_time_until_then() -> Non
     half, waiting = [0] * bins, [0] * bins
     half[3], waiting[-1] = 50, 50
     sure, coin = _density(always, [0] * bins), _density(half, waiting)
-    # Half as likely to come back at the same time, so worth half; past the only return, worth nothing.
+    # Half as likely to come back at the same time: half the density; past the only return: none.
     assert coin[0] == pytest.approx(sure[0] / 2)
     assert sure[0] == pytest.approx(1 / 1.5)
     assert sure[3] > sure[0]
     assert sure[4] == coin[4] == 0.0
 
 
-def test_what_is_not_known_yet_counts_as_the_average() -> None:
+def test_a_class_without_returns_has_the_average_density() -> None:
     returns = ReturnTimes()
     for step in range(ENOUGH_RETURNS + 1):
         returns.seen("often", 0, 2.0 * step)
@@ -260,7 +260,7 @@ def test_the_published_figures_of_public_traces(traces: Path, name: str, publish
     assert unlimited["one_cache"] == pytest.approx(chained.shared_apc)
     assert unlimited["round_robin"] == pytest.approx(chained.round_robin_apc)
     assert unlimited["sticky"] == pytest.approx(chained.sticky_apc)
-    # Chained ids hit a little less than the stored ones, by which the published figures were computed.
+    # Chained ids hit a little less than the stored ones, from which the published figures were computed.
     assert all(
         value == pytest.approx(figure, abs=0.006)
         for value, figure in zip(

@@ -1,4 +1,4 @@
-"""KV room: pools against what an engine reported, the held KV against a simulation, splits that hold and that break."""
+"""KV capacity: pools against an engine's report, the held KV against a simulation, splits that keep up or fail."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
 
 
 def test_held_kv_is_that_of_a_simulation() -> None:
-    """Poisson arrivals held for a while, looked at once in a while: mean, tail and p99 as computed."""
+    """Poisson arrivals with holding times, sampled at intervals: mean, tail and p99 as computed."""
     draw = np.random.default_rng(7)
     kv = draw.lognormal(21, 1.0, 500)
     held_s = draw.lognormal(1, 1, 500)
@@ -75,7 +75,7 @@ def test_held_kv_is_that_of_a_simulation() -> None:
     arrivals = np.sort(draw.uniform(0, horizon_s, draw.poisson(rate * horizon_s)))
     which = draw.integers(0, 500, arrivals.size)
     looks = np.arange(1000.0, horizon_s - 1000, 5.0)
-    # Held now = all that arrived less all that left.
+    # Held now = arrivals less departures.
     come = np.concatenate(([0.0], np.cumsum(kv[which])))[np.searchsorted(arrivals, looks)]
     leave_s = arrivals + held_s[which]
     order = np.argsort(leave_s)
@@ -138,7 +138,7 @@ def test_holding_from_the_arrival_takes_the_queue_on_p_to_d() -> None:
     assert arrival.hold_s is not None
     assert pull.prefill_wait_s is not None
     assert arrival.hold_s > pull.hold_s + pull.prefill_wait_s
-    # With P saturated the queue, and with it what D holds, has no end.
+    # With P saturated the queue, and with it the KV that D holds, is unbounded.
     (pull,) = assess(made(), fleet(), [(4, 4)], 2.0, hits=False)
     (arrival,) = assess(made(), fleet(Handoff.ARRIVAL), [(4, 4)], 2.0, hits=False)
     assert pull.hold_s is not None
@@ -193,5 +193,5 @@ def test_bad_options_say_what_to_do(trace_file: Path, arguments: list[str], said
     assert said in result.output.replace("\n", " ")
 
 
-def test_the_command_knows_every_hand_off() -> None:
+def test_the_command_offers_every_hand_off() -> None:
     assert tuple(each.value for each in Handoff) == HANDOFFS

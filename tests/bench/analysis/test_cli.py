@@ -1,4 +1,4 @@
-"""The command group as a whole: help, forms of output, figures, bad input, and the document it writes."""
+"""The command group: help, output formats, figures, bad input, and the document it writes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_tables_json_markdown_and_figures(command: str, trace: Path, tmp_path: P
     lines = as_markdown.stdout.splitlines()
     widths = [line.count("|") for line in lines if line.startswith("|")]
     assert len(widths) > 4
-    # The same again: nothing is drawn at random.
+    # The output is the same again: no random numbers are used.
     assert runner.invoke(cli.application(), [*given, "--markdown"]).stdout == as_markdown.stdout
     both = runner.invoke(cli.application(), [*given, "--json", "--markdown"])
     assert both.exit_code == 2
@@ -100,7 +100,7 @@ def test_bad_options_of_cache(options: list[str], said: str, trace: Path) -> Non
     assert said in result.output.replace("\n", " ")
 
 
-def test_the_command_knows_every_cache_policy() -> None:
+def test_the_command_offers_every_cache_policy() -> None:
     assert tuple(policy.value for policy in CachePolicy) == POLICIES
 
 

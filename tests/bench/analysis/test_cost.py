@@ -1,4 +1,4 @@
-"""PD cost against benefit: published points found again, both accounts, the break-even."""
+"""PD cost against benefit: published points reproduced, both models, the break-even."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def run(*arguments: str) -> Any:
 def test_the_published_benefits_at_eight_streams() -> None:
     rows = {row["prompt_tokens"]: row for row in run()["rows"]}
     assert all(row["measured"] and row["streams"] == 8 and row["pays"] for row in rows.values())
-    # Published as D x T_prefill: 1.1 s, 36 s, 456 s; the exact sum takes off what the streams would have got anyway.
+    # Published as D x T_prefill: 1.1 s, 36 s, 456 s; the exact sum subtracts the tokens that the streams would have got
+    # anyway.
     for tokens, published in ((2_048, 1.1), (32_768, 36), (131_072, 456)):
         row = rows[tokens]
         assert 8 * row["prefill_s"] == pytest.approx(published, rel=0.05)

@@ -1,4 +1,4 @@
-"""Roofline: parameters and bytes that are known, FLOPs against a count by matrices, floors below what was measured."""
+"""Roofline: known parameters and bytes, FLOPs against a count by matrices, floors below the measured times."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_bundled_sheet_loads_under_its_own_name() -> None:
         gpu = load_gpu(path.stem)
         assert gpu.name == path.stem
         assert gpu.fp8_tflops == pytest.approx(2 * gpu.bf16_tflops)
-        # What the driver shows is near the sheet's decimal gigabytes, a little more or less.
+        # The memory that the driver reports is close to the sheet's decimal gigabytes.
         assert gpu.visible_bytes / 1e9 == pytest.approx(gpu.memory_gb, rel=0.08)
 
 

@@ -1,4 +1,4 @@
-"""Anatomy of a trace: known figures of made traces, the bound on memory, the same figures streamed and loaded."""
+"""Anatomy of a trace: known figures of constructed traces, the bound on memory, equal figures streamed and loaded."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_forgetting_bounds_memory_and_never_invents_reuse(made: list[tuple[str, 
         really, really_own = unbounded.use(each.hash_ids, full, numbers[each.session_id])
         assert known <= really
         assert own <= min(known, really_own)
-        # Two generations of half the bound, and what one request adds.
+        # Two generations of half the bound, and the blocks of one request.
         assert len(bounded._young) + len(bounded._old) <= remember + 2 * 6
 
 

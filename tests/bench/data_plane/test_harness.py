@@ -1,4 +1,4 @@
-"""The data-plane benchmark's own instruments: the engine stub, the load generator, the prompts, the CPU clock."""
+"""The parts of the data-plane benchmark: engine stub, load generator, prompts, CPU clock."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_what_is_no_answer_is_an_error(load: LoadProcess) -> None:
 
 
 def test_a_refusal_is_an_error(load: LoadProcess) -> None:
-    """A server that answers 404 to everything: an engine's answers must not be taken for granted."""
+    """A server that answers 404 to every request: each answer must be checked."""
     server = subprocess.Popen(
         [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""docs/performance.md shows what the kept run says, and no more."""
+"""The generated part of docs/performance.md equals the tables of the kept run."""
 
 from __future__ import annotations
 

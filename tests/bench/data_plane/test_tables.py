@@ -1,4 +1,4 @@
-"""What is made of a run's samples: medians, ratios per round, targets, tables, exit codes."""
+"""Summaries of a run's samples: medians, ratios per round, targets, tables, exit codes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def record() -> DataPlaneRecord:
 
 
 def test_ratios_are_taken_within_rounds() -> None:
-    """The machine is ten times slower in round 1: medians of either stack alone would say something else."""
+    """The machine is ten times slower in round 1: ratios of medians would differ from the median of ratios."""
     samples = [
         sample("warmroute", 0, cpu_ms_2k=1.0),
         sample("warmroute", 1, cpu_ms_2k=30.0),
@@ -97,7 +97,7 @@ def test_the_table_of_a_recorded_run(record: DataPlaneRecord) -> None:
     ratio = ratios(record.samples, "cpu_ms_130k", "warmroute", "vllm-router-ca")
     assert ratio is not None
     assert f"{ratio.median:.2f} [{ratio.low:.2f} - {ratio.high:.2f}]" in text
-    assert "status 422" in text  # SGLang's gateway refuses token ids: said, not hidden
+    assert "status 422" in text  # SGLang's gateway rejects token ids, which the table must report
     assert "real tokenizer" in text
 
 

@@ -1,4 +1,4 @@
-"""Who is best, who is tied, how far behind, and what the tables say of it; on results made by hand."""
+"""Best and tied policies, ratios to the best, and the tables, on hand-made results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESAMPLES = 200
 
 
 def _result(cell: GridCell, label: str, seed: int, ttft_s: float, e2e_s: float, noise: float = 0.0) -> EntrantResult:
-    """Resamples scatter by ``noise`` independently of the other policies', and by 30 % together with them."""
+    """Resamples vary by ``noise`` independently of the other policies', and by 30 % together with them."""
     shared = np.random.default_rng(seed).normal(0, 0.3, RESAMPLES)
     own = np.random.default_rng([seed, *label.encode()]).normal(0, noise, RESAMPLES)
 
@@ -186,7 +186,7 @@ def test_the_tables(three_cells: list[CellFigures]) -> None:
 
 
 def _rows(text: str) -> list[tuple[str, str]]:
-    """Every row of every table with its head."""
+    """Every row of every table with its header."""
     found, head = [], ""
     for line in text.splitlines():
         if not line.startswith("|"):

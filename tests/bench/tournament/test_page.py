@@ -1,4 +1,4 @@
-"""The tournament's page holds what the configuration asks for, and what others say of it is what it says."""
+"""The tournament's page covers the configured grid, and other pages quote it correctly."""
 
 from __future__ import annotations
 

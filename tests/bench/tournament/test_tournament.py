@@ -1,4 +1,4 @@
-"""The tournament end to end: same bytes whatever the processes, resumable, and tables from kept results alone."""
+"""The tournament end to end: equal bytes for any number of processes, resumable, tables from kept results only."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_ablations_and_folds(folder: Path) -> None:
     assert "### Contribution of each idea" in text
     assert "| hotspots |" in text
     assert "### Held-out families" in text
-    # A file that no rule names is a family of its own, so there are two to hold out; the twin takes no part.
+    # A file without a rule is its own family, so there are two to hold out; the twin takes no part.
     assert "| made | `lmetric" in text
     assert "| other | `lmetric" in text
     assert "twin" not in text
@@ -193,7 +193,7 @@ def test_what_is_learned_of_times_counts_for_policies_that_look_at_it(monkeypatc
 
 
 def test_a_policy_that_never_names_the_costs_cannot_see_them(folder: Path) -> None:
-    """So its kept results stay good when the learning changes: a prefill that teaches nonsense changes nothing."""
+    """Its kept results therefore stay valid when the learning changes: a wrong prefill observation has no effect."""
     stage = Arena(read_settings(folder / "config.yaml"), folder / "traces").stage(
         GridCell(trace="tiny", load=0.8, pool=1.0, fleet=2), seed=1
     )

@@ -1,4 +1,4 @@
-"""What a cell is: capacity, saturation, hot set and the stretch of the trace, on traces made by hand."""
+"""A cell's capacity, saturation, hot set and stretch of the trace, on hand-made traces."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_prefilling_instance_is_busy_for_its_chunks() -> None:
     work = mean_work([(65_536, 0, 1)], PROFILE)
     chunks = [TIMING.chunk(8192, 8192 * n) for n in range(8)]
     steps = sum(TIMING.mixed(chunk_s, 0, 0) for chunk_s in chunks)
-    # Beside it the engine decodes for 64 streams, whose contexts are the prompt itself.
+    # Meanwhile the engine decodes 64 streams, whose contexts are the prompt itself.
     streams = 8 * (TIMING.mixed_stream_s * 64 + TIMING.decode_context_s * 64 * 65_536.5)
     assert busy_s(work, PROFILE, 64.0) == pytest.approx(steps + streams, rel=1e-6)
 
@@ -95,7 +95,7 @@ def test_the_batch_grows_with_load_and_makes_the_rate() -> None:
     assert 1 <= streams[0] < streams[-1] < PROFILE.max_num_seqs
     at = pace(work, PROFILE, 0.8)
     assert 1 / busy_s(work, PROFILE, at.streams) == pytest.approx(0.8 * saturation(work, PROFILE))
-    # Little's law: streams = rate x how long a request decodes.
+    # Little's law: streams = rate x decode time of a request.
     assert at.streams == pytest.approx(0.8 * saturation(work, PROFILE) * at.token_s * 300)
     assert pace(work, PROFILE, 1.2) == pace(work, PROFILE, 0.9)
 
@@ -118,7 +118,7 @@ def test_common_blocks_are_hot_once_and_copies_have_blocks_of_their_own(talks: T
     rate = 1000 * line.requests / alive_s / (8 * 0.8)
     tokens = 8 * hot_set_tokens(line, rate)
     alive = 4000  # 1,000 repetitions of the trace are alive at a time, four sessions each
-    # A session holds 4, 8 or 12 blocks of its own, depending on its turn.
+    # A session holds 4, 8 or 12 own blocks, depending on its turn.
     assert alive * 4 * BLOCK < tokens < alive * 12 * BLOCK
     assert tokens % BLOCK == pytest.approx(0.0, abs=BLOCK)
 
@@ -148,7 +148,7 @@ def test_a_stretch_starts_in_mid_stream_and_is_judged_in_the_middle(talks: Trace
     assert len(warmed) == workload.warming > 0
     begins_s = min(turns[1].timestamp_s for turns in warmed)
     for turns in warmed:
-        # The warming turn is the one before the first of the stretch: its prompt is that turn's beginning.
+        # The warming turn is the one before the first of the stretch: its prompt is a prefix of that turn's.
         assert len(turns) > 1
         assert list(turns[1].hash_ids[: len(turns[0].hash_ids)]) == list(turns[0].hash_ids)
         assert len(turns[1].hash_ids) == len(turns[0].hash_ids) + 4

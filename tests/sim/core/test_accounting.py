@@ -1,4 +1,4 @@
-"""Whatever happens to an engine in whatever order, every block has exactly the owners that reference it."""
+"""Property test: after any sequence of operations every block has exactly the owners that reference it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.sim.sim_engines import accounted, d_leg, drain, make_engine, make_req
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Submits, aborts, steps, interrupts, pulls and lets time pass at random on a pool that is too small."""
+    """Random submits, aborts, steps, interrupts, pulls and waits on a pool that is too small."""
 
     @initialize(policy=st.sampled_from(list(LoadFailurePolicy)))
     def start(self, policy: LoadFailurePolicy) -> None:
@@ -115,7 +115,7 @@ class EngineMachine(RuleBasedStateMachine):
             engine.abort(name)
         for pull in self.pulls + engine.take_pulls():
             engine.finish_pull(pull.request_id)
-        # One more step, later than any hold lasts, and only blocks of pulls that failed silently may be missing.
+        # After one more step, later than any hold lasts, only blocks of silently failed pulls may be missing.
         self.now_s += 1000.0
         if engine.state().leaked_blocks < engine.config.num_blocks:
             engine.submit(make_request("last", [9]), self.now_s)

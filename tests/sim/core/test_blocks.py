@@ -8,7 +8,7 @@ from sim.core.blocks import BlockPool, Holding
 
 
 class KeyListPool(BlockPool):
-    """A pool whose calls take whole key lists, as one request after the other makes them."""
+    """A pool whose calls take whole key lists, as consecutive requests make them."""
 
     def take(self, *keys: int, count: int | None = None) -> Holding:
         """Allocate a block per key (or ``count``) and publish them."""

@@ -1,4 +1,4 @@
-"""KV hand-off between engines in virtual time: what works, and each way in which it does not."""
+"""KV hand-off between engines in virtual time: the successful case and each failure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def settle(fleet: VirtualFleet, until_s: float = 2000.0) -> list[TokenEvent]:
 
 
 def step_once(engine: Engine, now_s: float) -> None:
-    """Any work makes an engine step."""
+    """Make an engine step by giving it a small request."""
     engine.submit(make_request(f"work-{now_s}", range(900, 904)), now_s)
     drain(engine, now_s)
 
@@ -88,7 +88,7 @@ def test_p_keeps_the_blocks_until_they_are_pulled_and_it_steps() -> None:
     assert p.state().free_blocks == 64
 
 
-def test_what_nobody_pulls_expires_and_goes_when_p_steps() -> None:
+def test_a_hold_that_is_not_pulled_expires_and_is_freed_when_p_steps() -> None:
     fleet = pair(abort_timeout_s=480.0)
     run_p_leg(fleet)
     p = fleet.engines["p"]
@@ -150,7 +150,7 @@ def test_a_broken_pull_hangs_and_leaks_by_default(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_pull_fails_or_is_recomputed_when_told_to(case: str) -> None:
+def test_a_broken_pull_fails_or_is_recomputed_by_policy(case: str) -> None:
     for policy, outcome in ((LoadFailurePolicy.FAIL, "error"), (LoadFailurePolicy.RECOMPUTE, "length")):
         fleet = pair(load_failure_policy=policy, abort_timeout_s=60.0)
         run_p_leg(fleet)
@@ -158,7 +158,7 @@ def test_a_broken_pull_fails_or_is_recomputed_when_told_to(case: str) -> None:
         events = settle(fleet)
         assert [event.finish_reason for event in events if event.finish_reason] == [outcome]
         assert {event.cached_tokens for event in events} == {0}
-        # A transfer that P may yet come to know is given up only after the abort timeout.
+        # A transfer id that P may still get to hold is given up only after the abort timeout.
         waited = events[0].time_s > 60.0
         assert waited == (case == "unknown transfer")
         assert fleet.engines["d"].state().free_blocks == 64

@@ -1,4 +1,4 @@
-"""What a simulated engine reports of its cache is what its cache holds."""
+"""KV events of a simulated engine match the content of its cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.sim.sim_engines import BLOCK, drain, keys_of, make_engine, make_reque
 
 
 def follow(engine: Engine, copies: Counter[int]) -> None:
-    """Apply what was reported since the last call, checking that tokens and parents give the reported keys."""
+    """Apply the events since the last call, checking that tokens and parents give the reported keys."""
     for event in engine.take_kv_events():
         if isinstance(event, BlocksStored):
             assert len(event.tokens) == len(event.keys) * BLOCK * 4
@@ -47,7 +47,7 @@ def test_reports_add_up_to_the_cache_under_eviction_and_sharing(seed: int) -> No
     assert engine.state().evictions > 0
 
 
-def test_a_reset_is_reported_and_nothing_is_kept_for_nobody() -> None:
+def test_a_reset_is_reported_and_nothing_is_kept_without_a_reader() -> None:
     engine = make_engine()
     engine.submit(make_request("quiet", range(20)), 0.0)
     drain(engine)

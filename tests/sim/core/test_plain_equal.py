@@ -1,4 +1,4 @@
-"""The fast engine is the plain one: same times, tokens, hits, evictions and queue, whatever happens to a fleet."""
+"""The fast engine equals the plain one: same times, tokens, hits, evictions and queue in random fleet workloads."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Case(NamedTuple):
     timing: StepTiming
 
 
-# No round numbers: sums of equal times in another order would tie with each other but for the last bit.
+# No round numbers: sums of equal times in another order would differ only in the last bit.
 UNEVEN = TIMING._replace(decode_s=0.0100371, decode_context_s=1.0739e-6, prefill_s=0.0010173, prefill_token_s=0.0010297)
 TIMINGS = (
     UNEVEN,
     UNEVEN._replace(frontend_s=0.05, frontend_token_s=0.001, decode_experts_s=0.004, mixed_stream_s=0.001),
-    # The floor counts for short chunks only.
+    # The floor applies to short chunks only.
     UNEVEN._replace(prefill_floor_s=0.02, prefill_context_s=1e-4),
 )
 SPECS = st.builds(
@@ -76,7 +76,7 @@ CASES = st.builds(
 
 
 def request_of(number: int, spec: Spec) -> Request:
-    """Prompts of a family share their beginning; equal ones generate equal text."""
+    """Prompts of a family share their prefix; equal prompts generate equal text."""
     name, ids = f"r{number}", [spec.family] * spec.length + [100 + spec.own] * (spec.own % 5)
     other = NAMES[spec.engine == NAMES[0]]
     if spec.kind == "keyed":
@@ -90,25 +90,25 @@ def request_of(number: int, spec: Spec) -> Request:
 
 
 class StaggeredFleet(VirtualFleet):
-    """A fleet in which every D waits for an unknown transfer a little longer than the last one: for the same reason."""
+    """A fleet in which every D waits for an unknown transfer a little longer than the last one, which avoids ties."""
 
     def _ask(self, name: str, pull: Pull, gives_up_s: float) -> None:
         super()._ask(name, pull, gives_up_s + 7.31e-5 * (int(pull.request_id[1:]) + 1))
 
 
 class ObservedRun(NamedTuple):
-    """Everything that can be seen of a run."""
+    """All observable results of a run."""
 
     tokens: dict[str, list[tuple[float, int]]]
     ends: dict[str, tuple[float, str | None, int, str | None]]
     firsts: dict[str, float]
     free_blocks: list[tuple[int, ...]]
-    """Of each engine, whenever somebody looked."""
+    """Free blocks of each engine at each observation."""
     end_s: float
 
 
 def free_blocks(engine: Any, now_s: float) -> int:
-    """As of now, in the midst of a run as well."""
+    """Free blocks at ``now_s``, also during a run of steps."""
     if isinstance(engine, PlainEngine):
         return len(engine.pool.free)
     engine.catch_up(now_s)
@@ -118,7 +118,8 @@ def free_blocks(engine: Any, now_s: float) -> int:
 def play(
     case: Case, kind: type[Any], until_s: list[float], looks_s: list[float], **options: Any
 ) -> tuple[ObservedRun, dict[str, Any]]:
-    """Run a workload on engines of one kind, stopping (and so cutting runs) at ``until_s``, looking at ``looks_s``."""
+    """Run a workload on engines of one kind, stopping (and so cutting runs) at ``until_s``, observing at
+    ``looks_s``."""
     engines = {
         name: kind(
             EngineConfig(
@@ -187,7 +188,7 @@ def assert_same(plain: ObservedRun, fast: ObservedRun, every_token: bool) -> Non
     if not every_token:
         return
     for name, events in fast.tokens.items():
-        # The last token of a run is there when the run ends; the plain engine had as many by then.
+        # The last token of a run is available when the run ends; the plain engine has the same number then.
         seen = 0
         for at_s, count in events:
             seen += count
@@ -255,7 +256,7 @@ def test_the_workloads_of_the_comparison_reach_the_corners() -> None:
 
 
 def test_a_transfer_is_unknown_to_the_wrong_engine_even_when_the_right_one_holds_it() -> None:
-    """Only P's own news of a transfer answers those who asked P."""
+    """Only P's own hold of a transfer answers the pulls sent to P."""
     request = d_leg("d", range(30), "t", "a")
     for kind in (PlainEngine, Engine):
         config = EngineConfig(64, BLOCK, max_model_len=256, engine_id="a", load_failure_policy=LoadFailurePolicy.FAIL)

@@ -16,7 +16,7 @@ from tests.sim.sim_engines import BLOCK, TIMING, accounted, drain, keys_of, make
 
 
 def plan_of(engine: Engine) -> tuple[list[str], list[tuple[str, int, int]]]:
-    """What the step in flight computes: names of decodes; (name, new tokens, context) of chunks."""
+    """Work of the step in flight: names of decodes; (name, new tokens, context) of chunks."""
     step = engine._step
     assert step is not None
     chunks = [(sequence.request.request_id, count, before) for sequence, count, before in step.plan.chunks]

@@ -1,4 +1,4 @@
-"""Recordings against the simulator: the simulator's own run comes out as it was, and what cannot be used is refused."""
+"""Re-simulation of recordings: the simulator reproduces its own run, and unusable recordings are rejected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 
 @pytest.fixture(scope="module")
 def run(trace: Trace) -> Run:
-    """Busy enough that requests wait for each other, and with some prefills offloaded."""
+    """A run with load high enough that requests queue, and with some prefills offloaded."""
     options = SimOptions(instances=3, plan=PlanOptions(time_scale=8.0), role=Role.KV_BOTH, transport="nvlink")
     planner = make_planner("threshold", {"min_decode_requests": 0})
     return simulate(trace, options, make_routing("linear", {}), planner).run

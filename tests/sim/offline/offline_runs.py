@@ -15,7 +15,7 @@ from sim.offline.simulate import SimOptions, SimResult, simulate
 
 BLOCK = 64
 ROOMY_TOKENS = 4_000_000
-"""A pool that evicts nothing here."""
+"""A pool large enough that these runs evict nothing."""
 
 
 def agents(requests: int = 250, *, rate_per_s: float = 3.0, seed: int = 1, length_scale: float = 0.3) -> Trace:
@@ -53,13 +53,13 @@ def trace_of(*sessions: list[TraceRequest]) -> Trace:
 
 
 def run(trace: Trace, policy: str = "lmetric", planner: str = "never", params: Any = None, **options: Any) -> SimResult:
-    """Simulate on four instances unless told otherwise."""
+    """Simulate, by default on four instances."""
     settings = SimOptions(**{"instances": 4, **options})
     return simulate(trace, settings, make_routing(policy), make_planner(planner, params))
 
 
 def lines(result: SimResult) -> bytes:
-    """The run file's bytes, and the decisions'."""
+    """The bytes of the run file and of the decisions."""
     header, records, end = result.run
     assert end is not None
     written = b"".join(encode_line(each) for each in (header, *records, end))

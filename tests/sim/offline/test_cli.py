@@ -131,7 +131,9 @@ def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:
         (["--stream", "--max-inflight-sessions", "3"], "--max-inflight-sessions"),
     ],
 )
-def test_bad_input_is_told_and_leaves_no_file(trace: Path, tmp_path: Path, options: list[str], message: str) -> None:
+def test_bad_input_is_reported_and_leaves_no_file(
+    trace: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
     run = tmp_path / "run.jsonl"
     said = call("simulate", trace, "-o", run, *options, code=2)
     assert message in " ".join(said.split())
@@ -162,7 +164,7 @@ def test_what_fails_half_way_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_defaults_agree_wherever_they_are_written() -> None:
-    """The command's options, the setup they make and the library's own options."""
+    """Equal defaults in the command's options, the setup and the library's options."""
     setup = {field.name: field.default for field in msgspec.structs.fields(Setup) if field.name != "trace"}
     command = {name: parameter.default for name, parameter in inspect.signature(simulate_command).parameters.items()}
     shared = setup.keys() & command.keys()

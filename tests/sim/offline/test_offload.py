@@ -1,4 +1,4 @@
-"""Offloads in virtual time: both legs, the lessons learned from them, and every way in which a hand-off fails."""
+"""Offloads in virtual time: both legs, learning from them, and every failure of a hand-off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.sim.offline.offline_runs import agents, conversation, run, trace_of
 HEAVY = trace_of(conversation((0.0, 500, 20), (60.0, 520, 20)))
 """32k tokens, then a few more."""
 ALWAYS = {"min_decode_requests": 0}
-"""Offload whatever is heavy, though D be idle."""
+"""Offload every heavy request, even if D is idle."""
 
 
 def offloads(result: SimResult) -> Counter[str]:
@@ -37,7 +37,7 @@ def test_a_heavy_prefill_runs_on_p_and_d_pulls_it() -> None:
     assert record.prefill_instance == first["prefill_instance"]
     assert (record.cached_tokens, record.predicted_cached_tokens) == (0, 0)
     assert record.completion_tokens == 20
-    # What D pulled is in its cache: the next turn finds it there.
+    # The blocks that D pulled are in its cache, where the next turn finds them.
     assert second["instance"] == first["instance"]
     assert result.run.records[1].cached_tokens == 500 * 64
     producer = next(row for row in result.instances if row.instance == first["prefill_instance"])
@@ -89,16 +89,16 @@ def test_a_leg_that_is_late_falls_back_and_is_counted_by_its_reason(bounds: dict
 
 @pytest.mark.parametrize("abandoned_s", [0.05, 1000.0])
 def test_a_pull_that_was_given_up_ends_by_its_first_token_or_its_bound(abandoned_s: float) -> None:
-    """Afterwards D owes nobody anything: all of its blocks can be used again."""
+    """Afterwards all of D's blocks are free."""
     bounds = HandOffBounds(first_token_timeout_s=0.01, abandoned_s=abandoned_s)
     result = run(HEAVY, "session_sticky", "threshold", ALWAYS, role=Role.KV_BOTH, instances=2, bounds=bounds)
     assert [record.ok for record in result.run.records] == [True, True]
     decode = next(row for row in result.instances if row.instance == result.run.records[0].instance)
-    # The two turns and the leg that was stopped.
+    # The two turns and the stopped leg.
     assert decode.requests == 3
 
 
-def test_a_consumer_that_refuses_the_prompt_is_told_from_one_that_fails() -> None:
+def test_a_consumer_that_rejects_the_prompt_differs_from_one_that_fails() -> None:
     result = run(
         trace_of(conversation((0.0, 500, 5))),
         "least_loaded",

@@ -1,4 +1,4 @@
-"""The offline router against the proxy's own, driven by the same simulation in the same order: one run, twice."""
+"""The offline router against the proxy's router: one simulation run with each gives equal results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRACE = agents(160, rate_per_s=20.0, length_scale=0.15)
 
 
 class LiveRouter:
-    """The proxy's router on virtual time. It reads real bodies of token ids, where the other is given block ids."""
+    """The proxy's router on virtual time. It reads real bodies of token ids; the offline router gets block ids."""
 
     def __init__(self, trace: Trace, fleet: VirtualFleet, options: SimOptions, policy: str, planner: str) -> None:
         self._fleet = fleet

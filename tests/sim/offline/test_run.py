@@ -1,4 +1,5 @@
-"""Offline simulation: every request once, the closed loop, equal seeds equal bytes, the router's books in order."""
+"""Offline simulation: each request sent once, the closed loop, equal bytes for equal seeds, a consistent router
+state."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_the_plan_may_be_made_beforehand() -> None:
 
 
 def test_turns_follow_one_another_as_a_replay_sends_them() -> None:
-    """Every due time can be computed again from the records: this is the whole of the closed loop."""
+    """Every due time can be recomputed from the records."""
     options = PlanOptions(time_scale=3.0, think_scale=2.0, idle_gap_cap_s=5.0)
     plan = make_plan(AGENTS, options)
     sessions = by_session(run(AGENTS, plan=options).run.records)
@@ -107,8 +108,8 @@ def test_sessions_wait_for_slots_in_order_of_arrival() -> None:
     assert sum((record.ttft_scheduled_s or 0.0) > (record.ttft_s or 0.0) for record in firsts) > 10
 
 
-def test_with_room_for_everything_the_router_knows_what_is_cached() -> None:
-    """Without eviction the shadow index errs only where two requests compute one prefix side by side."""
+def test_without_eviction_the_router_predicts_cached_tokens_exactly() -> None:
+    """Without eviction the shadow index is wrong only if two requests compute one prefix concurrently."""
     records = run(AGENTS, "session_sticky", pool_tokens=ROOMY_TOKENS).run.records
     wrong = [record for record in records if record.predicted_cached_tokens != record.cached_tokens]
     assert sum(record.cached_tokens or 0 for record in records) > 0
@@ -124,7 +125,7 @@ def test_in_a_small_pool_the_shadow_index_errs_as_it_does_live() -> None:
     assert all(result.index_blocks[row.instance] <= row.total_blocks for row in result.instances)
 
 
-def test_a_prompt_that_fits_no_instance_is_refused_and_its_session_goes_on() -> None:
+def test_a_prompt_that_fits_no_instance_is_refused_and_its_session_continues() -> None:
     turns = conversation((0.0, 10, 5), (5.0, 100, 5), (10.0, 12, 5))
     result = run(trace_of(turns), pool_tokens=50 * 64)
     first, second, third = by_session(result.run.records)["s"]
@@ -216,8 +217,8 @@ def test_the_bounds_are_the_proxys_defaults() -> None:
 @pytest.mark.traces
 @pytest.mark.parametrize(("policy", "published_apc"), [("session_sticky", 0.622), ("round_robin", 0.199)])
 def test_a_public_trace_hits_as_published(policy: str, published_apc: float) -> None:
-    """With room for all of it: what eight caches that forget nothing have by this routing (round-robin's hits depend on
-    the order in which turns of different sessions come, which is not quite the trace's)."""
+    """Without eviction: the hit rate of eight unlimited caches under this routing (round robin's depends on the order
+    of turns of different sessions, which differs slightly from the trace's)."""
     folder = Path(os.environ.get("WARMROUTE_TRACES") or Path(__file__).parents[4] / "shared" / "traces")
     path = folder / "agentic" / "derived_glm_like_sample1k.jsonl.gz"
     if not path.is_file():
@@ -244,7 +245,7 @@ def test_a_public_trace_hits_as_published(policy: str, published_apc: float) -> 
 def test_whatever_the_load_all_is_recorded_and_released(
     sessions: list[list[tuple[float, int, int]]], pool_blocks: int, max_num_seqs: int, policy: str
 ) -> None:
-    """Pools too small for a prompt, preemption, queues: nobody is lost and nothing is left behind."""
+    """With pools too small for a prompt, preemption and queues, every request has a record and no lease remains."""
     made = []
     for number, turns in enumerate(sessions):
         at_s, placed = 0.0, []

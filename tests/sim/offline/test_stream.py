@@ -1,4 +1,4 @@
-"""Traces read as they are used: the same run as from memory, and little of it in memory at a time."""
+"""Streamed traces: the same run as from memory, with a bounded part of the trace in memory."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_any_closed_loop_is_the_same_streamed(
     assert streamed(trace, iter(trace.requests), options, look_ahead_s=10_000.0)[0] == whole
 
 
-def test_no_more_is_read_than_the_window_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read ahead lies within the look-ahead of what is due next, but for one request."""
+def test_no_more_is_read_than_the_window_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests read ahead, except one, are within the look-ahead of the next due turn."""
     read: list[float] = []
     checked = 0
     next_s = StreamedLoop.next_s

@@ -1,4 +1,4 @@
-"""Sweeps: every combination once, the same files however they are run, one bad point spoils no other."""
+"""Sweeps: every combination once, the same files for every executor, a failed point does not affect others."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_processes_and_one_process_write_the_same(trace: Path, tmp_path: Path) -
         assert len(run.records) == each["figures"]["requests"] == each["figures"]["ok"] == 60
 
 
-def test_a_point_that_fails_is_told_and_the_others_go_on(trace: Path, tmp_path: Path) -> None:
+def test_a_point_that_fails_is_reported_and_the_others_continue(trace: Path, tmp_path: Path) -> None:
     base = Setup(trace=str(trace), instances=3)
     points = points_of(base, ["time-scale=1,-1"])
     results = run_sweep(points, base, tmp_path / "out", in_processes(1), lambda *_: None)
@@ -120,8 +120,8 @@ def test_nothing_is_written_over(trace: Path, tmp_path: Path) -> None:
         run_sweep(points_of(base, ["seed=1"]), base, tmp_path, in_processes(1), lambda *_: None)
 
 
-def test_a_process_that_dies_is_told(trace: Path, tmp_path: Path) -> None:
-    """The seam between a sweep and what runs its points: results come in any order, errors in place of figures."""
+def test_a_process_that_dies_is_reported(trace: Path, tmp_path: Path) -> None:
+    """An executor may return results in any order, with errors in place of figures."""
 
     def execute(points: Sequence[Point]) -> Iterator[tuple[Point, PointResult]]:
         yield points[1], simulate_point(points[1].setup)

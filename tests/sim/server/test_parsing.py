@@ -1,4 +1,4 @@
-"""Request bodies: what they mean to the engine, and what is refused in which words."""
+"""Request bodies: the engine request they become, and the messages of rejected ones."""
 
 from __future__ import annotations
 
