@@ -158,11 +158,11 @@ def _measured(arm: KeptArm) -> str:
     fell_back = Counter(
         row["offload_reason"] for row in arm.rows if (row.get("offload_reason") or "").startswith("fell_back")
     )
-    told = ", ".join(f"{count} {reason.removeprefix('fell_back_')}" for reason, count in sorted(fell_back.items()))
+    parts = ", ".join(f"{count} {reason.removeprefix('fell_back_')}" for reason, count in sorted(fell_back.items()))
     return (
         f"| `{arm.note.planner}` | {arm.repeat} | {summary.ok}/{summary.requests} "
         f"| {_pair(total.ttft_s, 3)} | {_pair(total.tpot_s, 1, 1e3)} | {_pair(total.e2e_s, 2)} "
-        f"| {apc} | {summary.offloaded} | {told or '0'} |"
+        f"| {apc} | {summary.offloaded} | {parts or '0'} |"
     )
 
 
@@ -179,12 +179,12 @@ def _difference(pairs: Sequence[tuple[KeptArm, KeptArm]], title: str) -> str:
 
 def _predictions(arm: KeptArm) -> str:
     """Accuracy of the cost models' predictions for the legs of this arm's hand-offs."""
-    told = []
+    parts = []
     for leg in ("prefill", "transfer"):
         legs = [row["legs"][leg] for row in arm.rows if leg in row.get("legs", {})]
         ratios = [each["actual_s"] / each["predicted_s"] for each in legs if each["predicted_s"] > 0]
         if ratios:
             off = exp(median(abs(log(ratio)) for ratio in ratios))
             took = median(each["actual_s"] for each in legs)
-            told.append(f"{leg} leg median {took:.2f} s, predicted within a factor of {off:.2f} in half the cases")
-    return f"- `{arm.note.planner}`, {arm.repeat}: {'; '.join(told)}." if told else ""
+            parts.append(f"{leg} leg median {took:.2f} s, predicted within a factor of {off:.2f} in half the cases")
+    return f"- `{arm.note.planner}`, {arm.repeat}: {'; '.join(parts)}." if parts else ""

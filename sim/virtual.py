@@ -44,7 +44,7 @@ class VirtualFleet:
         self._unanswered: dict[int, tuple[str, Pull, float]] = {}
         """(D, pull, time at which D gives up) by number of the placeholder transfer: pulls whose id P does not hold
         yet."""
-        self._askers: dict[str, list[int]] = {}
+        self._waiting_pulls: dict[str, list[int]] = {}
         """Numbers of unanswered pulls by transfer id."""
         self._count = 0
         self._horizon_s = math.inf
@@ -68,7 +68,7 @@ class VirtualFleet:
         member = self._members[engine]
         known = member.engine.abort(request_id, self.now_s)
         if known:
-            self._look_after(member)
+            self._reschedule(member)
         return known
 
     def next_s(self) -> float:
@@ -136,12 +136,12 @@ class VirtualFleet:
                 for event in engine.end_step():
                     news.append((member.name, event))
                     if event.transfer_id is not None:
-                        self._ask_again(event.transfer_id)
+                        self._retry_pulls(event.transfer_id)
                 end_s = None
             if end_s is None:
                 engine.begin_step(now_s, self._horizon_s)
                 for pull in engine.take_pulls():
-                    self._ask(member.name, pull, now_s + engine.config.abort_timeout_s)
+                    self._request_pull(member.name, pull, now_s + engine.config.abort_timeout_s)
             self._set_wake(member)
         return news
 
@@ -157,7 +157,7 @@ class VirtualFleet:
             if at_s != math.inf:
                 heapq.heappush(self._wakes, (at_s, member.name, member))
 
-    def _look_after(self, member: _Member) -> None:
+    def _reschedule(self, member: _Member) -> None:
         """Reschedule an engine at its next step boundary after a change from outside."""
         member.engine.interrupt(self.now_s)
         if member.engine.step_end_s is not None:
@@ -175,9 +175,9 @@ class VirtualFleet:
             event = member.engine.fail_pull(request_id, self.now_s)
             if event is not None:
                 news.append((name, event))
-        self._look_after(member)
+        self._reschedule(member)
 
-    def _ask(self, name: str, pull: Pull, gives_up_s: float) -> None:
+    def _request_pull(self, name: str, pull: Pull, gives_up_s: float) -> None:
         """Send D's pull request to P. If P does not hold the transfer yet, D waits for it until it gives up."""
         params = pull.params
         source_name = params.remote_bootstrap_addr or ""
@@ -198,14 +198,14 @@ class VirtualFleet:
         if failure is PullFailure.UNKNOWN_TRANSFER:
             done_s = gives_up_s
             self._unanswered[self._count] = (name, pull, gives_up_s)
-            self._askers.setdefault(params.transfer_id or "", []).append(self._count)
+            self._waiting_pulls.setdefault(params.transfer_id or "", []).append(self._count)
         elif failure is not None:
             done_s = self.now_s + failure_delay_s(failure, self.engines[name].config.abort_timeout_s)
         heapq.heappush(self._transfers, (done_s, self._count, name, pull.request_id, failure))
 
-    def _ask_again(self, transfer_id: str) -> None:
+    def _retry_pulls(self, transfer_id: str) -> None:
         """Answer the pulls that were waiting for a transfer that P has just begun to hold."""
-        for number in self._askers.pop(transfer_id, ()):
-            asked = self._unanswered.pop(number, None)
-            if asked is not None:
-                self._ask(*asked)
+        for number in self._waiting_pulls.pop(transfer_id, ()):
+            waiting = self._unanswered.pop(number, None)
+            if waiting is not None:
+                self._request_pull(*waiting)

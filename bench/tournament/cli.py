@@ -149,14 +149,14 @@ def _play(
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"{len(jobs)} cells x seeds, {len(entrants)} policies", total=len(jobs))
 
-        def told(done: Done) -> None:
+        def on_done(done: Done) -> None:
             spent.setdefault(done.job.cell.fleet, []).append(done)
             progress.advance(task)
             count = sum(map(len, spent.values()))
             if not console.is_terminal and (count % 50 == 0 or count == len(jobs)):
                 console.print(f"{count} of {len(jobs)} cells x seeds", highlight=False)
 
-        play_all(jobs, settings, folder, out, entrants, processes, told)
+        play_all(jobs, settings, folder, out, entrants, processes, on_done)
     _tell_cost(spent, console)
     return names
 

@@ -118,7 +118,7 @@ def play_all(
     out: Path,
     entrants: Sequence[Entrant],
     processes: int,
-    told: Callable[[Done], None],
+    on_done: Callable[[Done], None],
 ) -> None:
     """Measure the traces and run all jobs; an error in one ends the others, and finished results are kept.
 
@@ -129,7 +129,7 @@ def play_all(
         out: Folder of results.
         entrants: The policies.
         processes: Number of processes; 1: this process.
-        told: Called with each job that ends, in the order in which they end.
+        on_done: Called with each job that ends, in the order in which they end.
     """
     names = sorted({job.cell.trace for job in jobs})
     if processes == 1:
@@ -137,7 +137,7 @@ def play_all(
         for name in names:
             player.learn(name)
         for job in jobs:
-            told(player.play(job))
+            on_done(player.play(job))
         return
     pool = ProcessPoolExecutor(
         max_workers=processes,
@@ -148,7 +148,7 @@ def play_all(
     try:
         measured = [pool.submit(_learn, name) for name in names]
         for future in as_completed(pool.submit(_play, job) for job in jobs):
-            told(future.result())
+            on_done(future.result())
         for each in measured:
             each.result()
     finally:

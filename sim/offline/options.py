@@ -68,10 +68,10 @@ class SimOptions:
     pool_tokens: int | None = None
     """KV pool of each instance; None: the profile's."""
     seed: int = 0
-    """Of the noise; without noise it changes nothing but the header."""
+    """Seed of the noise; without noise it changes only the header."""
     plan: PlanOptions = field(default_factory=PlanOptions)
     role: Role = Role.NONE
-    """Of every instance; offloads need ``kv_both`` (or ``prefill_instances``)."""
+    """Role of every instance; offloads need ``kv_both`` (or ``prefill_instances``)."""
     prefill_instances: int = 0
     """Above 0: this many instances only prefill (kv_producer), the others only decode (kv_consumer)."""
     max_inflight_sessions: int | None = None
@@ -87,7 +87,7 @@ class SimOptions:
     transport: str | None = None
     """How KV moves between instances; None: the profile's default."""
     recent_half_life_s: float = 30.0
-    """Of the ledger's recently-assigned term (the proxy's ``ledger.recent_half_life_s``)."""
+    """Half-life of the ledger's recently-assigned term (the proxy's ``ledger.recent_half_life_s``)."""
     probe_interval_s: float = 2.0
     """Interval at which the router reads the engines' KV usage (the proxy's ``health.interval_s``)."""
     bounds: HandOffBounds = field(default_factory=HandOffBounds)

@@ -93,7 +93,7 @@ class Puller:
             driver.end_pull(pull.request_id, arrived=False)
             return
         timeout_s = driver.engine.config.abort_timeout_s
-        reply = await self._ask(pull, timeout_s / driver.clock.time_scale + _GRACE_S)
+        reply = await self._request_pull(pull, timeout_s / driver.clock.time_scale + _GRACE_S)
         # P has itself waited for a transfer id that it does not hold.
         if reply.failure is None:
             wait_s = reply.seconds
@@ -104,7 +104,7 @@ class Puller:
         await asyncio.sleep(wait_s / driver.clock.time_scale)
         driver.end_pull(pull.request_id, arrived=reply.failure is None)
 
-    async def _ask(self, pull: Pull, timeout_s: float) -> PullReply:
+    async def _request_pull(self, pull: Pull, timeout_s: float) -> PullReply:
         import aiohttp
 
         params = pull.params

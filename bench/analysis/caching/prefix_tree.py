@@ -1,4 +1,4 @@
-"""A trace's prompts as a tree of block runs: the runs are cut wherever a prompt ends or two prompts part.
+"""A trace's prompts as a tree of block runs: the runs are cut where a prompt ends or two prompts diverge.
 
 Every request that uses one block of a run uses all of them, so a cache policy that orders blocks by their use can treat
 a run as one unit. A trace has about one run for each request, whatever the prompts' lengths.

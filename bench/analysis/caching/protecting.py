@@ -6,7 +6,7 @@ al., NSDI 2018, which does this for single objects). Both depend on how many tur
 on how long it has been idle, so that first turns, many of which have no second one, are evicted before the history of a
 long conversation. The policy learns from the gaps this cache has seen: per class of blocks, the share of those idle
 for so long that came back in the next stretch of time (Kaplan-Meier, so sessions still waiting count for as long as
-they waited). Blocks that two sessions have used are a class of their own.
+they waited). Blocks that two sessions have used form a separate class.
 """
 
 from __future__ import annotations

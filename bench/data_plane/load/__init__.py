@@ -1,4 +1,4 @@
-"""The load generator: a process of its own with its HTTP client, its job format and its prompts.
+"""The load generator: a separate process with its HTTP client, job format and prompts.
 
 May import ``bench.data_plane.stub.answers`` (the wire format it checks) and nothing of the proxy under test.
 """

@@ -92,8 +92,8 @@ def request_of(number: int, spec: Spec) -> Request:
 class StaggeredFleet(VirtualFleet):
     """A fleet in which every D waits for an unknown transfer a little longer than the last one, which avoids ties."""
 
-    def _ask(self, name: str, pull: Pull, gives_up_s: float) -> None:
-        super()._ask(name, pull, gives_up_s + 7.31e-5 * (int(pull.request_id[1:]) + 1))
+    def _request_pull(self, name: str, pull: Pull, gives_up_s: float) -> None:
+        super()._request_pull(name, pull, gives_up_s + 7.31e-5 * (int(pull.request_id[1:]) + 1))
 
 
 class ObservedRun(NamedTuple):
