@@ -25,7 +25,7 @@ class Architecture(BaseModel):
     head_dim: int = Field(gt=0)
     vocab_size: int = Field(gt=0)
     intermediate_size: int = Field(default=0, ge=0)
-    """Of the dense feed-forward layers; unused with experts."""
+    """Width of the dense feed-forward layers; unused with experts."""
     tie_word_embeddings: bool = False
     num_experts: int = Field(default=0, ge=0)
     num_experts_per_tok: int = Field(default=0, ge=0)

@@ -87,7 +87,7 @@ class TraceAnatomy(msgspec.Struct, frozen=True, kw_only=True):
     reuse: Reuse
     turns: QuantitySpread | None
     gap_s: QuantitySpread | None
-    """Between the arrivals of a session's consecutive requests."""
+    """Seconds between the arrivals of a session's consecutive requests."""
     gap_requests: QuantitySpread | None
     """The same, counted in requests of the trace: 1 is the very next."""
     think_time_s: QuantitySpread | None

@@ -164,7 +164,7 @@ http {{
 
 
 def nginx(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
-    """nginx, round robin over kept connections: the cost of relaying alone."""
+    """nginx, round robin over kept connections: the cost of relaying alone. Raises NotInstalledError."""
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
     if program is None:
         raise NotInstalledError("nginx is not installed: apt-get install nginx-light")

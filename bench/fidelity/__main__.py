@@ -72,7 +72,7 @@ def recordings(kept: Path, trace: Path) -> str:
 
 
 def put(page: str, name: str, table: str) -> str:
-    """The page with another table between the markers of section ``name``."""
+    """The page with another table between the markers of section ``name``. Raises BadParameter without markers."""
     before, found, rest = page.partition(f"<!-- fidelity: {name} -->\n")
     _, ended, after = rest.partition(f"<!-- end of {name} -->")
     if not (found and ended):

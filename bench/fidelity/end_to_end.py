@@ -27,7 +27,7 @@ SESSIONS = (8, 24)
 
 
 NAN = float("nan")
-"""Not published."""
+"""Marks a value that is not published."""
 NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({})
 
 

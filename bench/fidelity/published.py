@@ -68,7 +68,7 @@ def _engine(profile: HardwareProfile) -> Engine:
 
 
 def simulate_interference(prefill_tokens: int) -> tuple[Interference, float]:
-    """The same burst on a simulated engine, and a stream's TPOT before it."""
+    """(the same burst on a simulated engine, a stream's TPOT before it in seconds)"""
     fleet = VirtualFleet({"engine": _engine(load_profile(PROFILE))})
     blocks = STREAM_CONTEXT_TOKENS // BLOCK_TOKENS
     for number in range(STREAMS):

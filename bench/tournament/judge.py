@@ -37,7 +37,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     value: float
     """Geometric mean over seeds, seconds."""
     ratio: float
-    """Over the best's; 1 for the best itself."""
+    """Ratio to the best's value; 1 for the best itself."""
     low: float
     high: float
     """95 % interval of the ratio."""

@@ -40,7 +40,7 @@ class TournamentReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def markdown(report: TournamentReport) -> str:
-    """Everything between the markers of docs/tournament.md."""
+    """The Markdown text between the markers of docs/tournament.md."""
     verdicts = [verdict for each in report.figures for verdict in each.judge(report.field)]
     families = {name: facts.family for name, facts in report.facts.items()}
     ranks = ranking(verdicts)

@@ -27,7 +27,7 @@ COMMON_SESSIONS = 3
 
 
 class SessionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of a session, whatever the load."""
+    """One call of a session, independent of the load."""
 
     request: TraceRequest
     wait_s: float
@@ -71,7 +71,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """All sessions of a trace, which repeat forever with this period."""
 
     sessions: list[NominalSession]
-    """In order of start."""
+    """Sessions in order of start."""
     period_s: float
     """Unscaled; one mean gap between sessions lies between the last start and the next first one."""
     block_tokens: int

@@ -111,6 +111,10 @@ class Engine:
 
         Steps of the same requests during which nothing else can happen are one step here: decode steps, and those
         that compute a long prompt chunk by chunk. It ends no later than ``horizon_s`` unless a single one takes longer.
+
+        Raises:
+            RuntimeError: the step in flight has not been ended.
+            EngineDeadError: the engine core has died.
         """
         self._check_alive()
         if self._step is not None:
@@ -241,7 +245,7 @@ class Engine:
             self.scheduler.finish_pull(sequence)
 
     def fail_pull(self, request_id: str, now_s: float) -> TokenEvent | None:
-        """D's side: the KV will not come. What follows is ``load_failure_policy``: nothing at all, an error event, or
+        """D's side: the KV will not arrive. ``load_failure_policy`` decides between doing nothing, an error event, and
         a place in the queue to compute the prompt here."""
         policy = self.config.load_failure_policy
         if policy is LoadFailurePolicy.HANG:

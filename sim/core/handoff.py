@@ -48,7 +48,7 @@ class Pull(NamedTuple):
 
 
 class PullAnswer(NamedTuple):
-    """P's answer to a pull: seconds until D has the KV, or why it will not."""
+    """P's answer to a pull: seconds until D has the KV, or the reason for which it will not get it."""
 
     seconds: float
     failure: PullFailure | None = None

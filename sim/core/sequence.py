@@ -150,7 +150,7 @@ class Sequence:
         """Full blocks of the prompt."""
         keys = request.block_keys
         self.keys = keys if type(keys) is list else list(keys)
-        """At least the prompt's; changed only when ``own_keys``."""
+        """Content keys of the prompt's blocks, perhaps more; changed only when ``own_keys``."""
         self.own_keys = False
         self.published = 0
         """Number of ``blocks``, from the first, that prefix lookups can find."""

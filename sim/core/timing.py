@@ -64,7 +64,8 @@ class StepRun(NamedTuple):
         return steps * self.first_s + self.growth_s * (steps * (steps - 1) // 2)
 
     def steps_within(self, seconds: float) -> int:
-        """The most steps that end within ``seconds`` (0 when not even one does)."""
+        """Largest number of steps that end within ``seconds``; 0 if none does. Raises ValueError for an infinite
+        time."""
         if seconds < self.first_s:
             return 0
         if math.isinf(seconds):

@@ -20,7 +20,7 @@ class LatencyComparison(NamedTuple):
     metric: str
     requests: int
     measured_s: tuple[float, ...]
-    """At ``QUANTILES``."""
+    """Measured times at ``QUANTILES``."""
     simulated_s: tuple[float, ...]
     typical_factor: float
     """Half of the requests are simulated within this factor (above 1) of the measured time."""

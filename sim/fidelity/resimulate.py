@@ -20,7 +20,7 @@ class ResimulatedRequest(NamedTuple):
 
     latencies: Latencies
     cached_tokens: int
-    """As the engine that computed the prompt counts them: P's of a request whose prefill was offloaded."""
+    """Cached prompt tokens on the engine that computed the prompt: P if the prefill was offloaded."""
 
 
 class _Run:

@@ -18,9 +18,9 @@ class SimulatedLeg(IntEnum):
     WHOLE = 0
     """The whole request, co-located."""
     PREFILL = 1
-    """On P, one token."""
+    """The prefill leg on P, one token."""
     DECODE = 2
-    """On D, which pulls what P computed."""
+    """The decode leg on D, which pulls the KV from P."""
 
 
 class SimulatedExchange:

@@ -85,7 +85,7 @@ class SimOptions:
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     transport: str | None = None
-    """How KV moves between instances; None: the profile's default."""
+    """Transport of KV between instances; None: the profile's default."""
     recent_half_life_s: float = 30.0
     """Half-life of the ledger's recently-assigned term (the proxy's ``ledger.recent_half_life_s``)."""
     probe_interval_s: float = 2.0

@@ -49,7 +49,7 @@ class SimulatedOutcome:
                 values.append(value)
 
     def figures(self) -> dict[str, float | int | None]:
-        """Everything by name: counts, ``apc``, and p50, p90, p99 of each latency in seconds (None: no value)."""
+        """All figures by name: counts, ``apc``, and p50, p90, p99 of each latency in seconds (None: no value)."""
         found: dict[str, float | int | None] = {
             "requests": self.requests,
             "ok": self.ok,

@@ -50,7 +50,8 @@ async def until_disconnect(receive: Receive) -> None:
 async def break_connection(send: Send, receive: Receive, *, reset: bool) -> None:
     """Close the TCP connection under a request, without an answer or in the middle of one; ``reset``: by RST.
 
-    ASGI has no message for this, so it uses the server's transport behind ``send``.
+    ASGI has no message for this, so it uses the server's transport behind ``send``. Raises RuntimeError if the server
+    does not expose it.
     """
     cycle = getattr(send, "__self__", None)
     transport = getattr(cycle, "transport", None)

@@ -130,7 +130,8 @@ def parse_tokenize(body: bytes) -> bytes:
 
 
 def render_chat(messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-    """A conversation as one text: equal beginnings of conversations give equal beginnings of texts."""
+    """A conversation as one text: conversations with equal prefixes give texts with equal prefixes. Raises ApiError
+    (400)."""
     pieces = []
     if tools:
         pieces.append("<|tools|>\n" + msgspec.json.encode(tools, order="sorted").decode() + "<|end|>\n")

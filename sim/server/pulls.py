@@ -38,7 +38,7 @@ class PullReply(msgspec.Struct):
 
 
 async def serve_pull(driver: Driver, question: PullQuestion) -> PullReply:
-    """P's side. P waits for a transfer id that it does not hold yet, up to its abort timeout."""
+    """Serve a pull on P's side. P waits for a transfer id that it does not hold yet, up to its abort timeout."""
     answer = _serve_now(driver, question)
     if answer.failure is PullFailure.UNKNOWN_TRANSFER:
         await driver.wait_until_held(question.transfer_id, driver.engine.config.abort_timeout_s)
@@ -58,7 +58,7 @@ def _serve_now(driver: Driver, question: PullQuestion) -> PullAnswer:
 
 
 class Puller:
-    """D's side. Owns the tasks of pulls in flight and, unless the role is ``none``, their HTTP connections."""
+    """Pulls on D's side. Owns the tasks of pulls in flight and, unless the role is ``none``, their HTTP connections."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 
 class Use(NamedTuple):
-    """One request as a cache sees it."""
+    """One request's use of a cache."""
 
     number: int
     """Index among all requests, increasing."""

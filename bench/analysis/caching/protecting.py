@@ -46,7 +46,7 @@ class ReturnTimes:
         self._waiting[key] = (kind, now_s)
 
     def densities(self, now_s: float) -> list[list[float]]:
-        """By class and idle bin: chance of coming back over the mean time until then, per second."""
+        """Hit density per second by class and idle bin: chance of coming back over the mean time until then."""
         bins = len(EDGES_S) + 1
         left = [[0] * bins for _ in range(SHARED + 1)]
         for kind, since_s in self._waiting.values():
@@ -96,7 +96,7 @@ class SessionProtecting:
         """The one session that has used a run; None: several."""
         self._kind: dict[int, int] = {}
         self._used: dict[int, tuple[int, float]] = {}
-        """Of every cached run: the last request and its time."""
+        """Last request and its time for every cached run."""
         self._below: dict[int, int] = {}
         self._heaps: list[list[tuple[int, float, int]]] = [[] for _ in range(SHARED + 1)]
         self._densities: list[list[float]] = []

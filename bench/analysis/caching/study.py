@@ -60,7 +60,7 @@ class CachePoint(msgspec.Struct, frozen=True, kw_only=True):
     instances: int
     policy: CachePolicy
     pool_tokens: int | None
-    """Of one instance; None: unlimited."""
+    """Pool of one instance; None: unlimited."""
     pool_hot_sets: float | None
     apc: float
     routing_loss: float
@@ -83,7 +83,7 @@ class CacheStudy(msgspec.Struct, frozen=True, kw_only=True):
     hot_set: HotSet
     ideal: Ideal
     ideal_as_stored: Ideal | None
-    """By bisection over the ids as they are in the file, unchained; as figures were published."""
+    """Ideal figures by bisection over the ids as stored, unchained, as in published figures."""
     points: list[CachePoint]
     notes: list[str]
 

@@ -159,7 +159,7 @@ def test_the_document_shows_every_command() -> None:
 
 
 def rendered(part: Block) -> str:
-    """As `render`, in this process."""
+    """The output of `render`, computed in this process."""
     given = part.arguments.replace("$TRACES", str(traces_folder())).split()
     result = CliRunner().invoke(cli.application(), [*given, "--markdown"])
     assert result.exit_code == 0, result.output
