@@ -32,7 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 import proxy.router as router_module
-from bench.prefix_index import FIRST_FILLER, machine, prompt
+from bench.machine import machine
+from bench.prefix_index import FIRST_FILLER, prompt
 from proxy.breakdown import Breakdown, Outcome, Row
 from proxy.metrics import Metrics
 from proxy.parse import Endpoint, session_of

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,6 +31,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.machine import machine
 from policies.blocks import hash_byte_blocks, hash_token_blocks, root_hash
 from policies.prefix_index import PrefixIndex
 
@@ -133,22 +132,6 @@ def measure_memory(instances: int, blocks_each: int, prompt_blocks: int) -> Memo
     index = filled_index(instances, blocks_each, prompt_blocks)
     held = sum(index.blocks(f"inst-{i}") for i in range(instances))
     return Memory(held, process.memory_info().rss - before_bytes)
-
-
-def machine() -> dict[str, str]:
-    """Processor, Python version and system of this machine."""
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": str(os.cpu_count()),
-        "python": platform.python_version(),
-        "xxhash": version("xxhash"),
-        "warmroute": version("warmroute"),
-    }
 
 
 def main(

@@ -26,7 +26,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from bench.prefix_index import machine
+from bench.machine import machine
 from policies.registry import make_routing
 from replayer.plan import PlanOptions
 from replayer.trace import Trace, TraceRequest, load_trace

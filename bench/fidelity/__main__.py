@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from bench.fidelity import end_to_end, published, real_time
-from bench.prefix_index import machine
+from bench.machine import machine
 from launch.arm import ArmError
 from launch.fleet import FleetError
 from launch.fresh import StaleEngineError
