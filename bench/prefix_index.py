@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import machine
-from policies.blocks import hash_byte_blocks, hash_token_blocks, root_hash
-from policies.prefix_index import PrefixIndex
+from policies.predict.blocks import hash_byte_blocks, hash_token_blocks, root_hash
+from policies.predict.prefix_index import PrefixIndex
 
 TARGET_MATCH_US = 300.0
 TEXT_BYTES = 130_000

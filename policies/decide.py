@@ -5,16 +5,8 @@ from __future__ import annotations
 from policies.classes import ClassThresholds
 from policies.offload.base import OffloadPlanner
 from policies.routing.base import RoutingPolicy
-from policies.types import (
-    Decision,
-    FleetSnapshot,
-    NoCandidateError,
-    OffloadPlan,
-    OffloadReason,
-    Prediction,
-    Reason,
-    RequestView,
-)
+from policies.snapshot import FleetSnapshot
+from policies.types import Decision, NoCandidateError, OffloadPlan, OffloadReason, Prediction, Reason, RequestView
 
 
 def decide(

@@ -69,7 +69,7 @@ class Row:
     resumed: int = 0
     """Engines that took the stream up after another one had broken it off."""
     resume: str | None = None
-    """What became of the resume of a stream that broke (`proxy.resume.ResumeResult`); None: none was to be tried."""
+    """What became of the resume of a stream that broke (`proxy.resume.plan.ResumeResult`); None: none was to be tried."""
     legs: dict[str, dict[str, float]] = field(default_factory=dict)
     """``prefill``, ``transfer`` or ``first_token`` -> what the cost models predicted, what it took."""
     error: str | None = None

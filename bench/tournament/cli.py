@@ -22,7 +22,7 @@ from bench.tournament.judge import CellFigures
 from bench.tournament.results import EntrantResult, GridCell, Store
 from bench.tournament.settings import CONFIG, Grid, TournamentError, TournamentSettings, check_grid, read_settings
 from bench.tournament.tables import BEGIN, END, Made, TournamentReport, markdown
-from replayer.trace import TraceError
+from replayer.traces.trace import TraceError
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = ROOT.parent / "shared" / "traces"

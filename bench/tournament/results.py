@@ -19,9 +19,10 @@ _SOURCES = (
     "sim/virtual.py",
     "sim/hardware.py",
     "policies/*.py",
+    "policies/predict/*.py",
     "policies/routing/base.py",
-    "replayer/plan.py",
-    "replayer/trace.py",
+    "replayer/replay/plan.py",
+    "replayer/traces/trace.py",
     "bench/tournament/capacity.py",
     "bench/tournament/timeline.py",
     "bench/tournament/hotset.py",
@@ -29,7 +30,7 @@ _SOURCES = (
     "bench/tournament/arena.py",
 )
 """Sources that affect a simulation's result besides trace, settings and policy."""
-_COSTS = ("policies/costbook.py", "policies/costs.py", "policies/estimates.py")
+_COSTS = ("policies/costs/book.py", "policies/costs/formulas.py", "policies/costs/estimates.py")
 """The learned cost models: they affect only the results of policies that use them."""
 
 

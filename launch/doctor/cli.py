@@ -36,7 +36,7 @@ def doctor(
     from launch.doctor.checks import all_checks
     from launch.doctor.findings import examine
     from launch.doctor.probe import gather
-    from launch.fleet import FleetError, find_fleet, load_fleet
+    from launch.fleet.file import FleetError, find_fleet, load_fleet
 
     checks = all_checks()
     if list_checks:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from policies.types import Role
-from replayer.records import Latencies, latencies
+from replayer.records.runs import Latencies, latencies
 from sim.core.engine import Engine
 from sim.core.sequence import KvTransfer, keyed_request
 from sim.core.types import TokenEvent

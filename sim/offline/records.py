@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from policies.registry import parameters
 from policies.types import Prediction
-from replayer.plan import OfferedLoad, offered_dict
-from replayer.records import RequestRecord, RunHeader, latencies
-from replayer.version import installed_version
+from replayer.records.runs import RequestRecord, RunHeader, latencies
+from replayer.records.version import installed_version
+from replayer.replay.plan import OfferedLoad, offered_dict
 from sim.offline.exchange import SimulatedExchange
 from sim.offline.options import SimOptions
 from sim.offline.router import OfflineRouter
@@ -55,10 +55,10 @@ def header_of(
             "idle_gap_cap_s": scales.idle_gap_cap_s,
             "block_tokens": source.block_tokens,
             "trace_notes": source.notes,
-            "policy": router.policy.name,
-            "policy_params": parameters(router.policy),
-            "planner": router.planner.name,
-            "planner_params": parameters(router.planner),
+            "policy": router.routing.policy.name,
+            "policy_params": parameters(router.routing.policy),
+            "planner": router.routing.planner.name,
+            "planner_params": parameters(router.routing.planner),
             "instances": options.instances,
             "prefill_instances": options.prefill_instances,
             "role": options.role.value,

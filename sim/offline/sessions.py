@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from replayer.plan import SessionPlan, Step
+from replayer.replay.plan import SessionPlan, Step
 
 
 class LiveSession:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.chaos.matrix import CELLS
-from tests.chaos.matrix_table import DOCUMENT, between, table
+from tests.chaos.rig.matrix import CELLS
+from tests.chaos.rig.matrix_table import DOCUMENT, between, table
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_document_has_the_matrix() -> None:
-    assert between(DOCUMENT.read_text(encoding="utf-8")) == table(), "python -m tests.chaos.matrix_table --write"
+    assert between(DOCUMENT.read_text(encoding="utf-8")) == table(), "python -m tests.chaos.rig.matrix_table --write"
 
 
 def test_no_two_cells_have_the_same_name() -> None:

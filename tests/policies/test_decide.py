@@ -13,9 +13,9 @@ from policies.offload.threshold import Threshold
 from policies.registry import make_routing, routing_policies
 from policies.routing.linear import Linear
 from policies.routing.session_sticky import SessionSticky
+from policies.snapshot import FleetSnapshot
 from policies.types import (
     Choice,
-    FleetSnapshot,
     InstanceView,
     NoCandidateError,
     OffloadReason,

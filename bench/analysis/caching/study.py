@@ -16,8 +16,8 @@ from bench.analysis.caching.eviction import Belady, Eviction, Lfu, Lru, Use, nex
 from bench.analysis.caching.placement import Placement, place
 from bench.analysis.caching.prefix_tree import RunTree, build
 from bench.analysis.caching.protecting import SessionProtecting
-from replayer.ideal import Ideal, ideal
-from replayer.trace import Trace
+from replayer.traces.ideal import Ideal, ideal
+from replayer.traces.trace import Trace
 
 
 class CachePolicy(StrEnum):

@@ -16,9 +16,9 @@ from bench.analysis.caching.placement import Placement, place
 from bench.analysis.caching.prefix_tree import build
 from bench.analysis.caching.protecting import ENOUGH_RETURNS, SHARED, ReturnTimes, _density
 from bench.analysis.caching.study import CachePolicy, PoolSize, hit_tokens, hot_set, study
-from replayer.ideal import cached_tokens, sticky
-from replayer.loading import LoadOptions, load
-from replayer.trace import Trace, TraceRequest
+from replayer.traces.ideal import cached_tokens, sticky
+from replayer.traces.loading import LoadOptions, load
+from replayer.traces.trace import Trace, TraceRequest
 
 BLOCK = 16
 

@@ -15,8 +15,8 @@ from bench.analysis.commands.kv_wall import HANDOFFS
 from bench.analysis.kv_wall import Handoff, SplitFleet, SplitVerdict, assess, fits, held_kv, kv_pool
 from bench.analysis.output import AnalysisError
 from bench.analysis.sheets import load_gpu, load_model
-from replayer.formats import bailian
-from replayer.trace import Trace, TraceRequest
+from replayer.traces.formats import bailian
+from replayer.traces.trace import Trace, TraceRequest
 from sim.hardware import load_profile
 
 GIB = 2**30

@@ -17,8 +17,8 @@ from bench.analysis.caching.study import CachePolicy
 from bench.analysis.commands.cache import POLICIES
 from bench.analysis.document import DOCUMENT, Block, blocks, chosen, render, rewritten, traces_folder
 from bench.analysis.output import Sheet, markdown
-from replayer.formats import bailian
-from replayer.synth import SynthOptions, synthetic_trace
+from replayer.traces.formats import bailian
+from replayer.traces.synth import SynthOptions, synthetic_trace
 
 COMMANDS = ("cache", "workload", "roofline", "kv-wall", "pd-cost")
 
