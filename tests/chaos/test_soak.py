@@ -74,7 +74,7 @@ def test_what_does_not_hold_is_a_violation(change: dict[str, Any], says: str) ->
     assert says in found[0]
 
 
-@pytest.mark.parametrize("kind", ["wrong answer", "cut without a word"])
+@pytest.mark.parametrize("kind", ["wrong answer", "cut without an error event"])
 def test_a_wrong_answer_is_a_violation(kind: str) -> None:
     told = clean()
     told["seen"].ends[kind] += 1
