@@ -183,6 +183,8 @@ class CandidateScore(NamedTuple):
     inputs: Mapping[str, float]
     skipped: bool = False
     """True when a rule took the candidate out although its score may be lowest."""
+    cached_tokens: int | None = None
+    """Prompt tokens predicted to be cached there; filled in by ``decide``, whatever the policy reports as inputs."""
 
 
 class Choice(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from launch.demo.wall_time import in_wall_time
 from launch.fleet.file import FleetError, FleetFile, explain, parse_fleet, ports_in_use
+from launch.fleet.wall_time import in_wall_time
 
 DEMO_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 _PORT_STEP = 50

@@ -157,8 +157,14 @@ def breakdown_row(exchange: SimulatedExchange, planner: str, ended_s: float) -> 
         "completion_tokens": exchange.completion_tokens if ok else None,
         "events": exchange.completion_tokens,
         "scores": [
-            {"instance": instance, "score": score, "inputs": dict(inputs), "skipped": skipped}
-            for instance, score, inputs, skipped in decision.scores
+            {
+                "instance": instance,
+                "score": score,
+                "inputs": dict(inputs),
+                "skipped": skipped,
+                "cached_tokens": cached,
+            }
+            for instance, score, inputs, skipped, cached in decision.scores
         ],
         "offload_inputs": dict(decision.offload.inputs),
         "attempts": exchange.attempts or [],

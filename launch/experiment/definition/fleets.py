@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from launch.demo.wall_time import in_wall_time
 from launch.experiment.definition.file import ExperimentError, LoadedExperiment
 from launch.experiment.definition.sections import ArmSettings, LiveBackend
 from launch.fleet.file import FleetError, FleetFile, find_fleet, load_fleet, parse_fleet, ports_in_use
 from launch.fleet.overrides import apply_environment, apply_overrides
+from launch.fleet.wall_time import in_wall_time
 
 _PORT_STEP = 50
 _PORT_TRIES = 200

@@ -165,4 +165,4 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert doctor("--fleet", str(tmp_path / "none.yaml"))[0] == 2
     code, output = doctor("--list")
-    assert (code, output.startswith("| check | looks at |")) == (0, True)
+    assert (code, "| check | looks at |" in output) == (0, True)

@@ -223,7 +223,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def test_the_document_names_every_key_of_fresh_json() -> None:
-    text = (REPOSITORY / "docs" / "launch.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "fleet.md").read_text(encoding="utf-8")
     table = text[text.index("## What `fresh.json` holds") : text.index("## GPU telemetry")]
     keys = {*FreshProof.__struct_fields__, *EngineFacts.__struct_fields__, *GpuProof.__struct_fields__}
     assert [key for key in sorted(keys - {"engines"}) if f"{key}`" not in table] == []

@@ -216,6 +216,6 @@ async def test_an_arm_keeps_the_telemetry_of_its_replay(
 
 
 def test_the_document_names_every_column() -> None:
-    text = (REPOSITORY / "docs" / "launch.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "fleet.md").read_text(encoding="utf-8")
     table = text[text.index("## GPU telemetry") :]
     assert [name for name in COLUMNS if f"`{name}`" not in table] == []

@@ -91,5 +91,5 @@ def test_no_instance_at_all_is_refused() -> None:
 
 
 def test_settings_page_is_what_the_code_says() -> None:
-    page = Path(__file__).parents[3] / "docs" / "settings.md"
-    assert page.read_text() == reference(), "write it anew: warmroute settings > docs/settings.md"
+    page = Path(__file__).parents[3] / "docs" / "reference" / "settings.md"
+    assert page.read_text() == reference(), "run `make reference`"

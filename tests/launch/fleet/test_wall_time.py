@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launch.demo.wall_time import in_wall_time
+from launch.fleet.wall_time import in_wall_time
 
 
 def params(name: str, **given: Any) -> dict[str, Any]:
