@@ -79,7 +79,7 @@ class Transport(_Strict):
     """One way to move KV between instances: measured times by size and by load on both sides."""
 
     contention: float = Field(ge=0)
-    """Each further transfer under way adds this share of the unshared time (1: they share one link fairly)."""
+    """Each further transfer in flight adds this share of the unshared time (1: they share one link fairly)."""
     rows: tuple[LoadRow, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
