@@ -1,8 +1,8 @@
-"""Published measurements of one and two engines against the simulator: interference, transfers, what isolation saves.
+"""Published measurements of one and two engines against the simulator: interference, transfers, savings of isolation.
 
 Published: the agentic-kvc reports (H20, vLLM 0.18.1; transfers between busy engines on two H100s). The h20 profile was
-fitted to the interference figures at 8 streams and interpolates the transfer figures, so these tables show how well
-the model's form can follow them, not whether it foretells anything.
+fitted to the interference figures at 8 streams and interpolates the transfer figures, so these tables show how well the
+model's form fits them, not that it predicts anything.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PUBLISHED_TRANSFER_MS = {
 }
 """Median of a transfer between idle engines of one host, by tokens."""
 PUBLISHED_SLOWDOWN = {8: 2_423 / 747, 24: 2_015 / 747}
-"""A 65k-token transfer with so many streams decoding on both sides, over the idle one."""
+"""Time of a 65k-token transfer with this many streams decoding on both sides, over the idle one."""
 
 
 def _engine(profile: HardwareProfile) -> Engine:
@@ -68,7 +68,7 @@ def _engine(profile: HardwareProfile) -> Engine:
 
 
 def simulate_interference(prefill_tokens: int) -> tuple[Interference, float]:
-    """The same burst on a simulated engine, and a stream's TPOT before it."""
+    """(the same burst on a simulated engine, a stream's TPOT before it in seconds)"""
     fleet = VirtualFleet({"engine": _engine(load_profile(PROFILE))})
     blocks = STREAM_CONTEXT_TOKENS // BLOCK_TOKENS
     for number in range(STREAMS):
@@ -91,7 +91,7 @@ def simulate_interference(prefill_tokens: int) -> tuple[Interference, float]:
 
 
 def interference_table() -> str:
-    """Prefill and decode in each other's way (published / simulated)."""
+    """Interference of prefill and decode (published / simulated)."""
     lines = [
         "| prefill among 8 streams | TTFT published / simulated | TPOT during it | penalty on TPOT |",
         "| ---: | ---: | ---: | ---: |",
@@ -107,7 +107,7 @@ def interference_table() -> str:
 
 
 def transfer_table() -> str:
-    """What moving KV takes (published / simulated), and what it would save by isolating the prefill."""
+    """Time of KV transfers (published / simulated), and the decode time saved by isolating the prefill."""
     profile = load_profile(PROFILE)
     transport = profile.transport()
     lines = [

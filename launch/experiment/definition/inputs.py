@@ -16,6 +16,7 @@ from replayer.replay.plan import OfferedLoad, PlanOptions, make_plan
 from replayer.traces.formats import bailian
 from replayer.traces.formats.source import file_sha256
 from replayer.traces.loading import LoadOptions, load
+from replayer.traces.shorten import shortened
 from replayer.traces.synth import SynthOptions, synthetic_trace
 from replayer.traces.trace import Trace, TraceError, load_trace
 
@@ -86,16 +87,6 @@ def build_trace(experiment: LoadedExperiment) -> Trace:
         requests = [msgspec.structs.replace(one, output_length=min(one.output_length, limit)) for one in requests]
     trace = msgspec.structs.replace(trace, requests=requests)
     return trace if wanted.prompt_scale is None else shortened(trace, wanted.prompt_scale)
-
-
-def shortened(trace: Trace, scale: float) -> Trace:
-    """Prompts of ``scale`` times the length: the first blocks of each, so that shared blocks stay shared."""
-    requests = []
-    for request in trace.requests:
-        blocks = max(1, round(len(request.hash_ids) * scale))
-        tokens = min(request.input_length, blocks * trace.block_tokens)
-        requests.append(msgspec.structs.replace(request, hash_ids=request.hash_ids[:blocks], input_length=tokens))
-    return msgspec.structs.replace(trace, requests=requests)
 
 
 def plan_options(experiment: LoadedExperiment) -> PlanOptions:
