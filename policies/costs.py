@@ -38,9 +38,9 @@ TRANSFER_FORMULAS: Mapping[Transport, TransferFormula] = MappingProxyType(
         # 65k tokens (6.4 GB) took 0.12-0.15 s, 0.3-1.6 s and 1.3-1.7 s; over TCP 3.4-4.3 s idle, 20-23 s with 4.
         Transport.NVLINK: TransferFormula(0.025, 0.009, 60e9, 1.0, 1.0),
         Transport.TCP: TransferFormula(0.030, 0.060, 1.8e9, 1.0, 4.0),
-        # Mooncake through a 200 Gbps NIC: 9.7 GB/s idle up to 3 GiB (agentic-kvc MB2), a third of it with 8 to 24
-        # background streams on either side (MB6).
-        Transport.RDMA: TransferFormula(0.040, 0.010, 9.0e9, 0.25, 1.0),
+        # Mooncake through a 200 Gbps NIC: 9.7 GB/s idle up to 3 GiB (agentic-kvc MB2). With 4 and 12 background streams
+        # on each side bandwidth fell 1.93 and 2.63 times (MB6: 8 and 24 over both); a line through both is 15 % off.
+        Transport.RDMA: TransferFormula(0.040, 0.010, 9.0e9, 0.17, 1.0),
         # EFA's published peaks are 300 GB/s and more for registered megabyte blocks; KV blocks are smaller.
         Transport.EFA: TransferFormula(0.030, 0.010, 20.0e9, 0.15, 1.0),
     }
