@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from policies.costs import Costs, PrefillModel, TransferJob, TransferModel, pair_transport
@@ -126,8 +125,4 @@ class CostBook:
 
     def forget(self, instance: str) -> None:
         """The instance left: what was known of its pairs goes with it."""
-        self.transfer = replace(
-            self.transfer,
-            _pairs={pair: each for pair, each in self.transfer._pairs.items() if instance not in pair},
-            _failure_rates={pair: each for pair, each in self.transfer._failure_rates.items() if instance not in pair},
-        )
+        self.transfer = self.transfer.without(instance)

@@ -191,6 +191,32 @@ def test_transfers_meet_their_sources(name: str, transport: str, tokens: int, st
     assert moved == pytest.approx(seconds, rel=0.06)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "fastest_s", "median_s", "slowest_s"), [(65_536, 0.6535, 1.895, 2.3752), (131_072, 1.283, 2.835, 9.1586)]
+)
+def test_long_transfers_over_rdma_vary_as_measured(
+    tokens: int, fastest_s: float, median_s: float, slowest_s: float
+) -> None:
+    profile = load_profile("h20")
+    draw = profile.transport("rdma").drawn("seed")
+    seconds = sorted(draw(tokens * profile.kv.bytes_per_token, 0, 1) for _ in range(2001))
+    assert fastest_s * 0.999 <= seconds[0] < fastest_s * 1.05
+    assert seconds[1000] == pytest.approx(median_s, rel=0.1)
+    assert slowest_s * 0.95 < seconds[-1] <= slowest_s * 1.001
+
+
+def test_draws_repeat_with_their_seed_and_spare_what_does_not_vary() -> None:
+    profile = load_profile("h20")
+    transport, size = profile.transport("rdma"), 131_072 * profile.kv.bytes_per_token
+    first, again, other = (transport.drawn(seed) for seed in ("a", "a", "b"))
+    times = [first(size, 0, 1) for _ in range(5)]
+    assert times == [again(size, 0, 1) for _ in range(5)] != [other(size, 0, 1) for _ in range(5)]
+    assert first(size // 4, 0, 1) == pytest.approx(0.3209)
+    assert load_profile("h200").transport("tcp").drawn("a")(size, 4, 1) == load_profile("h200").transport(
+        "tcp"
+    ).seconds(size, 4, 1)
+
+
 @pytest.mark.parametrize("tokens", [512, 32_768, 131_072])
 def test_a_busier_pair_is_never_faster_over_rdma(tokens: int) -> None:
     profile = load_profile("h20")
