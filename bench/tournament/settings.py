@@ -69,6 +69,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     traces: tuple[TraceRule, ...] = ()
     subject: str = "warm"
     """The policy whose standing is held against the targets."""
+    left_out: dict[str, str] = {}
+    """Registered policies that play only where ``--policies`` names them, and why."""
     ablations: dict[str, dict[str, Any]] = {}
     """Name of an idea: the parameters of ``subject`` that switch it off."""
     ablation_fleets: tuple[int, ...] = ()
