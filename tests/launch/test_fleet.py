@@ -11,7 +11,8 @@ import yaml
 
 from launch.engines import engine_specs, proxy_spec
 from launch.fleet import FLEETS, FleetError, FleetFile, find_fleet, load_fleet, parse_fleet, ports_in_use
-from proxy.settings import load_settings
+from launch.wall_time import in_wall_time
+from proxy.settings import PolicySettings, load_settings
 from tests.launch.conftest import fleet_values
 
 GOOD: dict[str, Any] = {"kind": "sim", "count": 2}
@@ -146,3 +147,13 @@ def test_the_proxy_counts_a_failed_hand_off_for_as_long_as_the_engines_hold_it(
 ) -> None:
     """In the proxy's time: simulated engines run ``time_scale`` times faster than its clock."""
     assert load_settings(**parse_fleet({**GOOD, **change}).proxy_config()).offload.hold_s == hold_s
+
+
+@pytest.mark.parametrize("path", sorted(FLEETS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_fleets_route_by_the_default_policy_in_their_engines_time(path: Path) -> None:
+    fleet = load_fleet(path)
+    default = {"policy": {"name": PolicySettings().name}}
+    in_time = in_wall_time(default, fleet.sim.time_scale)["policy"]
+    shipped = load_settings(**fleet.proxy_config()).policy
+    assert shipped.name == default["policy"]["name"]
+    assert shipped.params == pytest.approx(in_time.get("params", {}))
