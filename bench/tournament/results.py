@@ -29,7 +29,7 @@ _SOURCES = (
     "bench/tournament/arena.py",
 )
 """What decides a simulation's outcome beside trace, settings and policy."""
-_COSTS = ("policies/costbook.py", "policies/costs.py", "policies/estimates.py")
+_COSTS = ("policies/costbook.py", "policies/costs.py", "policies/estimates.py", "policies/published.py")
 """What was learned of times: it decides the outcome of policies that look at it, and of no others."""
 
 
