@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from scipy.optimize import least_squares
 
-from policies.published import RDMA_SLOWDOWNS, RDMA_STEADY_BYTES, RDMA_TRANSFERS
+from policies.costs.published import RDMA_SLOWDOWNS, RDMA_STEADY_BYTES, RDMA_TRANSFERS
 from sim.core.timing import StepTiming
 from sim.hardware import HardwareProfile, LoadRow, SpreadPoint, StepCosts, Transport
 from sim.points import DecodePoint, InterferencePoint, Points, PrefillPoint, TransferPoint, TransportPoints

@@ -63,7 +63,7 @@ class TransportPoints(_Strict):
     """What was measured of one transport: bare transfers, or whole D legs from which the rest is subtracted."""
 
     published: bool = False
-    """The bare transfers, slowdowns and spread are those of ``policies.published``; the file gives none."""
+    """The bare transfers, slowdowns and spread are those of ``policies.costs.published``; the file gives none."""
     transfers: tuple[TransferPoint, ...] = ()
     legs: tuple[TransferPoint, ...] = ()
     raw_gb_per_s: float | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from policies.published import RDMA_SLOWDOWNS, RDMA_TRANSFERS
+from policies.costs.published import RDMA_SLOWDOWNS, RDMA_TRANSFERS
 from sim.core.engine import Engine
 from sim.core.sequence import keyed_request
 from sim.core.types import EngineConfig
