@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from scipy.optimize import least_squares
 
+from policies.costs.published import RDMA_SLOWDOWNS, RDMA_STEADY_BYTES, RDMA_TRANSFERS
 from sim.core.timing import StepTiming
-from sim.hardware import HardwareProfile, LoadRow, StepCosts, Transport
+from sim.hardware import HardwareProfile, LoadRow, SpreadPoint, StepCosts, Transport
 from sim.points import DecodePoint, InterferencePoint, Points, PrefillPoint, TransferPoint, TransportPoints
 
 _DECODE_START = {"decode_s": 8e-3, "decode_experts_s": 1e-2, "decode_context_s": 2e-8}
@@ -168,7 +169,23 @@ def _leg_overhead(timing: StepTiming, point: TransferPoint, context: int) -> flo
     return timing.frontend(point.tokens) + timing.decode(point.streams + 1, point.tokens + point.streams * context)
 
 
+def _published_transport(contention: float, bytes_per_token: int) -> Transport:
+    def row(streams: float, factor: float) -> LoadRow:
+        times = [(float(each.tokens * bytes_per_token), _rounded(each.median_s * factor)) for each in RDMA_TRANSFERS]
+        return LoadRow(streams=streams, points=tuple(times))
+
+    spread = [SpreadPoint(size_bytes=RDMA_STEADY_BYTES, fastest=1.0, slowest=1.0)]
+    for each in RDMA_TRANSFERS:
+        if each.range_s is not None:
+            fastest, slowest = (_rounded(bound_s / each.median_s) for bound_s in each.range_s)
+            spread.append(SpreadPoint(size_bytes=each.size_bytes, fastest=fastest, slowest=slowest))
+    loaded = [row(each.streams, each.factor) for each in RDMA_SLOWDOWNS]
+    return Transport(contention=contention, rows=(row(0, 1.0), *loaded), spread=tuple(spread))
+
+
 def _fit_transport(timing: StepTiming, points: TransportPoints, bytes_per_token: int, context: int) -> Transport:
+    if points.published:
+        return _published_transport(points.contention or 0.0, bytes_per_token)
     if points.transfers:
         idle = tuple((float(each.tokens * bytes_per_token), each.seconds) for each in points.transfers)
         rows = [LoadRow(streams=0, points=idle)]

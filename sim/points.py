@@ -62,6 +62,8 @@ class LoadFactor(_Strict):
 class TransportPoints(_Strict):
     """Measurements of one transport: bare transfers, or whole D legs from which the rest is subtracted."""
 
+    published: bool = False
+    """The bare transfers, slowdowns and spread are those of ``policies.costs.published``; the file gives none."""
     transfers: tuple[TransferPoint, ...] = ()
     legs: tuple[TransferPoint, ...] = ()
     raw_gb_per_s: float | None = None
@@ -72,11 +74,13 @@ class TransportPoints(_Strict):
 
     @model_validator(mode="after")
     def _one_kind(self) -> TransportPoints:
-        if bool(self.transfers) == bool(self.legs):
-            raise ValueError("a transport has either transfers or legs")
+        if self.published + bool(self.transfers) + bool(self.legs) != 1:
+            raise ValueError("a transport has either transfers or legs, or says published: true")
+        if self.published and self.load_factors:
+            raise ValueError("published transfers have published load_factors; remove the file's")
         if self.legs and self.raw_gb_per_s is None:
             raise ValueError("legs need raw_gb_per_s")
-        if self.transfers and self.contention is None:
+        if not self.legs and self.contention is None:
             raise ValueError("bare transfers need a contention")
         return self
 

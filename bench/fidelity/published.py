@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from policies.costs.published import RDMA_SLOWDOWNS, RDMA_TRANSFERS
 from sim.core.engine import Engine
 from sim.core.sequence import keyed_request
 from sim.core.types import EngineConfig
@@ -39,20 +40,6 @@ PUBLISHED_INTERFERENCE = (
     Interference(131_072, 56.991, 1.419),
 )
 PUBLISHED_BASE_TPOT_S = 0.0077
-PUBLISHED_TRANSFER_MS = {
-    512: 5.3,
-    1_024: 10.4,
-    2_048: 20.6,
-    4_096: 41.5,
-    8_192: 83.7,
-    16_384: 167.1,
-    32_768: 320.9,
-    65_536: 1_895.0,
-    131_072: 2_835.0,
-}
-"""Median of a transfer between idle engines of one host, by tokens."""
-PUBLISHED_SLOWDOWN = {8: 2_423 / 747, 24: 2_015 / 747}
-"""Time of a 65k-token transfer with this many streams decoding on both sides, over the idle one."""
 
 
 def _engine(profile: HardwareProfile) -> Engine:
@@ -114,16 +101,17 @@ def transfer_table() -> str:
         "| tokens | idle transfer published / simulated | decode time the prefill takes from 8 streams |",
         "| ---: | ---: | ---: |",
     ]
-    for tokens, published_ms in PUBLISHED_TRANSFER_MS.items():
+    for each in RDMA_TRANSFERS:
+        tokens = each.tokens
         seconds = transport.seconds(tokens * profile.kv.bytes_per_token, 0, 1)
         stolen = ""
-        if tokens in {each.prefill_tokens for each in PUBLISHED_INTERFERENCE}:
+        if tokens in {prefill.prefill_tokens for prefill in PUBLISHED_INTERFERENCE}:
             burst, base_s = simulate_interference(tokens)
             stolen = f"{STREAMS * burst.ttft_s * (1 - base_s / burst.tpot_s):.1f} s"
-        lines.append(f"| {tokens:,} | {published_ms:,.1f} / {seconds * 1e3:,.1f} ms | {stolen} |")
+        lines.append(f"| {tokens:,} | {each.median_s * 1e3:,.1f} / {seconds * 1e3:,.1f} ms | {stolen} |")
     size = 65_536 * profile.kv.bytes_per_token
-    lines += ["", "| 65,536 tokens, streams on both sides | slowdown published / simulated |", "| ---: | ---: |"]
-    for streams, slowdown in PUBLISHED_SLOWDOWN.items():
+    lines += ["", "| 65,536 tokens, streams on each side | slowdown published / simulated |", "| ---: | ---: |"]
+    for streams, slowdown in RDMA_SLOWDOWNS:
         simulated = transport.seconds(size, streams, 1) / transport.seconds(size, 0, 1)
         lines.append(f"| {streams} | {slowdown:.1f}x / {simulated:.1f}x |")
     return "\n".join(lines)

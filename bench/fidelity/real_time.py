@@ -78,13 +78,14 @@ class RealTimeComparison(NamedTuple):
 
 
 def fleet_file(clock_scale: float, profile: str, instances: int, overrides: list[str]) -> FleetFile:
-    """The shipped fleet at another speed."""
+    """The shipped fleet at another speed, under a policy without times among its parameters unless one is given."""
     half_life_s = RECENT_HALF_LIFE_S / clock_scale
     settings = [
         f"count={instances}",
         f"sim.time_scale={clock_scale}",
         f"sim.profile={profile}",
         f"proxy.ledger.recent_half_life_s={half_life_s}",
+        "proxy.policy={name: session_sticky}",
     ]
     return load_fleet(FLEET, [*settings, *overrides])
 

@@ -75,7 +75,7 @@ def main(
         settings = read_settings(config)
         grid = _grid(settings.grid, loads, pools, fleets, seeds)
         settings = msgspec.structs.replace(settings, grid=grid)
-        entrants = field_of(policies or [])
+        entrants = field_of(policies or [], settings.left_out)
         variants = ablations(settings) if with_ablations else []
         ablation_grid = settings.ablation_grid() if variants else grid
         store = Store(out)

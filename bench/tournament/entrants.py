@@ -8,7 +8,7 @@ import importlib
 import inspect
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -127,13 +127,13 @@ def parse(text: str) -> Entrant:
     return entrant
 
 
-def field_of(texts: Sequence[str]) -> list[Entrant]:
-    """The named entrants, or all registered policies; labels in order, without duplicates.
+def field_of(texts: Sequence[str], left_out: Collection[str] = ()) -> list[Entrant]:
+    """The named entrants, or all registered policies except ``left_out``; labels in order, without duplicates.
 
     Raises:
         TournamentError: a text that cannot be parsed, or one label for two policies.
     """
-    entrants = [parse(text) for text in (texts or registered())]
+    entrants = [parse(text) for text in (texts or [name for name in registered() if name not in left_out])]
     labels = [entrant.label for entrant in entrants]
     twice = {label for label in labels if labels.count(label) > 1}
     if twice:

@@ -30,7 +30,12 @@ _SOURCES = (
     "bench/tournament/arena.py",
 )
 """Sources that affect a simulation's result besides trace, settings and policy."""
-_COSTS = ("policies/costs/book.py", "policies/costs/formulas.py", "policies/costs/estimates.py")
+_COSTS = (
+    "policies/costs/book.py",
+    "policies/costs/formulas.py",
+    "policies/costs/estimates.py",
+    "policies/costs/published.py",
+)
 """The learned cost models: they affect only the results of policies that use them."""
 
 

@@ -69,6 +69,8 @@ class TournamentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     traces: tuple[TraceRule, ...] = ()
     subject: str = "warm"
     """The policy whose standing is compared with the targets."""
+    left_out: dict[str, str] = {}
+    """Registered policies that take part only where ``--policies`` names them, with the reason."""
     ablations: dict[str, dict[str, Any]] = {}
     """Name of an idea: the parameters of ``subject`` that switch it off."""
     ablation_fleets: tuple[int, ...] = ()

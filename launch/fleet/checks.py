@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
+from math import isclose
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -59,6 +60,7 @@ def check_fleet(fleet: FleetFile) -> None:
     if fleet.groups or fleet.peers or fleet.kind == "vllm":
         _check_roles(fleet)
     _check_peers(fleet)
+    _check_hold(fleet)
 
 
 def is_loopback(host: str) -> bool:
@@ -220,6 +222,19 @@ def _check_peers(fleet: FleetFile) -> None:
             f"vllm.transfer.protocol: nvlink works within one host, but there are peers on {where}; choose rdma, efa "
             "or tcp, or give those peers role: none"
         )
+
+
+def _check_hold(fleet: FleetFile) -> None:
+    offload = fleet.proxy.get("offload")
+    given = offload.get("hold_s") if isinstance(offload, dict) else None
+    # Another type is refused, with its key, where the proxy's settings are read.
+    if fleet.hold_s is None or not isinstance(given, int | float) or isclose(given, fleet.hold_s):
+        return
+    key = "vllm.transfer.abort_timeout_s" if fleet.kind == "vllm" else "sim.abort_timeout_s"
+    raise ValueError(
+        f"proxy.offload.hold_s: {given:g} contradicts {key}, by which P holds KV for {fleet.hold_s:g} s; remove the "
+        "first, or make the two agree"
+    )
 
 
 def _twice(items: Iterable[str]) -> list[str]:

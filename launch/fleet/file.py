@@ -25,7 +25,7 @@ from launch.fleet.sections import (
 )
 from launch.shipped import ShippedFileError, find_shipped
 from policies.types import Role, Transport
-from proxy.settings import Settings, SettingsError, load_settings
+from proxy.settings import OffloadSettings, Settings, SettingsError, load_settings
 
 FLEETS = Path(__file__).resolve().parents[2] / "configs" / "fleets"
 """Folder of the shipped fleet files."""
@@ -180,6 +180,19 @@ class FleetFile(Section):
         admin = self.proxy.get("admin") or {}
         return f"http://{admin.get('host', '127.0.0.1')}:{self.admin_port}"
 
+    @property
+    def hold_s(self) -> float | None:
+        """Seconds of the proxy's clock for which a P of this fleet holds KV nobody pulls; None without a P.
+
+        The longest of all, where groups differ: room counted as taken for too long is safe.
+        """
+        senders = [member for member in self.members if member.role in {Role.KV_BOTH, Role.KV_PRODUCER}]
+        if not senders:
+            return None
+        if self.kind == "vllm":
+            return float(max(member.vllm.transfer.abort_timeout_s for member in senders))
+        return (self.sim.abort_timeout_s or OffloadSettings().hold_s) / self.sim.time_scale
+
     def ports(self) -> list[tuple[int, str]]:
         """Every port the fleet listens on, with its owner: all instances' ports of one kind, then the next kind."""
         by_kind = zip(*(member.ports() for member in self.members), strict=True)
@@ -214,6 +227,9 @@ class FleetFile(Section):
         settings = {"host": self.host, **self.proxy, "port": self.proxy_port, "instances": given}
         if self.admin_port is not None:
             settings["admin"] = {**(self.proxy.get("admin") or {}), "port": self.admin_port}
+        offload = self.proxy.get("offload") or {}
+        if self.hold_s is not None and isinstance(offload, dict):
+            settings["offload"] = {**offload, "hold_s": self.hold_s}
         return settings
 
 

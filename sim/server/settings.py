@@ -126,4 +126,5 @@ class ServerSettings:
 
     def engine(self) -> Engine:
         """A fresh engine as configured."""
-        return Engine(self.config, self.profile.timing, self.profile.transport(self.transport).seconds)
+        transfer_seconds = self.profile.transport(self.transport).drawn(f"{self.seed}/transfers/{self.port}")
+        return Engine(self.config, self.profile.timing, transfer_seconds)

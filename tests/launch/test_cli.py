@@ -203,6 +203,7 @@ def test_dry_run_prints_commands_and_starts_nothing(name: str, tmp_path: Path) -
     )
     assert f"-m proxy --config {run_dir}/proxy.yaml" in output
     assert "instances:" in output
+    assert ("  hold_s: 30.0\n" in output) == (" VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=30 " in output)
     assert not run_dir.exists()
 
 

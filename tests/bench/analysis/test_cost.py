@@ -33,8 +33,9 @@ def test_the_published_benefits_at_eight_streams() -> None:
         )
     assert rows[32_768]["transfer_idle_s"] == pytest.approx(0.3209)
     assert rows[131_072]["transfer_idle_s"] == pytest.approx(2.835)
-    # Busy, 65k tokens took 3.2 times as long.
-    assert rows[65_536]["transfer_loaded_s"] == pytest.approx(3.244 * rows[65_536]["transfer_idle_s"], rel=0.001)
+    # Busy, 65k tokens moved at 4.53 GB/s with 4 streams on each side and 3.33 with 12 instead of 8.76; 8 is between.
+    slowdown = (8.76 / 4.53 + 8.76 / 3.33) / 2
+    assert rows[65_536]["transfer_loaded_s"] == pytest.approx(slowdown * rows[65_536]["transfer_idle_s"], rel=0.001)
     assert rows[32_768]["gain_idle"] > 100
 
 

@@ -177,6 +177,10 @@ def test_a_cell_can_be_played_from_python(folder: Path) -> None:
 
 def test_entrants_are_parsed() -> None:
     assert [each.label for each in field_of([])] == registered()
+    assert [each.label for each in field_of([], {"linear": "why"})] == [
+        name for name in registered() if name != "linear"
+    ]
+    assert [each.label for each in field_of(["linear"], {"linear": "why"})] == ["linear"]
     entrant = parse("steep=linear,alpha=2.5")
     assert (entrant.label, entrant.policy, entrant.params) == ("steep", "linear", {"alpha": 2.5})
     by_class = parse("x=policies.routing.linear:Linear,alpha=2.5")

@@ -98,6 +98,10 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             "remove --enable-sleep-mode",
         ),
         (without(vllm={"transfer": {"protocol": "nvlink"}}, env={"MC_FORCE_TCP": "1"}), "env.MC_FORCE_TCP"),
+        (
+            without(proxy={"offload": {"hold_s": 480}}),
+            "proxy.offload.hold_s: 480 contradicts vllm.transfer.abort_timeout_s, by which P holds KV for 30 s; remove",
+        ),
         # peers
         (
             without(peers=[REMOTE]),
@@ -361,3 +365,28 @@ def test_paths_are_found_from_here_then_from_the_project(tmp_path: Path, monkeyp
 )
 def test_a_log_proves_a_transport(log: str, protocol: Transport | None) -> None:
     assert proven_transport(log) is protocol
+
+
+@pytest.mark.parametrize(
+    ("values", "hold_s"),
+    [
+        ({}, 30.0),
+        ({"vllm": {"transfer": {"abort_timeout_s": 7}}}, 7.0),
+        ({"vllm": {"transfer": {"abort_timeout_s": 7}}, "proxy": {"offload": {"hold_s": 7.0}}}, 7.0),
+        ({"role": "none"}, 480.0),
+        (
+            {
+                "groups": [
+                    {"count": 1, "role": "kv_producer", "vllm": {"transfer": {"abort_timeout_s": 5}}},
+                    {"count": 1, "role": "kv_both", "vllm": {"transfer": {"abort_timeout_s": 9}}},
+                    {"count": 1, "role": "kv_consumer", "vllm": {"transfer": {"abort_timeout_s": 60}}},
+                ],
+            },
+            9.0,
+        ),
+    ],
+)
+def test_engines_and_proxy_have_one_abort_timeout(values: dict[str, Any], hold_s: float) -> None:
+    """A proxy in front of engines without a connector keeps its own default: peers may have one."""
+    values = without(*(["count"] if "groups" in values else []), **values)
+    assert load_settings(**parse_fleet(values).proxy_config()).offload.hold_s == hold_s
