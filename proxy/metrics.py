@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.metrics import MetricWrapperBase
 
 from proxy.breakdown import Row
 from proxy.events.subscriber import EventSubscriber
@@ -22,6 +23,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._of_instances: list[Gauge] = []
+        """Gauges with the label ``instance``: a departed instance's series are removed from them."""
         self._requests = Tally(
             self.registry, "warmroute_requests", "Requests by how they ended", ["instance", "outcome"]
         )
@@ -60,11 +63,10 @@ class Metrics:
             "Predictions that an engine's report was compared with",
             ["instance", "source"],
         )
-        self._events = Gauge(
+        self._events = self._instance_gauge(
             "warmroute_kv_events",
             "KV events of an instance since the start, and whether its exact index is trusted now",
-            ["instance", "what"],
-            registry=self.registry,
+            ["what"],
         )
         self._first_byte = Spread(
             self.registry, "warmroute_first_byte_seconds", "Arrival to first byte", ["request_class"], _SECONDS
@@ -88,13 +90,14 @@ class Metrics:
             "Sum of |predicted - actual| seconds of legs",
             ["leg"],
         )
-        self._recycle = Gauge(
-            "warmroute_instance_recycle_wanted", "1 when it should be restarted", ["instance"], registry=self.registry
-        )
-        self._load = Gauge(
-            "warmroute_instance_load", "Ledger and index readings", ["instance", "what"], registry=self.registry
-        )
-        self._healthy = Gauge("warmroute_instance_healthy", "1 when routable", ["instance"], registry=self.registry)
+        self._recycle = self._instance_gauge("warmroute_instance_recycle_wanted", "1 when it should be restarted")
+        self._load = self._instance_gauge("warmroute_instance_load", "Ledger and index readings", ["what"])
+        self._healthy = self._instance_gauge("warmroute_instance_healthy", "1 when routable")
+
+    def _instance_gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+        gauge = Gauge(name, documentation, ["instance", *labels], registry=self.registry)
+        self._of_instances.append(gauge)
+        return gauge
 
     def record(self, row: Row) -> None:
         """Count one finished request."""
@@ -136,8 +139,8 @@ class Metrics:
         for metric in vars(self).values():
             if isinstance(metric, Tally | Spread):
                 metric.forget("instance", instance)
-            elif isinstance(metric, MetricWrapperBase) and "instance" in metric._labelnames:
-                metric.remove_by_labels({"instance": instance})
+        for gauge in self._of_instances:
+            gauge.remove_by_labels({"instance": instance})
         self.errors.forget(instance)
 
     def render(self, router: Router, instances: Instances, events: EventSubscriber, now_s: float) -> bytes:
