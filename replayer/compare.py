@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replayer.arms import ArmRun, ArmRuns, unique
+from replayer.assumptions import ASSUMED_FLOOR
 from replayer.comparison import CompareOptions, Comparison
 from replayer.conditions import ComparisonError, refuse_or_note
 from replayer.family import Family
 from replayer.goodput import Slo
-from replayer.noise_floor import ASSUMED_FLOOR
 from replayer.pairing import CLOCKS, silence_as_zero
 from replayer.records import Run
 

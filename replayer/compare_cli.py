@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from replayer.assumptions import ASSUMED_FLOOR
 from replayer.goodput import SloTokens
-from replayer.noise_floor import ASSUMED_FLOOR
 
 if TYPE_CHECKING:
     from replayer.arms import ArmRuns

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from replayer.assumptions import ASSUMED_FLOOR
 from replayer.goodput import Slo
-from replayer.noise_floor import ASSUMED_FLOOR, FloorRow
+from replayer.noise_floor import FloorRow
 from replayer.pairing import Pairing
 from replayer.statistics import ALPHA, Effect
 from replayer.trace import Trace

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from replayer.assumptions import ASSUMED_FLOOR
 from replayer.compare_cli import (
     ArmOption,
     AssumedFloor,
@@ -23,7 +24,6 @@ from replayer.compare_cli import (
     SkipFirst,
     SkipLast,
 )
-from replayer.noise_floor import ASSUMED_FLOOR
 
 if TYPE_CHECKING:
     from rich.table import Table

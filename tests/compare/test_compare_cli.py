@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from replayer.arms import read_experiment
-from replayer.noise_floor import ASSUMED_FLOOR
+from replayer.assumptions import ASSUMED_FLOOR
 from replayer.records import Run
 from replayer.report_cli import register
 from tests.compare.conftest import MakeExperiment

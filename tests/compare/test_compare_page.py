@@ -10,12 +10,13 @@ import pytest
 import typer.main
 from typer import Typer
 
+from replayer.assumptions import ASSUMED_FLOOR
 from replayer.compare import CompareOptions
 from replayer.compare_cli import compare_command
 from replayer.effects import MIN_SESSIONS
 from replayer.freshness import MAX_IMPOSSIBLE_SHARE
 from replayer.metrics import MIN_TAIL_REQUESTS, MIN_TAIL_SESSIONS
-from replayer.noise_floor import ASSUMED_FLOOR, MIN_BLOCK_FREEDOM
+from replayer.noise_floor import MIN_BLOCK_FREEDOM
 from replayer.power import POWER
 from replayer.window import COLD_SHARE, DRAIN_SHARE
 
