@@ -14,7 +14,7 @@ from policies.registry import make_planner, make_routing
 from policies.types import Role
 from replayer.formats.bailian import write
 from replayer.plan import PlanOptions
-from replayer.records import RequestRecord, Run, encode_line
+from replayer.records import RequestRecord, Run, RunEnd, RunHeader, encode_line
 from replayer.synth import SynthOptions, synthetic_trace
 from replayer.trace import Trace, load_trace
 from sim.fidelity.cli import register
@@ -44,7 +44,12 @@ def keep(
 ) -> Path:
     folder.mkdir(parents=True)
     assert run.end is not None
-    lines = b"".join(map(encode_line, [run.header, *(run.records if records is None else records), run.end]))
+    parts: list[RunHeader | RequestRecord | RunEnd] = [
+        run.header,
+        *(run.records if records is None else records),
+        run.end,
+    ]
+    lines = b"".join(map(encode_line, parts))
     if packed:
         (folder / "run.jsonl.gz").write_bytes(gzip.compress(lines))
     else:
