@@ -130,7 +130,8 @@ def test_a_source_tree_needs_no_installation() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["--help"], ["serve", "--help"], ["report", "--help"], ["up", "--help"], ["key", "new"]]
+    "command",
+    [["--help"], ["serve", "--help"], ["report", "--help"], ["up", "--help"], ["doctor", "--help"], ["key", "new"]],
 )
 def test_commands_of_the_core_need_no_extra(command: list[str]) -> None:
     done = run("-c", WITHOUT_EXTRAS, *command)
@@ -190,3 +191,11 @@ def test_the_engines_extra_is_a_tested_pair() -> None:
 
 def test_every_package_is_marked_as_typed() -> None:
     assert [name for name in warmroute.PACKAGES if not (ROOT / name / "py.typed").exists()] == []
+
+
+def test_the_lock_has_what_tests_need_and_no_engines() -> None:
+    locked = {line.partition("==")[0] for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()}
+    extras = PROJECT["optional-dependencies"]
+    needed = names(PROJECT["dependencies"]) | names(extras["lab"]) | names(extras["tokenizer"]) | names(extras["dev"])
+    assert {name.lower() for name in needed - {"warmroute"}} <= locked
+    assert not locked & (names(extras["engines"]) - names(extras["lab"]))
