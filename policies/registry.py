@@ -8,14 +8,14 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any, cast
 
-from policies.neighbours.aibrix_prefix import AibrixPrefix
-from policies.neighbours.dynamo_cost import DynamoCost
-from policies.neighbours.llmd_affinity import LlmdAffinity
-from policies.neighbours.lpwl import Lpwl
-from policies.neighbours.sglang_cache_aware import SglangCacheAware
-from policies.neighbours.smetric import Smetric
-from policies.neighbours.vllm_cache_aware import VllmCacheAware
-from policies.neighbours.vllm_kv_aware import VllmKvAware
+from policies.baselines.aibrix_prefix import AibrixPrefix
+from policies.baselines.dynamo_cost import DynamoCost
+from policies.baselines.llmd_affinity import LlmdAffinity
+from policies.baselines.lpwl import Lpwl
+from policies.baselines.sglang_cache_aware import SglangCacheAware
+from policies.baselines.smetric import Smetric
+from policies.baselines.vllm_cache_aware import VllmCacheAware
+from policies.baselines.vllm_kv_aware import VllmKvAware
 from policies.offload.base import OffloadPlanner
 from policies.offload.cost_model import CostModel
 from policies.offload.never import Never

@@ -69,7 +69,7 @@ class Row:
     resumed: int = 0
     """Engines that took the stream up after another one had broken it off."""
     resume: str | None = None
-    """What became of the resume of a stream that broke (`proxy.resume.ResumeResult`); None: none was to be tried."""
+    """What became of the resume of a stream that broke (`proxy.resume.plan.ResumeResult`); None: none was to be tried."""
     legs: dict[str, dict[str, float]] = field(default_factory=dict)
     """``prefill``, ``transfer`` or ``first_token`` -> what the cost models predicted, what it took."""
     error: str | None = None
@@ -113,8 +113,8 @@ class Row:
             "completion_tokens": self.completion_tokens,
             "events": self.events,
             "scores": [
-                {"instance": instance, "score": score, "inputs": inputs, "skipped": skipped}
-                for instance, score, inputs, skipped in (decision.scores if decision else ())
+                {"instance": instance, "score": score, "inputs": inputs, "skipped": skipped, "cached_tokens": cached}
+                for instance, score, inputs, skipped, cached in (decision.scores if decision else ())
             ],
             "offload_inputs": decision.offload.inputs if decision else {},
             "attempts": self.attempts,

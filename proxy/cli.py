@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from proxy.key_cli import key_app
+from proxy.access.key_cli import key_app
 
 
 def serve(
@@ -35,7 +35,7 @@ def serve(
 
     Settings come from --config, then WARMROUTE_ environment variables, then these flags; the later wins.
     """
-    from proxy.uvicorn_check import UnsupportedUvicornError, check_uvicorn
+    from proxy.clients.uvicorn_check import UnsupportedUvicornError, check_uvicorn
 
     try:
         check_uvicorn()
@@ -78,7 +78,7 @@ def _given(**values: Any) -> dict[str, Any] | None:
 
 def settings() -> None:
     """Print every setting of `warmroute serve` with its default, as Markdown."""
-    from proxy.settings_reference import reference
+    from proxy.settings.reference import reference
 
     typer.echo(reference(), nl=False)
 

@@ -16,7 +16,7 @@ def settle() -> None:
     """Keep freed memory for the next body, and look for garbage less often. Once, when all is imported.
 
     A request's body is larger than what glibc takes from its heap by default: each would be mapped and unmapped by the
-    kernel, page by page. A request leaves no cycles behind (``tests/chaos/test_garbage.py``), so the collector may be
+    kernel, page by page. A request leaves no cycles behind (``tests/chaos/fuzz/test_garbage.py``), so the collector may be
     patient; what is loaded by now stays for good and need not be walked again.
     """
     gc.collect()

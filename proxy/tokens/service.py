@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from proxy.parse import Endpoint, Parsed
+from proxy.request.parse import Endpoint, Parsed
 from proxy.settings import TokenizerSettings
 from proxy.tokens.encoder import Encoder, TokenizerError
 

@@ -1,0 +1,169 @@
+"""Prometheus metrics with bounded labels: instances, classes, reasons and outcomes are all closed sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from proxy.breakdown import Row
+from proxy.events.subscriber import EventSubscriber
+from proxy.fleet.instances import Instances
+from proxy.metrics.predictions import PredictionErrors
+from proxy.metrics.tallies import Spread, Tally
+from proxy.routing.router import Router
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4, 10)
+_MILLISECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+
+
+class Metrics:
+    """One registry per proxy, so that several can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._of_instances: list[Gauge] = []
+        """Gauges with the label ``instance``: a departed instance's series are removed from them."""
+        self._requests = Tally(
+            self.registry, "warmroute_requests", "Requests by how they ended", ["instance", "outcome"]
+        )
+        self._decisions = Tally(
+            self.registry,
+            "warmroute_decisions",
+            "Decisions by class and reason",
+            ["policy", "request_class", "reason"],
+        )
+        self._offloads = Tally(
+            self.registry, "warmroute_offloads", "What the planner said or became of an offload", ["reason"]
+        )
+        self._resumes = Tally(
+            self.registry, "warmroute_resumes", "Streams that broke, by what resuming did", ["result"]
+        )
+        self._prompt = Tally(self.registry, "warmroute_prompt_tokens", "Prompt tokens", ["instance"])
+        self._cached = Tally(
+            self.registry, "warmroute_cached_tokens", "Prompt tokens served from cache", ["instance", "kind"]
+        )
+        self._error = Tally(
+            self.registry,
+            "warmroute_cache_prediction_error_tokens",
+            "Sum of |predicted - actual| cached tokens",
+            ["instance"],
+        )
+        self.errors = PredictionErrors()
+        self._index_error = Tally(
+            self.registry,
+            "warmroute_index_error_tokens",
+            "Sum of |predicted - actual| cached tokens of either index, used or not",
+            ["instance", "source"],
+        )
+        self._index_predictions = Tally(
+            self.registry,
+            "warmroute_index_predictions",
+            "Predictions that an engine's report was compared with",
+            ["instance", "source"],
+        )
+        self._events = self._instance_gauge(
+            "warmroute_kv_events",
+            "KV events of an instance since the start, and whether its exact index is trusted now",
+            ["what"],
+        )
+        self._first_byte = Spread(
+            self.registry, "warmroute_first_byte_seconds", "Arrival to first byte", ["request_class"], _SECONDS
+        )
+        self._total = Spread(
+            self.registry, "warmroute_request_seconds", "Arrival to last byte", ["request_class"], _SECONDS
+        )
+        self._deciding = Spread(
+            self.registry, "warmroute_decide_milliseconds", "Index lookup and decision", [], _MILLISECONDS
+        )
+        self._leg_ratio = Spread(
+            self.registry,
+            "warmroute_leg_actual_to_predicted_ratio",
+            "Time a leg took over what the cost models predicted: 1 is right",
+            ["leg"],
+            _RATIOS,
+        )
+        self._leg_error = Tally(
+            self.registry,
+            "warmroute_leg_prediction_error_seconds",
+            "Sum of |predicted - actual| seconds of legs",
+            ["leg"],
+        )
+        self._recycle = self._instance_gauge("warmroute_instance_recycle_wanted", "1 when it should be restarted")
+        self._load = self._instance_gauge("warmroute_instance_load", "Ledger and index readings", ["what"])
+        self._healthy = self._instance_gauge("warmroute_instance_healthy", "1 when routable")
+
+    def _instance_gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+        gauge = Gauge(name, documentation, ["instance", *labels], registry=self.registry)
+        self._of_instances.append(gauge)
+        return gauge
+
+    def record(self, row: Row) -> None:
+        """Count one finished request."""
+        decision = row.decision
+        instance = decision.decode_on if decision else ""
+        self._requests.values[instance, row.outcome] += 1
+        if decision is None:
+            return
+        request_class = decision.request_class
+        self._decisions.values[decision.policy, request_class, decision.reason] += 1
+        if row.offload_reason:
+            self._offloads.values[(row.offload_reason,)] += 1
+        if row.resume:
+            self._resumes.values[(row.resume,)] += 1
+        if row.prompt_tokens:
+            self._prompt.values[(instance,)] += row.prompt_tokens
+        actual, predicted = row.actual_cached_tokens, row.predicted_cached_tokens
+        if actual is not None and predicted is not None:
+            self._cached.values[instance, "actual"] += actual
+            self._cached.values[instance, "predicted"] += predicted
+            self._error.values[(instance,)] += abs(actual - predicted)
+        prediction = row.prediction
+        if prediction is not None and actual is not None:
+            self.errors.record(row.prefill_instance or decision.decode_on, prediction, actual)
+        for leg, times in row.legs.items():
+            self._leg_error.values[(leg,)] += abs(times["predicted_s"] - times["actual_s"])
+            if times["predicted_s"] > 0:
+                self._leg_ratio.observe((leg,), times["actual_s"] / times["predicted_s"])
+        stages = row.stages_ms
+        if "decide" in stages:
+            self._deciding.observe((), stages["decide"])
+        if "first_byte" in stages:
+            self._first_byte.observe((request_class,), stages["first_byte"] / 1e3)
+        if "total" in stages:
+            self._total.observe((request_class,), stages["total"] / 1e3)
+
+    def forget(self, instance: str) -> None:
+        """The instance has left: its series go with it."""
+        for metric in vars(self).values():
+            if isinstance(metric, Tally | Spread):
+                metric.forget("instance", instance)
+        for gauge in self._of_instances:
+            gauge.remove_by_labels({"instance": instance})
+        self.errors.forget(instance)
+
+    def render(self, router: Router, instances: Instances, events: EventSubscriber, now_s: float) -> bytes:
+        """The exposition text, with gauges read at this moment."""
+        for (name, source), error in self.errors.by_source.items():
+            self._index_error.values[name, source] = error.absolute_error_tokens
+            self._index_predictions.values[name, source] = error.requests
+        for name in events.streams:
+            for what, number in events.figures(name).items():
+                self._events.labels(name, what).set(number)
+        for instance in instances:
+            name = instance.name
+            load = router.state.ledger.load(name, now_s)
+            self._healthy.labels(name).set(instance.healthy)
+            self._recycle.labels(name).set(instance.recycle_wanted is not None)
+            for what, value in (
+                ("requests", load.requests),
+                ("pending_prefill_tokens", load.pending_prefill_tokens),
+                ("decoding_tokens", load.decoding_tokens),
+                ("recent_tokens", load.recent_tokens),
+                ("index_blocks", router.state.index.blocks(name)),
+                ("sessions", router.state.sessions.count(name)),
+                ("kv_usage", instance.kv_usage),
+            ):
+                self._load.labels(name, what).set(value)
+        return generate_latest(self.registry)
