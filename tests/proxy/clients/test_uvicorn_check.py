@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from proxy.clients.uvicorn_check import SUPPORTED, UnsupportedUvicornError, check_uvicorn
 from warmroute import build
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_locked_uvicorn_has_every_name() -> None:
