@@ -1,6 +1,6 @@
 """Fits a hardware profile to measured points, by least squares on the logarithm of model / measured.
 
-The model of a prefill among decodes is the one the engine follows: the front end's time, during which decodes go on
+The model of a prefill among decodes is the one the engine follows: the front end's time, during which decodes continue
 undisturbed, then one mixed step per chunk. A robust loss (soft L1) keeps single bad points from bending the rest.
 """
 
@@ -39,7 +39,7 @@ class Residual(NamedTuple):
     measured_s: float
     model_s: float
     note: str = ""
-    """Why the point does not count in the fit's error figures, if it does not."""
+    """Reason for which the point does not count in the fit's error figures; empty if it counts."""
 
     @property
     def error(self) -> float:
@@ -48,7 +48,7 @@ class Residual(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A fitted profile and how well it meets each point."""
+    """A fitted profile and its error at each point."""
 
     profile: HardwareProfile
     residuals: tuple[Residual, ...]
@@ -65,7 +65,7 @@ class Fit(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """How the model sees one prefill on an otherwise steady instance."""
+    """Model times of one prefill on an otherwise steady instance."""
 
     frontend_s: float
     steps_s: tuple[float, ...]

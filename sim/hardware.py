@@ -1,6 +1,6 @@
-"""Hardware profiles: what a step, a transfer and a KV pool cost on one kind of instance, read from YAML.
+"""Hardware profiles: step times, transfer times and KV pool of one kind of instance, read from YAML.
 
-A profile is written by ``warmroute fit`` from a file of measured points; ``sim/fit.py`` says how.
+``warmroute fit`` writes a profile from a file of measured points (``sim/fit.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HARDWARE_FOLDER = Path(__file__).resolve().parent.parent / "configs" / "hardware
 
 
 class ProfileError(Exception):
-    """A hardware profile or points file cannot be used; the text says why."""
+    """A hardware profile or points file that cannot be used; the message says why."""
 
 
 class _Strict(BaseModel):
@@ -28,7 +28,7 @@ class _Strict(BaseModel):
 
 
 class StepCosts(_Strict):
-    """Fitted coefficients, in seconds; ``sim.core.timing.StepTiming`` says what each one multiplies."""
+    """Fitted coefficients, in seconds; ``sim.core.timing.StepTiming`` documents what each one multiplies."""
 
     frontend_s: float = Field(ge=0)
     frontend_token_s: float = Field(ge=0)
@@ -90,7 +90,7 @@ class Transport(_Strict):
     """One way to move KV between instances: measured times by size and by load on both sides."""
 
     contention: float = Field(ge=0)
-    """Each further transfer under way adds this share of the unshared time (1: they share one link fairly)."""
+    """Each further transfer in flight adds this share of the unshared time (1: they share one link fairly)."""
     rows: tuple[LoadRow, ...] = Field(min_length=1)
     spread: tuple[SpreadPoint, ...] = ()
     """By size; none below the first, none at all without any."""
@@ -151,7 +151,7 @@ class Transport(_Strict):
 
 
 class HardwareProfile(_Strict):
-    """Everything the simulator knows about a kind of instance."""
+    """All hardware parameters of one kind of instance."""
 
     name: str
     source: str
@@ -188,7 +188,7 @@ class HardwareProfile(_Strict):
 
 
 def profile_path(name: str) -> Path:
-    """Where a profile lies: a path to a YAML file as it is, else the name of one in configs/hardware."""
+    """Path of a profile: a path to a YAML file unchanged, a name looked up in configs/hardware."""
     if name.endswith((".yaml", ".yml")):
         return Path(name)
     return HARDWARE_FOLDER / f"{name}.yaml"

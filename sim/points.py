@@ -40,7 +40,7 @@ class InterferencePoint(_Strict):
     gap_s: float | None = None
     """Longest time between two tokens of a stream."""
     skip: str | None = None
-    """Why the point is left out, if it is."""
+    """Reason for which the point is left out; None if it is not."""
 
 
 class TransferPoint(_Strict):
@@ -60,7 +60,7 @@ class LoadFactor(_Strict):
 
 
 class TransportPoints(_Strict):
-    """What was measured of one transport: bare transfers, or whole D legs from which the rest is subtracted."""
+    """Measurements of one transport: bare transfers, or whole D legs from which the rest is subtracted."""
 
     published: bool = False
     """The bare transfers, slowdowns and spread are those of ``policies.costs.published``; the file gives none."""
@@ -86,7 +86,7 @@ class TransportPoints(_Strict):
 
 
 class Points(_Strict):
-    """All points of one kind of instance and what is taken over into its profile unchanged."""
+    """All points of one kind of instance and the values that are copied into its profile unchanged."""
 
     name: str
     source: str

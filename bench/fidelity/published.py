@@ -1,8 +1,8 @@
-"""Published measurements of one and two engines against the simulator: interference, transfers, what isolation saves.
+"""Published measurements of one and two engines against the simulator: interference, transfers, savings of isolation.
 
 Published: the agentic-kvc reports (H20, vLLM 0.18.1; transfers between busy engines on two H100s). The h20 profile was
-fitted to the interference figures at 8 streams and interpolates the transfer figures, so these tables show how well
-the model's form can follow them, not whether it foretells anything.
+fitted to the interference figures at 8 streams and interpolates the transfer figures, so these tables show how well the
+model's form fits them, not that it predicts anything.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _engine(profile: HardwareProfile) -> Engine:
 
 
 def simulate_interference(prefill_tokens: int) -> tuple[Interference, float]:
-    """The same burst on a simulated engine, and a stream's TPOT before it."""
+    """(the same burst on a simulated engine, a stream's TPOT before it in seconds)"""
     fleet = VirtualFleet({"engine": _engine(load_profile(PROFILE))})
     blocks = STREAM_CONTEXT_TOKENS // BLOCK_TOKENS
     for number in range(STREAMS):
@@ -78,7 +78,7 @@ def simulate_interference(prefill_tokens: int) -> tuple[Interference, float]:
 
 
 def interference_table() -> str:
-    """Prefill and decode in each other's way (published / simulated)."""
+    """Interference of prefill and decode (published / simulated)."""
     lines = [
         "| prefill among 8 streams | TTFT published / simulated | TPOT during it | penalty on TPOT |",
         "| ---: | ---: | ---: | ---: |",
@@ -94,7 +94,7 @@ def interference_table() -> str:
 
 
 def transfer_table() -> str:
-    """What moving KV takes (published / simulated), and what it would save by isolating the prefill."""
+    """Time of KV transfers (published / simulated), and the decode time saved by isolating the prefill."""
     profile = load_profile(PROFILE)
     transport = profile.transport()
     lines = [

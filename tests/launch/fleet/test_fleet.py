@@ -29,8 +29,8 @@ GOOD: dict[str, Any] = {"kind": "sim", "count": 2}
         ({"role": "both"}, "role: Input should be"),
         ({"base_port": 80}, "base_port: Input should be greater than or equal to 1024"),
         ({"base_port": 65535}, "inst-1 would get port 65536"),
-        ({"base_port": 9101}, "port 9101 is wanted by both inst-0 and inst-0 (bootstrap)"),
-        ({"proxy": {"port": 8102}}, "port 8102 is wanted by both inst-1 and the proxy"),
+        ({"base_port": 9101}, "port 9101 is assigned to both inst-0 and inst-0 (bootstrap)"),
+        ({"proxy": {"port": 8102}}, "port 8102 is assigned to both inst-1 and the proxy"),
         ({"proxy": {"prot": 1}}, "prot: unknown key"),
         ({"proxy": {"policy": {"name": "nonesuch"}}}, "nonesuch"),
         ({"proxy": {"instances": []}}, "remove the key"),
@@ -69,7 +69,7 @@ def test_files_that_are_no_fleets(tmp_path: Path) -> None:
         load_fleet(path)
 
 
-def test_a_port_somebody_holds_is_told() -> None:
+def test_a_port_in_use_is_reported() -> None:
     fleet = parse_fleet(fleet_values())
     assert ports_in_use(fleet) == []
     with socket.create_server(("127.0.0.1", fleet.base_port + 1)):
