@@ -33,7 +33,7 @@ from rich.table import Table
 
 import proxy.router as router_module
 from bench.prefix_index import FIRST_FILLER, machine, prompt
-from proxy.breakdown import Breakdown, Outcome, Row
+from proxy.breakdown import Breakdown, RequestOutcome, Row
 from proxy.metrics import Metrics
 from proxy.parse import Endpoint, session_of
 from proxy.router import Routed, Router
@@ -246,7 +246,7 @@ class Loop:
         routed.commitment.decode.first_token()
         t1 = clock()
         row.actual_cached_tokens, row.completion_tokens, row.events = row.predicted_cached_tokens, 80, 80
-        row.status, row.outcome = 200, Outcome.OK
+        row.status, row.outcome = 200, RequestOutcome.OK
         row.stages_ms |= {"first_byte": 200.0, "total": 900.0}
         t2 = clock()
         routed.commitment.release(1e9)

@@ -1,4 +1,4 @@
-"""The live router: the fleet's state, the policy in force, and the one synchronous step that decides and counts."""
+"""Live router: the fleet's state, the active policy, and the synchronous step that decides and counts."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _RATIO_WEIGHT = 0.1
 
 
 class Routed(NamedTuple):
-    """A decision that is already counted."""
+    """A decision that has been counted."""
 
     decision: Decision
     commitment: Commitment
     prefill_view: InstanceView | None
-    """P as the decision saw it, when the prefill is offloaded."""
+    """P's view at the decision if the prefill is offloaded."""
 
 
 class LegTime(NamedTuple):
-    """What a leg was predicted to take by the cost models, and what it took, in seconds."""
+    """Predicted and actual seconds of a leg."""
 
     predicted_s: float
     actual_s: float
 
 
 class Router:
-    """Owns the fleet's state. Switching the policy changes neither index nor sessions nor ledger."""
+    """Owner of the fleet's state. Switching the policy leaves index, sessions and ledger unchanged."""
 
     def __init__(self, settings: Settings, is_base_model: Callable[[str], bool] = lambda _: False) -> None:
-        """``is_base_model`` says of a model's name whether the fleet serves it without an adapter."""
+        """``is_base_model`` returns True if the fleet serves a model name without an adapter."""
         self._settings = settings
         self._is_base_model = is_base_model
         self.thresholds = settings.classes.thresholds()
@@ -67,7 +67,7 @@ class Router:
             self.state.add_instance(instance.name, instance.role, instance.host, instance.transport, instance.connector)
 
     def parse(self, endpoint: Endpoint, body: bytes) -> Parsed:
-        """Parse a body with the block sizes in force; raises RequestError."""
+        """Parse a body with the effective block sizes; raises RequestError."""
         text_block_bytes = self._settings.index.text_block_bytes
         return parse_request(
             endpoint, body, self.block_tokens, text_block_bytes, self._is_base_model, self._token_chunks
@@ -78,7 +78,7 @@ class Router:
         return with_token_ids(parsed, ids, self.block_tokens, self._is_base_model(parsed.fields.model))
 
     def view(self, parsed: Parsed, request_id: str, session_id: str | None) -> RequestView:
-        """The request as policies see it."""
+        """The request's view for policies."""
         return request_view(
             parsed,
             request_id,
@@ -98,9 +98,9 @@ class Router:
         return Routed(decision, commitment, prefill)
 
     def explain(self, request: RequestView, available: set[str]) -> tuple[FleetSnapshot, dict[str, Decision]]:
-        """What every installed policy would decide now; nothing is counted.
+        """Current decision of every installed policy, without counting it.
 
-        The policy in force answers with its parameters, the others with their defaults. Raises NoCandidateError.
+        The active policy uses its parameters, the others their defaults. Raises NoCandidateError.
         """
         fleet = self._snapshot(request, available, time.monotonic())
         policies = self.known_policies | {self.policy.name: self.policy}
@@ -115,35 +115,35 @@ class Router:
         planner: str | None,
         planner_params: Mapping[str, Any] | None,
     ) -> None:
-        """Put another policy or planner in force; both are built before either is taken over."""
+        """Switch policy or planner; both are built before either is replaced. Raises ValueError if one is unknown."""
         policy = make_routing(name, params) if name is not None else self.policy
         offload = make_planner(planner, planner_params) if planner is not None else self.planner
         self.policy, self.planner = policy, offload
 
     def apply(self, settings: Settings) -> None:
-        """Take over other settings. Policy and planner stay: ``switch`` changes those."""
+        """Apply other settings. Policy and planner stay: ``switch`` changes those."""
         self._settings = settings
         self.thresholds = settings.classes.thresholds()
         self.state.sessions.set_bounds(settings.sessions.capacity, settings.sessions.ttl_s)
         self.state.ledger.set_half_life(settings.ledger.recent_half_life_s)
 
     def learn_ratio(self, text_bytes: int, prompt_tokens: int) -> None:
-        """Correct the bytes-per-token ratio by what an engine counted (exponential average)."""
+        """Update the bytes-per-token ratio from an engine's token count (exponential average)."""
         if text_bytes and prompt_tokens:
             self.bytes_per_token += _RATIO_WEIGHT * (text_bytes / prompt_tokens - self.bytes_per_token)
 
     def prefilled(self, routed: Routed, seconds: float) -> LegTime:
-        """Learn from D's first token of a request that ran co-located."""
+        """Learn from D's first token of a co-located request, after ``seconds``."""
         return LegTime(self.state.costs.prefilled(routed.commitment.workload.decode, seconds), seconds)
 
     def prefilled_on_p(self, routed: Routed, seconds: float) -> LegTime:
-        """Learn from a P leg that went well; its KV waits for D from now on."""
+        """Learn from a successful P leg of ``seconds``; its KV waits for D from now on."""
         routed.commitment.end_prefill()
         assert routed.commitment.workload.prefill is not None
         return LegTime(self.state.costs.prefilled(routed.commitment.workload.prefill, seconds), seconds)
 
     def handed_over(self, routed: Routed, seconds: float) -> LegTime:
-        """D answered ``seconds`` after it was sent its leg: the hand-off is over and went well."""
+        """Learn from a successful hand-off: D answered ``seconds`` after its leg was sent."""
         routed.commitment.handed_over()
         job, now_s = routed.commitment.workload.transfer, time.monotonic()
         assert job is not None
@@ -153,7 +153,7 @@ class Router:
         return LegTime(self.state.costs.transferred(routed.commitment.workload, seconds, now_s), seconds)
 
     def handed_over_unseen(self, routed: Routed) -> None:
-        """The hand-off went well, but its first token, and so its time, was not seen."""
+        """Count a successful hand-off whose first token, and therefore its time, was not observed."""
         routed.commitment.handed_over()
         job = routed.commitment.workload.transfer
         assert job is not None
@@ -162,11 +162,11 @@ class Router:
             self.state.costs.handed_over(job)
 
     def hold_on_decode(self, routed: Routed) -> Hold:
-        """Count the room that a pull which was given up takes on D until it ends."""
+        """Count the room on D of an abandoned pull until it ends."""
         return routed.commitment.hold_on_decode()
 
     def fell_back(self, routed: Routed) -> None:
-        """The hand-off failed: D prefills after all, and the pair's breaker and risk hear of it."""
+        """Count a failed hand-off: D prefills instead, and the pair's breaker and failure rate are updated."""
         now_s = time.monotonic()
         routed.commitment.fall_back(now_s + self._settings.offload.hold_s)
         job = routed.commitment.workload.transfer
@@ -176,7 +176,7 @@ class Router:
             self.state.costs.fell_back(job)
 
     def set_block_tokens(self, block_tokens: int) -> None:
-        """Take over the engines' block size; blocks of another size mean nothing any more."""
+        """Set the engines' block size in tokens; index contents with another block size are dropped."""
         if block_tokens != self.block_tokens:
             self.block_tokens = block_tokens
             for name in self.state.instances:

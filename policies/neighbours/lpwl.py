@@ -22,7 +22,6 @@ class Lpwl:
     name: ClassVar[str] = "lpwl"
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         scores = tuple(
             [
                 CandidateScore(
