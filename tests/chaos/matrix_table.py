@@ -1,4 +1,4 @@
-"""The failure matrix as Markdown: ``python -m tests.chaos.matrix_table`` prints it, ``--write`` puts it in the page."""
+"""The failure matrix as Markdown: ``python -m tests.chaos.matrix_table`` prints it, ``--write`` updates the page."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def table() -> str:
 
 
 def between(document: str) -> str:
-    """The part of the document that is generated."""
+    """The generated part of the document."""
     return document.partition(_BEGIN)[2].partition(_END)[0]
 
 

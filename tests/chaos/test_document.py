@@ -1,4 +1,4 @@
-"""docs/reliability.md shows the matrix that the tests run, and names tests that exist."""
+"""docs/reliability.md contains the matrix that the tests run, and names existing tests."""
 
 from __future__ import annotations
 
