@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from policies.registry import make_routing
-from replayer.arms import ArmRun, ArmRuns
-from replayer.compare import CompareOptions, Comparison, compare_arms
-from replayer.plan import make_plan
-from replayer.power import probability_found
-from replayer.statistics import Verdict
-from replayer.synth import SynthOptions, synthetic_trace
+from replayer.compare.arms import ArmRun, ArmRuns
+from replayer.compare.runs import CompareOptions, Comparison, compare_arms
+from replayer.compare.statistics.power import probability_found
+from replayer.compare.statistics.tests import Verdict
+from replayer.replay.plan import make_plan
+from replayer.traces.synth import SynthOptions, synthetic_trace
 from sim.offline.simulate import Noise, SimOptions, simulate
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)

@@ -31,12 +31,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import proxy.router as router_module
+import proxy.routing.router as router_module
 from bench.prefix_index import FIRST_FILLER, machine, prompt
+from policies.session import Routed
 from proxy.breakdown import Breakdown, RequestOutcome, Row
-from proxy.metrics import Metrics
-from proxy.parse import Endpoint, session_of
-from proxy.router import Routed, Router
+from proxy.metrics.exporter import Metrics
+from proxy.request.parse import Endpoint, session_of
+from proxy.routing.router import Router
 from proxy.settings import Settings
 
 PARTS_OF_ROUTE = ("snapshot", "decide", "commit")
@@ -242,7 +243,7 @@ class Loop:
         router, clock = self._router, time.perf_counter_ns
         times = self.times_ns
         t0 = clock()
-        row.note_leg("first_token", *router.prefilled(routed, 0.2))
+        row.note_leg("first_token", *router.routing.prefilled(routed.commitment, 0.2))
         routed.commitment.decode.first_token()
         t1 = clock()
         row.actual_cached_tokens, row.completion_tokens, row.events = row.predicted_cached_tokens, 80, 80

@@ -22,13 +22,13 @@ import typer
 
 from bench.elastic_table import ARM_FILE, ArmNote, markdown
 from launch.arm import BREAKDOWN_FILE, RUN_FILE, ArmError, ArmResult, run_arm
-from launch.fleet import FleetError, FleetFile, find_fleet, load_fleet
-from launch.fresh import FRESH_FILE, StaleEngineError
-from launch.processes import StartError
-from launch.telemetry import TELEMETRY_FILE
-from replayer.plan import PlanOptions
-from replayer.replay import ReplayOptions
-from replayer.trace import Trace, TraceError, load_trace
+from launch.fleet.file import FleetError, FleetFile, find_fleet, load_fleet
+from launch.freshness.proof import FRESH_FILE, StaleEngineError
+from launch.hardware.telemetry import TELEMETRY_FILE
+from launch.run.processes import StartError
+from replayer.replay.plan import PlanOptions
+from replayer.replay.replay import ReplayOptions
+from replayer.traces.trace import Trace, TraceError, load_trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
 

@@ -14,15 +14,15 @@ from typing import Any
 import msgspec
 
 from launch.arm import BREAKDOWN_FILE, RUN_FILE
-from replayer.arms import ArmRun, ArmRuns, unique
-from replayer.compare import CompareOptions, Comparison, compare_arms
-from replayer.records import Run, read_run
-from replayer.statistics import Verdict
-from replayer.summary import Quantiles, summarise
+from replayer.compare.arms import ArmRun, ArmRuns, unique
+from replayer.compare.runs import CompareOptions, Comparison, compare_arms
+from replayer.compare.statistics.tests import Verdict
+from replayer.records.runs import Run, read_run
+from replayer.records.summary import Quantiles, summarise
 
 ARM_FILE = "arm.json"
 METRICS = ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90", "E2E p50", "E2E p90")
-"""The effects shown, as `replayer.compare` names them."""
+"""The effects shown, as `replayer.compare.runs` names them."""
 RESAMPLES = 4000
 
 

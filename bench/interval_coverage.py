@@ -3,7 +3,7 @@
 ``python -m bench.interval_coverage`` draws experiments from `bench.synthetic_runs`, where the true change is known, and
 counts how often four kinds of 95 % interval hold it:
 
-- t: what the comparison prints (`replayer.effects`);
+- t: what the comparison prints (`replayer.compare.effects`);
 - percentile: the 2.5 % and 97.5 % quantiles of the same resamples;
 - BCa: bias-corrected and accelerated (Efron 1987), the acceleration from leaving out one session at a time; for
   experiments of one run an arm only, where a session is the only thing that is drawn;
@@ -27,13 +27,13 @@ from rich.table import Table
 from scipy.special import ndtr, ndtri
 
 from bench.synthetic_runs import SyntheticNoise, SyntheticTrace, SyntheticWork
-from replayer.bootstrap import BoolArray, FloatArray, SessionBootstrap
-from replayer.effects import estimate
-from replayer.goodput import Slo
-from replayer.metrics import QUANTILES, Evaluator, Metric, Values
-from replayer.noise_floor import between_runs
-from replayer.pairing import Columns, Requests, align
-from replayer.statistics import ALPHA, t_quantile
+from replayer.compare.effects import estimate
+from replayer.compare.goodput import Slo
+from replayer.compare.metrics import QUANTILES, Evaluator, Metric, Values
+from replayer.compare.noise_floor import between_runs
+from replayer.compare.pairing import Columns, Requests, align
+from replayer.compare.statistics.bootstrap import BoolArray, FloatArray, SessionBootstrap
+from replayer.compare.statistics.tests import ALPHA, t_quantile
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 

@@ -33,8 +33,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from policies.blocks import hash_byte_blocks, hash_token_blocks, root_hash
-from policies.prefix_index import PrefixIndex
+from policies.predict.blocks import hash_byte_blocks, hash_token_blocks, root_hash
+from policies.predict.prefix_index import PrefixIndex
 
 TARGET_MATCH_US = 300.0
 TEXT_BYTES = 130_000

@@ -28,8 +28,8 @@ import typer
 
 from bench.prefix_index import machine
 from policies.registry import make_routing
-from replayer.plan import PlanOptions
-from replayer.trace import Trace, TraceRequest, load_trace
+from replayer.replay.plan import PlanOptions
+from replayer.traces.trace import Trace, TraceRequest, load_trace
 from sim.offline.router import OfflineRouter
 from sim.offline.simulate import OfflineRun, SimOptions
 from sim.virtual import VirtualFleet

@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from replayer.records import RequestRecord, Run, RunEnd, RunHeader
+from replayer.records.runs import RequestRecord, Run, RunEnd, RunHeader
 
 
 class SyntheticTrace(msgspec.Struct, frozen=True, kw_only=True):

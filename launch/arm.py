@@ -11,18 +11,18 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from launch.capacity import kv_capacity_tokens
-from launch.fleet import FleetFile
-from launch.fresh import FRESH_FILE, FreshProof, prove_fresh
-from launch.fresh_gpus import idle_inventory
-from launch.processors import ProcessorSampler, ProcessorUse
-from launch.supervisor import Fleet
-from launch.telemetry import TELEMETRY_FILE, TelemetrySampler
-from replayer.plan import Plan
-from replayer.records import RequestRecord, Run
-from replayer.replay import ReplayOptions, replay_trace
-from replayer.report import Row, read_breakdown
-from replayer.trace import Trace
+from launch.engines.capacity import kv_capacity_tokens
+from launch.fleet.file import FleetFile
+from launch.freshness.gpus import idle_inventory
+from launch.freshness.proof import FRESH_FILE, FreshProof, prove_fresh
+from launch.hardware.processors import ProcessorSampler, ProcessorUse
+from launch.hardware.telemetry import TELEMETRY_FILE, TelemetrySampler
+from launch.run.supervisor import Fleet
+from replayer.records.runs import RequestRecord, Run
+from replayer.replay.plan import Plan
+from replayer.replay.replay import ReplayOptions, replay_trace
+from replayer.report.page import Row, read_breakdown
+from replayer.traces.trace import Trace
 
 RUN_FILE = "run.jsonl"
 BREAKDOWN_FILE = "breakdown.jsonl"
@@ -81,7 +81,7 @@ async def run_arm(
         trace: what to replay.
         options: settings of the replay; ``endpoint``, ``model`` and ``label`` are filled in.
         arm_dir: where logs, state, proof and records go.
-        previous_engine_ids: engine ids of the arm before (see `launch.fresh`).
+        previous_engine_ids: engine ids of the arm before (see `launch.freshness.proof`).
         on_phase: called with "starting", "replaying", "stopping".
         on_start: passed on to the replay.
         on_record: passed on to the replay.

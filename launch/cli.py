@@ -19,8 +19,8 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from launch.fleet import FleetFile
-    from launch.state import FleetState, ProcessState
+    from launch.fleet.file import FleetFile
+    from launch.run.state import FleetState, ProcessState
 
 RUNS = Path("runs")
 _SETTLE_S = 0.1
@@ -67,8 +67,8 @@ def up(
     The file is checked in full and its ports are probed before anything starts. Every process has its own log file in
     the run directory. All processes end with this command, also when it is killed (on Linux).
     """
-    from launch.fleet import FleetError, find_fleet, load_fleet
-    from launch.supervisor import new_run_dir
+    from launch.fleet.file import FleetError, find_fleet, load_fleet
+    from launch.run.supervisor import new_run_dir
 
     try:
         source = find_fleet(fleet_file)
@@ -85,7 +85,7 @@ def up(
         options += [part for override in overrides for part in ("--set", override)]
         _detach(source, directory, [*options, *(["--require-fresh"] if require_fresh else [])])
         return
-    from launch.signals import run_until_signal
+    from launch.run.signals import run_until_signal
 
     raise typer.Exit(run_until_signal(_hold(fleet, directory, source, with_proxy, require_fresh)))
 
@@ -108,8 +108,8 @@ def status(
 
 def down(run_dir: RunDir = None) -> None:
     """Stop a fleet started by `up` in another shell: its launcher first, then whatever it left behind."""
-    from launch.processes import end_recorded, kill_marked, marked
-    from launch.state import read_state
+    from launch.run.processes import end_recorded, kill_marked, marked
+    from launch.run.state import read_state
 
     state, directory = _state(run_dir)
     count = len(state.running)
@@ -181,7 +181,7 @@ def _proved(directory: Path, options: list[str]) -> bool:
     """Whether the fleet proved fresh, where that was asked for; the launcher ends when it did not."""
     import msgspec
 
-    from launch.fresh import FRESH_FILE, FreshProof
+    from launch.freshness.proof import FRESH_FILE, FreshProof
 
     if "--require-fresh" not in options:
         return True
@@ -196,9 +196,9 @@ async def _hold(fleet: FleetFile, directory: Path, source: Path, with_proxy: boo
     from rich.console import Console
     from rich.markup import escape
 
-    from launch.fresh import FRESH_FILE, StaleEngineError, prove_fresh
-    from launch.processes import StartError
-    from launch.supervisor import Fleet
+    from launch.freshness.proof import FRESH_FILE, StaleEngineError, prove_fresh
+    from launch.run.processes import StartError
+    from launch.run.supervisor import Fleet
 
     console = Console()
     since_unix_s = time.time()
@@ -229,7 +229,7 @@ def _detach(source: Path, directory: Path, options: list[str]) -> None:
     """Start a second launcher in its own session and wait until its fleet is ready."""
     from rich.console import Console
 
-    from launch.state import StateError, read_state
+    from launch.run.state import StateError, read_state
 
     directory.mkdir(parents=True, exist_ok=True)
     log_path = directory / "launcher.log"
@@ -266,9 +266,9 @@ def _detach(source: Path, directory: Path, options: list[str]) -> None:
 def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
     import yaml
 
-    from launch.engines import KINDS, engine_specs, proxy_spec
-    from launch.fleet import ports_in_use
-    from launch.supervisor import PROXY_CONFIG
+    from launch.engines.commands import KINDS, engine_specs, proxy_spec
+    from launch.fleet.file import ports_in_use
+    from launch.run.supervisor import PROXY_CONFIG
 
     specs = engine_specs(fleet)
     if with_proxy:
@@ -286,7 +286,7 @@ def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
 
 
 def _state(run_dir: Path | None) -> tuple[FleetState, Path]:
-    from launch.state import StateError, find_run_dir, read_state
+    from launch.run.state import StateError, find_run_dir, read_state
 
     try:
         directory = run_dir or find_run_dir(RUNS)
@@ -308,10 +308,10 @@ def _stop(message: str) -> NoReturn:
 
 def register(app: typer.Typer) -> None:
     """Add ``up``, ``down``, ``status``, ``demo``, ``doctor``, ``telemetry`` and ``experiment`` to an application."""
-    from launch.demo_cli import demo
+    from launch.demo.cli import demo
     from launch.doctor.cli import doctor
     from launch.experiment.cli import register as register_experiment
-    from launch.telemetry_cli import telemetry
+    from launch.hardware.telemetry_cli import telemetry
 
     app.command("up")(up)
     app.command("down")(down)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from policies.classes import ClassThresholds
 from policies.offload.base import OffloadPlanner
 from policies.routing.base import RoutingPolicy
+from policies.snapshot import FleetSnapshot
 from policies.types import (
     CachePrediction,
+    CandidateScore,
     Decision,
-    FleetSnapshot,
     NoCandidateError,
     OffloadPlan,
     OffloadReason,
@@ -44,10 +45,16 @@ def decide(
         request_class=request_class,
         reason=Reason.ONLY_CANDIDATE if len(fleet.instances) == 1 else choice.reason,
         offload=plan,
-        scores=choice.scores,
+        scores=_with_cached_tokens(choice.scores, fleet),
         policy=policy.name,
         prompt_tokens=request.prompt_tokens,
         cached_tokens=chosen.cached_tokens,
         decode_prediction=CachePrediction.of(chosen),
         prefill_prediction=CachePrediction.of(prefill) if prefill is not None else None,
     )
+
+
+def _with_cached_tokens(scores: tuple[CandidateScore, ...], fleet: FleetSnapshot) -> tuple[CandidateScore, ...]:
+    """The scores with every candidate's predicted hit. Runs for every request: one lookup per candidate."""
+    cached = {view[0]: view[1] for view in fleet.instances}.get
+    return tuple([CandidateScore(s[0], s[1], s[2], s[3], cached(s[0])) for s in scores])

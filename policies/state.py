@@ -9,24 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from policies.costbook import CostBook, Workload
+from policies.costs.book import CostBook, Workload
 from policies.holds import Hold, Holds
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger
 from policies.pairs import PairBreaker
-from policies.predictor import Match, Predictor, Promised
-from policies.prefix_index import Insertion, PrefixIndex
+from policies.predict.predictor import Match, Predictor, Promised
+from policies.predict.prefix_index import Insertion, PrefixIndex
 from policies.sessions import SessionTable
-from policies.types import (
-    Connector,
-    Decision,
-    FleetSnapshot,
-    IndexSource,
-    InstanceView,
-    RequestView,
-    Role,
-    Transport,
-)
+from policies.snapshot import FleetSnapshot
+from policies.types import Connector, Decision, IndexSource, InstanceView, RequestView, Role, Transport
 
 
 @dataclass(slots=True)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from policies.costs import Costs
+from typing import NamedTuple
 
 
 class RequestClass(StrEnum):
@@ -179,39 +176,6 @@ class HotspotView(NamedTuple):
     """Number of requests the share is computed over."""
 
 
-class FleetSnapshot(NamedTuple):
-    """The fleet at one instant, for one request. Contains only instances that may be chosen."""
-
-    instances: tuple[InstanceView, ...]
-    sequence: int = 0
-    """Number of the decision, from which turns and seeds derive."""
-    pinned: str | None = None
-    """Instance of the request's session, candidate or not."""
-    hotspot: HotspotView = HotspotView()
-    offloads_in_flight: int = 0
-    broken_pairs: frozenset[tuple[str, str]] = frozenset()
-    """(P, D) pairs whose breaker is open."""
-    prefill_instances: tuple[InstanceView, ...] = ()
-    """Instances that may prefill for another, where roles separate them; empty: any of ``instances``."""
-    costs: Costs | None = None
-    """Cost models at this moment; None if nothing is learned."""
-
-    def view(self, instance: str) -> InstanceView | None:
-        """The candidate of that name, or None."""
-        return _named(self.instances, instance)
-
-    def prefill_view(self, instance: str) -> InstanceView | None:
-        """The instance of that name among those that may prefill for another, or None."""
-        return _named(self.prefill_instances or self.instances, instance)
-
-
-def _named(views: tuple[InstanceView, ...], instance: str) -> InstanceView | None:
-    for view in views:
-        if view.instance == instance:
-            return view
-    return None
-
-
 class CandidateScore(NamedTuple):
     """One candidate's score (lower is better) and its inputs."""
 
@@ -220,6 +184,8 @@ class CandidateScore(NamedTuple):
     inputs: Mapping[str, float]
     skipped: bool = False
     """True if a rule excluded the candidate although its score may be lowest."""
+    cached_tokens: int | None = None
+    """Prompt tokens predicted to be cached there; filled in by ``decide``, whatever the policy reports as inputs."""
 
 
 class Choice(NamedTuple):

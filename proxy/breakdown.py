@@ -69,7 +69,7 @@ class Row:
     resumed: int = 0
     """Number of engines that continued the stream after another one broke it off."""
     resume: str | None = None
-    """Result of resuming a broken stream (`proxy.resume.ResumeResult`); None if resuming was not attempted."""
+    """Result of resuming a broken stream (`proxy.resume.plan.ResumeResult`); None if resuming was not attempted."""
     legs: dict[str, dict[str, float]] = field(default_factory=dict)
     """``prefill``, ``transfer`` or ``first_token`` -> predicted and actual seconds."""
     error: str | None = None
@@ -113,8 +113,8 @@ class Row:
             "completion_tokens": self.completion_tokens,
             "events": self.events,
             "scores": [
-                {"instance": instance, "score": score, "inputs": inputs, "skipped": skipped}
-                for instance, score, inputs, skipped in (decision.scores if decision else ())
+                {"instance": instance, "score": score, "inputs": inputs, "skipped": skipped, "cached_tokens": cached}
+                for instance, score, inputs, skipped, cached in (decision.scores if decision else ())
             ],
             "offload_inputs": decision.offload.inputs if decision else {},
             "attempts": self.attempts,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from proxy.key_cli import key_app
+from proxy.access.key_cli import key_app
 
 
 def serve(
@@ -70,7 +70,7 @@ def _given(**values: Any) -> dict[str, Any] | None:
 
 def settings() -> None:
     """Print every setting of `warmroute serve` with its default, as Markdown."""
-    from proxy.settings_reference import reference
+    from proxy.settings.reference import reference
 
     typer.echo(reference(), nl=False)
 

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import asyncio
 
-from proxy.abandoned import AbandonedPulls
-from proxy.access import Access
-from proxy.admission import Admission
+from proxy.access.forwarding import Forwarding
+from proxy.access.keys import Keys
+from proxy.access.rules import Access
 from proxy.breakdown import Breakdown
-from proxy.control import Control
-from proxy.engine_client import EngineClient
+from proxy.engines.client import EngineClient
+from proxy.engines.control import Control
+from proxy.engines.upstream import Upstream
 from proxy.events.subscriber import EventSubscriber
-from proxy.fleet_changes import FleetChanges
-from proxy.forwarding import Forwarding
-from proxy.handoff import HandOff
-from proxy.instances import Instance, Instances
-from proxy.keys import Keys
-from proxy.leaks import LeakWatch
-from proxy.limit_metrics import LimitMetrics
+from proxy.fleet.instances import Instance, Instances
+from proxy.handoff.abandoned import AbandonedPulls
+from proxy.handoff.leaks import LeakWatch
+from proxy.handoff.legs import HandOff
 from proxy.loop_lag import LoopLag
-from proxy.metrics import Metrics
-from proxy.parse import Parsed
-from proxy.reload import Reloader
-from proxy.retries import RetryBudget
-from proxy.router import Router
+from proxy.metrics.exporter import Metrics
+from proxy.metrics.limits import LimitMetrics
+from proxy.request.parse import Parsed
+from proxy.routing.admission import Admission
+from proxy.routing.retries import RetryBudget
+from proxy.routing.router import Router
 from proxy.settings import Settings
 from proxy.tokens.service import Tokens
-from proxy.upstream import Upstream
 
 
 class Core:
@@ -55,11 +53,9 @@ class Core:
         self.session_headers = tuple(name.lower().encode("latin-1") for name in settings.sessions.headers)
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
-        self.fleet = FleetChanges(self)
         self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)
         self.retries = RetryBudget(settings.limits)
         LimitMetrics(self.metrics.registry, self.instances, self.admission, self.retries)
-        self.reloader = Reloader(self)
         self.lag = LoopLag()
         self.draining = False
         self.ends_s: float | None = None
@@ -76,8 +72,6 @@ class Core:
         """Close connections and files."""
         self.lag.close()
         try:
-            await self.reloader.close()
-            await self.fleet.close()
             grace_s = self.settings.grace_s
             if self.ends_s is not None:
                 grace_s = max(0.0, self.ends_s - asyncio.get_running_loop().time())

@@ -16,8 +16,8 @@ def tune() -> None:
     """Keep freed memory for the next body, and collect garbage less often. Call once, after all imports.
 
     A request's body is larger than glibc's default threshold for heap allocation: each would be mapped and unmapped by
-    the kernel, page by page. A request leaves no reference cycles (``tests/chaos/test_garbage.py``), so collections can
-    be rare; objects loaded so far are permanent and need not be traversed again.
+    the kernel, page by page. A request leaves no reference cycles (``tests/chaos/fuzz/test_garbage.py``), so
+    collections can be rare; objects loaded so far are permanent and need not be traversed again.
     """
     gc.collect()
     gc.freeze()

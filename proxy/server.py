@@ -10,19 +10,19 @@ import uvicorn
 
 from proxy import logs, memory
 from proxy.app import ProxyApp
-from proxy.http_server import ProxyProtocol
+from proxy.clients.protocol import ProxyProtocol
+from proxy.operations.shutdown import ProxyServer
 from proxy.settings import Settings
-from proxy.shutdown import ProxyServer
 
 
 def run(settings: Settings, load: Callable[[], Settings]) -> None:
     """Serve until SIGINT or SIGTERM; running streams get ``grace_s`` seconds. SIGHUP applies what ``load`` reads."""
     logs.configure(settings.log_level, settings.log_format)
     config = server_config(settings)
-    core = cast(ProxyApp, config.app).core
-    core.reloader.load = load
+    app = cast(ProxyApp, config.app)
+    app.operations.reloader.load = load
     memory.tune()
-    ProxyServer(config, core).run()
+    ProxyServer(config, app.core, app.operations.reloader.on_hangup).run()
 
 
 def server_config(settings: Settings) -> uvicorn.Config:

@@ -1,4 +1,4 @@
-"""Commands ``replay`` and ``summary``; the others are in `replayer.trace_cli` and `replayer.report_cli`."""
+"""Commands ``replay`` and ``summary``; the others are in `replayer.traces.cli` and `replayer.report.cli`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from replayer.loading import LoadOptions
+    from replayer.traces.loading import LoadOptions
 
 EXIT_INTERRUPTED = 130
 
@@ -128,15 +128,15 @@ def replay_command(
     import uvloop
     from rich.console import Console
 
-    from replayer.endpoint import EndpointError
-    from replayer.loading import load
-    from replayer.plan import PlanOptions
-    from replayer.progress import ReplayProgress
-    from replayer.records import RecordError
-    from replayer.replay import ReplayOptions, replay_trace
-    from replayer.summary import summarise
+    from replayer.records.runs import RecordError
+    from replayer.records.summary import summarise
+    from replayer.replay.endpoint import EndpointError
+    from replayer.replay.plan import PlanOptions
+    from replayer.replay.progress import ReplayProgress
+    from replayer.replay.replay import ReplayOptions, replay_trace
     from replayer.tables import summary_lines, summary_table
-    from replayer.trace import TraceError
+    from replayer.traces.loading import load
+    from replayer.traces.trace import TraceError
 
     console = Console()
     try:
@@ -189,8 +189,8 @@ def summary_command(
     """Summarise a run: success, latencies by class, cache hits, prediction error, failures by reason."""
     from rich.console import Console
 
-    from replayer.records import RecordError, read_run
-    from replayer.summary import summarise, summary_dict
+    from replayer.records.runs import RecordError, read_run
+    from replayer.records.summary import summarise, summary_dict
     from replayer.tables import summary_lines, summary_table
 
     if heavy_from < warm_below:
@@ -219,7 +219,7 @@ def _load_options(
     idle_gap_cap_s: float,
     allow_deltas: bool,
 ) -> LoadOptions:
-    from replayer.loading import LoadOptions
+    from replayer.traces.loading import LoadOptions
 
     return LoadOptions(
         limit=limit,
@@ -239,7 +239,8 @@ def _stop(error: object) -> NoReturn:
 
 def register(app: typer.Typer) -> None:
     """Add the replayer's commands to an application."""
-    from replayer import report_cli, trace_cli
+    from replayer.report import cli as report_cli
+    from replayer.traces import cli as trace_cli
 
     app.command("replay")(replay_command)
     trace_cli.register(app)

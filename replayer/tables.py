@@ -8,10 +8,10 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from replayer.plan import OfferedLoad, describe
-from replayer.sample import Profile
-from replayer.summary import Quantiles, Summary
-from replayer.synth_targets import Comparison
+from replayer.records.summary import Quantiles, Summary
+from replayer.replay.plan import OfferedLoad, describe
+from replayer.traces.sample import Profile
+from replayer.traces.synth_targets import Comparison
 
 
 def offered_table(offered: OfferedLoad) -> Table:

@@ -25,7 +25,7 @@ from bench.analysis.placement import WORDS, Placement
 
 if TYPE_CHECKING:
     from bench.analysis.cache_study import CachePoint, CacheStudy, PoolSize
-    from replayer.ideal import Ideal
+    from replayer.traces.ideal import Ideal
 
 POLICIES = ("infinite", "lru", "lfu", "session_protecting", "belady")
 POOLS = "0.25x,1x,4x"

@@ -16,8 +16,8 @@ from bench.analysis.eviction import Belady, Eviction, Lfu, Lru, Use, next_uses
 from bench.analysis.placement import Placement, place
 from bench.analysis.prefix_tree import PrefixTree, build
 from bench.analysis.protecting import SessionProtecting
-from replayer.ideal import Ideal, ideal
-from replayer.trace import Trace
+from replayer.traces.ideal import Ideal, ideal
+from replayer.traces.trace import Trace
 
 
 class CachePolicy(StrEnum):

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from replayer.figures import COLOURS
+from replayer.report.figures.style import COLOURS
 
 _STYLE: Any = {
     "svg.fonttype": "none",

@@ -26,8 +26,8 @@ import numpy as np
 from bench.analysis.architecture import Architecture
 from bench.analysis.output import AnalysisError
 from bench.analysis.sheets import Gpu
-from replayer.ideal import cached_tokens, sticky
-from replayer.trace import Trace
+from replayer.traces.ideal import cached_tokens, sticky
+from replayer.traces.trace import Trace
 from sim.fit import model_prefill
 from sim.hardware import HardwareProfile
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bench.analysis.kv_wall import Fleet, KvWall, Pool, Split
-    from replayer.trace import Trace
+    from replayer.traces.trace import Trace
 
 HANDOFFS = ("pull", "arrival")
 

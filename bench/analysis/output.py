@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 if TYPE_CHECKING:
-    from replayer.trace import Trace
+    from replayer.traces.trace import Trace
 
 TracePath = Annotated[
     Path, typer.Argument(help="Trace of any format that `warmroute replay` reads.", show_default=False)
@@ -49,8 +49,8 @@ def load_trace(
     path: Path, limit: int | None, block_tokens: int | None, chain: Literal["repair", "keep"] = "repair"
 ) -> Trace:
     """A checked trace, or the end of the command with the loader's message."""
-    from replayer.loading import LoadOptions, load
-    from replayer.trace import TraceError
+    from replayer.traces.loading import LoadOptions, load
+    from replayer.traces.trace import TraceError
 
     try:
         return load(path, LoadOptions(limit=limit, block_tokens=block_tokens, chain=chain))

@@ -14,7 +14,7 @@ from math import ceil
 import msgspec
 
 from bench.analysis.output import AnalysisError
-from policies.costs import TransferJob, transfer_formula
+from policies.costs.formulas import TransferJob, transfer_formula
 from policies.types import Transport
 from sim.fit import model_prefill
 from sim.hardware import HardwareProfile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 
-from replayer.trace import Trace
+from replayer.traces.trace import Trace
 
 
 class Placement(StrEnum):

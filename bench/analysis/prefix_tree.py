@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import msgspec
 
-from replayer.trace import Trace, TraceRequest
+from replayer.traces.trace import Trace, TraceRequest
 
 
 class PrefixTree(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from policies.classes import ClassThresholds
-from replayer.trace import TraceRequest
+from replayer.traces.trace import TraceRequest
 
 REMEMBER_BLOCKS = 8_000_000
 

@@ -28,7 +28,7 @@ from bench.analysis.words import GIB
 if TYPE_CHECKING:
     from bench.analysis.workload import Anatomy, Columns, Spread
     from policies.classes import ClassThresholds
-    from replayer.trace import TraceRequest
+    from replayer.traces.trace import TraceRequest
 
 DEFAULT_REMEMBER = 8_000_000
 _PROBE = 256
@@ -69,7 +69,7 @@ def workload(
     from bench.analysis.sheets import load_model
     from bench.analysis.workload import anatomy
     from policies.classes import ClassThresholds
-    from replayer.trace import TraceError
+    from replayer.traces.trace import TraceError
 
     if kv_bits not in (8, 16):
         stop("--kv-bits is 16 or 8")
@@ -104,7 +104,7 @@ def _open(
     if not stream:
         loaded = load_trace(path, limit, block_tokens)
         return loaded.requests, loaded.block_tokens, loaded.name, loaded.notes
-    from replayer.loading import LoadOptions, iter_trace
+    from replayer.traces.loading import LoadOptions, iter_trace
 
     tokens = load_trace(path, min(limit or _PROBE, _PROBE), block_tokens).block_tokens
     notes = ["streamed: ids as stored, sessions as named in the file"]

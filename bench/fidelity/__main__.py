@@ -16,11 +16,11 @@ import typer
 from bench.fidelity import end_to_end, published, real_time
 from bench.prefix_index import machine
 from launch.arm import ArmError
-from launch.fleet import FleetError
-from launch.fresh import StaleEngineError
-from launch.processes import StartError
-from replayer.plan import PlanOptions
-from replayer.trace import TraceError, load_trace
+from launch.fleet.file import FleetError
+from launch.freshness.proof import StaleEngineError
+from launch.run.processes import StartError
+from replayer.replay.plan import PlanOptions
+from replayer.traces.trace import TraceError, load_trace
 from sim.fidelity.comparison import compare, markdown
 from sim.fidelity.recording import find_recordings, read_recording
 from sim.fidelity.resimulate import resimulate

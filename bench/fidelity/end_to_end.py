@@ -15,8 +15,8 @@ import numpy as np
 
 from policies.registry import make_planner, make_routing
 from policies.types import Role
-from replayer.plan import PlanOptions
-from replayer.trace import Trace
+from replayer.replay.plan import PlanOptions
+from replayer.traces.trace import Trace
 from sim.offline.simulate import SimOptions, simulate
 
 PROFILE = "h20"

@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 
 from launch.arm import run_arm
-from launch.fleet import FleetFile, load_fleet
+from launch.fleet.file import FleetFile, load_fleet
 from policies.registry import make_routing
 from policies.types import Role
-from replayer.plan import PlanOptions
-from replayer.records import RequestRecord, Run
-from replayer.replay import ReplayOptions
-from replayer.trace import Trace
+from replayer.records.runs import RequestRecord, Run
+from replayer.replay.plan import PlanOptions
+from replayer.replay.replay import ReplayOptions
+from replayer.traces.trace import Trace
 from sim.fidelity.recording import read_recording
 from sim.fidelity.resimulate import resimulate
 from sim.offline.simulate import HandOffBounds, SimOptions, simulate

@@ -12,8 +12,8 @@ import aiohttp
 import yaml
 
 from bench.soak.plan import SoakPlan
-from launch.engines import ProcessSpec
-from launch.processes import ManagedProcess, stop_processes
+from launch.engines.commands import ProcessSpec
+from launch.run.processes import ManagedProcess, stop_processes
 
 MODEL = "warm-sim"
 READY_S = 60.0

@@ -17,7 +17,7 @@ from bench.soak.processes import Reaper, SoakError, engine_process, free_port, p
 from bench.soak.requests import known_requests
 from bench.soak.samples import Sample, Sampler
 from bench.soak.verdict import Figures, breakdown_ids, figures, violations
-from launch.processes import ManagedProcess
+from launch.run.processes import ManagedProcess
 
 _IDLE_S = 4.0
 """After the last request: longer than the proxy keeps idle connections to engines."""

@@ -18,11 +18,11 @@ from bench.tournament.timeline import Calls, Timeline, calls_of, timeline
 from bench.tournament.traces import find_traces, load_one
 from bench.tournament.workload import Workload, build
 from policies.routing.base import RoutingPolicy
-from replayer.bootstrap import FloatArray, SessionBootstrap
-from replayer.formats.source import file_sha256
-from replayer.plan import Plan, PlanOptions, make_plan
-from replayer.records import RequestRecord
-from replayer.trace import Trace
+from replayer.compare.statistics.bootstrap import FloatArray, SessionBootstrap
+from replayer.records.runs import RequestRecord
+from replayer.replay.plan import Plan, PlanOptions, make_plan
+from replayer.traces.formats.source import file_sha256
+from replayer.traces.trace import Trace
 from sim.hardware import HardwareProfile, load_profile
 from sim.offline.simulate import Noise, SimOptions, simulate
 

@@ -12,7 +12,7 @@ from bench.tournament.settings import Settings
 from bench.tournament.timeline import Timeline
 from bench.tournament.workload import build
 from policies.routing.round_robin import RoundRobin
-from replayer.plan import PlanOptions
+from replayer.replay.plan import PlanOptions
 from sim.hardware import HardwareProfile
 from sim.offline.simulate import SimOptions, simulate
 

@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
-from replayer.ideal import cached_tokens
-from replayer.trace import Trace
+from replayer.traces.ideal import cached_tokens
+from replayer.traces.trace import Trace
 from sim.core.timing import StepTiming
 from sim.hardware import HardwareProfile
 

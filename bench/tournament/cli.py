@@ -22,7 +22,7 @@ from bench.tournament.judge import Figures
 from bench.tournament.results import Cell, Result, Store
 from bench.tournament.settings import CONFIG, Grid, Settings, TournamentError, check_grid, read_settings
 from bench.tournament.tables import BEGIN, END, Made, Report, markdown
-from replayer.trace import TraceError
+from replayer.traces.trace import TraceError
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = ROOT.parent / "shared" / "traces"

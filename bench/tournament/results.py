@@ -20,8 +20,8 @@ _SOURCES = (
     "sim/hardware.py",
     "policies/*.py",
     "policies/routing/base.py",
-    "replayer/plan.py",
-    "replayer/trace.py",
+    "replayer/replay/plan.py",
+    "replayer/traces/trace.py",
     "bench/tournament/capacity.py",
     "bench/tournament/timeline.py",
     "bench/tournament/hotset.py",
@@ -29,7 +29,7 @@ _SOURCES = (
     "bench/tournament/arena.py",
 )
 """What decides a simulation's outcome beside trace, settings and policy."""
-_COSTS = ("policies/costbook.py", "policies/costs.py", "policies/estimates.py")
+_COSTS = ("policies/costs/book.py", "policies/costs/formulas.py", "policies/costs/estimates.py")
 """What was learned of times: it decides the outcome of policies that look at it, and of no others."""
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.tournament.capacity import Pace, prefill_s
-from replayer.plan import wait_between
-from replayer.trace import TailRule, Trace, TraceRequest
+from replayer.replay.plan import wait_between
+from replayer.traces.trace import TailRule, Trace, TraceRequest
 from sim.hardware import HardwareProfile
 
 IDLE_GAP_CAP_S = 60.0

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.tournament.settings import TournamentError, TraceRule
-from replayer.loading import LoadOptions, load
-from replayer.trace import Trace
+from replayer.traces.loading import LoadOptions, load
+from replayer.traces.trace import Trace
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".tar", ".tar.zst", ".tar.gz")
 """Files that may be traces; everything else in the folder is passed over."""

@@ -35,7 +35,7 @@ import numpy as np
 
 from bench.tournament.settings import Sizes
 from bench.tournament.timeline import Session, Timeline, Turn
-from replayer.trace import Trace, TraceRequest
+from replayer.traces.trace import Trace, TraceRequest
 
 WARMING_LOAD = 0.5
 """Share of the fleet's time that warming may take."""

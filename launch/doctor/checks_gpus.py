@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from launch.doctor.facts import Facts
 from launch.doctor.findings import Result, check, gibibytes, note, ok, problem, warning
-from launch.fresh_gpus import IDLE_BYTES
-from launch.gpus import Gpu
+from launch.freshness.gpus import IDLE_BYTES
+from launch.hardware.gpus import Gpu
 
 
 @check(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from launch.doctor.facts import Engine, Facts
 from launch.doctor.findings import Result, check, gibibytes, note, ok, problem, warning
-from launch.fleet_checks import ALLOCATOR_VARIABLES, NVLINK_VARIABLE
+from launch.fleet.checks import ALLOCATOR_VARIABLES, NVLINK_VARIABLE
 
 _NOFILE_MINIMUM, _NOFILE_ADVISED = 4096, 65536
 _SHM_ADVISED_BYTES = 1 << 30

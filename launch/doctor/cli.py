@@ -36,11 +36,11 @@ def doctor(
     from launch.doctor.checks import all_checks
     from launch.doctor.findings import examine
     from launch.doctor.probe import gather
-    from launch.fleet import FleetError, find_fleet, load_fleet
+    from launch.fleet.file import FleetError, find_fleet, load_fleet
 
     checks = all_checks()
     if list_checks:
-        typer.echo(f"{report.checks_markdown(checks)}\n\n{report.versions_markdown()}")
+        typer.echo(report.reference(checks), nl=False)
         return
     try:
         source = find_fleet(fleet_file) if fleet_file is not None else None

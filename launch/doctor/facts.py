@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from launch.gpus import GpuInventory
+from launch.hardware.gpus import GpuInventory
 
 
 class Limit(msgspec.Struct, frozen=True):

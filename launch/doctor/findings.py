@@ -82,7 +82,7 @@ CHECKS: list[Check] = []
 def check(
     name: str, *, looks_at: str, why: str, worst: Literal["note", "warning", "problem"]
 ) -> Callable[[Callable[[Facts], Iterable[Result]]], Callable[[Facts], Iterable[Result]]]:
-    """Register a check; the texts become its row in docs/doctor.md."""
+    """Register a check; the texts become its row in docs/reference/doctor.md."""
 
     def register(judge: Callable[[Facts], Iterable[Result]]) -> Callable[[Facts], Iterable[Result]]:
         CHECKS.append(Check(name, looks_at, why, Status(worst), judge))

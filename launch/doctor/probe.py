@@ -20,10 +20,10 @@ import psutil
 from launch.doctor import facts
 from launch.doctor.probe_clocks import ask_clocks
 from launch.doctor.probe_python import ask_python
-from launch.engines import KINDS, ProcessSpec, engine_specs
-from launch.fleet import FleetFile, ports_in_use
-from launch.gpus import NvmlLibrary, read_inventory
-from launch.vllm_engine import resolve_python
+from launch.engines.commands import KINDS, ProcessSpec, engine_specs
+from launch.engines.vllm import resolve_python
+from launch.fleet.file import FleetFile, ports_in_use
+from launch.hardware.gpus import NvmlLibrary, read_inventory
 from policies.types import Role
 
 _COMMAND_S = 10.0

@@ -10,7 +10,7 @@ from email.utils import parsedate_to_datetime
 import httpx
 
 from launch.doctor.facts import Clock
-from launch.fleet import FleetFile
+from launch.fleet.file import FleetFile
 
 _TIMEOUT_S = 2.0
 _RESOLUTION_S = 2.0

@@ -1,4 +1,4 @@
-"""The doctor's findings as a table, as JSON, and the tables of docs/doctor.md."""
+"""The doctor's findings as a table and as JSON, and the tables of ``docs/reference/doctor.md``."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 
 def checks_markdown(checks: Sequence[Check]) -> str:
-    """The table of checks in docs/doctor.md."""
+    """Markdown table of all checks."""
     rows = ["| check | looks at | why | worst |", "| --- | --- | --- | --- |"]
     rows += [f"| `{one.name}` | {one.looks_at} | {one.why} | {one.worst} |" for one in checks]
     return "\n".join(rows)
 
 
 def versions_markdown() -> str:
-    """The table of tested versions in docs/doctor.md."""
+    """Markdown table of the tested combinations of versions."""
     rows = ["| vLLM | torch | Mooncake | on | KV moved over | to know |", "| --- | --- | --- | --- | --- | --- |"]
     rows += [
         f"| {row.vllm_package} {row.vllm} | {row.torch} | {row.mooncake_package} {row.mooncake} | {row.hardware} | "
@@ -85,3 +85,24 @@ def versions_markdown() -> str:
         for row in TESTED
     ]
     return "\n".join(rows)
+
+
+def reference(checks: Sequence[Check]) -> str:
+    """Markdown page of all checks and tested versions; ``warmroute doctor --list`` prints it."""
+    return f"{_CHECKS_INTRODUCTION}\n{checks_markdown(checks)}\n\n{_VERSIONS_INTRODUCTION}\n{versions_markdown()}\n"
+
+
+_CHECKS_INTRODUCTION = """# Reference: checks of `warmroute doctor`
+
+Generated from the code by `make reference`; `warmroute doctor --list` prints it. How to use the command:
+[doctor](../doctor.md).
+
+## Checks
+
+`worst` is the worst status that a check can report.
+"""
+_VERSIONS_INTRODUCTION = """## Tested versions
+
+These combinations were run end to end: KV handed from one engine to another. Any other combination is reported as
+untested, which means nothing more than that.
+"""

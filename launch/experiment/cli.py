@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from launch.experiment.inputs import Inputs
-    from launch.experiment.settings import LoadedExperiment
-    from launch.experiment.state import ExperimentState
+    from launch.experiment.definition.file import LoadedExperiment
+    from launch.experiment.definition.inputs import Inputs
+    from launch.experiment.records.state import ExperimentState
 
 RUNS = Path("runs")
 
@@ -67,7 +67,7 @@ def run(
     SIGTERM stop everything that was started. Exit status 0: all runs done; 1: some refused or failed; 2: the file or
     the directory cannot be used; 128 + signal: stopped.
     """
-    from launch.experiment.settings import ExperimentError
+    from launch.experiment.definition.file import ExperimentError
 
     experiment = _load(config, settings)
     try:
@@ -86,14 +86,14 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
     import msgspec
     from rich.console import Console
 
-    from launch.experiment import expected
     from launch.experiment.console import plan_table
-    from launch.experiment.fleets import arm_fleets, clock_scale
-    from launch.experiment.inputs import offered_load
-    from launch.experiment.order import plan_runs
-    from launch.experiment.settings import ExperimentError
-    from replayer.plan import describe
-    from replayer.trace import TraceError
+    from launch.experiment.definition.file import ExperimentError
+    from launch.experiment.definition.fleets import arm_fleets, clock_scale
+    from launch.experiment.definition.inputs import offered_load
+    from launch.experiment.definition.order import plan_runs
+    from launch.experiment.records import expected
+    from replayer.replay.plan import describe
+    from replayer.traces.trace import TraceError
 
     experiment = _load(config, settings)
     try:
@@ -143,10 +143,10 @@ def status(directory: Directory, as_json: AsJson = False) -> None:
     import msgspec
     from rich.console import Console
 
-    from launch.experiment import expected
     from launch.experiment.console import state_table
-    from launch.experiment.settings import ExperimentError
-    from launch.experiment.state import DONE, read_experiment
+    from launch.experiment.definition.file import ExperimentError
+    from launch.experiment.records import expected
+    from launch.experiment.records.state import DONE, read_experiment
 
     try:
         state = read_experiment(directory)
@@ -174,7 +174,7 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
     import msgspec
     from rich.console import Console
 
-    from launch.experiment.settings import ExperimentError
+    from launch.experiment.definition.file import ExperimentError
     from launch.experiment.verify import verify as check
 
     try:
@@ -199,10 +199,10 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
 
 
 def _run(experiment: LoadedExperiment, directory: Path, resume: bool, jobs: int) -> int:
-    from launch.experiment.opening import open_experiment, reopen_experiment
-    from launch.experiment.sections import LiveBackend
-    from launch.experiment.settings import ExperimentError
-    from launch.experiment.state import locked, read_experiment
+    from launch.experiment.definition.file import ExperimentError
+    from launch.experiment.definition.sections import LiveBackend
+    from launch.experiment.records.state import locked, read_experiment
+    from launch.experiment.run.opening import open_experiment, reopen_experiment
 
     if jobs > 1 and isinstance(experiment.settings.backend, LiveBackend):
         raise ExperimentError("--jobs: live runs would disturb each other; leave it at 1")
@@ -220,10 +220,10 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
 
     from launch.experiment.comparison import write_comparison
     from launch.experiment.console import ConsoleListener
-    from launch.experiment.runner import Runner
-    from launch.experiment.state import DONE
-    from launch.signals import run_until_signal
-    from replayer.records import RecordError
+    from launch.experiment.records.state import DONE
+    from launch.experiment.run.runner import Runner
+    from launch.run.signals import run_until_signal
+    from replayer.records.runs import RecordError
 
     console = Console(highlight=False)
     console.print(
@@ -257,7 +257,7 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
 
 
 def _load(config: Path, overrides: list[str] | None) -> LoadedExperiment:
-    from launch.experiment.settings import ExperimentError, load_experiment
+    from launch.experiment.definition.file import ExperimentError, load_experiment
 
     try:
         return load_experiment(config, overrides or [])
@@ -266,14 +266,14 @@ def _load(config: Path, overrides: list[str] | None) -> LoadedExperiment:
 
 
 def _new(name: str) -> Path:
-    from launch.supervisor import new_run_dir
+    from launch.run.supervisor import new_run_dir
 
     return new_run_dir(name, RUNS)
 
 
 def _newest(name: str) -> Path:
-    from launch.experiment.settings import ExperimentError
-    from launch.experiment.state import STATE_FILE
+    from launch.experiment.definition.file import ExperimentError
+    from launch.experiment.records.state import STATE_FILE
 
     found = sorted(RUNS.glob(f"{name}-[0-9]*/{STATE_FILE}"), key=lambda path: path.stat().st_mtime)
     if not found:

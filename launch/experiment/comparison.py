@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.arm import RUN_FILE
-from launch.experiment.freshness import Known, read_proof
-from launch.experiment.sections import ComparisonSettings
-from launch.experiment.state import DONE, ExperimentState, RunState, write_json
-from replayer.arms import ArmError, read_experiment
-from replayer.compare import compare_arms
-from replayer.comparison import CompareOptions
-from replayer.conditions import ComparisonError
-from replayer.goodput import Slo, SloTokens
-from replayer.trace import TraceError, load_trace
+from launch.experiment.definition.sections import ComparisonSettings
+from launch.experiment.records.freshness import Known, read_proof
+from launch.experiment.records.state import DONE, ExperimentState, RunState, write_json
+from replayer.compare.arms import ArmError, read_experiment
+from replayer.compare.comparison import CompareOptions
+from replayer.compare.conditions import ComparisonError
+from replayer.compare.goodput import Slo, SloTokens
+from replayer.compare.runs import compare_arms
+from replayer.traces.trace import TraceError, load_trace
 
 if TYPE_CHECKING:
-    from replayer.arms import ArmRuns
-    from replayer.comparison import Comparison
+    from replayer.compare.arms import ArmRuns
+    from replayer.compare.comparison import Comparison
 
 COMPARISON_FILE = "comparison.json"
 

@@ -11,11 +11,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from launch.experiment.expected import in_words
-from launch.experiment.order import Slot
-from launch.experiment.settings import ExperimentSettings
-from launch.experiment.state import DONE, ExperimentState, RunState
-from replayer.records import RequestRecord
+from launch.experiment.definition.file import ExperimentSettings
+from launch.experiment.definition.order import Slot
+from launch.experiment.records.expected import in_words
+from launch.experiment.records.state import DONE, ExperimentState, RunState
+from replayer.records.runs import RequestRecord
 
 _COLOURS = {"done": "green", "refused": "red", "failed": "red", "interrupted": "yellow", "running": "cyan"}
 

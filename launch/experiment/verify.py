@@ -7,17 +7,17 @@ from pathlib import Path
 import msgspec
 
 from launch.arm import BREAKDOWN_FILE, RUN_FILE
-from launch.experiment import state as states
-from launch.experiment.environment import ENVIRONMENT_FILE
-from launch.experiment.freshness import Known, SimulatedProof, read_proof
-from launch.experiment.inputs import TRACE_FILE
-from launch.experiment.order import Slot, noise_seed, plan_runs
-from launch.experiment.record import ARM_FILE, ArmRecord
-from launch.experiment.settings import ExperimentError, ExperimentSettings, parse_experiment
-from launch.experiment.state import CONFIG_FILE, ExperimentState, RunState
-from launch.fresh import CLOCK_TOLERANCE_S, FRESH_FILE, FreshProof
-from replayer.formats.source import file_sha256
-from replayer.records import RecordError, Run, read_run
+from launch.experiment.definition.file import ExperimentError, ExperimentSettings, parse_experiment
+from launch.experiment.definition.inputs import TRACE_FILE
+from launch.experiment.definition.order import Slot, noise_seed, plan_runs
+from launch.experiment.records import state as states
+from launch.experiment.records.environment import ENVIRONMENT_FILE
+from launch.experiment.records.freshness import Known, SimulatedProof, read_proof
+from launch.experiment.records.record import ARM_FILE, ArmRecord
+from launch.experiment.records.state import CONFIG_FILE, ExperimentState, RunState
+from launch.freshness.proof import CLOCK_TOLERANCE_S, FRESH_FILE, FreshProof
+from replayer.records.runs import RecordError, Run, read_run
+from replayer.traces.formats.source import file_sha256
 
 _NEEDED = (RUN_FILE, FRESH_FILE, ARM_FILE)
 

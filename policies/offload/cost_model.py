@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from policies.costbook import KV_BYTES_PER_TOKEN, transfer_job
-from policies.costs import Costs, TimeEstimate
+from policies.costs.book import KV_BYTES_PER_TOKEN, transfer_job
+from policies.costs.formulas import Costs, TimeEstimate
 from policies.offload.base import has_room, may_receive, may_send, no_prefill_reason
-from policies.types import FleetSnapshot, InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
 
 class _Priced(NamedTuple):

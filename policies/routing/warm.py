@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.costs import PrefillModel
+from policies.costs.formulas import PrefillModel
 from policies.routing.base import lowest, require
-from policies.types import CandidateScore, Choice, FleetSnapshot, InstanceView, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
 class Warm:
     """``score = queue + crowd + room + own + others``, all in seconds; lowest wins.
 
-    With ``T(new, context)`` the learned time of a prefill (`policies.costs.PrefillModel`), ``r`` the requests in flight
-    on the instance, and ``q`` of them still in prefill:
+    With ``T(new, context)`` the learned time of a prefill (`policies.costs.formulas.PrefillModel`), ``r`` the requests
+    in flight on the instance, and ``q`` of them still in prefill:
 
     - ``queue = (q - 1/2) x t``: the prefill queued there, ``t`` being ``T`` of a mean queued prefill less its fixed
       part (short prefills share a step).

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from policies.exact_index import ExactIndex
+from policies.predict.exact_index import ExactIndex
 from proxy.events.wire import (
     Cleared,
     MalformedEventError,

@@ -11,7 +11,7 @@ from dataclasses import asdict
 import zmq
 import zmq.asyncio
 
-from policies.exact_index import ExactIndex
+from policies.predict.exact_index import ExactIndex
 from proxy.events.stream import EventStream
 from proxy.settings import EventSettings, InstanceSettings
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from policies.exact_index import EngineHash, StoredBlocks
+from policies.predict.exact_index import EngineHash, StoredBlocks
 
 _ON_DEVICE = {None, "GPU", "gpu"}
 

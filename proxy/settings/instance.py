@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from policies.types import Connector, Role, Transport
-from proxy.engine_urls import checked_endpoint, checked_url
 from proxy.settings.secrets import checked_secret, secret_from
 from proxy.settings.section import Section
+from proxy.settings.urls import checked_endpoint, checked_url
 
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
 

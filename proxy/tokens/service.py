@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
-from proxy.parse import Endpoint, Parsed
+from proxy.request.parse import Endpoint, Parsed
 from proxy.settings import TokenizerSettings
 from proxy.tokens.encoder import Encoder
 from proxy.tokens.template import ChatTemplate, NotRenderableError

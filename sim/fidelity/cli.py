@@ -28,7 +28,7 @@ def fidelity(
     rank correlation over requests, and how many cached-token counts are equal. Prefills that were offloaded are
     offloaded to the same instance.
     """
-    from replayer.trace import TraceError, load_trace
+    from replayer.traces.trace import TraceError, load_trace
     from sim.fidelity.comparison import compare, markdown
     from sim.fidelity.recording import RecordingError, find_recordings, read_recording
     from sim.fidelity.resimulate import resimulate

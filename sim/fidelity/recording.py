@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from replayer.records import RecordError, RequestRecord, Run, read_run
-from replayer.trace import Trace
+from replayer.records.runs import RecordError, RequestRecord, Run, read_run
+from replayer.traces.trace import Trace
 
 RUN_FILE = "run.jsonl"
 ARM_FILE = "arm.json"

@@ -123,7 +123,7 @@ def simulate_command(
     With --sweep, --output is a folder: it gets a run file for every combination, and sweep.json with the figures.
     """
     from policies.registry import PolicyParameterError, UnknownPolicyError
-    from replayer.trace import TraceError
+    from replayer.traces.trace import TraceError
     from sim.offline.options import SimulationError
     from sim.offline.setup import Setup, parsed_params
 

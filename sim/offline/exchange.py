@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
+from policies.session import LegTime
 from policies.state import Commitment
 from policies.types import Decision, RequestView
-from replayer.plan import Step
-from sim.offline.router import LegTime
+from replayer.replay.plan import Step
 from sim.offline.sessions import Session
 
 

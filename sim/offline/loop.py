@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable
 
 from policies.types import OffloadReason, RequestView
-from replayer.trace import TraceRequest
+from replayer.traces.trace import TraceRequest
 from sim.core.sequence import KvTransfer, keyed_request
 from sim.core.types import TokenEvent
 from sim.offline.exchange import Exchange, Leg
@@ -201,12 +201,12 @@ class Simulation:
         commitment = exchange.commitment
         if exchange.leg is Leg.DECODE:
             exchange.stages_s["decode_leg_first_byte"] = took_s
-            exchange.legs["transfer"] = self._router.handed_over(commitment, took_s, event.time_s)
+            exchange.legs["transfer"] = self._router.routing.handed_over(commitment, took_s, event.time_s)
             commitment.decode.first_token()
         else:
             exchange.actual_cached_tokens = event.cached_tokens
             commitment.decode.first_token()
-            exchange.legs["first_token"] = self._router.prefilled(commitment, took_s)
+            exchange.legs["first_token"] = self._router.routing.prefilled(commitment, took_s)
 
     def _prefill_done(self, exchange: Exchange, event: TokenEvent) -> None:
         """P has computed the prompt and holds its KV: D's turn."""
@@ -214,7 +214,7 @@ class Simulation:
         took_s = event.time_s - exchange.leg_sent_s
         exchange.actual_cached_tokens = event.cached_tokens
         exchange.stages_s["prefill_leg"] = took_s
-        exchange.legs["prefill"] = self._router.prefilled_on_p(exchange.commitment, took_s)
+        exchange.legs["prefill"] = self._router.routing.prefilled_on_p(exchange.commitment, took_s)
         self._begin(exchange, Leg.DECODE)
         request, prefill_on = exchange.request, exchange.decision.prefill_on
         assert prefill_on is not None
@@ -267,7 +267,7 @@ class Simulation:
     def _fall_back(self, exchange: Exchange, reason: OffloadReason, message: str) -> None:
         """Count the failure by its reason and run the request co-located on D."""
         decision = exchange.decision
-        self._router.fell_back(exchange.commitment, self._fleet.now_s)
+        self._router.routing.fell_back(exchange.commitment, self._fleet.now_s)
         attempt = {"instance": decision.prefill_on, "error": message, "offload": reason.value}
         exchange.attempts = [*(exchange.attempts or ()), attempt]
         exchange.offload_reason, exchange.prefill_instance = reason.value, None

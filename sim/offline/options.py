@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 from policies.classes import ClassThresholds
 from policies.types import Role, Transport
-from replayer.plan import PlanOptions
+from replayer.replay.plan import PlanOptions
 from sim.core.types import EngineConfig
 from sim.hardware import HardwareProfile, ProfileError
 from sim.server.settings import ServerSettings, SettingsError

@@ -6,7 +6,7 @@ from array import array
 
 import numpy as np
 
-from replayer.records import RequestRecord
+from replayer.records.runs import RequestRecord
 
 
 class Outcome:

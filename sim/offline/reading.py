@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from replayer.loading import LoadOptions, TraceStream, stream
-from replayer.trace import TraceError, TraceRequest
+from replayer.traces.loading import LoadOptions, TraceStream, stream
+from replayer.traces.trace import TraceError, TraceRequest
 
 BATCH = 64
 """Requests per message: 300 KB at 33k-token prompts."""
@@ -19,7 +19,7 @@ JOIN_S = 5.0
 
 @contextmanager
 def read_apart(path: Path, options: LoadOptions) -> Iterator[TraceStream]:
-    """`replayer.loading.stream` with the reading done by a child process; it ends with the context.
+    """`replayer.traces.loading.stream` with the reading done by a child process; it ends with the context.
 
     The child is as far ahead as a pipe holds, so memory stays bounded. Notes are those known before the first request.
 

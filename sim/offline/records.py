@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from policies.registry import parameters
 from policies.types import CachePrediction
-from replayer.plan import OfferedLoad, offered_dict
-from replayer.records import RequestRecord, RunHeader
-from replayer.version import installed_version
+from replayer.records.runs import RequestRecord, RunHeader
+from replayer.records.version import installed_version
+from replayer.replay.plan import OfferedLoad, offered_dict
 from sim.offline.exchange import Exchange
 from sim.offline.options import SimOptions
 from sim.offline.router import OfflineRouter
@@ -51,10 +51,10 @@ def header_of(
             "idle_gap_cap_s": scales.idle_gap_cap_s,
             "block_tokens": source.block_tokens,
             "trace_notes": source.notes,
-            "policy": router.policy.name,
-            "policy_params": parameters(router.policy),
-            "planner": router.planner.name,
-            "planner_params": parameters(router.planner),
+            "policy": router.routing.policy.name,
+            "policy_params": parameters(router.routing.policy),
+            "planner": router.routing.planner.name,
+            "planner_params": parameters(router.routing.planner),
             "instances": options.instances,
             "prefill_instances": options.prefill_instances,
             "role": options.role.value,
@@ -149,8 +149,14 @@ def breakdown_row(exchange: Exchange, planner: str, ended_s: float) -> dict[str,
         "completion_tokens": exchange.completion_tokens if ok else None,
         "events": exchange.completion_tokens,
         "scores": [
-            {"instance": instance, "score": score, "inputs": dict(inputs), "skipped": skipped}
-            for instance, score, inputs, skipped in decision.scores
+            {
+                "instance": instance,
+                "score": score,
+                "inputs": dict(inputs),
+                "skipped": skipped,
+                "cached_tokens": cached,
+            }
+            for instance, score, inputs, skipped, cached in decision.scores
         ],
         "offload_inputs": dict(decision.offload.inputs),
         "attempts": exchange.attempts or [],

@@ -10,10 +10,10 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from replayer.loading import LoadOptions, load
-from replayer.plan import Plan, PlanOptions, make_plan
-from replayer.records import RequestRecord, RunEnd, encode_line
-from replayer.trace import Trace
+from replayer.records.runs import RequestRecord, RunEnd, encode_line
+from replayer.replay.plan import Plan, PlanOptions, make_plan
+from replayer.traces.loading import LoadOptions, load
+from replayer.traces.trace import Trace
 from sim.offline.fleet import InstanceTotals
 from sim.offline.outcome import Outcome
 from sim.offline.reading import read_apart

@@ -1,4 +1,4 @@
-"""The closed loop: when each turn is sent, as ``replayer.replay`` does it, in virtual time.
+"""The closed loop: when each turn is sent, as ``replayer.replay.replay`` does it, in virtual time.
 
 Sessions start in order of arrival, each when its time has come and a slot is free. Turn k + 1 is due after turn k's end
 plus think time, or at its gap from turn k's due time but not before turn k's end.
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from replayer.plan import SessionPlan, Step
+from replayer.replay.plan import SessionPlan, Step
 
 
 class Session:

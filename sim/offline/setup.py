@@ -13,7 +13,7 @@ from policies.offload.base import OffloadPlanner
 from policies.registry import PolicyParameterError, make_planner, make_routing
 from policies.routing.base import RoutingPolicy
 from policies.types import Role
-from replayer.plan import PlanOptions
+from replayer.replay.plan import PlanOptions
 from sim.offline.options import Noise, SimOptions, SimulationError
 
 

@@ -15,9 +15,9 @@ from policies.offload.base import OffloadPlanner
 from policies.offload.never import Never
 from policies.routing.base import RoutingPolicy
 from policies.state import FleetState
-from replayer.plan import OfferedLoad, Plan, SessionPlan, make_plan
-from replayer.records import RequestRecord, Run, RunEnd
-from replayer.trace import Trace
+from replayer.records.runs import RequestRecord, Run, RunEnd
+from replayer.replay.plan import OfferedLoad, Plan, SessionPlan, make_plan
+from replayer.traces.trace import Trace
 from sim.offline.exchange import Exchange
 from sim.offline.fleet import InstanceTotals, make_fleet, totals
 from sim.offline.loop import Simulation
@@ -104,7 +104,7 @@ class OfflineRun:
     def run(self, on_record: OnRecord, on_row: OnRow | None = None) -> tuple[RunEnd, list[InstanceTotals]]:
         """Simulate: every record goes to ``on_record``, and its breakdown row to ``on_row``, as its request ends."""
         count = ok = 0
-        planner = self._router.planner.name
+        planner = self._router.routing.planner.name
 
         def finished(exchange: Exchange, ended_s: float) -> None:
             nonlocal count, ok

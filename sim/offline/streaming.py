@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from replayer.plan import PlanOptions, SessionPlan, Step, id_prefix, wait_between
-from replayer.trace import TraceError, TraceRequest
+from replayer.replay.plan import PlanOptions, SessionPlan, Step, id_prefix, wait_between
+from replayer.traces.trace import TraceError, TraceRequest
 from sim.offline.options import LARGEST_SIGMAS, SimOptions, SimulationError
 from sim.offline.sessions import Session, Turn
 

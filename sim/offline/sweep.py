@@ -17,9 +17,9 @@ import msgspec
 import zstandard
 
 from policies.registry import PolicyParameterError, UnknownPolicyError
-from replayer.formats.source import file_sha256
-from replayer.trace import Trace, TraceError
-from replayer.version import installed_version
+from replayer.records.version import installed_version
+from replayer.traces.formats.source import file_sha256
+from replayer.traces.trace import Trace, TraceError
 from sim.offline.options import SimulationError
 from sim.offline.running import loaded, run_setup
 from sim.offline.setup import Setup, changed, parsed_value

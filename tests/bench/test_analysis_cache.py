@@ -16,9 +16,9 @@ from bench.analysis.eviction import next_uses
 from bench.analysis.placement import Placement, place
 from bench.analysis.prefix_tree import build
 from bench.analysis.protecting import ENOUGH_RETURNS, SHARED, ReturnTimes, _density
-from replayer.ideal import cached_tokens, sticky
-from replayer.loading import LoadOptions, load
-from replayer.trace import Trace, TraceRequest
+from replayer.traces.ideal import cached_tokens, sticky
+from replayer.traces.loading import LoadOptions, load
+from replayer.traces.trace import Trace, TraceRequest
 
 BLOCK = 16
 

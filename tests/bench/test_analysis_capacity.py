@@ -15,8 +15,8 @@ from bench.analysis.kv_wall import Fleet, Handoff, Verdict, assess, fits, held_k
 from bench.analysis.kv_wall_command import HANDOFFS
 from bench.analysis.output import AnalysisError
 from bench.analysis.sheets import load_gpu, load_model
-from replayer.formats import bailian
-from replayer.trace import Trace, TraceRequest
+from replayer.traces.formats import bailian
+from replayer.traces.trace import Trace, TraceRequest
 from sim.hardware import load_profile
 
 GIB = 2**30

@@ -17,8 +17,8 @@ from bench.analysis.cache_command import POLICIES
 from bench.analysis.cache_study import CachePolicy
 from bench.analysis.document import DOCUMENT, Block, blocks, chosen, render, rewritten, traces_folder
 from bench.analysis.output import Sheet, markdown
-from replayer.formats import bailian
-from replayer.synth import SynthOptions, synthetic_trace
+from replayer.traces.formats import bailian
+from replayer.traces.synth import SynthOptions, synthetic_trace
 
 COMMANDS = ("cache", "workload", "roofline", "kv-wall", "pd-cost")
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.analysis.cli import application
-from policies.costs import TransferJob, transfer_formula
+from policies.costs.formulas import TransferJob, transfer_formula
 from policies.types import Transport
 from sim.hardware import load_profile
 

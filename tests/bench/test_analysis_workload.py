@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from bench.analysis.cli import application
 from bench.analysis.workload import REMEMBER_BLOCKS, Blocks, anatomy
 from bench.analysis.workload_command import DEFAULT_REMEMBER
-from replayer.formats import bailian
-from replayer.ideal import ideal
-from replayer.trace import Trace, TraceRequest
+from replayer.traces.formats import bailian
+from replayer.traces.ideal import ideal
+from replayer.traces.trace import Trace, TraceRequest
 
 BLOCK = 16
 

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from bench.elastic_ab import app, arm_fleet, arms_of, cut_trace, shortened
 from bench.elastic_table import ARM_FILE, markdown, read_arms
-from launch.fleet import load_fleet
-from replayer.formats.bailian import write
-from replayer.synth import SynthOptions, synthetic_trace
-from replayer.trace import TraceError
+from launch.fleet.file import load_fleet
+from replayer.traces.formats.bailian import write
+from replayer.traces.synth import SynthOptions, synthetic_trace
+from replayer.traces.trace import TraceError
 from tests.launch.conftest import free_base
 
 REPOSITORY = Path(__file__).resolve().parents[2]

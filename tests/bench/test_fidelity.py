@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from bench import simulator
 from bench.fidelity import real_time
 from bench.fidelity.__main__ import SECTIONS, TRACE_OF, app, put, section
-from replayer.plan import PlanOptions
-from replayer.trace import Trace, TraceRequest
+from replayer.replay.plan import PlanOptions
+from replayer.traces.trace import Trace, TraceRequest
 from sim.offline.router import OfflineRouter
 from sim.virtual import VirtualFleet
 from tests.launch.conftest import free_base

@@ -15,9 +15,9 @@ from bench.tournament.results import Cell, Result
 from bench.tournament.settings import CONFIG, Grid, TournamentError, read_settings
 from bench.tournament.tables import BEGIN, END
 from bench.tournament.traces import find_traces
-from policies.costs import PrefillModel, TimeEstimate
-from replayer.formats.bailian import write
-from replayer.synth import SynthOptions, synthetic_trace
+from policies.costs.formulas import PrefillModel, TimeEstimate
+from replayer.traces.formats.bailian import write
+from replayer.traces.synth import SynthOptions, synthetic_trace
 
 CONFIGURED = """
 grid: {loads: [0.8], pools: [1.0], fleets: [2], seeds: [1, 2]}

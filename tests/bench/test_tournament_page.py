@@ -58,5 +58,5 @@ def test_the_readme_says_what_the_page_says() -> None:
 
 
 def test_the_subject_is_the_default_policy() -> None:
-    settings = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    settings = (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
     assert f'| `policy.name` | `"{SETTINGS.subject}"` |' in settings

@@ -10,8 +10,8 @@ from bench.tournament.hotset import HEADROOM, hot_set_tokens, pool_tokens
 from bench.tournament.settings import Sizes
 from bench.tournament.timeline import Timeline, calls_of, timeline
 from bench.tournament.workload import build
-from replayer.plan import PlanOptions, make_plan
-from replayer.trace import Trace, TraceRequest
+from replayer.replay.plan import PlanOptions, make_plan
+from replayer.traces.trace import Trace, TraceRequest
 from sim.hardware import load_profile
 
 PROFILE = load_profile("h200")

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.chaos import faults
-from tests.chaos.client import RawClient, head, post
 from tests.chaos.conftest import BODY, StartChaos
-from tests.chaos.engine import ChaosEngine, Talk, good
-from tests.chaos.faults import Moment, at
-from tests.chaos.wire import EVENTS, good_body
+from tests.chaos.rig import faults
+from tests.chaos.rig.client import RawClient, head, post
+from tests.chaos.rig.engine import ChaosEngine, Talk, good
+from tests.chaos.rig.faults import Moment, at
+from tests.chaos.rig.wire import EVENTS, good_body
 
 PLAIN = json.dumps(BODY).encode()
 STREAM = json.dumps({**BODY, "stream": True}).encode()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.chaos.conftest import BODY, StartChaos
-from tests.chaos.engine import ChaosEngine
-from tests.chaos.faults import raw_stream
-from tests.chaos.wire import DONE, EVENTS, event, sse, usage_event
+from tests.chaos.rig.engine import ChaosEngine
+from tests.chaos.rig.faults import raw_stream
+from tests.chaos.rig.wire import DONE, EVENTS, event, sse, usage_event
 
 WORDS = EVENTS[:-1]
 ERROR = sse({"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}})

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tests.chaos.conftest import BODY, Chaos, StartChaos
-from tests.chaos.engine import ChaosEngine, Talk, good
-from tests.chaos.wire import EVENTS, good_body, reset, whole
+from tests.chaos.rig.engine import ChaosEngine, Talk, good
+from tests.chaos.rig.wire import EVENTS, good_body, reset, whole
 
 FORGED = whole("200 OK", b'{"id":"forged","choices":[],"usage":null}')
 TIMED_OUT = whole("408 Request Timeout", b"", "connection: close")

@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from tests.chaos.conftest import BODY, CHAT, SHORT, Chaos, StartChaos
-from tests.chaos.engine import ChaosEngine, good
-from tests.chaos.faults import Moment, at, close, hang, rst
-from tests.chaos.matrix import CELLS, Cell, Health, Sees, View
-from tests.chaos.wire import EVENTS, good_body, reset
+from tests.chaos.rig.engine import ChaosEngine, good
+from tests.chaos.rig.faults import Moment, at, close, hang, rst
+from tests.chaos.rig.matrix import CELLS, Cell, Health, Sees, View
+from tests.chaos.rig.wire import EVENTS, good_body, reset
 
 
 def params() -> list[object]:

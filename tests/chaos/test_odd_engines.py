@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tests.chaos.conftest import BODY, SHORT, StartChaos
-from tests.chaos.engine import ChaosEngine, Talk
-from tests.chaos.faults import Moment, answers, at, close, hang, rst
-from tests.chaos.wire import EVENTS, good_body, head, whole
+from tests.chaos.rig.engine import ChaosEngine, Talk
+from tests.chaos.rig.faults import Moment, answers, at, close, hang, rst
+from tests.chaos.rig.wire import EVENTS, good_body, head, whole
 
 LARGE = {**BODY, "user": "x" * 12_000_000}
 """Too large for the sockets' buffers."""

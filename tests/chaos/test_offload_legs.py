@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.chaos import faults
 from tests.chaos.conftest import HEAVY, Chaos, StartChaos
-from tests.chaos.engine import ChaosEngine, Fault, Talk, good
-from tests.chaos.faults import Moment, answers, at
-from tests.chaos.wire import EVENTS, good_body, head
+from tests.chaos.rig import faults
+from tests.chaos.rig.engine import ChaosEngine, Fault, Talk, good
+from tests.chaos.rig.faults import Moment, answers, at
+from tests.chaos.rig.wire import EVENTS, good_body, head
 
 BOUNDS = {"prefill_timeout_s": 30.0, "first_token_timeout_s": 30.0, "token_timeout_s": 0.01, "watch_interval_s": 0.1}
 SHORT = {"prefill_timeout_s": 0.8, "first_token_timeout_s": 0.8}

@@ -8,10 +8,10 @@ import json
 import h11
 import pytest
 
-from tests.chaos.client import RawClient, head, post
 from tests.chaos.conftest import BODY, StartChaos
-from tests.chaos.engine import ChaosEngine, Talk, good
-from tests.chaos.wire import EVENTS, good_body
+from tests.chaos.rig.client import RawClient, head, post
+from tests.chaos.rig.engine import ChaosEngine, Talk, good
+from tests.chaos.rig.wire import EVENTS, good_body
 
 PLAIN = json.dumps(BODY).encode()
 STREAM = json.dumps({**BODY, "stream": True}).encode()

@@ -17,10 +17,10 @@ import psutil
 import pytest
 import yaml
 
-from tests.chaos.client import RawClient, post
 from tests.chaos.conftest import BODY, StartChaos
-from tests.chaos.engine import ChaosEngine, Talk
-from tests.chaos.wire import DONE, LAST_CHUNK, chunk, head, sse
+from tests.chaos.rig.client import RawClient, post
+from tests.chaos.rig.engine import ChaosEngine, Talk
+from tests.chaos.rig.wire import DONE, LAST_CHUNK, chunk, head, sse
 
 MEGABYTES = 64
 EVENT = sse({"choices": [{"index": 0, "text": "x" * 60_000, "finish_reason": None}]})

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from tests.chaos.client import RawClient
 from tests.chaos.conftest import BODY, StartChaos
-from tests.chaos.engine import ChaosEngine
+from tests.chaos.rig.client import RawClient
+from tests.chaos.rig.engine import ChaosEngine
 
 PLAIN = json.dumps(BODY).encode()
 SIZE = len(PLAIN)

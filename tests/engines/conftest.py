@@ -12,8 +12,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from launch.fleet import load_fleet
-from launch.supervisor import Fleet
+from launch.fleet.file import load_fleet
+from launch.run.supervisor import Fleet
 from proxy.settings import load_settings
 from tests.engines.relay import Relay
 from tests.engines.rig import Engines, Proxy

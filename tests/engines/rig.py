@@ -18,8 +18,8 @@ import httpx
 import psutil
 import pytest
 
-from launch.fleet import FleetFile
-from launch.state import ProcessState, read_state
+from launch.fleet.file import FleetFile
+from launch.run.state import ProcessState, read_state
 
 REAL_ENGINES = [
     pytest.mark.engines,

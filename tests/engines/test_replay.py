@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from replayer.ideal import ideal
-from replayer.records import Run, read_run
-from replayer.report import format_percent
-from replayer.summary import summarise
-from replayer.trace import load_trace
+from replayer.records.runs import Run, read_run
+from replayer.records.summary import summarise
+from replayer.report.page import format_percent
+from replayer.traces.ideal import ideal
+from replayer.traces.trace import load_trace
 from tests.engines.conftest import ROOT, StartProxy
 from tests.engines.rig import BLOCK, REAL_ENGINES, Engines, Proxy, until_trusted
 

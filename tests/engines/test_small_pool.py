@@ -19,8 +19,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from launch.fleet import FleetFile, load_fleet
-from launch.supervisor import Fleet
+from launch.fleet.file import FleetFile, load_fleet
+from launch.run.supervisor import Fleet
 from proxy.settings import load_settings
 from tests.engines.conftest import ROOT
 from tests.engines.relay import Relay

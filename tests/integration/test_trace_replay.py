@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from replayer.plan import PlanOptions
-from replayer.records import RequestRecord
-from replayer.replay import ReplayOptions, replay_trace
-from replayer.summary import summarise
-from replayer.trace import Trace, TraceRequest, load_trace
+from replayer.records.runs import RequestRecord
+from replayer.records.summary import summarise
+from replayer.replay.plan import PlanOptions
+from replayer.replay.replay import ReplayOptions, replay_trace
+from replayer.traces.trace import Trace, TraceRequest, load_trace
 from tests.integration.conftest import StartCluster
 
 SCALE = 20.0

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.engines import KINDS
-from launch.fleet import FleetFile, parse_fleet
+from launch.engines.commands import KINDS
+from launch.fleet.file import FleetFile, parse_fleet
 from tests.launch.stub_launch import StubEngine
 
 REPOSITORY = Path(__file__).resolve().parents[2]

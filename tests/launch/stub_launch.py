@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch.engines import KINDS, SimEngine
-from launch.fleet import FleetFile
+from launch.engines.commands import KINDS, SimEngine
+from launch.fleet.file import FleetFile
 
 STUB = Path(__file__).with_name("stub_engine.py")
 

@@ -20,9 +20,9 @@ import yaml
 from typer.testing import CliRunner
 
 from launch.__main__ import app
-from launch.fleet import FLEETS, load_fleet
-from launch.fresh import FRESH_FILE, FreshProof, StaleEngineError, prove_fresh
-from launch.state import FleetState, StateError, read_state
+from launch.fleet.file import FLEETS, load_fleet
+from launch.freshness.proof import FRESH_FILE, FreshProof, StaleEngineError, prove_fresh
+from launch.run.state import FleetState, StateError, read_state
 from tests.launch.conftest import REPOSITORY, STUB_LAUNCH, fleet_values, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("leaves_nothing")]

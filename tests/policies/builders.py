@@ -6,13 +6,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from policies.blocks import hash_token_blocks
+from policies.predict.blocks import hash_token_blocks
+from policies.snapshot import FleetSnapshot
 from policies.types import (
     CandidateScore,
     Choice,
     Connector,
     Decision,
-    FleetSnapshot,
     HotspotView,
     InstanceView,
     OffloadPlan,

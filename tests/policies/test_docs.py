@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from policies.classes import ClassThresholds
-from policies.costs import TRANSFER_FORMULAS, PrefillModel, TransferModel
+from policies.costs.formulas import TRANSFER_FORMULAS, PrefillModel, TransferModel
 from policies.hotspots import HotspotTracker
 from policies.ledger import Ledger
 from policies.offload.cost_model import CostModel
 from policies.pairs import PairBreaker
-from policies.prefix_index import PrefixIndex
+from policies.predict.prefix_index import PrefixIndex
 from policies.registry import make_planner, make_routing, parameters
 from policies.sessions import SessionTable
 from policies.types import OffloadReason, Reason

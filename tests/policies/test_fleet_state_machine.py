@@ -11,7 +11,7 @@ from policies.decide import decide
 from policies.hotspots import HotspotTracker
 from policies.ledger import Phase
 from policies.offload.threshold import Threshold
-from policies.prefix_index import PrefixIndex
+from policies.predict.prefix_index import PrefixIndex
 from policies.registry import make_routing, routing_policies
 from policies.sessions import SessionTable
 from policies.state import Commitment, FleetState

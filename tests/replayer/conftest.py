@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from replayer.trace import Trace, TraceRequest
+from replayer.traces.trace import Trace, TraceRequest
+from tests.replayer.constructed_runs import run_maker, stored
+
+__all__ = ["run_maker", "stored"]
 
 BLOCK = 16
 

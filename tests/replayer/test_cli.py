@@ -15,8 +15,8 @@ import typer
 from typer.testing import CliRunner
 
 from replayer import cli
-from replayer.formats import bailian
-from replayer.records import read_run
+from replayer.records.runs import read_run
+from replayer.traces.formats import bailian
 from tests.replayer.conftest import Stub, make_trace
 
 RUNNER = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
@@ -106,7 +106,7 @@ async def test_ctrl_c_closes_the_file_exits_130_and_resume_goes_on(stub: Stub, t
 
 
 def test_summary_prints_json(app: typer.Typer, tmp_path: Path) -> None:
-    from replayer.records import RunHeader, encode_line
+    from replayer.records.runs import RunHeader, encode_line
 
     path = tmp_path / "run.jsonl"
     path.write_bytes(encode_line(RunHeader(label="x")))

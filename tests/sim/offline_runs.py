@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from policies.registry import make_planner, make_routing
-from replayer.records import RequestRecord, encode_line
-from replayer.synth import SynthOptions, synthetic_trace
-from replayer.trace import Trace, TraceRequest
+from replayer.records.runs import RequestRecord, encode_line
+from replayer.traces.synth import SynthOptions, synthetic_trace
+from replayer.traces.trace import Trace, TraceRequest
 from sim.offline.simulate import SimOptions, SimResult, simulate
 
 BLOCK = 64

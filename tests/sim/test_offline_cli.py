@@ -15,9 +15,9 @@ import typer
 from typer.testing import CliRunner
 
 from replayer.cli import register as register_replayer
-from replayer.formats import bailian
-from replayer.records import read_run
-from replayer.report import read_breakdown, summarise_arm
+from replayer.records.runs import read_run
+from replayer.report.page import read_breakdown, summarise_arm
+from replayer.traces.formats import bailian
 from sim.offline.cli import simulate_command
 from sim.offline.running import new_files
 from sim.offline.setup import Setup

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from policies.types import Role
-from replayer.plan import PlanOptions
+from replayer.replay.plan import PlanOptions
 from sim.offline.options import HandOffBounds
 from sim.offline.simulate import SimResult
 from tests.sim.offline_runs import agents, conversation, run, trace_of

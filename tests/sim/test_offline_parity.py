@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-import proxy.router
+import proxy.routing.router
 from policies.registry import make_planner, make_routing
-from policies.state import Commitment
+from policies.session import Routed
 from policies.types import RequestView, Role
-from proxy.parse import Endpoint
-from proxy.router import Routed, Router
+from proxy.request.parse import Endpoint
+from proxy.routing.router import Router
 from proxy.settings import Settings
-from replayer.plan import PlanOptions, make_plan
-from replayer.prompts import BodyTemplate, PromptBuilder
-from replayer.records import RequestRecord
-from replayer.trace import Trace
+from replayer.records.runs import RequestRecord
+from replayer.replay.plan import PlanOptions, make_plan
+from replayer.replay.prompts import BodyTemplate, PromptBuilder
+from replayer.traces.trace import Trace
 from sim.offline.fleet import make_fleet
 from sim.offline.loop import Simulation
 from sim.offline.options import SimOptions
@@ -38,7 +38,6 @@ class LiveRouter:
         self._requests = {f"{trace.sha256[:8]}-{request.chat_id}": request for request in trace.requests}
         self._builder = PromptBuilder(trace.block_tokens)
         self._bodies = BodyTemplate(model="m")
-        self._routed: dict[int, Routed] = {}
         roles = dict(zip(fleet.engines, options.roles(), strict=True))
         instances = [
             {
@@ -56,6 +55,7 @@ class LiveRouter:
                 {"instances": instances, "policy": {"name": policy}, "offload": {"planner": planner}}
             )
         )
+        self.routing = self.router.routing
         self.router.set_block_tokens(trace.block_tokens)
         for name, engine in fleet.engines.items():
             config = engine.config
@@ -73,26 +73,12 @@ class LiveRouter:
         view = self.router.view(parsed, request.request_id, request.session_id)
         assert len(view.block_hashes) == len(request.block_hashes)
         assert (view.prompt_tokens, view.max_tokens) == (request.prompt_tokens, request.max_tokens)
-        routed = self.router.route(view, set(self._fleet.engines))
-        self._routed[id(routed.commitment)] = routed
-        return routed
-
-    def prefilled(self, commitment: Commitment, seconds: float) -> Any:
-        return self.router.prefilled(self._routed[id(commitment)], seconds)
-
-    def prefilled_on_p(self, commitment: Commitment, seconds: float) -> Any:
-        return self.router.prefilled_on_p(self._routed[id(commitment)], seconds)
-
-    def handed_over(self, commitment: Commitment, seconds: float, now_s: float) -> Any:
-        return self.router.handed_over(self._routed[id(commitment)], seconds)
-
-    def fell_back(self, commitment: Commitment, now_s: float) -> None:
-        self.router.fell_back(self._routed[id(commitment)])
+        return self.router.route(view, set(self._fleet.engines))
 
 
 def simulated(options: SimOptions, policy: str, planner: str, live: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
     fleet, roles, profile = make_fleet(options, TRACE.block_tokens)
-    monkeypatch.setattr(proxy.router, "time", types.SimpleNamespace(monotonic=lambda: fleet.now_s))
+    monkeypatch.setattr(proxy.routing.router, "time", types.SimpleNamespace(monotonic=lambda: fleet.now_s))
     router: Any
     if live:
         router = LiveRouter(TRACE, fleet, options, policy, planner)

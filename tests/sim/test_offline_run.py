@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.types import Role
-from replayer.plan import PlanOptions, make_plan
-from replayer.summary import summarise
-from replayer.trace import TraceError, load_trace
+from replayer.records.summary import summarise
+from replayer.replay.plan import PlanOptions, make_plan
+from replayer.traces.trace import TraceError, load_trace
 from sim.offline.options import HandOffBounds
 from sim.offline.simulate import Noise, SimOptions, SimulationError
 from tests.sim.offline_runs import ROOMY_TOKENS, agents, by_session, conversation, lines, run, trace_of

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.registry import make_routing
-from replayer.formats import bailian
-from replayer.loading import LoadOptions, stream
-from replayer.plan import PlanOptions
-from replayer.records import RequestRecord
-from replayer.trace import Trace, TraceError, TraceRequest, load_trace
+from replayer.records.runs import RequestRecord
+from replayer.replay.plan import PlanOptions
+from replayer.traces.formats import bailian
+from replayer.traces.loading import LoadOptions, stream
+from replayer.traces.trace import Trace, TraceError, TraceRequest, load_trace
 from sim.offline.options import Noise, SimOptions, SimulationError
 from sim.offline.reading import read_apart
 from sim.offline.records import Source

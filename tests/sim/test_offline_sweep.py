@@ -11,8 +11,8 @@ import pytest
 
 from policies.registry import PolicyParameterError, UnknownPolicyError
 from policies.types import Role
-from replayer.formats import bailian
-from replayer.records import read_run
+from replayer.records.runs import read_run
+from replayer.traces.formats import bailian
 from sim.offline.options import SimulationError
 from sim.offline.setup import Setup, changed, parsed_params
 from sim.offline.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep, simulate_point

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from policies.registry import make_planner, make_routing
 from policies.types import Role
-from replayer.formats.bailian import write
-from replayer.plan import PlanOptions
-from replayer.records import RequestRecord, Run, encode_line
-from replayer.synth import SynthOptions, synthetic_trace
-from replayer.trace import Trace, load_trace
+from replayer.records.runs import RequestRecord, Run, encode_line
+from replayer.replay.plan import PlanOptions
+from replayer.traces.formats.bailian import write
+from replayer.traces.synth import SynthOptions, synthetic_trace
+from replayer.traces.trace import Trace, load_trace
 from sim.fidelity.cli import register
 from sim.fidelity.comparison import compare, markdown
 from sim.fidelity.recording import RecordingError, find_recordings, read_recording

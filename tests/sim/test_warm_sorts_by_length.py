@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from policies.registry import make_routing
-from replayer.plan import PlanOptions
-from replayer.synth import SynthOptions, synthetic_trace
+from replayer.replay.plan import PlanOptions
+from replayer.traces.synth import SynthOptions, synthetic_trace
 from sim.offline.simulate import SimOptions, simulate
 
 

@@ -1,0 +1,1 @@
+"""The demonstration: simulated engines, several policies on one generated trace, one verdict."""

@@ -1,0 +1,137 @@
+"""What it takes to run an engine, by kind: command line, environment, and the URLs that say it is ready.
+
+A further kind is one more class here and one more section in the fleet file; everything else in the launcher sees only
+`ProcessSpec`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from launch.engines.vllm import VllmEngine
+from launch.fleet.file import FleetFile
+from launch.fleet.members import Member
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process to start."""
+
+    name: str
+    kind: str
+    """An engine kind, or "proxy"."""
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables added to the launcher's own environment."""
+    drop_environment_prefix: str | None = None
+    """Variables of the launcher's environment that the process must not see, by the start of their names."""
+    drop_environment: tuple[str, ...] = ()
+    """The same by whole names."""
+    ready_urls: tuple[str, ...] = ()
+    """All must answer 200 before the process counts as ready."""
+    url: str = ""
+    bootstrap_url: str | None = None
+    member: Member | None = None
+    """The instance it is; None for the proxy."""
+
+
+class EngineKind(Protocol):
+    """How one kind of engine is run."""
+
+    def command(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
+        """Command line of instance ``index``."""
+        ...
+
+    def environment(self, fleet: FleetFile, index: int) -> dict[str, str]:
+        """Variables instance ``index`` needs beyond the fleet file's own."""
+        ...
+
+    def dropped_environment(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
+        """Inherited variables that instance ``index`` must not see."""
+        ...
+
+    def ready_urls(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
+        """URLs that answer 200 once instance ``index`` can serve."""
+        ...
+
+    def problems(self, fleet: FleetFile, inherited: Mapping[str, str]) -> list[str]:
+        """What this machine lacks to start the fleet, as sentences; ``inherited`` is the launcher's environment."""
+        ...
+
+
+class SimEngine:
+    """The simulated engine, ``python -m sim``."""
+
+    def command(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
+        """Command line of instance ``index``."""
+        sim, member = fleet.sim, fleet.members[index]
+        options: dict[str, object] = {
+            "host": fleet.host,
+            "port": member.port,
+            "bootstrap-port": member.bootstrap_port,
+            "role": member.role.value,
+            "model": fleet.model,
+            "profile": sim.profile,
+            **{name.replace("_", "-"): value for name, value in sim.model_dump(exclude={"profile"}).items()},
+        }
+        flags = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+        return (sys.executable, "-m", "sim", *flags)
+
+    def environment(self, fleet: FleetFile, index: int) -> dict[str, str]:
+        """Nothing: flags say it all."""
+        return {}
+
+    def dropped_environment(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
+
+    def ready_urls(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
+        """Health, and the bootstrap server where there is one."""
+        bootstrap = fleet.bootstrap_url(index)
+        return (f"{fleet.url(index)}/health", *((f"{bootstrap}/query",) if bootstrap else ()))
+
+    def problems(self, fleet: FleetFile, inherited: Mapping[str, str]) -> list[str]:
+        """None: it is part of this project."""
+        return []
+
+
+KINDS: dict[str, EngineKind] = {"sim": SimEngine(), "vllm": VllmEngine()}
+"""Engine kind of a fleet file -> how to run it."""
+
+
+def engine_specs(fleet: FleetFile) -> list[ProcessSpec]:
+    """The fleet's engines, in order."""
+    kind = KINDS[fleet.kind]
+    return [
+        ProcessSpec(
+            name=member.name,
+            kind=fleet.kind,
+            command=kind.command(fleet, member.index),
+            environment={**kind.environment(fleet, member.index), **member.env},
+            drop_environment=kind.dropped_environment(fleet, member.index),
+            ready_urls=kind.ready_urls(fleet, member.index),
+            url=fleet.url(member.index),
+            bootstrap_url=fleet.bootstrap_url(member.index),
+            member=member,
+        )
+        for member in fleet.members
+    ]
+
+
+def proxy_spec(fleet: FleetFile, config: Path) -> ProcessSpec:
+    """The proxy in front of the fleet, reading the generated settings file.
+
+    Variables called ``WARMROUTE_...`` would override that file, so the proxy does not get them.
+    """
+    return ProcessSpec(
+        name="proxy",
+        kind="proxy",
+        command=(sys.executable, "-m", "proxy", "--config", str(config)),
+        drop_environment_prefix="WARMROUTE_",
+        ready_urls=(f"{fleet.proxy_url()}/ready",),
+        url=fleet.proxy_url(),
+    )

@@ -1,0 +1,1 @@
+"""Experiment files: the format, inputs, fleets, and the order of runs."""

@@ -1,0 +1,173 @@
+"""What all runs of an experiment share: the trace as it is replayed, the arms' fleets, and the hashes of all of it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from launch.experiment.definition.file import ExperimentError, LoadedExperiment
+from launch.experiment.definition.fleets import arm_fleets, fleet_source
+from launch.experiment.definition.sections import SimulatedBackend
+from launch.fleet.file import FleetFile
+from replayer.replay.plan import OfferedLoad, PlanOptions, make_plan
+from replayer.traces.formats import bailian
+from replayer.traces.formats.source import file_sha256
+from replayer.traces.loading import LoadOptions, load
+from replayer.traces.synth import SynthOptions, synthetic_trace
+from replayer.traces.trace import Trace, TraceError, load_trace
+
+TRACE_FILE = "trace.jsonl"
+_PROJECT = Path(__file__).resolve().parents[3]
+_PROBE_REQUESTS = 256
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What all runs of an experiment share."""
+
+    trace_path: Path
+    """What is replayed: the file given, or the trace made of it in the experiment's directory."""
+    trace_sha256: str
+    fleets: dict[str, FleetFile]
+    """By arm; empty for a simulated experiment."""
+    files: dict[str, str]
+    """SHA-256 of every file the experiment was made from, by what it is."""
+
+
+def trace_file(experiment: LoadedExperiment) -> Path | None:
+    """The trace file that is meant: relative to the current folder, else the experiment file's, else the project.
+
+    Raises:
+        ExperimentError: there is none.
+    """
+    path = experiment.settings.trace.path
+    if path is None:
+        return None
+    places = [path, experiment.source.parent / path, _PROJECT / path]
+    for place in places:
+        if place.exists():
+            return place.resolve()
+    raise ExperimentError(f"trace: nothing at {path} (also looked in {experiment.source.parent} and {_PROJECT})")
+
+
+def build_trace(experiment: LoadedExperiment) -> Trace:
+    """The trace that is replayed, in memory.
+
+    Raises:
+        ExperimentError: there is no file.
+        TraceError: the file is not a good trace.
+    """
+    wanted = experiment.settings.trace
+    if wanted.synth is not None:
+        made = wanted.synth
+        trace = synthetic_trace(
+            SynthOptions(
+                requests=made.requests,
+                seed=made.seed,
+                rate_per_s=made.rate_per_s,
+                length_scale=made.length_scale,
+                gap_scale=made.gap_scale,
+                block_tokens=made.block_tokens,
+            )
+        )
+    else:
+        path = trace_file(experiment)
+        assert path is not None
+        trace = load(path, LoadOptions(block_tokens=wanted.block_tokens))
+    requests = trace.requests
+    if wanted.window_s is not None:
+        end_s = requests[0].timestamp_s + wanted.window_s
+        requests = [request for request in requests if request.timestamp_s < end_s]
+    if wanted.max_output_tokens is not None:
+        limit = wanted.max_output_tokens
+        requests = [msgspec.structs.replace(one, output_length=min(one.output_length, limit)) for one in requests]
+    trace = msgspec.structs.replace(trace, requests=requests)
+    return trace if wanted.prompt_scale is None else shortened(trace, wanted.prompt_scale)
+
+
+def shortened(trace: Trace, scale: float) -> Trace:
+    """Prompts of ``scale`` times the length: the first blocks of each, so that what was shared stays shared."""
+    requests = []
+    for request in trace.requests:
+        blocks = max(1, round(len(request.hash_ids) * scale))
+        tokens = min(request.input_length, blocks * trace.block_tokens)
+        requests.append(msgspec.structs.replace(request, hash_ids=request.hash_ids[:blocks], input_length=tokens))
+    return msgspec.structs.replace(trace, requests=requests)
+
+
+def plan_options(experiment: LoadedExperiment) -> PlanOptions:
+    """How the trace is scaled and cut."""
+    replay = experiment.settings.replay
+    return PlanOptions(
+        time_scale=replay.time_scale,
+        think_scale=replay.think_scale,
+        request_limit=replay.request_limit,
+        idle_gap_cap_s=replay.idle_gap_cap_s,
+    )
+
+
+def offered_load(experiment: LoadedExperiment) -> OfferedLoad:
+    """What each run offers its fleet; loads the whole trace.
+
+    Raises:
+        ExperimentError, TraceError: the trace cannot be used.
+    """
+    return make_plan(build_trace(experiment), plan_options(experiment)).offered
+
+
+def prepare(experiment: LoadedExperiment, directory: Path) -> Inputs:
+    """Check everything an experiment needs; write the trace into its directory unless the file is replayed as stored.
+
+    Raises:
+        ExperimentError: an input is missing or refused.
+    """
+    fleets = arm_fleets(experiment)
+    files = {"experiment": experiment.sha256}
+    source = fleet_source(experiment)
+    if source is not None:
+        files["fleet"] = hashlib.sha256(source.read_bytes()).hexdigest()
+    files |= {f"fleet of arm {name}": fleet_sha256(fleet) for name, fleet in fleets.items()}
+    files |= {f"hardware profile {name}": sha for name, sha in _profiles(experiment, fleets).items()}
+    try:
+        path = trace_file(experiment)
+        if path is not None:
+            files["trace"] = file_sha256(path)
+        if path is not None and experiment.settings.trace.as_stored:
+            load_trace(path, limit=_PROBE_REQUESTS)  # a trace that cannot be read is told now, not by the first run
+            return Inputs(path, files["trace"], fleets, files)
+        trace = build_trace(experiment)
+        made = directory / TRACE_FILE
+        if not made.exists():
+            bailian.write(made, trace.requests)
+        files["trace as replayed"] = file_sha256(made)
+    except TraceError as error:
+        raise ExperimentError(f"trace: {error}") from error
+    return Inputs(made, files["trace as replayed"], fleets, files)
+
+
+def fleet_sha256(fleet: FleetFile) -> str:
+    """Of every setting of a fleet, defaults included."""
+    return hashlib.sha256(fleet.model_dump_json().encode()).hexdigest()
+
+
+def _profiles(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> dict[str, str]:
+    """SHA-256 of the hardware profiles that simulated engines run by."""
+    settings = experiment.settings
+    wanted = {fleet.sim.profile for fleet in fleets.values() if fleet.kind == "sim"}
+    if isinstance(settings.backend, SimulatedBackend):
+        wanted |= {settings.simulated(name).profile for name in settings.arms}
+    found = {}
+    for name in sorted(wanted):
+        for place in (Path(name), _PROJECT / "configs" / "hardware" / f"{name}.yaml"):
+            if place.is_file():
+                found[name] = hashlib.sha256(place.read_bytes()).hexdigest()
+                break
+        else:
+            raise ExperimentError(
+                f"hardware profile {name!r}: neither a file nor one of configs/hardware "
+                f"({', '.join(sorted(one.stem for one in (_PROJECT / 'configs' / 'hardware').glob('*.yaml')))})"
+            )
+    return found

@@ -1,0 +1,73 @@
+"""What is kept of one run: ``arm.json`` beside its records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from launch.arm import BREAKDOWN_FILE, PROCESSORS_FILE, RUN_FILE
+from launch.experiment.records.environment import HostLoad
+from launch.freshness.proof import FRESH_FILE
+from launch.hardware.telemetry import TELEMETRY_FILE
+from replayer.records.runs import RequestRecord, Run
+
+ARM_FILE = "arm.json"
+KEPT_FILES = (RUN_FILE, BREAKDOWN_FILE, FRESH_FILE, TELEMETRY_FILE, PROCESSORS_FILE, ARM_FILE)
+"""Files of a run whose hashes are noted, where they exist."""
+
+
+class ArmRecord(msgspec.Struct, kw_only=True):
+    """``arm.json``: how one run was made."""
+
+    schema: int = 1
+    arm: str
+    repeat: int
+    seed: int
+    """Of the repeat."""
+    noise_seed: int
+    """What the run was started with: another one for every arm where arms draw their own noise."""
+    order: int
+    attempt: int
+    backend: str
+    policy: dict[str, Any]
+    """``name``, ``params`` as given, and ``resolved``: every parameter, defaults included."""
+    offload: dict[str, Any]
+    """Likewise, with ``planner`` for the name."""
+    instances: int
+    kv_capacity_tokens: int | None = None
+    """KV pool of one instance; None where it was not told."""
+    started_unix_s: float
+    finished_unix_s: float | None = None
+    load_before: HostLoad | None = None
+    environment_changes: list[str] = []
+    """What differs from ``environment.json``; empty when nothing does."""
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    warnings: list[str] = []
+    fleet: dict[str, Any] | None = None
+    """Every setting of the live fleet."""
+    command: list[str] | None = None
+    """Of the simulator."""
+
+
+@dataclass
+class Measured:
+    """What a run gave."""
+
+    run: Run
+    instances: int
+    kv_capacity_tokens: int | None = None
+    warnings: list[str] = field(default_factory=list)
+    fleet: dict[str, Any] | None = None
+    command: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Whom to tell how a run goes on."""
+
+    phase: Callable[[str], None] = lambda phase: None
+    record: Callable[[RequestRecord], None] = lambda record: None

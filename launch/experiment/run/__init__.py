@@ -1,0 +1,1 @@
+"""Runs an experiment: live and simulated arms, one after the other, resumable."""

@@ -1,0 +1,91 @@
+"""Begins an experiment in a directory, or goes on with one, only if nothing that decides its results has changed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from launch.experiment.definition.file import ExperimentError, LoadedExperiment
+from launch.experiment.definition.fleets import clock_scale
+from launch.experiment.definition.inputs import Inputs, prepare
+from launch.experiment.definition.order import plan_runs
+from launch.experiment.records import state as states
+from launch.experiment.records.environment import ENVIRONMENT_FILE, capture
+from launch.experiment.records.state import CONFIG_FILE, ExperimentState
+
+
+def open_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[ExperimentState, Inputs]:
+    """Begin an experiment in a new or empty directory.
+
+    Raises:
+        ExperimentError: the directory is in use, or an input is refused.
+    """
+    if directory.exists() and any(one.name != ".lock" for one in directory.iterdir()):
+        raise ExperimentError(
+            f"{directory}: is not empty; choose another --output, or --resume to go on with the experiment in it"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    settings = experiment.settings
+    inputs = prepare(experiment, directory)
+    (directory / CONFIG_FILE).write_text(experiment.text, encoding="utf-8")
+    environment = capture(inputs.files, inputs.fleets.values(), sys.argv)
+    states.write_json(directory / ENVIRONMENT_FILE, environment)
+    inside = inputs.trace_path.parent == directory
+    state = ExperimentState(
+        name=settings.name,
+        backend=settings.backend.kind,
+        baseline=settings.baseline_arm,
+        arms=list(settings.arms),
+        order=settings.order,
+        source=str(experiment.source),
+        overrides=list(experiment.overrides),
+        config=experiment.config,
+        config_sha256=experiment.sha256,
+        files=inputs.files,
+        trace=states.TraceState(
+            path=inputs.trace_path.name if inside else str(inputs.trace_path), sha256=inputs.trace_sha256
+        ),
+        clock_scale=next((clock_scale(fleet) for fleet in inputs.fleets.values()), 1.0),
+        started_unix_s=time.time(),
+        runs=states.planned(plan_runs(settings)),
+    )
+    states.write_experiment(directory, state)
+    return state, inputs
+
+
+def reopen_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[ExperimentState, Inputs]:
+    """Go on with an experiment; what was under way when it ended counts as interrupted.
+
+    Raises:
+        ExperimentError: there is none, or its settings or inputs have changed since.
+    """
+    state = states.read_experiment(directory)
+    changes = states.config_changes(state.config, experiment.config)
+    if changes:
+        raise _changed(directory, changes)
+    inputs = prepare(experiment, directory)
+    told = {"experiment", "fleet"}  # their texts; what matters of them is in the settings and the arms' fleets
+    for name in sorted((state.files.keys() | inputs.files.keys()) - told):
+        before, now = state.files.get(name), inputs.files.get(name)
+        if before != now:
+            changes.append(f"{name}: its SHA-256 was {_short(before)}, now {_short(now)}")
+    if changes:
+        raise _changed(directory, changes)
+    for run in state.runs:
+        if run.state == states.RUNNING:
+            run.state = states.INTERRUPTED
+            run.reasons = ["the runner was killed"]
+    return state, inputs
+
+
+def _changed(directory: Path, changes: list[str]) -> ExperimentError:
+    return ExperimentError(
+        f"{directory}: the experiment has changed since it began, and runs of both kinds must not be mixed:\n  "
+        + "\n  ".join(changes)
+        + "\nUndo the changes to go on, or begin anew in another --output."
+    )
+
+
+def _short(digest: str | None) -> str:
+    return "not there" if digest is None else digest[:12]

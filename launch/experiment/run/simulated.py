@@ -1,0 +1,110 @@
+"""One simulated run: ``python -m sim simulate`` in a process of its own, which dies with this one."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+
+from launch.arm import BREAKDOWN_FILE, RUN_FILE, ArmError
+from launch.engines.commands import ProcessSpec
+from launch.experiment.definition.file import LoadedExperiment
+from launch.experiment.definition.inputs import Inputs
+from launch.experiment.definition.order import Slot, noise_seed
+from launch.experiment.records.freshness import simulated_proof
+from launch.experiment.records.record import Callbacks, Measured
+from launch.experiment.records.state import write_json
+from launch.freshness.proof import FRESH_FILE
+from launch.run.processes import ManagedProcess, stop_processes
+from replayer.records.runs import read_run
+
+_SIMULATOR = "simulate"
+_POLL_S = 0.05
+_GRACE_S = 3.0
+
+
+async def measure_simulated(
+    experiment: LoadedExperiment, slot: Slot, inputs: Inputs, run_dir: Path, callbacks: Callbacks
+) -> Measured:
+    """One run in a simulator process of its own.
+
+    Raises:
+        StartError: the process could not be started.
+        ArmError: it failed; the message has the last line of its log.
+        RecordError: it left no usable records.
+    """
+    command = simulator_command(experiment, slot, inputs.trace_path, run_dir)
+    spec = ProcessSpec(name=_SIMULATOR, kind="simulator", command=tuple(command))
+    process = ManagedProcess(spec, run_dir / f"{_SIMULATOR}.log")
+    callbacks.phase("simulating")
+    try:
+        process.start()
+        write_json(run_dir / FRESH_FILE, simulated_proof(process))
+        while True:
+            if process.exited():
+                break
+            await asyncio.sleep(_POLL_S)
+        code = process.reap()
+    finally:
+        await _stop_surely(process)
+    if code != 0:
+        last = process.log_tail(1).strip() or "it said nothing"
+        raise ArmError(f"the simulator ended with code {code}: {last} (all of it is in {process.log_path})")
+    run = await asyncio.to_thread(read_run, run_dir / RUN_FILE)
+    if run.end is None:
+        raise ArmError(f"the simulator left incomplete records in {run_dir / RUN_FILE}")
+    backend = experiment.settings.simulated(slot.arm)
+    told = run.header.options.get("kv_capacity_tokens", backend.pool_tokens)
+    capacity = told if isinstance(told, int) else None
+    return Measured(run, backend.instances, capacity, command=command)
+
+
+async def _stop_surely(process: ManagedProcess) -> None:
+    """Stop to the end even when cancelled meanwhile; the cancellation is raised afterwards."""
+    stopping = asyncio.create_task(stop_processes([process], _GRACE_S), name="simulator-stop")
+    cancelled = False
+    while not stopping.done():
+        try:
+            await asyncio.shield(stopping)
+        except asyncio.CancelledError:
+            cancelled = True
+    stopping.result()
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+def simulator_command(experiment: LoadedExperiment, slot: Slot, trace: Path, run_dir: Path) -> list[str]:
+    """Command line of the simulator for one run; what is at its default is left out."""
+    settings = experiment.settings
+    backend, arm, replay = settings.simulated(slot.arm), settings.arms[slot.arm], settings.replay
+    options: dict[str, object] = {
+        "output": run_dir / RUN_FILE,
+        "breakdown": run_dir / BREAKDOWN_FILE if backend.breakdown else None,
+        "label": slot.arm,
+        "policy": arm.policy.name,
+        "planner": arm.offload.planner,
+        "instances": backend.instances,
+        "profile": backend.profile,
+        "pool-tokens": backend.pool_tokens,
+        "max-num-seqs": backend.max_num_seqs,
+        "max-num-batched-tokens": backend.max_num_batched_tokens,
+        "transport": backend.transport,
+        "role": None if backend.role is None else backend.role.value,
+        "prefill-instances": backend.prefill_instances or None,
+        "slowdown": backend.slowdown if backend.slowdown != 1 else None,
+        "seed": noise_seed(settings, slot),
+        "arrival-jitter-s": backend.noise.arrival_jitter_s,
+        "speed-sigma": backend.noise.speed_sigma,
+        "time-scale": replay.time_scale,
+        "think-scale": replay.think_scale,
+        "request-limit": replay.request_limit,
+        "idle-gap-cap": replay.idle_gap_cap_s,
+        "max-inflight-sessions": replay.max_inflight_sessions,
+    }
+    flags = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+    for flag, params in (("--policy-param", arm.policy.params), ("--planner-param", arm.offload.params)):
+        for name, value in params.items():
+            flags += [flag, f"{name}={msgspec.json.encode(value).decode()}"]
+    return [sys.executable, "-m", "sim", "simulate", str(trace), *flags]

@@ -1,0 +1,1 @@
+"""Fleet files: the format, its sections, checks, overrides, and the members a file expands to."""

@@ -1,0 +1,232 @@
+"""Proof that a fleet is fresh: nothing an earlier run left behind can help or hurt the run about to be measured.
+
+A baseline measured on warm engines once inflated TTFT twofold and faked a 44 % gain; so every arm starts from engines
+whose own figures say that they are new, and the figures are kept beside the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import httpx
+import msgspec
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from launch.freshness.gpus import FOREIGN, UNKNOWN, GpuProof, fleet_gpus, judge_gpus, process_tree
+from launch.hardware.gpus import GpuInventory, read_inventory
+from launch.run import guard
+from launch.run.processes import same_process
+from launch.run.state import ProcessState
+
+FRESH_FILE = "fresh.json"
+SCHEMA = 2
+CLOCK_TOLERANCE_S = 2.0
+"""Linux gives process start times relative to a boot time in whole seconds, so they may lie up to a second early."""
+_TIMEOUT_S = 5.0
+_TOLD_AND_ZERO = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+)
+_WORK_COUNTERS = ("vllm:prefix_cache_queries_total", "vllm:prompt_tokens_total")
+"""Every prompt an engine ever computed is in one of these, so at least one must be told."""
+_ZERO_IF_TOLD = (
+    *_WORK_COUNTERS,
+    "vllm:prefix_cache_hits_total",
+    "vllm:external_prefix_cache_queries_total",
+    "vllm:external_prefix_cache_hits_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_success_total",
+)
+"""A counter with labels of its own may be absent until it first counts; names as vLLM 0.18.1 and later export them."""
+_START_TIME = "process_start_time_seconds"
+
+
+class StaleEngineError(RuntimeError):
+    """A fleet that is not fresh; the message names every instance and the fact against it."""
+
+
+class EngineFacts(msgspec.Struct, kw_only=True):
+    """What one engine said of itself."""
+
+    instance: str
+    url: str
+    metrics: dict[str, float]
+    """Summed over an engine's labels."""
+    engine_ids: list[str]
+    """From the bootstrap server; empty for an engine without one."""
+    version: str | None = None
+    """From /version; None when the engine has none."""
+    pid: int = 0
+    """0 for an engine this launcher did not start."""
+    process_started_unix_s: float | None = None
+    """When the operating system created the process, or its guard; None for one that is not this machine's."""
+    command_sha256: str | None = None
+    """SHA-256 of the engine's command line, its arguments joined by NUL."""
+    problems: list[str] = msgspec.field(default_factory=list)
+
+
+class FreshProof(msgspec.Struct, kw_only=True):
+    """The facts about a whole fleet at one moment."""
+
+    checked_unix_s: float
+    since_unix_s: float
+    """The engines must have started after this."""
+    previous_engine_ids: list[str]
+    engines: list[EngineFacts]
+    gpus: GpuProof = msgspec.field(default_factory=lambda: GpuProof(status=UNKNOWN, reason="not asked"))
+    schema: int = SCHEMA
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing speaks against any engine, or against the GPUs being the fleet's own."""
+        return self.gpus.status != FOREIGN and not any(engine.problems for engine in self.engines)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the proof could not tell."""
+        return [f"GPUs not proved to be the fleet's own: {self.gpus.reason}"] if self.gpus.status == UNKNOWN else []
+
+    @property
+    def engine_ids(self) -> set[str]:
+        """All engine ids, for the next arm's proof."""
+        return {engine_id for engine in self.engines for engine_id in engine.engine_ids}
+
+
+async def prove_fresh(
+    processes: Sequence[ProcessState],
+    *,
+    since_unix_s: float,
+    previous_engine_ids: Collection[str] = (),
+    path: Path | None = None,
+    gpus: GpuInventory | None = None,
+    gpus_before: GpuInventory | None = None,
+) -> FreshProof:
+    """Ask every engine for its figures and check them; proxies among the processes are left out.
+
+    Args:
+        processes: the fleet's processes.
+        since_unix_s: start of the arm; an engine that started earlier is stale.
+        previous_engine_ids: ids of the engines of the arm before, none of which may appear again.
+        path: where to write the proof, also when it fails.
+        gpus: the machine's GPUs now; default: ask NVML.
+        gpus_before: the GPUs right before the fleet started.
+
+    Raises:
+        StaleEngineError: an engine is not fresh, or does not tell a figure that is needed, or another process
+            computes on a GPU of the fleet.
+    """
+    engines = [process for process in processes if process.kind != "proxy"]
+    async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
+        facts = await asyncio.gather(*(_ask(engine, client) for engine in engines))
+    for found in facts:
+        found.problems += _problems(found, since_unix_s, previous_engine_ids)
+    repeated = _repeated_ids(facts)
+    for found in facts:
+        found.problems += [
+            f"shares engine id {one} with another instance" for one in found.engine_ids if one in repeated
+        ]
+    inventory = gpus if gpus is not None else await asyncio.to_thread(read_inventory)
+    own_pids = process_tree([process.pid for process in processes if process.pid > 0])
+    proof = FreshProof(
+        checked_unix_s=time.time(),
+        since_unix_s=since_unix_s,
+        previous_engine_ids=sorted(previous_engine_ids),
+        engines=list(facts),
+        gpus=judge_gpus(inventory, fleet_gpus(engines, inventory), own_pids, gpus_before),
+    )
+    if path is not None:
+        _write(path, proof)
+    if not proof.fresh:
+        told = [f"{found.instance}: {problem}" for found in facts for problem in found.problems]
+        mend = "Restart its engines before measuring." if told else ""
+        if proof.gpus.foreign:
+            told += proof.gpus.foreign
+            mend += " End what else uses its GPUs, or give it others."
+        raise StaleEngineError(f"the fleet is not fresh: {'; '.join(told)}. {mend.strip()}")
+    return proof
+
+
+def _write(path: Path, proof: FreshProof) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(proof), indent=2) + b"\n")
+
+
+async def _ask(engine: ProcessState, client: httpx.AsyncClient) -> EngineFacts:
+    facts = EngineFacts(instance=engine.name, url=engine.url, metrics={}, engine_ids=[])
+    if engine.pid > 0 and same_process(engine.pid, engine.created_unix_s):
+        facts.pid, facts.process_started_unix_s = engine.pid, engine.created_unix_s
+        facts.command_sha256 = _command_sha256(engine.pid)
+    try:
+        response = await client.get(f"{engine.url}/metrics")
+        response.raise_for_status()
+        wanted = {*_TOLD_AND_ZERO, *_ZERO_IF_TOLD, _START_TIME}
+        for family in text_string_to_metric_families(response.text):
+            for sample in family.samples:
+                if sample.name in wanted:
+                    facts.metrics[sample.name] = facts.metrics.get(sample.name, 0.0) + sample.value
+    except (httpx.HTTPError, ValueError) as error:
+        facts.problems.append(f"/metrics cannot be read ({type(error).__name__}: {error})")
+    facts.version = await _version(engine.url, client)
+    if engine.bootstrap_url is not None:
+        try:
+            response = await client.get(f"{engine.bootstrap_url}/query")
+            response.raise_for_status()
+            facts.engine_ids = [str(rank["engine_id"]) for rank in response.json().values()]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
+            facts.problems.append(f"bootstrap /query cannot be read ({type(error).__name__}: {error})")
+    return facts
+
+
+async def _version(url: str, client: httpx.AsyncClient) -> str | None:
+    try:
+        response = await client.get(f"{url}/version")
+        response.raise_for_status()
+        return str(response.json()["version"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _command_sha256(pid: int) -> str | None:
+    try:
+        command = psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return None
+    if guard.__file__ in command:  # its own arguments differ from start to start: the launcher's pid is one
+        command = command[command.index(guard.__file__) + 2 :]
+    return hashlib.sha256("\0".join(command).encode(errors="surrogateescape")).hexdigest()
+
+
+def _problems(facts: EngineFacts, since_unix_s: float, previous: Collection[str]) -> list[str]:
+    if not facts.metrics:
+        return []
+    metrics, process_started = facts.metrics, facts.process_started_unix_s
+    problems = [f"does not tell {name}" for name in _TOLD_AND_ZERO if name not in metrics]
+    if not any(name in metrics for name in _WORK_COUNTERS):
+        problems.append(f"tells none of {', '.join(_WORK_COUNTERS)}")
+    for name in (*_TOLD_AND_ZERO, *_ZERO_IF_TOLD):
+        value = metrics.get(name, 0.0)
+        if value != 0 or math.isnan(value):
+            problems.append(f"{name} is {value:g}, not 0")
+    # With several API servers prometheus_client exports no start time; then the kernel's own must do.
+    started = metrics.get(_START_TIME, process_started)
+    if started is None:
+        problems.append(f"does not tell {_START_TIME}")
+    elif started < since_unix_s - CLOCK_TOLERANCE_S:
+        problems.append(f"started {since_unix_s - started:.1f} s before the arm did")
+    elif process_started is not None and started < process_started - CLOCK_TOLERANCE_S:
+        problems.append(
+            f"what answers at its URL started {process_started - started:.1f} s before the process the launcher started"
+        )
+    problems += [f"engine id {one} was already there in the arm before" for one in facts.engine_ids if one in previous]
+    return problems
+
+
+def _repeated_ids(facts: Sequence[EngineFacts]) -> set[str]:
+    ids = [engine_id for found in facts for engine_id in found.engine_ids]
+    return {engine_id for engine_id in ids if ids.count(engine_id) > 1}

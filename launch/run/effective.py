@@ -1,0 +1,64 @@
+"""What a started process and everything below it really received: environment and flags, read back from the kernel.
+
+Variables have been lost on the way to an engine's child process before (a wrapper, a spawn method, a renamed process);
+an engine that runs without them serves, and measures something else.
+"""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+
+from launch.engines.commands import ProcessSpec
+from launch.run.processes import ManagedProcess
+
+_ADJUSTED_BELOW = frozenset({"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"})
+"""vLLM narrows these itself for its worker processes."""
+_RENAMED = "VLLM::"
+
+
+def arrival_problems(process: ManagedProcess) -> list[str]:
+    """What is missing or different, as sentences; processes that end meanwhile or cannot be read are left out."""
+    tree = process.tree()
+    problems: dict[str, None] = {}
+    for place, found in enumerate(tree):
+        try:
+            received, title = found.environ(), found.cmdline()
+        except (psutil.Error, OSError):
+            continue
+        if not received:
+            continue
+        who = process.spec.name if place == 0 else f"{process.spec.name}'s child process {_short(title)} ({found.pid})"
+        for problem in _environment_problems(process.spec, received, own=place == 0):
+            problems[f"{who} {problem}"] = None
+        if place == 0 and not _same_command(process.spec.command, title):
+            problems[f"{who} runs with other arguments than given: {' '.join(title)}"] = None
+    return list(problems)
+
+
+def _environment_problems(spec: ProcessSpec, received: dict[str, str], *, own: bool) -> list[str]:
+    problems = []
+    for name, value in spec.environment.items():
+        if name not in received:
+            problems.append(f"did not receive {name}")
+        elif received[name] != value and (own or name not in _ADJUSTED_BELOW):
+            problems.append(f"has {name}={received[name]!r}, not {value!r}")
+    problems += [
+        f"has {name}, which must be absent"
+        for name in spec.drop_environment
+        if name in received and name not in spec.environment
+    ]
+    return problems
+
+
+def _same_command(command: tuple[str, ...], title: list[str]) -> bool:
+    # A script's interpreter stands before it, so compare from the end; a renamed process tells nothing.
+    if not title or title[0].startswith(_RENAMED):
+        return True
+    given = list(command[1:])
+    return not given or title[-len(given) :] == given
+
+
+def _short(title: list[str]) -> str:
+    return os.path.basename(title[0]) if title and title[0] else "(unnamed)"

@@ -1,0 +1,130 @@
+"""What runs, on disk: ``state.json`` in the run directory, so that another shell can look and stop."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from launch.run.processes import same_process
+
+STATE_FILE = "state.json"
+SCHEMA = 1
+
+
+class StateError(ValueError):
+    """No usable state; the message says what to do."""
+
+
+class ProcessState(msgspec.Struct, kw_only=True):
+    """One process as last seen by its supervisor."""
+
+    name: str
+    kind: str
+    pid: int
+    created_unix_s: float
+    url: str
+    log: str
+    bootstrap_url: str | None = None
+    status: str = "starting"
+    """starting, ready, exited, restarting or stopped."""
+    restarts: int = 0
+    """After ends nobody asked for."""
+    recycles: int = 0
+    """At the proxy's wish."""
+    exit_code: int | None = None
+    role: str = ""
+    """Of an engine: kv_both, kv_producer, kv_consumer or none."""
+    devices: list[str] = msgspec.field(default_factory=list)
+    configured_transport: str | None = None
+    transport: str | None = None
+    """What the connector's log proved; None when it did not, or without a connector."""
+    events_url: str | None = None
+    mark: str = ""
+    """In the environment of everything it started (see `launch.run.processes`)."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether this very process still runs (a recycled pid does not count)."""
+        return same_process(self.pid, self.created_unix_s)
+
+
+class FleetState(msgspec.Struct, kw_only=True):
+    """One fleet run."""
+
+    schema: int = SCHEMA
+    fleet: str
+    """The fleet file it was started from."""
+    supervisor_pid: int
+    supervisor_created_unix_s: float
+    started_unix_s: float = msgspec.field(default_factory=time.time)
+    status: str = "starting"
+    """starting, ready, stopping, stopped or failed."""
+    proxy_url: str | None = None
+    stop_grace_s: float = 5.0
+    """Time its supervisor leaves between SIGTERM and SIGKILL, to the proxy and then to the engines."""
+    processes: list[ProcessState] = msgspec.field(default_factory=list)
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the launcher that wrote the state still runs."""
+        return same_process(self.supervisor_pid, self.supervisor_created_unix_s)
+
+    @property
+    def running(self) -> list[ProcessState]:
+        """The processes that still run."""
+        return [process for process in self.processes if process.alive]
+
+    @property
+    def marks(self) -> list[str]:
+        """The marks of all processes' trees."""
+        return [process.mark for process in self.processes if process.mark]
+
+
+def write_state(run_dir: Path, state: FleetState) -> None:
+    """Replace the state file in one step: a reader sees the old or the new one, never half of it."""
+    target = run_dir / STATE_FILE
+    temporary = run_dir / f".{STATE_FILE}.{os.getpid()}"
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
+    temporary.replace(target)
+
+
+def read_state(run_dir: Path) -> FleetState:
+    """The state of one run directory.
+
+    Raises:
+        StateError: no state file there, or not one of ours.
+    """
+    path = run_dir / STATE_FILE
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=FleetState)
+    except OSError as error:
+        raise StateError(f"{path}: {error.strerror}; give the run directory that `warmroute up` printed") from error
+    except msgspec.MsgspecError as error:
+        raise StateError(f"{path}: not a state file of warmroute ({error})") from error
+    if state.schema != SCHEMA:
+        raise StateError(f"{path}: state schema {state.schema}, this version reads {SCHEMA}")
+    return state
+
+
+def find_run_dir(root: Path) -> Path:
+    """The one run directory under ``root`` in which something still runs.
+
+    Raises:
+        StateError: there is none, or several.
+    """
+    live = []
+    for path in sorted(root.glob(f"*/{STATE_FILE}")):
+        try:
+            state = read_state(path.parent)
+        except StateError:
+            continue
+        if state.supervised or state.running:
+            live.append(path.parent)
+    if not live:
+        raise StateError(f"no fleet runs from a directory under {root}/; give its run directory with --run-dir")
+    if len(live) > 1:
+        raise StateError(f"several fleets run: choose one with --run-dir: {', '.join(map(str, live))}")
+    return live[0]

@@ -1,0 +1,289 @@
+"""A running fleet: started, checked, watched, and always stopped.
+
+Use it as an asynchronous context manager; whatever happens inside, every process is ended on the way out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+import yaml
+
+from launch.engines.commands import KINDS, ProcessSpec, engine_specs, proxy_spec
+from launch.fleet.file import FleetFile, ports_in_use
+from launch.run.compatibility import unlike_engines
+from launch.run.effective import arrival_problems
+from launch.run.processes import ManagedProcess, StartError, creation_time, stop_processes
+from launch.run.state import FleetState, ProcessState, StateError, read_state, write_state
+from launch.run.transport import prove_transport
+from launch.run.watch import Watch
+from policies.types import Role, Transport
+
+PROXY_CONFIG = "proxy.yaml"
+_WATCH_S = 0.1
+_READY_POLL_S = 0.1
+_PROBE_TIMEOUT_S = 2.0
+
+Notify = Callable[[str], None]
+
+
+class Fleet:
+    """Engines and a proxy, supervised.
+
+    Args:
+        fleet: what to run.
+        run_dir: where logs, the proxy's settings and ``state.json`` go; created when missing.
+        source: where the fleet came from, for the state file.
+        with_proxy: False starts the engines only.
+        notify: called with a sentence whenever something happens that a person should know.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetFile,
+        run_dir: Path,
+        *,
+        source: str = "",
+        with_proxy: bool = True,
+        notify: Notify = lambda message: None,
+    ) -> None:
+        self.fleet = fleet
+        self.run_dir = run_dir
+        self.with_proxy = with_proxy
+        self.unexpected_exits: list[str] = []
+        """One sentence for every process that ended without being told to."""
+        self.notify = notify
+        self.processes: list[ManagedProcess] = []
+        """In the order of their start; empty before it and after the stop."""
+        self._watching: asyncio.Task[None] | None = None
+        self.state = FleetState(
+            fleet=source,
+            supervisor_pid=os.getpid(),
+            supervisor_created_unix_s=creation_time(os.getpid()) or 0.0,
+            proxy_url=fleet.proxy_url() if with_proxy else None,
+            stop_grace_s=fleet.stop_grace_s,
+        )
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stop_surely("failed")
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop_surely("stopped")
+
+    async def wait(self) -> str:
+        """Wait until the fleet cannot go on, and say why: the proxy is gone for good, or every engine is."""
+        while True:
+            if self._watching is not None and self._watching.done():
+                await self._watching
+            lost = [process for process in self.state.processes if process.status == "exited"]
+            if any(process.kind == "proxy" for process in lost):
+                return "the proxy is gone"
+            engines = [process for process in self.state.processes if process.kind != "proxy"]
+            if all(process.status == "exited" for process in engines):
+                return "every engine is gone"
+            await asyncio.sleep(_WATCH_S)
+
+    async def _start(self) -> None:
+        self._prepare()
+        specs = engine_specs(self.fleet)
+        for number, spec in enumerate(specs):
+            if number and self.fleet.stagger_s:
+                await asyncio.sleep(self.fleet.stagger_s)
+            self._launch(spec)
+        deadline = asyncio.get_running_loop().time() + self.fleet.ready_timeout_s
+        async with httpx.AsyncClient(timeout=_PROBE_TIMEOUT_S) as client:
+            waits = [
+                asyncio.create_task(self.until_ready(process, client, deadline), name=f"ready-{process.spec.name}")
+                for process in self.processes
+            ]
+            try:
+                await asyncio.gather(*waits)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+                await asyncio.gather(*waits, return_exceptions=True)
+            await self._check_alike(client)
+            if self.with_proxy:
+                self._write_proxy_config()
+                proxy = self._launch(proxy_spec(self.fleet, self.run_dir / PROXY_CONFIG))
+                await self.until_ready(proxy, client, deadline)
+        self.state.status = "ready"
+        write_state(self.run_dir, self.state)
+        self._watching = asyncio.create_task(Watch(self).run(), name="fleet-watch")
+
+    def _prepare(self) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            previous = read_state(self.run_dir)
+        except StateError:
+            previous = None
+        if previous is not None and (previous.supervised or previous.running):
+            raise StartError(
+                f"{self.run_dir}: a fleet runs from this directory already; "
+                f"stop it (`warmroute down --run-dir {self.run_dir}`) or choose another --run-dir"
+            )
+        busy = ports_in_use(self.fleet, with_proxy=self.with_proxy)
+        if busy:
+            raise StartError("; ".join(busy) + ". Stop what listens there or move the ports in the fleet file.")
+        lacking = KINDS[self.fleet.kind].problems(self.fleet, os.environ)
+        if lacking:
+            raise StartError("; ".join(lacking))
+
+    async def _check_alike(self, client: httpx.AsyncClient) -> None:
+        """Refuse engines and peers that would exchange KV of different shapes.
+
+        Raises:
+            StartError: two of them differ.
+        """
+        if self.fleet.kind != "vllm":
+            return
+        urls = {
+            member.name: self.fleet.url(member.index) for member in self.fleet.members if member.role is not Role.NONE
+        }
+        urls |= {peer.name or peer.url: peer.url for peer in self.fleet.peers if peer.role is not Role.NONE}
+        unlike, silent = await unlike_engines(urls, client)
+        if unlike:
+            raise StartError(f"engines that exchange KV must be alike: {'; '.join(unlike)}")
+        for told in silent:
+            self.notify(f"warning: {told}")
+
+    def _write_proxy_config(self) -> None:
+        """The proxy's settings, with what the engines' logs proved."""
+        proven = {
+            found.name: Transport(found.transport) for found in self.state.processes if found.transport is not None
+        }
+        text = yaml.safe_dump(self.fleet.proxy_config(proven), sort_keys=False)
+        (self.run_dir / PROXY_CONFIG).write_text(text, encoding="utf-8")
+
+    def _launch(self, spec: ProcessSpec) -> ManagedProcess:
+        process = ManagedProcess(spec, self.run_dir / f"{spec.name}.log")
+        self.processes.append(process)
+        found = ProcessState(
+            name=spec.name,
+            kind=spec.kind,
+            pid=0,
+            created_unix_s=0.0,
+            url=spec.url,
+            bootstrap_url=spec.bootstrap_url,
+            log=str(process.log_path),
+        )
+        if spec.member is not None:
+            found.role, found.devices = spec.member.role.value, list(spec.member.devices)
+            found.events_url = self.fleet.events_url(spec.member.index)
+            if spec.kind == "vllm" and spec.member.role is not Role.NONE:
+                found.configured_transport = spec.member.vllm.transfer.protocol.value
+        self.state.processes.append(found)
+        self.start_process(process)
+        return process
+
+    def start_process(self, process: ManagedProcess) -> None:
+        """Start a process, for the first time or again.
+
+        Raises:
+            StartError: the operating system refused.
+        """
+        process.start()
+        found = self.state_of(process)
+        found.pid, found.created_unix_s, found.mark = process.pid, process.created_unix_s, process.mark
+        self.set_status(process, "starting")
+
+    async def until_ready(self, process: ManagedProcess, client: httpx.AsyncClient, deadline: float) -> None:
+        """Wait until every ready URL answers 200, then check what the process received and how it moves KV.
+
+        Raises:
+            StartError: the process ended first, the time is up, or it runs otherwise than it should.
+        """
+        loop = asyncio.get_running_loop()
+        for url in process.spec.ready_urls:
+            answer = "no answer yet"
+            while True:
+                if process.exited():
+                    code = process.reap()
+                    raise StartError(
+                        f"{process.spec.name} exited with code {code} before it was ready; the end of "
+                        f"{process.log_path}:\n{process.log_tail()}"
+                    )
+                try:
+                    response = await client.get(url)
+                    if response.status_code == 200:
+                        break
+                    answer = f"status {response.status_code}"
+                except httpx.HTTPError as error:
+                    answer = type(error).__name__
+                if loop.time() > deadline:
+                    raise StartError(
+                        f"{process.spec.name} was not ready within {self.fleet.ready_timeout_s:g} s: {url}: {answer}; "
+                        f"the end of {process.log_path}:\n{process.log_tail()}"
+                    )
+                await asyncio.sleep(_READY_POLL_S)
+        problems = await asyncio.to_thread(arrival_problems, process)
+        if problems:
+            raise StartError("; ".join(problems))
+        transport, told = prove_transport(process)
+        if told:
+            self.notify(f"warning: {told}")
+        self.state_of(process).transport = transport.value if transport else None
+        self.set_status(process, "ready")
+
+    async def _stop_surely(self, status: str) -> None:
+        """Stop to the end even when cancelled meanwhile; the cancellation is raised afterwards."""
+        stopping = asyncio.create_task(self._stop(status), name="fleet-stop")
+        cancelled = False
+        while not stopping.done():
+            try:
+                await asyncio.shield(stopping)
+            except asyncio.CancelledError:
+                cancelled = True
+        stopping.result()
+        if cancelled:
+            raise asyncio.CancelledError
+
+    async def _stop(self, status: str) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+            self._watching = None
+        if not self.processes:
+            return
+        self.state.status = "stopping"
+        write_state(self.run_dir, self.state)
+        # The proxy first: it sees no engine vanish under a request.
+        proxies = [process for process in self.processes if process.spec.kind == "proxy"]
+        await stop_processes(proxies, self.fleet.stop_grace_s)
+        await stop_processes(self.processes, self.fleet.stop_grace_s)
+        for process in self.processes:
+            found = self.state_of(process)
+            if found.status != "exited":
+                found.status, found.exit_code = "stopped", process.exit_code
+        self.state.status = status
+        write_state(self.run_dir, self.state)
+        self.processes = []
+
+    def state_of(self, process: ManagedProcess) -> ProcessState:
+        """What the state file says of a process."""
+        return next(found for found in self.state.processes if found.name == process.spec.name)
+
+    def set_status(self, process: ManagedProcess, status: str, exit_code: int | None = None) -> None:
+        """Note a process's status, on disk too."""
+        found = self.state_of(process)
+        found.status, found.exit_code = status, exit_code
+        write_state(self.run_dir, self.state)
+
+
+def new_run_dir(prefix: str, root: Path = Path("runs")) -> Path:
+    """A run directory named after the moment: ``runs/PREFIX-YYYYMMDD-HHMMSS``."""
+    return root / f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,0 +1,64 @@
+"""Which transport a connector really uses, from what Mooncake writes to the engine's log.
+
+The configured name is not proof: Mooncake's NVLink transport goes by the name tcp, and where it finds an RDMA adapter
+it may take that whatever the name.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+from launch.fleet.members import Member
+from launch.run.processes import ManagedProcess, StartError
+from policies.types import Role, Transport
+
+_EVIDENCE = (
+    # The first that is found counts: NVLink is set up beside TCP, which then only shakes hands.
+    (Transport.NVLINK, re.compile(r"Using Intra-Node NVLink transport")),
+    (Transport.EFA, re.compile(r"provider: efa|\bEfaTransport\b")),
+    (Transport.RDMA, re.compile(r"RDMA device: \S+.*\b(LID|GID)\b")),
+    (Transport.TCP, re.compile(r"TcpTransport: listen on port")),
+)
+
+
+def proven_transport(log: str) -> Transport | None:
+    """The transport a log shows; None when it shows none."""
+    return next((protocol for protocol, line in _EVIDENCE if line.search(log)), None)
+
+
+def prove_transport(process: ManagedProcess) -> tuple[Transport | None, str | None]:
+    """The transport of a ready engine, and a sentence when it is not the configured one and that is allowed.
+
+    Raises:
+        StartError: it is not the configured one and the fleet requires the proof.
+    """
+    member = process.spec.member
+    if member is None or member.role is Role.NONE:
+        return None, None
+    if process.spec.kind == "sim":
+        return _simulated(process.spec.command), None
+    found = proven_transport(process.log_text())
+    wanted = member.vllm.transfer.protocol
+    if found is wanted:
+        return found, None
+    shown = f"its log shows {found}" if found else "its log does not show any transport"
+    told = f"{process.spec.name} should move KV over {wanted}, but {shown} ({process.log_path})"
+    if member.vllm.transfer.proof_required:
+        raise StartError(f"{told}. {_advice(member)}")
+    return found, told
+
+
+def _simulated(command: tuple[str, ...]) -> Transport | None:
+    """What a simulated engine was told to time its transfers as; None where that is the profile's default."""
+    told = dict(pairwise(command)).get("--transport")
+    return Transport(told) if told in set(Transport) else None
+
+
+def _advice(member: Member) -> str:
+    if member.vllm.transfer.protocol is Transport.NVLINK:
+        return (
+            "NVLink needs Mooncake 0.3.13 or later built for CUDA, GPUs of one host, and MC_FORCE_TCP unset; choose "
+            "protocol tcp, or transport_proof: report to run anyway."
+        )
+    return "Choose the transport that is there, or transport_proof: report to run anyway."

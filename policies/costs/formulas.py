@@ -1,0 +1,221 @@
+"""Prefill and KV transfer times on this fleet: formulas with published constants, corrected by observations.
+
+Both models are immutable; observing returns a new one. A decision therefore keeps the costs it was made with, and the
+live proxy, an explanation and a simulation compute the same costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import exp, log2
+from types import MappingProxyType
+from typing import NamedTuple
+
+from policies.costs.estimates import UNKNOWN, LearnedRatio
+from policies.types import InstanceView, Transport
+
+Pair = tuple[str, str]
+"""(P, D)"""
+
+
+class TransferFormula(NamedTuple):
+    """``setup + streams * stream_setup + bytes / bandwidth * (1 + slowdown * streams) * (1 + crowd * others)`` seconds.
+
+    ``streams`` are requests decoding on the busier side, ``others`` other transfers in progress in the fleet.
+    """
+
+    setup_s: float
+    stream_setup_s: float
+    bytes_per_s: float
+    slowdown: float
+    crowd: float
+
+
+TRANSFER_FORMULAS: Mapping[Transport, TransferFormula] = MappingProxyType(
+    {
+        # D legs of vLLM 0.20.2 with Mooncake between two H200s, idle and with 4 and 12 streams a side: over NVLink
+        # 65k tokens (6.4 GB) took 0.12-0.15 s, 0.3-1.6 s and 1.3-1.7 s; over TCP 3.4-4.3 s idle, 20-23 s with 4.
+        Transport.NVLINK: TransferFormula(0.025, 0.009, 60e9, 1.0, 1.0),
+        Transport.TCP: TransferFormula(0.030, 0.060, 1.8e9, 1.0, 4.0),
+        # Mooncake through a 200 Gbps NIC: 9.7 GB/s idle up to 3 GiB (agentic-kvc MB2), a third of it with 8 to 24
+        # background streams on either side (MB6).
+        Transport.RDMA: TransferFormula(0.040, 0.010, 9.0e9, 0.25, 1.0),
+        # EFA's published peaks are 300 GB/s and more for registered megabyte blocks; KV blocks are smaller.
+        Transport.EFA: TransferFormula(0.030, 0.010, 20.0e9, 0.15, 1.0),
+    }
+)
+
+
+def pair_transport(prefill: InstanceView, decode: InstanceView) -> Transport:
+    """Transport of KV between two instances: the one both are proven to have; NVLink within one host only.
+
+    Everything else counts as TCP, the slowest; the actual speed is learned from the transfers themselves.
+    """
+    if prefill.transport is None or prefill.transport is not decode.transport:
+        return Transport.TCP
+    if prefill.transport is Transport.NVLINK and prefill.host != decode.host:
+        return Transport.TCP
+    return prefill.transport
+
+
+class TimeEstimate(NamedTuple):
+    """A log-normal time in seconds: ``seconds * exp(sigma * z)`` is the estimate plus z standard deviations."""
+
+    seconds: float
+    sigma: float
+
+    def upper(self, z: float) -> float:
+        """Upper bound in seconds at ``z`` standard deviations (z = 1: exceeded one time in six)."""
+        return self.seconds * exp(self.sigma * z)
+
+
+class TransferJob(NamedTuple):
+    """Inputs of one hand-off's transfer time: transport, bytes, decode streams, concurrent transfers."""
+
+    pair: Pair
+    transport: Transport
+    size_bytes: float
+    streams: int
+    others: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferModel:
+    """Time from sending the D leg to its first token, in seconds, per (P, D) pair.
+
+    A pair's correction relaxes to that of its transport, and the transport's to the formula, by half every
+    ``half_life_s`` seconds without observations. Memory: one correction per pair that has handed over. Complexity of
+    ``predict``: O(1); of ``observe``: O(pairs), as the mapping is copied.
+    """
+
+    half_life_s: float = 120.0
+    pair_weight: float = 0.25
+    transport_weight: float = 0.1
+    failure_weight: float = 0.1
+    prior_failure_rate: float = 0.02
+    _pairs: Mapping[Pair, LearnedRatio] = field(default_factory=dict)
+    _transports: Mapping[Transport, LearnedRatio] = field(default_factory=dict)
+    _failure_rates: Mapping[Pair, float] = field(default_factory=dict)
+
+    def predict(self, job: TransferJob, now_s: float) -> TimeEstimate:
+        """Estimated seconds of the D leg up to its first token."""
+        estimate = self._pair(job, now_s)
+        return TimeEstimate(transfer_formula(job) * exp(estimate.log_ratio), estimate.sigma)
+
+    def observe(self, job: TransferJob, seconds: float, now_s: float) -> TransferModel:
+        """Return the model after one successful transfer of ``seconds``."""
+        expected_s = transfer_formula(job)
+        pair, transport = self._pair(job, now_s), self._transport(job.transport, now_s)
+        return replace(
+            self,
+            _pairs={**self._pairs, job.pair: pair.learn(expected_s, seconds, now_s, self.pair_weight)},
+            _transports={
+                **self._transports,
+                job.transport: transport.learn(expected_s, seconds, now_s, self.transport_weight),
+            },
+        )
+
+    def settled(self, pair: Pair, ok: bool) -> TransferModel:
+        """Return the model with the failure rate updated by one attempted hand-off."""
+        rate = self.failure_rate(pair)
+        rate += self.failure_weight * ((0.0 if ok else 1.0) - rate)
+        return replace(self, _failure_rates={**self._failure_rates, pair: rate})
+
+    def failure_rate(self, pair: Pair) -> float:
+        """Share of hand-offs over this pair that failed, 0..1, exponentially weighted."""
+        return self._failure_rates.get(pair, self.prior_failure_rate)
+
+    def observations(self) -> dict[Pair, LearnedRatio]:
+        """Learned correction per pair, for display."""
+        return dict(self._pairs)
+
+    def _transport(self, transport: Transport, now_s: float) -> LearnedRatio:
+        return self._transports.get(transport, UNKNOWN).relaxed(UNKNOWN, now_s, self.half_life_s)
+
+    def _pair(self, job: TransferJob, now_s: float) -> LearnedRatio:
+        transport = self._transport(job.transport, now_s)
+        return self._pairs.get(job.pair, UNKNOWN).relaxed(transport, now_s, self.half_life_s)
+
+
+def transfer_formula(job: TransferJob) -> float:
+    """Seconds from the published constants alone."""
+    formula = TRANSFER_FORMULAS[job.transport]
+    moving_s = job.size_bytes / formula.bytes_per_s
+    moving_s *= (1 + formula.slowdown * job.streams) * (1 + formula.crowd * job.others)
+    return formula.setup_s + formula.stream_setup_s * job.streams + moving_s
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillModel:
+    """Time to compute ``new`` tokens after ``cached`` ones: ``fixed + a * new + b * new * (cached + new / 2)`` seconds.
+
+    The quadratic term is attention. The constants fit vLLM 0.20.2 with Qwen3-Coder-30B-A3B on an H200 (8k tokens
+    0.18 s, 32k 1.24 s, 131k 13.2 s). The correction is learned per power of two of the tokens computed, because
+    hardware differs more in one term than in the other; a size without observations uses the nearest one's.
+    """
+
+    fixed_s: float = 0.02
+    s_per_token: float = 1.68e-5
+    s_per_token_squared: float = 1.275e-9
+    weight: float = 0.1
+    smallest_tokens: int = 1024
+    """Shorter prefills are not learned from: scheduling time dominates."""
+    _buckets: Mapping[int, LearnedRatio] = field(default_factory=dict)
+
+    def predict(self, new_tokens: float, cached_tokens: float = 0.0) -> TimeEstimate:
+        """Estimated seconds of one prefill on an otherwise idle instance."""
+        if new_tokens <= 0:
+            return TimeEstimate(self.fixed_s, 0.0)
+        estimate = self._nearest(_bucket(new_tokens))
+        return TimeEstimate(self._formula(new_tokens, cached_tokens) * exp(estimate.log_ratio), estimate.sigma)
+
+    def queue_s(self, pending_tokens: float, requests: int) -> float:
+        """Seconds to finish the pending tokens: ``requests`` prefills of equal length, the first of them half done."""
+        if pending_tokens <= 0 or requests <= 0:
+            return 0.0
+        return self.predict(pending_tokens / requests).seconds * (requests - 0.5)
+
+    def observe(self, new_tokens: float, cached_tokens: float, queue_s: float, seconds: float) -> PrefillModel:
+        """Return the model after a first token that took ``seconds``, with ``queue_s`` of them expected as queueing."""
+        if new_tokens < self.smallest_tokens:
+            return self
+        bucket = _bucket(new_tokens)
+        before = self._nearest(bucket)
+        expected_s = self._formula(new_tokens, cached_tokens)
+        # The expected queueing time is subtracted, but the rest is at least a tenth of the formula.
+        computing_s = max(seconds - queue_s, 0.1 * min(expected_s, seconds))
+        learned = before.learn(expected_s, computing_s, 0.0, self.weight)
+        # Not `replace`, which visits every field: this runs for every first token.
+        return PrefillModel(
+            self.fixed_s,
+            self.s_per_token,
+            self.s_per_token_squared,
+            self.weight,
+            self.smallest_tokens,
+            {**self._buckets, bucket: learned},
+        )
+
+    def _formula(self, new_tokens: float, cached_tokens: float) -> float:
+        attended = new_tokens * (cached_tokens + new_tokens / 2)
+        return self.fixed_s + self.s_per_token * new_tokens + self.s_per_token_squared * attended
+
+    def _nearest(self, bucket: int) -> LearnedRatio:
+        exact = self._buckets.get(bucket)
+        if exact is not None:
+            return exact
+        if not self._buckets:
+            return UNKNOWN
+        return self._buckets[min(self._buckets, key=lambda known: (abs(known - bucket), known))]
+
+
+def _bucket(tokens: float) -> int:
+    return int(log2(max(1.0, tokens)))
+
+
+class Costs(NamedTuple):
+    """Both models at one moment."""
+
+    prefill: PrefillModel = PrefillModel()
+    transfer: TransferModel = TransferModel()
+    now_s: float = 0.0

@@ -1,0 +1,115 @@
+"""Shadow index: the prefix blocks routed to each instance, LRU-bounded per instance.
+
+It mirrors the engines' prefix caches: blocks are added when a request is routed and evicted by the engine's own rule
+(least recently used, tail of a chain before its head). Bounded by the engine's capacity, it evicts a block about when
+the engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from policies.predict.prefix_tree import PrefixTree, distinct_blocks
+
+
+class Insertion(NamedTuple):
+    """Result of one ``insert``, needed to retract it."""
+
+    instance: str
+    hashes: Sequence[int]
+    held: int
+    """Number of leading ``hashes`` that the instance held before."""
+    serial: int
+    """Number of the insertion; a block carries that of the last one that used it."""
+
+    @property
+    def new_blocks(self) -> tuple[int, ...]:
+        """Blocks the instance did not hold before."""
+        return tuple(self.hashes[self.held :])
+
+
+class PrefixIndex:
+    """Chained block hashes to holders: a radix tree per instance (`policies.predict.prefix_tree`).
+
+    Invariant: an instance that holds a block holds every block before it in the chain. ``insert`` adds whole
+    prefixes, eviction removes tails first, and ``retract`` keeps blocks that other requests use.
+
+    Complexity for a prompt of b blocks and n instances: ``match`` O(n log b) comparisons, ``insert`` O(log b) and a
+    copy of the new blocks. Memory: about the figures in ``docs/policies.md`` (measured by ``bench/prefix_index.py``).
+    """
+
+    def __init__(self, capacity_blocks: int = 1_000_000) -> None:
+        """``capacity_blocks`` bounds each instance unless ``add_instance`` gives another bound."""
+        _check_capacity(capacity_blocks)
+        self._default_capacity = capacity_blocks
+        self._serial = 0
+        self._trees: dict[str, PrefixTree] = {}
+        self._distinct = ((0, 0), 0)
+
+    def add_instance(self, instance: str, capacity_blocks: int | None = None) -> None:
+        """Register an instance; a known one keeps its blocks and takes the new bound."""
+        capacity = self._default_capacity if capacity_blocks is None else capacity_blocks
+        _check_capacity(capacity)
+        if instance in self._trees:
+            self._trees[instance].resize(capacity)
+        else:
+            self._trees[instance] = PrefixTree(capacity)
+
+    def remove_instance(self, instance: str) -> None:
+        """Forget an instance and all its blocks; unknown names are ignored."""
+        tree = self._trees.pop(instance, None)
+        if tree is not None:
+            tree.clear()
+
+    def clear_instance(self, instance: str) -> None:
+        """Drop the blocks of an instance that restarted; it stays registered."""
+        self._trees[instance].clear()
+
+    def match(self, hashes: Sequence[int]) -> dict[str, int]:
+        """Longest held prefix of every instance, in blocks."""
+        if not hashes:
+            return dict.fromkeys(self._trees, 0)
+        first = hashes[0]
+        return {instance: tree.match(hashes) if first in tree.roots else 0 for instance, tree in self._trees.items()}
+
+    def match_one(self, instance: str, hashes: Sequence[int]) -> int:
+        """Longest prefix held by one instance, in blocks."""
+        return self._trees[instance].match(hashes)
+
+    def insert(self, instance: str, hashes: Sequence[int]) -> Insertion:
+        """Add a prompt's blocks as most recently used on ``instance``, its tail less recently than its head."""
+        self._serial += 1
+        return Insertion(instance, hashes, self._trees[instance].insert(hashes, self._serial), self._serial)
+
+    def retract(self, insertion: Insertion) -> None:
+        """Undo an insertion, for a request that never ran there.
+
+        Blocks that another request has used since stay, because that request computes them; chains therefore have no
+        gaps.
+        """
+        tree = self._trees.get(insertion.instance)
+        if tree is not None:
+            tree.retract(insertion.hashes, insertion.held, insertion.serial)
+
+    def blocks(self, instance: str) -> int:
+        """Number of blocks held by one instance."""
+        return self._trees[instance].blocks
+
+    def capacity(self, instance: str) -> int:
+        """Bound of one instance, in blocks."""
+        return self._trees[instance].capacity
+
+    @property
+    def distinct_blocks(self) -> int:
+        """Number of distinct blocks over all instances. Computed on demand, once per change."""
+        # Between two insertions blocks are only removed, so equal sums mean no change.
+        state = (self._serial, sum(tree.blocks for tree in self._trees.values()))
+        if self._distinct[0] != state:
+            self._distinct = state, distinct_blocks(self._trees.values())
+        return self._distinct[1]
+
+
+def _check_capacity(capacity_blocks: int) -> None:
+    if capacity_blocks < 1:
+        raise ValueError(f"capacity_blocks must be at least 1, got {capacity_blocks}")

@@ -1,0 +1,179 @@
+"""Access rules: the sides of the API, and the checks before each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from proxy.access.keys import KeyName, Keys
+from proxy.errors import RequestError
+from proxy.settings import Settings
+from proxy.settings.urls import is_loopback
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+log = logging.getLogger("warmroute.access")
+
+
+class Listener(StrEnum):
+    """The listener a request came in on."""
+
+    MAIN = "main"
+    ADMIN = "admin"
+
+
+class Side(StrEnum):
+    """Group of callers that a path is for."""
+
+    OPEN = "open"
+    """Everyone: liveness and readiness."""
+    CLIENT = "client"
+    """Holders of a client key, if any are configured: the OpenAI API."""
+    ADMIN = "admin"
+    """Operators: everything else."""
+
+
+_OPEN = frozenset({"/health", "/ready"})
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+# Any other unsafe request is treated as changing the fleet and always needs an admin key.
+_CHANGES_NO_FLEET = frozenset({("PUT", "/policy"), ("POST", "/explain")})
+_LOG_INTERVAL_S = 1.0
+
+
+def side_of(path: str) -> Side:
+    """Side of a path; unknown paths belong to the operators."""
+    if path in _OPEN:
+        return Side.OPEN
+    return Side.CLIENT if path == "/v1" or path.startswith("/v1/") else Side.ADMIN
+
+
+class Access:
+    """Access rules of one proxy. ``check`` runs before every request except generation POSTs, which use ``Keys``."""
+
+    def __init__(self, settings: Settings, keys: Keys) -> None:
+        self._keys = keys
+        self._admin = settings.admin
+        self._bound = {Listener.MAIN: settings.host, Listener.ADMIN: settings.admin.host}
+        self._logged_s = float("-inf")
+
+    def apply(self, settings: Settings) -> None:
+        """Apply other rules; the listeners' addresses stay."""
+        self._admin = settings.admin
+
+    def check(self, listener: Listener, method: str, path: str, headers: dict[bytes, bytes]) -> KeyName | None:
+        """Allow a request or raise.
+
+        Args:
+            listener: the listener it came in on.
+            method: in capitals.
+            path: decoded, without the query.
+            headers: names in lower case to values, as in ASGI.
+
+        Returns:
+            The name of the key it carries, or None if no key is required.
+
+        Raises:
+            RequestError: 401 (key), 403 (not allowed here) or 404 (not on this listener).
+        """
+        side = side_of(path)
+        try:
+            if side is Side.OPEN:
+                return None
+            if side is Side.CLIENT:
+                if listener is Listener.ADMIN:
+                    raise _elsewhere(method, path, "the OpenAI API is on the main listener (host, port)")
+                return self._keys.client(headers)
+            if listener is Listener.MAIN and self._admin.port is not None:
+                raise _elsewhere(method, path, "admin endpoints are on the admin listener (admin.host, admin.port)")
+            return self._check_admin(listener, method, path, headers)
+        except RequestError as error:
+            self._note(method, path, error)
+            raise
+
+    def _check_admin(self, listener: Listener, method: str, path: str, headers: dict[bytes, bytes]) -> KeyName | None:
+        if path == "/metrics" and method in _SAFE and self._admin.open_metrics:
+            return None
+        if method not in _SAFE:
+            self._refuse_foreign_origin(headers)
+        if self._keys.for_admins:
+            name = self._keys.admin(headers)
+            if method not in _SAFE:
+                log.info("%s %s by admin key %s", method, path, name)
+            return name
+        if not is_loopback(self._bound[listener]):
+            where = "host" if listener is Listener.MAIN else "admin.host"
+            raise _forbidden(
+                f"admin endpoints need a key here, because {where} is not loopback: configure keys.admin "
+                "(`warmroute key new`), or set admin.port to give them their own listener"
+            )
+        self._refuse_foreign_host(listener, headers)
+        if method not in _SAFE and (method, path) not in _CHANGES_NO_FLEET:
+            raise _forbidden(
+                f"{method} {path} changes the fleet, which always needs an admin key: configure keys.admin "
+                "(`warmroute key new`) and send 'Authorization: Bearer KEY'"
+            )
+        return None
+
+    def _refuse_foreign_host(self, listener: Listener, headers: dict[bytes, bytes]) -> None:
+        """Reject foreign Host headers: a page using DNS rebinding still sends its own host name."""
+        host = _host_of(headers.get(b"host", b""))
+        if not (is_loopback(host) or host == self._bound[listener].lower() or host in self._admin.allowed_hosts):
+            raise _forbidden(
+                f"the Host header names {host or 'nothing'!r}: without admin keys, admin endpoints accept only "
+                "loopback names and admin.allowed_hosts"
+            )
+
+    def _refuse_foreign_origin(self, headers: dict[bytes, bytes]) -> None:
+        """Reject foreign Origin headers: only pages served from here may change anything."""
+        origin = headers.get(b"origin")
+        if origin is None:
+            return
+        text = origin.decode("latin-1").lower()
+        try:
+            parts = urlsplit(text)
+            same = parts.netloc != "" and parts.netloc == headers.get(b"host", b"").decode("latin-1").lower()
+            allowed = same or (parts.hostname or "") in self._admin.allowed_hosts
+        except ValueError:
+            allowed = False
+        if not allowed:
+            raise _forbidden("the Origin header names another site: admin requests must come from this one")
+
+    def _note(self, method: str, path: str, error: RequestError) -> None:
+        now_s = time.monotonic()
+        # Rate-limited: guessing keys must not fill the disk.
+        level = logging.WARNING if now_s - self._logged_s >= _LOG_INTERVAL_S else logging.DEBUG
+        if level == logging.WARNING:
+            self._logged_s = now_s
+        log.log(level, "refused %s %s: %d %s", method, path[:200], error.status, error.message)
+
+
+def admin_key_of(request: Request) -> KeyName:
+    """Name of the admin key that authorized this request; for routes that always require one.
+
+    Raises:
+        RequestError: 403, no admin key.
+    """
+    name: KeyName | None = getattr(request.state, "admin_key", None)
+    if name is None:
+        raise _forbidden("this needs an admin key: configure keys.admin (`warmroute key new`)")
+    return name
+
+
+def _host_of(value: bytes) -> str:
+    """Host of a Host header, without port and brackets, in lower case; empty if malformed."""
+    try:
+        return urlsplit("//" + value.decode("ascii")).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _elsewhere(method: str, path: str, where: str) -> RequestError:
+    return RequestError(404, f"{method} {path}: not on this listener; {where}", code="wrong_listener")
+
+
+def _forbidden(message: str) -> RequestError:
+    return RequestError(403, message, kind="permission_error", code="admin_forbidden")

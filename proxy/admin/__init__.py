@@ -1,0 +1,1 @@
+"""Admin endpoints: instances, policy, breakdown, explain, fleet changes, and their OpenAPI schema."""

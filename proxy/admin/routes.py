@@ -1,0 +1,198 @@
+"""Read-only and policy routes: models, health, instances, statistics, breakdown, explanations, policy switch."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from policies.registry import parameters
+from policies.types import Decision, NoCandidateError
+from proxy.admin.instance_rows import departure_row, instance_rows
+from proxy.core import Core
+from proxy.errors import RequestError
+from proxy.operations.fleet_changes import FleetChanges
+from proxy.request.parse import Endpoint, session_of
+
+
+class PolicySwitch(BaseModel):
+    """Body of ``PUT /policy``; omitted fields stay unchanged."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str | None = Field(None, description="routing policy to apply")
+    params: dict[str, Any] = Field(default_factory=dict, description="its parameters; the others take their defaults")
+    planner: str | None = Field(None, description="offload planner to apply")
+    planner_params: dict[str, Any] = Field(default_factory=dict, description="its parameters")
+
+
+def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
+    """Routes over one core."""
+    routes = APIRouter()
+
+    @routes.get("/health", summary="Liveness: the process responds")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @routes.get("/ready", summary="Readiness: at least one instance can be sent requests")
+    async def ready() -> JSONResponse:
+        healthy = sorted(core.instances.healthy())
+        serving = bool(healthy) and not core.draining
+        return JSONResponse({"ready": serving, "healthy_instances": healthy}, 200 if serving else 503)
+
+    @routes.get("/v1/models", summary="Models the fleet serves")
+    async def models() -> dict[str, Any]:
+        known = {str(model["id"]): model for instance in core.instances for model in instance.models}
+        return {"object": "list", "data": list(known.values())}
+
+    @routes.get("/instances", summary="Every instance: health, identity, load, cache")
+    async def instances() -> dict[str, Any]:
+        return {
+            "instances": instance_rows(core, fleet),
+            "departing": [departure_row(each) for each in fleet.departures],
+        }
+
+    @routes.get("/stats", summary="Totals: requests, ledger, index, sessions, prediction error")
+    async def stats() -> dict[str, Any]:
+        return _stats(core)
+
+    @routes.get("/metrics", summary="Prometheus exposition")
+    async def metrics() -> Response:
+        text = core.metrics.render(core.router, core.instances, core.events, time.monotonic())
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @routes.get("/breakdown", summary="The newest requests: decision, timings, cached tokens", response_model=None)
+    async def breakdown(
+        limit: Annotated[int, Query(ge=1, le=1_000_000, description="maximum number of rows")] = 100,
+        fmt: Annotated[str, Query(alias="format", pattern="^(json|jsonl)$")] = "json",
+        instance: str | None = None,
+        request_class: Annotated[str | None, Query(alias="class", description="WARM, MEDIUM or HEAVY")] = None,
+        outcome: str | None = None,
+        session_id: str | None = None,
+        request_id: str | None = None,
+    ) -> JSONResponse | StreamingResponse:
+        wanted = {
+            "instance": instance,
+            "class": request_class,
+            "outcome": outcome,
+            "session_id": session_id,
+            "request_id": request_id,
+        }
+        rows = core.breakdown.select(limit, **{key: value for key, value in wanted.items() if value is not None})
+        if fmt == "json":
+            return JSONResponse({"rows": list(rows)})
+        return StreamingResponse(
+            (msgspec.json.encode(row) + b"\n" for row in rows),
+            media_type="application/x-ndjson",
+            headers={"content-disposition": "attachment; filename=breakdown.jsonl"},
+        )
+
+    @routes.get("/policy", summary="The active policy and planner, and the installed ones")
+    async def policy() -> dict[str, Any]:
+        return _policy(core)
+
+    @routes.put("/policy", summary="Switch policy or planner; index, sessions and ledger are kept")
+    async def switch(wanted: PolicySwitch) -> dict[str, Any]:
+        try:
+            core.router.switch(wanted.name, wanted.params, wanted.planner, wanted.planner_params)
+        except ValueError as error:
+            raise RequestError(400, str(error), code="unknown_policy") from error
+        return _policy(core)
+
+    @routes.post("/explain", summary="Decision of every policy for a request, with all scores; changes no state")
+    async def explain(request: Request) -> dict[str, Any]:
+        return await _explain(core, dict(request.scope["headers"]), await request.body())
+
+    return routes
+
+
+def _stats(core: Core) -> dict[str, Any]:
+    state, breakdown = core.router.state, core.breakdown
+    return {
+        "requests": {
+            "started": breakdown.started,
+            "finished": breakdown.finished,
+            "in_flight": breakdown.started - breakdown.finished,
+            "abandoned_pulls": len(core.abandoned),
+            "outcomes": breakdown.outcomes,
+        },
+        "ledger": {
+            **state.ledger.totals(),
+            "offloads": state.offloads_in_flight,
+            "held_tokens": state.holds.total(),
+        },
+        "admission": core.admission.as_dict(),
+        "retries": core.retries.as_dict(time.monotonic()),
+        "sessions": len(state.sessions),
+        "index": {"distinct_blocks": state.index.distinct_blocks, "block_tokens": core.router.block_tokens},
+        "exact_index": {
+            "distinct_blocks": state.predictor.exact.distinct_blocks,
+            "trusted": sorted(state.predictor.exact.trusted_instances()),
+            "promised_prompts": len(state.predictor.promises),
+        },
+        "tokenizer": core.tokens.as_dict(),
+        "event_loop_late_s": round(core.lag.late_s(10.0), 3),
+        "prediction_error": core.metrics.errors.as_dict(),
+        "bytes_per_token": round(core.router.bytes_per_token, 4),
+        "policy": core.router.policy.name,
+        "planner": core.router.planner.name,
+    }
+
+
+def _policy(core: Core) -> dict[str, Any]:
+    policy, planner = core.router.policy, core.router.planner
+    return {
+        "name": policy.name,
+        "params": parameters(policy),
+        "planner": planner.name,
+        "planner_params": parameters(planner),
+        "known_policies": sorted(core.router.known_policies),
+        "known_planners": core.router.known_planners,
+    }
+
+
+async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict[str, Any]:
+    endpoint = Endpoint.CHAT if b'"messages"' in body else Endpoint.COMPLETIONS
+    parsed = await core.tokenized(core.router.parse(endpoint, body))
+    session_id = session_of(headers, core.session_headers, parsed.fields)
+    request = core.router.view(parsed, "explain", session_id)
+    try:
+        fleet, answers = core.router.explain(request, core.instances.healthy())
+    except NoCandidateError as error:
+        raise RequestError(503, "no healthy instance to choose from", kind="service_unavailable") from error
+    return {
+        "request": {
+            "endpoint": endpoint.value,
+            "prompt_tokens": request.prompt_tokens,
+            "exact": request.exact,
+            "blocks": len(request.block_hashes),
+            "block_tokens": request.block_tokens,
+            "session_id": session_id,
+            "pinned_instance": fleet.pinned,
+        },
+        "fleet": [view._asdict() for view in fleet.instances],
+        "prefill_only": [view._asdict() for view in fleet.prefill_instances if view not in fleet.instances],
+        "hotspot": fleet.hotspot._asdict(),
+        "in_force": core.router.policy.name,
+        "decisions": {name: _decision(decision) for name, decision in answers.items()},
+    }
+
+
+def _decision(decision: Decision) -> dict[str, Any]:
+    return {
+        "instance": decision.decode_on,
+        "class": decision.request_class.value,
+        "reason": decision.reason.value,
+        "new_tokens": decision.new_tokens,
+        "predicted_cached_tokens": decision.cached_tokens,
+        "offload": {
+            "prefill_instance": decision.prefill_on,
+            "reason": decision.offload.reason.value,
+            "inputs": decision.offload.inputs,
+        },
+        "scores": [score._asdict() for score in decision.scores],
+    }

@@ -1,0 +1,396 @@
+"""One request from its body to its last byte: route, send, relay, learn. The hot path."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from policies.session import Routed
+from policies.types import NoCandidateError, RequestView
+from proxy.breakdown import RequestOutcome, Row
+from proxy.clients.inbound import Inbound
+from proxy.core import Core
+from proxy.engines.upstream import Answer, NotAcceptedError, NotConnectedError, UpstreamError
+from proxy.errors import AttemptFailedError, RequestError, draining_error, stream_error_event
+from proxy.exchange.offloading import hand_over
+from proxy.exchange.relay import ClientStalledError, StreamRelay
+from proxy.fleet.instances import Instance
+from proxy.request.bodies import request_usage
+from proxy.request.parse import Parsed, session_of
+from proxy.request.stream_filter import StreamFilter
+from proxy.request.usage import Usage, UsageFilter, usage_of_answer, with_cached_tokens
+from proxy.resume.plan import ResumeResult
+from proxy.resume.run import Resuming
+from proxy.routing.admission import QueueError, Seat
+from proxy.routing.retries import NO_RETRY_HEADER
+
+
+class Exchange:
+    """Serves one client request. Owns its leases and its upstream answer and releases both on every path."""
+
+    _decode: Instance
+    """D of the current attempt; its name may belong to another engine, or none, by the time it answers."""
+    _seat: Seat
+
+    def __init__(self, core: Core, row: Row, inbound: Inbound) -> None:
+        self._core = core
+        self._row = row
+        self._inbound = inbound
+        self._headers = inbound.headers
+        self._sent_s = 0.0
+        self._not_retried = ""
+
+    async def run(self, parsed: Parsed) -> None:
+        """Serve a parsed request until it is answered or its client leaves.
+
+        Raises:
+            RequestError: nothing was sent yet and no instance could serve it.
+        """
+        serving = asyncio.current_task()
+        assert serving is not None
+        inbound = self._inbound
+        inbound.on_gone = serving.cancel
+        try:
+            if inbound.gone:
+                self._row.outcome = RequestOutcome.CLIENT_GONE
+            else:
+                await self._serve(parsed)
+        except asyncio.CancelledError:
+            if inbound.gone and serving.uncancel() == 0:
+                self._row.outcome = RequestOutcome.CLIENT_GONE
+            else:
+                self._row.outcome = RequestOutcome.SHUTDOWN
+                self._cut_short()
+                raise
+        except ClientStalledError as error:
+            self._row.outcome, self._row.error = RequestOutcome.CLIENT_GONE, str(error)
+            inbound.abandon()
+        finally:
+            inbound.on_gone = None
+            self._row.stages_ms["total"] = self._elapsed_ms()
+
+    def _cut_short(self) -> None:
+        """End an answer at shutdown so that the client cannot take it for complete."""
+        inbound = self._inbound
+        if not inbound.started:
+            raise draining_error()
+        if self._row.stream and not inbound.response_complete:
+            inbound.finish(b"\n\n" + stream_error_event("the proxy is shutting down", "draining"))
+        elif not inbound.response_complete:
+            inbound.abandon()
+
+    async def _serve(self, parsed: Parsed) -> None:
+        core, row = self._core, self._row
+        session_id = session_of(self._headers, core.session_headers, parsed.fields)
+        row.session_id, row.stream = session_id, parsed.stream
+        parsed = await core.tokenized(parsed)
+        request = core.router.view(parsed, row.request_id, session_id)
+        row.prompt_tokens = request.prompt_tokens
+        row.stages_ms["parse"] = self._elapsed_ms()
+        core.retries.arrived(time.monotonic())
+        seat = self._seat = core.admission.seat()
+        try:
+            await self._serve_seated(parsed, request, seat)
+        except QueueError as error:
+            row.outcome = error.outcome
+            raise
+        finally:
+            seat.close()
+            if seat.queued_s:
+                row.stages_ms["queued"] = seat.queued_s * 1e3
+
+    async def _serve_seated(self, parsed: Parsed, request: RequestView, seat: Seat) -> None:
+        core, row = self._core, self._row
+        tried: set[str] = set()
+        failure: AttemptFailedError | None = None
+        for _ in range(core.settings.limits.max_attempts):
+            if failure is not None and not self._may_retry(failure, tried):
+                break
+            try:
+                routed = seat.route(request, tried) or await seat.wait()
+            except NoCandidateError:
+                break
+            row.stages_ms["decide"] = seat.decided_s * 1e3
+            self._note(routed)
+            try:
+                self._decode = core.instances.chosen(routed.decision.decode_on)
+                await self._attempt(parsed, request, routed)
+            except AttemptFailedError as error:
+                failure = error
+                tried.add(error.instance)
+                routed.commitment.retract(error.instance)
+                row.attempts.append({"instance": error.instance, "error": str(error)})
+            except asyncio.CancelledError:
+                if "first_byte" not in row.stages_ms:
+                    # The part of the prompt that was computed is unknown, so none is assumed.
+                    routed.commitment.retract(routed.decision.decode_on)
+                raise
+            else:
+                return
+            finally:
+                routed.commitment.release(time.monotonic() + core.settings.offload.hold_s)
+        try:
+            raise self._give_up(failure)
+        finally:
+            del failure  # it references this frame
+
+    def _may_retry(self, failure: AttemptFailedError, tried: set[str]) -> bool:
+        """True if a request that failed before its first byte may be retried on another engine."""
+        core = self._core
+        if core.instances.healthy() <= tried:
+            return False
+        if self._headers.get(NO_RETRY_HEADER, b"0") != b"0":
+            self._not_retried = "not retried because of x-warmroute-no-retry"
+        elif not core.retries.take(time.monotonic(), seen=failure.seen):
+            self._not_retried = "not retried: the retry budget is exhausted (limits.retry_ratio, retry_min_per_s)"
+        return not self._not_retried
+
+    def _note(self, routed: Routed) -> None:
+        row, decision = self._row, routed.decision
+        row.decision, row.planner = decision, self._core.router.planner.name
+        row.offload_reason, row.prefill_instance = decision.offload.reason.value, decision.prefill_on
+        prefill = routed.prefill_view
+        row.predicted_cached_tokens = prefill.cached_tokens if prefill else decision.cached_tokens
+
+    def _give_up(self, failure: AttemptFailedError | None) -> RequestError:
+        if failure is None:
+            self._row.outcome = RequestOutcome.NO_INSTANCE
+            return RequestError(
+                503,
+                "no healthy instance: all are down or draining; see GET /instances",
+                kind="service_unavailable",
+                code="no_instance",
+                retry_after_s=max(1, round(self._core.settings.health.interval_s)),
+            )
+        message = f"{len(self._row.attempts)} attempt(s) failed, the last on {failure.instance}: {failure}"
+        if self._not_retried:
+            message += f"; {self._not_retried}"
+        if failure.timed_out:
+            self._row.outcome = RequestOutcome.UPSTREAM_TIMEOUT
+            return RequestError(504, message, kind="upstream_error", code="upstream_timeout")
+        self._row.outcome = RequestOutcome.UPSTREAM_ERROR
+        return RequestError(502, message, kind="upstream_error", code="upstream_error", retry_after_s=1)
+
+    async def _attempt(self, parsed: Parsed, request: RequestView, routed: Routed) -> None:
+        decision = routed.decision
+        drop_usage = self._core.settings.inject_usage and parsed.stream and parsed.fields.stream_options is None
+        resuming = Resuming.of(self._core.settings.resume, self._row, parsed, self._headers, with_usage=drop_usage)
+        body = resuming.body if resuming else b""
+        body = body or (request_usage(parsed.body) if drop_usage else parsed.body)
+        prefill_usage: Usage | None = None
+        opened: tuple[Answer, bytes] | None = None
+        if decision.prefill_on is not None:
+            opened, prefill_usage = await hand_over(
+                self._core,
+                self._row,
+                routed,
+                parsed.endpoint.value,
+                body,
+                self._upstream_headers(self._core.instances.chosen(decision.prefill_on)),
+                lambda leg, bound_s: self._open(decision.decode_on, parsed, leg, bound_s, pulling=True),
+                self._pull_bound(parsed),
+            )
+        first_token_s: float | None = None
+        if opened is None:
+            started_s = time.perf_counter()
+            opened = await self._open(decision.decode_on, parsed, body, self._first_byte_bound(parsed))
+            first_token_s = time.perf_counter() - started_s
+        answer, first = opened
+        try:
+            self._row.stages_ms["first_byte"] = self._elapsed_ms()
+            routed.commitment.decode.first_token()
+            cached_on_prefill = prefill_usage.cached_tokens if prefill_usage else None
+            if answer.status == 200 and parsed.stream:
+                keep = UsageFilter(drop=drop_usage, cached_tokens=cached_on_prefill)
+                usage = await self._relay_stream(answer, first, request, routed, keep, resuming, first_token_s)
+            else:
+                if cached_on_prefill is not None:
+                    first = with_cached_tokens(first, cached_on_prefill)
+                usage = self._relay_whole(answer, first, routed)
+        finally:
+            answer.close()
+        # P's cached tokens do not describe the engine that continued the stream.
+        self._learn(parsed, usage, None if self._row.resumed else prefill_usage)
+
+    async def _open(
+        self, instance: str, parsed: Parsed, body: bytes, bound_s: float, *, pulling: bool = False
+    ) -> tuple[Answer, bytes]:
+        """Send to one instance and wait for the first piece of the answer's body (the whole of it unless streamed).
+
+        While D pulls KV, a timeout is not counted as its failure: P may be the one that does not send.
+
+        Raises:
+            AttemptFailedError: refused, broken, late, or answered 5xx.
+        """
+        core = self._core
+        answer: Answer | None = None
+        opened = streamed = False
+        sent_s = self._sent_s = time.monotonic()
+        try:
+            async with asyncio.timeout(bound_s):
+                answer = await core.upstream.post(
+                    self._decode.url + parsed.endpoint.value, body, self._upstream_headers(self._decode)
+                )
+                streamed = parsed.stream and answer.status == 200
+                first = await (answer.chunk() if streamed else answer.read())
+            if answer.status >= 500 or (
+                answer.status == 401 and core.forwarding.replaces_authorization(self._decode.settings)
+            ):
+                raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")
+            if streamed and not first:
+                raise UpstreamError("closed its stream before the first byte")
+            opened = True
+        except TimeoutError as error:
+            if not pulling:
+                core.instances.failed(self._decode, f"no first byte within {bound_s:g} s", sent_s=sent_s)
+            raise AttemptFailedError(instance, f"no first byte within {bound_s:g} s", timed_out=True) from error
+        except UpstreamError as error:
+            refused = isinstance(error, NotConnectedError)
+            if not isinstance(error, NotAcceptedError) or not core.lag.explains(core.settings.timeouts.connect_s):
+                core.instances.failed(self._decode, str(error), refused=refused, sent_s=sent_s)
+            raise AttemptFailedError(instance, str(error), seen=not refused) from error
+        finally:
+            if answer is not None and not opened:
+                answer.close()
+        core.instances.succeeded(self._decode, sent_s, complete=not streamed)
+        return answer, first
+
+    def _first_byte_bound(self, parsed: Parsed) -> float:
+        timeouts = self._core.settings.timeouts
+        return timeouts.first_byte_s if parsed.stream else timeouts.total_s
+
+    def _pull_bound(self, parsed: Parsed) -> float:
+        """Bound in seconds on D's first byte after a hand-off; includes generation of an unstreamed answer."""
+        settings = self._core.settings.offload
+        if parsed.stream:
+            return settings.first_token_timeout_s
+        making_s = min(parsed.max_tokens * settings.token_timeout_s, 10 * settings.first_token_timeout_s)
+        return settings.first_token_timeout_s + making_s
+
+    def _relay_whole(self, answer: Answer, content: bytes, routed: Routed) -> Usage | None:
+        row = self._row
+        row.status = answer.status
+        row.outcome = RequestOutcome.OK if answer.status < 400 else RequestOutcome.ENGINE_REFUSED
+        if answer.status >= 400:
+            routed.commitment.retract(routed.decision.decode_on)
+        self._start(answer, routed, len(content))
+        self._inbound.finish(content)
+        return usage_of_answer(content)
+
+    async def _relay_stream(
+        self,
+        answer: Answer,
+        chunk: bytes,
+        request: RequestView,
+        routed: Routed,
+        keep: UsageFilter,
+        resuming: Resuming | None,
+        first_token_s: float | None,
+    ) -> Usage | None:
+        """Relay the stream; if the engine breaks it off, resume it or end it with an error event."""
+
+        def learn() -> None:
+            if first_token_s is not None:
+                row.note_leg("first_token", *self._core.router.routing.prefilled(routed.commitment, first_token_s))
+
+        row, inbound, timeouts = self._row, self._inbound, self._core.settings.timeouts
+        row.status, row.outcome = 200, RequestOutcome.OK
+        self._start(answer, routed, None)
+        watched = resuming.watch(keep) if resuming else keep
+        relay = StreamRelay(answer, inbound, watched, timeouts.idle_s, timeouts.client_stall_s, timeouts.total_s)
+        closing = b""
+        try:
+            await relay.run(chunk, learn)
+            if resuming:
+                resuming.check_end()
+            self._core.instances.completed(self._decode)
+        except UpstreamError as error:
+            closing = self._break_stream(routed.decision.decode_on, str(error))
+            if resuming:
+                answer.close()
+                routed.commitment.release()
+                closing = await resuming.run(self, request, routed.decision.decode_on, closing)
+        finally:
+            row.events = keep.events
+        inbound.finish(closing)
+        return None if resuming and resuming.usage_unknown else keep.usage
+
+    def resume_refusal(self, tried: set[str]) -> ResumeResult | None:
+        """Check fleet and retry budget before resuming; None if a stream may be resumed, else the reason."""
+        core = self._core
+        if core.instances.healthy() <= tried:
+            return ResumeResult.NO_INSTANCE
+        return None if core.retries.take(time.monotonic(), seen=True) else ResumeResult.BUDGET
+
+    async def route_again(self, request: RequestView, tried: set[str]) -> Routed:
+        """Choose the instance that continues; the request keeps its place in flight, but may have to wait for room."""
+        routed = self._seat.route(request, tried) or await self._seat.wait()
+        self._note(routed)
+        return routed
+
+    async def open_again(self, routed: Routed, parsed: Parsed, body: bytes) -> tuple[Answer, bytes]:
+        """Send the continuation to the chosen instance."""
+        self._decode = self._core.instances.chosen(routed.decision.decode_on)
+        return await self._open(routed.decision.decode_on, parsed, body, self._first_byte_bound(parsed))
+
+    async def relay_again(self, answer: Answer, first: bytes, keep: StreamFilter) -> None:
+        """Relay the continuing engine's stream."""
+        timeouts = self._core.settings.timeouts
+        left_s = max(1.0, timeouts.total_s - self._elapsed_ms() / 1e3)
+        relay = StreamRelay(answer, self._inbound, keep, timeouts.idle_s, timeouts.client_stall_s, left_s)
+        await relay.run(first)
+        self._core.instances.completed(self._decode)
+
+    def broken(self, instance: str, what: str) -> bytes:
+        """Record that the continuing stream broke as well; returns the error event for the client."""
+        return self._break_stream(instance, what)
+
+    def model_tokens(self, model: str) -> int | None:
+        """Smallest context length in tokens that an engine reports for the model; None if unknown."""
+        return self._core.context_tokens(model)
+
+    def _break_stream(self, instance: str, what: str) -> bytes:
+        """Record a broken stream; returns the error event for the client.
+
+        ``UsageFilter`` has ended the client's stream at an event boundary.
+        """
+        row = self._row
+        row.outcome, row.error = RequestOutcome.STREAM_BROKEN, what
+        row.attempts.append({"instance": instance, "error": what})
+        self._core.instances.failed(self._decode, what, sent_s=self._sent_s, answered=True)
+        return stream_error_event(f"the stream from {instance} broke off: {what}", "stream_broken")
+
+    def _start(self, answer: Answer, routed: Routed, length: int | None) -> None:
+        decision = routed.decision
+        headers = [
+            (b"content-type", answer.content_type.encode("latin-1")),
+            (b"x-request-id", self._row.request_id.encode("latin-1")),
+            (b"x-warmroute-instance", decision.decode_on.encode("latin-1")),
+            (b"x-warmroute-class", decision.request_class.encode()),
+            (b"x-warmroute-reason", decision.reason.encode()),
+            (b"x-warmroute-predicted-cached-tokens", str(self._row.predicted_cached_tokens).encode()),
+        ]
+        if self._row.prefill_instance:
+            headers.append((b"x-warmroute-prefill-instance", self._row.prefill_instance.encode("latin-1")))
+        self._inbound.start(answer.status, headers, length)
+
+    def _learn(self, parsed: Parsed, usage: Usage | None, prefill_usage: Usage | None) -> None:
+        row = self._row
+        if usage is None:
+            return
+        # After a hand-off D reports all pulled tokens as cached; P's usage has the tokens that were really reused.
+        row.actual_cached_tokens = (prefill_usage or usage).cached_tokens
+        row.completion_tokens = usage.completion_tokens
+        if usage.prompt_tokens:
+            row.prompt_tokens = usage.prompt_tokens
+            self._core.router.learn_ratio(parsed.prompt.text_bytes, usage.prompt_tokens)
+            self._core.tokens.check(parsed, usage.prompt_tokens)
+
+    def _upstream_headers(self, instance: Instance) -> dict[str, str]:
+        forwarded = self._core.forwarded_headers(self._headers, instance)
+        forwarded["content-type"] = "application/json"
+        forwarded["x-request-id"] = self._row.request_id
+        return forwarded
+
+    def _elapsed_ms(self) -> float:
+        return (time.perf_counter() - self._inbound.arrived_s) * 1e3

@@ -1,0 +1,128 @@
+"""Generation endpoints: from a complete request body to the exchange and one breakdown row."""
+
+from __future__ import annotations
+
+import logging
+
+from proxy.access.forwarding import request_id_of
+from proxy.breakdown import RequestOutcome, Row
+from proxy.clients.inbound import Inbound
+from proxy.core import Core
+from proxy.errors import RequestError, draining_error
+from proxy.exchange.exchange import Exchange
+from proxy.logs import redact, request_id
+from proxy.request.parse import Endpoint, Parsed
+
+log = logging.getLogger("warmroute.proxy")
+
+
+class Generation:
+    """``proxy.clients.inbound.Handler`` for POSTs to the paths of ``Endpoint``."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    @property
+    def header_bytes(self) -> int:
+        return self._core.settings.limits.header_bytes
+
+    @property
+    def header_s(self) -> float:
+        return self._core.settings.timeouts.header_s
+
+    @property
+    def client_stall_s(self) -> float:
+        return self._core.settings.timeouts.client_stall_s
+
+    @property
+    def body_bytes(self) -> int:
+        return self._core.settings.limits.body_bytes
+
+    @property
+    def body_s(self) -> float:
+        return self._core.settings.timeouts.body_s
+
+    def opened(self, inbound: Inbound) -> Row:
+        row = Row(request_id_of(inbound.headers), inbound.path, inbound.arrived_unix_s)
+        return self._core.breakdown.open_row(row)
+
+    def admit(self, inbound: Inbound) -> None:
+        self._core.keys.client(inbound.headers)
+
+    async def serve(self, inbound: Inbound) -> None:
+        """Serve one request. Failures of clients and engines do not raise."""
+        row = inbound.row
+        request_id.set(row.request_id)
+        try:
+            await self._serve(inbound, row)
+        except RequestError as error:
+            row.status, row.error = error.status, error.message
+            _send_error(inbound, error, row.request_id)
+        except Exception as error:
+            log.exception("request %s failed", row.request_id)
+            row.error = redact(repr(error))
+            if inbound.started:  # part of the answer is sent: the only option is to cut the connection
+                inbound.abandon()
+            else:
+                row.status = 500
+                answer = RequestError(
+                    500, "internal error; see the proxy's log", kind="server_error", code="internal_error"
+                )
+                _send_error(inbound, answer, row.request_id)
+        finally:
+            self._close_row(row)
+
+    def refuse(self, inbound: Inbound, error: RequestError) -> None:
+        row = inbound.row
+        row.outcome, row.status, row.error = RequestOutcome.REJECTED, error.status, error.message
+        _send_error(inbound, error, row.request_id)
+        self._close_row(row)
+
+    def left(self, inbound: Inbound) -> None:
+        row = inbound.row
+        row.outcome = RequestOutcome.CLIENT_GONE
+        self._close_row(row)
+
+    async def _serve(self, inbound: Inbound, row: Row) -> None:
+        core = self._core
+        try:
+            key = core.keys.client(inbound.headers)
+            if core.draining:
+                row.outcome = RequestOutcome.NO_INSTANCE
+                inbound.keep_alive = False
+                raise draining_error()
+            parsed = core.router.parse(Endpoint(inbound.path), inbound.body)
+            self._check_model(parsed)
+            core.keys.enter(key)
+        except RequestError:
+            if row.outcome is RequestOutcome.INTERNAL_ERROR:
+                row.outcome = RequestOutcome.REJECTED
+            raise
+        try:
+            await Exchange(core, row, inbound).run(parsed)
+        finally:
+            core.keys.leave(key)
+
+    def _close_row(self, row: Row) -> None:
+        self._core.breakdown.close_row(row)
+        self._core.metrics.record(row)
+
+    def _check_model(self, parsed: Parsed) -> None:
+        known = self._core.known_models()
+        if known and parsed.fields.model not in known:
+            raise RequestError(
+                404,
+                f"the model {parsed.fields.model!r} does not exist; available: {', '.join(sorted(known))}",
+                kind="not_found_error",
+                code="model_not_found",
+                param="model",
+            )
+
+
+def _send_error(inbound: Inbound, error: RequestError, request_id: str) -> None:
+    body = error.body()
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode("latin-1"))]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    inbound.start(error.status, headers, len(body))
+    inbound.finish(body)

@@ -1,0 +1,1 @@
+"""The table of instances, their health state and their circuit breakers."""

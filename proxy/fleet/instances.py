@@ -1,0 +1,266 @@
+"""Run-time state of each engine, and the rules for its health."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from policies.types import Role
+from proxy.errors import AttemptFailedError
+from proxy.fleet.breaker import Breaker, BreakerState
+from proxy.settings import HealthSettings, InstanceSettings
+
+log = logging.getLogger("warmroute.health")
+
+
+class Source(StrEnum):
+    """Origin of an instance."""
+
+    FILE = "file"
+    """The settings the proxy was started with or has reloaded."""
+    API = "api"
+    """``POST /instances``; it stays until it is removed, regardless of reloads."""
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One engine: settings, identity, health and load."""
+
+    settings: InstanceSettings
+    source: Source = Source.FILE
+    draining: bool = False
+    """Receives no new requests; running ones continue."""
+    breaker: Breaker = field(init=False)
+    """Circuit breaker over its requests; created when it is added to the fleet."""
+    up: bool = False
+    """Result of its probes."""
+    healthy: bool = False
+    """Probes and breaker permit sending requests, at least a few trial requests."""
+    good_probes_in_a_row: int = 0
+    bad_probes_in_a_row: int = 0
+    last_error: str | None = None
+    engine_id: str | None = None
+    started_unix_s: float | None = None
+    models: list[dict[str, object]] = field(default_factory=list)
+    block_tokens: int | None = None
+    kv_capacity_tokens: int = 0
+    kv_usage: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    restarts: int = 0
+    recycle_wanted: str | None = None
+    """Reason why the engine should be restarted; it receives no new requests for a limited time."""
+    recycle_wanted_at_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name in headers, metrics and records."""
+        return self.settings.name
+
+    @property
+    def url(self) -> str:
+        """Base URL."""
+        return self.settings.url
+
+    @property
+    def failures_in_a_row(self) -> int:
+        """Consecutive failed requests."""
+        return self.breaker.failures_in_a_row
+
+
+RECYCLE_PATIENCE_S = 60.0
+
+
+def _resting(instance: Instance) -> bool:
+    if instance.recycle_wanted is None:
+        return False
+    return time.monotonic() - instance.recycle_wanted_at_s < RECYCLE_PATIENCE_S
+
+
+class Instances:
+    """The fleet by name, with health from both probes and requests.
+
+    ``unhealthy_after`` failed probes in a row, or one whose connection is refused, mark an instance as down, and
+    ``healthy_after`` successful ones mark it as up. Request results go to the instance's breaker
+    (`proxy.fleet.breaker`); an answer of 4xx is a success of the engine.
+    """
+
+    def __init__(self, settings: tuple[InstanceSettings, ...], health: HealthSettings) -> None:
+        self._health = health
+        self._by_name: dict[str, Instance] = {}
+        self.on_room: Callable[[], None] = _ignore_room
+        """Called when an instance may accept requests that it could not accept before."""
+        for each in settings:
+            self.add(Instance(each))
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(tuple(self._by_name.values()))  # a copy, since the fleet may change during the iteration
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __getitem__(self, name: str) -> Instance:
+        return self._by_name[name]
+
+    def get(self, name: str) -> Instance | None:
+        """The instance of that name, or None."""
+        return self._by_name.get(name)
+
+    def chosen(self, name: str) -> Instance:
+        """The instance a request was routed to. Raises AttemptFailedError if it has just left the fleet."""
+        instance = self._by_name.get(name)
+        if instance is None:
+            raise AttemptFailedError(name, "left the fleet before the request was sent", seen=False)
+        return instance
+
+    def contains(self, instance: Instance) -> bool:
+        """True if this very instance is in the fleet: neither removed, nor replaced by another of its name."""
+        return self._by_name.get(instance.name) is instance
+
+    def add(self, instance: Instance) -> None:
+        """Add an instance, or replace the one of its name."""
+        instance.breaker = Breaker(self._health)
+        self._by_name[instance.name] = instance
+
+    def remove(self, name: str) -> None:
+        """Remove an instance; unknown names are ignored."""
+        self._by_name.pop(name, None)
+
+    def apply(self, health: HealthSettings) -> None:
+        """Apply other health settings, to breakers as well."""
+        self._health = health
+        for instance in self:
+            instance.breaker.apply(health)
+
+    def set_draining(self, instance: Instance, draining: bool) -> None:
+        """Start or stop draining an instance."""
+        instance.draining = draining
+        if instance.healthy and not draining:
+            self.on_room()
+
+    def healthy(self) -> set[str]:
+        """Names of the instances that may be sent requests, without draining ones.
+
+        An instance that should be recycled gets no requests for ``RECYCLE_PATIENCE_S`` seconds; if it is not restarted
+        by then, or if no other instance may decode, it continues to serve.
+        """
+        healthy = {name for name, instance in self._by_name.items() if instance.healthy and not instance.draining}
+        resting = [name for name in healthy if _resting(self._by_name[name])]
+        if not resting:
+            return healthy
+        rested = healthy.difference(resting)
+        can_answer = any(self._by_name[name].settings.role is not Role.KV_PRODUCER for name in rested)
+        return rested if can_answer else healthy
+
+    def candidates(self) -> set[str]:
+        """The ``healthy`` instances that may be sent one more request now: an instance on trial accepts only a few."""
+        healthy = self.healthy()
+        most = self._health.trial_requests
+        busy = [name for name in healthy if self._by_name[name].breaker.trials >= most]
+        return healthy.difference(busy) if busy else healthy
+
+    def succeeded(self, which: Instance | str, sent_s: float | None = None, *, complete: bool = True) -> None:
+        """Record the first byte of an answer, 4xx included, to a request sent at ``sent_s``.
+
+        ``sent_s`` is monotonic; None: just now. Unless the answer is ``complete``, ``completed`` must follow.
+        """
+        instance = self._current(which)
+        if instance is None:
+            return
+        now_s = time.monotonic()
+        if instance.breaker.succeeded(now_s, now_s if sent_s is None else sent_s):
+            log.info("%s passed its trial request", instance.name)
+            self._update(instance)
+        if complete:
+            instance.breaker.completed()
+
+    def completed(self, which: Instance | str) -> None:
+        """Record the end of an answer that had begun."""
+        instance = self._current(which)
+        if instance is not None:
+            instance.breaker.completed()
+
+    def failed(
+        self,
+        which: Instance | str,
+        error: str,
+        *,
+        refused: bool = False,
+        sent_s: float | None = None,
+        answered: bool = False,
+    ) -> None:
+        """Record a failed request: no connection (``refused``), 5xx, no first byte in time, or a broken stream.
+
+        Args:
+            which: the instance, or its name.
+            error: description of the failure.
+            refused: the connection was refused: there is no engine.
+            sent_s: when the request was sent (monotonic); None: just now.
+            answered: its answer had begun and was reported to ``succeeded``.
+        """
+        instance = self._current(which)
+        if instance is None:
+            return
+        instance.last_error = error
+        now_s = time.monotonic()
+        sent_s = now_s if sent_s is None else sent_s
+        if instance.breaker.failed(now_s, error, sent_s, refused=refused, answered=answered):
+            instance.good_probes_in_a_row = 0
+            self._update(instance)
+
+    def probed(self, which: Instance | str) -> None:
+        """Record a successful probe."""
+        instance = self._current(which)
+        if instance is None:
+            return
+        instance.bad_probes_in_a_row = 0
+        instance.good_probes_in_a_row += 1
+        if instance.good_probes_in_a_row >= self._health.healthy_after:
+            instance.up = True
+            if instance.breaker.probed(time.monotonic()):
+                log.info("%s is on trial", instance.name)
+        if instance.up and instance.breaker.state is BreakerState.CLOSED and not instance.failures_in_a_row:
+            instance.last_error = None
+        self._update(instance)
+
+    def probe_failed(self, which: Instance | str, error: str, *, refused: bool = False) -> None:
+        """Record a failed probe; ``refused``: the connection was refused."""
+        instance = self._current(which)
+        if instance is None:
+            return
+        instance.last_error = error
+        instance.good_probes_in_a_row = 0
+        instance.bad_probes_in_a_row += 1
+        if refused or instance.bad_probes_in_a_row >= self._health.unhealthy_after:
+            instance.up = False
+        self._update(instance)
+
+    def restarted(self, which: Instance | str) -> None:
+        """Record that the engine is a new process: its breaker is reset."""
+        instance = self._current(which)
+        if instance is not None:
+            instance.breaker.restarted(time.monotonic())
+
+    def _update(self, instance: Instance) -> None:
+        was_healthy, state = instance.healthy, instance.breaker.state
+        instance.healthy = instance.up and state is not BreakerState.OPEN
+        if was_healthy != instance.healthy:
+            if instance.healthy:
+                log.info("%s is up", instance.name)
+            else:
+                log.warning("%s is down: %s", instance.name, instance.breaker.why or instance.last_error)
+        if instance.healthy:
+            self.on_room()
+
+    def _current(self, which: Instance | str) -> Instance | None:
+        """The given instance unless it has left; a name refers to its current holder."""
+        if isinstance(which, str):
+            return self._by_name.get(which)
+        return which if self.contains(which) else None
+
+
+def _ignore_room() -> None:
+    """Default of ``on_room``."""

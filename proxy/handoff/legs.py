@@ -1,0 +1,150 @@
+"""Hand-off of a prefilled KV cache: the P leg, P's identity, and monitoring P while D pulls."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import httpx
+import msgspec
+
+from policies.types import OffloadReason
+from proxy.access.forwarding import Forwarding
+from proxy.engines.control import Control
+from proxy.engines.upstream import Upstream, UpstreamError
+from proxy.fleet.instances import Instance
+from proxy.handoff.connectors import DIALECTS
+from proxy.request.bodies import decode_leg, prefill_leg, transfer_params_of
+from proxy.request.usage import Usage, usage_of_answer
+from proxy.settings import OffloadSettings
+
+
+class OffloadFailedError(Exception):
+    """A failed hand-off."""
+
+    def __init__(self, reason: OffloadReason, message: str, *, by_prefill: bool = False) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.by_prefill = by_prefill
+        """P failed as it would have failed any request: not connected, broken off, late, or 5xx."""
+
+
+class HandedOff(NamedTuple):
+    """A successful P leg: the body for D, P's usage, and P's engine id."""
+
+    body: bytes
+    usage: Usage | None
+    engine_id: str | None
+
+
+class HandOff:
+    """Runs P legs and monitors P. The D leg is an ordinary request with the returned body."""
+
+    def __init__(self, settings: OffloadSettings, upstream: Upstream, control: Control, forwarding: Forwarding) -> None:
+        self._forwarding = forwarding
+        self._settings = settings
+        self._upstream = upstream
+        self._control = control
+
+    def apply(self, settings: OffloadSettings) -> None:
+        """Apply other settings to hand-offs that begin from now on."""
+        self._settings = settings
+
+    async def prefill(self, prefill: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> HandedOff:
+        """Prefill on P within its bound, then verify that P is still the same engine.
+
+        Raises:
+            OffloadFailedError: with the reason; D has not received anything.
+        """
+        dialect = DIALECTS[prefill.settings.connector]
+        transfer_id = f"xfer-{uuid.uuid4().hex}"
+        engine_id = (prefill.engine_id if dialect.needs_bootstrap else None) or await self._identity(prefill)
+        try:
+            async with asyncio.timeout(self._settings.prefill_timeout_s):
+                leg = prefill_leg(body, dialect.prefill_params(transfer_id))
+                answer = await self._upstream.post(prefill.url + path, leg, headers)
+                try:
+                    status, content = answer.status, await answer.read()
+                finally:
+                    answer.close()
+        except TimeoutError as error:
+            raise OffloadFailedError(
+                OffloadReason.FELL_BACK_P_TIMEOUT,
+                f"P leg took over {self._settings.prefill_timeout_s} s",
+                by_prefill=True,
+            ) from error
+        except UpstreamError as error:
+            raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, str(error), by_prefill=True) from error
+        if status != 200:
+            raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, f"P answered {status}", by_prefill=status >= 500)
+        if await self._identity(prefill) != engine_id:
+            raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, "P restarted during the hand-off")
+        try:
+            params = dialect.decode_params(
+                transfer_id, transfer_params_of(content), engine_id, prefill.settings.bootstrap_url
+            )
+        except ValueError as error:
+            raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, str(error)) from error
+        return HandedOff(decode_leg(body, params), usage_of_answer(content), engine_id)
+
+    async def watch(self, prefill: Instance, engine_id: str | None) -> str:
+        """Return a description once P is no longer the engine that holds the KV; else wait forever.
+
+        An engine that died or restarted will never send, and D would not notice for minutes. One refused connection is
+        sufficient; a slow answer is not, because a long prefill may hold a live engine's interpreter for seconds.
+        """
+        while True:
+            await asyncio.sleep(self._settings.watch_interval_s)
+            try:
+                if await self._identity(prefill) != engine_id:
+                    return "P restarted while D pulled"
+            except OffloadFailedError as error:
+                if isinstance(error.__cause__, httpx.ConnectError):
+                    return f"P disappeared while D pulled: {error}"
+
+    async def alive(self, instance: Instance) -> bool:
+        """True if an instance's ``/health`` answers 200 within ``offload.query_timeout_s``."""
+        try:
+            answer = await self._health(instance)
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200
+
+    async def _health(self, instance: Instance) -> httpx.Response:
+        headers = self._forwarding.probe_headers(instance.settings)
+        return await self._control.get(f"{instance.url}/health", headers, self._settings.query_timeout_s)
+
+    async def _identity(self, prefill: Instance) -> str | None:
+        """P's engine id; for a connector without a bootstrap server None, once P's ``/health`` answers.
+
+        Raises:
+            OffloadFailedError: no answer, or an invalid one.
+        """
+        bootstrap_url = prefill.settings.bootstrap_url
+        try:
+            if not DIALECTS[prefill.settings.connector].needs_bootstrap:
+                (await self._health(prefill)).raise_for_status()
+                return None
+            if bootstrap_url is None:
+                raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, f"{prefill.name} has no bootstrap_url")
+            return await query_engine_id(self._control, bootstrap_url, self._settings.query_timeout_s)
+        except (httpx.HTTPError, ValueError) as error:
+            raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, f"P's identity is unknown: {error}") from error
+
+
+async def query_engine_id(control: Control, bootstrap_url: str, timeout_s: float) -> str:
+    """Engine id from a bootstrap server's ``/query`` (data-parallel rank 0).
+
+    Raises:
+        httpx.HTTPError: no answer.
+        ValueError: an unexpected answer.
+    """
+    answer = await control.get(f"{bootstrap_url}/query", timeout_s=timeout_s)
+    answer.raise_for_status()
+    try:
+        engine_id = msgspec.json.decode(answer.content)["0"]["engine_id"]
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"unexpected /query answer from {bootstrap_url}: {error!r}") from error
+    return str(engine_id)

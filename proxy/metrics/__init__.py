@@ -1,0 +1,1 @@
+"""Prometheus metrics: the exporter, limits, prediction errors and tallies."""

@@ -1,0 +1,72 @@
+"""Metrics of breakers, queue and retry budget, collected at scrape time. Labels: instances, states, reasons."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from proxy.fleet.breaker import BreakerState
+from proxy.fleet.instances import Instances
+from proxy.routing.admission import Admission
+from proxy.routing.retries import RetryBudget
+
+_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class LimitMetrics(Collector):
+    """Registers itself as a collector; series of removed instances disappear."""
+
+    def __init__(
+        self, registry: CollectorRegistry, instances: Instances, admission: Admission, retries: RetryBudget
+    ) -> None:
+        self._instances = instances
+        self._admission = admission
+        self._retries = retries
+        waits = Histogram(
+            "warmroute_queue_wait_seconds",
+            "Time requests spent in the queue, for all outcomes",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        admission.on_waited = waits.observe
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        breaker = GaugeMetricFamily(
+            "warmroute_instance_breaker", "1 for the current state of its circuit breaker", labels=["instance", "state"]
+        )
+        openings = CounterMetricFamily(
+            "warmroute_instance_breaker_openings", "Times the instance's circuit breaker opened", labels=["instance"]
+        )
+        for instance in self._instances:
+            for state in BreakerState:
+                breaker.add_metric([instance.name, state.value], float(instance.breaker.state is state))
+            openings.add_metric([instance.name], instance.breaker.openings)
+        yield breaker
+        yield openings
+        admission = self._admission
+        yield GaugeMetricFamily(
+            "warmroute_in_flight", "Admitted requests in flight, without counting retries and legs", admission.in_flight
+        )
+        yield GaugeMetricFamily("warmroute_queue_requests", "Requests waiting in the queue", admission.waiting)
+        refused = CounterMetricFamily(
+            "warmroute_queue_refused", "Requests that were not admitted, by reason", labels=["reason"]
+        )
+        refused.add_metric(["queue_full"], admission.refused_full)
+        refused.add_metric(["queue_timeout"], admission.refused_late)
+        refused.add_metric(["client_gone"], admission.left)
+        yield refused
+        retries = CounterMetricFamily(
+            "warmroute_retries", "Failed attempts, by the resulting action", labels=["result"]
+        )
+        retries.add_metric(["retried"], self._retries.made)
+        retries.add_metric(["retried_unseen"], self._retries.unbudgeted)
+        retries.add_metric(["budget_exhausted"], self._retries.exhausted)
+        yield retries
+        yield GaugeMetricFamily(
+            "warmroute_retry_budget", "Retries currently permitted by the budget", self._retries.left(time.monotonic())
+        )

@@ -1,0 +1,319 @@
+"""Changes of the fleet while the proxy serves: adding, removing, replacing and draining instances.
+
+Every change is one synchronous step: between two turns of the event loop the table of instances, the router's state,
+the event subscriptions and the leak watch agree on the fleet's members. Slow work comes before (a first probe of a new
+engine) or after (draining the requests of a leaving one).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from proxy.core import Core
+from proxy.fleet.instances import Instance, Source
+from proxy.operations.health import HealthMonitor
+from proxy.settings import InstanceSettings
+
+log = logging.getLogger("warmroute.fleet")
+
+_LOOK_S = 0.05
+"""Polling interval for the remaining work of a leaving instance."""
+_UNWIND_S = 5.0
+"""Bound on how long cancelled requests take to end."""
+
+
+class FleetChangeError(Exception):
+    """A rejected change; nothing was changed."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class NoSuchInstanceError(FleetChangeError):
+    """No instance has that name."""
+
+
+@dataclass(slots=True, eq=False)
+class Departure:
+    """An engine that is being removed."""
+
+    instance: Instance
+    deadline_s: float
+    """Time at which its remaining requests are cut, on the event loop's clock."""
+    legs: Callable[[], int]
+    """Returns the number of its unfinished legs."""
+    held: Callable[[], int]
+    """Returns the tokens of KV still to be pulled from it."""
+    replaced: bool
+    """Another engine has taken its name: it is no longer in the table of instances."""
+    cut_legs: int = 0
+    """Number of legs that were cut at the deadline."""
+    task: asyncio.Task[None] | None = None
+
+
+class FleetChanges:
+    """Adds, removes, replaces and drains instances. Owns the departures; ``close`` ends them."""
+
+    def __init__(self, core: Core, monitor: HealthMonitor) -> None:
+        self._core = core
+        self._monitor = monitor
+        self._departures: dict[Instance, Departure] = {}
+
+    @property
+    def departures(self) -> tuple[Departure, ...]:
+        """Engines that are being removed, oldest first."""
+        return tuple(self._departures.values())
+
+    def leaving(self, instance: Instance) -> bool:
+        """True if the instance is being removed."""
+        return instance in self._departures
+
+    # Slow operations
+
+    async def add(self, settings: InstanceSettings, source: Source = Source.API) -> Instance:
+        """Add an instance and probe it; it receives requests after its first successful probe.
+
+        Raises:
+            FleetChangeError: name or URL are in use.
+        """
+        self.check_free(settings)
+        instance = self.insert(settings, source)
+        await self.probe(instance)
+        return instance
+
+    async def replace(self, name: str, settings: InstanceSettings, grace_s: float, *, force: bool = False) -> Instance:
+        """Change an instance's settings. With another URL, a new engine takes over its name and the old one drains.
+
+        Args:
+            name: of a known instance, and of ``settings``.
+            settings: complete settings, not only the changed ones.
+            grace_s: seconds the requests of a replaced engine have to finish.
+            force: replace even if the new engine does not answer.
+
+        Raises:
+            FleetChangeError: no such instance, it is leaving, the URL is in use, or the new engine does not answer.
+        """
+        old = self._staying(name)
+        self.check_free(settings, but=name)
+        another = settings.url != old.url
+        answers = another and await self._core.handoff.alive(Instance(settings))
+        if another and not answers and not force:
+            raise FleetChangeError(
+                "instance_unhealthy",
+                f"{settings.url}/health does not answer 200, so {name} was not changed: check it, or set force=true",
+            )
+        if self._staying(name) is not old:
+            raise FleetChangeError("instance_changed", f"{name} was changed by another call meanwhile: try again")
+        self.check_free(settings, but=name)
+        new = self.swap(old, settings, grace_s, old.source)
+        if answers:
+            self.take_for_well(new)
+        await self.probe(new)
+        return new
+
+    async def remove(self, name: str, grace_s: float) -> Departure:
+        """Drain an instance and remove it.
+
+        It is removed once it is idle or after ``grace_s`` seconds, when its remaining requests are cut. The removal
+        continues if the caller is cancelled. Removing it again while it drains waits for the same end, with the earlier
+        deadline.
+
+        Raises:
+            NoSuchInstanceError: no instance has that name.
+        """
+        departure = self.depart(self._known(name), grace_s)
+        assert departure.task is not None
+        await asyncio.shield(departure.task)
+        return departure
+
+    async def probe(self, instance: Instance) -> None:
+        """Probe an instance now instead of in the next round."""
+        await self._monitor.probe(instance)
+
+    # Synchronous operations
+
+    def drain(self, name: str) -> Instance:
+        """Stop sending new requests to an instance. Idempotent. Raises NoSuchInstanceError."""
+        instance = self._known(name)
+        if not instance.draining:
+            instance.draining = True
+            log.info("%s is draining", name)
+        return instance
+
+    def undrain(self, name: str) -> Instance:
+        """Resume sending requests to an instance. Idempotent. Raises FleetChangeError if unknown or leaving."""
+        instance = self._staying(name)
+        if instance.draining:
+            self._core.instances.set_draining(instance, False)
+            log.info("%s is no longer draining", name)
+        return instance
+
+    def check_free(self, settings: InstanceSettings, but: str | None = None) -> None:
+        """Raise FleetChangeError if an instance other than ``but`` has the name or the URL."""
+        for other in self._core.instances:
+            if other.name == but:
+                continue
+            leaving = ", which is being removed" if self.leaving(other) else ""
+            if other.name == settings.name:
+                raise FleetChangeError("instance_exists", f"instance {other.name!r} already exists{leaving}")
+            if other.url == settings.url:
+                raise FleetChangeError("url_in_use", f"{settings.url} is the URL of instance {other.name!r}{leaving}")
+
+    def insert(self, settings: InstanceSettings, source: Source) -> Instance:
+        """Register an instance under a free name. It receives no requests before a successful probe."""
+        core = self._core
+        instance = Instance(settings, source)
+        core.router.state.add_instance(
+            settings.name, settings.role, settings.host, settings.transport, settings.connector
+        )
+        core.instances.add(instance)
+        core.events.add(settings)
+        log.info("%s (%s) was added", settings.name, settings.url)
+        return instance
+
+    def swap(self, old: Instance, settings: InstanceSettings, grace_s: float, source: Source) -> Instance:
+        """Change an instance's settings in place, or replace the engine if the URL differs."""
+        core, name = self._core, old.name
+        self._stay(old)
+        if settings.url == old.url:
+            self._alter(old, settings)
+            old.source = source
+            return old
+        core.events.remove(name)
+        held = core.router.state.holds.held_tokens_reader(name)
+        legs = core.router.state.remove_instance(name)
+        core.leaks.forget(name)
+        new = self.insert(settings, source)
+        old.draining = True
+        self._see_off(Departure(old, self._now_s() + grace_s, legs, held, replaced=True))
+        return new
+
+    def depart(self, instance: Instance, grace_s: float) -> Departure:
+        """Start removing an instance; the departure's task ends with the removal."""
+        known = self._departures.get(instance)
+        if known is not None:
+            known.deadline_s = min(known.deadline_s, self._now_s() + grace_s)
+            return known
+        state, name = self._core.router.state, instance.name
+        instance.draining = True
+        log.info("%s is being removed: its requests have %g s to finish", name, grace_s)
+        departure = Departure(
+            instance,
+            self._now_s() + grace_s,
+            lambda: state.ledger.requests(name),
+            lambda: state.holds.held_tokens(name),
+            replaced=False,
+        )
+        self._see_off(departure)
+        return departure
+
+    def take_for_well(self, instance: Instance) -> None:
+        """Mark an engine whose ``/health`` has just answered as healthy, without further probes."""
+        for _ in range(self._core.settings.health.healthy_after):
+            self._core.instances.probed(instance)
+
+    async def close(self) -> None:
+        """Cancel removals in progress; the engines continue their work."""
+        tasks = [departure.task for departure in self._departures.values() if departure.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Internals
+
+    def _known(self, name: str) -> Instance:
+        instance = self._core.instances.get(name)
+        if instance is None:
+            raise NoSuchInstanceError("no_such_instance", f"there is no instance {name!r}; see GET /instances")
+        return instance
+
+    def _staying(self, name: str) -> Instance:
+        instance = self._known(name)
+        if self.leaving(instance):
+            raise FleetChangeError("instance_leaving", f"{name} is being removed: add it again afterwards")
+        return instance
+
+    def _stay(self, instance: Instance) -> None:
+        """Cancel a removal."""
+        departure = self._departures.pop(instance, None)
+        if departure is not None and departure.task is not None:
+            departure.task.cancel()
+            self._core.instances.set_draining(instance, False)
+
+    def _alter(self, instance: Instance, settings: InstanceSettings) -> None:
+        """Apply other settings to the same engine; its cache and running requests are unaffected."""
+        core, before = self._core, instance.settings
+        if (before.events_url, before.events_replay_url) != (settings.events_url, settings.events_replay_url):
+            core.events.remove(before.name)
+            core.router.state.predictor.remove_instance(before.name)
+            core.router.state.predictor.add_instance(before.name)
+            core.events.add(settings)
+        if before.bootstrap_url != settings.bootstrap_url:
+            instance.engine_id = None
+        core.router.state.add_instance(
+            settings.name, settings.role, settings.host, settings.transport, settings.connector
+        )
+        instance.settings = settings
+        log.info("settings of %s changed", settings.name)
+
+    def _see_off(self, departure: Departure) -> None:
+        departure.task = asyncio.create_task(self._run(departure), name=f"departure {departure.instance.name}")
+        self._departures[departure.instance] = departure
+
+    async def _run(self, departure: Departure) -> None:
+        instance, upstream = departure.instance, self._core.upstream
+        try:
+            await self._idle(departure)
+            if not departure.replaced:
+                departure.legs = self._forget(instance)
+            departure.cut_legs = departure.legs()
+            await self._cut(departure)
+            if not self._shared(instance):
+                upstream.forget(instance.url)
+            if self._core.instances.get(instance.name) is None:
+                self._core.metrics.forget(instance.name)
+            log.info("%s (%s) was removed, %d request(s) were cut", instance.name, instance.url, departure.cut_legs)
+        finally:
+            self._departures.pop(instance, None)
+
+    async def _idle(self, departure: Departure) -> None:
+        """Wait until a departure has no work left or its deadline has passed, which may be moved closer meanwhile."""
+        while self._busy(departure) or departure.held():
+            left_s = departure.deadline_s - self._now_s()
+            if left_s <= 0:
+                return
+            await asyncio.sleep(min(left_s, _LOOK_S))
+
+    async def _cut(self, departure: Departure) -> None:
+        """Cut the remaining legs; a leg without a connection is cut as soon as it has one."""
+        instance, ends_s = departure.instance, self._now_s() + _UNWIND_S
+        while self._busy(departure) and not self._shared(instance) and self._now_s() < ends_s:
+            self._core.upstream.cut(instance.url, f"{instance.name} was removed from the fleet")
+            await asyncio.sleep(_LOOK_S)
+
+    def _busy(self, departure: Departure) -> bool:
+        """True while it has unfinished legs, or abandoned pulls, which must not be cut early."""
+        url = departure.instance.url
+        return departure.legs() > 0 or (not self._shared(departure.instance) and self._core.upstream.in_use(url) > 0)
+
+    def _shared(self, instance: Instance) -> bool:
+        """True if the same engine is in the fleet under another name."""
+        return any(other is not instance and other.url == instance.url for other in self._core.instances)
+
+    def _forget(self, instance: Instance) -> Callable[[], int]:
+        """Remove the instance from all tables; returns a function that counts its unfinished legs."""
+        core, name = self._core, instance.name
+        core.events.remove(name)
+        legs = core.router.state.remove_instance(name)
+        core.instances.remove(name)
+        core.leaks.forget(name)
+        core.forget_models()
+        return legs
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()

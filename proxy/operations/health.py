@@ -1,0 +1,152 @@
+"""Health monitor: probes every engine for liveness, identity, models, KV pool and block size."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from proxy.core import Core
+from proxy.fleet.instances import Instance
+from proxy.handoff.legs import query_engine_id
+
+log = logging.getLogger("warmroute.health")
+
+_WANTED = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
+    "process_start_time_seconds",
+)
+
+
+class HealthMonitor:
+    """Probes the fleet every ``health.interval_s`` seconds until cancelled."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        while True:
+            await self.probe_all()
+            self._core.breakdown.flush()
+            await asyncio.sleep(self._core.settings.health.interval_s)
+
+    async def probe_all(self) -> None:
+        """Probe every instance once, concurrently."""
+        async with asyncio.TaskGroup() as group:
+            for instance in self._core.instances:
+                group.create_task(self.probe(instance))
+
+    async def probe(self, instance: Instance) -> None:
+        """Probe one instance now. Results for an instance that has left the fleet are dropped."""
+        was_healthy = instance.healthy
+        try:
+            async with asyncio.timeout(self._core.settings.health.timeout_s):
+                (await self._get(instance, "/health")).raise_for_status()
+                await self._read_metrics(instance)
+                await self._read_identity(instance)
+                if not was_healthy or not instance.models:
+                    await self._read_models(instance)
+        except Exception as error:
+            # An invalid answer of one engine must not stop the probing of the others.
+            expected = isinstance(error, httpx.HTTPError | TimeoutError)
+            log.debug("probe of %s failed", instance.name, exc_info=not expected)
+            late = isinstance(error, TimeoutError | httpx.TimeoutException)
+            if late and self._core.lag.explains(self._core.settings.health.timeout_s):
+                log.warning(
+                    "a probe of %s took too long because this process lacks CPU; its result is ignored", instance.name
+                )
+                return
+            gone = isinstance(error, httpx.ConnectError)
+            self._core.instances.probe_failed(instance, f"probe: {error!r}", refused=gone)
+        else:
+            self._core.instances.probed(instance)
+
+    async def _get(self, instance: Instance, path: str) -> httpx.Response:
+        headers = self._core.forwarding.probe_headers(instance.settings)
+        return await self._core.control.get(instance.url + path, headers)
+
+    async def _read_metrics(self, instance: Instance) -> None:
+        answer = await self._get(instance, "/metrics")
+        if answer.status_code != 200 or not self._core.instances.contains(instance):
+            return
+        # An engine exposes hundreds of lines; only these few are parsed on the event loop.
+        lines = [line for line in answer.text.splitlines() if line.startswith(_WANTED)]
+        samples = {
+            sample.name: sample
+            for family in text_string_to_metric_families("\n".join(lines) + "\n")
+            for sample in family.samples
+        }
+        if "vllm:num_requests_running" in samples:
+            instance.running = int(samples["vllm:num_requests_running"].value)
+        if "vllm:num_requests_waiting" in samples:
+            instance.waiting = int(samples["vllm:num_requests_waiting"].value)
+        if "process_start_time_seconds" in samples:
+            self._saw_start(instance, samples["process_start_time_seconds"].value)
+        config = samples.get("vllm:cache_config_info")
+        if config is not None:
+            self._saw_cache_config(instance, config.labels)
+        usage = samples.get("vllm:kv_cache_usage_perc")
+        if usage is not None:
+            instance.kv_usage = usage.value
+            used_tokens = int(usage.value * instance.kv_capacity_tokens)
+            self._core.router.state.set_usage(instance.name, used_tokens)
+            self._core.leaks.observe(
+                instance, used_tokens, self._core.router.state.expected_tokens(instance.name, time.monotonic())
+            )
+
+    def _saw_start(self, instance: Instance, started_unix_s: float) -> None:
+        if instance.started_unix_s is not None and started_unix_s != instance.started_unix_s:
+            self._restarted(instance)
+        instance.started_unix_s = started_unix_s
+
+    def _saw_cache_config(self, instance: Instance, labels: dict[str, str]) -> None:
+        block_tokens, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
+        if not block_tokens.isdigit() or not blocks.isdigit():
+            return
+        first = all(other.block_tokens is None for other in self._core.instances)
+        instance.block_tokens = int(block_tokens)
+        instance.kv_capacity_tokens = int(block_tokens) * int(blocks)
+        router = self._core.router
+        if first:
+            router.set_block_tokens(instance.block_tokens)
+        elif instance.block_tokens != router.block_tokens:
+            log.warning(
+                "%s has blocks of %d tokens, the fleet %d: its cache predictions will be inaccurate",
+                instance.name,
+                instance.block_tokens,
+                router.block_tokens,
+            )
+        router.state.set_capacity(instance.name, instance.kv_capacity_tokens, router.block_tokens)
+
+    async def _read_identity(self, instance: Instance) -> None:
+        url = instance.settings.bootstrap_url
+        if url is None:
+            return
+        engine_id = await query_engine_id(self._core.control, url, self._core.settings.offload.query_timeout_s)
+        if not self._core.instances.contains(instance):
+            return
+        if instance.engine_id is not None and engine_id != instance.engine_id and instance.started_unix_s is None:
+            self._restarted(instance)
+        instance.engine_id = engine_id
+
+    async def _read_models(self, instance: Instance) -> None:
+        answer = await self._get(instance, "/v1/models")
+        if answer.status_code == 200:
+            data = msgspec.json.decode(answer.content).get("data", [])
+            instance.models = [model for model in data if isinstance(model, dict) and "id" in model]
+
+    def _restarted(self, instance: Instance) -> None:
+        instance.restarts += 1
+        instance.models = []
+        self._core.instances.restarted(instance)
+        self._core.leaks.restarted(instance)
+        self._core.router.state.restarted(instance.name)
+        log.warning("%s restarted: its cache index is cleared", instance.name)

@@ -1,0 +1,212 @@
+"""Reload of the settings while the proxy serves: read again, checked as a whole, compared, and applied.
+
+Every component that holds settings has ``apply``; ``_put_in_force`` calls each of them, and nothing else changes the
+effective settings. All others read ``core.settings`` when needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from prometheus_client import Counter
+
+from proxy.core import Core
+from proxy.fleet.instances import Instance, Source
+from proxy.operations.fleet_changes import FleetChanges
+from proxy.settings import InstanceSettings, Settings, SettingsError
+from proxy.settings.diff import Change, differences, effective_settings, instance_differences
+
+log = logging.getLogger("warmroute.reload")
+
+
+class Result(StrEnum):
+    """Result of a reload."""
+
+    APPLIED = "applied"
+    UNCHANGED = "unchanged"
+    REFUSED = "refused"
+    """The new settings are invalid: nothing was changed."""
+
+
+@dataclass(slots=True)
+class Report:
+    """Differences found by a reload, which were applied unless it was a dry run."""
+
+    result: Result
+    changes: list[Change] = field(default_factory=list)
+    error: str | None = None
+    dry_run: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "result": self.result.value,
+            "dry_run": self.dry_run,
+            "changes": [change.as_dict() for change in self.changes],
+            "needs_restart": [change.key for change in self.changes if not change.live],
+            "error": self.error,
+        }
+
+
+class Reloader:
+    """Reloads one core's settings, one reload at a time. Owns the reloads started by SIGHUP; ``close`` cancels them."""
+
+    def __init__(self, core: Core, fleet: FleetChanges) -> None:
+        self._core = core
+        self._fleet = fleet
+        self._lock = asyncio.Lock()
+        self._begun: set[asyncio.Task[Report]] = set()
+        self._counter = Counter(
+            "warmroute_config_reloads",
+            "Reloads of the settings, by result",
+            ["result"],
+            registry=core.metrics.registry,
+        )
+        for result in Result:
+            self._counter.labels(result.value)
+        self.load: Callable[[], Settings] | None = None
+        """Reads the settings from their origin; raises SettingsError. None: they cannot be read again."""
+
+    def on_hangup(self) -> None:
+        """Reload on SIGHUP; the result is logged."""
+        task = asyncio.create_task(self.reload(), name="reload")
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
+
+    async def close(self) -> None:
+        """Cancel reloads in progress."""
+        for task in self._begun:
+            task.cancel()
+        await asyncio.gather(*self._begun, return_exceptions=True)
+
+    async def reload(self, *, dry_run: bool = False) -> Report:
+        """Read, check and compare the settings, and unless ``dry_run`` apply those that a running proxy can change.
+
+        Does not raise for invalid settings: the report has the error, and nothing was changed.
+        """
+        async with self._lock:
+            try:
+                report = await self._reload(dry_run)
+            except (SettingsError, ValueError) as error:
+                log.error("the settings were not reloaded, nothing was changed: %s", error)
+                report = Report(Result.REFUSED, error=str(error), dry_run=dry_run)
+            if not dry_run:
+                self._counter.labels(report.result.value).inc()
+            return report
+
+    async def _reload(self, dry_run: bool) -> Report:
+        if self.load is None:
+            raise SettingsError("this proxy was not started from settings that can be reloaded")
+        core = self._core
+        new = await asyncio.to_thread(self.load)
+        core.keys.reload(new.keys, dry_run=True)
+        self._changes(new)
+        # Engines that answer now can receive requests as soon as they are in the fleet.
+        known = {instance.url for instance in core.instances}
+        unseen = [each for each in new.instances if each.url not in known]
+        answers = await asyncio.gather(*(core.handoff.alive(Instance(each)) for each in unseen))
+        well = {each.url for each, answer in zip(unseen, answers, strict=True) if answer}
+        changes = self._changes(new)  # the fleet may have changed meanwhile
+        self._tell(changes, dry_run)
+        if dry_run or not any(change.live for change in changes):
+            if not dry_run:
+                core.keys.reload(new.keys)  # the file with further keys is not part of the settings
+            result = Result.APPLIED if any(change.live for change in changes) else Result.UNCHANGED
+            return Report(result, changes, dry_run=dry_run)
+        added = self._put_in_force(effective_settings(core.settings, new), changes, well)
+        await asyncio.gather(*(self._fleet.probe(instance) for instance in added))
+        return Report(Result.APPLIED, changes)
+
+    def _changes(self, new: Settings) -> list[Change]:
+        """Differences from the effective settings. Raises SettingsError if instances of file and API conflict."""
+        core = self._core
+        wanted = {each.name: each for each in new.instances}
+        for instance in core.instances:
+            if instance.source is Source.API and instance.name not in wanted and not self._fleet.leaving(instance):
+                same = [each.name for each in new.instances if each.url == instance.url]
+                if same:
+                    raise SettingsError(
+                        f"instance {same[0]!r} has the URL of {instance.name!r}, which was added over HTTP: remove it"
+                    )
+        running = {each.name: each.settings for each in core.instances if self._the_files(each, wanted)}
+        adopted = [
+            Change(f"instances.{name}.source", Source.API.value, Source.FILE.value)
+            for name in running
+            if core.instances[name].source is Source.API
+        ]
+        return differences(core.settings, new) + instance_differences(running, wanted) + adopted
+
+    def _the_files(self, instance: Instance, wanted: dict[str, InstanceSettings]) -> bool:
+        """True if the file controls this instance of the fleet: it listed it before, or does now."""
+        if self._fleet.leaving(instance):
+            return False
+        return instance.source is Source.FILE or instance.name in wanted
+
+    def _put_in_force(self, settings: Settings, changes: list[Change], well: set[str]) -> list[Instance]:
+        """Apply the settings in one synchronous step. Returns the engines that are new in the fleet."""
+        core, offload, limits = self._core, settings.offload, settings.limits
+        core.keys.reload(settings.keys)
+        core.settings = settings
+        core.access.apply(settings)
+        core.forwarding.apply(settings)
+        core.router.apply(settings)
+        self._switch(settings, changes)
+        core.instances.apply(settings.health)
+        core.admission.apply(limits)
+        core.retries.apply(limits)
+        core.leaks.apply(offload.leak_share)
+        core.abandoned.apply(offload.abandoned_s)
+        core.handoff.apply(offload)
+        core.upstream.connect_timeout_s = settings.timeouts.connect_s
+        core.control.timeout_s = settings.health.timeout_s
+        core.session_headers = tuple(name.lower().encode("latin-1") for name in settings.sessions.headers)
+        for name in ("", "uvicorn", "uvicorn.error"):
+            logging.getLogger(name).setLevel(settings.log_level.upper())
+        return self._change_fleet(settings, well)
+
+    def _switch(self, settings: Settings, changes: list[Change]) -> None:
+        """Switch policy and planner only if the file's have changed, so that a switch over HTTP is kept otherwise."""
+        keys = [change.key for change in changes]
+        policy, planner = settings.policy, settings.offload
+        other_policy = any(key.startswith("policy.") for key in keys)
+        other_planner = any(key == "offload.planner" or key.startswith("offload.params") for key in keys)
+        self._core.router.switch(
+            policy.name if other_policy else None,
+            policy.params,
+            planner.planner if other_planner else None,
+            planner.params,
+        )
+
+    def _change_fleet(self, settings: Settings, well: set[str]) -> list[Instance]:
+        """Make the fleet match the file: change or add its instances, and remove those it no longer lists."""
+        core, fleet = self._core, self._fleet
+        wanted = {each.name for each in settings.instances}
+        added = []
+        for each in settings.instances:
+            known = core.instances.get(each.name)
+            if known is None:
+                instance = fleet.insert(each, Source.FILE)
+            elif known.settings != each or fleet.leaving(known):
+                instance = fleet.swap(known, each, settings.grace_s, Source.FILE)
+            else:
+                instance = known
+                instance.source = Source.FILE
+            if instance is not known:
+                added.append(instance)
+                if each.url in well:
+                    fleet.take_for_well(instance)
+        for instance in core.instances:
+            if instance.source is Source.FILE and instance.name not in wanted and not fleet.leaving(instance):
+                fleet.depart(instance, settings.grace_s)
+        return added
+
+    def _tell(self, changes: list[Change], dry_run: bool) -> None:
+        what = "a reload would find" if dry_run else "settings reloaded:"
+        log.info("%s %d differing key(s)", what, len(changes))
+        for change in changes:
+            log.log(logging.INFO if change.live else logging.WARNING, "%s", change)

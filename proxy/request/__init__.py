@@ -1,0 +1,1 @@
+"""Request and answer bodies: parsing, rewriting, token chunks, and the usage an engine reports."""

@@ -1,0 +1,104 @@
+"""Block hashes of token-id prompts, with a cache of earlier prompts, since a conversation's next turn begins equally.
+
+Decoding 33,000 ids and hashing their blocks takes longer than everything else the proxy does with a request. The
+JSON text of the ids is therefore processed in pieces of `CHUNK_BYTES`, chained by hash like prefix blocks, and the
+result of each piece is cached: for a prompt that extends an earlier one, only the new part is decoded.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from typing import NamedTuple
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks
+
+CHUNK_BYTES = 8192
+
+_decode_ids = msgspec.json.Decoder(list[int]).decode
+
+
+class TokenBlocks(NamedTuple):
+    """Blocks of a list of token ids."""
+
+    hashes: list[int]
+    """Chained hash of every full block."""
+    tokens: int
+
+
+class _Chunk(NamedTuple):
+    """Result for a prompt up to the last complete id of one chunk."""
+
+    end: int
+    """Position in the text at which the next id begins."""
+    tokens: int
+    hashes: bytes
+    """Hashes of the blocks that this chunk completed, 8 bytes each."""
+    left: bytes
+    """Packed ids after the last full block."""
+    parent: int
+    """Hash of that block."""
+
+
+class TokenChunks:
+    """Cache of ``capacity`` chunks, least recently used evicted first: at most 2 KB each, for 8 KB of JSON.
+
+    Complexity for a prompt of n bytes, d of which are not cached: O(n) for one fast hash over the text and a copy of
+    the known block hashes, and O(d) for decoding and hashing.
+    """
+
+    def __init__(self, capacity: int = 8192) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self._capacity = capacity
+        self._chunks: OrderedDict[int, _Chunk] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def blocks(self, text: memoryview, block_tokens: int, root: int) -> TokenBlocks:
+        """Blocks of the JSON list ``text``, brackets included, in the chain that starts at ``root``.
+
+        Raises:
+            msgspec.DecodeError: not a list of integers only.
+            OverflowError: an id is not within 0..2**32 - 1.
+        """
+        at = _Chunk(1, 0, b"", b"", root)
+        key = xxh3_64_intdigest(block_tokens.to_bytes(8, "little"), root)
+        known = array("Q")
+        last = len(text) - 1
+        for limit in range(1 + CHUNK_BYTES, last, CHUNK_BYTES):
+            key = xxh3_64_intdigest(text[limit - CHUNK_BYTES : limit], key)
+            chunk = self._chunks.get(key)
+            if chunk is None:
+                comma = bytes(text[at.end : limit]).rfind(b",")
+                if comma < 0:
+                    break
+                chunk = self._chunks[key] = _extended(at, text[at.end : at.end + comma], block_tokens)
+                if len(self._chunks) > self._capacity:
+                    self._chunks.popitem(last=False)
+            else:
+                self._chunks.move_to_end(key)
+            known.frombytes(chunk.hashes)
+            at = chunk
+        rest = _extended(at, text[at.end : last], block_tokens)
+        known.frombytes(rest.hashes)
+        return TokenBlocks(known.tolist(), rest.tokens)
+
+
+def _extended(at: _Chunk, text: memoryview, block_tokens: int) -> _Chunk:
+    """Extend a chunk by the ids in ``text``, a list without its brackets."""
+    ids = _decode_ids(b"".join((b"[", text, b"]")))
+    packed = at.left + array("I", ids).tobytes()
+    block_bytes = block_tokens * TOKEN_ID_BYTES
+    hashes = hash_byte_blocks(packed, block_bytes, at.parent)
+    return _Chunk(
+        at.end + len(text) + 1,
+        at.tokens + len(ids),
+        array("Q", hashes).tobytes(),
+        packed[len(hashes) * block_bytes :],
+        hashes[-1] if hashes else at.parent,
+    )

@@ -1,0 +1,1 @@
+"""Live routing: the routing session with a clock, admission with its bounded queue, and the retry budget."""

@@ -1,0 +1,322 @@
+"""Admission control: caps on requests in flight, and one bounded FIFO queue.
+
+A request is admitted by being routed: one synchronous step chooses an instance below its cap and enters the lease into
+the ledger, so the caps hold for any number of simultaneous arrivals. A request without room waits. When a lease is
+released, a client leaves or an instance recovers, the heads of the queue are routed one after the other until one
+does not fit; each waiter is woken after it has been routed. There is no polling, overtaking or spurious wake-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Set
+from math import ceil
+from typing import Protocol
+
+from policies.ledger import Ledger
+from policies.session import Routed
+from policies.types import NoCandidateError, RequestView, Role
+from proxy.breakdown import RequestOutcome
+from proxy.errors import RequestError
+from proxy.fleet.breaker import Trial
+from proxy.fleet.instances import Instances
+from proxy.settings import LimitSettings
+
+log = logging.getLogger("warmroute.admission")
+
+NO_INSTANCES: frozenset[str] = frozenset()
+
+
+class QueueError(RequestError):
+    """A request that was not admitted."""
+
+    def __init__(self, status: int, message: str, outcome: RequestOutcome, retry_after_s: int) -> None:
+        kind = "rate_limit_error" if status == 429 else "service_unavailable"
+        super().__init__(status, message, kind=kind, code=outcome.value, retry_after_s=retry_after_s)
+        self.outcome = outcome
+
+
+class Routes(Protocol):
+    """Routes and leases in one step, as ``Router.route`` does."""
+
+    def route(self, request: RequestView, available: set[str]) -> Routed:
+        """Route and lease a request to one of ``available``. Raises NoCandidateError."""
+        ...
+
+
+class Admission:
+    """Admission of one proxy. Every request takes a ``seat`` and closes it at its end."""
+
+    def __init__(self, limits: LimitSettings, instances: Instances, router: Routes, ledger: Ledger) -> None:
+        self._limits = limits
+        self._instances = instances
+        self._router = router
+        self._ledger = ledger
+        self._queue: OrderedDict[Seat, None] = OrderedDict()
+        self._again: OrderedDict[Seat, None] = OrderedDict()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._moving_up = False
+        self.in_flight = 0
+        """Requests being served, each counted once for all its attempts and legs."""
+        self.refused_full = 0
+        self.refused_late = 0
+        self.left = 0
+        """Clients that left while in the queue."""
+        self.on_waited: Callable[[float], None] = _ignore_wait
+        """Called with the seconds of every finished wait, regardless of its outcome."""
+        self._last_wait_s = 0.0
+        instances.on_room = ledger.on_release = self.wake
+
+    def apply(self, limits: LimitSettings) -> None:
+        """Apply other limits and re-check the queue."""
+        self._limits = limits
+        self.wake()
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue) + len(self._again)
+
+    def as_dict(self) -> dict[str, int]:
+        """JSON-ready."""
+        return {
+            "in_flight": self.in_flight,
+            "waiting": self.waiting,
+            "queue_full": self.refused_full,
+            "queue_timeout": self.refused_late,
+            "left_the_queue": self.left,
+        }
+
+    def seat(self) -> Seat:
+        """A new seat for one request, to be routed and closed."""
+        return Seat(self)
+
+    def wake(self) -> None:
+        """Schedule one pass over the heads of the queue after the current callback."""
+        if (self._queue or self._again) and not self._moving_up and self._loop is not None:
+            self._moving_up = True
+            self._loop.call_soon(self._move_up)
+
+    def retry_after_s(self) -> int:
+        """Value of Retry-After: the approximate current waiting time in whole seconds."""
+        head = next(iter(self._queue), None)
+        wait_s = max(self._last_wait_s, time.monotonic() - head.waits_since_s) if head is not None else 0.0
+        return max(1, ceil(min(wait_s, self._limits.queue_timeout_s)))
+
+    def _choose(self, seat: Seat) -> bool:
+        """Route a request if it has room. Raises NoCandidateError if even an idle fleet could not serve it."""
+        limits = self._limits
+        if not seat.admitted and limits.max_in_flight is not None and self.in_flight >= limits.max_in_flight:
+            return False
+        started_s = time.perf_counter()
+        candidates = self._instances.candidates()
+        if seat.tried:
+            candidates -= seat.tried
+        cap = limits.max_in_flight_per_instance
+        if cap is not None:
+            requests_on = self._ledger.requests
+            candidates = {name for name in candidates if requests_on(name) < cap}
+        try:
+            routed = self._router.route(seat.request, candidates)
+        except NoCandidateError:
+            if self._can_answer(self._instances.healthy() - seat.tried):
+                return False
+            raise
+        seat.take(routed, time.perf_counter() - started_s)
+        return True
+
+    def _can_answer(self, names: Set[str]) -> bool:
+        return any(self._instances[name].settings.role is not Role.KV_PRODUCER for name in names)
+
+    def _begin_trials(self, routed: Routed) -> list[Trial]:
+        names = (routed.decision.decode_on, routed.decision.prefill_on)
+        trials = [self._instances[name].breaker.begin_trial() for name in names if name is not None]
+        return [trial for trial in trials if trial is not None]
+
+    def _join(self, seat: Seat) -> None:
+        queue = self._again if seat.admitted else self._queue
+        if not seat.admitted and len(self._queue) >= self._limits.queue_size:
+            self.refused_full += 1
+            raise QueueError(
+                429,
+                f"all instances are at their limits, {len(self._queue)} request(s) are queued (limits.queue_size)",
+                RequestOutcome.QUEUE_FULL,
+                self.retry_after_s(),
+            )
+        self._loop = asyncio.get_running_loop()
+        seat.waits_since_s = time.monotonic()
+        queue[seat] = None
+
+    def _leave(self, seat: Seat) -> None:
+        waited_s = time.monotonic() - seat.waits_since_s
+        seat.queued_s += waited_s
+        self._last_wait_s = waited_s
+        self.on_waited(waited_s)
+        self._queue.pop(seat, None)
+        self._again.pop(seat, None)
+
+    def _move_up(self) -> None:
+        self._moving_up = False
+        # Retries may exclude some instances, so one that does not fit must not block the others.
+        for seat in list(self._again):
+            self._try(seat)
+        while self._queue:
+            if not self._try(next(iter(self._queue))):
+                break
+
+    def _try(self, seat: Seat) -> bool:
+        """Try to route a waiting request; True if its wait has ended, with a place or an error."""
+        granted = seat.granted
+        assert granted is not None
+        if not granted.done():  # else its client has just left, or its wait has timed out
+            try:
+                if not self._choose(seat):
+                    return False
+            except NoCandidateError as error:
+                if not seat.admitted:
+                    return False  # the last instance failed: one may recover before the timeout
+                granted.set_exception(error)
+            except Exception as error:
+                # A policy's defect must fail this request only, not block the requests behind it.
+                log.debug("a waiting request could not be routed", exc_info=True)
+                granted.set_exception(error)
+            else:
+                granted.set_result(None)
+        self._queue.pop(seat, None)
+        self._again.pop(seat, None)
+        return True
+
+
+class Seat:
+    """One request's place: ``route`` for every attempt, ``wait`` if there was no room, ``close`` at the end."""
+
+    __slots__ = (
+        "_admission",
+        "_routed",
+        "_trials",
+        "admitted",
+        "decided_s",
+        "granted",
+        "queued_s",
+        "request",
+        "tried",
+        "waits_since_s",
+    )
+
+    request: RequestView
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._routed: Routed | None = None
+        self._trials: list[Trial] = []
+        self.tried: Set[str] = NO_INSTANCES
+        self.admitted = False
+        self.granted: asyncio.Future[None] | None = None
+        self.waits_since_s = 0.0
+        self.queued_s = 0.0
+        """Seconds spent in the queue, over all attempts."""
+        self.decided_s = 0.0
+        """Seconds taken by the last decision."""
+
+    def route(self, request: RequestView, tried: Set[str]) -> Routed | None:
+        """Route now if there is room and the queue is empty. The caller owns the lease; None means ``wait``.
+
+        A request that was admitted before keeps its place in flight for further attempts and bypasses the queue.
+
+        Raises:
+            NoCandidateError: no instance, however idle, may take it.
+        """
+        admission = self._admission
+        self.request, self.tried = request, tried
+        self._end_trials()
+        if not self.admitted:
+            if admission._moving_up:
+                admission._move_up()
+            if admission._queue:
+                return None
+        return self._taken() if admission._choose(self) else None
+
+    async def wait(self) -> Routed:
+        """Wait for room and be routed, in order of arrival; retries of admitted requests come first.
+
+        Raises:
+            NoCandidateError: no instance may take it; for a retry, also on timeout.
+            QueueError: 429 when the queue is full, 503 on timeout.
+        """
+        admission = self._admission
+        if not self.admitted and not admission._can_answer(admission._instances.healthy()):
+            raise NoCandidateError("no healthy instance")
+        admission._join(self)
+        loop = asyncio.get_running_loop()
+        self.granted = loop.create_future()
+        deadline = loop.call_later(admission._limits.queue_timeout_s, self._late)
+        try:
+            await self.granted
+            return self._taken()
+        except asyncio.CancelledError:
+            admission.left += 1
+            raise
+        finally:
+            deadline.cancel()
+            self.granted = None
+            admission._leave(self)
+
+    def take(self, routed: Routed, decided_s: float) -> None:
+        """Record the routing result; called by ``Admission``."""
+        self._routed, self.decided_s = routed, decided_s
+        self._trials = self._admission._begin_trials(routed)
+        if not self.admitted:
+            self.admitted = True
+            self._admission.in_flight += 1
+
+    def close(self) -> None:
+        """Return everything the request still owns, on any outcome."""
+        routed, self._routed = self._routed, None
+        if routed is not None:  # cancelled at the moment in which it was routed
+            decision = routed.decision
+            for name in (decision.decode_on, decision.prefill_on):
+                if name is not None:
+                    routed.commitment.retract(name)
+            routed.commitment.release()
+        self._end_trials()
+        if self.admitted:
+            self.admitted = False
+            self._admission.in_flight -= 1
+            self._admission.wake()
+
+    def _taken(self) -> Routed:
+        routed, self._routed = self._routed, None
+        assert routed is not None
+        return routed
+
+    def _end_trials(self) -> None:
+        if self._trials:
+            for trial in self._trials:
+                trial.end()
+            self._trials = []
+            self._admission.wake()
+
+    def _late(self) -> None:
+        granted, admission = self.granted, self._admission
+        if granted is None or granted.done():
+            return
+        if self.admitted:
+            granted.set_exception(NoCandidateError("no other instance had room in time"))
+            return
+        admission.refused_late += 1
+        timeout_s = admission._limits.queue_timeout_s
+        granted.set_exception(
+            QueueError(
+                503,
+                f"no instance had room within {timeout_s:g} s (limits.queue_timeout_s)",
+                RequestOutcome.QUEUE_TIMEOUT,
+                admission.retry_after_s(),
+            )
+        )
+
+
+def _ignore_wait(_: float) -> None:
+    """Default of ``on_waited``."""

@@ -1,0 +1,140 @@
+"""Live router: the fleet's state, the active policy, and the synchronous step that decides and counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from policies.hotspots import HotspotTracker
+from policies.ledger import Ledger
+from policies.offload.base import OffloadPlanner
+from policies.predict.prefix_index import PrefixIndex
+from policies.registry import all_routing, make_planner, make_routing, offload_planners
+from policies.routing.base import RoutingPolicy
+from policies.session import Routed, RoutingSession
+from policies.sessions import SessionTable
+from policies.snapshot import FleetSnapshot
+from policies.state import FleetState
+from policies.types import Decision, RequestView, Role
+from proxy.request.parse import Endpoint, Parsed, parse_request, request_view, with_token_ids
+from proxy.request.token_chunks import TokenChunks
+from proxy.settings import Settings
+
+_RATIO_WEIGHT = 0.1
+
+
+class Router:
+    """Owner of the fleet's state. Switching the policy leaves index, sessions and ledger unchanged."""
+
+    def __init__(self, settings: Settings, is_base_model: Callable[[str], bool] = lambda _: False) -> None:
+        """``is_base_model`` returns True if the fleet serves a model name without an adapter."""
+        self._settings = settings
+        self._is_base_model = is_base_model
+        # Entry points are files on disk: read once, not on the event loop for every explanation.
+        self.known_policies = all_routing()
+        self.known_planners = offload_planners()
+        self.block_tokens = settings.index.block_tokens
+        self.bytes_per_token = settings.index.bytes_per_token
+        self._token_chunks = TokenChunks()
+        self.state = FleetState(
+            PrefixIndex(settings.index.capacity_blocks),
+            Ledger(settings.ledger.recent_half_life_s),
+            SessionTable(settings.sessions.capacity, settings.sessions.ttl_s),
+            HotspotTracker(),
+        )
+        self.state.predictor.exact.set_block_tokens(self.block_tokens)
+        self.routing = RoutingSession(
+            self.state,
+            make_routing(settings.policy.name, settings.policy.params),
+            make_planner(settings.offload.planner, settings.offload.params),
+            settings.classes.thresholds(),
+            settings.offload.hold_s,
+        )
+        for instance in settings.instances:
+            self.state.add_instance(instance.name, instance.role, instance.host, instance.transport, instance.connector)
+
+    @property
+    def policy(self) -> RoutingPolicy:
+        """The routing policy that decides now."""
+        return self.routing.policy
+
+    @property
+    def planner(self) -> OffloadPlanner:
+        """The offload planner that decides now."""
+        return self.routing.planner
+
+    def parse(self, endpoint: Endpoint, body: bytes) -> Parsed:
+        """Parse a body with the effective block sizes; raises RequestError."""
+        text_block_bytes = self._settings.index.text_block_bytes
+        return parse_request(
+            endpoint, body, self.block_tokens, text_block_bytes, self._is_base_model, self._token_chunks
+        )
+
+    def tokenized(self, parsed: Parsed, ids: Sequence[int]) -> Parsed:
+        """A text or chat request with the token ids of its prompt, so that its blocks are exact."""
+        return with_token_ids(parsed, ids, self.block_tokens, self._is_base_model(parsed.fields.model))
+
+    def view(self, parsed: Parsed, request_id: str, session_id: str | None) -> RequestView:
+        """The request's view for policies."""
+        return request_view(
+            parsed,
+            request_id,
+            session_id,
+            self.block_tokens,
+            self._settings.index.text_block_bytes,
+            self.bytes_per_token,
+        )
+
+    def route(self, request: RequestView, available: set[str]) -> Routed:
+        """Decide and count, without an await in between. Raises NoCandidateError."""
+        decoders, producers = self._by_role(available)
+        return self.routing.route(request, decoders, producers, time.monotonic())
+
+    def explain(self, request: RequestView, available: set[str]) -> tuple[FleetSnapshot, dict[str, Decision]]:
+        """Current decision of every installed policy, without counting it.
+
+        The active policy uses its parameters, the others their defaults. Raises NoCandidateError.
+        """
+        decoders, producers = self._by_role(available)
+        policies = self.known_policies | {self.policy.name: self.policy}
+        return self.routing.explain(request, policies, decoders, producers, time.monotonic())
+
+    def switch(
+        self,
+        name: str | None,
+        params: Mapping[str, Any] | None,
+        planner: str | None,
+        planner_params: Mapping[str, Any] | None,
+    ) -> None:
+        """Switch policy or planner; both are built before either is replaced. Raises ValueError if one is unknown."""
+        routing = self.routing
+        policy = make_routing(name, params) if name is not None else routing.policy
+        offload = make_planner(planner, planner_params) if planner is not None else routing.planner
+        routing.policy, routing.planner = policy, offload
+
+    def apply(self, settings: Settings) -> None:
+        """Apply other settings. Policy and planner stay: ``switch`` changes those."""
+        self._settings = settings
+        self.routing.thresholds = settings.classes.thresholds()
+        self.routing.hold_s = settings.offload.hold_s
+        self.state.sessions.set_bounds(settings.sessions.capacity, settings.sessions.ttl_s)
+        self.state.ledger.set_half_life(settings.ledger.recent_half_life_s)
+
+    def learn_ratio(self, text_bytes: int, prompt_tokens: int) -> None:
+        """Update the bytes-per-token ratio from an engine's token count (exponential average)."""
+        if text_bytes and prompt_tokens:
+            self.bytes_per_token += _RATIO_WEIGHT * (text_bytes / prompt_tokens - self.bytes_per_token)
+
+    def set_block_tokens(self, block_tokens: int) -> None:
+        """Set the engines' block size in tokens; index contents with another block size are dropped."""
+        if block_tokens != self.block_tokens:
+            self.block_tokens = block_tokens
+            for name in self.state.instances:
+                self.state.restarted(name)
+            self.state.predictor.exact.set_block_tokens(block_tokens)
+
+    def _by_role(self, available: set[str]) -> tuple[set[str], set[str]]:
+        """Instances that may decode, and those that may only prefill for another."""
+        decoders = {name for name in available if self.state.role(name) is not Role.KV_PRODUCER}
+        return decoders, available - decoders

@@ -1,0 +1,4 @@
+"""Compares runs of one trace: pairing, effects with intervals, noise floor, freshness, one verdict.
+
+May import ``replayer.records`` and ``replayer.traces``.
+"""

@@ -1,0 +1,183 @@
+"""The arms of a comparison: one or several runs of the same thing, from run files or from an experiment's directory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from replayer.records.runs import Run, read_run
+
+EXPERIMENT_FILE = "experiment.json"
+RUN_FILE = "run.jsonl"
+_DONE = "done"
+
+
+class ArmError(ValueError):
+    """Arms that cannot be read; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class ArmRun:
+    """One run of an arm."""
+
+    run: Run
+    path: Path | None = None
+    repeat: str = ""
+    """Name of the repeat; runs of different arms with the same name correspond to each other."""
+    needs_proof: bool = False
+    """Whether the run must have a proof of freshness beside it."""
+
+
+@dataclass(frozen=True)
+class ArmRuns:
+    """Runs of the same thing."""
+
+    label: str
+    runs: list[ArmRun]
+    configuration: str = ""
+    """Arms with the same configuration, where it is known, are the same thing (A/A); empty: unknown."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What an experiment's directory holds for a comparison."""
+
+    arms: list[ArmRuns]
+    """The baseline first."""
+    trace: Path | None
+    notes: list[str] = field(default_factory=list)
+
+
+def single(run: Run, label: str = "") -> ArmRuns:
+    """An arm of one run."""
+    return ArmRuns(label or run.header.label or "run", [ArmRun(run)])
+
+
+def read_arm(label: str, paths: Sequence[Path]) -> ArmRuns:
+    """An arm from run files.
+
+    Args:
+        label: its name; empty: the first run's label.
+        paths: of its repeats.
+
+    Raises:
+        ArmError: no path, a path twice, or a file without a request.
+        RecordError, OSError: a file cannot be read.
+    """
+    if not paths:
+        raise ArmError(f"arm '{label}' has no run: give --arm {label or 'NAME'}=RUN.jsonl[,RUN.jsonl...]")
+    repeated = [path for path, count in Counter(path.resolve() for path in paths).items() if count > 1]
+    if repeated:
+        raise ArmError(f"{repeated[0]} is given twice: the same file is not a repetition")
+    runs = [ArmRun(_read(path), path) for path in paths]
+    return ArmRuns(label or runs[0].run.header.label or "run", runs)
+
+
+def parse_arm(text: str) -> ArmRuns:
+    """``NAME=RUN.jsonl,RUN.jsonl`` as an arm.
+
+    Raises:
+        ArmError: not of that form.
+        RecordError, OSError: a file cannot be read.
+    """
+    label, separator, files = text.partition("=")
+    paths = [Path(one.strip()) for one in files.split(",") if one.strip()]
+    if not separator or not label.strip() or not paths:
+        raise ArmError(f"--arm {text}: expected NAME=RUN.jsonl[,RUN.jsonl...], one file for each repeat")
+    return read_arm(label.strip(), paths)
+
+
+def unique(arms: Sequence[ArmRuns]) -> list[ArmRuns]:
+    """The arms under different names: one used before gets a number."""
+    seen: Counter[str] = Counter()
+    renamed = []
+    for arm in arms:
+        seen[arm.label] += 1
+        number = seen[arm.label]
+        renamed.append(arm if number == 1 else replace(arm, label=f"{arm.label} ({number})"))
+    return renamed
+
+
+def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
+    """The runs of ``warmroute experiment run``.
+
+    Args:
+        directory: holds ``experiment.json``; run files lie under ``arms/<arm>/<repeat>/``.
+        force: leave out runs that are not done, with a note, instead of refusing.
+
+    Raises:
+        ArmError: not an experiment, or a run that is not done.
+        RecordError, OSError: a run file cannot be read.
+    """
+    plan = _plan(directory)
+    names = [_name(arm) for arm in plan.get("arms") or []]
+    baseline = plan.get("baseline") or (names[0] if names else "")
+    names.sort(key=lambda name: name != baseline)
+    configurations = (plan.get("config") or {}).get("arms") or {}
+    by_arm: dict[str, list[ArmRun]] = {name: [] for name in names}
+    notes = []
+    for planned in sorted(plan.get("runs") or [], key=lambda one: one.get("order") or 0):
+        name, repeat = _name(planned.get("arm")), str(planned.get("repeat", ""))
+        if name not in by_arm:
+            raise ArmError(f"{directory / EXPERIMENT_FILE}: a run names arm '{name}', which is not among its arms")
+        state = planned.get("state", _DONE)
+        if state != _DONE:
+            why = "; ".join(planned.get("reasons") or []) or "it was never finished"
+            told = f"run {repeat} of arm '{name}' is {state}: {why}"
+            if not force:
+                raise ArmError(
+                    f"{directory}: {told}. Resume the experiment, or pass --force to compare the runs that are done."
+                )
+            notes.append(f"{told}; it is left out")
+            continue
+        path = directory / (planned.get("path") or f"arms/{name}/{repeat}")
+        if path.is_dir() or path.suffix != ".jsonl":
+            path /= RUN_FILE
+        by_arm[name].append(ArmRun(_read(path), path, repeat, needs_proof=plan.get("backend") == "live"))
+    for name in [name for name, runs in by_arm.items() if not runs]:
+        if not force:
+            raise ArmError(f"{directory}: arm '{name}' has no finished run; resume the experiment")
+        notes.append(f"arm '{name}' has no finished run")
+        del by_arm[name]
+    arms = [
+        ArmRuns(name, runs, _as_text(configurations[name]) if name in configurations else "")
+        for name, runs in by_arm.items()
+    ]
+    told_trace = (plan.get("trace") or {}).get("path") if isinstance(plan.get("trace"), dict) else plan.get("trace")
+    return Experiment(arms, directory / told_trace if told_trace else None, notes)
+
+
+def _plan(directory: Path) -> dict[str, Any]:
+    path = directory / EXPERIMENT_FILE
+    try:
+        plan = msgspec.json.decode(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ArmError(
+            f"{directory} is a directory without {EXPERIMENT_FILE}: give run files, or the directory of "
+            "`warmroute experiment run`"
+        ) from error
+    except msgspec.MsgspecError as error:
+        raise ArmError(f"{path}: not JSON ({error})") from error
+    if not isinstance(plan, dict) or not plan.get("arms"):
+        raise ArmError(f"{path}: names no arms; is it the file of `warmroute experiment run`?")
+    return plan
+
+
+def _name(arm: Any) -> str:
+    return str(arm.get("name", "")) if isinstance(arm, dict) else str(arm)
+
+
+def _as_text(configuration: Any) -> str:
+    return msgspec.json.encode(configuration, order="sorted").decode()
+
+
+def _read(path: Path) -> Run:
+    run = read_run(path)
+    if not run.records:
+        raise ArmError(f"{path}: holds no request; replay again")
+    return run

@@ -1,0 +1,257 @@
+"""Command ``compare``: verdicts in the terminal, or everything as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from replayer.compare.goodput import SloTokens
+from replayer.compare.noise_floor import ASSUMED_FLOOR
+
+if TYPE_CHECKING:
+    from replayer.compare.arms import ArmRuns
+    from replayer.compare.comparison import Comparison
+    from replayer.compare.goodput import Slo
+    from replayer.traces.trace import Trace
+
+Runs = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        help="Run files written by `warmroute replay` or `simulate`, one for each arm, the baseline first; or the "
+        "directory of one experiment (`warmroute experiment run`).",
+        show_default=False,
+    ),
+]
+ArmOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--arm",
+        help="NAME=RUN.jsonl,RUN.jsonl,...: an arm that was run several times. May be repeated; the first arm is the "
+        "baseline unless --baseline names another.",
+        show_default=False,
+    ),
+]
+SameOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--aa",
+        help="RUN.jsonl,RUN.jsonl,...: runs of one and the same thing, which tell how much runs differ by chance. May "
+        "be repeated, each with another thing.",
+        show_default=False,
+    ),
+]
+Baseline = Annotated[str, typer.Option(help="Name of the arm the others are compared with. Default: the first.")]
+Resamples = Annotated[int, typer.Option(min=1000, help="Bootstrap resamples of sessions.")]
+Seed = Annotated[int, typer.Option(help="Seed of the resamples.")]
+SkipFirst = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="Leave out, in every arm, what the plan schedules in the first engine seconds. Default: until a tenth of "
+        "the plan's prompt tokens was due.",
+        show_default="automatic",
+    ),
+]
+SkipLast = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="Leave out, in every arm, what the plan schedules in the last engine seconds. Default: what comes after "
+        "the last session's arrival, at most a tenth of the requests.",
+        show_default="automatic",
+    ),
+]
+KeepAll = Annotated[bool, typer.Option("--keep-all", help="Leave nothing out at the start or the end.")]
+Clock = Annotated[
+    str, typer.Option(help="Where TTFT and E2E start: 'sent' (the client sent it) or 'scheduled' (the plan wanted it).")
+]
+SloTtft = Annotated[
+    float | None, typer.Option("--slo-ttft-s", help="Objective for goodput: TTFT at most this.", show_default="none")
+]
+SloTpot = Annotated[
+    float | None, typer.Option("--slo-tpot-s", help="Objective for goodput: TPOT at most this.", show_default="none")
+]
+SloE2e = Annotated[
+    float | None, typer.Option("--slo-e2e-s", help="Objective for goodput: E2E at most this.", show_default="none")
+]
+SloBase = Annotated[
+    float | None,
+    typer.Option(
+        "--slo-ttft-base-s",
+        help="Length-scaled TTFT objective: base + slope x tokens. The base.",
+        show_default="none; 0 with a slope",
+    ),
+]
+SloSlope = Annotated[
+    float | None,
+    typer.Option(
+        "--slo-ttft-per-1k-tokens-s",
+        help="Length-scaled TTFT objective: what 1,000 tokens add.",
+        show_default="none; 0 with a base",
+    ),
+]
+SloOf = Annotated[
+    SloTokens,
+    typer.Option(
+        "--slo-tokens",
+        help="Tokens of the length-scaled objective: the whole prompt, or what the client adds to the turn before.",
+    ),
+]
+AssumedFloor = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="Where no arm was repeated and no --aa is given: the fraction by which the times of two runs of the same "
+        "thing are assumed to differ at most, in 95 of 100 cases. 0: runs repeat exactly.",
+    ),
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        help="The trace that was replayed: cache hits are then checked request by request against what it allows. An "
+        "experiment's own trace is used without asking.",
+        show_default=False,
+    ),
+]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force",
+        help="Compare all the same: runs of different traces, scales or limits, arms measured on warm fleets, and "
+        "experiments with runs that are not done. What speaks against it is printed.",
+    ),
+]
+
+
+def compare_command(
+    runs: Runs = None,
+    arm: ArmOption = None,
+    aa: SameOption = None,
+    baseline: Baseline = "",
+    resamples: Resamples = 2000,
+    seed: Seed = 0,
+    skip_first_s: SkipFirst = None,
+    skip_last_s: SkipLast = None,
+    keep_all: KeepAll = False,
+    clock: Clock = "sent",
+    slo_ttft_s: SloTtft = None,
+    slo_tpot_s: SloTpot = None,
+    slo_e2e_s: SloE2e = None,
+    slo_ttft_base_s: SloBase = None,
+    slo_ttft_per_1k_tokens_s: SloSlope = None,
+    slo_tokens: SloOf = SloTokens.PROMPT,
+    assumed_noise: AssumedFloor = ASSUMED_FLOOR,
+    trace: TraceFile = None,
+    force: Force = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Compare runs of one trace, paired by request, with 95 % intervals by bootstrap over sessions and repeats.
+
+    Requests are paired by (session_id, turn, chat_id). Times are compared over requests that succeeded in every run of
+    both arms. The cold start and the drain at the end of the plan are left out of all arms by one rule. A metric is
+    called better or worse when its p-value, corrected by Holm over all metrics of all candidates, is below 0.05 and the
+    change is not below the noise floor. An arm that was measured on a warm fleet is refused. See docs/compare.md.
+    """
+    from replayer.compare.comparison import CompareOptions
+    from replayer.compare.conditions import ComparisonError
+    from replayer.compare.goodput import Slo
+
+    if keep_all and (skip_first_s is not None or skip_last_s is not None):
+        _stop("--keep-all leaves nothing out: give it without --skip-first-s and --skip-last-s")
+    arms, same, found_trace, notes = _read(runs or [], arm or [], aa or [], trace, force=force)
+    if baseline:
+        if baseline not in (names := [one.label for one in arms]):
+            _stop(f"--baseline {baseline}: there is no such arm; there are {', '.join(names)}")
+        arms.sort(key=lambda one: one.label != baseline)
+    options = CompareOptions(
+        resamples=resamples,
+        seed=seed,
+        force=force,
+        skip_first_s=0.0 if keep_all else skip_first_s,
+        skip_last_s=0.0 if keep_all else skip_last_s,
+        clock=clock,
+        slo=Slo(slo_ttft_s, slo_tpot_s, slo_e2e_s, slo_ttft_base_s, slo_ttft_per_1k_tokens_s, slo_tokens),
+        assumed_floor=assumed_noise,
+        trace=found_trace,
+    )
+    from replayer.compare.runs import compare_arms
+
+    try:
+        comparisons = compare_arms(arms, options, same=same)
+    except ComparisonError as error:
+        _stop(str(error))
+    if as_json:
+        told = [{**found.as_json(), "notes": [*notes, *found.notes]} for found in comparisons]
+        sys.stdout.write(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+        return
+    _print(comparisons, notes, options.slo)
+
+
+def _read(
+    runs: list[Path], specs: list[str], same: list[str], trace: Path | None, *, force: bool
+) -> tuple[list[ArmRuns], list[ArmRuns], Trace | None, list[str]]:
+    """Arms, A/A groups, the trace where there is one, and notes; what cannot be read ends the command, status 2."""
+    from replayer.compare.arms import ArmError, parse_arm, read_arm, read_experiment, unique
+    from replayer.records.runs import RecordError
+    from replayer.traces.trace import TraceError, load_trace
+
+    arms: list[ArmRuns] = []
+    notes: list[str] = []
+    try:
+        for path in runs:
+            if not path.is_dir():
+                arms.append(read_arm("", [path]))
+                continue
+            if len(runs) > 1 or specs:
+                _stop(f"{path}: an experiment's directory holds all arms; give it alone")
+            experiment = read_experiment(path, force=force)
+            arms, notes = experiment.arms, experiment.notes
+            trace = trace or (experiment.trace if experiment.trace and experiment.trace.exists() else None)
+        arms = unique([*arms, *(parse_arm(spec) for spec in specs)])
+        groups = [
+            read_arm(f"A/A {number}", [Path(one) for one in spec.split(",")]) for number, spec in enumerate(same, 1)
+        ]
+        for group in groups:
+            if len(group.runs) < 2:
+                _stop("--aa needs at least two runs of the same thing: --aa RUN.jsonl,RUN.jsonl[,...]")
+        if len(arms) < 2:
+            _stop(
+                "compare needs two arms: BASELINE.jsonl CANDIDATE.jsonl [...], --arm twice, or an experiment's folder"
+            )
+        return arms, groups, load_trace(trace) if trace is not None else None, notes
+    except (ArmError, RecordError, TraceError) as error:
+        _stop(str(error))
+    except OSError as error:
+        _stop(f"{error.filename or ''}: {error.strerror}")
+
+
+def _print(comparisons: list[Comparison], notes: list[str], slo: Slo) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    from replayer.compare.tables import effects_table, floor_table, goodput_lines
+
+    console = Console()
+    for note in notes:
+        console.print(escape(note), style="red")
+    if comparisons[0].noise_floor:
+        console.print(floor_table(comparisons[0]))
+        console.print()
+    for found in comparisons:
+        console.print(effects_table(found))
+        for line in goodput_lines(found, slo):
+            console.print(escape(line))
+        for note in found.notes:
+            console.print(f"[dim]{escape(note)}[/dim]")
+        console.print(escape(found.sentence), style="bold")
+        console.print()
+
+
+def _stop(message: str) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(2)

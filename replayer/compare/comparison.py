@@ -1,0 +1,103 @@
+"""What a comparison is asked for, and what it found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from replayer.compare.goodput import Slo
+from replayer.compare.noise_floor import ASSUMED_FLOOR, FloorRow
+from replayer.compare.pairing import Pairing
+from replayer.compare.statistics.tests import ALPHA, Effect
+from replayer.compare.verdict import verdict_sentence
+from replayer.compare.window import Window
+from replayer.traces.trace import Trace
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """How arms are compared."""
+
+    resamples: int = 2000
+    """Bootstrap resamples."""
+    seed: int = 0
+    """Of the resamples."""
+    force: bool = False
+    """Compare runs of unlike conditions or warm fleets all the same; the reasons become notes."""
+    skip_first_s: float | None = 0.0
+    """Engine seconds left out at the start of the plan; None: the rule of `replayer.compare.window`."""
+    skip_last_s: float | None = 0.0
+    """Engine seconds left out at the end of the plan; None: the rule of `replayer.compare.window`."""
+    clock: str = "sent"
+    """Where TTFT and E2E start: "sent" or "scheduled"."""
+    slo: Slo = field(default_factory=Slo)
+    """Objectives for goodput."""
+    assumed_floor: float = ASSUMED_FLOOR
+    """By how much two runs of the same thing differ in their times at most (95 of 100 cases), as a fraction, where
+    neither repeats nor A/A runs tell; 0: runs repeat exactly."""
+    trace: Trace | None = None
+    """What was replayed; with it, cache hits are checked request by request (`replayer.compare.freshness`)."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One candidate against the baseline."""
+
+    baseline_label: str
+    candidate_label: str
+    pairing: Pairing
+    sessions: int
+    effects: list[Effect]
+    resamples: int
+    seed: int
+    clock: str
+    skip_first_s: float
+    """Planned engine seconds left out at the start."""
+    window: Window
+    runs: tuple[int, int]
+    """Runs of the baseline and of the candidate."""
+    family: int
+    """Tests that were corrected together: all judged metrics of all candidates."""
+    noise_floor: list[FloorRow]
+    """What runs of the same thing differ by; empty where there are none."""
+    goodput_per_s: dict[str, tuple[float, float]]
+    """Goodput metric -> requests per second that met the objectives, baseline and candidate."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader must know: conditions that differ, unmatched or failed requests."""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        return verdict_sentence(
+            self.baseline_label, self.candidate_label, self.effects, noise_known=bool(self.noise_floor)
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        pairing = self.pairing
+        return {
+            "baseline": self.baseline_label,
+            "candidate": self.candidate_label,
+            "verdict": self.sentence,
+            "runs": {"baseline": self.runs[0], "candidate": self.runs[1]},
+            "pairs": len(pairing.keys),
+            "pairs_ok_in_both": pairing.both_ok,
+            "sessions": self.sessions,
+            "failed": {"baseline": pairing.failed_baseline, "candidate": pairing.failed_candidate},
+            "unmatched": {"baseline": pairing.unmatched_baseline, "candidate": pairing.unmatched_candidate},
+            "skip_first_s": self.skip_first_s,
+            "skipped": pairing.skipped,
+            "window": {"first_s": self.window.first_s, "last_s": self.window.last_s, "span_s": self.window.span_s},
+            "clock": self.clock,
+            "resamples": self.resamples,
+            "seed": self.seed,
+            "correction": "holm",
+            "family": self.family,
+            "alpha": ALPHA,
+            "effects": [effect.as_json() for effect in self.effects],
+            "noise_floor": [{name: getattr(row, name) for name in row.__slots__} for row in self.noise_floor],
+            "goodput_per_s": {
+                name: {"baseline": before, "candidate": after} for name, (before, after) in self.goodput_per_s.items()
+            },
+            "notes": self.notes,
+        }

@@ -1,0 +1,113 @@
+"""Runs that must not be compared: other conditions, a run cut off, a fleet that was not fresh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+from replayer.compare.arms import ArmRun, ArmRuns
+from replayer.compare.freshness import FRESH_FILE, engines_of, stale_reasons
+from replayer.records.runs import Run
+from replayer.traces.trace import Trace
+
+_MUST_AGREE = ("trace_sha256", "time_scale", "think_scale", "clock_scale", "max_inflight_sessions", "request_limit")
+_WORTH_TELLING = ("model", "warmroute_version")
+
+
+class ComparisonError(ValueError):
+    """Runs that must not be compared; the message says why and what to do."""
+
+
+def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool) -> list[str]:
+    """Check all runs against the first one and for freshness.
+
+    Args:
+        arms: the baseline, candidates, and A/A groups.
+        trace: what was replayed, where it is at hand.
+        force: do not refuse.
+
+    Returns:
+        What a reader must know, the reasons against comparing included when ``force`` overrides them.
+
+    Raises:
+        ComparisonError: there are reasons against it and ``force`` is False.
+    """
+    leader = arms[0].runs[0].run
+    if trace is not None and leader.header.trace_sha256 and trace.sha256 != leader.header.trace_sha256:
+        raise ComparisonError(
+            f"{trace.name} is not the trace that was replayed (SHA-256 {trace.sha256[:12]}, the runs say "
+            f"{leader.header.trace_sha256[:12]}); give the file that was"
+        )
+    named = _names(arms)
+    unlike = list(chain.from_iterable(_unlike(leader, one.run, named[0][0], name) for name, one in named))
+    if unlike and not force:
+        raise ComparisonError(
+            f"{_listed(named)} are not runs of the same experiment: {'; '.join(unlike)}. "
+            "Replay all under the same conditions, or pass --force to compare all the same."
+        )
+    warm = [*chain.from_iterable(_warm(name, one, trace) for name, one in named), *_reused(named)]
+    if warm and not force:
+        raise ComparisonError(
+            f"{'; '.join(warm)}. A warm arm's figures are not a policy's: start its engines anew and replay it, "
+            "or pass --force to compare all the same."
+        )
+    return [*unlike, *warm, *_worth_telling(named)]
+
+
+def _names(arms: Sequence[ArmRuns]) -> list[tuple[str, ArmRun]]:
+    named = []
+    for arm in arms:
+        for number, one in enumerate(arm.runs, 1):
+            several = f" (run {one.repeat or number})" if len(arm.runs) > 1 else ""
+            named.append((f"'{arm.label}'{several}", one))
+    return named
+
+
+def _listed(named: Sequence[tuple[str, ArmRun]]) -> str:
+    names = [name for name, _ in named]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _unlike(leader: Run, run: Run, leader_name: str, name: str) -> list[str]:
+    reasons = []
+    for field in _MUST_AGREE:
+        before, after = getattr(leader.header, field), getattr(run.header, field)
+        if before != after:
+            reasons.append(f"{field} differs ({before} against {after}, in {leader_name} and {name})")
+    if run.end is None:
+        reasons.append(f"the run {name} is not complete (its last line is missing)")
+    return reasons
+
+
+def _warm(name: str, one: ArmRun, trace: Trace | None) -> list[str]:
+    directory = one.path.parent if one.path is not None else None
+    reasons = stale_reasons(one.run, directory=directory, trace=trace)
+    if one.needs_proof and directory is not None and not (directory / FRESH_FILE).exists():
+        reasons.append(f"there is no {FRESH_FILE} beside it, so nothing proves that its fleet was fresh")
+    return [f"{name} was measured on a warm fleet: {'; '.join(reasons)}"] if reasons else []
+
+
+def _reused(named: Sequence[tuple[str, ArmRun]]) -> list[str]:
+    """Runs whose engines served another run as well; runs in one folder share one proof and are not looked at."""
+    reasons = []
+    seen: dict[str, tuple[str, Path]] = {}
+    for name, one in named:
+        if one.path is None:
+            continue
+        folder = one.path.parent.resolve()
+        for engine in sorted(engines_of(folder)):
+            other, elsewhere = seen.setdefault(engine, (name, folder))
+            if elsewhere != folder:
+                reasons.append(f"{name} was measured on a warm fleet: {engine} served {other} as well")
+                break
+    return reasons
+
+
+def _worth_telling(named: Sequence[tuple[str, ArmRun]]) -> list[str]:
+    notes = []
+    for field in _WORTH_TELLING:
+        values = {str(getattr(one.run.header, field)): name for name, one in named}
+        if len(values) > 1:
+            notes.append(f"{field} differs ({', '.join(f'{value} in {name}' for value, name in values.items())})")
+    return notes

@@ -1,0 +1,1 @@
+"""Statistics of a comparison: bootstrap over sessions, tests and their correction, power."""

@@ -1,0 +1,84 @@
+"""Writes a run file so that a crash costs at most the line being written, and reopens it to go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from replayer.records.runs import RecordError, RequestRecord, RunEnd, RunHeader, encode_line, read_run
+
+_SAME = ("trace_sha256", "time_scale", "think_scale", "clock_scale", "request_limit", "seed", "model")
+
+
+class Journal:
+    """An open run file. Use as a context manager; every line is flushed to the operating system.
+
+    Args:
+        path: The file; a new one is made unless ``resume``.
+        header: The run. On resume it must agree with the file's in everything that decides what is sent.
+        resume: Go on with an existing file (a missing one is made).
+
+    Raises:
+        RecordError: the file exists (without resume), is complete, or belongs to another run.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, header: RunHeader, *, resume: bool = False) -> None:
+        self.path = path
+        self.recorded: dict[str, RequestRecord] = {}
+        """Records found on resume, by request id."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        has_lines = path.exists() and b"\n" in path.read_bytes()
+        if not resume and path.exists() and path.stat().st_size:
+            raise RecordError(f"{path}: exists already; give another --output, or --resume to go on with it")
+        if has_lines:
+            self._check(header)
+        self.ok = sum(record.ok for record in self.recorded.values())
+        self.count = len(self.recorded)
+        self._file: IO[bytes] = path.open("r+b" if has_lines else "wb")
+        if has_lines:
+            # Cut the torn line a crash may have left, so that the next line starts clean.
+            self._file.seek(path.read_bytes().rfind(b"\n") + 1)
+            self._file.truncate()
+            header.options = header.options | {"resumed_after_requests": self.count}
+        self._write(header)
+
+    def _check(self, header: RunHeader) -> None:
+        run = read_run(self.path)
+        for name in _SAME:
+            before, now = getattr(run.header, name), getattr(header, name)
+            if before != now:
+                raise RecordError(
+                    f"{self.path}: was made with {name} = {before!r}, now {now!r}; resume with the same settings, "
+                    "or give another --output"
+                )
+        if run.end is not None:
+            raise RecordError(f"{self.path}: is complete ({run.end.requests} requests); nothing to resume")
+        self.recorded = {record.request_id: record for record in run.records}
+
+    def _write(self, item: RunHeader | RequestRecord | RunEnd) -> None:
+        self._file.write(encode_line(item))
+        self._file.flush()
+
+    def add(self, record: RequestRecord) -> None:
+        """Write one request's record."""
+        self._write(record)
+        self.count += 1
+        self.ok += record.ok
+
+    def finish(self, finished_unix_s: float) -> None:
+        """Write the line that marks the run complete."""
+        self._write(RunEnd(finished_unix_s=finished_unix_s, requests=self.count, ok=self.ok))
+
+    def close(self) -> None:
+        """Close the file; what was written stays."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,172 @@
+"""The record of a run: one JSON line for the run, one per request, one that says it is complete.
+
+Lines are written whole and flushed, so a crash can tear only the last one; `read_run` tolerates that and nothing else.
+All times are engine seconds (wall seconds x ``clock_scale``), offsets from the start of the run unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+SCHEMA = 1
+"""Version of the record schema this module reads and writes."""
+
+
+class RecordError(ValueError):
+    """A run file that cannot be read; the message names file, line and remedy."""
+
+
+class RunHeader(msgspec.Struct, kw_only=True, tag_field="kind", tag="run"):
+    """First line: what was replayed against what, and how."""
+
+    schema: int = SCHEMA
+    label: str = ""
+    trace: str = ""
+    trace_sha256: str = ""
+    endpoint: str = ""
+    model: str = ""
+    time_scale: float = 1.0
+    """Arrivals of the trace are divided by this."""
+    think_scale: float = 1.0
+    """Think times between the turns of one session are divided by this."""
+    clock_scale: float = 1.0
+    """How many times faster than real time the engines run; recorded times are wall seconds times this."""
+    max_inflight_sessions: int | None = None
+    request_limit: int | None = None
+    seed: int = 0
+    started_unix_s: float = 0.0
+    warmroute_version: str = ""
+    offered: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Offered load of the plan as computed before the run (see ``replayer.replay.plan.OfferedLoad``)."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The remaining settings of the replay, for the record."""
+
+
+class RequestRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="request"):
+    """One request's fate. Every planned request of a complete run has exactly one."""
+
+    request_id: str
+    session_id: str
+    turn: int
+    chat_id: int
+    trace_timestamp_s: float
+    """Arrival in the trace, unscaled."""
+    scheduled_s: float
+    """When the open-loop plan, or the previous turn's end plus think time, wanted it sent."""
+    sent_s: float | None = None
+    """When the client began to send it; null when it never got that far."""
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    ttft_s: float | None = None
+    """From sent to the first event that carries a token."""
+    ttft_scheduled_s: float | None = None
+    tpot_s: float | None = None
+    """(last token - first token) / (completion tokens - 1); null below two tokens."""
+    e2e_s: float | None = None
+    e2e_scheduled_s: float | None = None
+    input_length: int = 0
+    """Prompt tokens the trace asks for."""
+    output_length: int = 0
+    """Output tokens the trace asks for."""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens the engine says it had cached; null when it did not say (see `read_run` on 0)."""
+    ok: bool = False
+    error: str | None = None
+    http_status: int | None = None
+    instance: str | None = None
+    prefill_instance: str | None = None
+    request_class: str | None = None
+    """The proxy's decision-time class header (by predicted cached tokens)."""
+    reason: str | None = None
+    predicted_cached_tokens: int | None = None
+
+    @property
+    def new_tokens(self) -> int | None:
+        """Prompt tokens the engine had to compute (prompt - cached actual); None when the engine did not say."""
+        if self.prompt_tokens is None or self.cached_tokens is None:
+            return None
+        return self.prompt_tokens - self.cached_tokens
+
+
+class RunEnd(msgspec.Struct, kw_only=True, tag_field="kind", tag="end"):
+    """Last line of a complete run."""
+
+    finished_unix_s: float
+    requests: int
+    ok: int
+
+
+class Run(NamedTuple):
+    """A run read back. ``end`` is None when the run was cut off (it can be resumed)."""
+
+    header: RunHeader
+    records: list[RequestRecord]
+    end: RunEnd | None
+
+
+_DECODER = msgspec.json.Decoder(RunHeader | RequestRecord | RunEnd)
+_ENCODER = msgspec.json.Encoder()
+
+
+def encode_line(record: RunHeader | RequestRecord | RunEnd) -> bytes:
+    """One record as a JSON line, newline included."""
+    return _ENCODER.encode(record) + b"\n"
+
+
+def read_run(path: str | Path) -> Run:
+    """Read a run file.
+
+    A last line without its newline is the mark of a crash while writing and is ignored. Where one request was recorded
+    twice (a run resumed by hand), the later record counts.
+
+    vLLM leaves ``cached_tokens`` out of the usage where it is 0. A request without the figure therefore counts as 0
+    where its instance gave the figure for other requests of the run; otherwise misses would drop out of every hit rate.
+
+    Raises:
+        RecordError: not a run file, a schema this version does not know, or a broken line that is not the last.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    data = path.read_bytes()
+    complete = data[: data.rfind(b"\n") + 1]
+    header: RunHeader | None = None
+    end: RunEnd | None = None
+    records: dict[str, RequestRecord] = {}
+    for number, line in enumerate(complete.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            item = _DECODER.decode(line)
+        except msgspec.MsgspecError as error:
+            hint = "is this a file written by `warmroute replay`?" if number == 1 else "remove the line or replay again"
+            raise RecordError(f"{path}:{number}: not a run record ({error}); {hint}") from error
+        if isinstance(item, RunHeader):
+            if item.schema != SCHEMA:
+                raise RecordError(f"{path}:{number}: record schema {item.schema}, this version reads {SCHEMA}")
+            header = header or item
+        elif header is None:
+            raise RecordError(
+                f"{path}:{number}: the first line must be the run header; the file has lost its beginning"
+            )
+        elif isinstance(item, RunEnd):
+            end = item
+        else:
+            records[item.request_id] = item
+            end = None
+    if header is None:
+        raise RecordError(f"{path}: no run header; the file is empty or was cut before the first line was written")
+    complete_records = list(records.values())
+    _fill_zero_hits(complete_records)
+    return Run(header, complete_records, end)
+
+
+def _fill_zero_hits(records: list[RequestRecord]) -> None:
+    reporting = {record.instance for record in records if record.cached_tokens is not None}
+    for record in records:
+        if record.cached_tokens is None and record.prompt_tokens is not None and record.instance in reporting:
+            record.cached_tokens = 0

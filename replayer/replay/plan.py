@@ -1,0 +1,194 @@
+"""The plan of a replay: which sessions, when they arrive, how long a client thinks, and the load that makes.
+
+All times are engine seconds from the start of the run. A session arrives at its trace time / ``time_scale``. A
+later turn is due after the one before it:
+- where the trace knows think times (or how long calls took): previous turn's end + think time / ``think_scale``;
+- else at the previous turn's due time + gap in the trace / ``think_scale``, never before the previous turn's end.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from replayer.traces.ideal import cached_tokens
+from replayer.traces.trace import Trace, TraceError, TraceRequest
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One turn of the plan."""
+
+    request: TraceRequest
+    request_id: str
+    wait_s: float
+    """Scaled think time (``after_end``) or scaled gap between due times; 0 for the first turn."""
+    after_end: bool
+    """Whether ``wait_s`` counts from the previous turn's end."""
+
+
+class SessionPlan(msgspec.Struct, frozen=True):
+    """The turns of one session, in order."""
+
+    session_id: str
+    arrival_s: float
+    steps: list[Step]
+
+
+class OfferedLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan asks of the fleet, in engine seconds, if every call took as long as in the trace (or no time)."""
+
+    requests: int
+    sessions: int
+    cut_sessions: int
+    """Sessions of which only the first turns fit the request limit."""
+    span_s: float
+    requests_per_s: float
+    prompt_tokens_per_s: float
+    new_tokens_per_s: float
+    """Prompt tokens that one infinite cache would not hold: the least prefill any fleet must do."""
+    output_tokens_per_s: float
+    ideal_apc: float
+    input_mean_tokens: float
+    output_mean_tokens: float
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is sent, and the load it offers."""
+
+    sessions: list[SessionPlan]
+    offered: OfferedLoad
+
+    @property
+    def requests(self) -> int:
+        return self.offered.requests
+
+
+class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the trace is scaled and cut."""
+
+    time_scale: float = 1.0
+    think_scale: float | None = None
+    """None: as ``time_scale``."""
+    request_limit: int | None = None
+    idle_gap_cap_s: float | None = 60.0
+    """Longest think time or gap, before scaling; None: no cap."""
+
+
+def choose_sessions(trace: Trace, request_limit: int | None) -> tuple[list[list[TraceRequest]], int]:
+    """Whole sessions by arrival while they fit; the first that does not fit is cut to what is left.
+
+    Returns:
+        The turns of every chosen session, and how many sessions (0 or 1) were cut.
+    """
+    chosen: list[list[TraceRequest]] = []
+    left = len(trace.requests) if request_limit is None else request_limit
+    for turns in trace.sessions().values():
+        if left <= 0:
+            break
+        if len(turns) > left:
+            chosen.append(turns[:left])
+            return chosen, 1
+        chosen.append(turns)
+        left -= len(turns)
+    return chosen, 0
+
+
+def wait_between(before: TraceRequest, request: TraceRequest, cap_s: float | None) -> tuple[float, bool]:
+    """How long a turn waits after the one before it, unscaled, and whether that counts from the other's end."""
+    gap_s = max(request.timestamp_s - before.timestamp_s, 0.0)
+    if request.think_time_s is not None:
+        wait = (max(request.think_time_s, 0.0), True)
+    elif before.api_time_s is not None:
+        wait = (max(gap_s - before.api_time_s, 0.0), True)
+    else:
+        wait = (gap_s, False)
+    return (wait[0] if cap_s is None else min(wait[0], cap_s), wait[1])
+
+
+def _waits(turns: list[TraceRequest], cap_s: float | None) -> list[tuple[float, bool]]:
+    return [(0.0, False), *(wait_between(before, request, cap_s) for before, request in pairwise(turns))]
+
+
+def id_prefix(sha256: str) -> str:
+    """What the request ids of a trace begin with."""
+    return sha256[:8] or "trace"
+
+
+def make_plan(trace: Trace, options: PlanOptions) -> Plan:
+    """Choose, scale and measure.
+
+    Raises:
+        TraceError: nothing to send, or a scale that is not positive.
+    """
+    think_scale = options.time_scale if options.think_scale is None else options.think_scale
+    if options.time_scale <= 0 or think_scale <= 0:
+        raise TraceError("--time-scale and --think-scale must be above 0 (2 means twice as fast)")
+    if options.request_limit is not None and options.request_limit < 1:
+        raise TraceError("--request-limit must be at least 1")
+    chosen, cut = choose_sessions(trace, options.request_limit)
+    if not chosen:
+        raise TraceError(f"{trace.name}: no requests to replay")
+    start_s = chosen[0][0].timestamp_s
+    prefix = id_prefix(trace.sha256)
+    plans = []
+    ends_s = [0.0]
+    for turns in chosen:
+        arrival_s = (turns[0].timestamp_s - start_s) / options.time_scale
+        steps = []
+        due_s = arrival_s
+        before: TraceRequest | None = None
+        for request, (wait_s, after_end) in zip(turns, _waits(turns, options.idle_gap_cap_s), strict=True):
+            scaled_s = wait_s / think_scale
+            steps.append(Step(request, f"{prefix}-{request.chat_id}", scaled_s, after_end))
+            due_s += scaled_s
+            if after_end and before is not None:
+                due_s += before.api_time_s or 0.0
+            before = request
+        ends_s.append(due_s)
+        plans.append(SessionPlan(turns[0].session_id, arrival_s, steps))
+    return Plan(sessions=plans, offered=_offered(trace, plans, cut, max(ends_s)))
+
+
+def _offered(trace: Trace, plans: list[SessionPlan], cut: int, span_s: float) -> OfferedLoad:
+    requests = sorted((step.request for plan in plans for step in plan.steps), key=lambda r: r.timestamp_s)
+    prompt = sum(r.input_length for r in requests)
+    output = sum(max(r.output_length, 1) for r in requests)
+    hits = sum(cached_tokens(requests, trace.block_tokens, lambda _index, _request: 0))
+    # One instant's worth of requests has no rate of its own; count it as one second.
+    over_s = span_s if span_s > 0 else 1.0
+    return OfferedLoad(
+        requests=len(requests),
+        sessions=len(plans),
+        cut_sessions=cut,
+        span_s=span_s,
+        requests_per_s=len(requests) / over_s,
+        prompt_tokens_per_s=prompt / over_s,
+        new_tokens_per_s=(prompt - hits) / over_s,
+        output_tokens_per_s=output / over_s,
+        ideal_apc=hits / prompt,
+        input_mean_tokens=prompt / len(requests),
+        output_mean_tokens=output / len(requests),
+    )
+
+
+def describe(offered: OfferedLoad) -> list[tuple[str, str]]:
+    """The offered load as rows of a table."""
+    cut = f" ({offered.cut_sessions} of them cut)" if offered.cut_sessions else ""
+    return [
+        ("requests", f"{offered.requests:,} in {offered.sessions:,} sessions{cut}"),
+        ("span", f"{offered.span_s:,.1f} s"),
+        ("requests/s", f"{offered.requests_per_s:,.3f}"),
+        ("prompt tokens/s", f"{offered.prompt_tokens_per_s:,.0f}"),
+        ("new tokens/s (infinite cache)", f"{offered.new_tokens_per_s:,.0f}"),
+        ("output tokens/s", f"{offered.output_tokens_per_s:,.0f}"),
+        ("mean input / output", f"{offered.input_mean_tokens:,.0f} / {offered.output_mean_tokens:,.0f} tokens"),
+        ("APC, one infinite cache", f"{offered.ideal_apc:.3f}"),
+    ]
+
+
+def offered_dict(offered: OfferedLoad) -> dict[str, Any]:
+    """The offered load as plain data for the run header."""
+    plain: dict[str, Any] = msgspec.to_builtins(offered)
+    return plain

@@ -1,0 +1,268 @@
+"""Replays a trace against an OpenAI endpoint: turns strictly in order, arrivals open loop, every request one record.
+
+Time runs in engine seconds: with engines that run ``clock_scale`` times faster than real, waits are that much shorter
+on the wall clock, and what is measured is multiplied back. With real engines ``clock_scale`` is 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import aiohttp
+import msgspec
+
+from replayer.records.journal import Journal
+from replayer.records.runs import RequestRecord, Run, RunHeader, read_run
+from replayer.records.version import installed_version
+from replayer.replay.client import CONNECT_TIMEOUT_S, READ_BYTES, Outcome, send
+from replayer.replay.endpoint import CONTROL_TIMEOUT_S, base_url, first_model
+from replayer.replay.plan import Plan, PlanOptions, SessionPlan, Step, make_plan, offered_dict
+from replayer.replay.prompts import BodyTemplate, PromptBuilder
+from replayer.traces.trace import Trace
+
+KEEPALIVE_S = 3.0
+"""Idle connections are dropped before servers drop them (uvicorn: 5 s); to reuse one just closed fails a request."""
+
+
+class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a replay. Seconds are engine seconds."""
+
+    endpoint: str = "http://127.0.0.1:9090"
+    model: str | None = None
+    """None: the first that ``/v1/models`` names."""
+    label: str = ""
+    plan: PlanOptions = PlanOptions()
+    clock_scale: float = 1.0
+    max_inflight_sessions: int | None = None
+    """Sessions under way at once, thinking ones included; None: no limit."""
+    timeout_s: float = 3600.0
+    """For one request, from sending to its last byte."""
+    seed: int = 0
+    """Chooses the tokens that ids stand for."""
+    prompt_mode: Literal["tokens", "text", "chat"] = "tokens"
+    token_low: int = 1000
+    token_high: int = 100_000
+    cache_bytes: int = 256 << 20
+    api_key: str | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for values that make no sense."""
+        for name in ("clock_scale", "timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name.removesuffix('_s').replace('_', '-')} must be above 0")
+        if self.max_inflight_sessions is not None and self.max_inflight_sessions < 1:
+            raise ValueError("--max-inflight-sessions must be at least 1")
+
+
+class Replay:
+    """One replay under way.
+
+    Args:
+        plan: What to send, and when.
+        builder: Makes the prompts.
+        options: Settings; ``model`` must be set.
+        journal: Where records go; requests already in it are not sent again.
+        on_record: Called after each record.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        builder: PromptBuilder,
+        options: ReplayOptions,
+        journal: Journal,
+        on_record: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._builder = builder
+        self._options = options
+        self._journal = journal
+        self._on_record = on_record
+        self._template = BodyTemplate(model=options.model or "", mode=options.prompt_mode)
+        self._url = base_url(options.endpoint) + self._template.path
+        # A resumed run's clock goes on where the last record left it.
+        self._base_s = max((record.finished_s or 0.0 for record in journal.recorded.values()), default=0.0)
+        self._start = 0.0
+
+    def _engine_s(self, reading: float) -> float:
+        """Engine seconds since the start of the run for a `time.perf_counter` reading."""
+        return self._base_s + (reading - self._start) * self._options.clock_scale
+
+    async def _until(self, due_s: float) -> None:
+        """Sleep until an engine time."""
+        left_s = due_s - self._engine_s(time.perf_counter())
+        if left_s > 0:
+            await asyncio.sleep(left_s / self._options.clock_scale)
+
+    async def run(self, http: aiohttp.ClientSession) -> None:
+        """Send everything. Cancelling it leaves a journal that can be resumed."""
+        self._start = time.perf_counter()
+        slots = asyncio.Semaphore(self._options.max_inflight_sessions or max(len(self._plan.sessions), 1))
+        async with asyncio.TaskGroup() as group:
+            for session in self._plan.sessions:
+                if all(step.request_id in self._journal.recorded for step in session.steps):
+                    continue
+                await self._until(session.arrival_s)
+                # Slots are taken here, one session after the other, so waiting sessions start in order of arrival.
+                await slots.acquire()
+                group.create_task(self._session(http, session, slots))
+
+    async def _session(self, http: aiohttp.ClientSession, session: SessionPlan, slots: asyncio.Semaphore) -> None:
+        try:
+            due_s = session.arrival_s
+            ended_s: float | None = None
+            for step in session.steps:
+                if ended_s is not None:
+                    due_s = ended_s + step.wait_s if step.after_end else max(due_s + step.wait_s, ended_s)
+                recorded = self._journal.recorded.get(step.request_id)
+                if recorded is not None:
+                    due_s = recorded.scheduled_s
+                    ended_s = recorded.finished_s if recorded.finished_s is not None else due_s
+                    continue
+                due_s = max(due_s, self._base_s)
+                await self._until(due_s)
+                ended_s = await self._turn(http, step, due_s)
+        finally:
+            slots.release()
+
+    async def _turn(self, http: aiohttp.ClientSession, step: Step, due_s: float) -> float:
+        """Send one turn and record it; returns when it ended."""
+        options = self._options
+        headers = {
+            "content-type": "application/json",
+            "x-request-id": step.request_id,
+            "x-session-id": step.request.session_id,
+        }
+        if options.api_key:
+            headers["authorization"] = f"Bearer {options.api_key}"
+        body = self._template.body(self._builder, step.request)
+        outcome = await send(http, self._url, body, headers, options.timeout_s / options.clock_scale)
+        record = self._record(step, due_s, outcome)
+        self._journal.add(record)
+        if self._on_record is not None:
+            self._on_record(record)
+        return self._engine_s(outcome.finished)
+
+    def _record(self, step: Step, due_s: float, outcome: Outcome) -> RequestRecord:
+        sent_s = self._engine_s(outcome.sent)
+        finished_s = self._engine_s(outcome.finished)
+        first_s = None if outcome.first_token is None else self._engine_s(outcome.first_token)
+        tokens = outcome.completion_tokens
+        tpot_s = None
+        if outcome.first_token is not None and outcome.last_token is not None and tokens is not None and tokens > 1:
+            tpot_s = (outcome.last_token - outcome.first_token) * self._options.clock_scale / (tokens - 1)
+        request, headers = step.request, outcome.headers
+        predicted = headers.get("x-warmroute-predicted-cached-tokens", "")
+        return RequestRecord(
+            request_id=step.request_id,
+            session_id=request.session_id,
+            turn=request.turn,
+            chat_id=request.chat_id,
+            trace_timestamp_s=request.timestamp_s,
+            scheduled_s=due_s,
+            sent_s=sent_s,
+            first_token_s=first_s,
+            finished_s=finished_s,
+            ttft_s=None if first_s is None else first_s - sent_s,
+            ttft_scheduled_s=None if first_s is None else first_s - due_s,
+            tpot_s=tpot_s,
+            e2e_s=finished_s - sent_s,
+            e2e_scheduled_s=finished_s - due_s,
+            input_length=request.input_length,
+            output_length=max(request.output_length, 1),
+            prompt_tokens=outcome.prompt_tokens,
+            completion_tokens=tokens,
+            cached_tokens=outcome.cached_tokens,
+            ok=outcome.ok,
+            error=outcome.error,
+            http_status=outcome.http_status,
+            instance=headers.get("x-warmroute-instance"),
+            prefill_instance=headers.get("x-warmroute-prefill-instance"),
+            request_class=headers.get("x-warmroute-class"),
+            reason=headers.get("x-warmroute-reason"),
+            predicted_cached_tokens=int(predicted) if predicted.isdecimal() else None,
+        )
+
+
+async def replay_trace(
+    trace: Trace,
+    output: Path,
+    options: ReplayOptions,
+    *,
+    resume: bool = False,
+    on_start: Callable[[Plan, int], None] | None = None,
+    on_record: Callable[[RequestRecord], None] | None = None,
+) -> Run:
+    """Replay a trace and write the run file.
+
+    Args:
+        trace: What to replay.
+        output: Run file (JSONL, see `replayer.records.runs`).
+        options: Settings.
+        resume: Go on with an interrupted run's file.
+        on_start: Called once with the plan and the number of requests already recorded, before anything is sent.
+        on_record: Called after each request's record.
+
+    Returns:
+        The run as read back from the file.
+
+    Raises:
+        EndpointError: no model given and the endpoint names none.
+        RecordError: the output file cannot be used.
+        TraceError, ValueError: settings that make no sense.
+    """
+    options.check()
+    plan = make_plan(trace, options.plan)
+    builder = PromptBuilder(
+        trace.block_tokens,
+        seed=options.seed,
+        low=options.token_low,
+        high=options.token_high,
+        cache_bytes=options.cache_bytes,
+    )
+    timeout = aiohttp.ClientTimeout(
+        total=options.timeout_s / options.clock_scale + CONTROL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S
+    )
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=READ_BYTES) as http:
+        if options.model is None:
+            options = msgspec.structs.replace(options, model=await first_model(http, options.endpoint, options.api_key))
+        with Journal(output, _header(trace, plan, options), resume=resume) as journal:
+            if on_start is not None:
+                on_start(plan, len(journal.recorded))
+            await Replay(plan, builder, options, journal, on_record).run(http)
+            journal.finish(time.time())
+    return read_run(output)
+
+
+def _header(trace: Trace, plan: Plan, options: ReplayOptions) -> RunHeader:
+    scales = options.plan
+    return RunHeader(
+        label=options.label,
+        trace=trace.name,
+        trace_sha256=trace.sha256,
+        endpoint=options.endpoint,
+        model=options.model or "",
+        time_scale=scales.time_scale,
+        think_scale=scales.time_scale if scales.think_scale is None else scales.think_scale,
+        clock_scale=options.clock_scale,
+        max_inflight_sessions=options.max_inflight_sessions,
+        request_limit=scales.request_limit,
+        seed=options.seed,
+        started_unix_s=time.time(),
+        warmroute_version=installed_version(),
+        offered=offered_dict(plan.offered),
+        options={
+            "idle_gap_cap_s": scales.idle_gap_cap_s,
+            "timeout_s": options.timeout_s,
+            "prompt_mode": options.prompt_mode,
+            "token_low": options.token_low,
+            "token_high": options.token_high,
+            "block_tokens": trace.block_tokens,
+            "trace_notes": trace.notes,
+        },
+    )

@@ -1,0 +1,237 @@
+"""Command ``report``: one HTML page, and its figures as files. ``compare`` is in `replayer.compare.cli`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from replayer.compare.cli import (
+    ArmOption,
+    AssumedFloor,
+    Baseline,
+    Clock,
+    Force,
+    KeepAll,
+    Resamples,
+    Runs,
+    SameOption,
+    Seed,
+    SkipFirst,
+    SkipLast,
+)
+from replayer.compare.noise_floor import ASSUMED_FLOOR
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from replayer.compare.arms import ArmRuns
+    from replayer.records.summary import Quantiles
+    from replayer.report.page import Arm, ArmSummary, Extras
+
+
+def report_command(
+    runs: Runs = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to write every figure to, as PNG and as SVG.", show_default="none: figures are in the page"
+        ),
+    ] = None,
+    arm: ArmOption = None,
+    aa: SameOption = None,
+    baseline: Baseline = "",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="The trace that was replayed: the hit-rate anatomy needs its block ids.",
+            show_default="an experiment's own; else the anatomy is left out",
+        ),
+    ] = None,
+    pool_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="KV pool of one instance in tokens, for the anatomy's finite caches.",
+            show_default="what the runs say",
+        ),
+    ] = None,
+    breakdown: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="ARM=FILE: the proxy's /breakdown as JSONL for the (first) run of that arm. May be repeated. A "
+            "breakdown.jsonl beside a run is read without asking.",
+            show_default=False,
+        ),
+    ] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Session whose timeline is drawn.", show_default="the longest")
+    ] = None,
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "Replay report",
+    resamples: Resamples = 2000,
+    seed: Seed = 0,
+    skip_first_s: SkipFirst = None,
+    skip_last_s: SkipLast = None,
+    keep_all: KeepAll = False,
+    clock: Clock = "sent",
+    assumed_noise: AssumedFloor = ASSUMED_FLOOR,
+    force: Force = False,
+) -> None:
+    """Write one self-contained HTML page about one or more runs: verdicts, tables, figures, conditions.
+
+    Takes run files of `warmroute replay` and `warmroute simulate`, or the directory of an experiment. The page refers
+    to nothing outside itself and can be printed. Runs that must not be compared (other trace, scale or limit, a warm
+    fleet) are shown side by side without a verdict, and the page says why. See docs/reports.md.
+    """
+    from replayer.compare.comparison import CompareOptions
+    from replayer.report.figures.style import save_all
+    from replayer.report.page import BreakdownError, against_leader, compare_all, make_page, write_report
+
+    if keep_all and (skip_first_s is not None or skip_last_s is not None):
+        _stop("--keep-all leaves nothing out: give it without --skip-first-s and --skip-last-s")
+    arms, extras = _read(runs or [], arm or [], trace, pool_tokens, session)
+    arms = _with_breakdowns(_baseline_first(arms, baseline), breakdown or [])
+    options = CompareOptions(
+        resamples=resamples,
+        seed=seed,
+        force=force,
+        skip_first_s=0.0 if keep_all else skip_first_s,
+        skip_last_s=0.0 if keep_all else skip_last_s,
+        clock=clock,
+        assumed_floor=assumed_noise,
+        trace=extras.trace,
+    )
+    try:
+        comparisons, refusals = compare_all(arms, options, same=_same(aa or []))
+        # What the trace says of each arm's hits has just been checked.
+        among_the_best = against_leader(arms, options if refusals else replace(options, trace=None))
+        page = make_page(arms, comparisons, title=title, remarks=refusals, among_the_best=among_the_best, extras=extras)
+    except BreakdownError as error:
+        _stop(str(error))
+    except KeyError as error:
+        _stop(f"--session {error.args[0]}: no run has a session of that id")
+    try:
+        write_report(output, page.html)
+        drawn = save_all(page.drawings, figures) if figures is not None else []
+    except OSError as error:
+        _stop(f"cannot write {error.filename or output}: {error.strerror}")
+    for found in comparisons:
+        typer.echo(found.sentence)
+    for refusal in refusals:
+        typer.echo(refusal, err=True)
+    typer.echo(f"report: {output}" + (f"; {len(drawn)} files of figures in {figures}" if drawn else ""))
+
+
+def _read(
+    runs: Sequence[Path], specs: Sequence[str], trace: Path | None, pool_tokens: int | None, session: str | None
+) -> tuple[list[Arm], Extras]:
+    """Arms and what goes with them; what cannot be read ends the command with status 2."""
+    from replayer.compare.arms import ArmError
+    from replayer.records.runs import RecordError
+    from replayer.report.inputs import ReportError, read_inputs
+    from replayer.report.page import BreakdownError, Extras
+    from replayer.traces.trace import TraceError
+
+    try:
+        found = read_inputs(runs, specs, trace)
+    except (ArmError, RecordError, TraceError, ReportError, BreakdownError) as error:
+        _stop(str(error))
+    except OSError as error:
+        _stop(f"{error.filename or ''}: {error.strerror}")
+    why = found.why_no_trace or Extras().why_no_trace
+    return found.arms, Extras(found.trace, why, pool_tokens, session, found.environment, found.notes)
+
+
+def _same(specs: Sequence[str]) -> list[ArmRuns]:
+    """A/A groups: runs of the same thing."""
+    from replayer.compare.arms import ArmError, read_arm
+    from replayer.records.runs import RecordError
+
+    try:
+        groups = [
+            read_arm(f"A/A {number}", [Path(one) for one in spec.split(",")]) for number, spec in enumerate(specs, 1)
+        ]
+    except (ArmError, RecordError) as error:
+        _stop(str(error))
+    except OSError as error:
+        _stop(f"{error.filename or ''}: {error.strerror}")
+    if any(len(group.runs) < 2 for group in groups):
+        _stop("--aa needs at least two runs of the same thing: --aa RUN.jsonl,RUN.jsonl[,...]")
+    return groups
+
+
+def _baseline_first(arms: list[Arm], baseline: str) -> list[Arm]:
+    if not baseline:
+        return arms
+    if baseline not in (names := [one.label for one in arms]):
+        _stop(f"--baseline {baseline}: there is no such arm; there are {', '.join(names)}")
+    return sorted(arms, key=lambda one: one.label != baseline)
+
+
+def _with_breakdowns(arms: list[Arm], given: Sequence[str]) -> list[Arm]:
+    """The arms with rows from ARM=FILE."""
+    from replayer.records.breakdown_rows import BreakdownError, read_rows
+
+    by_label = {one.label: position for position, one in enumerate(arms)}
+    for spec in given:
+        label, separator, file = spec.rpartition("=")
+        if not separator or label not in by_label:
+            _stop(f"--breakdown {spec}: expected ARM=FILE with ARM one of {', '.join(by_label)}")
+        try:
+            rows = read_rows(file)
+        except (OSError, BreakdownError) as error:
+            _stop(f"--breakdown {spec}: {error}")
+        arms[by_label[label]] = replace(arms[by_label[label]], breakdown=rows)
+    return arms
+
+
+def arms_table(summaries: Sequence[ArmSummary], *, title: str = "Arms") -> Table:
+    """The arms side by side as a Rich table; times in engine seconds."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from replayer.records.readable import format_percent
+
+    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table.add_column("arm", overflow="fold")
+    for column in ("OK/N", "TTFT s", "TPOT ms", "E2E s"):
+        table.add_column(f"{column}\np50/p90/p99" if column != "OK/N" else column, justify="right", no_wrap=True)
+    table.add_column("APC", justify="right", no_wrap=True)
+    for found in summaries:
+        total = found.summary.total
+        table.add_row(
+            escape(found.label),
+            f"{total.ok}/{total.requests}",
+            _three(total.ttft_s),
+            _three(total.tpot_s, 1000),
+            _three(total.e2e_s),
+            format_percent(found.summary.apc),
+        )
+    return table
+
+
+def _three(quantiles: Quantiles, factor: float = 1.0) -> str:
+    """p50/p90/p99 with three digits each."""
+    values = (quantiles.p50, quantiles.p90, quantiles.p99)
+    return "/".join("–" if value is None else _digits(value * factor) for value in values)
+
+
+def _digits(value: float) -> str:
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _stop(message: str) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``compare`` and ``report`` to an application."""
+    from replayer.compare.cli import compare_command
+
+    app.command("compare")(compare_command)
+    app.command("report")(report_command)

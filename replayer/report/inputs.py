@@ -1,0 +1,227 @@
+"""What a report is made from: run files with what lies beside them, or the directory of an experiment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from replayer.compare.arms import ArmRun, ArmRuns, parse_arm, read_arm, read_experiment, unique
+from replayer.compare.pairing import silence_as_zero
+from replayer.records.breakdown_rows import BreakdownRow, read_rows, rows_of
+from replayer.records.runs import RequestRecord, Run
+from replayer.traces.trace import Trace, load_trace
+
+Row = dict[str, Any]
+BREAKDOWN_FILE = "breakdown.jsonl"
+FRESH_FILE = "fresh.json"
+ARM_FILE = "arm.json"
+ENVIRONMENT_FILE = "environment.json"
+_CAPACITY = ("kv_capacity_tokens", "pool_tokens")
+
+
+class ReportError(ValueError):
+    """What a report cannot be made from; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """One run of an arm and what is known of it besides."""
+
+    run: Run
+    """Silent engines count as zero cached tokens, see `replayer.compare.pairing.silence_as_zero`."""
+    rows: list[BreakdownRow] = field(default_factory=list)
+    path: Path | None = None
+    repeat: str = ""
+    fresh: Mapping[str, Any] | None = None
+    """The proof of freshness beside the run."""
+    arm: Mapping[str, Any] = field(default_factory=dict)
+    """What the experiment kept of the run (arm.json)."""
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """KV pool of one instance as the run's header or the experiment says; None when neither does."""
+        for told in (self.run.header.options, self.arm):
+            for name in _CAPACITY:
+                if isinstance(value := told.get(name), int) and value > 0:
+                    return value
+        return None
+
+    @property
+    def instances(self) -> list[str]:
+        """Names of all instances anybody mentions; where the fleet is told to be larger, invented ones for the rest."""
+        engines = (self.fresh or {}).get("engines") or []
+        names = [str(engine["instance"]) for engine in engines if isinstance(engine, dict) and "instance" in engine]
+        names += [name for row in self.rows for name in row.candidates]
+        for record in self.run.records:
+            names += [name for name in (record.instance, record.prefill_instance) if name is not None]
+        known = list(dict.fromkeys(names))
+        counts = [told.get("instances") for told in (self.run.header.options, self.arm)]
+        missing = max((count for count in counts if isinstance(count, int)), default=0) - len(known)
+        return known + [f"unnamed-{number}" for number in range(1, missing + 1)]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm of a report: a run, with the proxy's breakdown rows where they were collected, and its repeats."""
+
+    label: str
+    run: Run
+    breakdown: Sequence[Row | BreakdownRow] | None = None
+    warnings: list[str] = field(default_factory=list)
+    """Reasons to distrust the arm's figures, shown at the top of the page."""
+    path: Path | None = None
+    """The run's file; what lies beside it is read by `beside`."""
+    fresh: Mapping[str, Any] | None = None
+    arm: Mapping[str, Any] = field(default_factory=dict)
+    repeat: str = ""
+    repeats: tuple[Arm, ...] = ()
+    """Further runs of the same thing."""
+
+    def runs(self) -> list[OneRun]:
+        """All runs, the first one first.
+
+        Raises:
+            BreakdownError: rows of another shape.
+        """
+        return [self._own(), *(run for repeat in self.repeats for run in repeat.runs())]
+
+    def _own(self) -> OneRun:
+        told = self.run._replace(records=silence_as_zero(self.run.records))
+        return OneRun(told, rows_of(self.breakdown or ()), self.path, self.repeat, self.fresh, self.arm)
+
+    def compared(self) -> ArmRuns:
+        """The arm as `replayer.compare.runs` takes it."""
+        every = [self, *self.repeats]
+        return ArmRuns(self.label, [ArmRun(one.run, one.path, one.repeat) for one in every])
+
+
+def pooled(runs: Sequence[OneRun]) -> Run:
+    """All repeats' requests as one run, for figures over an arm."""
+    records: list[RequestRecord] = [record for one in runs for record in one.run.records]
+    return runs[0].run._replace(records=records)
+
+
+def unique_labels(runs: Sequence[Run]) -> list[str]:
+    """The runs' labels; a label used before gets a number, an empty one becomes "run"."""
+    seen: Counter[str] = Counter()
+    labels = []
+    for run in runs:
+        label = run.header.label or "run"
+        seen[label] += 1
+        labels.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
+    return labels
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything a page is made from."""
+
+    arms: list[Arm]
+    """The baseline first."""
+    trace: Trace | None = None
+    why_no_trace: str = ""
+    """Said in the page where an experiment's trace cannot be used; empty otherwise."""
+    environment: Mapping[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | None = None) -> Inputs:
+    """Run files, arms of several run files, or the directory of one experiment.
+
+    Args:
+        runs: run files, one for each arm, or one directory.
+        specs: NAME=RUN.jsonl,RUN.jsonl,... for arms that were run several times.
+        trace: what was replayed; None: an experiment's own.
+
+    Raises:
+        ReportError: nothing to report on, a directory among other runs, or another trace than the one replayed.
+        ArmError, RecordError, BreakdownError, TraceError, OSError: a file that cannot be read.
+    """
+    directory = next((path for path in runs if path.is_dir()), None)
+    environment, notes, own = None, [], None
+    if directory is not None:
+        if len(runs) > 1 or specs:
+            raise ReportError(f"{directory}: an experiment's directory holds all arms; give it alone")
+        experiment = read_experiment(directory, force=True)
+        found, own = experiment.arms, experiment.trace
+        # What the reader must know first: which runs are not in the figures.
+        notes = [note[:1].upper() + note[1:] + "." for note in experiment.notes]
+        environment = read_environment(directory)
+    else:
+        found = unique([*(read_arm("", [path]) for path in runs), *(parse_arm(spec) for spec in specs)])
+    if not found and notes:
+        raise ReportError(f"{directory}: there is no finished run to report on. {' '.join(notes)}")
+    if not found:
+        raise ReportError("nothing to report on: give RUN.jsonl [...], --arm NAME=RUN.jsonl,..., or an experiment")
+    arms = [arm_of(one) for one in found]
+    replayed = arms[0].run.header.trace_sha256
+    if trace is not None:
+        loaded = load_trace(trace)
+        if replayed and loaded.sha256 != replayed:
+            raise ReportError(
+                f"--trace {trace} is not the trace that was replayed (SHA-256 {loaded.sha256[:12]}, the runs say "
+                f"{replayed[:12]}); give the file that was"
+            )
+        return Inputs(arms, loaded, "", environment, notes)
+    if own is None:
+        return Inputs(arms, None, "", environment, notes)
+    if not own.exists():
+        return Inputs(arms, None, f"the experiment's trace {own} is not there: give --trace FILE", environment, notes)
+    loaded = load_trace(own)
+    if replayed and loaded.sha256 != replayed:
+        why = f"the experiment's trace {own} is not the one that was replayed: give --trace FILE"
+        return Inputs(arms, None, why, environment, notes)
+    return Inputs(arms, loaded, "", environment, notes)
+
+
+def arm_of(found: ArmRuns) -> Arm:
+    """An arm with what lies beside its run files: breakdown.jsonl, fresh.json, arm.json.
+
+    Raises:
+        BreakdownError: a breakdown file that cannot be read as one.
+        OSError: a file that is there cannot be read.
+    """
+    every = [_beside(found.label, one) for one in found.runs]
+    first, rest = every[0], tuple(every[1:])
+    warnings = [warning for one in every for warning in one.warnings]
+    return Arm(
+        found.label, first.run, first.breakdown, warnings, first.path, first.fresh, first.arm, first.repeat, rest
+    )
+
+
+def _beside(label: str, one: ArmRun) -> Arm:
+    if one.path is None:
+        return Arm(label, one.run, repeat=one.repeat)
+    folder = one.path.parent
+    # Loose run files share a folder, and what lies there may belong to any of them: only a run's own folder counts.
+    alone = len(list(folder.glob("*.jsonl"))) - (folder / BREAKDOWN_FILE).exists() == 1
+    rows = read_rows(folder / BREAKDOWN_FILE) if alone and (folder / BREAKDOWN_FILE).exists() else None
+    fresh = _read_json(folder / FRESH_FILE) if alone else None
+    arm = (_read_json(folder / ARM_FILE) if alone else None) or {}
+    told = f"run {one.repeat}: " if one.repeat else ""
+    warnings = [f"{told}{warning}" for warning in arm.get("warnings") or []]
+    return Arm(label, one.run, rows, warnings, one.path, fresh, arm, one.repeat)
+
+
+def read_environment(directory: Path) -> Mapping[str, Any] | None:
+    """The machine and the versions an experiment ran on; None where it did not keep them."""
+    return _read_json(directory / ENVIRONMENT_FILE)
+
+
+def _read_json(path: Path) -> Mapping[str, Any] | None:
+    """A JSON object; None where there is no such file.
+
+    Raises:
+        ReportError: not a JSON object.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise ReportError(f"{path}: not a JSON object ({error})") from error

@@ -1,0 +1,248 @@
+"""One self-contained HTML page about one or more runs: tables, verdicts, figures and the conditions they hold under."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from replayer.compare.arms import ArmRuns
+from replayer.compare.comparison import CompareOptions, Comparison
+from replayer.compare.conditions import refuse_or_note
+from replayer.compare.runs import ComparisonError, compare_arms
+from replayer.records.breakdown_rows import BreakdownError, BreakdownRow
+from replayer.records.breakdown_rows import read_objects as read_breakdown
+from replayer.records.readable import format_change, format_number, format_percent, format_seconds
+from replayer.records.summary import CLASSES
+from replayer.report import conditions as report_conditions
+from replayer.report import decisions
+from replayer.report import sections as report_sections
+from replayer.report.figures import fleet as figures_fleet
+from replayer.report.figures import latency as figures_latency
+from replayer.report.figures.style import Drawing, natural
+from replayer.report.inputs import Arm, Row, pooled, unique_labels
+from replayer.report.offloads import offloads
+from replayer.report.summary import ArmSummary, summarise_arm, values_of
+from replayer.report.turns import by_turn
+from replayer.traces.trace import Trace
+
+__all__ = [
+    "Arm",
+    "ArmSummary",
+    "BreakdownError",
+    "Page",
+    "Row",
+    "against_leader",
+    "compare_all",
+    "format_percent",
+    "format_seconds",
+    "make_page",
+    "read_breakdown",
+    "render",
+    "summarise_arm",
+    "unique_labels",
+    "write_report",
+]
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a page may show besides its runs."""
+
+    trace: Trace | None = None
+    """What was replayed: the hit anatomy needs its block ids."""
+    why_no_trace: str = "it needs the trace for its block ids: give --trace FILE"
+    pool_tokens: int | None = None
+    """KV pool of one instance, where the runs do not tell it."""
+    session: str | None = None
+    """The session to draw; None: the longest."""
+    environment: Mapping[str, Any] | None = None
+    """Machine and versions of an experiment."""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A finished page."""
+
+    html: str
+    drawings: list[Drawing]
+    """Its figures, in order."""
+
+
+def compare_all(
+    arms: Sequence[Arm], options: CompareOptions | None = None, *, same: Sequence[ArmRuns] = (), **fields: Any
+) -> tuple[list[Comparison], list[str]]:
+    """Every arm against the first: the comparisons, and why the others could not be made.
+
+    Args:
+        arms: the baseline first.
+        options: how to compare.
+        same: groups of runs of the same thing, which tell the noise floor.
+        fields: of `CompareOptions`, instead of ``options``.
+    """
+    chosen = options or CompareOptions(**fields)
+    base, *others = [arm.compared() for arm in arms]
+    if not others:
+        return [], []
+    try:
+        return compare_arms([base, *others], chosen, same=same), []
+    except ComparisonError as error:
+        if len(others) == 1:
+            return [], [str(error)]
+    # Something speaks against some arm: which, and the others all the same.
+    comparable, refusals = [base], []
+    for other in others:
+        try:
+            refuse_or_note([base, other], chosen.trace, force=chosen.force)
+            comparable.append(other)
+        except ComparisonError as error:
+            refusals.append(str(error))
+    if len(comparable) == 1:
+        return [], refusals
+    try:
+        return compare_arms(comparable, chosen, same=same), refusals
+    except ComparisonError as error:
+        return [], [*refusals, str(error)]
+
+
+def against_leader(arms: Sequence[Arm], options: CompareOptions | None = None, **fields: Any) -> list[Comparison]:
+    """The arms after the first against the one of them with the lowest E2E p50: who is really ahead.
+
+    Empty with fewer than two such arms, or when they cannot be compared. Arguments as for `compare_all`.
+    """
+    medians = [(arm, summarise_arm(arm.label, pooled(arm.runs())).summary.total.e2e_s.p50) for arm in arms[1:]]
+    timed = [(arm, median) for arm, median in medians if median is not None]
+    if len(timed) < 2:
+        return []
+    leader, _ = min(timed, key=lambda pair: pair[1])
+    comparisons, _ = compare_all([leader, *(arm for arm, _ in timed if arm is not leader)], options, **fields)
+    return comparisons
+
+
+def render(
+    arms: Sequence[Arm],
+    comparisons: Sequence[Comparison],
+    *,
+    title: str = "Replay report",
+    remarks: Sequence[str] = (),
+    among_the_best: Sequence[Comparison] = (),
+    extras: Extras | None = None,
+) -> str:
+    """The page as HTML text; see `make_page`."""
+    return make_page(arms, comparisons, title=title, remarks=remarks, among_the_best=among_the_best, extras=extras).html
+
+
+def make_page(
+    arms: Sequence[Arm],
+    comparisons: Sequence[Comparison],
+    *,
+    title: str = "Replay report",
+    remarks: Sequence[str] = (),
+    among_the_best: Sequence[Comparison] = (),
+    extras: Extras | None = None,
+) -> Page:
+    """The page and its figures. Labels and every other text from the files are escaped.
+
+    Args:
+        arms: the runs, baseline first.
+        comparisons: what `compare_all` or `compare` found.
+        title: heading of the page.
+        remarks: sentences shown above the tables, for example why a comparison was refused.
+        among_the_best: the arms against the leader (`against_leader`); only their verdicts are shown.
+        extras: trace, pool, session and environment.
+
+    Raises:
+        BreakdownError: breakdown rows of another shape.
+        KeyError: the session asked for is in no run.
+    """
+    extras = extras or Extras()
+    runs = {arm.label: arm.runs() for arm in arms}
+    together = {label: pooled(every) for label, every in runs.items()}
+    summaries = [summarise_arm(label, run, runs=len(runs[label]), intervals=True) for label, run in together.items()]
+    latency = _kept(
+        *(
+            figures_latency.cdfs(
+                {label: values_of(run.records, attribute) for label, run in together.items()}, title=name, unit="s"
+            )
+            for name, attribute in (("TTFT", "ttft_s"), ("E2E", "e2e_s"), ("TPOT", "tpot_s"))
+        ),
+        figures_latency.per_turn({label: by_turn(one.run.records for one in every) for label, every in runs.items()}),
+    )
+    hits = report_sections.hits(
+        runs, extras.trace, why_no_trace=extras.why_no_trace, capacity_tokens=extras.pool_tokens
+    )
+    load = report_sections.load(runs)
+    shares = _kept(
+        figures_fleet.instance_load({s.label: _floats(s.requests_by_instance) for s in summaries}, title="requests"),
+        figures_fleet.instance_load(
+            {s.label: _floats(s.new_tokens_by_instance) for s in summaries}, title="new tokens"
+        ),
+    )
+    rows: dict[str, list[BreakdownRow]] = {
+        label: [row for one in every for row in one.rows] for label, every in runs.items()
+    }
+    offloaded = {label: offloads(run.records, rows[label], run.header.clock_scale) for label, run in together.items()}
+    legs = _kept(figures_latency.legs({label: found.legs for label, found in offloaded.items()}))
+    session = report_sections.session(runs, extras.session)
+    instances = sorted({name for every in runs.values() for one in every for name in one.instances}, key=natural)
+    html = _environment().get_template("report.html.j2").render(
+        title=title,
+        arms=arms,
+        summaries=summaries,
+        comparisons=comparisons,
+        among_the_best=among_the_best,
+        remarks=[*extras.notes, *remarks],
+        warnings=[(arm.label, warning) for arm in arms for warning in arm.warnings],
+        latency=latency,
+        hits=hits,
+        load=load,
+        shares=shares,
+        instances=instances,
+        classes=CLASSES,
+        reasons={label: decisions.reasons(run.records) for label, run in together.items()},
+        matrices={label: decisions.class_matrix(run.records) for label, run in together.items()},
+        breakdowns={label: found for label in rows if (found := decisions.summarise_rows(rows[label])) is not None},
+        offloads=offloaded,
+        legs=legs,
+        session=session,
+        conditions=report_conditions.conditions(runs),
+        freshness=report_conditions.freshness(runs),
+        machine=report_conditions.machine(extras.environment),
+    )  # fmt: skip
+    drawings = [*latency, *_kept(hits.drawing), *load.lines, *load.maps, *shares, *legs]
+    return Page(html, [*drawings, *(session.drawings if session else [])])
+
+
+def write_report(path: str | Path, html: str) -> Path:
+    """Write the page, creating its folder; returns the path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(html, encoding="utf-8")
+    return path
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("replayer.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters.update(
+        seconds=format_seconds,
+        percent=format_percent,
+        change=format_change,
+        number=format_number,
+        inline=lambda drawing: Markup(drawing.inline()),
+    )
+    return environment
+
+
+def _kept(*drawings: Drawing | None) -> list[Drawing]:
+    return [drawing for drawing in drawings if drawing is not None]
+
+
+def _floats(loads: dict[str, int]) -> dict[str, float]:
+    return {name: float(load) for name, load in loads.items()}

@@ -1,0 +1,4 @@
+"""Traces: formats, loading, session chaining, sampling, synthesis, and the ideal hit rate.
+
+May import ``replayer.records``.
+"""

@@ -1,0 +1,63 @@
+"""Trace formats, one module each, and how a file's format is told."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from replayer.traces.formats.source import is_tar, iter_json_members, iter_lines, open_bytes
+from replayer.traces.trace import TraceError
+
+
+class Format(StrEnum):
+    """The formats that can be read."""
+
+    BAILIAN = "bailian"
+    MOONCAKE = "mooncake"
+    WEKA = "weka"
+    AGENT_TEXT = "agent-text"
+
+
+def detect_format(path: Path) -> Format:
+    """The format of a trace by its content.
+
+    Raises:
+        TraceError: no such file, an empty one, or none of the known formats.
+    """
+    if not path.exists():
+        raise TraceError(f"{path}: no such file or folder; give a trace file, or make one with `warmroute synth`")
+    if path.is_dir() or is_tar(path):
+        if next(iter_json_members(path), None) is None:
+            raise TraceError(f"{path}: holds no .json file; a folder or archive must hold kv-cache-tester traces")
+        return Format.WEKA
+    with open_bytes(path) as stream:
+        if not stream.read(1):
+            raise TraceError(f"{path}: the file is empty")
+    first = next(islice(iter_lines(path), 1), None)
+    if first is None:
+        raise TraceError(f"{path}: the file has no line that is not blank")
+    if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
+        return Format.WEKA
+    number, line = first
+    try:
+        row: Any = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise TraceError(
+            f"{path}:{number}: not a JSON object ({error}); traces are JSONL, one object per line"
+        ) from None
+    keys = set(row) if isinstance(row, dict) else set()
+    if "requests" in keys:
+        return Format.WEKA
+    if {"input", "output", "session_id", "timestamp"} <= keys:
+        return Format.AGENT_TEXT
+    if {"timestamp", "input_length", "output_length", "hash_ids"} <= keys:
+        return Format.BAILIAN if keys & {"chat_id", "session_id", "parent_chat_id"} else Format.MOONCAKE
+    raise TraceError(
+        f"{path}:{number}: unknown trace format (keys: {', '.join(sorted(map(str, keys))) or 'none'}); known "
+        "are Bailian (chat_id, timestamp, input_length, output_length, hash_ids), Mooncake (the same without chat_id), "
+        "kv-cache-tester (requests) and agent text (timestamp, input, output, session_id)"
+    )

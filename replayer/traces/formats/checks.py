@@ -1,0 +1,226 @@
+"""Checks that catch the ways traces mislead: units of time, block size, tail rule, chained ids, turns, deltas."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from replayer.traces.trace import TailRule, TraceError, TraceRequest
+
+BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+MIN_RATE, MAX_RATE = 1 / 1800, 5000.0
+"""Requests per second outside of which a unit of time is not believed (the busiest public traces stay below 1,000)."""
+MIN_REQUESTS_FOR_RATE = 10
+MIN_FOLLOW_UPS = 20
+MIN_SHARING = 0.05
+CHAIN_BASE = 1 << 48
+"""New ids for re-chained blocks count from here."""
+
+
+def check_unit(times_s: Sequence[float], unit: str, where: str) -> None:
+    """Refuse a unit of time under which the arrival rate is not believable.
+
+    Args:
+        times_s: The first arrivals, already converted with ``unit``.
+        unit: "s", "ms" or "us".
+        where: File name for the message.
+
+    Raises:
+        TraceError: with the units that would be believable.
+    """
+    span_s = max(times_s, default=0.0) - min(times_s, default=0.0)
+    if len(times_s) < MIN_REQUESTS_FOR_RATE or span_s <= 0:
+        return
+    rate = (len(times_s) - 1) / span_s
+    if MIN_RATE <= rate <= MAX_RATE:
+        return
+    others = [
+        name for name, scale in UNITS_S.items() if MIN_RATE <= rate * UNITS_S[unit] / scale <= MAX_RATE and name != unit
+    ]
+    advice = " or ".join(f"--time-unit {name}" for name in others) or "mend the timestamps"
+    raise TraceError(
+        f"{where}: read as {unit}, the first {len(times_s)} requests arrive at {rate:.3g} per second, which is not "
+        f"believable; use {advice} (or --time-unit {unit} to insist)"
+    )
+
+
+def detect_blocks(requests: Sequence[TraceRequest], where: str) -> tuple[int, TailRule]:
+    """Block size and tail rule that explain the number of ids of (nearly) all requests.
+
+    Raises:
+        TraceError: nothing fits.
+    """
+    scores: Counter[tuple[int, TailRule]] = Counter()
+    for request in requests:
+        length, ids = request.input_length, len(request.hash_ids)
+        for size in BLOCK_SIZES:
+            scores[size, "ceil"] += ids == -(-length // size)
+            scores[size, "floor"] += ids == length // size
+    (size, tail), hits = max(scores.items(), key=lambda item: (item[1], item[0][1] == "ceil"))
+    if hits < 0.9 * len(requests):
+        example = requests[0]
+        raise TraceError(
+            f"{where}: no block size of {', '.join(map(str, BLOCK_SIZES))} explains the hash_ids (first request: "
+            f"{len(example.hash_ids)} ids for {example.input_length} tokens); give --block-tokens, or check that "
+            "input_length counts the whole prompt"
+        )
+    return size, tail
+
+
+def detect_tail(requests: Sequence[TraceRequest], block_tokens: int) -> TailRule:
+    """The tail rule that fits more requests at a given block size."""
+    ceil = sum(len(r.hash_ids) == -(-r.input_length // block_tokens) for r in requests)
+    floor = sum(len(r.hash_ids) == r.input_length // block_tokens for r in requests)
+    return "ceil" if ceil >= floor else "floor"
+
+
+def check_id_count(request: TraceRequest, block_tokens: int, tail: TailRule, where: str) -> bool:
+    """Check the number of ids against the prompt length; one id too many is cut (rounded estimates make such).
+
+    Returns:
+        True when the request was repaired.
+
+    Raises:
+        TraceError: the numbers disagree by more.
+    """
+    length, ids = request.input_length, len(request.hash_ids)
+    allowed = -(-length // block_tokens)
+    expected = allowed if tail == "ceil" else length // block_tokens
+    if ids == expected:
+        return False
+    if ids == allowed + 1 and length % block_tokens == 0:
+        request.hash_ids = request.hash_ids[:allowed]
+        return True
+    raise TraceError(
+        f"{where}: request {request.chat_id} has {ids} hash_ids for {length} tokens; blocks of {block_tokens} with "
+        f"tail rule {tail!r} need {expected}. Check --block-tokens, or drop the line"
+    )
+
+
+class Rechainer:
+    """Makes ids chained: an id always follows the same id.
+
+    Where an id follows another parent than when first seen (ids made from a block's content alone), an engine's prefix
+    cache, which hashes a block with all before it, would not share it. Such blocks get new ids, the same for the same
+    parent.
+    """
+
+    def __init__(self) -> None:
+        self._parent = np.full(1 << 16, -2, dtype=np.int64)
+        self._sparse: dict[int, int] = {}
+        self._alternative: dict[tuple[int, int], int] = {}
+        self.requests = 0
+        """Requests that held at least one unchained id."""
+        self.ids = 0
+        """New ids made."""
+
+    def apply(self, request: TraceRequest) -> None:
+        """Check one request's ids and replace them where needed."""
+        if not request.hash_ids:
+            return
+        ids = np.asarray(request.hash_ids, dtype=np.int64)
+        top = int(ids.max())
+        if top >= 1 << 27:
+            self._walk(request, 0)
+            return
+        if top >= len(self._parent):
+            grown = np.full(max(top + 1, 2 * len(self._parent)), -2, dtype=np.int64)
+            grown[: len(self._parent)] = self._parent
+            self._parent = grown
+        parents = np.concatenate((np.array([-1]), ids[:-1]))
+        known = self._parent[ids]
+        wrong = np.flatnonzero((known != -2) & (known != parents))
+        if len(wrong) == 0:
+            self._parent[ids] = parents
+            # An id twice in one prompt: the table keeps its last parent, so one of the two must disagree.
+            wrong = np.flatnonzero(self._parent[ids] != parents)
+            if len(wrong) == 0:
+                return
+            self._parent[ids[known == -2]] = -2
+            self._walk(request, 0)
+            return
+        first = int(wrong[0])
+        fresh = known[:first] == -2
+        if len(set(ids[:first].tolist())) != first:
+            self._walk(request, 0)
+            return
+        self._parent[ids[:first][fresh]] = parents[:first][fresh]
+        self._walk(request, first)
+
+    def _parent_of(self, block: int) -> int:
+        return int(self._parent[block]) if block < len(self._parent) else self._sparse.get(block, -2)
+
+    def _walk(self, request: TraceRequest, start: int) -> None:
+        chained = list(request.hash_ids[:start])
+        changed = False
+        parent = chained[-1] if chained else -1
+        for original in request.hash_ids[start:]:
+            block = original
+            known = self._parent_of(block)
+            if known == -2:
+                if block < len(self._parent):
+                    self._parent[block] = parent
+                else:
+                    self._sparse[block] = parent
+            elif known != parent:
+                block = self._alternative.setdefault((parent, original), CHAIN_BASE + len(self._alternative))
+                changed = True
+            chained.append(block)
+            parent = block
+        if changed:
+            self.requests += 1
+            request.hash_ids = array("q", chained)
+        self.ids = len(self._alternative)
+
+
+def order_turns(requests: Sequence[TraceRequest], where: str) -> int:
+    """Check that no request comes before its parent, and number turns upwards in each session.
+
+    Requests must be sorted by time. Sessions whose turn numbers already rise keep them.
+
+    Returns:
+        How many sessions were renumbered.
+
+    Raises:
+        TraceError: a request is older than its parent.
+    """
+    place = {request.chat_id: position for position, request in enumerate(requests)}
+    last: dict[str, int] = {}
+    broken: set[str] = set()
+    for position, request in enumerate(requests):
+        if place.get(request.parent_chat_id, -1) > position:
+            raise TraceError(
+                f"{where}: request {request.chat_id} of session {request.session_id} comes before its parent "
+                f"{request.parent_chat_id} in time; mend the timestamps"
+            )
+        if request.turn <= last.get(request.session_id, request.turn - 1):
+            broken.add(request.session_id)
+        last[request.session_id] = request.turn
+    turns: Counter[str] = Counter()
+    for request in requests:
+        if request.session_id in broken:
+            turns[request.session_id] += 1
+            request.turn = turns[request.session_id]
+    return len(broken)
+
+
+def looks_like_deltas(requests: Sequence[TraceRequest]) -> tuple[int, int]:
+    """(follow-up turns, those that begin with their predecessor's first block).
+
+    Where hardly any follow-up begins as its predecessor did, prompts hold only what is new in each turn.
+    """
+    first_block: dict[str, int] = {}
+    follow_ups = sharing = 0
+    for request in requests:
+        if not request.hash_ids:
+            continue
+        before = first_block.get(request.session_id)
+        if before is not None:
+            follow_ups += 1
+            sharing += before == request.hash_ids[0]
+        first_block[request.session_id] = request.hash_ids[0]
+    return follow_ups, sharing

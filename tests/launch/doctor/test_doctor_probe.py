@@ -1,0 +1,168 @@
+"""The doctor's prober and command on this very machine."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import psutil
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from launch.__main__ import app
+from launch.doctor.probe import _verbs_devices, gather
+from launch.doctor.probe_clocks import ask_clocks, certain_offset
+from launch.doctor.probe_python import ask_python
+from launch.fleet.file import parse_fleet
+from tests.launch.conftest import fleet_values
+from tests.launch.fake_nvml import FakeGpu, FakeNvml
+
+
+def test_this_machine() -> None:
+    facts = gather(engine_python=sys.executable, environment={"MC_FORCE_TCP": "1"})
+    assert facts.host.memory_total_bytes == psutil.virtual_memory().total
+    assert facts.host.nofile.soft is None or facts.host.nofile.soft > 0
+    assert (facts.environment, facts.fleet, facts.clocks) == ({"MC_FORCE_TCP": "1"}, None, [])
+    assert (facts.engine_python.error, facts.engine_python.executable) == (None, sys.executable)
+    assert facts.engine_python.python == ".".join(map(str, sys.version_info[:3]))
+    assert "torch" not in sys.modules
+
+
+def test_the_gpus_come_from_the_library_given() -> None:
+    facts = gather(engine_python=sys.executable, library=FakeNvml(FakeGpu(uuid="GPU-x")), environment={})
+    assert [gpu.uuid for gpu in facts.gpus.gpus] == ["GPU-x"]
+
+
+def python_with(tmp_path: Path, **files: str) -> str:
+    """A Python that sees distributions and packages made up here, through a wrapper script."""
+    for name, text in files.items():
+        path = tmp_path / "site" / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path / "site"} exec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    return str(wrapper)
+
+
+def test_packages_are_told_without_importing_them(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    for name, version in (("vllm", "0.20.2"), ("torch", "2.11.0+cu130"), ("mooncake_transfer_engine_cuda13", "0.3.14")):
+        folder = site / f"{name}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    for package in ("torch", "vllm", "mooncake"):
+        (site / package).mkdir()
+        (site / package / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (site / "torch" / "version.py").write_text("__version__ = '2.11.0+cu130'\ncuda: str | None = '13.0'\nhip = None\n")
+    found = ask_python(python_with(tmp_path))
+    assert found.error is None
+    assert found.packages == {
+        "vllm": "0.20.2",
+        "torch": "2.11.0+cu130",
+        "mooncake-transfer-engine-cuda13": "0.3.14",
+    }
+    assert (found.torch_cuda, found.openmp, found.mooncake_missing) == ("13.0", None, [])
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (None, "cannot be run (No such file"),
+        ("#!/bin/sh\necho oops >&2; exit 3\n", "could not tell its packages (oops)"),
+        ("#!/bin/sh\necho hello\n", "is it a Python?"),
+    ],
+)
+def test_what_is_no_python_is_told(tmp_path: Path, script: str | None, words: str) -> None:
+    path = tmp_path / "python"
+    if script is not None:
+        path.write_text(script)
+        path.chmod(0o755)
+    assert words in (ask_python(str(path)).error or "")
+
+
+def test_ibv_devices_output() -> None:
+    listed = (
+        "    device          \t   node GUID\n    ------          \t---------\n    mlx5_0 \t0c42a103\n    mlx5_1\t0c4\n"
+    )
+    assert _verbs_devices(listed) == ["mlx5_0", "mlx5_1"]
+
+
+@pytest.mark.parametrize(
+    ("date", "sent", "received", "offset"),
+    [
+        (100.0, 100.5, 100.6, 0.0),
+        (99.0, 100.5, 100.6, 0.0),
+        (105.0, 100.5, 100.6, 4.4),
+        (90.0, 100.5, 100.6, -8.5),
+    ],
+)
+def test_the_offset_is_what_is_certain(date: float, sent: float, received: float, offset: float) -> None:
+    assert certain_offset(date, sent, received) == pytest.approx(offset)
+
+
+def test_clocks_are_read_from_real_answers() -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response_only(404)
+            self.send_header("Date", formatdate(time.time() + 3600, usegmt=True))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            """No log."""
+
+    fleet = parse_fleet(fleet_values(count=1))
+    server = ThreadingHTTPServer(("127.0.0.1", fleet.members[0].port), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        engine, proxy = ask_clocks(fleet)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert engine.error is None
+    assert 3590 < engine.offset_s <= 3601
+    assert "does not answer" in (proxy.error or "")
+
+
+def doctor(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", "--engine-python", sys.executable, *arguments])
+    return result.exit_code, result.output
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MC_INTRANODE_NVLINK", "MC_FORCE_TCP", "PYTORCH_CUDA_ALLOC_CONF", "PROMETHEUS_MULTIPROC_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    values = fleet_values()
+    path = tmp_path / "fleet.yaml"
+    path.write_text(yaml.safe_dump(values))
+    code, output = doctor("--fleet", str(path), "--json")
+    told = json.loads(output)
+    assert (told["schema"], told["problems"]) == (1, sum(one["status"] == "problem" for one in told["findings"]))
+    assert code == (1 if told["problems"] else 0)
+    ports = [one for one in told["findings"] if one["check"] == "ports"]
+    assert [one["status"] for one in ports] == ["ok"]
+
+    with socket.create_server(("127.0.0.1", values["base_port"] + 1)):
+        code, output = doctor("--fleet", str(path), "--json")
+    assert code == 1
+    (busy,) = [one for one in json.loads(output)["findings"] if one["check"] == "ports"]
+    assert (busy["status"], f"port {values['base_port'] + 1} for inst-1" in busy["found"]) == ("problem", True)
+
+    monkeypatch.setenv("MC_INTRANODE_NVLINK", "0")
+    code, output = doctor()
+    assert code == 1
+    assert "turns NVLink on" in " ".join(output.replace("│", " ").split())
+
+    assert doctor("--fleet", str(tmp_path / "none.yaml"))[0] == 2
+    code, output = doctor("--list")
+    assert (code, "| check | looks at |" in output) == (0, True)

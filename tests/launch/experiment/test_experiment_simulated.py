@@ -1,0 +1,219 @@
+"""Simulated experiments, end to end, and the environment they note."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from launch.__main__ import app
+from launch.experiment.records import environment
+from launch.experiment.records.freshness import SimulatedProof, read_proof, simulated_proof
+from launch.experiment.records.state import read_experiment
+from launch.experiment.run import simulated
+from launch.experiment.verify import verify
+from launch.run.processes import ManagedProcess
+from replayer.records.runs import read_run
+from tests.launch.conftest import REPOSITORY, until
+
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "trace": {"synth": {"requests": 60, "seed": 3, "rate_per_s": 2.0, "length_scale": 0.2}},
+    "replay": {"time_scale": 2, "max_inflight_sessions": 40, "idle_gap_cap_s": 30},
+    "arms": {
+        "plain": {"policy": "linear"},
+        "slow": {"policy": {"name": "linear", "params": {"alpha": 1.0}}, "fleet": {"slowdown": 1.5}},
+    },
+    "repeats": 2,
+    "order": "randomised",
+    "backend": {
+        "kind": "simulated",
+        "instances": 3,
+        "profile": "h20",
+        "pool_tokens": 200_000,
+        "noise": {"arrival_jitter_s": 0.5, "speed_sigma": 0.05},
+    },
+    "comparison": {"resamples": 1000},
+}
+
+
+def written(tmp_path: Path, **values: Any) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, **values}, sort_keys=False))
+    return path
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_the_whole_of_it(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    config = written(tmp_path)
+    ended = CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory), "--jobs", "2"])
+    assert ended.exit_code == 0, ended.output
+    assert "slow against plain:" in ended.output
+    state = read_experiment(directory)
+    assert (state.state, state.backend, state.arms, state.baseline) == ("done", "simulated", ["plain", "slow"], "plain")
+    seeds = set()
+    for run in state.runs:
+        folder = directory / run.path
+        assert run.path == f"arms/{run.arm}/{run.repeat}"
+        assert (run.state, run.requests, run.ok, run.seed) == ("done", 60, 60, run.repeat - 1)
+        header = read_run(folder / "run.jsonl").header
+        assert (header.label, header.time_scale, header.max_inflight_sessions) == (run.arm, 2, 40)
+        assert header.trace_sha256 == state.trace.sha256
+        seeds.add(header.seed)
+        record = json.loads((folder / "arm.json").read_text())
+        assert (record["instances"], record["noise_seed"]) == (3, header.seed)
+        assert record["policy"]["name"] == "linear"
+        assert record["policy"]["resolved"]["alpha"] == 1.0
+        assert record["kv_capacity_tokens"] == pytest.approx(200_000, abs=64)
+        assert len((folder / "breakdown.jsonl").read_text().splitlines()) == 60
+        assert isinstance(read_proof(folder), SimulatedProof)
+        assert {"run.jsonl", "breakdown.jsonl", "fresh.json", "arm.json"} == set(run.files)
+    assert len(seeds) == 4
+    assert verify(directory).problems == []
+    told = json.loads((directory / "comparison.json").read_text())["comparisons"][0]
+    change = {effect["metric"]: effect["change"] for effect in told["effects"]}
+    assert change["TPOT p50"] > 0.2
+    _environment_was_noted(directory)
+
+
+def _environment_was_noted(directory: Path) -> None:
+    noted = msgspec.json.decode((directory / "environment.json").read_bytes(), type=environment.Environment)
+    assert noted.software.packages["msgspec"] == msgspec.__version__
+    assert noted.hardware.processors == psutil.cpu_count()
+    assert noted.hardware.memory_bytes == psutil.virtual_memory().total
+    assert set(noted.files) == {"experiment", "hardware profile h20", "trace as replayed"}
+    assert all(len(digest) == 64 for digest in noted.files.values())
+    commit = subprocess.run(["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"], capture_output=True, check=False)
+    assert (noted.software.git is None) == (commit.returncode != 0)
+    if noted.software.git is not None:
+        assert len(noted.software.git.commit) == 40
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_failed_and_refused_runs_are_told_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first arm's transport is unknown to the hardware profile; the third's process claims to be the second's."""
+
+    def proof(process: ManagedProcess) -> SimulatedProof:
+        if process.log_path.parts[-3] == "again":
+            kept = read_proof(directory / "arms" / "good" / "1")
+            assert isinstance(kept, SimulatedProof)
+            return kept
+        return simulated_proof(process)
+
+    directory = tmp_path / "run"
+    monkeypatch.setattr(simulated, "simulated_proof", proof)
+    arms = {
+        "bad": {"policy": "linear", "fleet": {"transport": "pigeon"}},
+        "good": {"policy": "linear"},
+        "again": {"policy": "linear"},
+        "last": {"policy": "linear"},
+    }
+    config = written(tmp_path, arms=arms, repeats=1, on_failure="skip", on_stale="skip", order="interleaved")
+    ended = CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)])
+    assert ended.exit_code == 1
+    state = read_experiment(directory)
+    assert (state.state, [run.state for run in state.runs]) == ("done", ["failed", "done", "refused", "done"])
+    bad, _, again, _ = state.runs
+    assert "pigeon" in bad.reasons[0]
+    assert str(directory / bad.path / "simulate.log") in bad.reasons[0]
+    assert "served good, repeat 1 before: its caches are warm" in again.reasons[0]
+    assert "no run of the baseline 'bad' is left to compare with" in ended.output
+    assert CliRunner().invoke(app, ["experiment", "verify", str(directory)]).exit_code == 1
+    assert CliRunner().invoke(app, ["experiment", "status", str(directory)]).exit_code == 3
+
+
+def simulates(process: psutil.Process) -> bool:
+    try:
+        return process.cmdline()[1:4] == ["-m", "sim", "simulate"]  # not its guard, which has them further on
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_ctrl_c_ends_the_simulators(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    # Many instances make long work of every decision.
+    config = written(tmp_path, trace={"synth": {"requests": 2000}}, backend={**SMALL["backend"], "instances": 400})
+    command = [sys.executable, "-m", "launch", "experiment", "run", str(config), "-o", str(directory), "-j", "2"]
+    runner = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+
+        def simulating() -> list[psutil.Process]:
+            assert runner.poll() is None, runner.communicate()[0]
+            return [child for child in psutil.Process(runner.pid).children(recursive=True) if simulates(child)]
+
+        until(lambda: len(simulating()) == 2, 60)
+        children = simulating()
+        other = CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory), "--resume"])
+        assert "another process runs this experiment" in other.output
+    finally:
+        os.kill(runner.pid, signal.SIGINT)
+        output, _ = runner.communicate(timeout=60)
+    assert runner.returncode == 130, output
+    assert not [child for child in children if child.is_running()]
+    state = read_experiment(directory)
+    assert state.state == "interrupted"
+    assert [run.state for run in state.runs] == ["interrupted", "interrupted", "pending", "pending"]
+
+
+class TestEnvironment:
+    def test_secrets_are_left_out(self) -> None:
+        found = environment._variables(
+            {"VLLM_API_KEY": "s3cret", "WARMROUTE_ENGINE_MODEL": "tiny", "HOME": "/root", "MC_GID_INDEX": "3"}
+        )
+        assert found == {"MC_GID_INDEX": "3", "VLLM_API_KEY": "(not recorded)", "WARMROUTE_ENGINE_MODEL": "tiny"}
+
+    def test_what_changed_is_named(self) -> None:
+        before = environment.software([])
+        packages = {**before.packages, "msgspec": "0.0.1", "newcomer": "1"}
+        git = environment.GitState(root="/x", commit="0" * 40, dirty=True)
+        now = msgspec.structs.replace(before, packages=packages, git=git, sources_sha256="f" * 64)
+        told = environment.differences(before, now)
+        assert f"packages.msgspec: {msgspec.__version__}, now 0.0.1" in told
+        assert "packages.newcomer: absent, now 1" in told
+        assert any(change.startswith("git.commit:") and change.endswith("now " + "0" * 12) for change in told)
+        assert f"sources_sha256: {before.sources_sha256[:12]}, now {'f' * 12}" in told
+        assert environment.differences(before, before) == []
+
+    def test_commit_and_dirty_flag_of_a_checkout(self, tmp_path: Path) -> None:
+        def git(*arguments: str) -> str:
+            identity = ["-c", "user.name=n", "-c", "user.email=e@localhost"]
+            done = subprocess.run(
+                ["git", "-C", str(tmp_path), *identity, *arguments], capture_output=True, text=True, check=True
+            )
+            return done.stdout.strip()
+
+        assert environment.git_state(tmp_path) is None
+        git("init", "--quiet")
+        (tmp_path / "file").write_text("one")
+        git("add", "file")
+        git("commit", "--quiet", "-m", "one")
+        clean = environment.git_state(tmp_path)
+        assert clean is not None
+        assert (clean.commit, clean.dirty) == (git("rev-parse", "HEAD"), False)
+        (tmp_path / "file").write_text("two")
+        changed = environment.git_state(tmp_path)
+        assert changed is not None
+        assert changed.dirty
+        (tmp_path / "below").mkdir()
+        assert environment.git_state(tmp_path / "below") is None
+
+    def test_a_busy_machine_is_a_warning(self) -> None:
+        load = environment.host_load()
+        assert 0 <= load.cpu_share <= 1
+        assert load.processors == psutil.cpu_count()
+        assert msgspec.structs.replace(load, cpu_share=0.2).warning is None
+        busy = msgspec.structs.replace(load, cpu_share=0.8, load_1m=3.0, processors=2).warning
+        assert busy is not None
+        assert busy.startswith("80% of the processors were in use before the run started (load 3.0 on 2 processors)")

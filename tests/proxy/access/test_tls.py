@@ -1,0 +1,195 @@
+"""TLS on the listeners: real handshakes with generated certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+from aiohttp import web
+
+from proxy.engines.upstream import UpstreamError
+from proxy.settings import SettingsError, load_settings
+from tests.proxy.conftest import Running, StartProxy
+from tests.proxy.stub_engine import StubEngine
+
+BODY = {"model": "stub", "prompt": list(range(300)), "max_tokens": 4}
+
+
+@dataclass
+class Certificates:
+    """Files of one authority: the server's certificate and key, and the authority's own certificate."""
+
+    authority: trustme.CA
+    certificate: Path
+    key: Path
+    ca: Path
+
+    def trusting(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=str(self.ca))
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1", "localhost")
+    made = Certificates(authority, tmp_path / "server.pem", tmp_path / "server.key", tmp_path / "ca.pem")
+    issued.private_key_pem.write_to_path(made.key)
+    for number, blob in enumerate(issued.cert_chain_pems):
+        blob.write_to_path(made.certificate, append=number > 0)
+    authority.cert_pem.write_to_path(made.ca)
+    return made
+
+
+def tls(certificates: Certificates, **more: Any) -> dict[str, Any]:
+    return {"certificate": certificates.certificate, "key": certificates.key, **more}
+
+
+def secure(proxy: Running, context: ssl.SSLContext, port: int | None = None) -> httpx.AsyncClient:
+    port = port or int(proxy.url.rsplit(":", 1)[1])
+    return httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=context, trust_env=False, timeout=20)
+
+
+async def test_requests_and_streams_over_tls(start_proxy: StartProxy, certificates: Certificates) -> None:
+    engine = StubEngine(tokens=50, padding_bytes=4000, token_delay_s=0.001)
+    proxy = await start_proxy(engines=[engine], tls=tls(certificates))
+    expected = b"".join(engine.event(number) for number in range(50)) + b"data: [DONE]\n\n"
+    async with secure(proxy, certificates.trusting()) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        pieces = 0
+        got = b""
+        async with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            async for piece in answer.aiter_raw():
+                pieces += 1
+                got += piece
+        assert got == expected
+        assert pieces > 1
+        large = {**BODY, "prompt": "x" * 2_000_000}
+        assert (await client.post("/v1/completions", json=large)).status_code == 200
+        assert engine.seen[-1]["prompt"] == large["prompt"]
+        # A client that leaves is detected through TLS as well.
+        engine.mode = "hang"
+        leaving = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await proxy.until(lambda: engine.running == 1)
+        leaving.cancel()
+        await proxy.until(lambda: engine.aborted == 1)
+
+
+async def test_plain_http_and_unknown_authorities_get_nowhere(
+    start_proxy: StartProxy, certificates: Certificates
+) -> None:
+    proxy = await start_proxy(1, tls=tls(certificates))
+    with pytest.raises(httpx.TransportError):
+        await proxy.client.get("/health")
+    with pytest.raises(httpx.TransportError):
+        await proxy.client.post("/v1/completions", json=BODY)
+    async with secure(proxy, ssl.create_default_context()) as client:
+        with pytest.raises(httpx.ConnectError, match="certificate"):
+            await client.get("/health")
+    assert proxy.engines[0].seen == []
+    # None of these affects well-behaved clients.
+    async with secure(proxy, certificates.trusting()) as client:
+        assert (await client.get("/ready")).status_code == 200
+
+
+async def test_old_versions_of_tls_are_not_spoken(start_proxy: StartProxy, certificates: Certificates) -> None:
+    proxy = await start_proxy(1, tls=tls(certificates, min_version="1.3"))
+    old, new = certificates.trusting(), certificates.trusting()
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    async with secure(proxy, old) as client:
+        with pytest.raises(httpx.TransportError):
+            await client.get("/health")
+    async with secure(proxy, new) as client:
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_with_a_client_ca_every_client_shows_a_certificate(
+    start_proxy: StartProxy, certificates: Certificates
+) -> None:
+    proxy = await start_proxy(1, tls=tls(certificates, client_ca=certificates.ca))
+    async with secure(proxy, certificates.trusting()) as nobody:
+        with pytest.raises(httpx.TransportError):
+            await nobody.get("/health")
+    stranger, known = certificates.trusting(), certificates.trusting()
+    trustme.CA().issue_cert("agent").configure_cert(stranger)
+    certificates.authority.issue_cert("agent").configure_cert(known)
+    async with secure(proxy, stranger) as client:
+        with pytest.raises(httpx.TransportError):
+            await client.get("/health")
+    async with secure(proxy, known) as client:
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+
+
+async def test_the_admin_listener_uses_tls_too(start_proxy: StartProxy, certificates: Certificates) -> None:
+    proxy = await start_proxy(1, tls=tls(certificates), admin={"port": 0})
+    async with secure(proxy, certificates.trusting(), proxy.core.admin_port) as admin:
+        assert (await admin.get("/instances")).status_code == 200
+    async with httpx.AsyncClient(trust_env=False) as plain:
+        with pytest.raises(httpx.TransportError):
+            await plain.get(f"http://127.0.0.1:{proxy.core.admin_port}/instances")
+
+
+class SecureEngine(StubEngine):
+    """A scripted engine with TLS."""
+
+    tls: ssl.SSLContext
+
+    async def _listen(self) -> None:
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self.tls)
+        await self._site.start()
+        assert self._site._server is not None
+        self.port = self._site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.port}"
+
+
+def secure_engine(authority: trustme.CA) -> SecureEngine:
+    engine = SecureEngine()
+    engine.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(engine.tls)
+    return engine
+
+
+async def test_engines_over_tls_are_those_the_systems_authorities_vouch_for(
+    start_proxy: StartProxy, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates.ca))
+    engines = [secure_engine(certificates.authority), secure_engine(trustme.CA())]
+    proxy = await start_proxy(engines=list(engines), role="kv_both")
+    assert proxy.core.instances.healthy() == {"inst-0"}
+    for stream in (False, True):
+        answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": stream})
+        assert (answer.status_code, answer.headers["x-warmroute-instance"]) == (200, "inst-0")
+    # Requests are as strict as probes.
+    with pytest.raises(UpstreamError, match="certificate"):
+        await proxy.core.upstream.post(engines[1].url + "/v1/completions", b"{}", {})
+    assert engines[1].seen == []
+
+
+def test_unusable_files_are_named(certificates: Certificates, tmp_path: Path) -> None:
+    other = trustme.CA().issue_cert("127.0.0.1")
+    other_key, garbage = tmp_path / "other.key", tmp_path / "garbage.pem"
+    other.private_key_pem.write_to_path(other_key)
+    garbage.write_text("this is no certificate")
+    for wrong, says in (
+        ({"certificate": certificates.certificate}, "go together"),
+        ({"key": certificates.key}, "go together"),
+        ({"client_ca": certificates.ca}, "tls.client_ca"),
+        (tls(certificates, key=tmp_path / "none.key"), "no file at"),
+        (tls(certificates, key=other_key), "other.key"),
+        (tls(certificates, certificate=garbage), "garbage.pem"),
+        (tls(certificates, client_ca=garbage), "garbage.pem"),
+        (tls(certificates, min_version="1.1"), "tls.min_version"),
+    ):
+        with pytest.raises(SettingsError) as caught:
+            load_settings(None, instances=[{"url": "http://a"}], tls=wrong)
+        assert says in str(caught.value)

@@ -1,0 +1,247 @@
+"""Health: conditions that take an instance out and back, and the reported state."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.fleet.breaker import BreakerState
+from proxy.fleet.instances import Instance, Instances
+from proxy.settings import HealthSettings, InstanceSettings
+from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
+from tests.proxy.stub_engine import StubEngine
+
+OK = {"model": "stub", "prompt": list(range(200)), "max_tokens": 4}
+QUICK = {"interval_s": 0.05, "timeout_s": 2.0, "open_s": 0.2, "open_max_s": 10.0}
+PROBED_BY_HAND = {"interval_s": 600.0}
+
+
+async def ask(proxy: Running, **body: Any) -> httpx.Response:
+    return await proxy.client.post("/v1/completions", json={**OK, **body})
+
+
+async def shown(proxy: Running, name: str = "inst-0") -> dict[str, Any]:
+    rows = (await proxy.client.get("/instances")).json()["instances"]
+    return next(row for row in rows if row["name"] == name)
+
+
+def state(proxy: Running, name: str = "inst-0") -> BreakerState:
+    return proxy.core.instances[name].breaker.state
+
+
+async def probed_to_trial(proxy: Running) -> None:
+    """Probe the first instance until its open time is over."""
+    for _ in range(200):
+        await proxy.operations.fleet.probe(proxy.core.instances["inst-0"])
+        if state(proxy) is BreakerState.HALF_OPEN:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("it never came to trial")
+
+
+async def test_an_engine_that_hangs_while_its_health_endpoint_answers_stays_out_until_a_request_gets_through(
+    start_proxy: StartProxy,
+) -> None:
+    hung = StubEngine(mode="hang")
+    proxy = await start_proxy(
+        engines=[hung, StubEngine()],
+        health={**QUICK, **PROBED_BY_HAND, "trial_requests": 2},
+        timeouts={"first_byte_s": 0.5},
+        policy={"name": "round_robin"},
+    )
+    while state(proxy) is not BreakerState.OPEN:
+        assert (await ask(proxy, stream=True)).status_code == 200
+    assert len(hung.seen) == 3
+    row = await shown(proxy)
+    assert (row["healthy"], row["breaker"]["state"], row["breaker"]["openings"]) == (False, "open", 1)
+    assert row["breaker"]["why"] == "3 requests in a row failed, the last: no first byte within 0.5 s"
+    assert row["breaker"]["until_unix_s"] is not None
+    metrics = (await proxy.client.get("/metrics")).text
+    assert 'warmroute_instance_breaker{instance="inst-0",state="open"} 1.0' in metrics
+    assert 'warmroute_instance_breaker{instance="inst-1",state="closed"} 1.0' in metrics
+    # Its probes are successful all the time, which only makes it half-open.
+    await probed_to_trial(proxy)
+    for _ in range(3):
+        await proxy.operations.fleet.probe(proxy.core.instances["inst-0"])
+    assert (await shown(proxy))["breaker"]["state"] == "half_open"
+    # The trial fails: open again, for longer.
+    answers = await asyncio.gather(*(ask(proxy, stream=True) for _ in range(10)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(hung.seen) <= 3 + 2, "no more than two at a time"
+    assert state(proxy) is BreakerState.OPEN
+    assert (await shown(proxy))["breaker"]["doublings"] == 1
+    hung.mode = "ok"
+    await probed_to_trial(proxy)
+    while state(proxy) is not BreakerState.CLOSED:
+        assert (await ask(proxy, stream=True)).status_code == 200
+    assert proxy.core.instances.healthy() == {"inst-0", "inst-1"}
+    row = await shown(proxy)
+    assert (row["breaker"]["why"], row["breaker"]["until_unix_s"], row["breaker"]["trial_requests"]) == (None, None, 0)
+    assert ledger_is_zero(await proxy.settled())
+
+
+async def test_a_trial_whose_client_leaves_says_nothing_and_makes_room_for_another(start_proxy: StartProxy) -> None:
+    engine = StubEngine(mode="error")
+    health = {**QUICK, "unhealthy_after": 1, "trial_requests": 1}
+    proxy = await start_proxy(engines=[engine], health=health)
+    assert (await ask(proxy)).status_code == 502
+    engine.mode = "hang"
+    await proxy.until(lambda: state(proxy) is BreakerState.HALF_OPEN)
+    trial = asyncio.create_task(ask(proxy))
+    await proxy.until(lambda: engine.running == 1)
+    waiting = asyncio.create_task(ask(proxy))
+    await proxy.until(lambda: proxy.core.admission.waiting == 1)
+    assert (await shown(proxy))["breaker"]["trial_requests"] == 1
+    engine.mode = "ok"
+    trial.cancel()
+    await asyncio.gather(trial, return_exceptions=True)
+    assert (await waiting).status_code == 200
+    assert state(proxy) is BreakerState.CLOSED
+    assert ledger_is_zero(await proxy.settled())
+
+
+async def test_a_dead_engine_is_out_at_once_and_its_successor_starts_clean(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(2, health={**QUICK, "interval_s": 0.3}, policy={"name": "round_robin"})
+    for _ in range(4):
+        await ask(proxy)
+    victim = proxy.engines[0]
+    await victim.stop()
+    while state(proxy) is BreakerState.CLOSED and proxy.core.instances["inst-0"].up:
+        assert (await ask(proxy)).status_code == 200
+    assert proxy.core.instances.healthy() == {"inst-1"}
+    await victim.restart()
+    await proxy.until(lambda: proxy.core.instances.healthy() == {"inst-0", "inst-1"})
+    row = await shown(proxy)
+    assert (row["restarts"], row["index_blocks"], row["breaker"]["doublings"]) == (1, 0, 0)
+    for _ in range(4):
+        assert (await ask(proxy)).status_code == 200
+    assert state(proxy) is BreakerState.CLOSED
+
+
+async def test_many_failures_among_successes_take_an_instance_out_too(start_proxy: StartProxy) -> None:
+    engine = StubEngine()
+    health = {**QUICK, **PROBED_BY_HAND, "window_min_requests": 8, "failure_ratio": 0.5}
+    proxy = await start_proxy(engines=[engine], health=health)
+    statuses = []
+    for number in range(8):
+        engine.mode = "error" if number % 2 else "ok"
+        statuses.append((await ask(proxy)).status_code)
+    assert statuses == [200, 502] * 4
+    assert (await shown(proxy))["breaker"]["why"].startswith("4 of 8 requests failed within 30 s")
+    assert (await ask(proxy)).json()["error"]["code"] == "no_instance"
+
+
+async def test_streams_that_break_off_take_an_instance_out(start_proxy: StartProxy) -> None:
+    engine = StubEngine(mode="break_stream")
+    proxy = await start_proxy(engines=[engine], health={**QUICK, **PROBED_BY_HAND})
+    for _ in range(3):
+        assert state(proxy) is BreakerState.CLOSED
+        assert "stream_broken" in (await ask(proxy, stream=True)).text
+    assert state(proxy) is BreakerState.OPEN
+
+
+async def test_refused_input_never_counts_and_ends_a_trial_well(start_proxy: StartProxy) -> None:
+    engine = StubEngine(mode="error")
+    proxy = await start_proxy(engines=[engine], health={**QUICK, "unhealthy_after": 1})
+    await ask(proxy)
+    engine.mode = "refuse_input"
+    await proxy.until(lambda: state(proxy) is BreakerState.HALF_OPEN)
+    for _ in range(20):
+        assert (await ask(proxy)).status_code == 400
+    assert state(proxy) is BreakerState.CLOSED
+
+
+async def test_probes_alone_take_out_and_take_back_what_only_probes_found_unwell(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(2, health={**QUICK, "open_s": 10.0})
+    engine = proxy.engines[0]
+    engine.mode = "sick"
+    await proxy.until(lambda: proxy.core.instances.healthy() == {"inst-1"})
+    assert state(proxy) is BreakerState.CLOSED
+    engine.mode = "ok"
+    await proxy.until(lambda: proxy.core.instances.healthy() == {"inst-0", "inst-1"})
+    assert (await shown(proxy))["last_error"] is None
+
+
+# The fleet's rule, without a server
+
+
+@pytest.fixture
+def fleet() -> Instances:
+    settings = tuple(InstanceSettings(url=f"http://127.0.0.1:{port}", name=name) for port, name in enumerate("ab", 1))
+    return Instances(settings, HealthSettings(healthy_after=2, unhealthy_after=3))
+
+
+def test_probes_need_to_be_good_and_bad_as_often_in_a_row_as_is_set(fleet: Instances) -> None:
+    fleet.probed("a")
+    fleet.probe_failed("a", "slow")
+    fleet.probed("a")
+    assert fleet.healthy() == set()
+    fleet.probed("a")
+    assert fleet.healthy() == {"a"}
+    for _ in range(5):
+        fleet.probe_failed("a", "slow")
+        fleet.probe_failed("a", "slow")
+        fleet.probed("a")
+    assert fleet.healthy() == {"a"}
+    fleet.probe_failed("a", "refused", refused=True)
+    assert fleet.healthy() == set()
+    assert fleet["a"].last_error == "refused"
+
+
+def test_after_failed_requests_as_many_good_probes_are_asked_for(fleet: Instances) -> None:
+    for _ in range(4):
+        fleet.probed("a")
+    fleet.failed("a", "refused", refused=True)
+    fleet.probed("a")
+    assert fleet.healthy() == set()
+    fleet.probed("a")
+    assert fleet.healthy() == {"a"}
+    assert fleet["a"].breaker.state is BreakerState.HALF_OPEN
+    fleet.succeeded("a")
+    assert fleet["a"].breaker.state is BreakerState.CLOSED
+
+
+def test_good_probes_do_not_forgive_failed_requests(fleet: Instances) -> None:
+    for _ in range(3):
+        fleet.probed("a")
+        fleet.probed("a")
+        fleet.failed("a", "late")
+    assert fleet.healthy() == set()
+
+
+def test_every_recovery_wakes_the_queue(fleet: Instances) -> None:
+    told: list[str] = []
+
+    def tell() -> None:
+        told.append("room")
+
+    fleet.on_room = tell
+    fleet.probed("a")
+    assert not told
+    fleet.probed("a")
+    assert told, "it is up"
+    fleet.failed("a", "refused", refused=True)
+    told.clear()
+    fleet.probed("a")
+    assert not told
+    fleet.probed("a")
+    assert told, "it is on trial"
+    told.clear()
+    fleet.succeeded("a")
+    assert told, "it has passed"
+    fleet.set_draining(fleet["a"], True)
+    told.clear()
+    fleet.set_draining(fleet["a"], False)
+    assert told, "it no longer drains"
+
+
+def test_an_engine_that_takes_over_a_name_inherits_nothing(fleet: Instances) -> None:
+    old = fleet["a"]
+    for _ in range(3):
+        fleet.failed(old, "late")
+    fleet.add(Instance(old.settings))
+    fleet.failed(old, "late")
+    assert (fleet["a"].breaker.openings, fleet["a"].failures_in_a_row, fleet["a"].last_error) == (0, 0, None)

@@ -1,0 +1,95 @@
+"""Settings: sources and their order, errors with remedies, and the generated page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.settings import SettingsError, load_settings
+from proxy.settings.reference import reference
+
+ONE = {"instances": [{"url": "http://127.0.0.1:8000"}]}
+
+
+def test_file_then_environment_then_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "proxy.yaml"
+    file.write_text("port: 1111\nhost: 127.0.0.2\nlog_level: debug\ninstances: [{url: 'http://127.0.0.1:8000'}]\n")
+    monkeypatch.setenv("WARMROUTE_PORT", "2222")
+    monkeypatch.setenv("WARMROUTE_LIMITS__BODY_BYTES", "4096")
+    monkeypatch.setenv("WARMROUTE_LOG_LEVEL", "error")
+    settings = load_settings(file, log_level="warning")
+    assert (settings.host, settings.port, settings.log_level) == ("127.0.0.2", 2222, "warning")
+    assert settings.limits.body_bytes == 4096
+
+
+def test_another_policy_named_by_flag_or_environment_does_not_inherit_the_files_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "proxy.yaml"
+    file.write_text(
+        "instances: [{url: 'http://127.0.0.1:8000'}]\n"
+        "policy: {name: linear, params: {alpha: 2.0}}\n"
+        "offload: {planner: threshold, params: {max_in_flight: 9}, prefill_timeout_s: 7}\n"
+    )
+    assert load_settings(file).policy.params == {"alpha": 2.0}
+    by_flag = load_settings(file, policy={"name": "lmetric"}, offload={"planner": "never"})
+    assert (by_flag.policy.name, by_flag.policy.params) == ("lmetric", {})
+    assert (by_flag.offload.planner, by_flag.offload.params, by_flag.offload.prefill_timeout_s) == ("never", {}, 7)
+    monkeypatch.setenv("WARMROUTE_POLICY__NAME", "unified")
+    by_environment = load_settings(file)
+    assert (by_environment.policy.name, by_environment.policy.params) == ("unified", {})
+    assert by_environment.offload.params == {"max_in_flight": 9}
+
+
+def test_name_defaults_to_the_address() -> None:
+    assert load_settings(None, **ONE).instances[0].name == "127.0.0.1:8000"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"polcy": {}}, "polcy: unknown key"),
+        ({"policy": {"name": "lienar"}}, "known: aibrix_prefix, dynamo_cost, least_loaded, linear"),
+        ({"policy": {"name": "linear", "params": {"alfa": 1}}}, "it has: alpha"),
+        ({"offload": {"planner": "maybe"}}, "known: cost_model, never, static_pd, threshold"),
+        ({"classes": {"medium_tokens": 9, "heavy_tokens": 9}}, "medium_tokens < heavy_tokens"),
+        ({"port": 70000}, "port"),
+        ({"timeouts": {"idle_s": 0}}, "timeouts.idle_s"),
+        ({"instances": []}, "at least one instance"),
+        ({"instances": [{"url": "127.0.0.1:8000"}]}, "http://"),
+        ({"instances": [{"url": "http://a"}, {"url": "http://a"}]}, "share the same"),
+        ({"instances": [{"url": "http://a", "role": "kv_both"}]}, "bootstrap_url"),
+        ({"instances": [{"url": "http://a", "role": "both"}]}, "kv_both"),
+    ],
+)
+def test_refusals_name_the_key_and_what_it_takes(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(None, **{**ONE, **wrong})
+    assert says in str(caught.value)
+
+
+def test_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no settings file at"):
+        load_settings(tmp_path / "nope.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("port: [1\n")
+    with pytest.raises(SettingsError, match=r"broken\.yaml"):
+        load_settings(broken)
+
+
+def test_the_shipped_settings_file_loads() -> None:
+    settings = load_settings(Path(__file__).parents[3] / "configs" / "proxy.yaml")
+    assert [instance.name for instance in settings.instances] == ["inst-0", "inst-1"]
+    assert settings.policy.name == "session_sticky"
+
+
+def test_no_instance_at_all_is_refused() -> None:
+    with pytest.raises(SettingsError, match="instances"):
+        load_settings(None)
+
+
+def test_settings_page_is_what_the_code_says() -> None:
+    page = Path(__file__).parents[3] / "docs" / "reference" / "settings.md"
+    assert page.read_text() == reference(), "run `make reference`"

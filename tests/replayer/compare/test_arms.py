@@ -1,0 +1,116 @@
+"""Arms from run files and from experiments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from replayer.compare.arms import ArmError, ArmRuns, parse_arm, read_arm, read_experiment, single, unique
+from replayer.compare.conditions import refuse_or_note
+from replayer.compare.runs import ComparisonError, compare_arms
+from tests.replayer.compare.conftest import MakeExperiment
+from tests.replayer.constructed_runs import make_run, write_run
+
+
+def test_an_experiment_gives_its_arms_the_baseline_first(experiment: MakeExperiment) -> None:
+    found = read_experiment(experiment(baseline="lmetric"))
+    assert [arm.label for arm in found.arms] == ["lmetric", "linear"]
+    assert [[one.repeat for one in arm.runs] for arm in found.arms] == [["1", "2"], ["1", "2"]]
+    assert found.arms[0].configuration != found.arms[1].configuration != ""
+    assert found.trace is None
+    [comparison] = compare_arms(found.arms)
+    assert comparison.runs == (2, 2)
+    assert {row.groups for row in comparison.noise_floor} == {2}
+
+
+def test_arms_may_be_objects_and_paths_files(experiment: MakeExperiment) -> None:
+    root = experiment(repeats=1, arms=[{"name": "linear"}, {"name": "lmetric"}], trace={"path": "trace.jsonl"})
+    plan = json.loads((root / "experiment.json").read_text())
+    for run in plan["runs"]:
+        run["path"] += "/run.jsonl"
+        del run["state"]
+    (root / "experiment.json").write_text(json.dumps(plan))
+    found = read_experiment(root)
+    assert [len(arm.runs) for arm in found.arms] == [1, 1]
+    assert found.trace == root / "trace.jsonl"
+
+
+@pytest.mark.parametrize("state", ["refused", "failed", "running", "pending", "interrupted"])
+def test_only_runs_that_are_done_are_measurements(experiment: MakeExperiment, state: str) -> None:
+    root = experiment()
+    plan = json.loads((root / "experiment.json").read_text())
+    plan["runs"][1] |= {"state": state, "reasons": ["inst-0 is stale"]}
+    (root / "experiment.json").write_text(json.dumps(plan))
+    with pytest.raises(ArmError, match=f"run 1 of arm 'lmetric' is {state}: inst-0 is stale.*--force"):
+        read_experiment(root)
+    forced = read_experiment(root, force=True)
+    assert [len(arm.runs) for arm in forced.arms] == [2, 1]
+    assert forced.notes == [f"run 1 of arm 'lmetric' is {state}: inst-0 is stale; it is left out"]
+
+
+def test_an_arm_without_a_finished_run_is_refused(experiment: MakeExperiment) -> None:
+    root = experiment(arms=["linear", "lmetric", "warm"])
+    with pytest.raises(ArmError, match="arm 'warm' has no finished run"):
+        read_experiment(root)
+
+
+def test_a_live_experiment_needs_proofs(experiment: MakeExperiment) -> None:
+    proved = read_experiment(experiment(backend="live"))
+    assert refuse_or_note(proved.arms, None, force=False) == []
+    (Path(str(proved.arms[1].runs[0].path)).parent / "fresh.json").unlink()
+    with pytest.raises(ComparisonError, match=r"'lmetric' \(run 1\) was measured on a warm fleet"):
+        refuse_or_note(proved.arms, None, force=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "without experiment.json"), ("{", "not JSON"), ("[]", "names no arms"), ('{"arms": []}', "names no arms")],
+)
+def test_what_is_no_experiment_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "experiment.json").write_text(text)
+    with pytest.raises(ArmError, match=message):
+        read_experiment(tmp_path)
+
+
+def test_a_run_of_an_unknown_arm_is_refused(experiment: MakeExperiment) -> None:
+    with pytest.raises(ArmError, match="arm 'lmetric', which is not among its arms"):
+        read_experiment(experiment(arms=["linear"]))
+
+
+def test_an_arm_from_files(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / f"{number}.jsonl", make_run(noise_seed=number)) for number in range(2)]
+    arm = parse_arm(f" two = {paths[0]} , {paths[1]}")
+    assert (arm.label, len(arm.runs)) == ("two", 2)
+    assert read_arm("", paths[:1]).label == "baseline"
+    with pytest.raises(ArmError, match="is given twice"):
+        read_arm("x", [paths[0], paths[0]])
+    empty = write_run(tmp_path / "empty.jsonl", make_run()._replace(records=[]))
+    with pytest.raises(ArmError, match="holds no request"):
+        read_arm("x", [empty])
+
+
+@pytest.mark.parametrize("text", ["linear", "=a.jsonl", "linear=", "linear= , "])
+def test_an_arm_must_be_named_and_have_runs(text: str) -> None:
+    with pytest.raises(ArmError, match=r"expected NAME=RUN\.jsonl"):
+        parse_arm(text)
+
+
+def test_labels_become_unique() -> None:
+    arms = [single(make_run("same")) for _ in range(3)]
+    assert [arm.label for arm in unique(arms)] == ["same", "same (2)", "same (3)"]
+    with pytest.raises(ComparisonError, match="same name"):
+        compare_arms(arms)
+
+
+def test_repeats_of_unlike_conditions_are_refused_by_name() -> None:
+    arms = [
+        ArmRuns("a", [*single(make_run()).runs, *single(make_run(time_scale=2.0)).runs]),
+        single(make_run("b")),
+    ]
+    with pytest.raises(
+        ComparisonError, match=r"time_scale differs \(1.0 against 2.0, in 'a' \(run 1\) and 'a' \(run 2\)"
+    ):
+        compare_arms(arms)

@@ -1,0 +1,162 @@
+"""`warmroute compare` on files and experiments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from replayer.compare.arms import read_experiment
+from replayer.compare.noise_floor import ASSUMED_FLOOR
+from replayer.records.runs import Run
+from replayer.report.cli import register
+from tests.replayer.compare.conftest import MakeExperiment
+from tests.replayer.constructed_runs import make_run, write_run
+
+WIDE = {"COLUMNS": "220"}
+
+
+@pytest.fixture
+def invoke() -> Callable[..., Result]:
+    app = typer.Typer()
+    register(app)
+
+    def run(*arguments: object) -> Result:
+        return CliRunner().invoke(app, ["compare", *map(str, arguments)], env=WIDE)
+
+    return run
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Callable[[Run], Path]:
+    def write(run: Run) -> Path:
+        return write_run(tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl", run)
+
+    return write
+
+
+Invoke = Callable[..., Result]
+Store = Callable[[Run], Path]
+
+
+def test_an_experiment_in_one_argument(invoke: Invoke, experiment: MakeExperiment) -> None:
+    root = experiment(repeats=3)
+    shown = invoke(root)
+    assert shown.exit_code == 0, shown.output
+    assert "Runs of the same thing" in shown.output
+    assert "lmetric against linear: " in shown.output
+    assert "3 and 3 runs" in shown.output
+    [found] = json.loads(invoke(root, "--json", "--baseline", "lmetric").output)
+    assert (found["baseline"], found["candidate"]) == ("lmetric", "linear")
+    assert found["runs"] == {"baseline": 3, "candidate": 3}
+    assert {"smallest_detectable", "noise_floor", "standard_error"} <= found["effects"][0].keys()
+    assert {row["metric"] for row in found["noise_floor"]} >= {"TTFT p50", "APC"}
+
+
+def test_arms_by_name_and_a_a_runs(invoke: Invoke, store: Store) -> None:
+    paths = [store(make_run("x", noise_seed=number)) for number in range(6)]
+    result = invoke(
+        "--arm", f"one={paths[0]},{paths[1]}", "--arm", f"two={paths[2]}", "--aa", f"{paths[3]},{paths[4]}", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    [found] = json.loads(result.output)
+    assert (found["baseline"], found["candidate"], found["runs"]) == ("one", "two", {"baseline": 2, "candidate": 1})
+    assert {(row["runs"], row["degrees_of_freedom"]) for row in found["noise_floor"]} == {(4, 2)}
+
+
+def test_the_start_and_the_end_are_left_out_unless_told_otherwise(invoke: Invoke, store: Store) -> None:
+    paths = [store(make_run()), store(make_run("b"))]
+    total = len(make_run().records)
+    pairs = {
+        options: json.loads(invoke(*paths, *options, "--json").output)[0]["pairs"]
+        for options in ((), ("--keep-all",), ("--skip-first-s", "0", "--skip-last-s", "0"), ("--skip-first-s", "20"))
+    }
+    assert pairs[()] < total
+    assert pairs["--keep-all",] == pairs["--skip-first-s", "0", "--skip-last-s", "0"] == total
+    assert pairs["--skip-first-s", "20"] < pairs[()]
+    assert "--keep-all keeps them" in invoke(*paths).output
+
+
+def test_goodput_on_request(invoke: Invoke, store: Store) -> None:
+    paths = [store(make_run()), store(make_run("b", slower=1.5))]
+    options = [
+        "--slo-ttft-s",
+        "2",
+        "--slo-tpot-s",
+        "0.02",
+        "--slo-ttft-base-s",
+        "0.5",
+        "--slo-ttft-per-1k-tokens-s",
+        "1",
+    ]
+    shown = invoke(*paths, *options)
+    assert shown.exit_code == 0, shown.output
+    assert "goodput (TTFT ≤ 2 s, TPOT ≤ 0.02 s): " in shown.output
+    assert "goodput, scaled SLO (TTFT ≤ 0.5 s + 1 s per 1,000 prompt tokens, TPOT ≤ 0.02 s): " in shown.output
+    assert "requests/s against" in shown.output
+
+
+def test_a_warm_arm_ends_the_command_and_force_prints_why(invoke: Invoke, store: Store) -> None:
+    warm = make_run("warm")
+    warm.records[0].cached_tokens = warm.records[0].prompt_tokens
+    paths = [store(make_run()), store(warm)]
+    refused = invoke(*paths)
+    assert refused.exit_code == 2
+    assert "'warm' was measured on a warm fleet: its first request (s0, turn 1)" in refused.output
+    forced = invoke(*paths, "--force")
+    assert forced.exit_code == 0
+    assert "'warm' was measured on a warm fleet" in forced.output
+
+
+def test_the_run_that_a_forced_experiment_leaves_out_is_named(invoke: Invoke, experiment: MakeExperiment) -> None:
+    root = experiment()
+    plan = json.loads((root / "experiment.json").read_text())
+    plan["runs"][3] |= {"state": "refused", "reasons": ["the fleet is not fresh"]}
+    (root / "experiment.json").write_text(json.dumps(plan))
+    assert "the fleet is not fresh" in invoke(root).output
+    forced = invoke(root, "--force", "--json")
+    assert "run 2 of arm 'lmetric' is refused" in json.loads(forced.output)[0]["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "compare needs two arms"),
+        (["{run}"], "compare needs two arms"),
+        (["{run}", "{run}", "--baseline", "nobody"], "there is no such arm; there are baseline, baseline (2)"),
+        (["{run}", "{run}", "--keep-all", "--skip-last-s", "3"], "--keep-all leaves nothing out"),
+        (["{run}", "--arm", "x"], "expected NAME=RUN.jsonl"),
+        (["{run}", "{run}", "--aa", "{run}"], "--aa needs at least two runs"),
+        (["{run}", "{folder}"], "give it alone"),
+        (["{run}", "{folder}/none.jsonl"], "No such file"),
+        (["{run}", "{run}", "--trace", "{folder}/none.jsonl"], "no such file"),
+        (["{run}", "{run}", "--slo-e2e-s", "0"], "--slo-e2e-s must be above 0"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    invoke: Invoke, store: Store, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    path = store(make_run())
+    result = invoke(*(one.format(run=path, folder=tmp_path) for one in arguments))
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_help_states_the_defaults_of_the_code(invoke: Invoke) -> None:
+    text = " ".join(invoke("--help").output.replace("│", " ").split())
+    assert f"[default: {ASSUMED_FLOOR}]" in text
+    assert "[default: 2000]" in text
+    assert text.count("[default: (automatic)]") == 2
+
+
+def test_a_lone_arm_has_nothing_to_be_compared_with(invoke: Invoke, experiment: MakeExperiment) -> None:
+    root = experiment()
+    plan = json.loads((root / "experiment.json").read_text())
+    plan |= {"arms": ["linear"], "runs": [run for run in plan["runs"] if run["arm"] == "linear"]}
+    (root / "experiment.json").write_text(json.dumps(plan))
+    assert len(read_experiment(root).arms) == 1
+    assert "compare needs two arms" in invoke(root).output
