@@ -31,7 +31,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import proxy.routing.router as router_module
+import policies.session as session_module
 from bench.prefix_index import FIRST_FILLER, machine, prompt
 from policies.session import Routed
 from proxy.breakdown import Breakdown, RequestOutcome, Row
@@ -164,7 +164,7 @@ class Loop:
         state: Any = self._router.state
         state.snapshot = self._watched("snapshot", state.snapshot)
         state.commit = self._watched("commit", state.commit)
-        module: Any = router_module
+        module: Any = session_module
         module.decide = self._watched("decide", module.decide)
 
     def _watched(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:

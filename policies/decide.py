@@ -56,5 +56,10 @@ def decide(
 
 def _with_cached_tokens(scores: tuple[CandidateScore, ...], fleet: FleetSnapshot) -> tuple[CandidateScore, ...]:
     """The scores with every candidate's predicted hit. Runs for every request: one lookup per candidate."""
-    cached = {view[0]: view[1] for view in fleet.instances}.get
-    return tuple([CandidateScore(s[0], s[1], s[2], s[3], cached(s[0])) for s in scores])
+    cached, new = {view[0]: view[1] for view in fleet.instances}.get, tuple.__new__
+    return tuple(
+        [
+            new(CandidateScore, (instance, score, inputs, skipped, cached(instance)))
+            for instance, score, inputs, skipped, _ in scores
+        ]
+    )
