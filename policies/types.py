@@ -104,7 +104,7 @@ class RequestView(NamedTuple):
     """Tokens per block."""
     session_id: str | None = None
     max_tokens: int = 16
-    """Upper bound of output tokens the client asked for."""
+    """Upper bound of output tokens the client requested."""
     exact: bool = True
     """True when ``prompt_tokens`` and the blocks come from token ids."""
     may_offload: bool = True
@@ -185,7 +185,7 @@ class CandidateScore(NamedTuple):
     skipped: bool = False
     """True if a rule excluded the candidate although its score may be lowest."""
     cached_tokens: int | None = None
-    """Prompt tokens predicted to be cached there; filled in by ``decide``, whatever the policy reports as inputs."""
+    """Prompt tokens predicted to be cached there; filled in by ``decide`` for every policy."""
 
 
 class Choice(NamedTuple):

@@ -121,7 +121,7 @@ def read_event(raw: msgspec.Raw) -> Event:
 
 
 def in_slices(blocks: StoredBlocks, most: int) -> Iterator[StoredBlocks]:
-    """The same blocks in pieces of at most ``most``, each the child of the previous one."""
+    """Yield the same blocks in pieces of at most ``most``, each the child of the previous one."""
     parent = blocks.parent
     size = blocks.block_tokens
     for start in range(0, len(blocks.hashes), most):

@@ -225,7 +225,7 @@ async def test_a_waiter_cancelled_in_the_turn_of_its_grant_gives_its_place_to_th
     blocks = gate.router.state.index.blocks("i0")
     clients[0].release()
     await asyncio.sleep(0)
-    assert gate.loads() == [0], "free, and nobody has been told"
+    assert gate.loads() == [0], "free, and no waiter has been woken"
     gate.admission._move_up()
     assert gate.loads() == [1], "granted"
     assert gate.router.state.index.blocks("i0") == blocks + 6
@@ -233,7 +233,7 @@ async def test_a_waiter_cancelled_in_the_turn_of_its_grant_gives_its_place_to_th
     await turns()
     assert clients[1].on is None
     assert (clients[2].on, gate.loads(), gate.admission.in_flight) == ("i0", [1], 1)
-    assert gate.router.state.index.blocks("i0") == blocks + 6, "nothing is expected of what was never sent"
+    assert gate.router.state.index.blocks("i0") == blocks + 6, "blocks of an unsent request are retracted"
     await end(*clients)
 
 
@@ -243,7 +243,7 @@ async def test_a_waiter_cancelled_just_before_its_grant_is_passed_over() -> None
     await turns()
     clients[0].release()
     await asyncio.sleep(0)
-    assert gate.loads() == [0], "free, and nobody has been told"
+    assert gate.loads() == [0], "free, and no waiter has been woken"
     clients[1].task.cancel()
     gate.admission._move_up()
     await turns()
@@ -311,7 +311,7 @@ async def test_a_newcomer_in_the_turn_of_a_release_does_not_overtake_a_further_a
     assert gate.loads() == [1, 1]
     other.release()
     await asyncio.sleep(0)
-    assert sum(gate.loads()) == 1, "free, and nobody has been told"
+    assert sum(gate.loads()) == 1, "free, and no waiter has been woken"
     newcomer = gate.admission.seat()
     assert newcomer.route(RequestView("newcomer", 100), frozenset()) is None
     routed = await waiting
