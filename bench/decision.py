@@ -34,8 +34,9 @@ from rich.table import Table
 import policies.session as session_module
 from bench.machine import machine
 from bench.prefix_index import FIRST_FILLER, prompt
+from policies.row import RequestOutcome, Row
 from policies.session import Routed
-from proxy.breakdown import Breakdown, RequestOutcome, Row
+from proxy.breakdown import Breakdown
 from proxy.metrics.exporter import Metrics
 from proxy.request.parse import Endpoint, session_of
 from proxy.routing.router import Router

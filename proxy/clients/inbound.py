@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from proxy.breakdown import Row
+from policies.row import Row
 from proxy.errors import RequestError
 
 Headers = Sequence[tuple[bytes, bytes]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
+from policies.row import RequestOutcome, Row
 from policies.session import Routed
 from policies.types import NoCandidateError, RequestView
-from proxy.breakdown import RequestOutcome, Row
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
 from proxy.engines.upstream import Answer, NotAcceptedError, NotConnectedError, UpstreamError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from policies.row import RequestOutcome, Row
 from proxy.access.forwarding import request_id_of
-from proxy.breakdown import RequestOutcome, Row
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
 from proxy.errors import RequestError, draining_error

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
+from policies.row import Row
 from policies.session import Routed
 from policies.types import OffloadReason, Role
-from proxy.breakdown import Row
 from proxy.core import Core
 from proxy.engines.upstream import Answer, NotConnectedError
 from proxy.errors import AttemptFailedError

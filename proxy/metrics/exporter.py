@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from proxy.breakdown import Row
+from policies.row import Row
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instances
 from proxy.metrics.instances import Readings, instance_families

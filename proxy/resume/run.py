@@ -8,9 +8,9 @@ from typing import Protocol
 
 import msgspec
 
+from policies.row import RequestOutcome, Row
 from policies.session import Routed
 from policies.types import NoCandidateError, RequestView
-from proxy.breakdown import RequestOutcome, Row
 from proxy.engines.upstream import Answer, UpstreamError
 from proxy.errors import AttemptFailedError
 from proxy.request.parse import Parsed

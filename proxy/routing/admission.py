@@ -17,9 +17,9 @@ from math import ceil
 from typing import Protocol
 
 from policies.ledger import Ledger
+from policies.row import RequestOutcome
 from policies.session import Routed
 from policies.types import NoCandidateError, RequestView, Role
-from proxy.breakdown import RequestOutcome
 from proxy.errors import RequestError
 from proxy.fleet.breaker import Trial
 from proxy.fleet.instances import Instances

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from policies.row import RequestOutcome, Row
 from policies.types import CandidateScore, Decision, OffloadPlan, OffloadReason, Reason, RequestClass
-from proxy.breakdown import Breakdown, RequestOutcome, Row
+from proxy.breakdown import Breakdown
 from proxy.metrics.tallies import Spread, Tally
 
 BOUNDS = (0.1, 1, 2.5, 10)

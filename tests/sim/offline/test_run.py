@@ -164,7 +164,7 @@ def test_noise_shifts_sessions_and_spreads_speeds_within_bounds() -> None:
 
 
 def test_rows_have_the_fields_of_the_proxys_breakdown() -> None:
-    from proxy.breakdown import Row
+    from policies.row import Row
 
     result = run(AGENTS, decisions=True)
     live = Row("id", "/v1/completions", 0.0).as_dict()
