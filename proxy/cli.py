@@ -35,6 +35,14 @@ def serve(
 
     Settings come from --config, then WARMROUTE_ environment variables, then these flags; the later wins.
     """
+    from proxy.clients.uvicorn_check import UnsupportedUvicornError, check_uvicorn
+
+    try:
+        check_uvicorn()
+    except UnsupportedUvicornError as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from error
+
     from proxy.server import run
     from proxy.settings import SettingsError, load_settings
     from proxy.tokens.encoder import TokenizerError

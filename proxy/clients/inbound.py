@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import http
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
-
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from proxy.breakdown import Row
 from proxy.errors import RequestError
 
 Headers = Sequence[tuple[bytes, bytes]]
+
+_PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
+STATUS_LINE = {status: b"HTTP/1.1 %d %b\r\n" % (status, _PHRASES.get(status, b"")) for status in range(100, 600)}
 
 _LINGER_S = 2.0
 """How long a refused upload may go on before its connection is cut: a client that still writes may miss the answer."""

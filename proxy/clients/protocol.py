@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from proxy.clients.inbound import Handler, Headers, Inbound
+from proxy.clients.inbound import STATUS_LINE, Handler, Headers, Inbound
 from proxy.errors import RequestError, draining_error, error_body
 
 PATHS = {b"/v1/completions": "/v1/completions", b"/v1/chat/completions": "/v1/chat/completions"}

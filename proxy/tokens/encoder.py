@@ -16,9 +16,10 @@ import threading
 from array import array
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PIECE_CHARS = 2048
 """Pieces end at the first cut after this many characters."""
@@ -58,7 +59,10 @@ class Encoder:
 
         Raises:
             TokenizerError: there is none, or it cannot be read.
+            ModuleNotFoundError: the package tokenizers (extra ``tokenizer``) is not installed.
         """
+        from tokenizers import Tokenizer
+
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise TokenizerError(f"no tokenizer.json at {file}")

@@ -7,13 +7,16 @@ import logging
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from proxy.request.parse import Endpoint, Parsed
 from proxy.settings import TokenizerSettings
-from proxy.tokens.encoder import Encoder
-from proxy.tokens.template import ChatTemplate, NotRenderableError
+from proxy.tokens.encoder import Encoder, TokenizerError
+
+if TYPE_CHECKING:
+    from proxy.tokens.template import ChatTemplate
 
 log = logging.getLogger("warmroute.tokens")
 
@@ -43,7 +46,14 @@ class Tokens:
         self._threads: ThreadPoolExecutor | None = None
         self.endpoints = {endpoint: EndpointTokens() for endpoint in Endpoint}
         if settings.path is not None:
-            self._encoder = Encoder.load(settings.path, settings.cache_bytes)
+            try:
+                from proxy.tokens.template import ChatTemplate
+
+                self._encoder = Encoder.load(settings.path, settings.cache_bytes)
+            except ModuleNotFoundError as error:
+                raise TokenizerError(
+                    f"tokenizer.path is set, but {error.name} is not installed: pip install 'warmroute[tokenizer]'"
+                ) from error
             self._template = ChatTemplate.load(settings.path, settings.chat_template)
             self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokenize")
 
@@ -113,6 +123,8 @@ class Tokens:
             text = prompt[0] if isinstance(prompt, list) else prompt
             special = bool(body.get("add_special_tokens", True))
         else:
+            from proxy.tokens.template import NotRenderableError
+
             assert self._template is not None
             try:
                 text = self._template.render(body)

@@ -101,7 +101,8 @@ async def start(start_chaos: StartChaos, fault: Fault, count: int = 2, **offload
 
 @pytest.mark.parametrize(("case", "stream"), CASES)
 async def test_leg(start_chaos: StartChaos, case: Leg, stream: bool) -> None:
-    proxy = await start(start_chaos, on(case.leg, case.fault), **(SHORT if "hang" in case.name else {}))
+    short: dict[str, Any] = SHORT if "hang" in case.name else {}
+    proxy = await start(start_chaos, on(case.leg, case.fault), **short)
     if case.reason == "fell_back_p_identity":
         for engine in proxy.engines:
             engine.fault = on(P, restarts_after_its_answer)

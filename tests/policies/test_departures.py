@@ -10,8 +10,7 @@ from policies.pairs import PairBreaker
 from policies.sessions import SessionTable
 from policies.state import FleetState
 from policies.types import Role
-from tests.policies.builders import ask_ids
-from tests.policies.test_fleet_state import decision_for
+from tests.policies.builders import ask_ids, decision_for
 
 NAMES = ("p", "d")
 

@@ -20,7 +20,7 @@ FIELDS = [
     *("prompt_cache_key", "user", "cache_salt", "n", "best_of", "echo", "prompt_logprobs", "kv_transfer_params"),
     *("temperature", "stop", "x", ""),
 ]
-ODD = st.sampled_from(
+ODD: st.SearchStrategy[Any] = st.sampled_from(
     [
         2**31,
         2**32,

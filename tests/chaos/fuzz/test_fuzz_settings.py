@@ -36,7 +36,8 @@ def files(draw: st.DrawFn) -> dict[str, Any]:
     content: dict[str, Any] = {"instances": [{"url": "http://127.0.0.1:8000"}]}
     for name in draw(st.lists(st.sampled_from(sorted(SECTIONS)), max_size=4)):
         keys = SECTIONS[name]
-        if keys and draw(st.booleans()):
+        by_key: bool = draw(st.booleans())
+        if keys and by_key:
             content[name] = {key: draw(VALUES) for key in draw(st.lists(st.sampled_from(keys), max_size=3))}
         else:
             content[name] = draw(VALUES)

@@ -139,7 +139,7 @@ def test_instances_kept_for_prefill_are_the_only_candidates_for_p_beside_the_fle
 
 
 @pytest.mark.parametrize("params", [{"max_in_flight": 0}, {"min_decode_requests": -1}])
-def test_bad_parameters_are_refused(params: dict[str, int]) -> None:
+def test_bad_parameters_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="max_in_flight must be at least 1 and min_decode_requests at least 0"):
         Threshold(**params)
 

@@ -230,7 +230,7 @@ async def test_no_redirect_is_followed(start_proxy: StartProxy, status: int) -> 
 
     try:
         engine = StubEngine()
-        engine._answer = redirect  # type: ignore[method-assign]
+        engine._answer = redirect  # type: ignore[method-assign, assignment]
         proxy = await start_proxy(engines=[engine], role="kv_both")
         for stream in (False, True):
             body = {"model": "stub", "prompt": [1], "stream": stream}
@@ -239,7 +239,7 @@ async def test_no_redirect_is_followed(start_proxy: StartProxy, status: int) -> 
             assert "location" not in answer.headers
         assert len(reached) >= 2
         # Its control endpoints redirect too: the probes take that for what it is, no answer.
-        engine._health = engine._metrics = engine._models = engine._query = redirect  # type: ignore[method-assign]
+        engine._health = engine._metrics = engine._models = engine._query = redirect  # type: ignore[method-assign, assignment]
         await engine.stop()
         await engine.start()
         await proxy.until(lambda: reached.count("/health") >= 3 and not proxy.core.instances.healthy())

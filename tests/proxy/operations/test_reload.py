@@ -81,7 +81,7 @@ async def start(tmp_path: Path) -> AsyncIterator[StartReloadable]:
         yield started
 
 
-EFFECTS: dict[str, tuple[dict[str, Any], Callable[[Core], Any], Any]] = {
+EFFECTS: dict[str, tuple[Any, Callable[[Core], Any], Any]] = {
     "policy": (
         {"name": "linear", "params": {"alpha": 7.0}},
         lambda core: parameters(core.router.policy).get("alpha"),

@@ -31,7 +31,9 @@ def test_retries_are_a_share_of_recent_requests_and_a_few_more(
 ) -> None:
     window_s = 10.0
     budget = RetryBudget(LimitSettings(retry_ratio=ratio, retry_min_per_s=per_s, retry_window_s=window_s))
-    now_s, requests, retries = 100.0, [], []
+    now_s = 100.0
+    requests: list[float] = []
+    retries: list[float] = []
     for wait_s, is_request in events:
         now_s += wait_s
         # Nothing older than the window counts, all of its last nine tenths does.

@@ -151,7 +151,7 @@ class TokenEngine(StubEngine):
                 choice["delta"] = {"tool_calls": [{"index": 0, "function": {"arguments": part["text"]}}]}
             else:
                 choice["delta"] = {"content": part["text"]}
-            event = {**head, "choices": [choice]}
+            event: dict[str, Any] = {**head, "choices": [choice]}
             if options.get("continuous_usage_stats"):
                 event["usage"] = self._used(len(prompt), done)
             said.append(event)

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -189,7 +190,7 @@ def test_rows_have_the_fields_of_the_proxys_breakdown() -> None:
         ({"transport": "pigeon"}, "transport"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, object], message: str) -> None:
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SimulationError, match=message):
         run(AGENTS, **options)
 
