@@ -12,6 +12,7 @@ from policies.baselines.aibrix_prefix import AibrixPrefix
 from policies.baselines.dynamo_cost import DynamoCost
 from policies.baselines.llmd_affinity import LlmdAffinity
 from policies.baselines.lpwl import Lpwl
+from policies.baselines.pinned_linear import PinnedLinear
 from policies.baselines.sglang_cache_aware import SglangCacheAware
 from policies.baselines.smetric import Smetric
 from policies.baselines.vllm_cache_aware import VllmCacheAware
@@ -36,7 +37,17 @@ OFFLOAD_GROUP = "warmroute.offload"
 
 _ROUTING: tuple[type[RoutingPolicy], ...] = (
     *(LeastLoaded, Linear, LMetric, RandomChoice, RoundRobin, SessionSticky, Unified, Warm),
-    *(AibrixPrefix, DynamoCost, LlmdAffinity, Lpwl, SglangCacheAware, Smetric, VllmCacheAware, VllmKvAware),
+    *(
+        AibrixPrefix,
+        DynamoCost,
+        LlmdAffinity,
+        Lpwl,
+        PinnedLinear,
+        SglangCacheAware,
+        Smetric,
+        VllmCacheAware,
+        VllmKvAware,
+    ),
 )
 _OFFLOAD: tuple[type[OffloadPlanner], ...] = (CostModel, Never, StaticPd, Threshold)
 BUILT_IN: Mapping[str, Mapping[str, type]] = MappingProxyType(

@@ -15,12 +15,12 @@ from launch.doctor.versions import TESTED
 if TYPE_CHECKING:
     from rich.table import Table
 
-SCHEMA = 1
+SCHEMA = 2
 _STYLES = {Status.OK: "green", Status.NOTE: "", Status.WARNING: "yellow", Status.PROBLEM: "bold red"}
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``--json`` prints."""
+    """JSON document of ``--json``."""
 
     schema: int = SCHEMA
     checked_unix_s: float
@@ -42,15 +42,15 @@ def make_report(findings: Sequence[Finding]) -> Report:
 
 
 def count(findings: Sequence[Finding], status: Status) -> int:
-    """How many findings have this status."""
+    """Number of findings with this status."""
     return sum(finding.status is status for finding in findings)
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """One sentence for the end of the output."""
+    """Closing sentence of the output."""
     problems, warnings = count(findings, Status.PROBLEM), count(findings, Status.WARNING)
     if not problems and not warnings:
-        return "nothing to mend"
+        return "nothing to fix"
     return f"{problems} problem(s), {warnings} warning(s)"
 
 
@@ -60,12 +60,12 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     from rich.table import Table
 
     table = Table(title="warmroute doctor", title_justify="left")
-    for column in ("status", "check", "found", "mend"):
+    for column in ("status", "check", "found", "fix"):
         table.add_column(column, overflow="fold", no_wrap=column in {"status", "check"})
     for finding in findings:
         style = _STYLES[finding.status]
         shown = f"[{style}]{finding.status}[/]" if style else str(finding.status)
-        table.add_row(shown, finding.check, escape(finding.found), escape(finding.mend))
+        table.add_row(shown, finding.check, escape(finding.found), escape(finding.fix))
     return table
 
 

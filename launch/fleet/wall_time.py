@@ -1,4 +1,4 @@
-"""What a proxy is told of time when its engines' clock runs faster than the wall's: it lives in the wall's."""
+"""Conversion of a proxy's time settings to wall time, for engines whose clock runs faster than the wall's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def in_wall_time(proxy: dict[str, Any], clock_scale: float) -> dict[str, Any]:
     """A proxy's settings with its times divided by ``clock_scale``: load's half-life and the policy's parameters.
 
     Args:
-        proxy: Settings by section, times in engine seconds; what is left out has its default.
-        clock_scale: How many times faster than the wall's the engines' clock runs.
+        proxy: Settings by section, times in engine seconds; omitted keys have their defaults.
+        clock_scale: Speed of the engines' clock relative to the wall's.
     """
     if clock_scale == 1.0:
         return proxy

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from proxy.breakdown import Row
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instances
+from proxy.metrics.instances import Readings, instance_families
 from proxy.metrics.predictions import PredictionErrors
 from proxy.metrics.tallies import Spread, Tally
 from proxy.routing.router import Router
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4, 10)
-_MILLISECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+_DECIDE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 
 
 class Metrics:
@@ -23,8 +22,6 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._of_instances: list[Gauge] = []
-        """Gauges with the label ``instance``: a departed instance's series are removed from them."""
         self._requests = Tally(
             self.registry, "warmroute_requests", "Requests by how they ended", ["instance", "outcome"]
         )
@@ -63,11 +60,6 @@ class Metrics:
             "Predictions that an engine's report was compared with",
             ["instance", "source"],
         )
-        self._events = self._instance_gauge(
-            "warmroute_kv_events",
-            "KV events of an instance since the start, and whether its exact index is trusted now",
-            ["what"],
-        )
         self._first_byte = Spread(
             self.registry, "warmroute_first_byte_seconds", "Arrival to first byte", ["request_class"], _SECONDS
         )
@@ -75,7 +67,7 @@ class Metrics:
             self.registry, "warmroute_request_seconds", "Arrival to last byte", ["request_class"], _SECONDS
         )
         self._deciding = Spread(
-            self.registry, "warmroute_decide_milliseconds", "Index lookup and decision", [], _MILLISECONDS
+            self.registry, "warmroute_decide_seconds", "Index lookup and decision", [], _DECIDE_SECONDS
         )
         self._leg_ratio = Spread(
             self.registry,
@@ -90,14 +82,8 @@ class Metrics:
             "Sum of |predicted - actual| seconds of legs",
             ["leg"],
         )
-        self._recycle = self._instance_gauge("warmroute_instance_recycle_wanted", "1 when it should be restarted")
-        self._load = self._instance_gauge("warmroute_instance_load", "Ledger and index readings", ["what"])
-        self._healthy = self._instance_gauge("warmroute_instance_healthy", "1 when routable")
-
-    def _instance_gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
-        gauge = Gauge(name, documentation, ["instance", *labels], registry=self.registry)
-        self._of_instances.append(gauge)
-        return gauge
+        self._readings = Readings()
+        self.registry.register(self._readings)
 
     def record(self, row: Row) -> None:
         """Count one finished request."""
@@ -128,7 +114,7 @@ class Metrics:
                 self._leg_ratio.observe((leg,), times["actual_s"] / times["predicted_s"])
         stages = row.stages_ms
         if "decide" in stages:
-            self._deciding.observe((), stages["decide"])
+            self._deciding.observe((), stages["decide"] / 1e3)
         if "first_byte" in stages:
             self._first_byte.observe((request_class,), stages["first_byte"] / 1e3)
         if "total" in stages:
@@ -139,8 +125,6 @@ class Metrics:
         for metric in vars(self).values():
             if isinstance(metric, Tally | Spread):
                 metric.forget("instance", instance)
-        for gauge in self._of_instances:
-            gauge.remove_by_labels({"instance": instance})
         self.errors.forget(instance)
 
     def render(self, router: Router, instances: Instances, events: EventSubscriber, now_s: float) -> bytes:
@@ -148,22 +132,5 @@ class Metrics:
         for (name, source), error in self.errors.by_source.items():
             self._index_error.values[name, source] = error.absolute_error_tokens
             self._index_predictions.values[name, source] = error.requests
-        for name in events.streams:
-            for what, number in events.figures(name).items():
-                self._events.labels(name, what).set(number)
-        for instance in instances:
-            name = instance.name
-            load = router.state.ledger.load(name, now_s)
-            self._healthy.labels(name).set(instance.healthy)
-            self._recycle.labels(name).set(instance.recycle_wanted is not None)
-            for what, value in (
-                ("requests", load.requests),
-                ("pending_prefill_tokens", load.pending_prefill_tokens),
-                ("decoding_tokens", load.decoding_tokens),
-                ("recent_tokens", load.recent_tokens),
-                ("index_blocks", router.state.index.blocks(name)),
-                ("sessions", router.state.sessions.count(name)),
-                ("kv_usage", instance.kv_usage),
-            ):
-                self._load.labels(name, what).set(value)
+        self._readings.families = list(instance_families(router, instances, events, now_s))
         return generate_latest(self.registry)

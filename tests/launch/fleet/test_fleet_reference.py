@@ -1,4 +1,4 @@
-"""The documents say what the code does: keys, shipped files, environment of each transport."""
+"""The documents match the code: keys, shipped files, environment of each transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times a proxy is told, for engines that run faster than the wall's clock."""
+"""Conversion of a proxy's time settings, for engines that run faster than the wall's clock."""
 
 from __future__ import annotations
 

@@ -120,6 +120,20 @@ def test_an_idle_fleet_gains_nothing_by_offloading() -> None:
     assert net_s(answer) < 0
 
 
+def test_a_transfer_that_may_take_three_times_its_median_needs_more_to_pay_for_it() -> None:
+    """131k tokens over RDMA for one stream: the median pays, the slowest of the published repeats does not."""
+    over_rdma = (D._replace(requests=1, transport=Transport.RDMA), P._replace(transport=Transport.RDMA))
+    request = ask(131_072, max_tokens=1_000)
+    answer = plan(*over_rdma, request=request)
+    assert answer.reason is OffloadReason.UNSURE
+    assert answer.inputs["doubt_s"] > 2 * answer.inputs["transfer_s"]
+    even = Costs(transfer=TransferModel())
+    for _ in range(40):
+        job = transfer_job(request, over_rdma[1], over_rdma[0], 0, KV_BYTES_PER_TOKEN)
+        even = even._replace(transfer=even.transfer.observe(job, transfer_formula(job), 0.0))
+    assert plan(*over_rdma, request=request, costs=even).reason is OffloadReason.CHOSEN
+
+
 @given(
     on_d=st.integers(0, 30),
     on_p=st.integers(0, 30),

@@ -81,6 +81,15 @@ def test_d_must_hold_prompt_and_output_beside_what_is_used_and_promised(used: in
     assert plan(decode).reason is (OffloadReason.CHOSEN if fits else OffloadReason.NO_ROOM_ON_D)
 
 
+def test_the_published_arm_pushes_to_a_d_without_room() -> None:
+    """As its source did: no condition but the class and the cap."""
+    full = D._replace(kv_used_tokens=D.kv_capacity_tokens, requests=0, decoding_tokens=0)
+    published = Threshold(min_decode_requests=0, check_room=False)
+    assert plan(full, planner=published).reason is OffloadReason.CHOSEN
+    assert plan(full, planner=Threshold(min_decode_requests=0)).reason is OffloadReason.NO_ROOM_ON_D
+    assert plan(full, planner=published, offloads_in_flight=4).reason is OffloadReason.CAP_REACHED
+
+
 def test_a_pool_of_unknown_size_is_taken_to_have_room() -> None:
     assert has_room(D._replace(kv_capacity_tokens=0, kv_used_tokens=10**9), REQUEST)
 
@@ -130,7 +139,7 @@ def test_instances_kept_for_prefill_are_the_only_candidates_for_p_beside_the_fle
 
 
 @pytest.mark.parametrize("params", [{"max_in_flight": 0}, {"min_decode_requests": -1}])
-def test_bad_parameters_are_refused(params: dict[str, int]) -> None:
+def test_bad_parameters_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="max_in_flight must be at least 1 and min_decode_requests at least 0"):
         Threshold(**params)
 

@@ -23,7 +23,6 @@ closed sets: instances, policies, classes, reasons, outcomes. When an instance l
 _HEADER = "| metric | type | unit | labels | help |\n| --- | --- | --- | --- | --- |"
 _UNITS = {
     "seconds": "seconds",
-    "milliseconds": "milliseconds",
     "bytes": "bytes",
     "tokens": "tokens",
     "blocks": "blocks",
