@@ -1,4 +1,4 @@
-"""Policies and planners by name: the built-in ones, and third parties' by their entry points."""
+"""Policies and planners by name: the built-in ones, and third-party ones found through entry points."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _ACCEPTED: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
 
 
 class UnknownPolicyError(ValueError):
-    """No policy of that name is installed; the message lists those that are."""
+    """No policy of that name is installed; the message lists the installed ones."""
 
 
 class PolicyNameTakenError(UnknownPolicyError):
@@ -80,7 +80,7 @@ class PolicyNameTakenError(UnknownPolicyError):
 
 
 class PolicyParameterError(ValueError):
-    """A parameter the policy does not have, or a value it refuses."""
+    """A parameter the policy does not have, or a value it rejects."""
 
 
 def routing_policies() -> list[str]:
@@ -109,7 +109,7 @@ def make_routing(name: str, params: Mapping[str, Any] | None = None) -> RoutingP
 
 
 def all_routing() -> dict[str, RoutingPolicy]:
-    """Every installed routing policy with its default parameters, by name. Reads the installed entry points once."""
+    """All installed routing policies with default parameters, by name. Reads the entry points once."""
     found = _found(ROUTING_GROUP)
     return {name: cast(RoutingPolicy, _make(found, "routing policy", name, {})) for name in sorted(found)}
 
@@ -146,7 +146,7 @@ def _distribution(point: EntryPoint) -> str:
 
 
 def _check_types(what: str, factory: Any, params: Mapping[str, Any]) -> None:
-    """Refuse a value that is not of its field's plain type: the text ``"false"`` would silently count as true."""
+    """Reject a value that is not of its field's plain type: the string ``"false"`` would otherwise count as true."""
     for field in dataclasses.fields(factory):
         declared = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
         if field.name not in params or declared not in _ACCEPTED:

@@ -1,4 +1,4 @@
-"""``warmroute serve``."""
+"""Commands ``warmroute serve`` and ``warmroute settings``."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def settings() -> None:
 
 
 def register(app: typer.Typer) -> None:
-    """Add this folder's commands to the root application."""
+    """Add this package's commands to the root application."""
     app.command()(serve)
     app.command()(settings)
     app.add_typer(key_app, name="key")

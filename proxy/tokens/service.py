@@ -1,4 +1,4 @@
-"""Tokenizes requests off the event loop, and stops where an engine turns out to count differently."""
+"""Tokenization of requests off the event loop, disabled for endpoints whose engine counts differently."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _decode = msgspec.json.Decoder(dict).decode
 
 @dataclass(slots=True)
 class EndpointTokens:
-    """How tokenizing went for one endpoint."""
+    """Tokenization counts of one endpoint."""
 
     trusted: bool = True
     tokenized: int = 0
@@ -36,10 +36,10 @@ class EndpointTokens:
 
 
 class Tokens:
-    """The tokenizer in use, its threads and its record. ``close`` ends the threads."""
+    """The tokenizer, its threads and its counts. ``close`` stops the threads."""
 
     def __init__(self, settings: TokenizerSettings) -> None:
-        """Raises TokenizerError when the files cannot be used."""
+        """Raises TokenizerError if the files cannot be used."""
         self._settings = settings
         self._encoder: Encoder | None = None
         self._template: ChatTemplate | None = None
@@ -58,7 +58,7 @@ class Tokens:
             self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokenize")
 
     async def tokens_of(self, parsed: Parsed) -> array[int] | None:
-        """Token ids of a text or chat prompt as the engine will make them; None where that is not known."""
+        """Token ids of a text or chat prompt as the engine will produce them; None if unknown."""
         if self._encoder is None or self._threads is None or parsed.prompt.tokens or parsed.prompt.prompts > 1:
             return None
         seen = self.endpoints[parsed.endpoint]
@@ -67,7 +67,7 @@ class Tokens:
         try:
             ids = await asyncio.get_running_loop().run_in_executor(self._threads, self._tokenize, parsed)
         except Exception:
-            # The request can be served without: neither a template nor a tokenizer may fail it.
+            # The request can be served without token ids, so a template or tokenizer must not fail it.
             log.exception("a prompt could not be tokenized")
             ids = None
         if ids is None:
@@ -77,7 +77,7 @@ class Tokens:
         return ids
 
     def check(self, parsed: Parsed, prompt_tokens: int) -> None:
-        """Compare our count with the engine's; after several misses in a row the endpoint is given up."""
+        """Compare our count with the engine's; too many consecutive mismatches disable the endpoint's tokenization."""
         if not (parsed.prompt.tokens and parsed.prompt.text_bytes):
             return
         seen = self.endpoints[parsed.endpoint]
@@ -99,7 +99,7 @@ class Tokens:
             )
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-ready."""
+        """JSON-ready counts."""
         encoder = self._encoder
         return {
             "endpoints": {endpoint.value: asdict(seen) for endpoint, seen in self.endpoints.items()},
@@ -109,7 +109,7 @@ class Tokens:
         }
 
     def close(self) -> None:
-        """End the threads; what they are at is finished first."""
+        """Stop the threads after they have finished their current work."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
 

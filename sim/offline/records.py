@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from policies.registry import parameters
-from policies.types import Prediction
+from policies.types import CachePrediction
 from replayer.records.runs import RequestRecord, RunHeader, latencies
 from replayer.records.version import installed_version
 from replayer.replay.plan import OfferedLoad, offered_dict
@@ -125,7 +125,7 @@ def breakdown_row(exchange: SimulatedExchange, planner: str, ended_s: float) -> 
     """The request as the proxy's /breakdown would show it, JSON-ready. Times are engine seconds from the start."""
     decision, request = exchange.decision, exchange.request
     offloaded = exchange.prefill_instance is not None
-    prediction: Prediction | None = decision.prefill_prediction if offloaded else decision.decode_prediction
+    prediction: CachePrediction | None = decision.prefill_prediction if offloaded else decision.decode_prediction
     stages_s = dict(exchange.stages_s)
     if exchange.first_token_s is not None:
         stages_s["first_byte"] = exchange.first_token_s - exchange.sent_s

@@ -1,4 +1,4 @@
-"""docs/policies.md says what the code says: defaults, reasons, bounds."""
+"""docs/policies.md matches the code: defaults, reasons, bounds."""
 
 from __future__ import annotations
 

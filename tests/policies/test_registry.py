@@ -133,7 +133,7 @@ def test_a_bad_planner_value_is_refused_likewise() -> None:
 
 
 def documented_example() -> str:
-    """The Python listing of the page that shows third parties how to add a policy."""
+    """The Python listing of the page that documents how third parties add a policy."""
     return re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL).group(1)  # type: ignore[union-attr]
 
 

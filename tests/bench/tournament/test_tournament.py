@@ -15,7 +15,7 @@ from bench.tournament.results import EntrantResult, GridCell
 from bench.tournament.settings import CONFIG, Grid, TournamentError, read_settings
 from bench.tournament.tables import BEGIN, END
 from bench.tournament.traces import find_traces
-from policies.costs.formulas import Prediction, PrefillModel
+from policies.costs.formulas import PrefillModel, TimeEstimate
 from policies.registry import routing_policies
 from replayer.traces.formats.bailian import write
 from replayer.traces.synth import SynthOptions, synthetic_trace
@@ -208,7 +208,7 @@ def test_a_policy_that_never_names_the_costs_cannot_see_them(folder: Path) -> No
 
     before = {name: play(name) for name in routing_policies()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrefillModel, "predict", lambda *_: Prediction(100.0, 0.0))
+        patch.setattr(PrefillModel, "predict", lambda *_: TimeEstimate(100.0, 0.0))
         after = {name: play(name) for name in routing_policies()}
     changed = {name for name in before if before[name] != after[name]}
     assert "warm" in changed
