@@ -42,7 +42,7 @@ class Installation(NamedTuple):
     bin: Path
     folder: Path
 
-    def run(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
         """Run ``warmroute`` to its end."""
         return subprocess.run(
             [str(self.bin / "warmroute"), *arguments],
