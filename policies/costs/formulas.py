@@ -70,8 +70,11 @@ REGIMES: Mapping[Transport, tuple[Regime, ...]] = MappingProxyType(
         )
     }
 )
-"""Where the time is no longer linear in bytes, by size. The first is the end of the linear part; in between time and
-sigma are linear in bytes, and beyond the last the bandwidth and the sigma stay."""
+"""Points beyond which the time is no longer linear in bytes, by size.
+
+The first is the end of the linear part; in between, time and sigma are linear in bytes, and beyond the last point
+bandwidth and sigma are constant.
+"""
 
 
 def pair_transport(prefill: InstanceView, decode: InstanceView) -> Transport:

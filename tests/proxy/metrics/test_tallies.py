@@ -94,5 +94,7 @@ def test_a_row_that_cannot_be_encoded_is_kept_in_plain_form() -> None:
     breakdown = Breakdown(10)
     breakdown.close_row(breakdown.open_row(row("r0", decision=decision, error="a path with \udcff in it")))
     (found,) = breakdown.select(1)
-    assert found["scores"] == [{"instance": "inst-0", "score": 1.0, "inputs": {"load": 2.0}, "skipped": False}]
+    assert found["scores"] == [
+        {"instance": "inst-0", "score": 1.0, "inputs": {"load": 2.0}, "skipped": False, "cached_tokens": None}
+    ]
     assert (found["class"], found["reason"], found["error"]) == ("WARM", "lowest_score", "a path with ? in it")
