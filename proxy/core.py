@@ -99,8 +99,8 @@ class Core:
     def context_tokens(self, model: str) -> int | None:
         """Context length of a model in tokens, the smallest its engines report; None if none reports it."""
         cards = [card for instance in self.instances for card in instance.models if card.get("id") == model]
-        told = [tokens for card in cards if isinstance(tokens := card.get("max_model_len"), int)]
-        return min(told, default=None)
+        lengths = [tokens for card in cards if isinstance(tokens := card.get("max_model_len"), int)]
+        return min(lengths, default=None)
 
     def forget_models(self) -> None:
         """Clear the known base models after a fleet change; they are read again from the remaining engines."""

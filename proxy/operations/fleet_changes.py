@@ -112,7 +112,7 @@ class FleetChanges:
         self.check_free(settings, but=name)
         new = self.swap(old, settings, grace_s, old.source)
         if answers:
-            self.take_for_well(new)
+            self.mark_healthy(new)
         await self.probe(new)
         return new
 
@@ -190,7 +190,7 @@ class FleetChanges:
         core.leaks.forget(name)
         new = self.insert(settings, source)
         old.draining = True
-        self._see_off(Departure(old, self._now_s() + grace_s, legs, held, replaced=True))
+        self._start_departure(Departure(old, self._now_s() + grace_s, legs, held, replaced=True))
         return new
 
     def depart(self, instance: Instance, grace_s: float) -> Departure:
@@ -209,10 +209,10 @@ class FleetChanges:
             lambda: state.holds.held_tokens(name),
             replaced=False,
         )
-        self._see_off(departure)
+        self._start_departure(departure)
         return departure
 
-    def take_for_well(self, instance: Instance) -> None:
+    def mark_healthy(self, instance: Instance) -> None:
         """Mark an engine whose ``/health`` has just answered as healthy, without further probes."""
         for _ in range(self._core.settings.health.healthy_after):
             self._core.instances.probed(instance)
@@ -261,7 +261,7 @@ class FleetChanges:
         instance.settings = settings
         log.info("settings of %s changed", settings.name)
 
-    def _see_off(self, departure: Departure) -> None:
+    def _start_departure(self, departure: Departure) -> None:
         departure.task = asyncio.create_task(self._run(departure), name=f"departure {departure.instance.name}")
         self._departures[departure.instance] = departure
 

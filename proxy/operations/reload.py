@@ -1,6 +1,6 @@
 """Reload of the settings while the proxy serves: read again, checked as a whole, compared, and applied.
 
-Every component that holds settings has ``apply``; ``_put_in_force`` calls each of them, and nothing else changes the
+Every component that holds settings has ``apply``; ``_apply`` calls each of them, and nothing else changes the
 effective settings. All others read ``core.settings`` when needed.
 """
 
@@ -112,13 +112,13 @@ class Reloader:
         answers = await asyncio.gather(*(core.handoff.alive(Instance(each)) for each in unseen))
         well = {each.url for each, answer in zip(unseen, answers, strict=True) if answer}
         changes = self._changes(new)  # the fleet may have changed meanwhile
-        self._tell(changes, dry_run)
+        self._log_changes(changes, dry_run)
         if dry_run or not any(change.live for change in changes):
             if not dry_run:
                 core.keys.reload(new.keys)  # the file with further keys is not part of the settings
             result = Result.APPLIED if any(change.live for change in changes) else Result.UNCHANGED
             return Report(result, changes, dry_run=dry_run)
-        added = self._put_in_force(effective_settings(core.settings, new), changes, well)
+        added = self._apply(effective_settings(core.settings, new), changes, well)
         await asyncio.gather(*(self._fleet.probe(instance) for instance in added))
         return Report(Result.APPLIED, changes)
 
@@ -147,7 +147,7 @@ class Reloader:
             return False
         return instance.source is Source.FILE or instance.name in wanted
 
-    def _put_in_force(self, settings: Settings, changes: list[Change], well: set[str]) -> list[Instance]:
+    def _apply(self, settings: Settings, changes: list[Change], well: set[str]) -> list[Instance]:
         """Apply the settings in one synchronous step. Returns the engines that are new in the fleet."""
         core, offload, limits = self._core, settings.offload, settings.limits
         core.keys.reload(settings.keys)
@@ -199,13 +199,13 @@ class Reloader:
             if instance is not known:
                 added.append(instance)
                 if each.url in well:
-                    fleet.take_for_well(instance)
+                    fleet.mark_healthy(instance)
         for instance in core.instances:
             if instance.source is Source.FILE and instance.name not in wanted and not fleet.leaving(instance):
                 fleet.depart(instance, settings.grace_s)
         return added
 
-    def _tell(self, changes: list[Change], dry_run: bool) -> None:
+    def _log_changes(self, changes: list[Change], dry_run: bool) -> None:
         what = "a reload would find" if dry_run else "settings reloaded:"
         log.info("%s %d differing key(s)", what, len(changes))
         for change in changes:
