@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from launch.fleet.file import FleetFile
-    from launch.run.state import FleetState, ProcessState
+    from launch.run.state import FleetRecord, ProcessState
 
 RUNS = Path("runs")
 _SETTLE_S = 0.1
@@ -100,7 +100,7 @@ def status(
 ) -> None:
     """Show the processes of a fleet.
 
-    Exit status 0: all run; 3: some do not.
+    Exit status 0: all are running; 3: some are not.
     """
     import msgspec
     from rich.console import Console
@@ -124,7 +124,7 @@ def down(run_dir: RunDir = None) -> None:
     state, directory = _state(run_dir)
     count = len(state.running)
     if not state.supervised and not count and not marked(state.marks):
-        typer.echo(f"{directory}: nothing runs")
+        typer.echo(f"{directory}: nothing is running")
         return
     if state.supervised:
         os.kill(state.supervisor_pid, signal.SIGTERM)
@@ -143,7 +143,7 @@ def down(run_dir: RunDir = None) -> None:
     typer.echo(f"{directory}: stopped {count} processes")
 
 
-def state_table(state: FleetState, directory: Path) -> Table:
+def state_table(state: FleetRecord, directory: Path) -> Table:
     """The processes of a fleet as a Rich table; each one's log is NAME.log in the run directory.
 
     A transport with a question mark is configured, but not proven by the engine's log.
@@ -161,7 +161,7 @@ def state_table(state: FleetState, directory: Path) -> Table:
     for process, row in zip(state.processes, rows, strict=True):
         table.add_row(*(escape(row[name] or "–") for name in shown), style="" if process.alive else "red")
     if not state.supervised:
-        table.caption = "the launcher of this fleet no longer runs"
+        table.caption = "the launcher of this fleet is no longer running"
     return table
 
 
@@ -295,7 +295,7 @@ def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
         typer.echo(f"warning: {problem}", err=True)
 
 
-def _state(run_dir: Path | None) -> tuple[FleetState, Path]:
+def _state(run_dir: Path | None) -> tuple[FleetRecord, Path]:
     from launch.run.state import StateError, find_run_dir, read_state
 
     try:

@@ -1,17 +1,18 @@
-"""``decide``: the one function the live proxy, explanations, the simulator and the tests all call."""
+"""``decide``: the decision function shared by the live proxy, explanations, the simulator and the tests."""
 
 from __future__ import annotations
 
 from policies.classes import ClassThresholds
 from policies.offload.base import OffloadPlanner
 from policies.routing.base import RoutingPolicy
+from policies.snapshot import FleetSnapshot
 from policies.types import (
+    CachePrediction,
+    CandidateScore,
     Decision,
-    FleetSnapshot,
     NoCandidateError,
     OffloadPlan,
     OffloadReason,
-    Prediction,
     Reason,
     RequestView,
 )
@@ -24,12 +25,7 @@ def decide(
     planner: OffloadPlanner,
     thresholds: ClassThresholds,
 ) -> Decision:
-    """Choose D, classify by the new tokens there, and ask the planner for a P.
-
-    Raises:
-        NoCandidateError: the snapshot holds no instance.
-        ValueError: the policy chose an instance that is not in the snapshot.
-    """
+    """Choose D, classify the request by its new tokens there, and choose a P if the planner offloads."""
     if not fleet.instances:
         raise NoCandidateError("no instance may take the request")
     choice = policy.choose(request, fleet)
@@ -49,10 +45,21 @@ def decide(
         request_class=request_class,
         reason=Reason.ONLY_CANDIDATE if len(fleet.instances) == 1 else choice.reason,
         offload=plan,
-        scores=choice.scores,
+        scores=_with_cached_tokens(choice.scores, fleet),
         policy=policy.name,
         prompt_tokens=request.prompt_tokens,
         cached_tokens=chosen.cached_tokens,
-        decode_prediction=Prediction.of(chosen),
-        prefill_prediction=Prediction.of(prefill) if prefill is not None else None,
+        decode_prediction=CachePrediction.of(chosen),
+        prefill_prediction=CachePrediction.of(prefill) if prefill is not None else None,
+    )
+
+
+def _with_cached_tokens(scores: tuple[CandidateScore, ...], fleet: FleetSnapshot) -> tuple[CandidateScore, ...]:
+    """The scores with every candidate's predicted hit. Runs for every request: one lookup per candidate."""
+    cached, new = {view[0]: view[1] for view in fleet.instances}.get, tuple.__new__
+    return tuple(
+        [
+            new(CandidateScore, (instance, score, inputs, skipped, cached(instance)))
+            for instance, score, inputs, skipped, _ in scores
+        ]
     )

@@ -1,4 +1,4 @@
-"""The application: FastAPI for all but generation, and the life of the core around it."""
+"""The ASGI application: FastAPI for everything but generation, and the lifespan of the core."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from proxy.admin_listener import admin_listener
 from proxy.core import Core
 from proxy.errors import RequestError, error_body
 from proxy.exchange.generation import Generation
-from proxy.operations.health import HealthMonitor
+from proxy.operations.operations import Operations
 from proxy.settings import Settings
 
 
 class ProxyApp:
-    """ASGI application over one core; ``generation`` is what the listener hands generation requests to."""
+    """ASGI application over one core; ``generation`` handles the generation requests of the listener."""
 
     def __init__(self, settings: Settings) -> None:
         self.core = Core(settings)
+        self.operations = Operations(self.core)
         self.generation = Generation(self.core)
-        self._rest = Guard(_control_app(self.core), self.core.access, Listener.MAIN)
+        self._rest = Guard(_control_app(self.core, self.operations), self.core.access, Listener.MAIN)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """ASGI entry."""
+        """ASGI entry point."""
         await self._rest(scope, receive, send)
 
 
 @asynccontextmanager
 async def _admin_listener(app: FastAPI, core: Core) -> AsyncIterator[None]:
-    """The admin endpoints' own listener, where there is to be one."""
+    """Run the admin endpoints' own listener, if configured."""
     admin = core.settings.admin
     if admin.port is None:
         yield
@@ -49,13 +50,13 @@ async def _admin_listener(app: FastAPI, core: Core) -> AsyncIterator[None]:
         yield
 
 
-def _control_app(core: Core) -> FastAPI:
+def _control_app(core: Core, operations: Operations) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         core.open()
-        monitor = HealthMonitor(core)
+        monitor = operations.monitor
         try:
-            # The first probe tells block size and capacity, so it comes before the first request.
+            # The first probe reads block size and capacity, so it precedes the first request.
             await monitor.probe_all()
             tasks = [
                 asyncio.create_task(monitor.run(), name="health"),
@@ -72,11 +73,14 @@ def _control_app(core: Core) -> FastAPI:
                     with suppress(asyncio.CancelledError):
                         await task
         finally:
-            await core.close()
+            try:
+                await operations.close()
+            finally:
+                await core.close()
 
     app = FastAPI(title="warmroute", lifespan=lifespan, docs_url="/docs", redoc_url=None)
-    app.include_router(admin_routes(core))
-    app.include_router(fleet_routes(core))
+    app.include_router(admin_routes(core, operations.fleet))
+    app.include_router(fleet_routes(core, operations))
     describe_generation(app)
 
     @app.exception_handler(RequestError)

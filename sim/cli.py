@@ -83,7 +83,7 @@ def engine(
     """
     from sim.hardware import ProfileError
     from sim.server.main import run
-    from sim.server.settings import ServerSettings, SettingsError
+    from sim.server.settings import EngineSettingsError, ServerSettings
 
     try:
         settings = ServerSettings.resolve(
@@ -110,7 +110,7 @@ def engine(
             kv_events_port=kv_events_port,
             kv_events_replay_port=kv_events_replay_port,
         )
-    except (SettingsError, ProfileError) as error:
+    except (EngineSettingsError, ProfileError) as error:
         typer.echo(f"engine: {error}", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(run(settings))
@@ -167,7 +167,7 @@ def fit(
 
 
 def register(app: typer.Typer) -> None:
-    """Add this folder's commands to an application."""
+    """Add the simulator's commands to an application."""
     from sim.fidelity import cli as fidelity_cli
     from sim.offline import cli as offline_cli
 

@@ -33,7 +33,7 @@ Gpu = Annotated[str, typer.Option(help="GPU: a name in configs/gpus, or such a Y
 
 
 class AnalysisError(Exception):
-    """An analysis cannot be made from what was given; the text says what to do."""
+    """Inputs from which an analysis cannot be made; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Sheet:
 def load_trace(
     path: Path, limit: int | None, block_tokens: int | None, chain: Literal["repair", "keep"] = "repair"
 ) -> Trace:
-    """A checked trace, or the end of the command with the loader's message."""
+    """A checked trace; ends the command with the loader's message if there is none."""
     from replayer.traces.loading import LoadOptions, load
     from replayer.traces.trace import TraceError
 
@@ -68,7 +68,7 @@ def stop(error: object) -> NoReturn:
 
 
 def show(result: Any, sheets: Sequence[Sheet], *, as_json: bool, as_markdown: bool) -> None:
-    """Print a result in the form asked for."""
+    """Print a result as tables, Markdown or JSON."""
     if as_json and as_markdown:
         stop("give --json or --markdown, not both")
     if as_json:
@@ -112,7 +112,7 @@ def _print(sheets: Sequence[Sheet]) -> None:
 
 
 def folder(path: Path) -> Path:
-    """A folder to write figures to, made if need be."""
+    """A folder for figures, created if missing; ends the command if it cannot be."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -36,6 +36,9 @@ def demo(
     base_port: Annotated[
         int, typer.Option(min=1024, max=60000, help="First port to try in the search for a free range.")
     ] = 18101,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run two policies and 80 requests, in under a minute.")
+    ] = False,
 ) -> None:
     """Compare routing policies on simulated engines, in about three minutes.
 
@@ -43,6 +46,8 @@ def demo(
     them fresh, replays the trace and stops everything; then prints one table and one verdict for each policy, and
     writes an HTML report. Ctrl-C stops everything at once (exit status 130).
     """
+    if quick:
+        arms, requests = arms or "round_robin,warm", requests or 80
     try:
         raise typer.Exit(_run(config, arms, requests, engine_speed, seed, output, base_port))
     except KeyboardInterrupt:

@@ -42,7 +42,7 @@ def doctor(
 
     checks = all_checks()
     if list_checks:
-        typer.echo(f"{report.checks_markdown(checks)}\n\n{report.versions_markdown()}")
+        typer.echo(report.reference(checks), nl=False)
         return
     try:
         source = find_fleet(fleet_file) if fleet_file is not None else None

@@ -135,7 +135,7 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
 
 @app.command()
 def status(directory: Directory, as_json: AsJson = False) -> None:
-    """Show how far an experiment has come. Exit status 0: done; 3: not."""
+    """Show the progress of an experiment. Exit status 0: done; 3: not done."""
     import msgspec
     from rich.console import Console
 
@@ -163,9 +163,9 @@ def status(directory: Directory, as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(directory: Directory, as_json: AsJson = False) -> None:
-    """Check a finished experiment: hashes, order, completeness, freshness. Exit status 0: sound; 1: not.
+    """Check a finished experiment: hashes, order, completeness, freshness.
 
-    Every file is hashed again and every record read; no engine may have served two runs.
+    Every file is hashed again and every record read; no engine may have served two runs. Exit status 0: sound; 1: not.
     """
     import msgspec
     from rich.console import Console
@@ -215,7 +215,7 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
     from rich.console import Console
 
     from launch.experiment.comparison import write_comparison
-    from launch.experiment.console import ConsoleListener
+    from launch.experiment.console import ConsoleObserver
     from launch.experiment.records.state import DONE
     from launch.experiment.run.runner import Runner
     from launch.run.signals import run_until_signal
@@ -227,8 +227,8 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
     )
 
     async def work() -> int:
-        with ConsoleListener(console) as listener:
-            ended = await Runner(experiment, directory, state, inputs, listener, jobs).run()
+        with ConsoleObserver(console) as observer:
+            ended = await Runner(experiment, directory, state, inputs, observer, jobs).run()
         return 0 if ended.state == DONE and not ended.left else 1
 
     code = run_until_signal(work())

@@ -1,4 +1,4 @@
-"""The comparison at the end of an experiment: every arm against the baseline over all repeats, ``comparison.json``."""
+"""Comparison at the end of an experiment: every arm against the baseline over all repeats, ``comparison.json``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ COMPARISON_FILE = "comparison.json"
 
 
 def comparable(directory: Path, state: ExperimentState) -> tuple[list[RunState], list[str]]:
-    """The runs that are measurements, in order, and why the others are not.
+    """The valid runs, in order, and the reasons why others are not valid.
 
-    A run counts if it is done and its proof says that its engines were fresh and served no earlier run.
+    A run is valid if it is done and its proof shows that its engines were fresh and served no earlier run.
     """
     good: list[RunState] = []
     refusals: list[str] = []
@@ -36,8 +36,8 @@ def comparable(directory: Path, state: ExperimentState) -> tuple[list[RunState],
     for run in sorted(state.runs, key=lambda run: run.order):
         proof = read_proof(directory / run.path)
         if run.state != DONE:
-            told = "; ".join(run.reasons)
-            refusals.append(f"{run.name} is not compared: {run.state}{f' ({told})' if told else ''}")
+            reasons = "; ".join(run.reasons)
+            refusals.append(f"{run.name} is not compared: {run.state}{f' ({reasons})' if reasons else ''}")
         elif proof is None:
             refusals.append(f"{run.name} is not compared: there is no proof that its engines were fresh")
         elif problems := known.problems(proof):
@@ -50,7 +50,7 @@ def comparable(directory: Path, state: ExperimentState) -> tuple[list[RunState],
 
 
 def compare_experiment(directory: Path, state: ExperimentState) -> tuple[list[Comparison], list[str]]:
-    """Every arm against the baseline, over all repeats that are measurements; and what was not compared, and why.
+    """Every arm against the baseline, over all valid repeats; and the reasons why others were not compared.
 
     Raises:
         RecordError, OSError: the records of a run cannot be read.
@@ -69,7 +69,7 @@ def compare_experiment(directory: Path, state: ExperimentState) -> tuple[list[Co
     if not any(arm.label == state.baseline for arm in arms):
         return [], [*refusals, f"no run of the baseline '{state.baseline}' is left to compare with"]
     if len(arms) < 2:
-        return [], [*refusals, *(["there is nothing to compare the baseline with"] if len(state.arms) > 1 else [])]
+        return [], [*refusals, *(["there is no arm to compare with the baseline"] if len(state.arms) > 1 else [])]
     try:
         options = _options(state)
         if found.trace is not None and found.trace.exists():
@@ -99,7 +99,7 @@ def _options(state: ExperimentState) -> CompareOptions:
 
 
 def write_comparison(directory: Path, state: ExperimentState) -> list[str]:
-    """Compare, write ``comparison.json``, and give the sentences to print.
+    """Compare, write ``comparison.json``, and return the sentences to print.
 
     Raises:
         RecordError, OSError: the records of a run cannot be read.

@@ -1,17 +1,15 @@
-"""The instances of a fleet one by one, as groups, base ports and devices work out."""
+"""The instances of a fleet, expanded from groups, base ports and devices."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
+from launch.fleet.keys import FleetKeys
 from launch.fleet.sections import GroupSettings, VllmSettings
 from policies.types import Role
-
-if TYPE_CHECKING:
-    from launch.fleet.file import FleetFile
 
 _ROLE_PREFIX = {Role.KV_PRODUCER: "p-", Role.KV_CONSUMER: "d-"}
 
@@ -41,7 +39,7 @@ class Member:
         return self.role if self.role is Role.NONE else self.vllm.transfer.kv_role or self.role
 
     def ports(self) -> tuple[tuple[int | None, str], ...]:
-        """Every port, with who wants it; None for one it does not listen on. All members give the same order."""
+        """Every port with its owner; None for one it does not listen on. The order is the same for all members."""
         return (
             (self.port, self.name),
             (self.bootstrap_port, f"{self.name} (bootstrap)"),
@@ -51,7 +49,7 @@ class Member:
         )
 
 
-def expand(fleet: FleetFile) -> tuple[Member, ...]:
+def expand(fleet: FleetKeys) -> tuple[Member, ...]:
     """The fleet's instances in order: groups as written, instances of a group by number.
 
     Raises:
@@ -77,7 +75,7 @@ def expand(fleet: FleetFile) -> tuple[Member, ...]:
 
 
 def _member(
-    fleet: FleetFile,
+    fleet: FleetKeys,
     group: GroupSettings,
     vllm: VllmSettings,
     role: Role,
@@ -106,7 +104,7 @@ def _member(
     )
 
 
-def _merged(fleet: FleetFile, group: GroupSettings, where: str) -> VllmSettings:
+def _merged(fleet: FleetKeys, group: GroupSettings, where: str) -> VllmSettings:
     """The fleet's `vllm` settings with the group's laid over them, section by section."""
     if not group.vllm:
         return fleet.vllm
@@ -128,7 +126,7 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _devices(group: GroupSettings, vllm: VllmSettings, where: str) -> tuple[int, tuple[str, ...]]:
-    """How many instances a group has, and its devices (none when left to the launcher)."""
+    """Number of instances of a group, and its devices (none when the launcher assigns them)."""
     key = f"{where}." if where else ""
     if group.devices is None:
         if group.count is None:
@@ -137,7 +135,7 @@ def _devices(group: GroupSettings, vllm: VllmSettings, where: str) -> tuple[int,
     each = vllm.tensor_parallel_size
     if not group.devices or len(group.devices) % each:
         raise ValueError(
-            f"{key}devices: {len(group.devices)} devices cannot be shared out {each} to an instance "
+            f"{key}devices: {len(group.devices)} devices cannot be divided into {each} per instance "
             "(tensor_parallel_size)"
         )
     count = len(group.devices) // each

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.routing.base import lowest, require
-from policies.types import CandidateScore, Choice, FleetSnapshot, InstanceView, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,6 @@ class DynamoCost:
         )
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         least = min([view.pending_prefill_tokens for view in fleet.instances])
         scores = tuple([self._score(view, request, least) for view in fleet.instances])
         return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, scores)

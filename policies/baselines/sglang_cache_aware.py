@@ -1,4 +1,4 @@
-"""SGLang's gateway ``cache_aware``: the tree's own holder of the longest match, whatever its queue."""
+"""SGLang gateway's ``cache_aware``: the tree's holder of the longest match, regardless of its queue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from policies.baselines.shortest_queue import is_imbalanced, match_rate, queue_scores, shortest_queue
 from policies.routing.base import preferred, require
-from policies.types import Choice, FleetSnapshot, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import Choice, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,6 @@ class SglangCacheAware:
         require(self.balance_rel_threshold >= 1, "sglang_cache_aware: balance_rel_threshold must be at least 1")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         scores = queue_scores(request, fleet)
         if is_imbalanced(fleet, self.balance_abs_threshold, self.balance_rel_threshold):
             return shortest_queue(fleet, scores)

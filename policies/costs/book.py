@@ -1,22 +1,19 @@
-"""The live side of the cost models: what was asked of D and P, what it took, and how wrong the prediction was."""
+"""Live side of the cost models: the work requested of D and P, measured times, and the learned corrections."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from policies.costs.formulas import Costs, PrefillModel, TransferJob, TransferModel, pair_transport
+from policies.pool import tokens_over
 from policies.types import InstanceView, RequestView
 
 KV_BYTES_PER_TOKEN = 98_304
 """Qwen3-Coder-30B-A3B at TP=1 (48 layers, 4 KV heads of 128, bf16). Another size is learned as another bandwidth."""
 
-_POOL_SHARE = 0.9
-"""Of a KV pool, what prompts may fill; outputs and partly filled blocks take the rest."""
-
 
 class PrefillJob(NamedTuple):
-    """One prefill as its instance was when it was decided on."""
+    """One prefill and the state of its instance at the time of the decision."""
 
     instance: str
     new_tokens: int
@@ -24,14 +21,14 @@ class PrefillJob(NamedTuple):
     pending_tokens: int
     prefilling: int
     room: bool = True
-    """The KV pool had room for the prompt: its first token did not wait for blocks."""
+    """The KV pool had room for the prompt, so its first token did not wait for blocks."""
 
 
 class Workload(NamedTuple):
-    """What one decision asks of the instances it chose."""
+    """Work of one decision on the instances it chose."""
 
     decode: PrefillJob
-    """The prefill that D does if it is not offloaded, or falls back."""
+    """The prefill that D computes if the request is not offloaded or falls back."""
     prefill: PrefillJob | None
     transfer: TransferJob | None
 
@@ -44,7 +41,7 @@ class Workload(NamedTuple):
         offloads_in_flight: int,
         bytes_per_token: float,
     ) -> Workload:
-        """From the views the decision was made on; ``offloads_in_flight`` counts this one."""
+        """Build from the views of the decision; ``offloads_in_flight`` includes this request."""
         job = None
         if prefill is not None:
             others = max(0, offloads_in_flight - 1)
@@ -55,7 +52,7 @@ class Workload(NamedTuple):
 def transfer_job(
     request: RequestView, prefill: InstanceView, decode: InstanceView, others: int, bytes_per_token: float
 ) -> TransferJob:
-    """The pull of what D lacks of the prompt, as far as its time depends on it."""
+    """The transfer of the prompt tokens that D lacks, with the inputs its time depends on."""
     return TransferJob(
         (prefill.instance, decode.instance),
         pair_transport(prefill, decode),
@@ -66,20 +63,18 @@ def transfer_job(
 
 
 def _prefill_job(request: RequestView, view: InstanceView) -> PrefillJob:
-    needed = view.kv_used_tokens + view.kv_promised_tokens + request.prompt_tokens
     return PrefillJob(
         view.instance,
         request.prompt_tokens - view.cached_tokens,
         view.cached_tokens,
         view.pending_prefill_tokens,
         view.prefilling,
-        # A pool of unknown size counts as having room.
-        needed <= _POOL_SHARE * view.kv_capacity_tokens or not view.kv_capacity_tokens,
+        tokens_over(view, request.prompt_tokens) <= 0,
     )
 
 
 class CostBook:
-    """Holds the cost models in force and takes in what legs took. One writer: the owner of the fleet's state."""
+    """Owner of the current cost models; learns from measured legs. Single writer: the fleet state's owner."""
 
     def __init__(self, prefill: PrefillModel | None = None, transfer: TransferModel | None = None) -> None:
         self.prefill = prefill or PrefillModel()
@@ -87,13 +82,14 @@ class CostBook:
         self.bytes_per_token: float = KV_BYTES_PER_TOKEN
 
     def at(self, now_s: float) -> Costs:
-        """The models as a decision sees them."""
+        """Snapshot of the models for a decision at ``now_s``."""
         return Costs(self.prefill, self.transfer, now_s)
 
     def prefilled(self, job: PrefillJob, seconds: float) -> float:
-        """Learn from a first token that took ``seconds``; returns what was predicted.
+        """Learn from a first token after ``seconds``; returns the predicted seconds.
 
-        A prompt that found no room waited for blocks, nobody knows how long: its time says nothing of a prefill's.
+        A prompt without room in the KV pool waited for blocks for an unknown time, so its time is not a sample of a
+        prefill.
         """
         queue_s = self.prefill.queue_s(job.pending_tokens, job.prefilling)
         predicted_s = queue_s + self.prefill.predict(job.new_tokens, job.cached_tokens).seconds
@@ -102,9 +98,12 @@ class CostBook:
         return predicted_s
 
     def transferred(self, workload: Workload, seconds: float, now_s: float) -> float:
-        """Learn from a D leg whose first token took ``seconds``; returns what was predicted.
+        """Learn from a D leg whose first token took ``seconds``; returns the predicted seconds.
 
-        Where D had more prefill queued than the transfer should take, the time says nothing of the transfer.
+        Where D had more prefill queued than the predicted transfer time, the time is not a sample of the transfer.
+
+        Raises:
+            ValueError: the decision had no hand-off.
         """
         job, decode = workload.transfer, workload.decode
         if job is None:
@@ -117,7 +116,7 @@ class CostBook:
         return max(predicted_s, queue_s)
 
     def handed_over(self, job: TransferJob) -> None:
-        """Count a hand-off that went well, but whose first token nobody saw come."""
+        """Count a successful hand-off whose first token was not timed."""
         self.transfer = self.transfer.settled(job.pair, ok=True)
 
     def fell_back(self, job: TransferJob) -> None:
@@ -125,9 +124,5 @@ class CostBook:
         self.transfer = self.transfer.settled(job.pair, ok=False)
 
     def forget(self, instance: str) -> None:
-        """The instance left: what was known of its pairs goes with it."""
-        self.transfer = replace(
-            self.transfer,
-            _pairs={pair: each for pair, each in self.transfer._pairs.items() if instance not in pair},
-            _failure_rates={pair: each for pair, each in self.transfer._failure_rates.items() if instance not in pair},
-        )
+        """Drop the learned values of all pairs of an instance that left the fleet."""
+        self.transfer = self.transfer.without(instance)

@@ -1,18 +1,19 @@
-"""What a prefill and a KV transfer take on this fleet: formulas with published constants, corrected by what is seen.
+"""Prefill and KV transfer times on this fleet: formulas with published constants, corrected by observations.
 
-Both models are immutable; observing returns a new one. So a decision keeps the costs it was made with, and the live
-proxy, an explanation and a simulation price alike.
+Both models are immutable; observing returns a new one. A decision therefore keeps the costs it was made with, and the
+live proxy, an explanation and a simulation compute the same costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import exp, log2
+from math import exp, log, log2
 from types import MappingProxyType
 from typing import NamedTuple
 
-from policies.costs.estimates import UNKNOWN, Estimate
+from policies.costs.estimates import UNKNOWN, LearnedRatio
+from policies.costs.published import RDMA_STEADY_BYTES, RDMA_STEADY_BYTES_PER_S, RDMA_TRANSFERS
 from policies.types import InstanceView, Transport
 
 Pair = tuple[str, str]
@@ -22,7 +23,8 @@ Pair = tuple[str, str]
 class TransferFormula(NamedTuple):
     """``setup + streams * stream_setup + bytes / bandwidth * (1 + slowdown * streams) * (1 + crowd * others)`` seconds.
 
-    ``streams`` are requests decoding on the busier side, ``others`` transfers under way in the fleet.
+    Where the transport has ``REGIMES``, their time replaces ``bytes / bandwidth`` from the size of the first one on.
+    ``streams`` are requests decoding on the busier side, ``others`` other transfers in progress in the fleet.
     """
 
     setup_s: float
@@ -38,19 +40,47 @@ TRANSFER_FORMULAS: Mapping[Transport, TransferFormula] = MappingProxyType(
         # 65k tokens (6.4 GB) took 0.12-0.15 s, 0.3-1.6 s and 1.3-1.7 s; over TCP 3.4-4.3 s idle, 20-23 s with 4.
         Transport.NVLINK: TransferFormula(0.025, 0.009, 60e9, 1.0, 1.0),
         Transport.TCP: TransferFormula(0.030, 0.060, 1.8e9, 1.0, 4.0),
-        # Mooncake through a 200 Gbps NIC: 9.7 GB/s idle up to 3 GiB (agentic-kvc MB2), a third of it with 8 to 24
-        # background streams on either side (MB6).
-        Transport.RDMA: TransferFormula(0.040, 0.010, 9.0e9, 0.25, 1.0),
+        # Mooncake through a 200 Gbps NIC: `policies.costs.published`. The slowdown is 15 % off either of its points.
+        Transport.RDMA: TransferFormula(0.040, 0.010, RDMA_STEADY_BYTES_PER_S, 0.17, 1.0),
         # EFA's published peaks are 300 GB/s and more for registered megabyte blocks; KV blocks are smaller.
         Transport.EFA: TransferFormula(0.030, 0.010, 20.0e9, 0.15, 1.0),
     }
 )
 
 
-def pair_transport(prefill: InstanceView, decode: InstanceView) -> Transport:
-    """What KV travels over between two instances: only what both are proven to have; NVLink inside one host only.
+class Regime(NamedTuple):
+    """Transfers up to ``size_bytes``, beyond the range of the formula's bandwidth."""
 
-    Everything else counts as TCP, the slowest; what is really the case is learned from the transfers themselves.
+    size_bytes: float
+    seconds: float
+    """Median of transfers of just that size between idle instances."""
+    sigma: float
+    """Standard deviation of log(time / median) there, taken from the slowest of five: the quantile 5/6, z = 1."""
+
+
+REGIMES: Mapping[Transport, tuple[Regime, ...]] = MappingProxyType(
+    {
+        Transport.RDMA: (
+            Regime(RDMA_STEADY_BYTES, RDMA_STEADY_BYTES / RDMA_STEADY_BYTES_PER_S, 0.0),
+            *(
+                Regime(each.size_bytes, each.median_s, log(each.range_s[1] / each.median_s))
+                for each in RDMA_TRANSFERS
+                if each.range_s is not None
+            ),
+        )
+    }
+)
+"""Points beyond which the time is no longer linear in bytes, by size.
+
+The first is the end of the linear part; in between, time and sigma are linear in bytes, and beyond the last point
+bandwidth and sigma are constant.
+"""
+
+
+def pair_transport(prefill: InstanceView, decode: InstanceView) -> Transport:
+    """Transport of KV between two instances: the one both are proven to have; NVLink within one host only.
+
+    Everything else counts as TCP, the slowest; the actual speed is learned from the transfers themselves.
     """
     if prefill.transport is None or prefill.transport is not decode.transport:
         return Transport.TCP
@@ -59,19 +89,19 @@ def pair_transport(prefill: InstanceView, decode: InstanceView) -> Transport:
     return prefill.transport
 
 
-class Prediction(NamedTuple):
-    """A time with its uncertainty: ``seconds * exp(sigma * z)`` is the z-th standard deviation of the estimate."""
+class TimeEstimate(NamedTuple):
+    """A log-normal time in seconds: ``seconds * exp(sigma * z)`` is the estimate plus z standard deviations."""
 
     seconds: float
     sigma: float
 
     def upper(self, z: float) -> float:
-        """Seconds it will not exceed but for once in a while (z = 1: one in six)."""
+        """Upper bound in seconds at ``z`` standard deviations (z = 1: exceeded one time in six)."""
         return self.seconds * exp(self.sigma * z)
 
 
 class TransferJob(NamedTuple):
-    """One hand-off as far as its transfer time depends on it."""
+    """Inputs of one hand-off's transfer time: transport, bytes, decode streams, concurrent transfers."""
 
     pair: Pair
     transport: Transport
@@ -82,11 +112,13 @@ class TransferJob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferModel:
-    """Time from sending the D leg to its first token, per (P, D) pair.
+    """Time from sending the D leg to its first token, in seconds, per (P, D) pair.
 
     A pair's correction relaxes to that of its transport, and the transport's to the formula, by half every
-    ``half_life_s`` seconds of silence. Memory: one estimate per pair that has handed over. Complexity of
-    ``predict``: O(1); of ``observe``: O(pairs), as the mapping is copied.
+    ``half_life_s`` seconds without observations. In a regime whose times vary (``REGIMES``) a pair has one more
+    estimate, which relaxes to the pair's, with the published spread where that is wider. Memory: one estimate per pair
+    that has handed over, and one per pair and regime. Complexity of ``predict``: O(1); of ``observe``: O(pairs), as the
+    mappings are copied.
     """
 
     half_life_s: float = 120.0
@@ -94,19 +126,25 @@ class TransferModel:
     transport_weight: float = 0.1
     failure_weight: float = 0.1
     prior_failure_rate: float = 0.02
-    _pairs: Mapping[Pair, Estimate] = field(default_factory=dict)
-    _transports: Mapping[Transport, Estimate] = field(default_factory=dict)
+    _pairs: Mapping[Pair, LearnedRatio] = field(default_factory=dict)
+    _transports: Mapping[Transport, LearnedRatio] = field(default_factory=dict)
+    _regimes: Mapping[tuple[Pair, int], LearnedRatio] = field(default_factory=dict)
     _failure_rates: Mapping[Pair, float] = field(default_factory=dict)
 
-    def predict(self, job: TransferJob, now_s: float) -> Prediction:
-        """Seconds of the D leg up to its first token."""
-        estimate = self._pair(job, now_s)
-        return Prediction(transfer_formula(job) * exp(estimate.log_ratio), estimate.sigma)
+    def predict(self, job: TransferJob, now_s: float) -> TimeEstimate:
+        """Estimated seconds of the D leg up to its first token."""
+        estimate = self._estimate(job, now_s)
+        return TimeEstimate(transfer_formula(job) * exp(estimate.log_ratio), estimate.sigma)
 
     def observe(self, job: TransferJob, seconds: float, now_s: float) -> TransferModel:
-        """The model after one transfer that went well."""
+        """Return the model after one successful transfer of ``seconds``."""
         expected_s = transfer_formula(job)
         pair, transport = self._pair(job, now_s), self._transport(job.transport, now_s)
+        regime = _regime(job)
+        regimes = self._regimes
+        if regime:
+            learned = self._estimate(job, now_s).learn(expected_s, seconds, now_s, self.pair_weight)
+            regimes = {**regimes, (job.pair, regime): learned}
         return replace(
             self,
             _pairs={**self._pairs, job.pair: pair.learn(expected_s, seconds, now_s, self.pair_weight)},
@@ -114,45 +152,85 @@ class TransferModel:
                 **self._transports,
                 job.transport: transport.learn(expected_s, seconds, now_s, self.transport_weight),
             },
+            _regimes=regimes,
         )
 
     def settled(self, pair: Pair, ok: bool) -> TransferModel:
-        """The model after one hand-off was tried, for the risk that the next one fails."""
+        """Return the model with the failure rate updated by one attempted hand-off."""
         rate = self.failure_rate(pair)
         rate += self.failure_weight * ((0.0 if ok else 1.0) - rate)
         return replace(self, _failure_rates={**self._failure_rates, pair: rate})
 
+    def without(self, instance: str) -> TransferModel:
+        """The model without the learned values of one instance's pairs."""
+        return replace(
+            self,
+            _pairs={pair: each for pair, each in self._pairs.items() if instance not in pair},
+            _regimes={key: each for key, each in self._regimes.items() if instance not in key[0]},
+            _failure_rates={pair: each for pair, each in self._failure_rates.items() if instance not in pair},
+        )
+
     def failure_rate(self, pair: Pair) -> float:
-        """Share of hand-offs over this pair that fell back, 0..1."""
+        """Share of hand-offs over this pair that failed, 0..1, exponentially weighted."""
         return self._failure_rates.get(pair, self.prior_failure_rate)
 
-    def observations(self) -> dict[Pair, Estimate]:
-        """What is known of each pair, for people to look at."""
+    def observations(self) -> dict[Pair, LearnedRatio]:
+        """Learned correction per pair, for display."""
         return dict(self._pairs)
 
-    def _transport(self, transport: Transport, now_s: float) -> Estimate:
+    def _transport(self, transport: Transport, now_s: float) -> LearnedRatio:
         return self._transports.get(transport, UNKNOWN).relaxed(UNKNOWN, now_s, self.half_life_s)
 
-    def _pair(self, job: TransferJob, now_s: float) -> Estimate:
+    def _pair(self, job: TransferJob, now_s: float) -> LearnedRatio:
         transport = self._transport(job.transport, now_s)
         return self._pairs.get(job.pair, UNKNOWN).relaxed(transport, now_s, self.half_life_s)
 
+    def _estimate(self, job: TransferJob, now_s: float) -> LearnedRatio:
+        pair, regime = self._pair(job, now_s), _regime(job)
+        if not regime:
+            return pair
+        published = _between(REGIMES[job.transport], regime, job.size_bytes)[1]
+        unseen = pair._replace(variance=max(pair.variance, published**2), observations=0)
+        return self._regimes.get((job.pair, regime), UNKNOWN).relaxed(unseen, now_s, self.half_life_s)
+
 
 def transfer_formula(job: TransferJob) -> float:
-    """Seconds by the published constants alone."""
-    formula = TRANSFER_FORMULAS[job.transport]
+    """Seconds from the published constants alone."""
+    formula, regime = TRANSFER_FORMULAS[job.transport], _regime(job)
     moving_s = job.size_bytes / formula.bytes_per_s
+    if regime:
+        moving_s = _between(REGIMES[job.transport], regime, job.size_bytes)[0]
     moving_s *= (1 + formula.slowdown * job.streams) * (1 + formula.crowd * job.others)
     return formula.setup_s + formula.stream_setup_s * job.streams + moving_s
 
 
+def _regime(job: TransferJob) -> int:
+    """Number of the transfer's regime, from 1; 0 where time is linear in bytes."""
+    regimes = REGIMES.get(job.transport)
+    if regimes is None:
+        return 0
+    for number, regime in enumerate(regimes):
+        if job.size_bytes <= regime.size_bytes:
+            return number
+    return len(regimes) - 1
+
+
+def _between(regimes: tuple[Regime, ...], number: int, size_bytes: float) -> tuple[float, float]:
+    """Seconds and sigma of a transfer in the regime of that number."""
+    low, high = regimes[number - 1], regimes[number]
+    if size_bytes >= high.size_bytes:
+        return high.seconds * size_bytes / high.size_bytes, high.sigma
+    share = (size_bytes - low.size_bytes) / (high.size_bytes - low.size_bytes)
+    return low.seconds + share * (high.seconds - low.seconds), low.sigma + share * (high.sigma - low.sigma)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillModel:
-    """Time to compute ``new`` tokens behind ``cached`` ones: ``fixed + a * new + b * new * (cached + new / 2)``.
+    """Time to compute ``new`` tokens after ``cached`` ones: ``fixed + a * new + b * new * (cached + new / 2)`` seconds.
 
     The quadratic term is attention. The constants fit vLLM 0.20.2 with Qwen3-Coder-30B-A3B on an H200 (8k tokens
     0.18 s, 32k 1.24 s, 131k 13.2 s). The correction is learned per power of two of the tokens computed, because
-    hardware differs more in one term than in the other; a size never seen takes the nearest one's.
+    hardware differs more in one term than in the other; a size without observations uses the nearest one's.
     """
 
     fixed_s: float = 0.02
@@ -160,33 +238,33 @@ class PrefillModel:
     s_per_token_squared: float = 1.275e-9
     weight: float = 0.1
     smallest_tokens: int = 1024
-    """Shorter prefills are not learned from: scheduling outweighs computing."""
-    _buckets: Mapping[int, Estimate] = field(default_factory=dict)
+    """Shorter prefills are not learned from: scheduling time dominates."""
+    _buckets: Mapping[int, LearnedRatio] = field(default_factory=dict)
 
-    def predict(self, new_tokens: float, cached_tokens: float = 0.0) -> Prediction:
-        """Seconds of one prefill on an instance that computes nothing else."""
+    def predict(self, new_tokens: float, cached_tokens: float = 0.0) -> TimeEstimate:
+        """Estimated seconds of one prefill on an otherwise idle instance."""
         if new_tokens <= 0:
-            return Prediction(self.fixed_s, 0.0)
+            return TimeEstimate(self.fixed_s, 0.0)
         estimate = self._nearest(_bucket(new_tokens))
-        return Prediction(self._formula(new_tokens, cached_tokens) * exp(estimate.log_ratio), estimate.sigma)
+        return TimeEstimate(self._formula(new_tokens, cached_tokens) * exp(estimate.log_ratio), estimate.sigma)
 
     def queue_s(self, pending_tokens: float, requests: int) -> float:
-        """Seconds to work off what is pending, as ``requests`` prefills of equal length, half of one done already."""
+        """Seconds to finish the pending tokens: ``requests`` prefills of equal length, the first of them half done."""
         if pending_tokens <= 0 or requests <= 0:
             return 0.0
         return self.predict(pending_tokens / requests).seconds * (requests - 0.5)
 
     def observe(self, new_tokens: float, cached_tokens: float, queue_s: float, seconds: float) -> PrefillModel:
-        """The model after one first token that took ``seconds``, of which ``queue_s`` were expected to be waiting."""
+        """Return the model after a first token that took ``seconds``, with ``queue_s`` of them expected as queueing."""
         if new_tokens < self.smallest_tokens:
             return self
         bucket = _bucket(new_tokens)
         before = self._nearest(bucket)
         expected_s = self._formula(new_tokens, cached_tokens)
-        # What was expected of the queue is taken off, but never more than leaves the formula a tenth.
+        # The expected queueing time is subtracted, but the rest is at least a tenth of the formula.
         computing_s = max(seconds - queue_s, 0.1 * min(expected_s, seconds))
         learned = before.learn(expected_s, computing_s, 0.0, self.weight)
-        # Not `replace`, which asks every field: this runs with every first token.
+        # Not `replace`, which visits every field: this runs for every first token.
         return PrefillModel(
             self.fixed_s,
             self.s_per_token,
@@ -200,7 +278,7 @@ class PrefillModel:
         attended = new_tokens * (cached_tokens + new_tokens / 2)
         return self.fixed_s + self.s_per_token * new_tokens + self.s_per_token_squared * attended
 
-    def _nearest(self, bucket: int) -> Estimate:
+    def _nearest(self, bucket: int) -> LearnedRatio:
         exact = self._buckets.get(bucket)
         if exact is not None:
             return exact

@@ -1,21 +1,21 @@
-"""Never offload: every request runs co-located. The default."""
+"""``never``: every request runs co-located. The default planner."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.types import FleetSnapshot, InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """Complexity: O(1)."""
+    """No offloading. Complexity: O(1)."""
 
     name: ClassVar[str] = "never"
 
     def plan(
         self, request: RequestView, decode: InstanceView, request_class: RequestClass, fleet: FleetSnapshot
     ) -> OffloadPlan:
-        """See the class."""
         return OffloadPlan(None, OffloadReason.PLANNER_NEVER)

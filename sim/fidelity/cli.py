@@ -29,7 +29,7 @@ def fidelity(
     Every request is sent when, and to the instance where, it was sent in the recorded run.
 
     Prints latencies at p50, p90 and p99 (measured / simulated), the factor within which half of the requests are, the
-    rank correlation over requests, and how many cached-token counts are equal. Prefills that were offloaded are
+    rank correlation over requests, and the number of equal cached-token counts. Prefills that were offloaded are
     offloaded to the same instance.
     """
     from replayer.traces.loading import load_trace

@@ -133,7 +133,10 @@ def simulate_command(
         typer.Option(min=1, help="With --sweep: parallel processes. Default: one per processor.", show_default=False),
     ] = None,
     ray: Annotated[
-        bool, typer.Option("--ray", help="With --sweep: on the Ray cluster that RAY_ADDRESS names (pip install ray).")
+        bool,
+        typer.Option(
+            "--ray", help="With --sweep: on the Ray cluster that RAY_ADDRESS names (pip install 'warmroute[ray]')."
+        ),
     ] = False,
 ) -> None:
     """Simulate a fleet and a routing policy on a trace, in virtual time.
@@ -187,13 +190,13 @@ def simulate_command(
         setup.check()
         _run(setup, output or Path("run.jsonl"), breakdown_output, look_ahead_s if stream else None)
     except FileExistsError as error:
-        _stop(f"{error.filename}: exists already; give another name, or remove it")
+        _stop(f"{error.filename}: already exists; give another name, or remove it")
     except (SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError) as error:
         _stop(error)
 
 
 def _run(setup: Setup, output: Path, breakdown: Path | None, look_ahead_s: float | None) -> None:
-    """Simulate once and print what came of it; ``look_ahead_s`` None: the trace is loaded whole."""
+    """Simulate once and print the result; with ``look_ahead_s`` None the trace is loaded whole."""
     from sim.offline.running import new_files, run_setup, run_streamed
 
     started_s = time.perf_counter()
@@ -224,7 +227,7 @@ def _show(setup: Setup, ran: Ran, took_s: float, output: Path) -> None:
 
 
 def _sweep(setup: Setup, sweeps: list[str], folder: Path, jobs: int | None, ray: bool) -> bool:
-    """Simulate every combination and print the table; whether any failed."""
+    """Simulate every combination and print the table; returns True if any failed."""
     from rich.console import Console
 
     from sim.offline.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep
@@ -249,5 +252,5 @@ def _stop(error: object) -> NoReturn:
 
 
 def register(app: typer.Typer) -> None:
-    """Add this package's commands to an application."""
+    """Add ``simulate`` to an application."""
     app.command("simulate")(simulate_command)

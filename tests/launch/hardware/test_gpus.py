@@ -1,8 +1,9 @@
-"""The GPU inventory tells what NVML tells, and says why where there is nothing."""
+"""The GPU inventory reports NVML's values, and the reason where there are none."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 import psutil
 import pynvml
@@ -54,7 +55,7 @@ def test_what_a_gpu_does_not_tell_is_none() -> None:
         (pynvml.NVML_ERROR_NO_PERMISSION, "cannot be opened"),
     ],
 )
-def test_without_a_driver_the_inventory_says_why(code: int, reason: str) -> None:
+def test_without_a_driver_the_inventory_has_a_reason(code: int, reason: str) -> None:
     inventory = read_inventory(FakeNvml(fails=code))
     assert inventory.gpus == []
     assert reason in (inventory.reason or "")
@@ -66,3 +67,9 @@ def test_a_driver_without_gpus_is_closed_again() -> None:
     assert library.opened == 0
     with pytest.raises(NvmlUnavailable), Nvml(FakeNvml(fails=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)):
         pass
+
+
+def test_without_the_library_the_inventory_is_empty_and_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    found = read_inventory()
+    assert (found.gpus, found.reason) == ([], "nvidia-ml-py is not installed: pip install 'warmroute[lab]'")

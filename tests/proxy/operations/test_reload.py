@@ -33,7 +33,7 @@ class Reloadable(Running):
     settings: dict[str, Any]
 
     async def reload(self, *, status: int = 200, dry_run: bool = False, **changes: Any) -> dict[str, Any]:
-        """Change sections of the file, then have it reloaded."""
+        """Change sections of the file, then reload it."""
         self.settings |= changes
         self.path.write_text(yaml.safe_dump(self.settings), encoding="utf-8")
         answer = await self.client.post("/reload", params={"dry_run": dry_run})
@@ -42,7 +42,7 @@ class Reloadable(Running):
         return report
 
     def fleet(self, **named: StubEngine) -> list[dict[str, Any]]:
-        """Instances as the file has them."""
+        """Instances in the file's format."""
         return [{"name": name, "url": each.url} for name, each in named.items()]
 
 
@@ -69,19 +69,19 @@ async def start(tmp_path: Path) -> AsyncIterator[StartReloadable]:
             path = tmp_path / "proxy.yaml"
             path.write_text(yaml.safe_dump(written), encoding="utf-8")
             load = partial(load_settings, path)
-            core, url = await stack.enter_async_context(serving(load()))
-            core.reloader.load = load
+            app, url = await stack.enter_async_context(serving(load()))
+            app.operations.reloader.load = load
             client = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=url, timeout=20, trust_env=False, headers=ADMIN)
             )
-            running = Reloadable(core, url, engines, client)
+            running = Reloadable(app, url, engines, client)
             running.path, running.settings = path, written
             return running
 
         yield started
 
 
-EFFECTS: dict[str, tuple[dict[str, Any], Callable[[Core], Any], Any]] = {
+EFFECTS: dict[str, tuple[Any, Callable[[Core], Any], Any]] = {
     "policy": (
         {"name": "linear", "params": {"alpha": 7.0}},
         lambda core: parameters(core.router.policy).get("alpha"),
@@ -99,14 +99,14 @@ EFFECTS: dict[str, tuple[dict[str, Any], Callable[[Core], Any], Any]] = {
             core.router.planner.name,
             core.handoff._settings.prefill_timeout_s,
             core.abandoned._bound_s,
-            core.router._settings.offload.hold_s,
+            core.router.routing.hold_s,
             core.leaks._leak_share,
         ),
         ("threshold", 3.0, 4.0, 5.0, 0.7),
     ),
     "classes": (
         {"medium_tokens": 10, "heavy_tokens": 20},
-        lambda core: (core.router.thresholds.medium_tokens, core.router.thresholds.heavy_tokens),
+        lambda core: (core.router.routing.thresholds.medium_tokens, core.router.routing.thresholds.heavy_tokens),
         (10, 20),
     ),
     "ledger": ({"recent_half_life_s": 9.0}, lambda core: core.router.state.ledger._half_life_s, 9.0),
@@ -186,7 +186,7 @@ async def test_every_live_section_takes_effect(start: StartReloadable) -> None:
 
 
 @pytest.mark.usefixtures("log_levels")
-async def test_nobody_keeps_a_section_that_is_no_longer_in_force(start: StartReloadable) -> None:
+async def test_no_component_keeps_a_section_that_is_no_longer_effective(start: StartReloadable) -> None:
     running = await start(1)
     old = running.core.settings
     sections = {
@@ -197,7 +197,7 @@ async def test_nobody_keeps_a_section_that_is_no_longer_in_force(start: StartRel
     assert len(sections) >= 10
     await running.reload(**{section: value for section, (value, _, _) in EFFECTS.items()})
     gc.collect()
-    # The lifespan's frame has a name for where it opened the admin listener; that does not move.
+    # The lifespan's frame keeps a reference to the settings that opened the admin listener; that one does not move.
     known = (sections, vars(old))
     for name in [*sections]:
         keepers = [each for each in gc.get_referrers(sections[name]) if not any(each is one for one in known)]
@@ -285,7 +285,7 @@ async def test_the_fleet_becomes_what_the_file_says_while_streams_run(start: Sta
     assert instead.seen
     assert added.seen
     assert all(was_completed(answer.text, 12) for answer in await asyncio.gather(*streams))
-    await running.until(lambda: not running.core.fleet.departures)
+    await running.until(lambda: not running.operations.fleet.departures)
     assert ledger_is_zero(await running.settled())
     assert set(running.core.router.state.instances) == {"inst-0", "inst-1", "late"}
     assert {each.aborted for each in running.engines} == {0}
@@ -305,7 +305,7 @@ async def test_instances_added_over_http_stay_and_those_of_the_file_come_back(st
         "mine": "api",
         "inst-1": "file",
     }
-    assert running.core.instances["inst-0"].draining  # no setting: what an operator said stays
+    assert running.core.instances["inst-0"].draining  # not a setting: an operator's change is kept
     assert await asked_of(running, 4) == {"mine": 2, "inst-1": 2}
     await running.client.put("/instances/inst-1", json={"url": running.engines[3].url})
     report = await running.reload()
@@ -354,7 +354,7 @@ async def test_an_instance_that_leaves_and_comes_back_in_the_file_stays(start: S
     await running.until(lambda: each.running == 1)
     await running.reload(instances=whole[:1])
     leaving = running.core.instances["inst-1"]
-    assert running.core.fleet.leaving(leaving)
+    assert running.operations.fleet.leaving(leaving)
     await running.reload(instances=whole)
     assert running.core.instances["inst-1"] is leaving
     assert not leaving.draining
@@ -363,7 +363,7 @@ async def test_an_instance_that_leaves_and_comes_back_in_the_file_stays(start: S
         was_completed(answer.text, tokens)
         for answer, tokens in zip(await asyncio.gather(*streams), (4, 15), strict=True)
     )
-    assert not running.core.fleet.departures
+    assert not running.operations.fleet.departures
 
 
 async def test_a_policy_switched_over_http_stays_until_the_files_changes(start: StartReloadable) -> None:
@@ -393,7 +393,7 @@ async def test_secrets_are_in_neither_report_nor_log(start: StartReloadable, cap
 
 async def test_it_is_for_admins_and_for_proxies_that_have_settings_to_read(start: StartReloadable) -> None:
     running = await start(1)
-    running.core.reloader.load = None
+    running.operations.reloader.load = None
     answer = await running.client.post("/reload")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "not_reloadable")
     answer = await running.client.post("/reload", headers={"authorization": "Bearer nobody"})
