@@ -28,8 +28,8 @@ from launch.hardware.telemetry import TELEMETRY_FILE
 from launch.run.processes import StartError
 from replayer.replay.plan import PlanOptions
 from replayer.replay.replay import ReplayOptions
-from replayer.traces.shorten import shortened
 from replayer.traces.loading import load_trace
+from replayer.traces.shorten import shortened
 from replayer.traces.trace import Trace, TraceError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
