@@ -14,6 +14,7 @@ from replayer.compare.arms import ArmError, read_experiment
 from replayer.compare.comparison import CompareOptions
 from replayer.compare.conditions import ComparisonError
 from replayer.compare.goodput import Slo, SloTokens
+from replayer.compare.matrix import matrix_of
 from replayer.compare.runs import compare_arms
 from replayer.traces.trace import TraceError, load_trace
 
@@ -25,7 +26,7 @@ COMPARISON_FILE = "comparison.json"
 
 
 def comparable(directory: Path, state: ExperimentState) -> tuple[list[RunState], list[str]]:
-    """The runs that are measurements, in order, and why the others are not.
+    """The runs that are measurements, in order, and the reasons against the others.
 
     A run counts if it is done and its proof says that its engines were fresh and served no earlier run.
     """
@@ -35,8 +36,8 @@ def comparable(directory: Path, state: ExperimentState) -> tuple[list[RunState],
     for run in sorted(state.runs, key=lambda run: run.order):
         proof = read_proof(directory / run.path)
         if run.state != DONE:
-            told = "; ".join(run.reasons)
-            refusals.append(f"{run.name} is not compared: {run.state}{f' ({told})' if told else ''}")
+            reasons = "; ".join(run.reasons)
+            refusals.append(f"{run.name} is not compared: {run.state}{f' ({reasons})' if reasons else ''}")
         elif proof is None:
             refusals.append(f"{run.name} is not compared: there is no proof that its engines were fresh")
         elif problems := known.problems(proof):
@@ -49,7 +50,7 @@ def comparable(directory: Path, state: ExperimentState) -> tuple[list[RunState],
 
 
 def compare_experiment(directory: Path, state: ExperimentState) -> tuple[list[Comparison], list[str]]:
-    """Every arm against the baseline, over all repeats that are measurements; and what was not compared, and why.
+    """Every arm against the baseline, over all repeats that are measurements; and which runs were left out, with reasons.
 
     Raises:
         RecordError, OSError: the records of a run cannot be read.
@@ -97,17 +98,19 @@ def _options(state: ExperimentState) -> CompareOptions:
     )
 
 
-def write_comparison(directory: Path, state: ExperimentState) -> list[str]:
-    """Compare, write ``comparison.json``, and give the sentences to print.
+def write_comparison(directory: Path, state: ExperimentState) -> tuple[list[Comparison], list[str]]:
+    """Compare and write ``comparison.json``.
+
+    Returns:
+        The comparisons, and which runs were not compared for which reason.
 
     Raises:
         RecordError, OSError: the records of a run cannot be read.
     """
     found, refusals = compare_experiment(directory, state)
     rows: list[dict[str, Any]] = [comparison.as_json() for comparison in found]
-    write_json(
-        directory / COMPARISON_FILE,
-        {"experiment": state.name, "baseline": state.baseline, "comparisons": rows, "refused": refusals},
-    )
-    notes = dict.fromkeys(note for comparison in found for note in comparison.notes)
-    return [*(comparison.sentence for comparison in found), *(f"note: {note}" for note in notes), *refusals]
+    content = {"experiment": state.name, "baseline": state.baseline, "comparisons": rows, "refused": refusals}
+    if found:
+        content["matrix"] = matrix_of(found).as_json()
+    write_json(directory / COMPARISON_FILE, content)
+    return found, refusals

@@ -161,10 +161,12 @@ class Family:
             family=tests,
             noise_floor=floor,
             goodput_per_s=self._goodput(one),
+            warnings=list(self._notes),
+            assumed_noise=options.assumed_floor,
             notes=[
                 *self._notes,
                 *_left_over(one.pairing, (self._labels[0], one.label)),
-                *([told] if (told := self._window.describe()) else []),
+                *([left_out] if (left_out := self._window.describe()) else []),
                 *_about_noise(options.assumed_floor, known, (len(before), len(one.runs))),
             ],
         )

@@ -1,21 +1,89 @@
-"""Tables of a comparison for the terminal."""
+"""A comparison in the terminal: the matrix of verdicts, and the tables of its details."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from replayer.compare.goodput import Slo
+from replayer.compare.matrix import Matrix, leader_sentence, matrix_of
 from replayer.compare.statistics.tests import Effect
-from replayer.report.page import format_percent, format_seconds
+from replayer.records.readable import format_percent, format_seconds
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from replayer.compare.comparison import Comparison
+    from replayer.compare.verdict import Cell
 
 _COLOURS = {"better": "green", "worse": "red"}
+
+
+def print_verdict(
+    console: Console, comparisons: Sequence[Comparison], among_the_best: Sequence[Comparison] = ()
+) -> Matrix:
+    """Print headline, markers, matrix and legend; returns the matrix.
+
+    Args:
+        console: 80 columns are enough.
+        comparisons: at least one, of one family.
+        among_the_best: the candidates against the fastest of them, for one more sentence.
+    """
+    from rich.text import Text
+
+    matrix = matrix_of(comparisons)
+    console.print(Text(matrix.headline), style="bold")
+    if among_the_best:
+        console.print(Text(leader_sentence(among_the_best)))
+    for marker in matrix.markers:
+        console.print(Text(f"! {marker}"), style="yellow")
+    console.print()
+    console.print(matrix_table(matrix))
+    for line in matrix.also:
+        console.print(Text(line))
+    console.print(Text(matrix.legend), style="dim")
+    return matrix
+
+
+def matrix_table(matrix: Matrix) -> Table:
+    """The matrix as a Rich table: arms down, metrics across, change over interval in each cell."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0, header_style="bold", leading=1)
+    table.add_column("arm", overflow="fold", min_width=8)
+    for name in matrix.metrics:
+        table.add_column(name, overflow="fold")
+    table.add_row(Text(f"{matrix.baseline}\n(baseline)"), *map(Text, matrix.reference))
+    for row in matrix.rows:
+        table.add_row(Text(row.arm), *map(_cell, row.cells))
+    return table
+
+
+def _cell(cell: Cell) -> Text:
+    from rich.text import Text
+
+    return Text(cell.head, style=_COLOURS.get(cell.word, "")).append(f"\n{cell.interval}", style="not bold")
+
+
+def print_details(console: Console, comparisons: Sequence[Comparison]) -> None:
+    """Print the table of replicates, every comparison with all its metrics, its fine print and its sentence."""
+    from rich.text import Text
+
+    if comparisons[0].noise_floor:
+        console.print(floor_table(comparisons[0]))
+        console.print()
+    for found in comparisons:
+        console.print(effects_table(found))
+        for note in found.notes:
+            console.print(Text(note), style="dim")
+        console.print(Text(found.sentence), style="bold")
+        console.print()
 
 
 def effects_table(comparison: Comparison) -> Table:
@@ -58,12 +126,12 @@ def effects_table(comparison: Comparison) -> Table:
 
 
 def floor_table(comparison: Comparison) -> Table:
-    """What runs of the same thing differ by, as a Rich table."""
+    """Differences between replicates as a Rich table."""
     from rich.table import Table
 
-    table = Table(title="Runs of the same thing", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(title="Replicates", title_justify="left", box=None, pad_edge=False, header_style="bold")
     table.add_column("metric", no_wrap=True)
-    for name in ("runs", "of things", "scatter (1 SD)", "largest difference", "two runs, 95 %"):
+    for name in ("runs", "of arms", "scatter (1 SD)", "largest difference", "two runs, 95 %"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in comparison.noise_floor:
         table.add_row(
@@ -77,9 +145,9 @@ def floor_table(comparison: Comparison) -> Table:
 
 def goodput_lines(comparison: Comparison, slo: Slo) -> list[str]:
     """Goodput per second of both arms, with the objectives in words."""
-    told = {"goodput": slo.describe_fixed(), "goodput, scaled SLO": slo.describe_scaled() if slo.scaled else ""}
+    objectives = {"goodput": slo.describe_fixed(), "goodput, scaled SLO": slo.describe_scaled() if slo.scaled else ""}
     return [
-        f"{name} ({told[name]}): {before:.3f} requests/s against {after:.3f} requests/s"
+        f"{name} ({objectives[name]}): {before:.3f} requests/s against {after:.3f} requests/s"
         for name, (before, after) in comparison.goodput_per_s.items()
     ]
 

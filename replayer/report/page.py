@@ -1,4 +1,4 @@
-"""One self-contained HTML page about one or more runs: tables, verdicts, figures and the conditions they hold under."""
+"""One self-contained HTML page about one or more runs: verdicts, figures, tables and the conditions they hold under."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from markupsafe import Markup
 from replayer.compare.arms import ArmRuns
 from replayer.compare.comparison import CompareOptions, Comparison
 from replayer.compare.conditions import refuse_or_note
+from replayer.compare.matrix import leader_sentence, matrix_of
 from replayer.compare.runs import ComparisonError, compare_arms
+from replayer.compare.verdict import cell_of
 from replayer.records.breakdown_rows import BreakdownError, BreakdownRow
 from replayer.records.breakdown_rows import read_objects as read_breakdown
 from replayer.records.readable import format_change, format_number, format_percent, format_seconds
@@ -38,8 +40,6 @@ __all__ = [
     "Row",
     "against_leader",
     "compare_all",
-    "format_percent",
-    "format_seconds",
     "make_page",
     "read_breakdown",
     "render",
@@ -153,7 +153,7 @@ def make_page(
         comparisons: what `compare_all` or `compare` found.
         title: heading of the page.
         remarks: sentences shown above the tables, for example why a comparison was refused.
-        among_the_best: the arms against the leader (`against_leader`); only their verdicts are shown.
+        among_the_best: the arms against the leader (`against_leader`), shown as a second, folded matrix.
         extras: trace, pool, session and environment.
 
     Raises:
@@ -195,7 +195,8 @@ def make_page(
         arms=arms,
         summaries=summaries,
         comparisons=comparisons,
-        among_the_best=among_the_best,
+        matrix=matrix_of(comparisons) if comparisons else None,
+        leader=_leader(among_the_best),
         remarks=[*extras.notes, *remarks],
         warnings=[(arm.label, warning) for arm in arms for warning in arm.warnings],
         latency=latency,
@@ -226,6 +227,17 @@ def write_report(path: str | Path, html: str) -> Path:
     return path
 
 
+def _leader(among_the_best: Sequence[Comparison]) -> dict[str, Any] | None:
+    """The candidates against the fastest of them."""
+    if not among_the_best:
+        return None
+    return {
+        "sentence": leader_sentence(among_the_best),
+        "matrix": matrix_of(among_the_best),
+        "sentences": [found.sentence for found in among_the_best],
+    }
+
+
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("replayer.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -235,6 +247,7 @@ def _environment() -> Environment:
         percent=format_percent,
         change=format_change,
         number=format_number,
+        cell=cell_of,
         inline=lambda drawing: Markup(drawing.inline()),
     )
     return environment
