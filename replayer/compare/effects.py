@@ -30,7 +30,7 @@ _MIN_SHARE_OF_RESAMPLES = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class EffectEstimate:
     """A difference between two arms on a metric's working scale."""
 
     difference: float
@@ -69,7 +69,7 @@ def estimate(
     candidate: Values,
     noise: RunNoise | None,
     generator: np.random.Generator,
-) -> Estimate | str:
+) -> EffectEstimate | str:
     """The difference of two arms, or why it cannot be judged.
 
     Args:
@@ -99,10 +99,10 @@ def estimate(
         [(other, max(1.0, baseline.effective_sessions - 1)), (by_run, noise.degrees_of_freedom if noise else 1.0)]
     )
     floor = design_floor(noise, *runs) if noise else 0.0
-    return Estimate(difference, standard_error, freedom, floor)
+    return EffectEstimate(difference, standard_error, freedom, floor)
 
 
-def effect_of(metric: Metric, baseline: Values, candidate: Values, found: Estimate | str) -> Effect:
+def effect_of(metric: Metric, baseline: Values, candidate: Values, found: EffectEstimate | str) -> Effect:
     """The effect before correction; `judge` completes it.
 
     Args:
@@ -154,7 +154,7 @@ def as_change(metric: Metric, difference: float, baseline: float) -> float:
 
 
 def judge(
-    metrics: Sequence[Metric], family: Sequence[Sequence[Effect]], estimates: Sequence[Sequence[Estimate | str]]
+    metrics: Sequence[Metric], family: Sequence[Sequence[Effect]], estimates: Sequence[Sequence[EffectEstimate | str]]
 ) -> list[list[Effect]]:
     """Correct by Holm over everything judged, and say what may be said.
 

@@ -10,7 +10,7 @@ import numpy as np
 from replayer.compare.arms import ArmRuns
 from replayer.compare.comparison import CompareOptions, Comparison
 from replayer.compare.conditions import ComparisonError
-from replayer.compare.effects import Estimate, effect_of, estimate, judge
+from replayer.compare.effects import EffectEstimate, effect_of, estimate, judge
 from replayer.compare.metrics import Evaluator, Metric, Values, metrics_of
 from replayer.compare.noise_floor import FloorRow, RunNoise, assumed_noise, between_runs, floor_row
 from replayer.compare.pairing import Pairing, align, pair
@@ -31,7 +31,7 @@ class _Pair:
     pairing: Pairing
     kept: BoolArray
     effects: list[Effect]
-    estimates: list[Estimate | str]
+    estimates: list[EffectEstimate | str]
 
 
 class Family:

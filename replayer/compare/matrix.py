@@ -47,7 +47,8 @@ class Matrix:
     def also(self) -> list[str]:
         """One line for each candidate with differences outside the columns."""
         return [
-            f"{row.arm}, also: " + ", ".join(f"{cell.metric} {cell.symbol} {cell.change} % {cell.word}" for cell in row.also)
+            f"{row.arm}, also: "
+            + ", ".join(f"{cell.metric} {cell.symbol} {cell.change} % {cell.word}" for cell in row.also)
             for row in self.rows
             if row.also
         ]
@@ -166,7 +167,9 @@ def _markers(comparisons: Sequence[Comparison]) -> list[str]:
             "Failed requests: " + ", ".join(f"{count} in {label}" for label, count in failed.items() if count)
         )
     if not first.noise_floor:
-        assumed = f"±{first.assumed_noise * 100:g} % between runs" if first.assumed_noise else "no difference between runs"
+        assumed = (
+            f"±{first.assumed_noise * 100:g} % between runs" if first.assumed_noise else "no difference between runs"
+        )
         markers.append(f"Single runs: {assumed} is assumed, not measured")
     return markers
 

@@ -125,7 +125,7 @@ class Anatomy:
         return parts
 
 
-class Outcome:
+class TokenSums:
     """Sums up a request at a time, as integers."""
 
     __slots__ = ("sums",)
@@ -185,7 +185,7 @@ def anatomy(
     finite = {} if capacity is None else {name: LruCache(blocks, capacity) for name in names}
     predicted = any(record.predicted_cached_tokens is not None for record, *_ in found)
     told = [record.cached_tokens is not None and record.prompt_tokens is not None for record, *_ in found]
-    sums = Outcome()
+    sums = TokenSums()
     split = any(beliefs.get(record.request_id) for record, *_ in found) if beliefs else False
     for record, path, input_length in found:
         places = _places(record)
@@ -287,7 +287,7 @@ def _best(caches: Mapping[str, PrefixCache], path: Sequence[int], here: int, mos
     return best
 
 
-def _split_routing(sums: Outcome, lost: int, chosen: str, predicted: Mapping[str, float] | None) -> None:
+def _split_routing(sums: TokenSums, lost: int, chosen: str, predicted: Mapping[str, float] | None) -> None:
     if not predicted or chosen not in predicted:
         sums.add("untold", lost)
         return

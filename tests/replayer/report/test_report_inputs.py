@@ -147,10 +147,12 @@ def reported(app: typer.Typer, experiment: Path, tmp_path_factory: pytest.TempPa
 
 def test_an_experiment_is_reported_with_its_baseline_repeats_and_verdict(reported: tuple[str, str, Path]) -> None:
     printed, text, _ = reported
-    assert re.search(r"sticky against scattered: .*% better on", printed)
+    assert re.match(r"sticky against scattered: better on \d+ and worse on none of \d+ metrics", printed)
+    assert re.search(r"▲ \d+ better", printed)
+    assert printed.splitlines()[-1].startswith("Open the report: ")
     assert re.search(r"sticky against scattered: .*% better on", text)
     assert "2 and 2 runs" in text
-    assert "What runs of the same thing differ by" in text
+    assert "Replicates: differences between runs of one arm" in text
     assert "The figures show repeat 1; the table is the mean over repeats." in text
 
 
@@ -203,7 +205,8 @@ def test_run_files_with_a_breakdown_each(app: typer.Typer, stored: Store, tmp_pa
     options = ["--output", str(output), "--breakdown", f"slow={rows}", "--resamples", "1000"]
     result = CliRunner().invoke(app, ["report", *paths, *options])
     assert result.exit_code == 0, result.output
-    assert re.search(r"slow against baseline: [\d–]+ % worse on", result.output)
+    assert re.search(r"slow against baseline: better on none and worse on \d+ of \d+ metrics", result.output)
+    assert re.search(r"▲ \d+ worse", result.output)
     assert "Proxy breakdown: slow, 1 rows" in output.read_text()
 
 
