@@ -26,8 +26,8 @@ def demo(
     """Compare routing policies on simulated engines: about three minutes, nothing needed beyond this repository.
 
     Generates a trace of agentic sessions; then, for each policy, starts fresh simulated engines and a proxy, proves
-    them fresh, replays the trace and stops everything; then prints one table and one verdict for each policy, and
-    writes an HTML report. Ctrl-C stops everything at once (exit status 130).
+    them fresh, replays the trace and stops everything; then prints a matrix of policies and metrics, and writes an
+    HTML report. Ctrl-C stops everything at once (exit status 130).
     """
     try:
         raise typer.Exit(_run(config, arms, requests, clock_scale, seed, run_dir, base_port))

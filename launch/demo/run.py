@@ -128,12 +128,12 @@ def replay_options(settings: DemoSettings) -> ReplayOptions:
 
 def make_trace(settings: DemoSettings, path: Path) -> Trace:
     """Generate the trace and keep it beside the results, so that any arm can be replayed again."""
-    wanted = settings.trace
+    chosen = settings.trace
     options = SynthOptions(
-        requests=wanted.requests,
-        seed=wanted.seed,
-        rate_per_s=wanted.rate_per_s,
-        length_scale=wanted.length_scale,
+        requests=chosen.requests,
+        seed=chosen.seed,
+        rate_per_s=chosen.rate_per_s,
+        length_scale=chosen.length_scale,
         block_tokens=settings.fleet_of(settings.arms[0]).sim.block_size,
     )
     bailian.write(path, synthesise(options))

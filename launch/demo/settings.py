@@ -1,4 +1,4 @@
-"""What the demonstration runs: arms, trace, load, fleet. Read from configs/demo.yaml, flags laid over it."""
+"""Settings of the demonstration: arms, trace, load, fleet, from configs/demo.yaml and the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Section(BaseModel):
 
 
 class ArmSettings(_Section):
-    """One arm: a routing policy and, if wanted, an offload planner."""
+    """One arm: a routing policy and optionally an offload planner."""
 
     policy: str = Field(description="registered routing policy")
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that policy")
@@ -41,11 +41,13 @@ class ArmSettings(_Section):
 
 
 class LoadSettings(_Section):
-    """How the trace is replayed; see `warmroute replay`."""
+    """Options of the replay, as of `warmroute replay`."""
 
     time_scale: float = Field(default=1.0, gt=0, description="arrivals come this many times faster than in the trace")
     think_scale: float | None = Field(default=None, gt=0, description="think times likewise; default: time_scale")
-    max_inflight_sessions: int | None = Field(default=None, ge=1, description="sessions under way at once at most")
+    max_inflight_sessions: int | None = Field(
+        default=None, ge=1, description="largest number of sessions in progress at once"
+    )
     timeout_s: float = Field(default=600.0, gt=0, description="engine seconds one request may take")
     seed: int = Field(default=0, description="chooses the tokens that block ids stand for")
 
@@ -60,7 +62,7 @@ class TraceSettings(_Section):
 
 
 class DemoSettings(_Section):
-    """Everything ``warmroute demo`` can be told."""
+    """All settings of ``warmroute demo``."""
 
     arms: tuple[ArmSettings, ...] = Field(min_length=1, description="the first is the baseline")
     clock_scale: float = Field(gt=0, description="how many times faster than real time engines and replay run")

@@ -1,4 +1,4 @@
-"""What a proxy is told of time when its engines' clock runs faster than the wall's: it lives in the wall's."""
+"""Conversion of a proxy's times to wall time, for engines whose clock runs faster than the wall's."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def comparable(directory: Path, state: ExperimentState) -> tuple[list[RunState],
 
 
 def compare_experiment(directory: Path, state: ExperimentState) -> tuple[list[Comparison], list[str]]:
-    """Every arm against the baseline, over all repeats that are measurements; and which runs were left out, with reasons.
+    """Every arm against the baseline, over all repeats that are measurements; and the runs left out, with reasons.
 
     Raises:
         RecordError, OSError: the records of a run cannot be read.
@@ -109,7 +109,7 @@ def write_comparison(directory: Path, state: ExperimentState) -> tuple[list[Comp
     """
     found, refusals = compare_experiment(directory, state)
     rows: list[dict[str, Any]] = [comparison.as_json() for comparison in found]
-    content = {"experiment": state.name, "baseline": state.baseline, "comparisons": rows, "refused": refusals}
+    content: dict[str, Any] = {"experiment": state.name, "baseline": state.baseline, "comparisons": rows, "refused": refusals}
     if found:
         content["matrix"] = matrix_of(found).as_json()
     write_json(directory / COMPARISON_FILE, content)

@@ -1,4 +1,4 @@
-"""What an experiment shows: a line when a run starts and ends, a bar while it replays, tables of plan and state."""
+"""Console output of an experiment: lines for runs, a bar during a replay, tables of plan and state."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _COLOURS = {"done": "green", "refused": "red", "failed": "red", "interrupted": "
 
 
 class ConsoleListener:
-    """Tells a person how an experiment goes on; a context manager around the run.
+    """Prints the progress of an experiment; a context manager around the run.
 
     Args:
-        console: where to.
-        requests: of one run, for the bar; None where nobody knows.
+        console: prints there.
+        requests: of one run, for the bar; None where it is unknown.
     """
 
     def __init__(self, console: Console, requests: int | None = None) -> None:
@@ -59,12 +59,12 @@ class ConsoleListener:
         """A live run has finished a request."""
         self._failed[run.order] += not record.ok
         failed = self._failed[run.order]
-        told = f", {failed} failed" if failed else ""
-        description = f"{escape(run.name)}: replaying{told}"
+        suffix = f", {failed} failed" if failed else ""
+        description = f"{escape(run.name)}: replaying{suffix}"
         self._progress.update(self._tasks[run.order], advance=1, description=description)
 
     def ended(self, run: RunState, left_s: float | None) -> None:
-        """A run has ended, well or not; the others will take about ``left_s`` wall seconds (None: nobody knows)."""
+        """A run has ended, well or not; the others will take about ``left_s`` wall seconds (None: unknown)."""
         self._progress.remove_task(self._tasks.pop(run.order))
         took = "" if run.took_s is None else f", {in_words(run.took_s)}"
         if run.state == DONE:
@@ -99,11 +99,11 @@ def plan_table(settings: ExperimentSettings, slots: list[Slot]) -> Table:
 
 
 def state_table(state: ExperimentState, directory: str) -> Table:
-    """How far an experiment has come."""
-    told = state.state
+    """Progress of an experiment, run by run."""
+    shown = state.state
     if state.state == "running" and not state.alive:
-        told = "running, but its runner is gone: go on with --resume"
-    table = Table(title=escape(f"{state.name} ({directory}): {told}"), title_justify="left")
+        shown = "running, but its runner is gone: continue with --resume"
+    table = Table(title=escape(f"{state.name} ({directory}): {shown}"), title_justify="left")
     for name in ("run", "repeat", "seed"):
         table.add_column(name, justify="right")
     table.add_column("arm", overflow="fold")
@@ -127,5 +127,5 @@ def state_table(state: ExperimentState, directory: str) -> Table:
 
 
 def _with_params(name: str, params: dict[str, object]) -> str:
-    told = ", ".join(f"{key}={value}" for key, value in params.items())
-    return f"{name} ({told})" if told else name
+    given = ", ".join(f"{key}={value}" for key, value in params.items())
+    return f"{name} ({given})" if given else name

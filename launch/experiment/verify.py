@@ -1,4 +1,4 @@
-"""Whether a finished experiment is what it says: files, hashes, order, completeness, freshness, conditions."""
+"""Check of a finished experiment: files, hashes, order, completeness, freshness, conditions."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NEEDED = (RUN_FILE, FRESH_FILE, ARM_FILE)
 
 
 class Findings(msgspec.Struct, kw_only=True):
-    """What a check of an experiment's directory found."""
+    """Result of checking an experiment's directory."""
 
     problems: list[str] = msgspec.field(default_factory=list)
-    """Why it is not a complete experiment with sound records; empty when it is."""
+    """Reasons why it is not a complete experiment with sound records; empty when it is."""
     warnings: list[str] = msgspec.field(default_factory=list)
-    """What a reader should know."""
+    """Remarks that do not make it unsound."""
     runs: int = 0
     files: int = 0
     """Files whose hashes were compared."""
@@ -36,12 +36,12 @@ class Findings(msgspec.Struct, kw_only=True):
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong."""
+        """True without problems."""
         return not self.problems
 
 
 def verify(directory: Path) -> Findings:
-    """Check a directory against what its state file and its records say.
+    """Check a directory against its state file and its records.
 
     Raises:
         ExperimentError: there is no experiment in it.
@@ -54,8 +54,8 @@ def verify(directory: Path) -> Findings:
     previous: RunState | None = None
     for run in sorted(state.runs, key=lambda run: run.order):
         if run.state != states.DONE:
-            told = "; ".join(run.reasons)
-            found.problems.append(f"{run.name}: {run.state}{f' ({told})' if told else ''}")
+            reasons = "; ".join(run.reasons)
+            found.problems.append(f"{run.name}: {run.state}{f' ({reasons})' if reasons else ''}")
             continue
         _check_run(directory / run.path, run, state, settings, found)
         _check_fresh(directory / run.path, run, known, found)
@@ -82,8 +82,8 @@ def _check_whole(directory: Path, state: ExperimentState, found: Findings) -> No
         found.problems.append(f"{CONFIG_FILE} is not the file the experiment was run from")
     trace = directory / state.trace.path
     if not trace.exists():
-        told = f"the trace {state.trace.path} is not there (any more); its SHA-256 was {state.trace.sha256[:12]}…"
-        (found.problems if state.trace.path == TRACE_FILE else found.warnings).append(told)
+        missing = f"the trace {state.trace.path} is not there (any more); its SHA-256 was {state.trace.sha256[:12]}…"
+        (found.problems if state.trace.path == TRACE_FILE else found.warnings).append(missing)
     elif file_sha256(trace) != state.trace.sha256:
         found.problems.append(f"the trace {state.trace.path} has changed since the experiment ran")
     numbers = sorted(run.order for run in state.runs)
@@ -122,7 +122,7 @@ def _check_run(
         found.problems.append(f"{run.name}: {RUN_FILE} cannot be read ({error})")
         return
     found.requests += len(measured.records)
-    found.problems += [f"{run.name}: {told}" for told in _disagreements(measured, run, state, settings)]
+    found.problems += [f"{run.name}: {one}" for one in _disagreements(measured, run, state, settings)]
     if (folder / BREAKDOWN_FILE).is_file():
         rows = sum(1 for line in (folder / BREAKDOWN_FILE).read_bytes().splitlines() if line.strip())
         if rows != len(measured.records):
@@ -140,14 +140,14 @@ def _check_run(
 def _disagreements(
     measured: Run, run: RunState, state: ExperimentState, settings: ExperimentSettings | None
 ) -> list[str]:
-    """Where records say otherwise than the plan."""
-    header, told = measured.header, []
+    """Differences between records and plan."""
+    header, found = measured.header, []
     if measured.end is None:
-        told.append("its records are not complete (the last line is missing)")
+        found.append("its records are not complete (the last line is missing)")
     elif measured.end.requests != len(measured.records):
-        told.append(f"{len(measured.records)} records, its last line says {measured.end.requests}")
+        found.append(f"{len(measured.records)} records, its last line says {measured.end.requests}")
     if run.requests != len(measured.records):
-        told.append(f"{len(measured.records)} records, the state says {run.requests}")
+        found.append(f"{len(measured.records)} records, the state says {run.requests}")
     expected: dict[str, object] = {
         "label": run.arm,
         "trace_sha256": state.trace.sha256,
@@ -163,11 +163,11 @@ def _disagreements(
             "max_inflight_sessions": replay.max_inflight_sessions,
             "seed": noise_seed(settings, slot),
         }
-    for name, wanted in expected.items():
+    for name, planned in expected.items():
         given = getattr(header, name)
-        if given != wanted:
-            told.append(f"its records were made with {name} = {given!r}, planned is {wanted!r}")
-    return told
+        if given != planned:
+            found.append(f"its records were made with {name} = {given!r}, planned is {planned!r}")
+    return found
 
 
 def _check_fresh(folder: Path, run: RunState, known: Known, found: Findings) -> None:

@@ -67,7 +67,8 @@ SkipLast = Annotated[
 ]
 KeepAll = Annotated[bool, typer.Option("--keep-all", help="Leave nothing out at the start or the end.")]
 Clock = Annotated[
-    str, typer.Option(help="Where TTFT and E2E start: 'sent' (the client sent it) or 'scheduled' (the plan wanted it).")
+    str,
+    typer.Option(help="Start of TTFT and E2E: 'sent' (the client sent it) or 'scheduled' (it was due by the plan)."),
 ]
 SloTtft = Annotated[
     float | None, typer.Option("--slo-ttft-s", help="Objective for goodput: TTFT at most this.", show_default="none")

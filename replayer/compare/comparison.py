@@ -16,7 +16,7 @@ from replayer.traces.trace import Trace
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """How arms are compared."""
+    """Options of a comparison."""
 
     resamples: int = 2000
     """Bootstrap resamples."""
@@ -29,7 +29,7 @@ class CompareOptions:
     skip_last_s: float | None = 0.0
     """Engine seconds left out at the end of the plan; None: the rule of `replayer.compare.window`."""
     clock: str = "sent"
-    """Where TTFT and E2E start: "sent" or "scheduled"."""
+    """Start of TTFT and E2E: "sent" or "scheduled"."""
     slo: Slo = field(default_factory=Slo)
     """Objectives for goodput."""
     assumed_floor: float = ASSUMED_FLOOR

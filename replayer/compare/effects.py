@@ -47,7 +47,7 @@ def two_level_draws(
 
     Args:
         sessions: shape (B,), the difference in every resample of sessions.
-        noise: between runs of the same thing; None: unknown.
+        noise: between replicates; None: unknown.
         runs: how many runs the baseline and the candidate have.
         generator: seeded.
 
@@ -70,12 +70,12 @@ def estimate(
     noise: RunNoise | None,
     generator: np.random.Generator,
 ) -> EffectEstimate | str:
-    """The difference of two arms, or why it cannot be judged.
+    """The difference of two arms, or the reason why it cannot be judged.
 
     Args:
         baseline: of the arm's runs, on the pair's requests.
         candidate: likewise.
-        noise: between runs of the same thing; None: unknown, then it is not in the result.
+        noise: between replicates; None: unknown, then it is not in the result.
         generator: seeded, for the draws of runs.
     """
     if baseline.sessions < MIN_SESSIONS:
@@ -156,7 +156,7 @@ def as_change(metric: Metric, difference: float, baseline: float) -> float:
 def judge(
     metrics: Sequence[Metric], family: Sequence[Sequence[Effect]], estimates: Sequence[Sequence[EffectEstimate | str]]
 ) -> list[list[Effect]]:
-    """Correct by Holm over everything judged, and say what may be said.
+    """Correct by Holm over everything judged, and reach the verdicts.
 
     Args:
         metrics: of each comparison's effects, in order.

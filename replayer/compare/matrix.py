@@ -114,7 +114,7 @@ def headline(comparisons: Sequence[Comparison]) -> str:
 
 
 def leader_sentence(comparisons: Sequence[Comparison]) -> str:
-    """How surely the fastest candidate is ahead of the others; empty without comparisons.
+    """The fastest candidate, and whether it is better than the others; empty without comparisons.
 
     Args:
         comparisons: of the other candidates against it.

@@ -51,13 +51,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Extras:
-    """What a page may show besides its runs."""
+    """Contents of a page besides its runs."""
 
     trace: Trace | None = None
-    """What was replayed: the hit anatomy needs its block ids."""
+    """The replayed trace: the hit anatomy needs its block ids."""
     why_no_trace: str = "it needs the trace for its block ids: give --trace FILE"
     pool_tokens: int | None = None
-    """KV pool of one instance, where the runs do not tell it."""
+    """KV pool of one instance, where the runs do not have it."""
     session: str | None = None
     """The session to draw; None: the longest."""
     environment: Mapping[str, Any] | None = None
@@ -77,12 +77,12 @@ class Page:
 def compare_all(
     arms: Sequence[Arm], options: CompareOptions | None = None, *, same: Sequence[ArmRuns] = (), **fields: Any
 ) -> tuple[list[Comparison], list[str]]:
-    """Every arm against the first: the comparisons, and why the others could not be made.
+    """Every arm against the first: the comparisons, and the reasons why others could not be made.
 
     Args:
         arms: the baseline first.
         options: how to compare.
-        same: groups of runs of the same thing, which tell the noise floor.
+        same: groups of replicates, used for the noise floor.
         fields: of `CompareOptions`, instead of ``options``.
     """
     chosen = options or CompareOptions(**fields)
@@ -94,7 +94,7 @@ def compare_all(
     except ComparisonError as error:
         if len(others) == 1:
             return [], [str(error)]
-    # Something speaks against some arm: which, and the others all the same.
+    # Some arm must not be compared: find which, and compare the others.
     comparable, refusals = [base], []
     for other in others:
         try:
@@ -111,7 +111,7 @@ def compare_all(
 
 
 def against_leader(arms: Sequence[Arm], options: CompareOptions | None = None, **fields: Any) -> list[Comparison]:
-    """The arms after the first against the one of them with the lowest E2E p50: who is really ahead.
+    """The arms after the first against the one of them with the lowest E2E p50.
 
     Empty with fewer than two such arms, or when they cannot be compared. Arguments as for `compare_all`.
     """
@@ -133,7 +133,7 @@ def render(
     among_the_best: Sequence[Comparison] = (),
     extras: Extras | None = None,
 ) -> str:
-    """The page as HTML text; see `make_page`."""
+    """HTML text of `make_page`."""
     return make_page(arms, comparisons, title=title, remarks=remarks, among_the_best=among_the_best, extras=extras).html
 
 
@@ -150,7 +150,7 @@ def make_page(
 
     Args:
         arms: the runs, baseline first.
-        comparisons: what `compare_all` or `compare` found.
+        comparisons: from `compare_all` or `compare`.
         title: heading of the page.
         remarks: sentences shown above the tables, for example why a comparison was refused.
         among_the_best: the arms against the leader (`against_leader`), shown as a second, folded matrix.

@@ -64,4 +64,4 @@ def test_python_leaves_nothing_out_by_default_and_the_command_goes_by_the_rule(p
     assert (CompareOptions().skip_first_s, CompareOptions().skip_last_s) == (0.0, 0.0)
     defaults = {name: one.default for name, one in inspect.signature(compare_command).parameters.items()}
     assert (defaults["skip_first_s"], defaults["skip_last_s"], defaults["keep_all"]) == (None, None, False)
-    assert "`compare()` leaves nothing out unless told" in page
+    assert "`compare()` leaves nothing out by default" in page
