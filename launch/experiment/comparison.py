@@ -109,7 +109,12 @@ def write_comparison(directory: Path, state: ExperimentState) -> tuple[list[Comp
     """
     found, refusals = compare_experiment(directory, state)
     rows: list[dict[str, Any]] = [comparison.as_json() for comparison in found]
-    content: dict[str, Any] = {"experiment": state.name, "baseline": state.baseline, "comparisons": rows, "refused": refusals}
+    content: dict[str, Any] = {
+        "experiment": state.name,
+        "baseline": state.baseline,
+        "comparisons": rows,
+        "refused": refusals,
+    }
     if found:
         content["matrix"] = matrix_of(found).as_json()
     write_json(directory / COMPARISON_FILE, content)
