@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 SRC := warmroute.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types imports unit engines test-engines audit soak bench-data-plane tournament analysis-docs lock clean
+.PHONY: help setup demo test lint format types imports unit engines test-engines audit soak bench-data-plane tournament analysis-docs reference lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ tournament: $(READY) ## rank all routing policies over traces, loads, pools and 
 
 analysis-docs: $(READY) ## write the tables of docs/analysis.md anew
 	$(BIN)/python -m bench.analysis.document
+
+reference: $(READY) ## generate the pages of docs/reference from the code
+	$(BIN)/python -m tests.reference
 
 test: lint types imports unit ## formatting, types, imports and all tests that need no engine
 

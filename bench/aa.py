@@ -1,13 +1,13 @@
-"""Does ``warmroute compare`` claim differences where there are none, and find the one that is there?
+"""Error rates of ``warmroute compare``: differences claimed where there are none, and true differences found.
 
 ``python -m bench.aa`` simulates many small experiments and lets the comparison judge each of them:
 
-- A/A: both arms are the same fleet under the same policy, with noise of their own (sessions arrive a little earlier or
-  later, every instance is a little faster or slower in every run). Any metric called better or worse is wrong.
-- slowdown: the candidate's instances are slower by a known share. The comparison should find that, with the
-  probability that follows from the smallest detectable effect it printed for the A/A experiments of the same kind.
+- A/A: both arms are the same fleet under the same policy, with independent noise (sessions arrive a little earlier or
+  later, every instance is a little faster or slower in every run). Any metric called better or worse is an error.
+- slowdown: the candidate's instances are slower by a known share. The comparison should find this with the probability
+  that follows from the smallest detectable effect it printed for the A/A experiments of the same kind.
 
-Every experiment has a trace of its own, so that sessions vary too. Rates are printed with 95 % intervals (Wilson).
+Every experiment has its own trace, so that sessions vary too. Rates are printed with 95 % intervals (Wilson).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of experiment."""
 
     runs: int = 3
-    """Of each arm."""
+    """Runs of each arm."""
     requests: int = 400
     instances: int = 4
     rate_per_s: float = 2.0
@@ -52,35 +52,35 @@ class Design(msgspec.Struct, frozen=True, kw_only=True):
     jitter_s: float = 1.0
     speed_sigma: float = 0.02
     slowdown: float = 1.0
-    """Of the candidate's instances: every step takes this many times as long."""
+    """Factor on every step time of the candidate's instances."""
     assumed_floor: float = 0.07
     resamples: int = 1000
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one experiment said of one metric that it judged."""
+class MetricFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """The comparison's result for one metric of one experiment."""
 
     metric: str
     verdict: Verdict
     change: float
     covered: bool
-    """Whether the interval holds no change."""
+    """True if the interval contains no change."""
     smallest: float
-    """Smallest detectable change that was printed."""
+    """Smallest detectable change printed by the comparison."""
     standard_error: float
     degrees_of_freedom: float
     floor: float
-    """Noise floor, as a fraction; 0 where there is none."""
+    """Noise floor, as a fraction; 0 if there is none."""
     tests: int
     lower_is_better: bool
 
     @property
     def claimed(self) -> bool:
-        """Whether it was called better or worse."""
+        """True if it was called better or worse."""
         return self.verdict in (Verdict.BETTER, Verdict.WORSE)
 
 
-def experiment(design: Design, number: int) -> list[Finding]:
+def experiment(design: Design, number: int) -> list[MetricFinding]:
     """Simulate and judge one experiment.
 
     Args:
@@ -115,10 +115,10 @@ def experiment(design: Design, number: int) -> list[Finding]:
     return findings(found)
 
 
-def findings(found: Comparison) -> list[Finding]:
+def findings(found: Comparison) -> list[MetricFinding]:
     """The parts of a comparison that are counted."""
     return [
-        Finding(
+        MetricFinding(
             metric=effect.metric,
             verdict=effect.verdict,
             change=effect.change,
@@ -143,8 +143,8 @@ def wilson(count: int, total: int) -> tuple[float, float]:
     return max(0.0, (middle - reach) / (1 + spread)), min(1.0, (middle + reach) / (1 + spread))
 
 
-def stated_power(same: Sequence[Finding], true: float) -> float:
-    """How often a time's true change should be found, by the standard errors of the experiments.
+def stated_power(same: Sequence[MetricFinding], true: float) -> float:
+    """Expected probability of finding a true change of a time, from the standard errors of the experiments.
 
     Args:
         same: one metric in every experiment.
@@ -163,9 +163,9 @@ def stated_power(same: Sequence[Finding], true: float) -> float:
     )
 
 
-def run_all(design: Design, numbers: Iterable[int], jobs: int) -> list[list[Finding]]:
+def run_all(design: Design, numbers: Iterable[int], jobs: int) -> list[list[MetricFinding]]:
     """All experiments of one kind, in ``jobs`` processes."""
-    one: Callable[[int], list[Finding]] = partial(experiment, design)
+    one: Callable[[int], list[MetricFinding]] = partial(experiment, design)
     if jobs == 1:
         return [one(number) for number in numbers]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -184,12 +184,14 @@ def main(
     speed_sigma: Annotated[
         float, typer.Option(min=0, help="Spread of the instances' speeds, standard deviation of the logarithm.")
     ] = 0.02,
-    slowdown: Annotated[float, typer.Option(min=0, help="Injected: the candidate is this share slower.")] = 0.05,
-    assumed_noise: Annotated[float, typer.Option(min=0, help="As of `warmroute compare`.")] = 0.07,
+    slowdown: Annotated[
+        float, typer.Option(min=0, help="Injected effect: the candidate is slower by this share.")
+    ] = 0.05,
+    assumed_noise: Annotated[float, typer.Option(min=0, help="Option of `warmroute compare`.")] = 0.07,
     seed: Annotated[int, typer.Option(help="First experiment's number.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 2,
 ) -> None:
-    """Simulate A/A experiments and experiments with a slowdown, and print how often the comparison was right."""
+    """Simulate A/A experiments and experiments with a slowdown, and print the rate of correct verdicts."""
     alike = Design(
         runs=runs,
         requests=requests,
@@ -214,16 +216,16 @@ def main(
         console.print(_table("slower", by_metric(changed), truth=by_metric(same)))
 
 
-def by_metric(outcomes: Iterable[Iterable[Finding]]) -> dict[str, list[Finding]]:
+def by_metric(outcomes: Iterable[Iterable[MetricFinding]]) -> dict[str, list[MetricFinding]]:
     """The findings of each metric over all experiments."""
-    found: dict[str, list[Finding]] = {}
+    found: dict[str, list[MetricFinding]] = {}
     for outcome in outcomes:
         for one in outcome:
             found.setdefault(one.metric, []).append(one)
     return found
 
 
-def _table(title: str, found: dict[str, list[Finding]], truth: dict[str, list[Finding]] | None) -> Table:
+def _table(title: str, found: dict[str, list[MetricFinding]], truth: dict[str, list[MetricFinding]] | None) -> Table:
     table = Table(title=title, title_justify="left", box=None, header_style="bold")
     names = ["metric", "judged in", "change, median", "smallest detectable, median", "called different"]
     for name in [*names, "interval holds 0" if truth is None else "expected"]:
@@ -233,7 +235,7 @@ def _table(title: str, found: dict[str, list[Finding]], truth: dict[str, list[Fi
         if truth is None:
             last = _share(sum(one.covered for one in every), len(every))
         else:
-            # A ratio's standard error is not that of a logarithm; its power is not worked out here.
+            # A ratio's standard error is not that of a logarithm; its power is not computed here.
             last = f"{stated_power(every, change):.1%}" if every[0].lower_is_better else "–"
         table.add_row(
             metric,

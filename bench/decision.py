@@ -1,13 +1,13 @@
-"""What one request costs the proxy's processor beside its input and output: parse, look up, decide, count, record.
+"""Processor time of one request in the proxy without input and output: parse, look up, decide, count, record.
 
 ``python -m bench.decision [--shape text|chat|ids] [--output FILE.json]`` drives a `Router`, `Metrics` and `Breakdown`
 with the requests of agents whose prompts grow turn by turn, over an index that holds 1,000,000 blocks, and prints the
 microseconds of every stage. Requests overlap, so that the ledger is never empty; rows are kept and written as JSON
-lines, as in service. The stages *snapshot*, *decide* and *commit* are parts of *route*; the sum counts *route* once.
+lines, as in production. The stages *snapshot*, *decide* and *commit* are parts of *route*; the sum counts *route* once.
 
-Times are wall-clock of one thread that waits for nothing, one stage at a time; the row *whole loop* is the processor
-time of everything, the making of the requests taken off. The garbage collector runs as it does in the proxy; its
-pauses are shown too, since what is kept in memory decides how long they are. Nothing here is asserted by a test.
+Times are wall-clock times of one thread that never waits, one stage at a time; the row *whole loop* is the processor
+time of everything except making the requests. The garbage collector runs as it does in the proxy; its pauses are shown
+too, since they depend on the objects kept in memory. No test asserts these times.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import proxy.routing.router as router_module
-from bench.prefix_index import FIRST_FILLER, machine, prompt
+import policies.session as session_module
+from bench.machine import machine
+from bench.prefix_index import FIRST_FILLER, prompt
+from policies.session import Routed
 from proxy.breakdown import Breakdown, Outcome, Row
 from proxy.metrics.exporter import Metrics
 from proxy.request.parse import Endpoint, session_of
-from proxy.routing.router import Routed, Router
+from proxy.routing.router import Router
 from proxy.settings import Settings
 
 PARTS_OF_ROUTE = ("snapshot", "decide", "commit")
@@ -48,15 +50,15 @@ _WORDS = (
 """Three bytes in a hundred need an escape in JSON, as in source code."""
 
 
-class Shape(StrEnum):
-    """What the prompts are made of."""
+class PromptShape(StrEnum):
+    """Content of the prompts."""
 
     TEXT = "text"
     CHAT = "chat"
     IDS = "ids"
 
 
-class Stage(NamedTuple):
+class StageCost(NamedTuple):
     """One row of the result, in microseconds per request."""
 
     what: str
@@ -66,21 +68,21 @@ class Stage(NamedTuple):
 
 
 class Pauses(NamedTuple):
-    """What the garbage collector took."""
+    """Time and objects of the garbage collector."""
 
     full_collections: int
     longest_ms: float
     share: float
-    """Of all processor time, collections of every generation."""
+    """Share of all processor time, for collections of every generation."""
     tracked_objects: int
 
 
-class Result(NamedTuple):
-    """Everything that was measured of one shape."""
+class ShapeResult(NamedTuple):
+    """All measurements of one prompt shape."""
 
-    stages: list[Stage]
+    stages: list[StageCost]
     sum_us: float
-    """The stages' medians together."""
+    """Sum of the stages' medians."""
     loop_cpu_us: float
     body_bytes: int
     pauses: Pauses
@@ -90,7 +92,7 @@ class Result(NamedTuple):
 class Agents:
     """Conversations that grow by ``turn_units`` a turn around a prompt of ``units`` on average, many at once."""
 
-    def __init__(self, shape: Shape, units: int, turns: int, side_by_side: int) -> None:
+    def __init__(self, shape: PromptShape, units: int, turns: int, side_by_side: int) -> None:
         self._shape = shape
         self._random = random.Random(0)
         self._first_units, self._turn_units, self._turns = int(units * 0.85), int(units * 0.3 / turns), turns
@@ -98,7 +100,7 @@ class Agents:
         self._shared = self._make(units // 6)
 
     def requests(self) -> Iterator[tuple[bytes, str]]:
-        """(body, session id) for ever; the sessions take turns in random order and new ones follow."""
+        """Endless (body, session id); sessions send their turns in random order, and ended ones are replaced."""
         numbers = count()
         live = [self._start(next(numbers)) for _ in range(self._side_by_side)]
         for each in live:  # not all at the same age
@@ -118,19 +120,19 @@ class Agents:
         return [number, self._shared + self._make(self._first_units - len(self._shared)), 0]
 
     def _make(self, units: int) -> Any:
-        if self._shape is Shape.IDS:
+        if self._shape is PromptShape.IDS:
             return array("I", self._random.choices(range(150_000), k=units))  # nothing for the collector to walk
         words = " ".join(self._random.choices(_WORDS, k=units // 8 + 1))
         return (words * (units // len(words) + 1))[:units]
 
     def _body(self, history: Any) -> bytes:
         common: dict[str, Any] = {"model": "m", "stream": True, "max_tokens": 256, "temperature": 0.0}
-        if self._shape is Shape.CHAT:
+        if self._shape is PromptShape.CHAT:
             pieces = [history[start : start + 8_000] for start in range(0, len(history), 8_000)]
             roles = ("user", "assistant")
             messages = [{"role": roles[number % 2], "content": piece} for number, piece in enumerate(pieces)]
             return json.dumps({**common, "messages": messages}).encode()
-        prompt_field = history.tolist() if self._shape is Shape.IDS else history
+        prompt_field = history.tolist() if self._shape is PromptShape.IDS else history
         return json.dumps({**common, "prompt": prompt_field}, separators=(",", ":")).encode()
 
 
@@ -163,7 +165,7 @@ class Loop:
         state: Any = self._router.state
         state.snapshot = self._watched("snapshot", state.snapshot)
         state.commit = self._watched("commit", state.commit)
-        module: Any = router_module
+        module: Any = session_module
         module.decide = self._watched("decide", module.decide)
 
     def _watched(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,7 +180,7 @@ class Loop:
         return timed
 
     def serve(self, endpoint: Endpoint, requests: Iterator[tuple[bytes, str]], calls: int, in_flight: int) -> int:
-        """Serve ``calls`` requests, ``in_flight`` of them at any time; the nanoseconds spent on making them."""
+        """Serve ``calls`` requests, ``in_flight`` of them at any time; returns the nanoseconds spent on making them."""
         self._endpoint = endpoint
         under_way: deque[tuple[Row, Routed]] = deque()
         making_ns = 0
@@ -197,7 +199,7 @@ class Loop:
         return making_ns
 
     def render(self) -> None:
-        """What a scrape of the counters costs."""
+        """Time a scrape of the metrics."""
         from prometheus_client import generate_latest
 
         self._clock("scrape", lambda: generate_latest(self._metrics.registry))
@@ -242,7 +244,7 @@ class Loop:
         router, clock = self._router, time.perf_counter_ns
         times = self.times_ns
         t0 = clock()
-        row.note_leg("first_token", *router.prefilled(routed, 0.2))
+        row.note_leg("first_token", *router.routing.prefilled(routed.commitment, 0.2))
         routed.commitment.decode.first_token()
         t1 = clock()
         row.actual_cached_tokens, row.completion_tokens, row.events = row.predicted_cached_tokens, 80, 80
@@ -282,16 +284,16 @@ class CollectorWatch:
             self.took_ns[info["generation"]].append(time.perf_counter_ns() - self._started_ns)
 
     def pauses(self, cpu_ns: int) -> Pauses:
-        """Of a loop that took ``cpu_ns``."""
+        """Pauses of a loop that took ``cpu_ns``."""
         every = [took for each in self.took_ns.values() for took in each]
         full = self.took_ns[2]
         return Pauses(len(full), max(full, default=0) / 1e6, sum(every) / cpu_ns, len(gc.get_objects()))
 
 
-def measure(shape: Shape, calls: int, instances: int, held_blocks: int, in_flight: int) -> Result:
+def measure(shape: PromptShape, calls: int, instances: int, held_blocks: int, in_flight: int) -> ShapeResult:
     """Run one shape; the first tenth warms up and is not counted."""
-    units, prompt_blocks = (33_000, 2_062) if shape is Shape.IDS else (130_000, 127)
-    endpoint = Endpoint.CHAT if shape is Shape.CHAT else Endpoint.COMPLETIONS
+    units, prompt_blocks = (33_000, 2_062) if shape is PromptShape.IDS else (130_000, 127)
+    endpoint = Endpoint.CHAT if shape is PromptShape.CHAT else Endpoint.COMPLETIONS
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop(instances, held_blocks, prompt_blocks, Path(folder), rows=10_000)
         requests = Agents(shape, units, turns=10, side_by_side=40).requests()
@@ -310,17 +312,17 @@ def measure(shape: Shape, calls: int, instances: int, held_blocks: int, in_fligh
         loop.render()
     stages = [_stage(what, times, calls) for what, times in loop.times_ns.items() if what != "scrape"]
     total = sum(stage.p50_us for stage in stages if stage.what not in PARTS_OF_ROUTE)
-    return Result(stages, total, (cpu_ns - making_ns) / calls / 1e3, body_bytes, pauses, len(lines) // calls)
+    return ShapeResult(stages, total, (cpu_ns - making_ns) / calls / 1e3, body_bytes, pauses, len(lines) // calls)
 
 
-def _stage(what: str, times_ns: list[int], calls: int) -> Stage:
+def _stage(what: str, times_ns: list[int], calls: int) -> StageCost:
     counted = np.asarray(times_ns[len(times_ns) // 10 :], dtype=np.float64) / 1e3
     share = 1.0 if len(times_ns) >= calls // 2 else len(times_ns) / calls
     p50, p90, p99 = (float(each) * share for each in np.percentile(counted, [50, 90, 99]))
-    return Stage(what, p50, p90, p99)
+    return StageCost(what, p50, p90, p99)
 
 
-def show(console: Console, shape: Shape, result: Result) -> None:
+def show(console: Console, shape: PromptShape, result: ShapeResult) -> None:
     """Print one shape's figures."""
     table = Table(title=f"{shape.value}: bodies of about {result.body_bytes / 1000:,.0f} KB, µs per request")
     table.add_column("stage")
@@ -342,18 +344,18 @@ def show(console: Console, shape: Shape, result: Result) -> None:
 
 def main(
     shape: Annotated[
-        list[Shape] | None, typer.Option(help="What prompts are made of; all of them unless given.")
+        list[PromptShape] | None, typer.Option(help="Content of the prompts; default: all shapes.")
     ] = None,
     calls: Annotated[int, typer.Option(min=100, help="Requests per shape.")] = 12_000,
     instances: Annotated[int, typer.Option(min=1, help="Instances of the fleet.")] = 8,
     held_blocks: Annotated[int, typer.Option(min=1, help="Blocks held by all instances together.")] = 1_000_000,
     in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight at any time.")] = 32,
-    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file, too.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
 ) -> None:
-    """Measure what a request costs beside its input and output on this machine."""
+    """Measure the processor time of a request without input and output on this machine."""
     console = Console()
     results = {}
-    for each in shape or list(Shape):
+    for each in shape or list(PromptShape):
         results[each] = measure(each, calls, instances, held_blocks, in_flight)
         show(console, each, results[each])
     where = machine()

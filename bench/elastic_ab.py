@@ -1,9 +1,9 @@
-"""Does offloading pay? The same trace at several loads, each planner on a fleet started and proven fresh for it.
+"""Comparison of offload planners: the same trace at several loads, each planner on a fleet started and proven fresh.
 
 ``python -m bench.elastic_ab run TRACE --fleet elastic-4x-kv-both --output DIR`` runs every (load, planner) arm: starts
-the fleet, refuses it unless it is fresh, replays, keeps the raw records and the proxy's own rows, stops it.
-``python -m bench.elastic_ab table DIR`` prints the comparison of those records as Markdown: it needs no engines.
-``bench/gpu/elastic_ab.sh`` is the whole thing on a machine with GPUs.
+the fleet, checks that it is fresh, replays, keeps the raw records and the proxy's own rows, stops it.
+``python -m bench.elastic_ab table DIR`` prints the comparison of those records as Markdown, without engines.
+``bench/gpu/elastic_ab.sh`` runs everything on a machine with GPUs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from launch.hardware.telemetry import TELEMETRY_FILE
 from launch.run.processes import StartError
 from replayer.replay.plan import PlanOptions
 from replayer.replay.replay import ReplayOptions
+from replayer.traces.shorten import shortened
 from replayer.traces.trace import Trace, TraceError, load_trace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
@@ -38,7 +39,7 @@ KEPT_FOLDER = "kept"
 def cut_trace(trace: Trace, window_s: float, max_output: int) -> Trace:
     """The calls of the first ``window_s`` seconds of a trace, outputs cut to ``max_output`` tokens.
 
-    Sessions that go on after the window lose their later turns, so that every arm ends soon after the arrivals do.
+    Sessions that continue after the window lose their later turns, so that every arm ends soon after the arrivals do.
 
     Raises:
         TraceError: nothing is left.
@@ -54,7 +55,8 @@ def cut_trace(trace: Trace, window_s: float, max_output: int) -> Trace:
 
 
 def arms_of(loads: Iterable[float], planners: list[str]) -> list[tuple[float, str]]:
-    """(load, planner) in the order they run: each load starts with another planner, so that none is always first."""
+    """(load, planner) in the order they run: each load starts with a different planner, so that no planner is always
+    first."""
     return [
         (load, planners[(number + turn) % len(planners)])
         for number, load in enumerate(loads)
@@ -63,14 +65,14 @@ def arms_of(loads: Iterable[float], planners: list[str]) -> list[tuple[float, st
 
 
 def arm_fleet(base: FleetFile, policy: str, planner: str, params: dict[str, Any]) -> FleetFile:
-    """The fleet with another policy and planner, everything else alike."""
+    """The fleet with another policy and planner and otherwise equal settings."""
     offload = {**base.proxy.get("offload", {}), "planner": planner, "params": params.get(planner, {})}
     proxy = {**base.proxy, "policy": {"name": policy}, "offload": offload}
     return base.model_copy(update={"proxy": proxy})
 
 
 def keep(result: ArmResult, note: ArmNote, arm_dir: Path, kept: Path) -> None:
-    """Copy what a reader needs to check the figures, compressed, into ``kept``."""
+    """Copy the files from which the figures can be checked, compressed, into ``kept``."""
     kept.mkdir(parents=True, exist_ok=True)
     for name in (RUN_FILE, BREAKDOWN_FILE):
         with gzip.GzipFile(kept / f"{name}.gz", "wb", mtime=0) as packed:
@@ -89,26 +91,26 @@ def run(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the arms; the records to keep in kept/.")],
     fleet: Annotated[Path, typer.Option(help="Fleet file, or the name of a shipped one.")] = Path("elastic-4x-kv-both"),
     override: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY=VALUE laid over the fleet file; may be repeated.")
+        list[str] | None, typer.Option("--set", help="KEY=VALUE that overrides the fleet file; may be repeated.")
     ] = None,
     policy: Annotated[str, typer.Option(help="Routing policy of every arm.")] = "linear",
     planner: Annotated[list[str] | None, typer.Option(help="Planners; the first is the baseline.")] = None,
     load: Annotated[list[float] | None, typer.Option(help="Time scales of the trace, one load each.")] = None,
     window_s: Annotated[float, typer.Option(min=1, help="Seconds of the trace that are replayed.")] = 240.0,
-    max_output: Annotated[int, typer.Option(min=1, help="Outputs are cut to so many tokens.")] = 512,
+    max_output: Annotated[int, typer.Option(min=1, help="Outputs are cut to this many tokens.")] = 512,
     idle_gap_cap: Annotated[float, typer.Option(min=0, help="Longest think time, seconds of the trace.")] = 10.0,
     skip_first_s: Annotated[
         float, typer.Option(min=0, help="Start of each run left out of the comparison: kernels compile then.")
     ] = 10.0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one request.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Timeout of one request in seconds.")] = 300.0,
     token_low: Annotated[int, typer.Option(min=0, help="Smallest token id in prompts.")] = 1000,
     token_high: Annotated[int, typer.Option(min=1, help="One more than the largest token id.")] = 100_000,
     length_scale: Annotated[float, typer.Option(help="Multiplies prompt lengths, for small engines.")] = 1.0,
     clock_scale: Annotated[float, typer.Option(help="Simulated engines: engine seconds per wall second.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Chooses the tokens that ids stand for.")] = 0,
-    hardware: Annotated[str, typer.Option(help="What the engines run on, for the table.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the tokens that ids stand for.")] = 0,
+    hardware: Annotated[str, typer.Option(help="Hardware of the engines, for the table.")] = "",
 ) -> None:
-    """Run every arm and print the table. An arm that fails is told and left out; exit status 1 if any did."""
+    """Run every arm and print the table. An arm that fails is reported and left out; exit status 1 if any did."""
     planners = planner or ["never", "threshold", "cost_model"]
     loads = load or [2.5, 5.0]
     try:
@@ -169,16 +171,6 @@ def run(
     if kept.exists():
         typer.echo(markdown(kept))
     raise typer.Exit(1 if failures else 0)
-
-
-def shortened(trace: Trace, scale: float) -> Trace:
-    """Prompts of ``scale`` times the length: the first blocks of each, so that what was shared stays shared."""
-    requests = []
-    for request in trace.requests:
-        blocks = max(1, round(len(request.hash_ids) * scale))
-        tokens = min(request.input_length, blocks * trace.block_tokens)
-        requests.append(msgspec.structs.replace(request, hash_ids=request.hash_ids[:blocks], input_length=tokens))
-    return msgspec.structs.replace(trace, requests=requests)
 
 
 def _transport(fleet: FleetFile) -> str:

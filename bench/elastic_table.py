@@ -1,4 +1,4 @@
-"""The table of an offloading experiment, from its kept records alone."""
+"""The table of an offloading experiment, made from its kept records only."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from replayer.records.summary import Quantiles, summarise
 
 ARM_FILE = "arm.json"
 METRICS = ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90", "E2E p50", "E2E p90")
-"""The effects shown, as `replayer.compare.runs` names them."""
+"""The effects shown, by their names in `replayer.compare`."""
 RESAMPLES = 4000
 
 
 class ArmNote(msgspec.Struct, kw_only=True):
-    """What an arm was, beside its records."""
+    """Description of an arm, kept beside its records (``arm.json``)."""
 
     label: str
     planner: str
@@ -80,7 +80,7 @@ def read_arms(folder: Path) -> list[KeptArm]:
 
 
 def markdown(folder: Path) -> str:
-    """Tables by load: what each arm measured, and how it differs from the baseline, paired by request."""
+    """Tables by load: measurements of each arm, and differences from the baseline, paired by request."""
     arms = read_arms(folder)
     planners = [arm.note.planner for arm in arms]
     baseline_name = "never" if "never" in planners else planners[0]
@@ -135,7 +135,7 @@ def _differences(arms: Sequence[KeptArm], baseline_name: str) -> list[str]:
 
 
 def compared(pairs: Sequence[tuple[KeptArm, KeptArm]]) -> Comparison:
-    """Arms against their baselines, paired by request; several repeats are runs of the same two things."""
+    """Arms against their baselines, paired by request; several repeats are runs of the same two arms."""
     options = CompareOptions(resamples=RESAMPLES, skip_first_s=pairs[0][0].note.skip_first_s)
     labels = [each.run.header.label or side for each, side in zip(pairs[0], ("baseline", "candidate"), strict=True)]
     arms = [
@@ -158,11 +158,11 @@ def _measured(arm: KeptArm) -> str:
     fell_back = Counter(
         row["offload_reason"] for row in arm.rows if (row.get("offload_reason") or "").startswith("fell_back")
     )
-    told = ", ".join(f"{count} {reason.removeprefix('fell_back_')}" for reason, count in sorted(fell_back.items()))
+    parts = ", ".join(f"{count} {reason.removeprefix('fell_back_')}" for reason, count in sorted(fell_back.items()))
     return (
         f"| `{arm.note.planner}` | {arm.repeat} | {summary.ok}/{summary.requests} "
         f"| {_pair(total.ttft_s, 3)} | {_pair(total.tpot_s, 1, 1e3)} | {_pair(total.e2e_s, 2)} "
-        f"| {apc} | {summary.offloaded} | {told or '0'} |"
+        f"| {apc} | {summary.offloaded} | {parts or '0'} |"
     )
 
 
@@ -178,13 +178,13 @@ def _difference(pairs: Sequence[tuple[KeptArm, KeptArm]], title: str) -> str:
 
 
 def _predictions(arm: KeptArm) -> str:
-    """How well the cost models predicted the legs of this arm's hand-offs."""
-    told = []
+    """Accuracy of the cost models' predictions for the legs of this arm's hand-offs."""
+    parts = []
     for leg in ("prefill", "transfer"):
         legs = [row["legs"][leg] for row in arm.rows if leg in row.get("legs", {})]
         ratios = [each["actual_s"] / each["predicted_s"] for each in legs if each["predicted_s"] > 0]
         if ratios:
             off = exp(median(abs(log(ratio)) for ratio in ratios))
             took = median(each["actual_s"] for each in legs)
-            told.append(f"{leg} leg median {took:.2f} s, predicted within a factor of {off:.2f} in half the cases")
-    return f"- `{arm.note.planner}`, {arm.repeat}: {'; '.join(told)}." if told else ""
+            parts.append(f"{leg} leg median {took:.2f} s, predicted within a factor of {off:.2f} in half the cases")
+    return f"- `{arm.note.planner}`, {arm.repeat}: {'; '.join(parts)}." if parts else ""

@@ -1,12 +1,12 @@
-"""How often do the intervals of ``warmroute compare`` hold the truth, and would other bootstrap intervals do better?
+"""Coverage of the intervals of ``warmroute compare``, beside other bootstrap intervals.
 
 ``python -m bench.interval_coverage`` draws experiments from `bench.synthetic_runs`, where the true change is known, and
-counts how often four kinds of 95 % interval hold it:
+counts how often four kinds of 95 % interval contain it:
 
-- t: what the comparison prints (`replayer.compare.effects`);
+- t: the interval that the comparison prints (`replayer.effects`);
 - percentile: the 2.5 % and 97.5 % quantiles of the same resamples;
-- BCa: bias-corrected and accelerated (Efron 1987), the acceleration from leaving out one session at a time; for
-  experiments of one run an arm only, where a session is the only thing that is drawn;
+- BCa: bias-corrected and accelerated (Efron 1987), the acceleration from leaving out one session at a time; only for
+  experiments with one run per arm, where only sessions are drawn;
 - plain: percentiles when whole runs are drawn with replacement as well, without scaling; with several runs only.
 """
 
@@ -43,7 +43,7 @@ EFFECT = 0.05
 """True change of TTFT in every experiment."""
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
+class ExperimentKind(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of experiment."""
 
     sessions: int
@@ -51,7 +51,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     resamples: int
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class CoveredMetric(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of one experiment."""
 
     metric: str
@@ -59,11 +59,11 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     """Requests beyond the quantile."""
     sessions_beyond: int
     held: dict[str, bool]
-    """Method -> whether its interval held the truth."""
+    """Method -> True if its interval contained the true change."""
 
 
-def experiment(cell: Cell, number: int) -> list[Held]:
-    """Draw one experiment and look at all its intervals.
+def experiment(cell: ExperimentKind, number: int) -> list[CoveredMetric]:
+    """Draw one experiment and check all its intervals.
 
     Args:
         cell: its kind.
@@ -87,7 +87,7 @@ def experiment(cell: Cell, number: int) -> list[Held]:
         arms = both.part(0, cell.runs), both.part(cell.runs, 2 * cell.runs)
         beyond = everything & (columns[0].ttft_s > np.exp(arms[0].points[0]))
         found.append(
-            Held(
+            CoveredMetric(
                 metric=metric.name,
                 beyond=len(everything) * (1 - level),
                 sessions_beyond=len(np.unique(requests.session_of[beyond])),
@@ -153,9 +153,9 @@ def main(
     runs: Annotated[list[int] | None, typer.Option(help="Runs of each arm. May be repeated.")] = None,
     resamples: Annotated[int, typer.Option(min=100, help="Bootstrap resamples.")] = 1000,
     seed: Annotated[int, typer.Option(help="First experiment's number.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 2,
 ) -> None:
-    """Print the share of 95 % intervals that hold the true change, with how many lie beyond the quantile."""
+    """Print the share of 95 % intervals that contain the true change, with the requests beyond the quantile."""
     table = Table(title=f"{experiments} experiments of each kind", title_justify="left", box=None)
     header = ["sessions", "runs an arm", "metric", "requests beyond", "sessions beyond", *METHODS]
     for name in header:
@@ -164,14 +164,14 @@ def main(
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for count in sessions or [12, 25, 50, 100, 300]:
             for repeated in runs or [1, 3]:
-                cell = Cell(sessions=count, runs=repeated, resamples=resamples)
+                cell = ExperimentKind(sessions=count, runs=repeated, resamples=resamples)
                 found = pool.map(partial(experiment, cell), range(seed, seed + experiments), chunksize=10)
                 for row in _rows(cell, found):
                     table.add_row(*row)
     console.print(table)
 
 
-def _rows(cell: Cell, outcomes: Iterator[list[Held]]) -> Iterator[list[str]]:
+def _rows(cell: ExperimentKind, outcomes: Iterator[list[CoveredMetric]]) -> Iterator[list[str]]:
     for metric in zip(*outcomes, strict=True):
         shares = []
         for method in METHODS:

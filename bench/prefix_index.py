@@ -1,26 +1,24 @@
-"""What one routing decision pays for its prefix index: hash, match, insert, and bytes per block held.
+"""Cost of the prefix index in one routing decision: hash, match, insert, and bytes per block held.
 
 ``python -m bench.prefix_index [--output FILE.json]`` builds an index of 8 instances that hold 125,000 blocks each
 (1,000,000 in all), then times, one call at a time,
 
-* ``match`` of an 88,000-token prompt (p90 of an agentic trace; 1,375 blocks of 64) in five situations; all but the
-  last take another prompt every time, because in service the entries of one prompt are not in the processor's cache,
-* ``insert`` of that prompt, new and already held, at the bound, so that every new block evicts one,
-* hashing of 88,000 token ids and of 130 KB of text,
+* ``match`` of an 88,000-token prompt (p90 of an agentic trace; 1,375 blocks of 64) in five situations; all but the last
+take another prompt every time, because in production the entries of one prompt are not in the processor's cache, *
+``insert`` of that prompt, new and already held, at the bound, so that every new block evicts one, * hashing of 88,000
+token ids and of 130 KB of text,
 
-and measures in a process of its own how much resident memory 1,000,000 held blocks take. Times are wall-clock
-percentiles over ``--repeats`` calls after a tenth as many for warming up, with the garbage collector on, as it is in
-the proxy. Nothing here is asserted by a test; the tests count operations instead (``tests/policies``).
+and measures the resident memory of 1,000,000 held blocks in a separate process. Times are wall-clock
+percentiles over ``--repeats`` calls after a tenth as many for warming up, with the garbage collector on, as in the
+proxy. No test asserts these times; the tests count operations instead (``tests/policies``).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,6 +31,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.machine import machine
 from policies.predict.blocks import hash_byte_blocks, hash_token_blocks, root_hash
 from policies.predict.prefix_index import PrefixIndex
 
@@ -69,7 +68,7 @@ def prompt(number: int, blocks: int) -> list[int]:
 
 
 def filled_index(instances: int, blocks_each: int, prompt_blocks: int) -> PrefixIndex:
-    """An index at its bound: every instance holds ``blocks_each`` blocks of prompts of its own."""
+    """An index at its bound: every instance holds ``blocks_each`` blocks of its own prompts."""
     index = PrefixIndex(blocks_each)
     numbers = count(FIRST_FILLER)
     for i in range(instances):
@@ -107,14 +106,14 @@ def measure_times(
             for i in range(instances):
                 index.insert(f"inst-{i}", prompt(number, blocks)[: depth(i)])
 
-    rows = [timed("match: held by nobody", index.match, calls)]
+    rows = [timed("match: held by no instance", index.match, calls)]
     insert_everywhere(lambda i: blocks if i == 0 else 0)
     rows.append(timed("match: held by one instance", index.match, calls))
     insert_everywhere(lambda i: blocks - i * blocks // instances)
     rows.append(timed(f"match: held to {instances} different depths", index.match, calls))
     insert_everywhere(lambda i: blocks)
     rows.append(timed(f"match: held by all {instances} instances", index.match, calls))
-    rows.append(timed("match: the same prompt again and again", index.match, calls[:1] * repeats))
+    rows.append(timed("match: the same prompt repeatedly", index.match, calls[:1] * repeats))
     rows.append(timed("insert: already held", lambda hashes: index.insert("inst-0", hashes), calls))
     fresh = [prompt(number, blocks) for number in range(rotation, rotation + few)]
     rows.append(timed("insert: all new, at the bound", lambda hashes: index.insert("inst-0", hashes), fresh))
@@ -135,30 +134,14 @@ def measure_memory(instances: int, blocks_each: int, prompt_blocks: int) -> Memo
     return Memory(held, process.memory_info().rss - before_bytes)
 
 
-def machine() -> dict[str, str]:
-    """What the figures were taken on."""
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": str(os.cpu_count()),
-        "python": platform.python_version(),
-        "xxhash": version("xxhash"),
-        "warmroute": version("warmroute"),
-    }
-
-
 def main(
     instances: Annotated[int, typer.Option(min=1, help="Instances of the fleet.")] = 8,
     held_blocks: Annotated[int, typer.Option(min=1, help="Blocks held by all instances together.")] = 1_000_000,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt that is looked up.")] = 88_000,
     block_tokens: Annotated[int, typer.Option(min=1, help="Token ids per prefix block.")] = 64,
     text_block_bytes: Annotated[int, typer.Option(min=1, help="Bytes per prefix block of a text prompt.")] = 1024,
-    repeats: Annotated[int, typer.Option(min=20, help="Calls per row; slow rows make a tenth of it.")] = 2_000,
-    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file, too.")] = None,
+    repeats: Annotated[int, typer.Option(min=20, help="Calls per row; a tenth of it for slow rows.")] = 2_000,
+    output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
 ) -> None:
     """Measure the prefix index and the hashing before it on this machine."""
     if prompt_tokens < block_tokens:

@@ -1,4 +1,4 @@
-"""What one request costs the offline simulation: engines, decision, the rest; and how that grows.
+"""Cost of one request in the offline simulation (engines, decision, rest), and its growth with size.
 
 ``python -m bench.simulator [TRACE] [--output FILE.json]`` simulates a trace (or, without one, generated conversations)
 in virtual time and prints microseconds per request of
@@ -7,10 +7,10 @@ in virtual time and prints microseconds per request of
 * *decision*: ``FleetState.snapshot``, ``decide`` and ``commit``, as the live proxy calls them,
 * *rest*: planning the turns, the closed loop, the records.
 
-Then the same for generated conversations, one figure changed at a time: instances (at the same load per instance),
-blocks per prompt, requests. Each row is a simulation of its own in a fresh process, so its memory is its own too. All
-times are processor time of one thread, the best of ``--repeats`` runs; splitting it up costs about 2 µs per request,
-which is in *rest*. Nothing here is asserted by a test.
+Then the same for generated conversations, with one parameter changed at a time: instances (at the same load per
+instance), blocks per prompt, requests. Each row is a separate simulation in a fresh process, so its memory is separate
+too. All times are processor time of one thread, the best of ``--repeats`` runs; measuring the parts costs about 2 µs
+per request, which is in *rest*. No test asserts these times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from bench.prefix_index import machine
+from bench.machine import machine
 from policies.registry import make_routing
 from replayer.replay.plan import PlanOptions
 from replayer.traces.trace import Trace, TraceRequest, load_trace
@@ -37,7 +37,7 @@ from sim.virtual import VirtualFleet
 TARGET_REQUESTS_PER_S = 3_000.0
 BLOCK_TOKENS = 64
 SHARED_BLOCKS = 16
-"""A system prompt that all conversations begin with."""
+"""Blocks of a system prompt that all conversations begin with."""
 TURNS = 4
 OUTPUT_TOKENS = 338
 THINK_S = 10.0
@@ -48,7 +48,7 @@ INSTANCES = 8
 TIMEOUT_S = 3_600.0
 
 
-class Job(NamedTuple):
+class TimedSimulation(NamedTuple):
     """One simulation to time."""
 
     what: str
@@ -63,7 +63,7 @@ class Job(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What it took: microseconds of processor time per request, and the memory of its process."""
+    """Measured cost: microseconds of processor time per request, and the memory of its process."""
 
     what: str
     requests: int
@@ -106,13 +106,13 @@ def conversations(requests: int, blocks: int, instances: int) -> Trace:
 
 
 class _Meter:
-    """Adds up the processor time that calls of some methods take, without what is within calls of others."""
+    """Adds up the processor time of calls of some methods, without nested calls of the others."""
 
     def __init__(self) -> None:
         self.spent_ns: dict[str, int] = {}
 
     def wrap(self, part: str, owner: type[Any], name: str) -> Callable[[], None]:
-        """Time every call of ``owner.name`` as ``part``; returns what undoes it."""
+        """Time every call of ``owner.name`` as ``part``; returns a function that undoes it."""
         whole, clock, spent = getattr(owner, name), time.thread_time_ns, self.spent_ns
         spent.setdefault(part, 0)
 
@@ -134,8 +134,8 @@ METERED = (
 )
 
 
-def measure(job: Job) -> Cost:
-    """Simulate ``job.repeats`` times; the parts of the cheapest one. Run it in a process of its own."""
+def measure(job: TimedSimulation) -> Cost:
+    """Simulate ``job.repeats`` times; returns the parts of the cheapest one. Run it in a fresh process."""
     if job.trace is None:
         trace = conversations(job.requests, job.blocks, job.instances)
     else:
@@ -162,9 +162,11 @@ def measure(job: Job) -> Cost:
     return Cost(job.what, requests, engines_us, decision_us, took_us - engines_us - decision_us, rss_mib)
 
 
-def jobs(trace: Path | None, policy: str, time_scale: float, repeats: int, most_instances: int) -> list[Job]:
-    """The trace, if there is one, and the rows that show growth."""
-    base = Job("", None, INSTANCES, policy=policy, repeats=repeats)
+def jobs(
+    trace: Path | None, policy: str, time_scale: float, repeats: int, most_instances: int
+) -> list[TimedSimulation]:
+    """Jobs for the trace, if there is one, and for the rows that show growth."""
+    base = TimedSimulation("", None, INSTANCES, policy=policy, repeats=repeats)
     made = []
     if trace is not None:
         what = f"{trace.name}, {INSTANCES} instances, time scale {time_scale:g}"
@@ -196,15 +198,15 @@ def markdown(result: dict[str, Any]) -> str:
 
 def main(
     trace: Annotated[
-        Path | None, typer.Argument(help="A trace to simulate, too (any format the replayer loads).")
+        Path | None, typer.Argument(help="A trace to simulate as well (any format that the replayer loads).")
     ] = None,
     policy: Annotated[str, typer.Option(help="Routing policy, by name.")] = "lmetric",
-    time_scale: Annotated[float, typer.Option(help="Of the trace: 2 sends sessions twice as fast.")] = 1.0,
+    time_scale: Annotated[float, typer.Option(help="Speed of the trace: 2 sends sessions twice as fast.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Simulations per row; the cheapest one counts.")] = 3,
     most_instances: Annotated[int, typer.Option(min=1, help="Leave out the rows with more instances.")] = 1_000,
-    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file, too.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
 ) -> None:
-    """Measure what the offline simulation costs on this machine."""
+    """Measure the cost of the offline simulation on this machine."""
     if trace is not None and not trace.exists():
         raise typer.BadParameter(f"no trace {trace}")
     costs = []

@@ -1,11 +1,11 @@
-"""Runs drawn from a known model, to hold the comparison against the truth: sessions, runs and requests differ.
+"""Runs drawn from a known model, to test the comparison against the truth: sessions, runs and requests differ.
 
 On the scale of logarithms, a time of request q of session s in run r of an arm is
 
     work(s) + work(q) + effect + effect(s) + noise(r) + noise(r, s) + noise(r, q)
 
 where ``work`` belongs to the trace and is the same in every run. The true change of every quantile is exp(effect) - 1
-where the effect does not differ between sessions. Nothing here stems from a recording.
+where the effect does not differ between sessions. No recording is used.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from replayer.records.runs import RequestRecord, Run, RunEnd, RunHeader
 
 
 class SyntheticTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """What all runs share. Standard deviations are of logarithms."""
+    """Parameters that all runs share. Standard deviations are of logarithms."""
 
     sessions: int = 80
     mean_turns: float = 4.0
-    """Of a geometric distribution, so a few sessions are long."""
+    """Mean of a geometric distribution, so a few sessions are long."""
     session_sigma: float = 0.6
     request_sigma: float = 0.6
     seed: int = 0
 
 
 class SyntheticNoise(msgspec.Struct, frozen=True, kw_only=True):
-    """What differs between runs of the same thing. Standard deviations are of logarithms."""
+    """Differences between replicates. Standard deviations are of logarithms."""
 
     run_sigma: float = 0.03
-    """Moves all requests of a run together."""
+    """Noise common to all requests of a run."""
     session_sigma: float = 0.1
-    """Moves all requests of one session of a run together."""
+    """Noise common to all requests of one session in a run."""
     request_sigma: float = 0.1
     fail_share: float = 0.0
-    """Requests that fail, each independently."""
+    """Share of requests that fail, each independently."""
 
 
 class SyntheticWork:
-    """The trace's own part of every time, drawn once.
+    """The part of every time that belongs to the trace, drawn once.
 
     Args:
         trace: its parameters.
@@ -77,7 +77,7 @@ class SyntheticWork:
 
         Args:
             label: of the run.
-            noise: what this run adds.
+            noise: parameters of the noise that this run adds.
             seed: of that noise.
             effect: change of TTFT, TPOT and the rest of E2E as a fraction: 0.05 is 5 % slower.
             effect_sigma: standard deviation of the effect between sessions (of logarithms).

@@ -1,4 +1,4 @@
-"""One arm of an experiment: a fresh fleet, the proof of it, one replay, the proxy's own records, everything stopped."""
+"""One arm of an experiment: start a fleet, prove it fresh, replay one trace, collect the proxy's records, stop."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ RUN_FILE = "run.jsonl"
 BREAKDOWN_FILE = "breakdown.jsonl"
 PROCESSORS_FILE = "processors.json"
 _SETTLE_S = 0.3
-"""After the last request: longer than the supervisor takes to notice an end."""
+"""Wait after the last request: longer than the supervisor takes to notice the end of a process."""
 _TIMEOUT_S = 30.0
 _GPU_IDLE_S = 10.0
-"""How long GPU memory of the arm before may take to be free."""
+"""Longest wait for the previous arm's GPU memory to be freed."""
 
 
 class ArmError(RuntimeError):
-    """An arm whose figures would mean nothing; the message says what happened."""
+    """An arm without valid figures; the message says what happened."""
 
 
 @dataclass(frozen=True)
 class ArmResult:
-    """What one arm left."""
+    """Records and proofs of one arm."""
 
     label: str
     run: Run
@@ -48,9 +48,9 @@ class ArmResult:
     processors: ProcessorUse
     proof: FreshProof
     kv_capacity_tokens: int | None = None
-    """KV pool of one engine; None where engines do not tell."""
+    """KV pool of one engine; None where engines do not report it."""
     telemetry: str = ""
-    """Why there is no GPU telemetry, or not all of it; empty when ``telemetry.csv`` is complete."""
+    """Reason for missing or incomplete GPU telemetry; empty when ``telemetry.csv`` is complete."""
 
     @property
     def warnings(self) -> list[str]:
@@ -78,10 +78,10 @@ async def run_arm(
     Args:
         label: name of the arm in records and reports.
         fleet: engines and proxy, the policy included.
-        trace: what to replay.
+        trace: the trace to replay.
         options: settings of the replay; ``endpoint``, ``model`` and ``label`` are filled in.
-        arm_dir: where logs, state, proof and records go.
-        previous_engine_ids: engine ids of the arm before (see `launch.freshness.proof`).
+        arm_dir: directory for logs, state, proof and records.
+        previous_engine_ids: engine ids of the previous arm (see `launch.freshness.proof`).
         on_phase: called with "starting", "replaying", "stopping".
         on_start: passed on to the replay.
         on_record: passed on to the replay.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from launch.fleet.file import FleetFile
-    from launch.run.state import FleetState, ProcessState
+    from launch.run.state import FleetRecord, ProcessState
 
 RUNS = Path("runs")
 _SETTLE_S = 0.1
@@ -31,7 +31,7 @@ _NUMBERS = frozenset({"pid", "restarts", "recycles"})
 
 RunDir = Annotated[
     Path | None,
-    typer.Option(help="Run directory of the fleet; default: the only one under runs/ in which something runs."),
+    typer.Option(help="Run directory of the fleet; default: the only one under runs/ with running processes."),
 ]
 
 
@@ -40,10 +40,12 @@ def up(
         Path, typer.Argument(metavar="FLEET.yaml", help="Fleet file, or the name of a shipped one such as sim-4x.")
     ],
     run_dir: Annotated[
-        Path | None, typer.Option(help="Where logs, settings and state.json go. Default: runs/FLEET-<time>.")
+        Path | None, typer.Option(help="Directory for logs, settings and state.json. Default: runs/FLEET-<time>.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")] = False,
-    with_proxy: Annotated[bool, typer.Option("--proxy/--no-proxy", help="Start the proxy in front.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands without starting anything.")] = False,
+    with_proxy: Annotated[
+        bool, typer.Option("--proxy/--no-proxy", help="Start the proxy in front of the engines.")
+    ] = True,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once the fleet is ready; stop it with `down`.")
     ] = False,
@@ -52,20 +54,22 @@ def up(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Change a key of the fleet file: dotted key, YAML value, such as vllm.max_model_len=8192 or "
+            help="Change a key of the fleet file: dotted key, YAML value, for example vllm.max_model_len=8192 or "
             "vllm.extra_args=[--seed,7]. May be repeated.",
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Same as --set model=...: a model id or a folder.")] = None,
     require_fresh: Annotated[
         bool,
-        typer.Option("--require-fresh", help="Prove every engine fresh once it is ready (fresh.json), or stop all."),
+        typer.Option(
+            "--require-fresh", help="Prove every engine fresh once it is ready (fresh.json), else stop the fleet."
+        ),
     ] = False,
 ) -> None:
-    """Start the engines of a fleet file and the proxy in front of them, and keep them until Ctrl-C or SIGTERM.
+    """Start the engines of a fleet file and the proxy in front of them; run until Ctrl-C or SIGTERM.
 
-    The file is checked in full and its ports are probed before anything starts. Every process has its own log file in
-    the run directory. All processes end with this command, also when it is killed (on Linux).
+    The file is checked completely and its ports are probed before anything starts. Every process has its own log file
+    in the run directory. All processes end with this command, also when it is killed (on Linux).
     """
     from launch.fleet.file import FleetError, find_fleet, load_fleet
     from launch.run.supervisor import new_run_dir
@@ -94,7 +98,7 @@ def status(
     run_dir: RunDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the state file's contents as JSON.")] = False,
 ) -> None:
-    """Show the processes of a fleet. Exit status 0: all run; 3: some do not."""
+    """Show the processes of a fleet. Exit status 0: all are running; 3: some are not."""
     import msgspec
     from rich.console import Console
 
@@ -107,14 +111,14 @@ def status(
 
 
 def down(run_dir: RunDir = None) -> None:
-    """Stop a fleet started by `up` in another shell: its launcher first, then whatever it left behind."""
+    """Stop a fleet started by `up` in another shell: its launcher first, then any remaining processes."""
     from launch.run.processes import end_recorded, kill_marked, marked
     from launch.run.state import read_state
 
     state, directory = _state(run_dir)
     count = len(state.running)
     if not state.supervised and not count and not marked(state.marks):
-        typer.echo(f"{directory}: nothing runs")
+        typer.echo(f"{directory}: nothing is running")
         return
     if state.supervised:
         os.kill(state.supervisor_pid, signal.SIGTERM)
@@ -124,16 +128,16 @@ def down(run_dir: RunDir = None) -> None:
         for process in state.running:
             end_recorded(process.pid, process.created_unix_s, signum)
         _wait_until(lambda: not state.running, state.stop_grace_s if signum == signal.SIGTERM else _DOWN_MARGIN_S)
-    # What guards that were killed themselves have left behind.
+    # Processes whose guard was killed.
     kill_marked(state.marks)
     _wait_until(lambda: not marked(state.marks), _DOWN_MARGIN_S)
     if state.running or state.supervised or marked(state.marks):
-        told = [f"{process.name} (pid {process.pid})" for process in state.running]
-        _stop(f"still running: {', '.join(told) or ', '.join(f'pid {pid}' for pid in marked(state.marks))}")
+        named = [f"{process.name} (pid {process.pid})" for process in state.running]
+        _stop(f"still running: {', '.join(named) or ', '.join(f'pid {pid}' for pid in marked(state.marks))}")
     typer.echo(f"{directory}: stopped {count} processes")
 
 
-def state_table(state: FleetState, directory: Path) -> Table:
+def state_table(state: FleetRecord, directory: Path) -> Table:
     """The processes of a fleet as a Rich table; each one's log is NAME.log in the run directory.
 
     A transport with a question mark is configured, but not proven by the engine's log.
@@ -143,7 +147,7 @@ def state_table(state: FleetState, directory: Path) -> Table:
 
     table = Table(title=escape(f"{state.fleet}  ({directory})"), title_justify="left")
     rows = [_row(process) for process in state.processes]
-    # A column that nobody fills would only make the others narrow.
+    # An empty column would only make the others narrow.
     shown = [name for name in _COLUMNS if name in _ALWAYS or any(row[name] not in {"", "0"} for row in rows)]
     for name in shown:
         justify: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
@@ -151,12 +155,12 @@ def state_table(state: FleetState, directory: Path) -> Table:
     for process, row in zip(state.processes, rows, strict=True):
         table.add_row(*(escape(row[name] or "–") for name in shown), style="" if process.alive else "red")
     if not state.supervised:
-        table.caption = "the launcher of this fleet no longer runs"
+        table.caption = "the launcher of this fleet is no longer running"
     return table
 
 
 def _row(process: ProcessState) -> dict[str, str]:
-    """One process as `status` shows it, by column; empty where there is nothing to tell."""
+    """One process as `status` shows it, by column; empty cells where a value is unknown."""
     status = process.status
     if not process.alive and status not in {"exited", "stopped"}:
         status = "gone"
@@ -178,7 +182,7 @@ def _row(process: ProcessState) -> dict[str, str]:
 
 
 def _proved(directory: Path, options: list[str]) -> bool:
-    """Whether the fleet proved fresh, where that was asked for; the launcher ends when it did not."""
+    """True if the fleet proved fresh or no proof was requested; the launcher exits when the proof fails."""
     import msgspec
 
     from launch.freshness.proof import FRESH_FILE, FreshProof
@@ -285,7 +289,7 @@ def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
         typer.echo(f"warning: {problem}", err=True)
 
 
-def _state(run_dir: Path | None) -> tuple[FleetState, Path]:
+def _state(run_dir: Path | None) -> tuple[FleetRecord, Path]:
     from launch.run.state import StateError, find_run_dir, read_state
 
     try:

@@ -9,7 +9,12 @@ from policies.types import RequestClass
 
 @dataclass(frozen=True, slots=True)
 class ClassThresholds:
-    """WARM < ``medium_tokens`` <= MEDIUM < ``heavy_tokens`` <= HEAVY, in new tokens."""
+    """WARM < ``medium_tokens`` <= MEDIUM < ``heavy_tokens`` <= HEAVY, in new tokens.
+
+    Source: the agentic-kvc reports, WARM below 5k, MEDIUM 5 to 20k, HEAVY above 20k. They leave both edges open; here a
+    threshold belongs to the class above it, so that both edges follow one rule. At exactly 20,000 new tokens their
+    prototype does not offload and `threshold` does.
+    """
 
     medium_tokens: int = 5_000
     heavy_tokens: int = 20_000

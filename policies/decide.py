@@ -5,9 +5,10 @@ from __future__ import annotations
 from policies.classes import ClassThresholds
 from policies.offload.base import OffloadPlanner
 from policies.routing.base import RoutingPolicy
+from policies.snapshot import FleetSnapshot
 from policies.types import (
+    CandidateScore,
     Decision,
-    FleetSnapshot,
     NoCandidateError,
     OffloadPlan,
     OffloadReason,
@@ -49,10 +50,21 @@ def decide(
         request_class=request_class,
         reason=Reason.ONLY_CANDIDATE if len(fleet.instances) == 1 else choice.reason,
         offload=plan,
-        scores=choice.scores,
+        scores=_with_cached_tokens(choice.scores, fleet),
         policy=policy.name,
         prompt_tokens=request.prompt_tokens,
         cached_tokens=chosen.cached_tokens,
         decode_prediction=Prediction.of(chosen),
         prefill_prediction=Prediction.of(prefill) if prefill is not None else None,
+    )
+
+
+def _with_cached_tokens(scores: tuple[CandidateScore, ...], fleet: FleetSnapshot) -> tuple[CandidateScore, ...]:
+    """The scores with every candidate's predicted hit. Runs for every request: one lookup per candidate."""
+    cached, new = {view[0]: view[1] for view in fleet.instances}.get, tuple.__new__
+    return tuple(
+        [
+            new(CandidateScore, (instance, score, inputs, skipped, cached(instance)))
+            for instance, score, inputs, skipped, _ in scores
+        ]
     )

@@ -17,16 +17,8 @@ from policies.pairs import PairBreaker
 from policies.predict.predictor import Match, Predictor, Promised
 from policies.predict.prefix_index import Insertion, PrefixIndex
 from policies.sessions import SessionTable
-from policies.types import (
-    Connector,
-    Decision,
-    FleetSnapshot,
-    IndexSource,
-    InstanceView,
-    RequestView,
-    Role,
-    Transport,
-)
+from policies.snapshot import FleetSnapshot
+from policies.types import Connector, Decision, IndexSource, InstanceView, RequestView, Role, Transport
 
 
 @dataclass(slots=True)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from policies.costs.formulas import Costs
+from typing import NamedTuple
 
 
 class RequestClass(StrEnum):
@@ -178,39 +175,6 @@ class HotspotView(NamedTuple):
     """How many requests the share is taken over."""
 
 
-class FleetSnapshot(NamedTuple):
-    """The fleet at one instant, for one request. Only instances that may be chosen are in it."""
-
-    instances: tuple[InstanceView, ...]
-    sequence: int = 0
-    """Number of the decision: turns and seeds derive from it."""
-    pinned: str | None = None
-    """Instance of the request's session, whether or not it is still a candidate."""
-    hotspot: HotspotView = HotspotView()
-    offloads_in_flight: int = 0
-    broken_pairs: frozenset[tuple[str, str]] = frozenset()
-    """(P, D) pairs whose breaker is open."""
-    prefill_instances: tuple[InstanceView, ...] = ()
-    """Instances that may take a prefill for another, where roles separate them; empty: any of ``instances``."""
-    costs: Costs | None = None
-    """What prefills and transfers take, as learned so far; None: nobody learns."""
-
-    def view(self, instance: str) -> InstanceView | None:
-        """The candidate of that name; None where there is none."""
-        return _named(self.instances, instance)
-
-    def prefill_view(self, instance: str) -> InstanceView | None:
-        """The instance of that name among those that may prefill for another."""
-        return _named(self.prefill_instances or self.instances, instance)
-
-
-def _named(views: tuple[InstanceView, ...], instance: str) -> InstanceView | None:
-    for view in views:
-        if view.instance == instance:
-            return view
-    return None
-
-
 class CandidateScore(NamedTuple):
     """One candidate's score (lower is better) and everything it was computed from."""
 
@@ -219,6 +183,8 @@ class CandidateScore(NamedTuple):
     inputs: Mapping[str, float]
     skipped: bool = False
     """True when a rule took the candidate out although its score may be lowest."""
+    cached_tokens: int | None = None
+    """Prompt tokens predicted to be cached there; filled in by ``decide``, whatever the policy reports as inputs."""
 
 
 class Choice(NamedTuple):

@@ -20,7 +20,7 @@ from proxy.admin_listener import admin_listener
 from proxy.core import Core
 from proxy.errors import RequestError, error_body
 from proxy.exchange.generation import Generation
-from proxy.operations.health import HealthMonitor
+from proxy.operations.operations import Operations
 from proxy.settings import Settings
 
 
@@ -29,8 +29,9 @@ class ProxyApp:
 
     def __init__(self, settings: Settings) -> None:
         self.core = Core(settings)
+        self.operations = Operations(self.core)
         self.generation = Generation(self.core)
-        self._rest = Guard(_control_app(self.core), self.core.access, Listener.MAIN)
+        self._rest = Guard(_control_app(self.core, self.operations), self.core.access, Listener.MAIN)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """ASGI entry."""
@@ -49,11 +50,11 @@ async def _admin_listener(app: FastAPI, core: Core) -> AsyncIterator[None]:
         yield
 
 
-def _control_app(core: Core) -> FastAPI:
+def _control_app(core: Core, operations: Operations) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         core.open()
-        monitor = HealthMonitor(core)
+        monitor = operations.monitor
         try:
             # The first probe tells block size and capacity, so it comes before the first request.
             await monitor.probe_all()
@@ -72,11 +73,14 @@ def _control_app(core: Core) -> FastAPI:
                     with suppress(asyncio.CancelledError):
                         await task
         finally:
-            await core.close()
+            try:
+                await operations.close()
+            finally:
+                await core.close()
 
     app = FastAPI(title="warmroute", lifespan=lifespan, docs_url="/docs", redoc_url=None)
-    app.include_router(admin_routes(core))
-    app.include_router(fleet_routes(core))
+    app.include_router(admin_routes(core, operations.fleet))
+    app.include_router(fleet_routes(core, operations))
     describe_generation(app)
 
     @app.exception_handler(RequestError)

@@ -113,8 +113,8 @@ class Row:
             "completion_tokens": self.completion_tokens,
             "events": self.events,
             "scores": [
-                {"instance": instance, "score": score, "inputs": inputs, "skipped": skipped}
-                for instance, score, inputs, skipped in (decision.scores if decision else ())
+                {"instance": instance, "score": score, "inputs": inputs, "skipped": skipped, "cached_tokens": cached}
+                for instance, score, inputs, skipped, cached in (decision.scores if decision else ())
             ],
             "offload_inputs": decision.offload.inputs if decision else {},
             "attempts": self.attempts,

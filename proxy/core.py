@@ -19,8 +19,6 @@ from proxy.handoff.legs import HandOff
 from proxy.loop_lag import LoopLag
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
-from proxy.operations.fleet_changes import FleetChanges
-from proxy.operations.reload import Reloader
 from proxy.request.parse import Parsed
 from proxy.routing.admission import Admission
 from proxy.routing.retries import RetryBudget
@@ -55,11 +53,9 @@ class Core:
         self.session_headers = tuple(name.lower().encode("latin-1") for name in settings.sessions.headers)
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
-        self.fleet = FleetChanges(self)
         self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)
         self.retries = RetryBudget(settings.limits)
         LimitMetrics(self.metrics.registry, self.instances, self.admission, self.retries)
-        self.reloader = Reloader(self)
         self.lag = LoopLag()
         self.draining = False
         self.ends_s: float | None = None
@@ -76,8 +72,6 @@ class Core:
         """Close connections and files."""
         self.lag.close()
         try:
-            await self.reloader.close()
-            await self.fleet.close()
             grace_s = self.settings.grace_s
             if self.ends_s is not None:
                 grace_s = max(0.0, self.ends_s - asyncio.get_running_loop().time())

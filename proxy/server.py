@@ -19,10 +19,10 @@ def run(settings: Settings, load: Callable[[], Settings]) -> None:
     """Serve until SIGINT or SIGTERM; running streams get ``grace_s``. SIGHUP takes over what ``load`` reads."""
     logs.configure(settings.log_level, settings.log_format)
     config = server_config(settings)
-    core = cast(ProxyApp, config.app).core
-    core.reloader.load = load
+    app = cast(ProxyApp, config.app)
+    app.operations.reloader.load = load
     memory.settle()
-    ProxyServer(config, core).run()
+    ProxyServer(config, app.core, app.operations.reloader.on_hangup).run()
 
 
 def server_config(settings: Settings) -> uvicorn.Config:

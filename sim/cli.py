@@ -53,7 +53,9 @@ def engine(
     ] = "hang",
     abort_timeout_s: Annotated[
         float,
-        typer.Option(help="Engine seconds that P holds blocks nobody pulls, and that D waits for an unknown transfer."),
+        typer.Option(
+            help="Engine seconds that P holds blocks that are not pulled, and that D waits for an unknown transfer."
+        ),
     ] = 480.0,
     access_log: Annotated[bool, typer.Option(help="Log every HTTP request.")] = False,
     kv_events_port: Annotated[
@@ -66,7 +68,7 @@ def engine(
     """Run one simulated engine: vLLM's OpenAI API, metrics and KV hand-off, timed by a hardware profile."""
     from sim.hardware import ProfileError
     from sim.server.main import run
-    from sim.server.settings import ServerSettings, SettingsError
+    from sim.server.settings import EngineSettingsError, ServerSettings
 
     try:
         settings = ServerSettings.resolve(
@@ -93,7 +95,7 @@ def engine(
             kv_events_port=kv_events_port,
             kv_events_replay_port=kv_events_replay_port,
         )
-    except (SettingsError, ProfileError) as error:
+    except (EngineSettingsError, ProfileError) as error:
         typer.echo(f"engine: {error}", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(run(settings))
@@ -107,7 +109,7 @@ def fit(
     write: Annotated[bool, typer.Option("--write", help="Write configs/hardware/PROFILE.yaml.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the residuals as Markdown.")] = False,
 ) -> None:
-    """Refit a hardware profile from measured points; print every point's error, the median and the worst."""
+    """Refit a hardware profile from measured points; print each point's error, the median and the worst."""
     from rich.console import Console
     from rich.table import Table
 
@@ -138,7 +140,7 @@ def fit(
 
 
 def register(app: typer.Typer) -> None:
-    """Add this folder's commands to an application."""
+    """Add the simulator's commands to an application."""
     from sim.fidelity import cli as fidelity_cli
     from sim.offline import cli as offline_cli
 

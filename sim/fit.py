@@ -1,6 +1,6 @@
 """Fits a hardware profile to measured points, by least squares on the logarithm of model / measured.
 
-The model of a prefill among decodes is the one the engine follows: the front end's time, during which decodes go on
+The model of a prefill among decodes is the one the engine follows: the front end's time, during which decodes continue
 undisturbed, then one mixed step per chunk. A robust loss (soft L1) keeps single bad points from bending the rest.
 """
 
@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from scipy.optimize import least_squares
 
+from policies.costs.published import RDMA_SLOWDOWNS, RDMA_STEADY_BYTES, RDMA_TRANSFERS
 from sim.core.timing import StepTiming
-from sim.hardware import HardwareProfile, LoadRow, StepCosts, Transport
+from sim.hardware import HardwareProfile, LoadRow, SpreadPoint, StepCosts, Transport
 from sim.points import DecodePoint, InterferencePoint, Points, PrefillPoint, TransferPoint, TransportPoints
 
 _DECODE_START = {"decode_s": 8e-3, "decode_experts_s": 1e-2, "decode_context_s": 2e-8}
@@ -38,7 +39,7 @@ class Residual(NamedTuple):
     measured_s: float
     model_s: float
     note: str = ""
-    """Why the point does not count in the fit's error figures, if it does not."""
+    """Reason for which the point does not count in the fit's error figures; empty if it counts."""
 
     @property
     def error(self) -> float:
@@ -47,7 +48,7 @@ class Residual(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A fitted profile and how well it meets each point."""
+    """A fitted profile and its error at each point."""
 
     profile: HardwareProfile
     residuals: tuple[Residual, ...]
@@ -64,7 +65,7 @@ class Fit(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """How the model sees one prefill on an otherwise steady instance."""
+    """Model times of one prefill on an otherwise steady instance."""
 
     frontend_s: float
     steps_s: tuple[float, ...]
@@ -168,7 +169,23 @@ def _leg_overhead(timing: StepTiming, point: TransferPoint, context: int) -> flo
     return timing.frontend(point.tokens) + timing.decode(point.streams + 1, point.tokens + point.streams * context)
 
 
+def _published_transport(contention: float, bytes_per_token: int) -> Transport:
+    def row(streams: float, factor: float) -> LoadRow:
+        times = [(float(each.tokens * bytes_per_token), _rounded(each.median_s * factor)) for each in RDMA_TRANSFERS]
+        return LoadRow(streams=streams, points=tuple(times))
+
+    spread = [SpreadPoint(size_bytes=RDMA_STEADY_BYTES, fastest=1.0, slowest=1.0)]
+    for each in RDMA_TRANSFERS:
+        if each.range_s is not None:
+            fastest, slowest = (_rounded(bound_s / each.median_s) for bound_s in each.range_s)
+            spread.append(SpreadPoint(size_bytes=each.size_bytes, fastest=fastest, slowest=slowest))
+    loaded = [row(each.streams, each.factor) for each in RDMA_SLOWDOWNS]
+    return Transport(contention=contention, rows=(row(0, 1.0), *loaded), spread=tuple(spread))
+
+
 def _fit_transport(timing: StepTiming, points: TransportPoints, bytes_per_token: int, context: int) -> Transport:
+    if points.published:
+        return _published_transport(points.contention or 0.0, bytes_per_token)
     if points.transfers:
         idle = tuple((float(each.tokens * bytes_per_token), each.seconds) for each in points.transfers)
         rows = [LoadRow(streams=0, points=idle)]

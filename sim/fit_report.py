@@ -1,4 +1,4 @@
-"""Writes what a fit found: the profile as YAML, its residuals as a terminal table or as Markdown."""
+"""Output of a fit: the profile as YAML, its residuals as a terminal table or as Markdown."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sim.hardware import HardwareProfile
 
 
 def profile_yaml(profile: HardwareProfile) -> str:
-    """The profile as it stands in configs/hardware, with a word on where it came from."""
+    """The profile as written to configs/hardware, with a header that names its source."""
     name = profile.name
-    header = f"# Written by `warmroute fit {name} --write` from {name}_points.yaml: mend the points, not this.\n"
+    header = f"# Written by `warmroute fit {name} --write` from {name}_points.yaml: edit the points, not this file.\n"
     return header + yaml.dump(
         _plain(profile.model_dump()), sort_keys=False, width=110, Dumper=_PairsInline, allow_unicode=True
     )
@@ -35,7 +35,7 @@ def _plain(value: object) -> object:
 
 
 def summary(fit: Fit) -> str:
-    """One line: how many points count, the median and the worst relative error."""
+    """One line: number of points that count, the median and the worst relative error."""
     counted = sum(not each.note for each in fit.residuals)
     worst = fit.worst
     return (
@@ -60,7 +60,7 @@ def markdown(fit: Fit) -> str:
 
 
 def by_kind(residuals: tuple[Residual, ...]) -> dict[str, tuple[int, float, float]]:
-    """Per kind of point that counts: how many, median and worst absolute relative error."""
+    """Per kind of point that counts: number of points, median and worst absolute relative error."""
     kinds: dict[str, list[float]] = {}
     for each in residuals:
         if not each.note:

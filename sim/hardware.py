@@ -1,23 +1,26 @@
-"""Hardware profiles: what a step, a transfer and a KV pool cost on one kind of instance, read from YAML.
+"""Hardware profiles: step times, transfer times and KV pool of one kind of instance, read from YAML.
 
-A profile is written by ``warmroute fit`` from a file of measured points; ``sim/fit.py`` says how.
+``warmroute fit`` writes a profile from a file of measured points (``sim/fit.py``).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from math import exp, log
 from pathlib import Path
+from random import Random
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sim.core.timing import StepTiming
+from sim.core.types import TransferSeconds
 
 HARDWARE_FOLDER = Path(__file__).resolve().parent.parent / "configs" / "hardware"
 
 
 class ProfileError(Exception):
-    """A hardware profile or points file cannot be used; the text says why."""
+    """A hardware profile or points file that cannot be used; the message says why."""
 
 
 class _Strict(BaseModel):
@@ -25,7 +28,7 @@ class _Strict(BaseModel):
 
 
 class StepCosts(_Strict):
-    """Fitted coefficients, in seconds; ``sim.core.timing.StepTiming`` says what each one multiplies."""
+    """Fitted coefficients, in seconds; ``sim.core.timing.StepTiming`` documents what each one multiplies."""
 
     frontend_s: float = Field(ge=0)
     frontend_token_s: float = Field(ge=0)
@@ -75,24 +78,37 @@ class LoadRow(_Strict):
         return low_s + (high_s - low_s) * (size_bytes - low) / (high - low)
 
 
+class SpreadPoint(_Strict):
+    """How far repeated transfers of one size lie apart, as multiples of the median."""
+
+    size_bytes: float = Field(gt=0)
+    fastest: float = Field(gt=0, le=1)
+    slowest: float = Field(ge=1)
+
+
 class Transport(_Strict):
     """One way to move KV between instances: measured times by size and by load on both sides."""
 
     contention: float = Field(ge=0)
-    """Each further transfer under way adds this share of the unshared time (1: they share one link fairly)."""
+    """Each further transfer in flight adds this share of the unshared time (1: they share one link fairly)."""
     rows: tuple[LoadRow, ...] = Field(min_length=1)
+    spread: tuple[SpreadPoint, ...] = ()
+    """By size; none below the first, none at all without any."""
 
     @model_validator(mode="after")
     def _increasing(self) -> Transport:
         loads = [row.streams for row in self.rows]
         if loads != sorted(set(loads)):
             raise ValueError("transfer rows need increasing numbers of streams")
+        sizes = [point.size_bytes for point in self.spread]
+        if sizes != sorted(set(sizes)):
+            raise ValueError("spread points need increasing sizes")
         return self
 
     def seconds(self, size_bytes: int, streams: float, transfers: int) -> float:
-        """Seconds to move ``size_bytes`` with ``streams`` decoding on each side, the ``transfers``-th one under way.
+        """Seconds to move ``size_bytes`` with ``streams`` decoding on each side, the ``transfers``-th one in flight.
 
-        Linear between the rows; beyond the last row it stays at the last row.
+        Linear between the rows; beyond the last row it stays at the last row. The median, where times vary.
         """
         rows = self.rows
         index = bisect_left([row.streams for row in rows], streams)
@@ -106,9 +122,36 @@ class Transport(_Strict):
             alone = low.seconds(size_bytes) * (1 - share) + high.seconds(size_bytes) * share
         return alone * (1 + self.contention * max(transfers - 1, 0))
 
+    def drawn(self, seed: str) -> TransferSeconds:
+        """``seconds``, with a draw for every transfer of a size whose times vary: the same draws for the same seed."""
+        if not self.spread:
+            return self.seconds
+        draw = Random(seed)
+
+        def seconds(size_bytes: int, streams: float, transfers: int) -> float:
+            return self.seconds(size_bytes, streams, transfers) * self._varied(size_bytes, draw.random())
+
+        return seconds
+
+    def _varied(self, size_bytes: float, quantile: float) -> float:
+        """A quantile of time / median: linear in its logarithm from the fastest by the median to the slowest."""
+        points = self.spread
+        index = bisect_left(points, size_bytes, key=lambda point: point.size_bytes)
+        high = points[min(index, len(points) - 1)]
+        bound = high.fastest if quantile < 0.5 else high.slowest
+        logarithm = log(bound)
+        if index == 0:
+            logarithm = 0.0 if size_bytes < high.size_bytes else logarithm
+        elif index < len(points):
+            low = points[index - 1]
+            low_log = log(low.fastest if quantile < 0.5 else low.slowest)
+            share = (size_bytes - low.size_bytes) / (high.size_bytes - low.size_bytes)
+            logarithm = low_log + share * (logarithm - low_log)
+        return exp(logarithm * abs(2 * quantile - 1))
+
 
 class HardwareProfile(_Strict):
-    """Everything the simulator knows about a kind of instance."""
+    """All hardware parameters of one kind of instance."""
 
     name: str
     source: str
@@ -145,7 +188,7 @@ class HardwareProfile(_Strict):
 
 
 def profile_path(name: str) -> Path:
-    """Where a profile lies: a path to a YAML file as it is, else the name of one in configs/hardware."""
+    """Path of a profile: a path to a YAML file unchanged, a name looked up in configs/hardware."""
     if name.endswith((".yaml", ".yml")):
         return Path(name)
     return HARDWARE_FOLDER / f"{name}.yaml"

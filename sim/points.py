@@ -40,7 +40,7 @@ class InterferencePoint(_Strict):
     gap_s: float | None = None
     """Longest time between two tokens of a stream."""
     skip: str | None = None
-    """Why the point is left out, if it is."""
+    """Reason for which the point is left out; None if it is not."""
 
 
 class TransferPoint(_Strict):
@@ -60,8 +60,10 @@ class LoadFactor(_Strict):
 
 
 class TransportPoints(_Strict):
-    """What was measured of one transport: bare transfers, or whole D legs from which the rest is subtracted."""
+    """Measurements of one transport: bare transfers, or whole D legs from which the rest is subtracted."""
 
+    published: bool = False
+    """The bare transfers, slowdowns and spread are those of ``policies.costs.published``; the file gives none."""
     transfers: tuple[TransferPoint, ...] = ()
     legs: tuple[TransferPoint, ...] = ()
     raw_gb_per_s: float | None = None
@@ -72,17 +74,19 @@ class TransportPoints(_Strict):
 
     @model_validator(mode="after")
     def _one_kind(self) -> TransportPoints:
-        if bool(self.transfers) == bool(self.legs):
-            raise ValueError("a transport has either transfers or legs")
+        if self.published + bool(self.transfers) + bool(self.legs) != 1:
+            raise ValueError("a transport has either transfers or legs, or says published: true")
+        if self.published and self.load_factors:
+            raise ValueError("published transfers have published load_factors; remove the file's")
         if self.legs and self.raw_gb_per_s is None:
             raise ValueError("legs need raw_gb_per_s")
-        if self.transfers and self.contention is None:
+        if not self.legs and self.contention is None:
             raise ValueError("bare transfers need a contention")
         return self
 
 
 class Points(_Strict):
-    """All points of one kind of instance and what is taken over into its profile unchanged."""
+    """All points of one kind of instance and the values that are copied into its profile unchanged."""
 
     name: str
     source: str

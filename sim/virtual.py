@@ -16,7 +16,7 @@ News = tuple[str, TokenEvent]
 
 
 class _Member:
-    """One engine and when it wants to be looked after next."""
+    """One engine and the time of its next event."""
 
     __slots__ = ("engine", "name", "wake_s")
 
@@ -38,12 +38,13 @@ class VirtualFleet:
         self.now_s = 0.0
         self._members = {name: _Member(name, engine) for name, engine in self.engines.items()}
         self._wakes: list[tuple[float, str, _Member]] = []
-        """What counts is ``wake_s`` of the member; entries with another time are stale."""
+        """Entries whose time differs from their member's ``wake_s`` are stale."""
         self._arrivals: list[tuple[float, int, str, Request]] = []
         self._transfers: list[tuple[float, int, str, str, PullFailure | None]] = []
         self._unanswered: dict[int, tuple[str, Pull, float]] = {}
-        """(D, pull, when D gives up) by the number of the transfer that stands for that; P does not know them yet."""
-        self._askers: dict[str, list[int]] = {}
+        """(D, pull, time at which D gives up) by number of the placeholder transfer: pulls whose id P does not hold
+        yet."""
+        self._waiting_pulls: dict[str, list[int]] = {}
         """Numbers of unanswered pulls by transfer id."""
         self._count = 0
         self._horizon_s = math.inf
@@ -67,11 +68,11 @@ class VirtualFleet:
         member = self._members[engine]
         known = member.engine.abort(request_id, self.now_s)
         if known:
-            self._look_after(member)
+            self._reschedule(member)
         return known
 
     def next_s(self) -> float:
-        """When the next thing happens (infinite: nothing will)."""
+        """Time of the next event in seconds (infinite: there is none)."""
         wakes = self._wakes
         while wakes and wakes[0][2].wake_s != wakes[0][0]:
             heapq.heappop(wakes)
@@ -83,10 +84,10 @@ class VirtualFleet:
         return next_s
 
     def advance(self, until_s: float = math.inf) -> list[News]:
-        """Let time pass up to the next instant with news, but no further than ``until_s``; returns the news in order.
+        """Advance to the next instant with events, but no further than ``until_s``; returns the events in order.
 
-        Nothing returned means that ``until_s`` is reached, or that nothing happens any more if it is infinite. Runs of
-        steps are not cut at ``until_s``: whoever needs progress up to then must use ``run``.
+        An empty list means that ``until_s`` is reached, or that no event is left if it is infinite. Runs of
+        steps are not cut at ``until_s``: use ``run`` for progress up to then.
         """
         while (now_s := self.next_s()) <= until_s and now_s != math.inf:
             self.now_s = now_s
@@ -98,10 +99,10 @@ class VirtualFleet:
         return []
 
     def run(self, until_s: float = math.inf) -> Iterator[News]:
-        """Let time pass up to ``until_s``, or until nothing happens any more; yields (engine, event) in order.
+        """Advance to ``until_s``, or until no event is left; yields (engine, event) in order.
 
-        Runs of steps are cut at ``until_s``, so what is missing then is at most the tokens of one step.
-        Whoever consumes the events may submit and abort between them. O(engines) per call besides its events.
+        Runs of steps are cut at ``until_s``, so at most the tokens of one step are missing then. The consumer of the
+        events may submit and abort between them. O(engines) per call besides its events.
         """
         self._horizon_s = until_s
         try:
@@ -135,19 +136,19 @@ class VirtualFleet:
                 for event in engine.end_step():
                     news.append((member.name, event))
                     if event.transfer_id is not None:
-                        self._ask_again(event.transfer_id)
+                        self._retry_pulls(event.transfer_id)
                 end_s = None
             if end_s is None:
                 engine.begin_step(now_s, self._horizon_s)
                 for pull in engine.take_pulls():
-                    self._ask(member.name, pull, now_s + engine.config.abort_timeout_s)
+                    self._request_pull(member.name, pull, now_s + engine.config.abort_timeout_s)
             self._set_wake(member)
         return news
 
     def _set_wake(self, member: _Member) -> None:
         """Wake an engine when its step ends, or when it has something to begin."""
         if member.wake_s == self.now_s:
-            return  # it is woken at this instant, and asked again then
+            return  # it is woken at this instant anyway
         at_s = member.engine.step_end_s
         if at_s is None:
             at_s = max(member.engine.next_event_s(), self.now_s)
@@ -156,8 +157,8 @@ class VirtualFleet:
             if at_s != math.inf:
                 heapq.heappush(self._wakes, (at_s, member.name, member))
 
-    def _look_after(self, member: _Member) -> None:
-        """Something outside the engine's own time has changed: it schedules anew at the next step boundary."""
+    def _reschedule(self, member: _Member) -> None:
+        """Reschedule an engine at its next step boundary after a change from outside."""
         member.engine.interrupt(self.now_s)
         if member.engine.step_end_s is not None:
             self._set_wake(member)
@@ -174,10 +175,10 @@ class VirtualFleet:
             event = member.engine.fail_pull(request_id, self.now_s)
             if event is not None:
                 news.append((name, event))
-        self._look_after(member)
+        self._reschedule(member)
 
-    def _ask(self, name: str, pull: Pull, gives_up_s: float) -> None:
-        """D's question to P. Where P does not know the transfer yet, D waits for it until it gives up."""
+    def _request_pull(self, name: str, pull: Pull, gives_up_s: float) -> None:
+        """Send D's pull request to P. If P does not hold the transfer yet, D waits for it until it gives up."""
         params = pull.params
         source_name = params.remote_bootstrap_addr or ""
         source = self.engines.get(source_name)
@@ -197,14 +198,14 @@ class VirtualFleet:
         if failure is PullFailure.UNKNOWN_TRANSFER:
             done_s = gives_up_s
             self._unanswered[self._count] = (name, pull, gives_up_s)
-            self._askers.setdefault(params.transfer_id or "", []).append(self._count)
+            self._waiting_pulls.setdefault(params.transfer_id or "", []).append(self._count)
         elif failure is not None:
             done_s = self.now_s + failure_delay_s(failure, self.engines[name].config.abort_timeout_s)
         heapq.heappush(self._transfers, (done_s, self._count, name, pull.request_id, failure))
 
-    def _ask_again(self, transfer_id: str) -> None:
-        """P holds a transfer from now on: answer who has asked for it before."""
-        for number in self._askers.pop(transfer_id, ()):
-            asked = self._unanswered.pop(number, None)
-            if asked is not None:
-                self._ask(*asked)
+    def _retry_pulls(self, transfer_id: str) -> None:
+        """Answer the pulls that were waiting for a transfer that P has just begun to hold."""
+        for number in self._waiting_pulls.pop(transfer_id, ()):
+            waiting = self._unanswered.pop(number, None)
+            if waiting is not None:
+                self._request_pull(*waiting)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +23,7 @@ FOLDERS = ("policies", "proxy", "launch", "replayer", "sim", "bench", "configs")
 SOURCES = [ROOT / "warmroute.py", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
 POLICIES = sorted((ROOT / "policies").rglob("*.py"))
 MAX_LINES = 400
+MAX_MODULES = 18
 
 ALLOWED_IMPORTS = {
     *(
@@ -124,6 +126,21 @@ def test_the_check_for_kept_state_sees_lists_and_class_attributes() -> None:
     vars(module)["A"].__module__ = "example"
     kept = dict(values_kept_by(module))
     assert kept == {"example.seen": [], "example.A.table": {}, "example.LIMIT": 3}
+
+
+def test_no_folder_is_wide() -> None:
+    """More than 18 modules side by side means that a folder is missing."""
+    folders = Counter(path.parent for top in (*FOLDERS, "tests") for path in (ROOT / top).rglob("*.py"))
+    assert {name_of(folder): count for folder, count in folders.items() if count > MAX_MODULES} == {}
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in SOURCES} - {ROOT}), ids=name_of)
+def test_every_folder_says_what_it_is_for(folder: Path) -> None:
+    init = folder / "__init__.py"
+    if folder.name in {"configs", "plugin"}:
+        return  # data, and a module that is copied into an engine's environment
+    assert init.is_file(), f"{name_of(folder)} needs an __init__.py"
+    assert ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))), f"{name_of(init)} needs a docstring"
 
 
 def test_no_module_is_named_for_nothing_in_particular() -> None:

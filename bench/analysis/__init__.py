@@ -1,1 +1,4 @@
-"""What a trace, a model, a GPU and a fleet allow, worked out on paper: no engine runs here."""
+"""Analytical studies of a trace, a model, a GPU and a fleet: no engine runs here.
+
+May import ``replayer``, ``policies`` and ``sim``; imported by the command line only.
+"""

@@ -1,6 +1,6 @@
-"""A decoder-only transformer as far as its arithmetic goes: parameters, FLOPs and bytes, dense or mixture of experts.
+"""Arithmetic of a decoder-only transformer: parameters, FLOPs and bytes, dense or mixture of experts.
 
-Counted are the matrices that work goes through; norms and biases are left out, they are below a thousandth.
+Only matrices are counted; norms and biases are left out, they are below a thousandth.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Architecture(BaseModel):
     head_dim: int = Field(gt=0)
     vocab_size: int = Field(gt=0)
     intermediate_size: int = Field(default=0, ge=0)
-    """Of the dense feed-forward layers; unused with experts."""
+    """Width of the dense feed-forward layers; unused with experts."""
     tie_word_embeddings: bool = False
     num_experts: int = Field(default=0, ge=0)
     num_experts_per_tok: int = Field(default=0, ge=0)
@@ -58,7 +58,7 @@ class Architecture(BaseModel):
 
     @property
     def dense_parameters(self) -> int:
-        """What every token goes through in the layers: attention, routers, dense feed-forward."""
+        """Parameters that every token uses in the layers: attention, routers, dense feed-forward."""
         if self.num_experts:
             other = self.hidden_size * self.num_experts
         else:
@@ -89,16 +89,16 @@ class Architecture(BaseModel):
     def touched_parameters(self, tokens: int) -> float:
         """Parameters of the layers read by a step over ``tokens`` tokens, if each chooses its experts at random.
 
-        A token leaves an expert alone with probability 1 - k/E, so ``1 - (1 - k/E)**tokens`` of them are read.
+        A token does not use an expert with probability 1 - k/E, so ``1 - (1 - k/E)**tokens`` of them are read.
         """
         return self.dense_parameters + self.expert_parameters * (1.0 - (1.0 - self.active_share) ** tokens)
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> float:
-        """Keys and values of one token in all layers."""
+        """Bytes of the keys and values of one token in all layers."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * bytes_per_value
 
     def layer_flops_per_token(self) -> float:
-        """Multiply-adds count twice."""
+        """FLOPs of one token in all layers, without attention scores; a multiply-add counts as two."""
         return 2.0 * self.layer_parameters_per_token
 
     def attention_flops(self, new_tokens: float, context_tokens: float) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from bench.analysis.cache_command import cache
-from bench.analysis.kv_wall_command import kv_wall
-from bench.analysis.pd_cost_command import pd_cost
-from bench.analysis.roofline_command import roofline
-from bench.analysis.workload_command import workload
+from bench.analysis.commands.cache import cache
+from bench.analysis.commands.kv_wall import kv_wall
+from bench.analysis.commands.pd_cost import pd_cost
+from bench.analysis.commands.roofline import roofline
+from bench.analysis.commands.workload import workload
 
 
 def application() -> typer.Typer:
@@ -17,7 +17,8 @@ def application() -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_show_locals=False,
-        help="Study a trace, a model or a GPU on paper: caches, workload, roofline, KV capacity, cost of PD.",
+        help="Analyse a trace, a model or a GPU without running an engine: caches, workload, roofline, KV "
+        "capacity, cost of PD.",
     )
     app.command("cache")(cache)
     app.command("workload")(workload)

@@ -1,8 +1,8 @@
-"""``python -m bench.analysis.document``: the tables of docs/analysis.md, written anew by the commands above them.
+"""``python -m bench.analysis.document``: regenerates the tables of docs/analysis.md from the commands above them.
 
-A table stands between ``<!-- analyse ARGUMENTS -->`` and ``<!-- end -->`` and is what ``warmroute analyse ARGUMENTS
---markdown`` prints. ``$TRACES`` in the arguments is the folder of public traces (environment: WARMROUTE_TRACES).
-``TABLES 1,3`` before the arguments keeps only these tables of the output.
+A table between ``<!-- analyse ARGUMENTS -->`` and ``<!-- end -->`` is the output of ``warmroute analyse ARGUMENTS
+--markdown``. ``$TRACES`` in the arguments is the folder of public traces (environment: WARMROUTE_TRACES). ``TABLES
+1,3`` before the arguments keeps only these tables of the output.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Block(NamedTuple):
 
     arguments: str
     tables: tuple[int, ...]
-    """Which tables of the output, from 1; empty: all."""
+    """Numbers of the output's tables to keep, from 1; empty: all."""
     text: str
 
     @property
     def needs_traces(self) -> bool:
-        """Whether the command reads a public trace."""
+        """True if the command reads a public trace."""
         return "$TRACES" in self.arguments
 
 
 def traces_folder() -> Path:
-    """Where the public traces are looked for."""
+    """Folder of the public traces: ``$WARMROUTE_TRACES``, else shared/traces beside the repository."""
     return Path(os.environ.get("WARMROUTE_TRACES", ROOT.parent / "shared" / "traces"))
 
 
@@ -53,12 +53,12 @@ def blocks(document: str) -> list[Block]:
 
 
 def rewritten(document: str, render: Callable[[Block], str]) -> str:
-    """The document with every generated part as ``render`` gives it."""
+    """The document with every generated part replaced by the result of ``render``."""
     return _BLOCK.sub(lambda match: match["open"] + render(_block(match)) + match["close"], document)
 
 
 def render(block: Block) -> str:
-    """What a part should say; a part whose trace is not there stays as it is.
+    """Up-to-date text of a part; a part whose trace is missing stays as it is.
 
     Raises:
         subprocess.CalledProcessError: the command failed.
@@ -72,7 +72,7 @@ def render(block: Block) -> str:
 
 
 def chosen(output: str, tables: tuple[int, ...]) -> str:
-    """The wanted tables of a command's output, as they stand in the document."""
+    """The selected tables of a command's output, in the document's format."""
     every = re.split(r"\n\n(?=\*\*)", output.strip())
     return "\n\n".join(every[number - 1] for number in tables or range(1, len(every) + 1)) + "\n"
 
@@ -86,9 +86,9 @@ def main(
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; exit with 1 if anything would change.")
     ] = False,
-    document: Annotated[Path, typer.Argument(help="Document to bring up to date.")] = DOCUMENT,
+    document: Annotated[Path, typer.Argument(help="Document to update.")] = DOCUMENT,
 ) -> None:
-    """Write the tables of docs/analysis.md anew with the commands that stand above them."""
+    """Regenerate the tables of docs/analysis.md with the commands above them."""
     before = document.read_text(encoding="utf-8")
     after = rewritten(before, render)
     if after == before:

@@ -6,26 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
+import matplotlib.ticker
 import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from replayer.report.figures.style import COLOURS
+from replayer.report.figures.style import COLOURS, style
 
-_STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "warmroute",
-    "text.parse_math": False,
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "axes.axisbelow": True,
-    "figure.constrained_layout.use": True,
-}
 _MAX_POINTS = 600
 
 
@@ -53,7 +40,7 @@ def lines(
     marks: Mapping[str, float] | None = None,
 ) -> None:
     """Curves on common axes; ``levels`` are dashed horizontals, ``marks`` dotted verticals with their names."""
-    with matplotlib.rc_context(_STYLE):
+    with style():
         figure = Figure(figsize=(5.6, 3.6))
         axes = figure.add_subplot()
         for index, curve in enumerate(curves):
@@ -78,7 +65,7 @@ def lines(
             axes.set_yscale("log")
         for axis, log in ((axes.xaxis, log_x), (axes.yaxis, log_y)):
             if log:
-                # matplotlib's own logarithmic labels are mathematics, which is switched off.
+                # matplotlib's own logarithmic labels use math text, which is switched off.
                 axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:,.10g}"))
                 axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         if curves:
@@ -109,7 +96,7 @@ def distribution(
 
 def bars(to: Path, shares: Mapping[str, float], *, y: str, title: str = "") -> None:
     """One bar for each name."""
-    with matplotlib.rc_context(_STYLE):
+    with style():
         figure = Figure(figsize=(5.6, 3.2))
         axes = figure.add_subplot()
         axes.bar(range(len(shares)), list(shares.values()), color=COLOURS[1], width=0.7)

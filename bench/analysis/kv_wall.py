@@ -1,15 +1,15 @@
-"""Room for KV caches: how many requests fit a pool, and at which load static prefill/decode separation runs out of it.
+"""KV capacity: requests that fit a pool, and the load at which static prefill/decode separation runs out of it.
 
-Assumptions, all of them simple on purpose:
+Assumptions, simple on purpose:
 
-- Pool = visible memory x utilisation - weights - overhead (activations, CUDA graphs, context), or as given.
+- Pool = visible memory x utilisation - weights - overhead (activations, CUDA graphs, context), or a given size.
 - Arrivals are Poisson at a given rate; prompts, outputs and new tokens are the trace's. Requests of one session do not
   share blocks while in flight.
 - P instances: M/G/1 queues of prefills at the profile's times (Pollaczek-Khinchine for the mean wait).
 - D instances: a request holds blocks for prompt and output from the pull (or from its arrival, if both legs are sent
   at once) until it is done. TPOT is the fixed point of Little's law with the profile's decode step: streams = rate x
   output x TPOT(streams). Requests in flight are then M/G/infinity and the KV they hold is compound Poisson, as if the
-  pool had no end; what it would hold beyond its end is work that waits for room.
+  pool were unlimited; KV beyond its size is work that waits for room.
 - Co-located: every instance prefills and decodes; a request holds its blocks from the start of its prefill; decodes get
   tokens only in the share of time that is not prefill.
 """
@@ -25,30 +25,30 @@ import numpy as np
 
 from bench.analysis.architecture import Architecture
 from bench.analysis.output import AnalysisError
-from bench.analysis.sheets import Gpu
+from bench.analysis.sheets import GpuSheet
 from replayer.traces.ideal import cached_tokens, sticky
 from replayer.traces.trace import Trace
 from sim.fit import model_prefill
 from sim.hardware import HardwareProfile
 
 OVERFLOW_CHANCE = 0.01
-"""A pool is called too small when the requests in flight need more than it has for this share of the time."""
+"""A pool is too small when the requests in flight need more than its size for this share of the time."""
 MAX_RATE_FACTOR = 1 << 12
 _STEPS = 40
 _GRID = 1 << 13
 
 
 class Handoff(StrEnum):
-    """When a decode instance begins to hold a request's blocks."""
+    """Time at which a decode instance begins to hold a request's blocks."""
 
     PULL = "pull"
-    """When the prefill is done: the P leg is awaited first."""
+    """After the prefill: the P leg is awaited first."""
     ARRIVAL = "arrival"
-    """When the request arrives: both legs are sent at once and D waits with its blocks allocated."""
+    """At the request's arrival: both legs are sent at once and D waits with its blocks allocated."""
 
 
-class Verdict(StrEnum):
-    """Whether a split holds, or what fails first."""
+class SplitVerdict(StrEnum):
+    """Verdict on a split: it keeps up, or the resource that fails first."""
 
     OK = "ok"
     PREFILL = "prefill too slow"
@@ -56,8 +56,8 @@ class Verdict(StrEnum):
     KV = "KV full"
 
 
-class Pool(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance's KV pool and where it comes from; bytes."""
+class InstancePool(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance's KV pool and the terms it is computed from, in bytes."""
 
     given: bool
     visible_bytes: float
@@ -68,8 +68,8 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     pool_tokens: int
 
 
-class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests of one size fit a pool."""
+class PoolFit(msgspec.Struct, frozen=True, kw_only=True):
+    """Number of requests of one size that fit a pool."""
 
     size: str
     tokens: float
@@ -83,28 +83,28 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int
     decode: int
     prefill_busy: float
-    """Share of time the prefilling instances compute prefills; from 1 on their queue grows without end."""
+    """Share of time the prefilling instances compute prefills; from 1 on their queue grows without bound."""
     prefill_wait_s: float | None
-    """Mean time in the queue; None: without end."""
+    """Mean time in the queue in seconds; None: unbounded."""
     streams: float | None
     """Mean requests decoding on one decode instance; None: they cannot keep up."""
     tpot_s: float | None
     hold_s: float | None
-    """Mean time a request holds blocks on its decode instance; None: without end."""
+    """Mean seconds for which a request holds blocks on its decode instance; None: unbounded."""
     kv_mean_bytes: float | None
     """Mean KV held on one decode instance."""
     kv_p99_bytes: float | None
     overflow: float
     """Share of time in which the requests in flight need more than the pool."""
-    verdict: Verdict
+    verdict: SplitVerdict
     breaks_at: float | None
     """Rate, in multiples of the given one, at which this split first fails; None: beyond 4096."""
-    breaks_by: Verdict
-    """What fails there."""
+    breaks_by: SplitVerdict
+    """The resource that fails at that rate."""
 
 
 class KvWall(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``analyse kv-wall`` found."""
+    """Result of ``analyse kv-wall``."""
 
     trace: str
     model: str
@@ -115,14 +115,14 @@ class KvWall(msgspec.Struct, frozen=True, kw_only=True):
     rate_per_s: float
     prefill_hits: bool
     kv_bytes_per_token: float
-    pool: Pool
+    pool: InstancePool
     profile_pool_bytes: float
-    """What the hardware profile says the pool is."""
-    fits: list[Fit]
+    """The pool according to the hardware profile."""
+    fits: list[PoolFit]
     splits: list[Split]
 
 
-class Load(NamedTuple):
+class TraceLoad(NamedTuple):
     """The trace's requests as arrays, one value for each."""
 
     prompt: Any
@@ -133,7 +133,7 @@ class Load(NamedTuple):
 
 def kv_pool(
     model: Architecture,
-    gpu: Gpu,
+    gpu: GpuSheet,
     *,
     weight_bytes: float,
     kv_bytes_per_token: float,
@@ -141,7 +141,7 @@ def kv_pool(
     utilisation: float,
     overhead_bytes: float,
     given_bytes: float | None,
-) -> Pool:
+) -> InstancePool:
     """The pool of one instance.
 
     Raises:
@@ -155,7 +155,7 @@ def kv_pool(
             f"{model.name} leaves no room for KV on {gpus} x {gpu.name}: {visible * utilisation / 2**30:,.1f} GiB may "
             f"be used, weights take {weight_bytes / 2**30:,.1f}; give more --gpus or --weight-bits 8"
         )
-    return Pool(
+    return InstancePool(
         given=given_bytes is not None,
         visible_bytes=visible,
         utilisation=utilisation,
@@ -166,12 +166,12 @@ def kv_pool(
     )
 
 
-def fits(trace: Trace, pool: Pool, kv_bytes_per_token: float, extra: Sequence[int] = ()) -> list[Fit]:
+def fits(trace: Trace, pool: InstancePool, kv_bytes_per_token: float, extra: Sequence[int] = ()) -> list[PoolFit]:
     """Mean, p50, p90, p99 and longest request of a trace, and requests of ``extra`` tokens, against the pool."""
     tokens = np.array([request.input_length + request.output_length for request in trace.requests], dtype=float)
     sizes = {"mean": tokens.mean()} | {f"p{q}": np.quantile(tokens, q / 100) for q in (50, 90, 99)}
     return [
-        Fit(
+        PoolFit(
             size=name,
             tokens=float(size),
             kv_bytes=float(size * kv_bytes_per_token),
@@ -181,28 +181,30 @@ def fits(trace: Trace, pool: Pool, kv_bytes_per_token: float, extra: Sequence[in
     ]
 
 
-def load_of(trace: Trace, instances: int, hits: bool) -> Load:
+def load_of(trace: Trace, instances: int, hits: bool) -> TraceLoad:
     """Requests with the tokens left to compute on ``instances`` caches without limit, sessions sticking to one.
 
-    Without ``hits`` every prompt is computed whole.
+    With ``hits`` False every prompt is computed in full.
     """
     prompt = np.array([request.input_length for request in trace.requests], dtype=float)
     output = np.array([max(1, request.output_length) for request in trace.requests], dtype=float)
     cached = cached_tokens(trace.requests, trace.block_tokens, sticky(instances)) if hits else [0] * len(prompt)
-    return Load(prompt, output, prompt - np.array(cached, dtype=float))
+    return TraceLoad(prompt, output, prompt - np.array(cached, dtype=float))
 
 
-class Fleet(NamedTuple):
-    """What the splits have in common."""
+class SplitFleet(NamedTuple):
+    """Timing and pool of one instance, shared by all splits of a fleet."""
 
     profile: HardwareProfile
-    pool: Pool
+    pool: InstancePool
     kv_bytes_per_token: float
     transport: str
     handoff: Handoff
 
 
-def assess(trace: Trace, fleet: Fleet, splits: Sequence[tuple[int, int]], rate_per_s: float, hits: bool) -> list[Split]:
+def assess(
+    trace: Trace, fleet: SplitFleet, splits: Sequence[tuple[int, int]], rate_per_s: float, hits: bool
+) -> list[Split]:
     """Every split of the fleet at the given rate, and the rate at which each fails.
 
     Args:
@@ -210,42 +212,42 @@ def assess(trace: Trace, fleet: Fleet, splits: Sequence[tuple[int, int]], rate_p
         fleet: Timing and pool of one instance.
         splits: (P, D) pairs; P = 0 is co-located on D instances.
         rate_per_s: Requests per second for the whole fleet.
-        hits: Whether prefixes are reused where the prefill runs.
+        hits: True if prefixes are reused where the prefill runs.
     """
     found = []
     for prefill, decode in splits:
         load = load_of(trace, prefill or decode, hits)
         prefill_s = _prefill_seconds(fleet.profile, load)
         at = _state(fleet, load, prefill_s, prefill, decode, rate_per_s)
-        low, high = (0.0, 1.0) if at.verdict is not Verdict.OK else (1.0, 2.0)
+        low, high = (0.0, 1.0) if at.verdict is not SplitVerdict.OK else (1.0, 2.0)
         failing = at
-        while high < MAX_RATE_FACTOR and failing.verdict is Verdict.OK:
+        while high < MAX_RATE_FACTOR and failing.verdict is SplitVerdict.OK:
             failing = _state(fleet, load, prefill_s, prefill, decode, rate_per_s * high)
-            low, high = (high, high * 2) if failing.verdict is Verdict.OK else (low, high)
-        for _ in range(_STEPS if failing.verdict is not Verdict.OK else 0):
+            low, high = (high, high * 2) if failing.verdict is SplitVerdict.OK else (low, high)
+        for _ in range(_STEPS if failing.verdict is not SplitVerdict.OK else 0):
             middle = (low + high) / 2
             state = _state(fleet, load, prefill_s, prefill, decode, rate_per_s * middle)
-            if state.verdict is Verdict.OK:
+            if state.verdict is SplitVerdict.OK:
                 low = middle
             else:
                 high, failing = middle, state
-        breaks = failing.verdict is not Verdict.OK
+        breaks = failing.verdict is not SplitVerdict.OK
         found.append(msgspec.structs.replace(at, breaks_at=high if breaks else None, breaks_by=failing.verdict))
     return found
 
 
 def over_rates(
-    trace: Trace, fleet: Fleet, split: tuple[int, int], rates_per_s: Sequence[float], hits: bool
+    trace: Trace, fleet: SplitFleet, split: tuple[int, int], rates_per_s: Sequence[float], hits: bool
 ) -> list[Split]:
-    """One split at several rates (``breaks_at`` is not looked for)."""
+    """One split at several rates (``breaks_at`` is not computed)."""
     prefill, decode = split
     load = load_of(trace, prefill or decode, hits)
     seconds = _prefill_seconds(fleet.profile, load)
     return [_state(fleet, load, seconds, prefill, decode, rate) for rate in rates_per_s]
 
 
-def _prefill_seconds(profile: HardwareProfile, load: Load) -> Any:
-    """Of every request on an idle instance."""
+def _prefill_seconds(profile: HardwareProfile, load: TraceLoad) -> Any:
+    """Prefill seconds of every request on an idle instance."""
     budget = profile.max_num_batched_tokens
     return np.array(
         [
@@ -255,7 +257,7 @@ def _prefill_seconds(profile: HardwareProfile, load: Load) -> Any:
     )
 
 
-def _state(fleet: Fleet, load: Load, prefill_s: Any, prefill: int, decode: int, rate_per_s: float) -> Split:
+def _state(fleet: SplitFleet, load: TraceLoad, prefill_s: Any, prefill: int, decode: int, rate_per_s: float) -> Split:
     """Queues and KV at one rate."""
     each_p = rate_per_s / (prefill or decode)
     busy = float(each_p * prefill_s.mean())
@@ -291,15 +293,15 @@ def _state(fleet: Fleet, load: Load, prefill_s: Any, prefill: int, decode: int, 
         overflow=overflow,
         verdict=_verdict(busy, tpot_s, overflow),
         breaks_at=None,
-        breaks_by=Verdict.OK,
+        breaks_by=SplitVerdict.OK,
     )
 
 
 def held_kv(kv_bytes: Any, held_s: Any, rate_per_s: float, pool_bytes: float) -> tuple[float, float]:
     """99th percentile of the KV that requests in flight hold (bytes), and the chance that it exceeds the pool.
 
-    Compound Poisson: at any time ``rate x mean(held)`` requests on average, each drawn with a weight of how long it is
-    held. The distribution is found on a grid by the Fourier transform, ``exp(n (F - 1))``.
+    Compound Poisson: at any time ``rate x mean(held)`` requests on average, each drawn with a weight equal to its
+    holding time. The distribution is computed on a grid by the Fourier transform, ``exp(n (F - 1))``.
     """
     requests = rate_per_s * float(held_s.mean())
     weights = held_s / held_s.sum()
@@ -318,20 +320,20 @@ def held_kv(kv_bytes: Any, held_s: Any, rate_per_s: float, pool_bytes: float) ->
     return p99, float(max(0.0, 1.0 - within))
 
 
-def _verdict(busy: float, tpot_s: float | None, overflow: float) -> Verdict:
+def _verdict(busy: float, tpot_s: float | None, overflow: float) -> SplitVerdict:
     if busy >= 1:
-        return Verdict.PREFILL
+        return SplitVerdict.PREFILL
     if tpot_s is None:
-        return Verdict.DECODE
-    return Verdict.KV if overflow >= OVERFLOW_CHANCE else Verdict.OK
+        return SplitVerdict.DECODE
+    return SplitVerdict.KV if overflow >= OVERFLOW_CHANCE else SplitVerdict.OK
 
 
 def _decoding(
-    profile: HardwareProfile, load: Load, rate_per_s: float, free: float
+    profile: HardwareProfile, load: TraceLoad, rate_per_s: float, free: float
 ) -> tuple[float | None, float | None]:
     """Streams and TPOT of one decode instance, by bisection for Little's law; (None, None): it cannot keep up."""
     output = float(load.output.mean())
-    # A stream's context weighs as long as it decodes.
+    # A stream's context is weighted by its decode time.
     context = float(((load.prompt + load.output / 2) * load.output).sum() / load.output.sum())
     timing = profile.timing
 
@@ -352,7 +354,7 @@ def _decoding(
     return high, tpot_s(high)
 
 
-def _transfers(fleet: Fleet, size_bytes: Any, streams: float) -> Any:
+def _transfers(fleet: SplitFleet, size_bytes: Any, streams: float) -> Any:
     """Seconds to move each request's KV with ``streams`` decoding on either side."""
     table = fleet.profile.transport(fleet.transport)
     top = float(size_bytes.max())

@@ -1,4 +1,4 @@
-"""How every analysis speaks: tables for people, Markdown for documents, JSON for programs, figures as SVG files."""
+"""Output of every analysis: tables, Markdown, JSON, and figures as SVG files; and the options they share."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 TracePath = Annotated[
     Path, typer.Argument(help="Trace of any format that `warmroute replay` reads.", show_default=False)
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Read only so many requests of the trace.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Number of requests to read from the trace; default: all.")]
 BlockTokens = Annotated[int | None, typer.Option(min=1, help="Tokens per hash id; detected by default.")]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as one JSON object instead of tables.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
-Figures = Annotated[
-    Path | None, typer.Option(help="Also write figures (SVG) to this folder; made if it does not exist.")
-]
+Figures = Annotated[Path | None, typer.Option(help="Also write figures (SVG) to this folder; created if missing.")]
 Model = Annotated[
     str, typer.Option(help="Model: a name in configs/models, or a path to such a YAML file or to a config.json.")
 ]
@@ -30,7 +28,7 @@ Gpu = Annotated[str, typer.Option(help="GPU: a name in configs/gpus, or a path t
 
 
 class AnalysisError(Exception):
-    """An analysis cannot be made from what was given; the text says what to do."""
+    """Inputs from which an analysis cannot be made; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class Sheet:
 def load_trace(
     path: Path, limit: int | None, block_tokens: int | None, chain: Literal["repair", "keep"] = "repair"
 ) -> Trace:
-    """A checked trace, or the end of the command with the loader's message."""
+    """A checked trace; ends the command with the loader's message if there is none."""
     from replayer.traces.loading import LoadOptions, load
     from replayer.traces.trace import TraceError
 
@@ -65,7 +63,7 @@ def stop(error: object) -> NoReturn:
 
 
 def show(result: Any, sheets: Sequence[Sheet], *, as_json: bool, as_markdown: bool) -> None:
-    """Print a result in the form asked for."""
+    """Print a result as tables, Markdown or JSON."""
     if as_json and as_markdown:
         stop("give --json or --markdown, not both")
     if as_json:
@@ -109,7 +107,7 @@ def _print(sheets: Sequence[Sheet]) -> None:
 
 
 def folder(path: Path) -> Path:
-    """A folder to write figures to, made if need be."""
+    """A folder for figures, created if missing; ends the command if it cannot be."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

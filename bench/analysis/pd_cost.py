@@ -1,8 +1,8 @@
-"""What taking a prefill off a decoding instance is worth, and what moving its KV cache costs.
+"""Benefit of moving a prefill off a decoding instance, and cost of moving its KV cache.
 
 ``benefit = D * T_prefill * (1 - TPOT_base / TPOT_during)`` stream-seconds: D streams get tokens at TPOT_during instead
-of TPOT_base for T_prefill seconds, so each loses that part of the time. It is a sum over the streams and has nothing to
-do with how long any one request decodes; capping it at that made a published cost model wrong by a factor of a
+of TPOT_base for T_prefill seconds, so each loses that part of the time. It is a sum over the streams and does not
+depend on the decode time of any one request; capping it at that time made a published cost model wrong by a factor of a
 hundred.
 """
 
@@ -22,7 +22,7 @@ from sim.points import InterferencePoint, Points
 
 
 class CostRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt length, its prefill wholly new, among ``streams`` decodes."""
+    """One prompt length, nothing of it cached, among ``streams`` decodes."""
 
     prompt_tokens: int
     streams: int
@@ -37,30 +37,30 @@ class CostRow(msgspec.Struct, frozen=True, kw_only=True):
     benefit_stream_s: float
     """Summed over the streams."""
     stall_per_stream_s: float
-    """What one stream loses."""
+    """Seconds that one stream loses."""
     capped_benefit_s: float
-    """The wrong account: no more than one request's decode time."""
+    """The incorrect model: at most one request's decode time."""
     transfer_idle_s: float
     transfer_loaded_s: float
-    """With as many streams decoding on both sides as on the instance that is relieved."""
+    """Transfer seconds with as many streams decoding on both sides as on the instance that is relieved."""
     formula_idle_s: float | None
-    """By the routing policies' transfer formula; None: it does not know the transport."""
+    """Seconds by the routing policies' transfer formula; None: it does not cover the transport."""
     formula_loaded_s: float | None
     gain_idle: float
     """Benefit over transfer."""
     gain_loaded: float
     break_even_streams: int
-    """Fewest streams that make the loaded transfer pay, at this row's stall and transfer; 0: no stall at all."""
+    """Fewest streams that make the loaded transfer pay, at this row's stall and transfer; 0: there is no stall."""
     pays: bool
-    """Against the loaded transfer."""
+    """True if the benefit exceeds the loaded transfer."""
     pays_if_capped: bool
-    """What the wrong account says, against the idle transfer."""
+    """The same by the incorrect model, against the idle transfer."""
     understated: float
     """Summed benefit over the capped one."""
 
 
 class CostTable(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``analyse pd-cost`` found."""
+    """Result of ``analyse pd-cost``."""
 
     profile: str
     source: str
@@ -82,11 +82,11 @@ def cost_table(
 
     Args:
         profile: Step times and transfer tables.
-        points: Measured prefills among decodes, used where one fits exactly.
-        tokens: Prompt lengths; nothing of them is cached on either side.
-        streams: Decoding streams on the instance that the prefill is taken off.
+        points: Measured prefills among decodes, used where one matches exactly.
+        tokens: Prompt lengths; no part of a prompt is cached on either side.
+        streams: Decoding streams on the instance that the prefill is moved away from.
         transport: Of the profile; its default one if None.
-        single_decode_s: One request's decode time, at which the wrong account capped the benefit.
+        single_decode_s: One request's decode time, at which the incorrect model capped the benefit.
 
     Raises:
         ProfileError: the profile has no such transport.
@@ -143,7 +143,7 @@ def _row(
 def _interference(
     profile: HardwareProfile, points: Points | None, prompt: int, streams: int
 ) -> tuple[float, float, float, bool]:
-    """TPOT before, T_prefill, TPOT during (seconds), and whether all are measured."""
+    """(TPOT before, T_prefill, TPOT during, in seconds; True if all are measured)"""
     point = _measured(points, prompt, streams)
     if points is not None and point is not None:
         before = [each for each in points.decode if each.streams == streams]

@@ -1,10 +1,9 @@
-"""Roofline of prefill and decode: what a model's arithmetic allows on a GPU's peaks (Williams et al., CACM 2009).
+"""Roofline of prefill and decode: least times of a model's steps at a GPU's peaks (Williams et al., CACM 2009).
 
 Time of a step >= max(FLOPs / peak FLOPs, bytes / peak bandwidth). FLOPs: the layers' matrices for every token,
 attention over what precedes it, the output layer once for each sampled token. Bytes: the weights a step touches (of a
 mixture of experts those its tokens choose, taken as at random), keys and values read and written. Left out, so the
-floor is low: activations, kernels' launches, softmax and norms, routing, what a cache re-reads, and communication
-between GPUs.
+floor is low: activations, kernel launches, softmax and norms, routing, repeated reads, and communication between GPUs.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import NamedTuple
 import msgspec
 
 from bench.analysis.architecture import Architecture
-from bench.analysis.sheets import Gpu
+from bench.analysis.sheets import GpuSheet
 
 
 class Precision(NamedTuple):
-    """How many bits a weight and a value of the KV cache have: 16 or 8."""
+    """Bits of a weight and of a value of the KV cache: 16 or 8."""
 
     weight_bits: int = 16
     kv_bits: int = 16
@@ -33,8 +32,8 @@ class Precision(NamedTuple):
         return self.kv_bits / 8
 
 
-class Work(NamedTuple):
-    """What one step has to do at the least."""
+class StepWork(NamedTuple):
+    """Least work of one step: FLOPs and bytes."""
 
     flops: float
     bytes: float
@@ -46,17 +45,17 @@ class Work(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Peaks of ``gpus`` GPUs that share a model evenly, their communication free."""
+    """Peaks of ``gpus`` GPUs that share a model evenly; their communication is not counted."""
 
     flops_per_s: float
     bytes_per_s: float
 
     @property
     def ridge(self) -> float:
-        """FLOPs a byte from which on arithmetic is the limit."""
+        """FLOPs per byte from which arithmetic is the limit."""
         return self.flops_per_s / self.bytes_per_s
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepWork) -> float:
         """The least time of a step."""
         return max(work.flops / self.flops_per_s, work.bytes / self.bytes_per_s)
 
@@ -65,7 +64,7 @@ class Machine(NamedTuple):
         return min(self.flops_per_s, intensity * self.bytes_per_s)
 
 
-def machine(gpu: Gpu, precision: Precision, gpus: int = 1) -> Machine:
+def machine(gpu: GpuSheet, precision: Precision, gpus: int = 1) -> Machine:
     """Peaks for a precision.
 
     Raises:
@@ -74,12 +73,12 @@ def machine(gpu: Gpu, precision: Precision, gpus: int = 1) -> Machine:
     return Machine(gpus * gpu.flops_per_s(precision.weight_bits), gpus * gpu.bytes_per_s)
 
 
-def prefill_step(model: Architecture, precision: Precision, new: int, context: int, sampled: int = 1) -> Work:
+def prefill_step(model: Architecture, precision: Precision, new: int, context: int, sampled: int = 1) -> StepWork:
     """One chunk of ``new`` prompt tokens after ``context`` tokens; ``sampled`` tokens go through the output layer."""
     weights = model.touched_parameters(new) + (model.head_parameters if sampled else 0)
     kv_tokens = context + 2 * new
-    """Read once what precedes the chunk and the chunk itself, after writing the chunk's."""
-    return Work(
+    """The chunk's KV is written once; it and everything before it are read once."""
+    return StepWork(
         flops=new * model.layer_flops_per_token()
         + 2.0 * sampled * model.head_parameters
         + model.attention_flops(new, context),
@@ -87,10 +86,10 @@ def prefill_step(model: Architecture, precision: Precision, new: int, context: i
     )
 
 
-def decode_step(model: Architecture, precision: Precision, streams: int, context: int) -> Work:
+def decode_step(model: Architecture, precision: Precision, streams: int, context: int) -> StepWork:
     """One token for each of ``streams`` with ``context`` tokens each."""
     weights = model.touched_parameters(streams) + model.head_parameters
-    return Work(
+    return StepWork(
         flops=streams
         * (model.layer_flops_per_token() + 2.0 * model.head_parameters + model.attention_flops(1, context)),
         bytes=weights * precision.weight_bytes + streams * (context + 1) * model.kv_bytes_per_token(precision.kv_bytes),
@@ -99,7 +98,7 @@ def decode_step(model: Architecture, precision: Precision, streams: int, context
 
 def prefill_steps(
     model: Architecture, precision: Precision, new: int, cached: int = 0, chunk_tokens: int = 8192
-) -> list[Work]:
+) -> list[StepWork]:
     """The chunks of a prompt of ``new`` tokens after ``cached`` ones; the last one samples a token."""
     steps = []
     for done in range(0, new, chunk_tokens):
@@ -121,7 +120,7 @@ def decode_s(model: Architecture, precision: Precision, on: Machine, streams: in
     return on.seconds(decode_step(model, precision, streams, context))
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredTime(msgspec.Struct, frozen=True, kw_only=True):
     """One measured time against the roofline's floor."""
 
     kind: str
@@ -139,10 +138,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return self.floor_s / self.measured_s
 
 
-def measured(kind: str, point: str, steps: Sequence[Work], seconds: float, on: Machine) -> Measured:
+def measured(kind: str, point: str, steps: Sequence[StepWork], seconds: float, on: Machine) -> MeasuredTime:
     """A measured time against the floor of its steps."""
     flops = sum(step.flops for step in steps)
-    return Measured(
+    return MeasuredTime(
         kind=kind,
         point=point,
         floor_s=sum(on.seconds(step) for step in steps),
@@ -167,11 +166,11 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     floor_s: float
     tflops_ceiling: float
     fits: bool
-    """Whether weights and these tokens' KV are within the memory that the driver shows."""
+    """True if weights and these tokens' KV are within the memory that the driver reports."""
 
 
 class Roofline(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``analyse roofline`` found."""
+    """Result of ``analyse roofline``."""
 
     model: str
     gpu: str
@@ -180,7 +179,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     kv_bits: int
     parameters: int
     active_parameters: float
-    """That one token is multiplied with, output layer included."""
+    """Parameters that one token is multiplied with, output layer included."""
     weight_bytes: float
     kv_bytes_per_token: float
     layer_flops_per_token: float
@@ -192,10 +191,10 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     compute_bound_chunk: int | None
     """Smallest chunk (context 0, powers of two refined) limited by arithmetic; None: none up to a million."""
     profile: str | None
-    measured: list[Measured]
+    measured: list[MeasuredTime]
 
 
-def step_row(kind: str, tokens: int, context: int, work: Work, on: Machine, *, fits: bool) -> StepRow:
+def step_row(kind: str, tokens: int, context: int, work: StepWork, on: Machine, *, fits: bool) -> StepRow:
     """A table's row of a step."""
     return StepRow(
         kind=kind,

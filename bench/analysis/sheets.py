@@ -27,8 +27,8 @@ _REFUSED = {
 _Sheet = TypeVar("_Sheet", bound=BaseModel)
 
 
-class Gpu(BaseModel):
-    """A GPU's peaks by its data sheet, without sparsity."""
+class GpuSheet(BaseModel):
+    """A GPU's peaks according to its data sheet, without sparsity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,10 +39,10 @@ class Gpu(BaseModel):
     hbm_tb_per_s: float = Field(gt=0)
     memory_gb: float = Field(gt=0)
     visible_mib: float = Field(gt=0)
-    """Memory that the driver shows, MiB."""
+    """Memory that the driver reports, MiB."""
 
     def flops_per_s(self, weight_bits: int) -> float:
-        """Peak of the tensor cores for that many bits a weight.
+        """Peak FLOP/s of the tensor cores for weights of ``weight_bits``.
 
         Raises:
             AnalysisError: the sheet has no such figure.
@@ -55,12 +55,12 @@ class Gpu(BaseModel):
 
     @property
     def bytes_per_s(self) -> float:
-        """Peak bandwidth of the memory."""
+        """Peak bandwidth of the memory, bytes per second."""
         return self.hbm_tb_per_s * 1e12
 
     @property
     def visible_bytes(self) -> float:
-        """Memory that the driver shows."""
+        """Memory that the driver reports, bytes."""
         return self.visible_mib * 2**20
 
 
@@ -68,7 +68,7 @@ def load_model(name: str) -> Architecture:
     """A model by name in configs/models, or from a YAML file or config.json.
 
     Raises:
-        AnalysisError: no such model, or one whose arithmetic is another.
+        AnalysisError: no such model, or one with an architecture that is not supported.
     """
     path = _find(name, MODEL_FOLDER, "model")
     raw = _read(path)
@@ -77,14 +77,14 @@ def load_model(name: str) -> Architecture:
     return _validated(Architecture, raw, path)
 
 
-def load_gpu(name: str) -> Gpu:
+def load_gpu(name: str) -> GpuSheet:
     """A GPU by name in configs/gpus, or from such a YAML file.
 
     Raises:
         AnalysisError: no such GPU, or a file that is not one.
     """
     path = _find(name, GPU_FOLDER, "GPU")
-    return _validated(Gpu, _read(path), path)
+    return _validated(GpuSheet, _read(path), path)
 
 
 def _find(name: str, folder: Path, what: str) -> Path:
@@ -111,19 +111,19 @@ def _validated(kind: type[_Sheet], raw: dict[str, Any], path: Path) -> _Sheet:
         return kind.model_validate(raw)
     except ValidationError as error:
         lines = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'file'}: {each['msg']}" for each in error.errors())
-        raise AnalysisError(f"{path} is not a {kind.__name__.lower()} file: {lines}") from error
+        raise AnalysisError(f"{path} is not a {'GPU' if kind is GpuSheet else 'model'} file: {lines}") from error
 
 
 def _from_hugging_face(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The keys that count, with Hugging Face's defaults; architectures counted otherwise are refused."""
+    """The keys that are needed, with Hugging Face's defaults; unsupported architectures are rejected."""
     raw = raw.get("text_config", raw)
     for key, what in _REFUSED.items():
         if raw.get(key):
-            raise AnalysisError(f"{path}: {key} means {what}, which this analysis does not count")
+            raise AnalysisError(f"{path}: {key} means {what}, which this analysis does not support")
     if len(set(raw.get("layer_types") or [])) > 1 or raw.get("decoder_sparse_step", 1) != 1:
-        raise AnalysisError(f"{path}: layers of different kinds, which this analysis does not count")
+        raise AnalysisError(f"{path}: layers of different kinds, which this analysis does not support")
     if raw.get("use_sliding_window", raw.get("sliding_window") is not None):
-        raise AnalysisError(f"{path}: a sliding window, which this analysis does not count")
+        raise AnalysisError(f"{path}: a sliding window, which this analysis does not support")
     found = {key: raw[key] for key in Architecture.model_fields if raw.get(key) is not None and key != "name"}
     for key, ours in _ALIASES.items():
         if key in raw:

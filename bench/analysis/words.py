@@ -1,4 +1,4 @@
-"""Numbers as the tables write them, and lists of numbers as options give them."""
+"""Formatting of numbers in tables, and parsing of number lists in options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def integers(text: str, option: str, *, least: int) -> list[int]:
-    """``1,8,64`` as numbers, or the end of the command."""
+    """``1,8,64`` as numbers; ends the command if it is not such a list."""
     found = []
     for word in filter(None, (part.strip().replace("_", "") for part in text.split(","))):
         if not word.isascii() or not word.isdigit() or int(word) < least:

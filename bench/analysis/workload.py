@@ -1,9 +1,9 @@
 """Anatomy of a trace in one pass: lengths, classes, reuse, gaps, sessions, arrivals, KV bytes.
 
-Requests are taken from an iterator, so a trace of millions need not be in memory. What grows with it: about 70 bytes
+Requests are taken from an iterator, so a trace of millions need not be in memory. Memory grows by about 70 bytes
 for each request, a few hundred for each session, and the block ids of the reuse figures, which are bounded: when more
-than ``remember_blocks`` are known, up to half of them, those not used for longest, are forgotten, and what returns
-after that counts as new.
+than ``remember_blocks`` are known, up to half of them, the least recently used, are dropped, and count as new when they
+return.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from replayer.traces.trace import TraceRequest
 REMEMBER_BLOCKS = 8_000_000
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
+class QuantitySpread(msgspec.Struct, frozen=True, kw_only=True):
     """A quantity over requests or sessions."""
 
     n: int
@@ -33,8 +33,8 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     max: float
 
 
-class ClassShare(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of one class, by new tokens on one cache that never forgets."""
+class IdealClassShare(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of one class, by new tokens on one unlimited cache."""
 
     name: str
     requests: int
@@ -43,12 +43,12 @@ class ClassShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reuse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one cache for all, without eviction, finds. Shares of prompt tokens unless said otherwise."""
+    """Hits of one cache for all requests, without eviction. Shares of prompt tokens unless said otherwise."""
 
     cached_share: float
     """The APC."""
     intra_session_share_of_hits: float
-    """Hits that the session's own earlier turns suffice for."""
+    """Share of hits that the session's own earlier turns provide."""
     cross_session_share_of_hits: float
     cross_session_share_of_tokens: float
     forgotten_blocks: int
@@ -68,39 +68,39 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
     """Variance over mean of the requests in a bin: 1 for a Poisson process, more for bursts."""
 
 
-class Anatomy(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``analyse workload`` found."""
+class TraceAnatomy(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of ``analyse workload``."""
 
     trace: str
     requests: int
     sessions: int | None
     """None: the trace names none."""
     subagent_requests: int
-    prompt_tokens: Spread
-    output_tokens: Spread
-    new_tokens: Spread
+    prompt_tokens: QuantitySpread
+    output_tokens: QuantitySpread
+    new_tokens: QuantitySpread
     prefill_share: float
     """Prompt tokens over prompt and output tokens."""
     computed_prefill_share: float
     """The same with new tokens only."""
-    classes: list[ClassShare]
+    classes: list[IdealClassShare]
     reuse: Reuse
-    turns: Spread | None
-    gap_s: Spread | None
-    """Between the arrivals of a session's consecutive requests."""
-    gap_requests: Spread | None
+    turns: QuantitySpread | None
+    gap_s: QuantitySpread | None
+    """Seconds between the arrivals of a session's consecutive requests."""
+    gap_requests: QuantitySpread | None
     """The same, counted in requests of the trace: 1 is the very next."""
-    think_time_s: Spread | None
+    think_time_s: QuantitySpread | None
     arrivals: Arrivals
     model: str
     kv_bytes_per_token: float
-    kv_bytes: Spread
-    """Of a request's prompt and output."""
+    kv_bytes: QuantitySpread
+    """KV bytes of a request's prompt and output."""
     notes: list[str]
 
 
-class Blocks:
-    """Which blocks were seen, and by which sessions; bounded by forgetting in two generations."""
+class SeenBlocks:
+    """Blocks seen so far, with the sessions that used them; bounded by dropping the older of two generations."""
 
     def __init__(self, remember: int) -> None:
         self._half = max(1, remember // 2)
@@ -111,7 +111,7 @@ class Blocks:
         self.forgotten = 0
 
     def use(self, ids: Sequence[int], full: int, session: int) -> tuple[int, int]:
-        """Leading blocks known, and known from ``session`` itself; then all of them are known.
+        """Leading blocks known, and known from ``session`` itself; adds all of the request's blocks.
 
         ``ids`` are chained, so both are found by bisection.
         """
@@ -120,7 +120,8 @@ class Blocks:
         if session >= 0:
             self._young_pairs.update((block, session) for block in ids[own:known])
         if self._old:
-            # Used again: young again. The young are closed under prefixes, so those that are not begin at one place.
+            # A block that is used again becomes young. Young blocks are closed under prefixes, so the others begin at
+            # one depth.
             young = self._prefix(ids, known, None, self._young)
             self._young.update((block, self._old.get(block, session)) for block in ids[young:known])
             self._young_pairs.update(
@@ -154,8 +155,8 @@ class Blocks:
         return (block, session) in self._young_pairs or (block, session) in self._old_pairs
 
 
-class Columns:
-    """Figures of every request, 8 bytes each."""
+class RequestColumns:
+    """Columns with a value per request, 8 bytes each."""
 
     def __init__(self) -> None:
         self.prompt_tokens = array("q")
@@ -171,16 +172,16 @@ class Columns:
 
 def columns(
     requests: Iterable[TraceRequest], block_tokens: int, remember_blocks: int = REMEMBER_BLOCKS
-) -> tuple[Columns, int, int, Blocks]:
+) -> tuple[RequestColumns, int, int, SeenBlocks]:
     """One pass over a trace in time order.
 
     Returns:
         Figures by request; named sessions; requests of sub-agents; the blocks.
 
     Raises:
-        ValueError: requests are not in order of time.
+        ValueError: requests are not in time order.
     """
-    found, blocks = Columns(), Blocks(remember_blocks)
+    found, blocks = RequestColumns(), SeenBlocks(remember_blocks)
     last: dict[str, tuple[int, float, int, int]] = {}
     """By session: its number, the time and index of its last request, its turns."""
     subagents = 0
@@ -188,7 +189,7 @@ def columns(
     for index, request in enumerate(requests):
         if request.timestamp_s < clock_s:
             raise ValueError(
-                f"request {index + 1} comes before the one above it; a trace must be in order of time "
+                f"request {index + 1} comes before the one above it; a trace must be in time order "
                 "(without --stream it is sorted)"
             )
         clock_s = request.timestamp_s
@@ -225,22 +226,22 @@ def anatomy(
     thresholds: ClassThresholds | None = None,
     remember_blocks: int = REMEMBER_BLOCKS,
     notes: Sequence[str] = (),
-) -> tuple[Anatomy, Columns]:
-    """Everything about a trace, and the columns behind it.
+) -> tuple[TraceAnatomy, RequestColumns]:
+    """All figures of a trace, and the columns they are computed from.
 
     Args:
         requests: In time order, ids chained.
         block_tokens: Tokens of a block id.
         name: Of the trace.
-        model: Whose ``kv_bytes_per_token`` it is.
+        model: Model that ``kv_bytes_per_token`` belongs to.
         kv_bytes_per_token: Bytes of one token's KV cache.
         bin_s: Width of the bins of the arrival rate; by default a sixtieth of the trace, at least a second.
         thresholds: Bounds of the classes.
-        remember_blocks: Bound on the block ids kept.
+        remember_blocks: Most block ids kept.
         notes: Of the loader.
 
     Raises:
-        ValueError: there are no requests, or they are not in order of time.
+        ValueError: there are no requests, or they are not in time order.
     """
     found, sessions, subagents, blocks = columns(requests, block_tokens, remember_blocks)
     prompt = np.asarray(found.prompt_tokens, dtype=np.int64)
@@ -251,7 +252,7 @@ def anatomy(
     own = np.asarray(found.own_tokens, dtype=np.int64)
     new = prompt - cached
     hits = int(cached.sum())
-    result = Anatomy(
+    result = TraceAnatomy(
         trace=name,
         requests=int(prompt.size),
         sessions=sessions or None,
@@ -282,16 +283,16 @@ def anatomy(
     return result, found
 
 
-def spread(values: Any) -> Spread:
+def spread(values: Any) -> QuantitySpread:
     """Mean and quantiles of at least one value; quantiles are linear between order statistics."""
     data = np.asarray(values, dtype=float)
     p50, p90, p99 = np.quantile(data, (0.5, 0.9, 0.99))
-    return Spread(
+    return QuantitySpread(
         n=int(data.size), mean=float(data.mean()), p50=float(p50), p90=float(p90), p99=float(p99), max=float(data.max())
     )
 
 
-def _spread_or_none(values: Sequence[float]) -> Spread | None:
+def _spread_or_none(values: Sequence[float]) -> QuantitySpread | None:
     return spread(values) if len(values) else None
 
 
@@ -299,13 +300,13 @@ def _share(part: Any, whole: Any) -> float:
     return float(part) / float(whole) if whole else 0.0
 
 
-def _classes(new: Any, thresholds: ClassThresholds) -> list[ClassShare]:
+def _classes(new: Any, thresholds: ClassThresholds) -> list[IdealClassShare]:
     bounds = (0, thresholds.medium_tokens, thresholds.heavy_tokens, int(new.max()) + thresholds.heavy_tokens + 1)
     rows = []
     for name, low, high in zip(("WARM", "MEDIUM", "HEAVY"), bounds, bounds[1:], strict=False):
         chosen = new[(new >= low) & (new < high)]
         rows.append(
-            ClassShare(
+            IdealClassShare(
                 name=name,
                 requests=int(chosen.size),
                 request_share=chosen.size / new.size,

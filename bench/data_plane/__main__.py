@@ -14,13 +14,13 @@ import typer
 from rich.console import Console
 
 from bench.data_plane.launches import LAUNCHES, StackError
-from bench.data_plane.markdown import markdown
-from bench.data_plane.measure import Record, memory_after, run
+from bench.data_plane.measure import DataPlaneRecord, memory_after, run
 from bench.data_plane.processes import ChildError
 from bench.data_plane.quantities import FULL, QUICK, SIZES, measurements
+from bench.data_plane.report.markdown import markdown
+from bench.data_plane.report.table import show
+from bench.data_plane.report.targets import check as check_targets
 from bench.data_plane.stacks import DIRECT
-from bench.data_plane.table import show
-from bench.data_plane.targets import check as check_targets
 
 STACKS = (DIRECT, *LAUNCHES)
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -41,24 +41,24 @@ def main(
     sizes: Annotated[str, typer.Option(help="Prompt sizes, with commas.")] = ",".join(SIZES),
     measure: Annotated[str, typer.Option(help="Measurements, with commas; empty: all.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Few requests, one round: about two minutes.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the prompts and of the order.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of the order.")] = 1,
     memory: Annotated[int, typer.Option(min=0, help="Also: memory after this many distinct 130 KB prompts.")] = 0,
     profile: Annotated[
         Path | None, typer.Option(help="Run warmroute under cProfile (py-spy for .svg) and write this.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write all samples to this JSON file.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a target is missed.")] = False,
     table: Annotated[Path | None, typer.Option(help="Only print the tables of this JSON file.", exists=True)] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
 ) -> None:
-    """Measure what each router adds and costs, in front of the same eight engine stubs on this host.
+    """Measure each router's added latency and CPU cost, in front of the same eight engine stubs on this host.
 
-    All stacks run at once and are measured in turn, in shuffled order, so that what the machine does meanwhile acts on
-    all of them. Peers come from `python -m bench.data_plane.peers`, nginx from PATH.
+    All stacks run at once and are measured in turn, in shuffled order, so that other load on the machine affects all of
+    them. Peers come from `python -m bench.data_plane.peers`, nginx from PATH.
     """
     console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "160")))
     if table is not None:
-        record = msgspec.json.decode(table.read_bytes(), type=Record)
+        record = msgspec.json.decode(table.read_bytes(), type=DataPlaneRecord)
     else:
         scale = QUICK if quick else FULL
         chosen_sizes = _chosen(sizes, list(SIZES), "--sizes")
@@ -69,7 +69,7 @@ def main(
         def progress(line: str) -> None:
             console.print(line, highlight=False, soft_wrap=True)
 
-        # Routers outlive a benchmark that ends without a word: leave by an exception, which stops them.
+        # Routers survive a benchmark that ends abruptly: leave by an exception, which stops them.
         signal.signal(signal.SIGTERM, lambda *signalled: sys.exit(143))
         try:
             record = run(

@@ -18,7 +18,7 @@ def cpu_s(pids: Iterable[int]) -> float:
     """User and system seconds of these processes, their ended threads included, since they started.
 
     On Linux from each process's CPU clock, in nanoseconds (``clock_getcpuclockid(3)``; the id of a process clock is
-    ``~pid << 3 | 2``); where that is refused from psutil, in scheduler ticks of about 10 ms.
+    ``~pid << 3 | 2``); if that is not available from psutil, in scheduler ticks of about 10 ms.
     """
     return sum(_one(pid) for pid in pids)
 

@@ -1,4 +1,4 @@
-"""How each stack is started in front of the engines: its command, its settings, what it has to be told."""
+"""Start commands and settings of each stack in front of the engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from bench.data_plane.client import Target
+from bench.data_plane.load.client import LoadTarget
 from bench.data_plane.peers import PEERS_BIN, peer_version
 
 HOST = "127.0.0.1"
@@ -21,7 +21,7 @@ OURS = "warmroute"
 
 
 class StackError(Exception):
-    """A stack cannot be started; the message says why, and what to do."""
+    """A stack that cannot be started; the message says why, and what to do."""
 
 
 class NotInstalledError(StackError):
@@ -30,17 +30,17 @@ class NotInstalledError(StackError):
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How to start one stack."""
+    """Command and settings of one stack."""
 
     command: list[str]
     note: str
     """Version and settings, for the record."""
     evidence: tuple[str, str] | None = None
-    """URL of its metrics, and the one that says what became of its requests' prefixes."""
+    """URL of its metrics, and the name of the metric that counts its prefix-routing decisions."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now; held together while they are drawn, so that they differ."""
+    """Distinct ports that are free now; all are held open until the last one is drawn."""
     sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
     try:
         return [each.getsockname()[1] for each in sockets]
@@ -49,7 +49,7 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-def warmroute(port: int, engines: Sequence[Target], folder: Path, profile: Path | None = None) -> Launch:
+def warmroute(port: int, engines: Sequence[LoadTarget], folder: Path, profile: Path | None = None) -> Launch:
     """Our proxy with every feature of a plain deployment: index, ledger, breakdown with its file, metrics, health."""
     config = folder / "warmroute.yaml"
     settings = {
@@ -71,14 +71,14 @@ def warmroute(port: int, engines: Sequence[Target], folder: Path, profile: Path 
 
 
 def _profiled(arguments: list[str], profile: Path | None) -> list[str]:
-    """Python with these arguments, under a profiler if one is asked for: py-spy for .svg, else cProfile."""
+    """Python with these arguments, under a profiler if ``profile`` is given: py-spy for .svg, else cProfile."""
     if profile is None:
         return [sys.executable, *arguments]
     if profile.suffix != ".svg":
         return [sys.executable, "-m", "cProfile", "-o", str(profile), *arguments]
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if program is None:
-        raise StackError("a profile in .svg is made by py-spy: pip install py-spy, or name another ending for cProfile")
+        raise StackError("a profile in .svg needs py-spy: pip install py-spy, or give another suffix to use cProfile")
     return [program, "record", "--rate", "400", "--output", str(profile), "--", sys.executable, *arguments]
 
 
@@ -89,7 +89,7 @@ def _peer(name: str) -> str:
     return str(program)
 
 
-def _vllm_router(policy: str, port: int, engines: Sequence[Target], folder: Path) -> Launch:
+def _vllm_router(policy: str, port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
     metrics_port = free_ports(1)[0]
     command = [
         _peer("vllm-router"),
@@ -104,17 +104,17 @@ def _vllm_router(policy: str, port: int, engines: Sequence[Target], folder: Path
     )
 
 
-def vllm_router_round_robin(port: int, engines: Sequence[Target], folder: Path) -> Launch:
-    """vLLM Router without looking at prompts."""
+def vllm_router_round_robin(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
+    """vLLM Router with round robin, which does not read prompts."""
     return _vllm_router("round_robin", port, engines, folder)
 
 
-def vllm_router_cache_aware(port: int, engines: Sequence[Target], folder: Path) -> Launch:
+def vllm_router_cache_aware(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
     """vLLM Router's default: every text prompt is rendered to token ids by every engine."""
     return _vllm_router("cache_aware", port, engines, folder)
 
 
-def sglang_cache_aware(port: int, engines: Sequence[Target], folder: Path) -> Launch:
+def sglang_cache_aware(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
     """SGLang's gateway with its default policy."""
     command = [
         *(_peer("sglang-router"), "launch", "--host", HOST, "--port", str(port), "--policy", "cache_aware"),
@@ -163,8 +163,8 @@ http {{
 """
 
 
-def nginx(port: int, engines: Sequence[Target], folder: Path) -> Launch:
-    """nginx, round robin over kept connections: what relaying alone costs."""
+def nginx(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
+    """nginx, round robin over kept connections: the cost of relaying alone. Raises NotInstalledError."""
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
     if program is None:
         raise NotInstalledError("nginx is not installed: apt-get install nginx-light")
@@ -178,7 +178,7 @@ def nginx(port: int, engines: Sequence[Target], folder: Path) -> Launch:
     )
 
 
-LAUNCHES: dict[str, Callable[[int, Sequence[Target], Path], Launch]] = {
+LAUNCHES: dict[str, Callable[[int, Sequence[LoadTarget], Path], Launch]] = {
     OURS: warmroute,
     "vllm-router-rr": vllm_router_round_robin,
     "vllm-router-ca": vllm_router_cache_aware,

@@ -1,4 +1,4 @@
-"""One run: every stack up at once, every measurement of every round in shuffled order, all of it kept."""
+"""One run: all stacks up at once, all measurements of every round in shuffled order, every sample kept."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from typing import Any
 import httpx
 import msgspec
 
-from bench.data_plane import cpu, prompts
-from bench.data_plane.client import COMPLETIONS
-from bench.data_plane.jobs import ClosedLoop, Workload
+from bench.data_plane import cpu
 from bench.data_plane.launches import OURS, NotInstalledError
+from bench.data_plane.load import prompts
+from bench.data_plane.load.client import COMPLETIONS
+from bench.data_plane.load.jobs import ClosedLoopJob, LoadWorkload
 from bench.data_plane.processes import LoadProcess, StubProcess
-from bench.data_plane.quantities import SIZES, Bench, Measurement, Sample, Scale, measurements, sampled
+from bench.data_plane.quantities import SIZES, Bench, Measurement, QuantitySample, Scale, measurements, sampled
 from bench.data_plane.stacks import DIRECT, Stack, machine, start
 
 NUMBERS_PER_ROUND = 100_000_000
 NUMBERS_PER_MEASUREMENT = 1_000_000
-"""Requests of one round and one measurement have numbers, and so prompts, of their own."""
+"""Requests of each round and measurement have their own numbers, and so their own prompts."""
 RENDERS = 20
 
 Progress = Callable[[str], None]
 
 
-class Record(msgspec.Struct, kw_only=True):
-    """All that a run leaves, as it is written to JSON."""
+class DataPlaneRecord(msgspec.Struct, kw_only=True):
+    """Everything that a run writes to JSON."""
 
     kind: str = "data_plane"
     schema: int = 1
@@ -43,21 +44,21 @@ class Record(msgspec.Struct, kw_only=True):
     stacks: dict[str, str]
     """Name -> version and settings."""
     left_out: dict[str, str] = {}
-    """Name -> why it was not measured."""
+    """Name -> reason for which it was not measured."""
     machine: dict[str, Any]
-    samples: list[Sample]
+    samples: list[QuantitySample]
     evidence: dict[str, list[str]] = {}
     """Stack -> lines of its metrics at the end."""
     idle_cpu_ms_per_s: dict[str, float]
-    """Newest per stack; subtracted from the CPU figures."""
+    """Latest value per stack; subtracted from the CPU figures."""
     render_stub_ms: dict[str, float] = {}
-    """CPU of the stub for one answer of `/render`: of a body it sees for the first time, and of one it knows."""
+    """CPU of the stub for one answer of `/render`: ``first`` for a new body, ``known`` for a cached one."""
     started_unix_s: float
     seconds: float = 0.0
 
 
 def _idle(bench: Bench, stacks: Sequence[Stack]) -> None:
-    """CPU that each stack uses while nothing is asked of any."""
+    """Measure the CPU that each stack uses while idle."""
     bench.stub.settings()
     before = {stack.name: stack.cpu_s() for stack in stacks}
     started_s = time.monotonic()
@@ -68,7 +69,7 @@ def _idle(bench: Bench, stacks: Sequence[Stack]) -> None:
 
 
 def _render_cost(bench: Bench) -> dict[str, float]:
-    """What the stub's made-up tokenizing costs it, at 130 KB."""
+    """CPU of the stub's simulated tokenizing, at 130 KB."""
     target = bench.stub.engines[0]
     url = f"http://{target.host}:{target.port}{COMPLETIONS}/render"
     bodies = [prompts.text_body(bench.seed, -1 - i, SIZES["130k"], 80) for i in range(RENDERS)]
@@ -92,7 +93,7 @@ def run(
     only_measurements: Sequence[str] = (),
     profile: Path | None = None,
     progress: Progress = lambda line: None,
-) -> Record:
+) -> DataPlaneRecord:
     """Measure these stacks in ``rounds`` shuffled rounds.
 
     Raises:
@@ -119,7 +120,7 @@ def run(
             owned.callback(stack.stop)
             stacks.append(stack)
             progress(f"{name} serves: {stack.note}")
-        record = Record(
+        record = DataPlaneRecord(
             seed=seed,
             rounds=rounds,
             sizes=sizes,
@@ -153,11 +154,11 @@ def run(
     return record
 
 
-def _sampled(bench: Bench, stack: Stack, measurement: Measurement, round_number: int, first: int) -> Sample:
+def _sampled(bench: Bench, stack: Stack, measurement: Measurement, round_number: int, first: int) -> QuantitySample:
     return sampled(bench, stack, measurement, round_number, first, os.getloadavg()[0])
 
 
-def _line(sample: Sample, rounds: int) -> str:
+def _line(sample: QuantitySample, rounds: int) -> str:
     values = ", ".join(f"{name} {value:.3g}" for name, value in sample.values.items())
     wrong = sum(sample.errors.values())
     errors = f"  [{wrong} errors: {next(iter(sample.errors))[:80]}]" if wrong else ""
@@ -166,8 +167,8 @@ def _line(sample: Sample, rounds: int) -> str:
 
 def memory_after(
     names: Sequence[str], prompts_sent: int, seed: int, progress: Progress = lambda line: None
-) -> list[Sample]:
-    """Resident memory of each stack, started anew, after this many distinct prompts of 130 KB.
+) -> list[QuantitySample]:
+    """Resident memory of each stack, newly started, after this many distinct prompts of 130 KB.
 
     Raises:
         StackError: a stack cannot be started.
@@ -186,12 +187,12 @@ def memory_after(
             try:
                 stack = start(name, stub.engines, scratch)
             except NotInstalledError:
-                continue  # the run before has said so
+                continue  # the run before has reported it
             owned.callback(stack.stop)
             before = stack.rss_bytes()
-            work = Workload(kind="text", seed=seed, size_bytes=SIZES["130k"], events=4)
-            result = load.run(ClosedLoop(targets=stack.targets, workload=work, concurrency=8, requests=prompts_sent))
-            sample = Sample(
+            work = LoadWorkload(kind="text", seed=seed, size_bytes=SIZES["130k"], events=4)
+            result = load.run(ClosedLoopJob(targets=stack.targets, workload=work, concurrency=8, requests=prompts_sent))
+            sample = QuantitySample(
                 round=0,
                 stack=name,
                 measurement="memory",

@@ -1,4 +1,4 @@
-"""The peers, in a virtual environment of their own: ``python -m bench.data_plane.peers`` installs them, pinned by hash.
+"""The peers: ``python -m bench.data_plane.peers`` installs them into their own virtual environment, pinned by hash.
 
 ``requirements-peers.txt`` is written from ``requirements-peers.in`` by::
 
@@ -31,9 +31,9 @@ def peer_version(name: str, requirements: Path = REQUIREMENTS) -> str:
 
 
 def main(
-    venv_folder: Annotated[Path, typer.Option("--venv", help="Where to install them.")] = PEERS_VENV,
+    venv_folder: Annotated[Path, typer.Option("--venv", help="Virtual environment to install them into.")] = PEERS_VENV,
 ) -> None:
-    """Install vLLM Router and SGLang's gateway (wheels for Linux) into a virtual environment of their own."""
+    """Install vLLM Router and SGLang's gateway (wheels for Linux) into their own virtual environment."""
     python = venv_folder / "bin" / "python"
     if not python.exists():
         venv.create(venv_folder, with_pip=True)

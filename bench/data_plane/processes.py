@@ -12,8 +12,8 @@ from typing import Any, Self
 import httpx
 import msgspec
 
-from bench.data_plane.client import Target
-from bench.data_plane.jobs import Job, Result
+from bench.data_plane.load.client import LoadTarget
+from bench.data_plane.load.jobs import JobResult, LoadJob
 
 STOP_GRACE_S = 5.0
 
@@ -42,7 +42,7 @@ class _Child:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Both end when their standard input closes."""
+        """Close the child's standard input, which ends it; kill it after a grace time."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -58,24 +58,24 @@ class StubProcess(_Child):
     """The engine stub."""
 
     def __init__(self, engines: int = 8) -> None:
-        super().__init__("bench.data_plane.stub", str(engines))
+        super().__init__("bench.data_plane.stub.server", str(engines))
         said = json.loads(self._line())
-        self.engines = [Target("127.0.0.1", port) for port in said["ports"]]
+        self.engines = [LoadTarget("127.0.0.1", port) for port in said["ports"]]
         self._control = f"http://127.0.0.1:{said['control_port']}/stub/"
 
     def settings(self, **settings: Any) -> None:
-        """Answer by these settings (`stub.StubSettings`) and forget what was counted."""
+        """Apply settings (`stub.state.StubSettings`) and reset the counts."""
         self._post("settings", settings)
         self._post("reset", {})
 
     def report(self) -> dict[str, Any]:
-        """What happened since."""
+        """Counts and records since the last reset."""
         answer = httpx.get(self._control + "records", timeout=30, trust_env=False)
         report: dict[str, Any] = answer.raise_for_status().json()
         return report
 
     def settled(self, expected: int, timeout_s: float = 3.0) -> list[dict[str, Any]]:
-        """The records, once there are ``expected`` or nothing more is to be expected."""
+        """The records, once there are ``expected`` or the timeout has passed."""
         give_up_s = time.monotonic() + timeout_s
         while True:
             records: list[dict[str, Any]] = self.report()["records"]
@@ -86,18 +86,18 @@ class StubProcess(_Child):
     def _post(self, path: str, body: dict[str, Any]) -> None:
         answer = httpx.post(self._control + path, json=body, timeout=10, trust_env=False)
         if answer.status_code != 200:
-            raise ValueError(f"the stub refused {path}: {answer.text}")
+            raise ValueError(f"the stub rejected {path}: {answer.text}")
 
 
 class LoadProcess(_Child):
     """The load generator."""
 
     def __init__(self) -> None:
-        super().__init__("bench.data_plane.load")
+        super().__init__("bench.data_plane.load.generator")
 
-    def run(self, job: Job) -> Result:
-        """Do one job. Raises ChildError."""
+    def run(self, job: LoadJob) -> JobResult:
+        """Run one job. Raises ChildError."""
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(job) + b"\n")
         self._process.stdin.flush()
-        return msgspec.json.decode(self._line(), type=Result)
+        return msgspec.json.decode(self._line(), type=JobResult)

@@ -1,4 +1,4 @@
-"""The single measurements: what each asks of the load generator, and the figures it makes of the answer."""
+"""The measurements: jobs for the load generator, and the figures computed from their results."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import msgspec
 import numpy as np
 
 from bench.data_plane import cpu
-from bench.data_plane.jobs import Aborts, ClosedLoop, Paired, Result, Streams, Workload
+from bench.data_plane.load.jobs import Aborts, ClosedLoopJob, JobResult, LoadWorkload, Paired, Streams
+from bench.data_plane.load.prompts import SESSION_TURNS
 from bench.data_plane.processes import LoadProcess, StubProcess
-from bench.data_plane.prompts import SESSION_TURNS
 from bench.data_plane.stacks import DIRECT, Stack
 
 SIZES = {"2k": 2_000, "130k": 130_000, "350k": 350_000}
 IDS_BYTES = 200_000
 STREAM_512_BYTES = 30_000
 PREFILL_S = 1.0
-"""How long a prefill takes that clients abort: four times as long as the last of them waits."""
+"""Prefill time of requests that clients abort: four times the longest wait."""
 
 
 class Scale(msgspec.Struct, kw_only=True, frozen=True):
-    """How much is measured in one round."""
+    """Amount of work in one round."""
 
     requests: dict[str, int]
-    """Workload -> counted requests of the CPU measurements."""
+    """Workload name -> counted requests of the CPU measurements."""
     pairs: int
     window_s: float
-    """Of the 64 streams."""
+    """Measured seconds of the 64 streams."""
     saturation_s: float
     many: int
     """Streams held at once in the test of 512."""
     many_requests: int
     aborts: int
-    """Of each kind."""
+    """Aborted requests of each kind."""
     idle_s: float
     warmup: int = 30
     streams: int = 64
@@ -66,61 +66,61 @@ QUICK = Scale(
 
 
 class Bench(msgspec.Struct, kw_only=True):
-    """What a measurement works with."""
+    """Processes and settings that a measurement uses."""
 
     stub: StubProcess
     load: LoadProcess
     scale: Scale
     seed: int
     idle: dict[str, float] = {}
-    """Stack -> CPU seconds per second while nothing is asked of it."""
+    """Stack -> CPU seconds per second while idle."""
 
 
-class Sample(msgspec.Struct, kw_only=True):
+class QuantitySample(msgspec.Struct, kw_only=True):
     """One measurement of one stack in one round."""
 
     round: int
     stack: str
     measurement: str
     values: dict[str, float]
-    """Quantity -> value; quantities that could not be measured are missing, and ``errors`` says why."""
+    """Quantity -> value; quantities that could not be measured are missing, with the reason in ``errors``."""
     errors: dict[str, int]
-    result: Result | None = None
+    result: JobResult | None = None
     stub_cpu_s: float = 0.0
     load_average: float = 0.0
 
 
 class Measurement(msgspec.Struct, kw_only=True, frozen=True):
-    """A way to measure one stack: how the engines are set, and what is done."""
+    """One measurement of a stack: the engines' settings and the function to run."""
 
     name: str
     stub: dict[str, Any]
-    run: Callable[[Bench, Stack, int], tuple[dict[str, float], Result]]
+    run: Callable[[Bench, Stack, int], tuple[dict[str, float], JobResult]]
     """Bench, stack, number of the first request -> figures and the raw result."""
     direct: bool = True
-    """Also of use straight to the engines, as the harness's own ceiling."""
+    """True if it is also run directly against the engines, as the ceiling of the harness."""
 
 
-def _workload(bench: Bench, name: str, events: int = 80) -> Workload:
+def _workload(bench: Bench, name: str, events: int = 80) -> LoadWorkload:
     if name == "sessions":
-        return Workload(kind="sessions", seed=bench.seed, events=events)
+        return LoadWorkload(kind="sessions", seed=bench.seed, events=events)
     if name == "ids":
-        return Workload(kind="ids", seed=bench.seed, size_bytes=IDS_BYTES, events=events)
-    return Workload(kind="text", seed=bench.seed, size_bytes=SIZES[name], events=events)
+        return LoadWorkload(kind="ids", seed=bench.seed, size_bytes=IDS_BYTES, events=events)
+    return LoadWorkload(kind="text", seed=bench.seed, size_bytes=SIZES[name], events=events)
 
 
-def _busy_s(bench: Bench, stack: Stack, result: Result) -> float:
-    """CPU seconds less what the stack would have used idling."""
+def _busy_s(bench: Bench, stack: Stack, result: JobResult) -> float:
+    """CPU seconds less the stack's idle use."""
     return max(0.0, result.cpu_s - bench.idle.get(stack.name, 0.0) * result.seconds)
 
 
 def cpu_per_request(workload: str) -> Measurement:
-    """CPU of the router per request, at modest concurrency."""
+    """CPU of the router per request, with 8 requests in flight."""
 
-    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], Result]:
+    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         scale = bench.scale
         result = bench.load.run(
-            ClosedLoop(
+            ClosedLoopJob(
                 targets=stack.targets,
                 workload=_workload(bench, workload),
                 first=first,
@@ -141,9 +141,9 @@ def cpu_per_request(workload: str) -> Measurement:
 
 
 def added_ttft(workload: str) -> Measurement:
-    """What the router adds to the time to the first event, one request at a time."""
+    """Time that the router adds to the first event, one request at a time."""
 
-    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], Result]:
+    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         result = bench.load.run(
             Paired(
                 targets=stack.targets,
@@ -167,10 +167,10 @@ def added_ttft(workload: str) -> Measurement:
 def max_rate() -> Measurement:
     """Requests per second with all cores busy: router, engines and load generator share them."""
 
-    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], Result]:
+    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         scale = bench.scale
         result = bench.load.run(
-            ClosedLoop(
+            ClosedLoopJob(
                 targets=stack.targets,
                 workload=_workload(bench, "130k"),
                 first=first,
@@ -191,10 +191,10 @@ STREAM_SETTLE_S = 0.5
 
 def cpu_per_event(scale: Scale) -> Measurement:
     """CPU of the router per relayed event: paced streams side by side."""
-    # The window, what comes before and after it, and half a second for streams that begin late.
+    # The window, settling before and after it, and half a second for streams that begin late.
     events = round((scale.window_s + STREAM_SETTLE_S + 1.3) * STREAM_RATE)
 
-    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], Result]:
+    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         result = bench.load.run(
             Streams(
                 targets=stack.targets,
@@ -216,11 +216,11 @@ def cpu_per_event(scale: Scale) -> Measurement:
 def many_streams() -> Measurement:
     """512 streams at once, each of two seconds."""
 
-    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], Result]:
+    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         scale = bench.scale
-        work = Workload(kind="text", seed=bench.seed, size_bytes=STREAM_512_BYTES)
+        work = LoadWorkload(kind="text", seed=bench.seed, size_bytes=STREAM_512_BYTES)
         result = bench.load.run(
-            ClosedLoop(
+            ClosedLoopJob(
                 targets=stack.targets,
                 workload=work,
                 first=first,
@@ -238,11 +238,11 @@ def many_streams() -> Measurement:
 
 
 def abort_latency(after_event: bool) -> Measurement:
-    """From the client's leaving until the engine sees its connection closed."""
+    """Time from the client's disconnect until the engine's connection is closed."""
     kind = "stream" if after_event else "prefill"
     stub = {"events_per_s": 50.0, "first_event_delay_s": 0.02 if after_event else PREFILL_S, "records": True}
 
-    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], Result]:
+    def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         result = bench.load.run(
             Aborts(
                 targets=stack.targets,
@@ -265,16 +265,16 @@ def abort_latency(after_event: bool) -> Measurement:
 
 
 def abort_latencies_ms(left: dict[str, float], records: list[dict[str, Any]]) -> list[float]:
-    """Milliseconds from each client's leaving to the end at the engine.
+    """Milliseconds from each client's disconnect to the end at the engine.
 
-    A request that the engine finished all the same counts up to that end, which is less than what it would have
-    been had the answer been longer. One that never reached an engine cost it nothing and is left out.
+    A request that the engine finished anyway counts up to that end, which is less than it would be with a longer
+    answer. A request that never reached an engine is left out.
     """
     return [(each["ended_s"] - left[each["tag"]]) * 1e3 for each in records if each["tag"] in left]
 
 
 def measurements(scale: Scale, sizes: list[str]) -> list[Measurement]:
-    """All of them, for these body sizes."""
+    """All measurements for these body sizes."""
     return [
         *(cpu_per_request(name) for name in (*sizes, "ids", "sessions")),
         *(added_ttft(size) for size in sizes),
@@ -286,17 +286,19 @@ def measurements(scale: Scale, sizes: list[str]) -> list[Measurement]:
     ]
 
 
-def sampled(bench: Bench, stack: Stack, measurement: Measurement, round_number: int, first: int, load: float) -> Sample:
-    """Run one measurement. The engines are set first; what they refused counts as an error, too."""
+def sampled(
+    bench: Bench, stack: Stack, measurement: Measurement, round_number: int, first: int, load: float
+) -> QuantitySample:
+    """Run one measurement. The engines are set first; requests that they rejected count as errors too."""
     bench.stub.settings(**measurement.stub)
     before_s = cpu.cpu_s([bench.stub.pid])
     values, result = measurement.run(bench, stack, first)
     stub_cpu_s = cpu.cpu_s([bench.stub.pid]) - before_s
     report = bench.stub.report()
-    errors = dict(result.errors) | {f"engine refused {what}": count for what, count in report["refused"].items()}
+    errors = dict(result.errors) | {f"engine rejected {what}": count for what, count in report["refused"].items()}
     if report["pipelined"]:
         errors["requests pipelined to an engine"] = report["pipelined"]
-    return Sample(
+    return QuantitySample(
         round=round_number,
         stack=stack.name,
         measurement=measurement.name,

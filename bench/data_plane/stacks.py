@@ -1,4 +1,4 @@
-"""The stacks under test as processes: started, waited for, asked what they use, ended."""
+"""The stacks under test as processes: start, readiness, CPU and memory use, stop."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import httpx
 import psutil
 
 from bench.data_plane import cpu
-from bench.data_plane.answers import MODEL
-from bench.data_plane.client import Target
 from bench.data_plane.launches import HOST, LAUNCHES, OURS, StackError, free_ports, warmroute
+from bench.data_plane.load.client import LoadTarget
+from bench.data_plane.stub.answers import MODEL
 
 READY_TIMEOUT_S = 60.0
 STOP_GRACE_S = 8.0
@@ -29,16 +29,16 @@ DIRECT = "direct"
 
 @dataclass(kw_only=True)
 class Stack:
-    """A stack that serves."""
+    """A running stack."""
 
     name: str
-    targets: list[Target]
+    targets: list[LoadTarget]
     note: str = ""
     process: subprocess.Popen[bytes] | None = None
     pids: list[int] = field(default_factory=list)
-    """Its process and the children it had when it was ready."""
+    """Its process and its children at the time it became ready."""
     metrics: tuple[str, str] | None = None
-    """See ``Launch.evidence``."""
+    """(URL of its metrics, name of the metric to report), from ``Launch.evidence``."""
     endings: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
     """Sent to its process group, each after a grace time."""
 
@@ -51,7 +51,7 @@ class Stack:
         return cpu.rss_bytes(self.pids)
 
     def evidence(self) -> list[str]:
-        """Its own count of what it decided, so that a figure can be told from that of a router that gave up."""
+        """Its own counters of decisions, which show whether a router fell back to a cheaper path."""
         if self.metrics is None:
             return []
         url, name = self.metrics
@@ -59,7 +59,7 @@ class Stack:
         return [line for line in answer.text.splitlines() if line.startswith(name)]
 
     def stop(self) -> None:
-        """End it and all that it started."""
+        """Stop it and all its child processes."""
         if self.process is None:
             return
         for ending in self.endings:
@@ -72,17 +72,17 @@ class Stack:
                 continue
             else:
                 break
-        # The leader may be gone before its children are.
+        # The leader may exit before its children.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def start(name: str, engines: list[Target], folder: Path, profile: Path | None = None) -> Stack:
-    """Start one stack and wait until a request through it is answered.
+def start(name: str, engines: list[LoadTarget], folder: Path, profile: Path | None = None) -> Stack:
+    """Start one stack and wait until it answers a request.
 
     Raises:
-        NotInstalledError: its program is not there.
-        StackError: it ended, or did not become ready.
+        NotInstalledError: its program is not installed.
+        StackError: it exited, or did not become ready.
     """
     if name == DIRECT:
         return Stack(name=name, targets=engines, note="the load generator straight to the engine stub")
@@ -95,9 +95,11 @@ def start(name: str, engines: list[Target], folder: Path, profile: Path | None =
         process = subprocess.Popen(
             launch.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    stack = Stack(name=name, targets=[Target(HOST, port)], note=launch.note, process=process, metrics=launch.evidence)
+    stack = Stack(
+        name=name, targets=[LoadTarget(HOST, port)], note=launch.note, process=process, metrics=launch.evidence
+    )
     if profile is not None:
-        # Profilers write on an interrupt; a SIGTERM would end them as they are.
+        # Profilers write their output on an interrupt; a SIGTERM would end them without it.
         stack.endings = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
     try:
         _wait_ready(stack, log_path)
@@ -116,7 +118,7 @@ def _wait_ready(stack: Stack, log_path: Path) -> None:
     with httpx.Client(timeout=5, trust_env=False) as client:
         while time.monotonic() < give_up_s:
             if stack.process.poll() is not None:
-                problem = f"it ended with {stack.process.returncode}"
+                problem = f"it exited with {stack.process.returncode}"
                 break
             try:
                 answer = client.post(url, content=BODY, headers={"content-type": "application/json"})
@@ -132,7 +134,7 @@ def _wait_ready(stack: Stack, log_path: Path) -> None:
 
 
 def machine() -> dict[str, object]:
-    """What the figures were taken on, and how loaded it was."""
+    """CPU, cores, Python version and load of this machine."""
     cpuinfo = Path("/proc/cpuinfo")
     names = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     return {

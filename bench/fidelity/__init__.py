@@ -1,1 +1,4 @@
-"""How near the simulator comes to published tables, to recordings of real engines, and to itself in real time."""
+"""Accuracy of the simulator against published tables, recordings of real engines, and itself in real time.
+
+May import ``sim``, ``launch``, ``replayer`` and ``policies``.
+"""

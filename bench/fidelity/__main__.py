@@ -1,7 +1,7 @@
-"""``python -m bench.fidelity``: the tables of docs/simulator.md that say how near the simulator comes.
+"""``python -m bench.fidelity``: the tables of docs/simulator.md on the accuracy of the simulator.
 
 Without a sub-command it prints them all: the published ones and those of recordings are computed (seconds), those of
-the real-time runs are read from the kept figures. ``real-time`` measures these anew.
+the real-time runs are read from the kept figures. ``real-time`` measures these again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from bench.fidelity import end_to_end, published, real_time
-from bench.prefix_index import machine
+from bench.machine import machine
 from launch.arm import ArmError
 from launch.fleet.file import FleetError
 from launch.freshness.proof import StaleEngineError
@@ -72,11 +72,11 @@ def recordings(kept: Path, trace: Path) -> str:
 
 
 def put(page: str, name: str, table: str) -> str:
-    """The page with another table between the marks of section ``name``."""
+    """The page with another table between the markers of section ``name``. Raises BadParameter without markers."""
     before, found, rest = page.partition(f"<!-- fidelity: {name} -->\n")
     _, ended, after = rest.partition(f"<!-- end of {name} -->")
     if not (found and ended):
-        raise typer.BadParameter(f"{PAGE.name} has no marks for {name}")
+        raise typer.BadParameter(f"{PAGE.name} has no markers for {name}")
     return f"{before}{found}{table.strip()}\n{ended}{after}"
 
 
@@ -85,7 +85,7 @@ def main(
     context: typer.Context,
     traces: Annotated[Path, typer.Option(help="Folder with the agentic traces.")] = TRACES,
     only: Annotated[str, typer.Option(help=f"One of: {', '.join(SECTIONS)}; default: all.")] = "",
-    write: Annotated[bool, typer.Option("--write", help="Also put them into docs/simulator.md.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Also write them to docs/simulator.md.")] = False,
 ) -> None:
     """Print the tables."""
     if context.invoked_subcommand is not None:
@@ -109,14 +109,14 @@ def measure(
     trace: Annotated[Path, typer.Argument(help="Trace of any known format.")],
     clock_scale: Annotated[float, typer.Option(min=0.01, help="Engine seconds per wall second.")] = 10.0,
     requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 400,
-    time_scale: Annotated[float, typer.Option(min=0.01, help="Of the trace.")] = 1.0,
-    instances: Annotated[int, typer.Option(min=1, help="Engines.")] = 8,
+    time_scale: Annotated[float, typer.Option(min=0.01, help="Speed of the trace.")] = 1.0,
+    instances: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 8,
     profile: Annotated[str, typer.Option(help="Hardware profile.")] = "h200",
     policy: Annotated[
         list[str] | None, typer.Option(help="Policies; may be repeated. Default: session_sticky.")
     ] = None,
     override: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY=VALUE laid over the fleet file; may be repeated.")
+        list[str] | None, typer.Option("--set", help="KEY=VALUE that overrides the fleet file; may be repeated.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures to this JSON file.")] = None,
 ) -> None:

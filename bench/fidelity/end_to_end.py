@@ -1,8 +1,8 @@
 """Published end-to-end results of eight H20s against offline simulations with the h20 profile.
 
-Published: the agentic-kvc reports; their trace is not public. Ours, ``derived_glm_like_2h``, has its published mean and
-quantiles of prompt lengths, but longer outputs (median 215 against 80), so only orderings and ratios can be compared.
-Nothing here was fitted to these results.
+Published: the agentic-kvc reports; their trace is not public. Our trace, ``derived_glm_like_2h``, has its published
+mean and quantiles of prompt lengths, but longer outputs (median 215 against 80), so only orderings and ratios can be
+compared. No parameter was fitted to these results.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ PROFILE = "h20"
 INSTANCES = 8
 TIME_SCALE = 20.0
 SESSIONS = (8, 24)
-"""Under way at once: theirs, and as many as give a TPOT p90 near theirs."""
+"""Sessions in progress at once: the published number, and one that gives a TPOT p90 near the published one."""
 
 
 NAN = float("nan")
-"""Not published."""
+"""Marks a value that is not published."""
 NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({})
 
 
-class Figures(NamedTuple):
-    """Of one configuration; ``ok`` as a share of all requests."""
+class ArmFigures(NamedTuple):
+    """Figures of one configuration; ``ok`` is a share of all requests."""
 
     ttft_p50_s: float
     ttft_p90_s: float
@@ -42,8 +42,8 @@ class Figures(NamedTuple):
     apc: float = NAN
 
 
-class Arm(NamedTuple):
-    """A configuration of theirs, and what comes nearest to it here."""
+class PublishedArm(NamedTuple):
+    """A published configuration and the closest configuration of this project."""
 
     name: str
     policy: str
@@ -54,33 +54,33 @@ class Arm(NamedTuple):
     prefill_instances: int = 0
 
 
-LINEAR = Arm("linear, co-located", "linear")
-LMETRIC = Arm("LMetric", "lmetric")
-ELASTIC = Arm(
+LINEAR = PublishedArm("linear, co-located", "linear")
+LMETRIC = PublishedArm("LMetric", "lmetric")
+ELASTIC = PublishedArm(
     "elastic, 20k, cap 4", "linear", "threshold", planner_params={"min_decode_requests": 0}, role=Role.KV_BOTH
 )
-STATIC = Arm("static 4P + 4D", "linear", "static_pd", prefill_instances=4)
-HYBRID = Arm("sticky with override", "session_sticky")
-STRICT = Arm("strictly sticky", "session_sticky", policy_params={"overload_factor": 1e9})
+STATIC = PublishedArm("static 4P + 4D", "linear", "static_pd", prefill_instances=4)
+HYBRID = PublishedArm("sticky with override", "session_sticky")
+STRICT = PublishedArm("strictly sticky", "session_sticky", policy_params={"overload_factor": 1e9})
 
 SMALL = (
-    (LINEAR, Figures(1.075, 9.384, 0.076, 5.075, 198 / 200)),
-    (LMETRIC, Figures(1.099, 9.392, 0.073, 5.205, 198 / 200)),
-    (ELASTIC, Figures(1.018, 11.312, 0.085, 6.977, 195 / 200)),
+    (LINEAR, ArmFigures(1.075, 9.384, 0.076, 5.075, 198 / 200)),
+    (LMETRIC, ArmFigures(1.099, 9.392, 0.073, 5.205, 198 / 200)),
+    (ELASTIC, ArmFigures(1.018, 11.312, 0.085, 6.977, 195 / 200)),
 )
 """200 requests."""
 LARGE = (
-    (LINEAR._replace(name="cache-aware (linear)"), Figures(0.731, NAN, 0.073, 4.480, NAN, 0.447)),
-    (HYBRID, Figures(0.737, NAN, 0.072, 4.487, NAN, 0.494)),
-    (STRICT, Figures(0.953, NAN, 0.079, 5.520, NAN, 0.487)),
+    (LINEAR._replace(name="cache-aware (linear)"), ArmFigures(0.731, NAN, 0.073, 4.480, NAN, 0.447)),
+    (HYBRID, ArmFigures(0.737, NAN, 0.072, 4.487, NAN, 0.494)),
+    (STRICT, ArmFigures(0.953, NAN, 0.079, 5.520, NAN, 0.487)),
 )
 """1,000 requests."""
 STATIC_TTFT_RATIO = 62.0
 STATIC_OK = 0.52
 
 
-def simulated(arm: Arm, trace: Trace, requests: int, sessions: int) -> Figures:
-    """What the simulator makes of a configuration."""
+def simulated(arm: PublishedArm, trace: Trace, requests: int, sessions: int) -> ArmFigures:
+    """Figures of a configuration in the simulator."""
     options = SimOptions(
         profile=PROFILE,
         instances=INSTANCES,
@@ -98,7 +98,7 @@ def simulated(arm: Arm, trace: Trace, requests: int, sessions: int) -> Figures:
         return float(np.quantile([value for value in values if value is not None], share))
 
     ttft = [record.ttft_s for record in done]
-    return Figures(
+    return ArmFigures(
         quantile(ttft, 0.5),
         quantile(ttft, 0.9),
         quantile([record.tpot_s for record in done], 0.9),
@@ -112,7 +112,7 @@ _HEADER = "| configuration | TTFT p50 | TTFT p90 | TPOT p90 | E2E p50 | ok | APC
 _RULE = "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
 
 
-def _row(name: str, figures: Figures, base: Figures) -> str:
+def _row(name: str, figures: ArmFigures, base: ArmFigures) -> str:
     def cell(value: float, against: float, unit: str) -> str:
         if np.isnan(value):
             return ""

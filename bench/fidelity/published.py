@@ -1,14 +1,15 @@
-"""Published measurements of one and two engines against the simulator: interference, transfers, what isolation saves.
+"""Published measurements of one and two engines against the simulator: interference, transfers, savings of isolation.
 
 Published: the agentic-kvc reports (H20, vLLM 0.18.1; transfers between busy engines on two H100s). The h20 profile was
-fitted to the interference figures at 8 streams and interpolates the transfer figures, so these tables show how well
-the model's form can follow them, not whether it foretells anything.
+fitted to the interference figures at 8 streams and interpolates the transfer figures, so these tables show how well the
+model's form fits them, not that it predicts anything.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from policies.costs.published import RDMA_SLOWDOWNS, RDMA_TRANSFERS
 from sim.core.engine import Engine
 from sim.core.sequence import keyed_request
 from sim.core.types import EngineConfig
@@ -39,20 +40,6 @@ PUBLISHED_INTERFERENCE = (
     Interference(131_072, 56.991, 1.419),
 )
 PUBLISHED_BASE_TPOT_S = 0.0077
-PUBLISHED_TRANSFER_MS = {
-    512: 5.3,
-    1_024: 10.4,
-    2_048: 20.6,
-    4_096: 41.5,
-    8_192: 83.7,
-    16_384: 167.1,
-    32_768: 320.9,
-    65_536: 1_895.0,
-    131_072: 2_835.0,
-}
-"""Median of a transfer between idle engines of one host, by tokens."""
-PUBLISHED_SLOWDOWN = {8: 2_423 / 747, 24: 2_015 / 747}
-"""A 65k-token transfer with so many streams decoding on both sides, over the idle one."""
 
 
 def _engine(profile: HardwareProfile) -> Engine:
@@ -68,7 +55,7 @@ def _engine(profile: HardwareProfile) -> Engine:
 
 
 def simulate_interference(prefill_tokens: int) -> tuple[Interference, float]:
-    """The same burst on a simulated engine, and a stream's TPOT before it."""
+    """(the same burst on a simulated engine, a stream's TPOT before it in seconds)"""
     fleet = VirtualFleet({"engine": _engine(load_profile(PROFILE))})
     blocks = STREAM_CONTEXT_TOKENS // BLOCK_TOKENS
     for number in range(STREAMS):
@@ -91,7 +78,7 @@ def simulate_interference(prefill_tokens: int) -> tuple[Interference, float]:
 
 
 def interference_table() -> str:
-    """Prefill and decode in each other's way (published / simulated)."""
+    """Interference of prefill and decode (published / simulated)."""
     lines = [
         "| prefill among 8 streams | TTFT published / simulated | TPOT during it | penalty on TPOT |",
         "| ---: | ---: | ---: | ---: |",
@@ -107,23 +94,24 @@ def interference_table() -> str:
 
 
 def transfer_table() -> str:
-    """What moving KV takes (published / simulated), and what it would save by isolating the prefill."""
+    """Time of KV transfers (published / simulated), and the decode time saved by isolating the prefill."""
     profile = load_profile(PROFILE)
     transport = profile.transport()
     lines = [
         "| tokens | idle transfer published / simulated | decode time the prefill takes from 8 streams |",
         "| ---: | ---: | ---: |",
     ]
-    for tokens, published_ms in PUBLISHED_TRANSFER_MS.items():
+    for each in RDMA_TRANSFERS:
+        tokens = each.tokens
         seconds = transport.seconds(tokens * profile.kv.bytes_per_token, 0, 1)
         stolen = ""
-        if tokens in {each.prefill_tokens for each in PUBLISHED_INTERFERENCE}:
+        if tokens in {prefill.prefill_tokens for prefill in PUBLISHED_INTERFERENCE}:
             burst, base_s = simulate_interference(tokens)
             stolen = f"{STREAMS * burst.ttft_s * (1 - base_s / burst.tpot_s):.1f} s"
-        lines.append(f"| {tokens:,} | {published_ms:,.1f} / {seconds * 1e3:,.1f} ms | {stolen} |")
+        lines.append(f"| {tokens:,} | {each.median_s * 1e3:,.1f} / {seconds * 1e3:,.1f} ms | {stolen} |")
     size = 65_536 * profile.kv.bytes_per_token
-    lines += ["", "| 65,536 tokens, streams on both sides | slowdown published / simulated |", "| ---: | ---: |"]
-    for streams, slowdown in PUBLISHED_SLOWDOWN.items():
+    lines += ["", "| 65,536 tokens, streams on each side | slowdown published / simulated |", "| ---: | ---: |"]
+    for streams, slowdown in RDMA_SLOWDOWNS:
         simulated = transport.seconds(size, streams, 1) / transport.seconds(size, 0, 1)
         lines.append(f"| {streams} | {slowdown:.1f}x / {simulated:.1f}x |")
     return "\n".join(lines)

@@ -1,9 +1,9 @@
-"""One trace twice: through the HTTP simulator in real time (fleet, proxy, replayer), and offline in virtual time.
+"""One trace run twice: through the HTTP simulator in real time (fleet, proxy, replayer), and offline in virtual time.
 
-The same engine model, policy and plan are on both sides; what can differ is what HTTP, the proxy and timers take, and
-what follows from it for later decisions. Under load a request that comes a few milliseconds later may be placed
-elsewhere, and so on from there; so the real run's requests are also simulated when and where they were really sent.
-A busy machine shows in the real-time side: its mean processor use is kept.
+Both sides use the same engine model, policy and plan; differences come from the time of HTTP, the proxy and timers, and
+from their effect on later decisions. Under load a request that arrives a few milliseconds later may be placed
+elsewhere, with further consequences; so the real run's requests are also simulated at their actual times and instances.
+A busy machine affects the real-time side: its mean processor use is kept.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from sim.offline.simulate import HandOffBounds, SimOptions, simulate
 
 FLEET = Path("sim-8x-roomy")
 PROBE_WALL_S = 2.0
-"""How often the proxy asks its engines for their KV usage, by default."""
+"""The proxy's default interval between readings of its engines' KV usage."""
 RECENT_HALF_LIFE_S = 30.0
 TOLERANCE = 0.05
-"""Of TTFT p50 and p90: what the two sides are held to."""
+"""Largest relative difference of TTFT p50 and p90 between the two sides."""
 
 
-class Side(NamedTuple):
+class MeasuredSide(NamedTuple):
     """One side's figures, engine seconds."""
 
     requests: int
@@ -47,7 +47,7 @@ class Side(NamedTuple):
     hit_rate: float
 
 
-class Comparison(NamedTuple):
+class RealTimeComparison(NamedTuple):
     """Both sides of one run."""
 
     trace: str
@@ -56,18 +56,18 @@ class Comparison(NamedTuple):
     instances: int
     clock_scale: float
     time_scale: float
-    real: Side
-    virtual: Side
-    placed: Side
-    """Virtual, with the times and instances of the real run."""
+    real: MeasuredSide
+    virtual: MeasuredSide
+    placed: MeasuredSide
+    """Virtual time, with the send times and instances of the real run."""
     same_instance: int
     """Requests that went to the same instance in ``real`` and ``virtual``."""
     processor_use: float
-    """Mean share of the machine's processors in use during the replay, by whomever."""
+    """Mean share of the machine's processors in use during the replay, by any process."""
 
     @property
     def alike(self) -> bool:
-        """Whether TTFT p50 and p90 are within the tolerance."""
+        """True if TTFT p50 and p90 are within the tolerance."""
         return (
             max(
                 abs(self.virtual.ttft_p50_s / self.real.ttft_p50_s - 1),
@@ -78,13 +78,14 @@ class Comparison(NamedTuple):
 
 
 def fleet_file(clock_scale: float, profile: str, instances: int, overrides: list[str]) -> FleetFile:
-    """The shipped fleet at another speed."""
+    """The shipped fleet at another speed, under a policy without times among its parameters unless one is given."""
     half_life_s = RECENT_HALF_LIFE_S / clock_scale
     settings = [
         f"count={instances}",
         f"sim.time_scale={clock_scale}",
         f"sim.profile={profile}",
         f"proxy.ledger.recent_half_life_s={half_life_s}",
+        "proxy.policy={name: session_sticky}",
     ]
     return load_fleet(FLEET, [*settings, *overrides])
 
@@ -97,8 +98,8 @@ def compare(
     instances: int,
     folder: Path,
     overrides: list[str],
-) -> Comparison:
-    """Run both sides; the real one leaves its records in ``folder``.
+) -> RealTimeComparison:
+    """Run both sides; the real one writes its records to ``folder``.
 
     Raises:
         StartError, StaleEngineError, ArmError: the fleet did not run.
@@ -110,7 +111,7 @@ def compare(
     virtual = virtual_run(trace, plan, clock_scale, fleet)
     placed = {record.request_id: record.instance for record in virtual.records}
     same = sum(record.instance == placed[record.request_id] for record in result.run.records)
-    return Comparison(
+    return RealTimeComparison(
         trace.name,
         name,
         profile,
@@ -126,7 +127,7 @@ def compare(
 
 
 def virtual_run(trace: Trace, plan: PlanOptions, clock_scale: float, fleet: FleetFile) -> Run:
-    """The offline simulation of what ``fleet`` does."""
+    """The offline simulation of ``fleet``."""
     options = SimOptions(
         instances=fleet.instances,
         profile=fleet.sim.profile,
@@ -140,8 +141,8 @@ def virtual_run(trace: Trace, plan: PlanOptions, clock_scale: float, fleet: Flee
     return simulate(trace, options, make_routing(fleet.proxy["policy"]["name"], {})).run
 
 
-def _placed(folder: Path, trace: Trace, fleet: FleetFile) -> Side:
-    """The real run's requests in virtual time, sent when and where they were sent."""
+def _placed(folder: Path, trace: Trace, fleet: FleetFile) -> MeasuredSide:
+    """The real run's requests in virtual time, at their actual times and instances."""
     recording = read_recording(folder, trace)
     outcomes = resimulate(recording, fleet.sim.profile, None, fleet.sim.kv_capacity_tokens)
     records = []
@@ -152,7 +153,7 @@ def _placed(folder: Path, trace: Trace, fleet: FleetFile) -> Side:
     return side(records)
 
 
-def side(records: list[RequestRecord]) -> Side:
+def side(records: list[RequestRecord]) -> MeasuredSide:
     """The figures of one side."""
     done = [record for record in records if record.ok]
 
@@ -161,7 +162,7 @@ def side(records: list[RequestRecord]) -> Side:
         return float(np.quantile([value for value in values if value is not None], share))
 
     prompt = sum(record.prompt_tokens or 0 for record in done)
-    return Side(
+    return MeasuredSide(
         len(records),
         len(done),
         quantile("ttft_s", 0.5),
@@ -188,7 +189,7 @@ def table(kept: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _row(what: str, shown: Side, real: Side) -> str:
+def _row(what: str, shown: MeasuredSide, real: MeasuredSide) -> str:
     cells = []
     for name, scale, digits, unit in (
         ("ttft_p50_s", 1.0, 3, "s"),
@@ -202,13 +203,13 @@ def _row(what: str, shown: Side, real: Side) -> str:
     return f"| {what} | {shown.ok}/{shown.requests} | {' | '.join(cells)} | {shown.hit_rate:.3f} |"
 
 
-def from_json(values: dict[str, Any]) -> Comparison:
-    """A comparison as ``Comparison._asdict`` wrote it."""
-    sides = {name: Side(**values[name]) for name in ("real", "virtual", "placed")}
-    return Comparison(**{**values, **sides})
+def from_json(values: dict[str, Any]) -> RealTimeComparison:
+    """A comparison as ``RealTimeComparison._asdict`` wrote it."""
+    sides = {name: MeasuredSide(**values[name]) for name in ("real", "virtual", "placed")}
+    return RealTimeComparison(**{**values, **sides})
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
-    """JSON-ready."""
+def to_json(comparison: RealTimeComparison) -> dict[str, Any]:
+    """A comparison as JSON-ready values."""
     sides = {name: getattr(comparison, name)._asdict() for name in ("real", "virtual", "placed")}
     return comparison._asdict() | sides

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Does offloading pay on this machine? never, threshold and cost_model over NVLink, the same trace at two loads, a
-# fresh fleet for every arm. Needs vLLM and Mooncake >= 0.3.13 (CUDA) in ENGINE_PYTHON, NVIDIA GPUs of one host, and
-# this project installed (make setup) or on PYTHONPATH.
+# Compare the planners never, threshold and cost_model on this machine over NVLink: the same trace at two loads, a fresh
+# fleet for every arm. Needs vLLM and Mooncake >= 0.3.13 (CUDA) in ENGINE_PYTHON, NVIDIA GPUs of one host, and this
+# project installed (make setup) or on PYTHONPATH.
 #
 #   bench/gpu/elastic_ab.sh TRACE OUTPUT [arguments of `python -m bench.elastic_ab run`, such as --load 5]
 #

@@ -1,4 +1,4 @@
-"""``python -m bench.soak``: streams through a real proxy for a long time, engines killed all the while."""
+"""``python -m bench.soak``: streams through a real proxy for a long time while engines are killed."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 @app.command()
 def main(
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long requests are sent.")] = 20.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Minutes during which requests are sent.")] = 20.0,
     streams: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 200,
-    engines: Annotated[int, typer.Option(min=2, max=16, help="Simulated engines, a process each.")] = 4,
+    engines: Annotated[int, typer.Option(min=2, max=16, help="Simulated engines, one process each.")] = 4,
     kill_every_s: Annotated[float, typer.Option(min=0.1, help="Mean time between two engines killed.")] = 5.0,
-    leave_share: Annotated[float, typer.Option(min=0, max=1, help="Share of requests whose client leaves.")] = 0.15,
+    leave_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of requests whose client disconnects.")
+    ] = 0.15,
     time_scale: Annotated[float, typer.Option(min=0.1, help="Engine seconds per wall second.")] = 1.0,
     rss_growth_mb: Annotated[
         float, typer.Option(min=0, help="Most that memory may grow, by its slope, over the measured window.")
     ] = 16.0,
-    seed: Annotated[int, typer.Option(help="Of requests, departures and kills.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Write everything to this JSON file.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of requests, disconnects and kills.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Write all results to this JSON file.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep logs and the proxy's records in this folder.")] = None,
 ) -> None:
     """Verify every answer byte by byte while engines die; then the ledger, the records, memory and descriptors.
 
-    Exits with 1 if anything does not hold, with 2 if the run could not be made.
+    Exits with 1 if a check fails, with 2 if the run could not be made.
     """
     plan = SoakPlan(
         duration_s=60 * minutes,
@@ -64,7 +66,7 @@ def main(
 
 
 def show(result: SoakResult) -> None:
-    """Print it."""
+    """Print the result of a run."""
     figures = result.figures
     table = Table(show_header=False, box=None)
     for name, value in (

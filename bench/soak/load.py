@@ -1,4 +1,5 @@
-"""The clients of a run: each sends one request at a time, leaves now and then, and checks every byte of its answers."""
+"""The clients of a run: each sends one request at a time, sometimes disconnects, and checks every byte of its
+answers."""
 
 from __future__ import annotations
 
@@ -13,35 +14,36 @@ import aiohttp
 import msgspec
 
 from bench.soak.plan import SoakPlan
-from bench.soak.requests import Known, text_of_choice
+from bench.soak.requests import KnownRequest, text_of_choice
 
 TOLD = {429, 502, 503, 504}
-"""Statuses that tell a client of a failure it may retry."""
+"""Statuses of failures that a client may retry."""
 
 
 class WrongAnswerError(Exception):
-    """An answer that is not what it must be."""
+    """An answer that differs from the expected one."""
 
 
 @dataclass
 class Seen:
-    """What the clients saw."""
+    """Results that the clients counted."""
 
     ends: Counter[str] = field(default_factory=Counter)
-    """``ok``, ``left``, ``broken`` (told by an error event), ``refused`` (told by a status), and wrong ones by what."""
+    """``ok``, ``left``, ``broken`` (reported by an error event), ``refused`` (reported by a status), wrong ones by
+    kind."""
     statuses: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     finished_ids: set[str] = field(default_factory=set)
     left_ids: set[str] = field(default_factory=set)
-    """Their clients left: perhaps before the proxy had the head of the request."""
+    """Requests whose clients disconnected, perhaps before the proxy had the head of the request."""
     events: int = 0
     answer_bytes: int = 0
 
 
 class Clients:
-    """``plan.streams`` workers."""
+    """``plan.streams`` workers that send requests."""
 
-    def __init__(self, url: str, known: list[Known], plan: SoakPlan) -> None:
+    def __init__(self, url: str, known: list[KnownRequest], plan: SoakPlan) -> None:
         self._url = url
         self._known = known
         self._plan = plan
@@ -49,7 +51,7 @@ class Clients:
         self.seen = Seen()
 
     async def run(self, duration_s: float) -> None:
-        """Send for so long, then let what is in flight end."""
+        """Send for ``duration_s`` seconds, then wait for the requests in flight."""
         timeout = aiohttp.ClientTimeout(total=180)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as group:
@@ -87,7 +89,7 @@ class Clients:
         self.seen.left_ids.add(request_id)
         self.seen.ends["left"] += 1
 
-    async def _visit(self, session: aiohttp.ClientSession, known: Known, request_id: str, stream: bool) -> str:
+    async def _visit(self, session: aiohttp.ClientSession, known: KnownRequest, request_id: str, stream: bool) -> str:
         headers = {"x-request-id": request_id, "x-session-id": known.session_id}
         body = {**known.body, "stream": True} if stream else known.body
         try:
@@ -101,7 +103,7 @@ class Clients:
                     return await self._read_stream(answer, known.text)
                 return self._check_whole(await answer.read(), known.text)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            return self._wrong(request_id, "cut without a word", repr(error))
+            return self._wrong(request_id, "cut without an error event", repr(error))
         except (WrongAnswerError, msgspec.DecodeError, KeyError, IndexError) as error:
             return self._wrong(request_id, "wrong answer", repr(error))
 
@@ -118,7 +120,7 @@ class Clients:
         return "ok"
 
     async def _read_stream(self, answer: aiohttp.ClientResponse, expected: str) -> str:
-        """``ok`` for all of the expected text and [DONE]; ``broken`` for a beginning of it and an error event."""
+        """``ok`` for the whole expected text and [DONE]; ``broken`` for a prefix of it and an error event."""
         held, text, end = b"", "", ""
         async for piece in answer.content.iter_any():
             self.seen.answer_bytes += len(piece)
@@ -141,7 +143,7 @@ class Clients:
 
 
 def _read_event(event: bytes) -> tuple[str, str]:
-    """Its text, and how the stream ends with it: not (empty), ``ok`` or ``broken``."""
+    """(text of the event, end of the stream: empty for none, ``ok`` or ``broken``)"""
     if not event.startswith(b"data: "):
         raise WrongAnswerError(f"not an event: {event[:200]!r}")
     content = event[6:]
@@ -150,10 +152,10 @@ def _read_event(event: bytes) -> tuple[str, str]:
     decoded = msgspec.json.decode(content)
     if "error" in decoded:
         if set(decoded["error"]) != {"message", "type", "param", "code"}:
-            raise WrongAnswerError(f"an error of another shape: {content[:200]!r}")
+            raise WrongAnswerError(f"an error of an unexpected format: {content[:200]!r}")
         return "", "broken"
     if not decoded["choices"]:
-        raise WrongAnswerError(f"a usage event nobody asked for: {content[:200]!r}")
+        raise WrongAnswerError(f"a usage event that was not requested: {content[:200]!r}")
     return text_of_choice(decoded["choices"][0]), ""
 
 

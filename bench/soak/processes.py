@@ -1,4 +1,4 @@
-"""The processes of a run: the proxy as users start it, and simulated engines that are killed and started again."""
+"""The processes of a run: the proxy as users start it, and simulated engines that are killed and restarted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launch.run.processes import ManagedProcess, stop_processes
 MODEL = "warm-sim"
 READY_S = 60.0
 _PORTS = range(14_000, 19_000)
-"""Below what the kernel gives to outgoing connections, which could take a port before it is listened on."""
+"""Below the kernel's range for outgoing connections, which could take a port before it is bound."""
 
 
 class SoakError(Exception):
@@ -26,7 +26,7 @@ class SoakError(Exception):
 
 
 def free_port(draw: random.Random) -> int:
-    """A port nobody listens on."""
+    """A free port."""
     while True:
         port = draw.choice(_PORTS)
         with socket.socket() as probe:
@@ -48,7 +48,7 @@ def engine_process(number: int, port: int, plan: SoakPlan, folder: Path) -> Mana
 
 
 def proxy_process(port: int, engines: list[ManagedProcess], folder: Path) -> ManagedProcess:
-    """The proxy in front of them. Small rings, so that they are full early and memory is level from then on."""
+    """The proxy in front of them. Small rings, so that they fill early and memory is constant from then on."""
     settings = {
         "port": port,
         "instances": [{"name": engine.spec.name, "url": engine.spec.url} for engine in engines],
@@ -68,7 +68,7 @@ async def until_ready(process: ManagedProcess, session: aiohttp.ClientSession, p
     """Wait until the process answers 200.
 
     Raises:
-        SoakError: it ended, or took over ``READY_S``.
+        SoakError: it exited, or took longer than ``READY_S``.
     """
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + READY_S
@@ -86,7 +86,7 @@ async def until_ready(process: ManagedProcess, session: aiohttp.ClientSession, p
 
 
 class Reaper:
-    """Kills engines with SIGKILL at random and starts them again, one dead at a time at most half of the fleet."""
+    """Kills engines with SIGKILL at random and restarts them; at most half of the fleet is down at a time."""
 
     def __init__(self, engines: list[ManagedProcess], plan: SoakPlan) -> None:
         self._engines = engines
@@ -96,7 +96,7 @@ class Reaper:
         self.kills = 0
 
     async def run(self) -> None:
-        """Until cancelled; every engine it killed is started again first."""
+        """Run until cancelled; every engine it killed is restarted first."""
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
@@ -121,5 +121,5 @@ class Reaper:
 
 
 async def stop(processes: list[ManagedProcess]) -> None:
-    """End them: SIGTERM, then SIGKILL."""
+    """Stop the processes: SIGTERM, then SIGKILL."""
     await stop_processes(processes, 15.0)

@@ -1,4 +1,4 @@
-"""The requests of a run, and what their answers must be, byte for byte."""
+"""The requests of a run, and their expected answers, byte for byte."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bench.soak.processes import MODEL, SoakError
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A request and the text every engine answers it with."""
+class KnownRequest:
+    """A request and the text of its answer, which is the same on every engine."""
 
     path: str
     body: dict[str, Any]
@@ -32,8 +32,8 @@ def text_of_choice(choice: dict[str, Any]) -> str:
     return str(choice.get("text") or "")
 
 
-async def known_requests(session: aiohttp.ClientSession, engine_url: str, plan: SoakPlan) -> list[Known]:
-    """Draw the requests and ask an engine for their answers, without the proxy.
+async def known_requests(session: aiohttp.ClientSession, engine_url: str, plan: SoakPlan) -> list[KnownRequest]:
+    """Draw the requests and get their answers from an engine, without the proxy.
 
     Raises:
         SoakError: the engine does not answer them.
@@ -51,12 +51,12 @@ async def known_requests(session: aiohttp.ClientSession, engine_url: str, plan: 
         else:
             asked.append(("/v1/completions", {**limit, "prompt": f"{history} {tail}"}, session_id))
 
-    async def ask(path: str, body: dict[str, Any], session_id: str) -> Known:
+    async def ask(path: str, body: dict[str, Any], session_id: str) -> KnownRequest:
         async with session.post(engine_url + path, json=body) as answer:
             content = await answer.read()
             if answer.status != 200:
                 raise SoakError(f"{engine_url}{path} answered {answer.status}: {content[:200]!r}")
-        return Known(path, body, text_of_choice(msgspec.json.decode(content)["choices"][0]), session_id)
+        return KnownRequest(path, body, text_of_choice(msgspec.json.decode(content)["choices"][0]), session_id)
 
     return list(await asyncio.gather(*(ask(*one) for one in asked)))
 

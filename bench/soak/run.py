@@ -15,8 +15,8 @@ from bench.soak.load import Clients
 from bench.soak.plan import SoakPlan
 from bench.soak.processes import Reaper, SoakError, engine_process, free_port, proxy_process, stop, until_ready
 from bench.soak.requests import known_requests
-from bench.soak.samples import Sample, Sampler
-from bench.soak.verdict import Figures, breakdown_ids, figures, violations
+from bench.soak.samples import ProcessSample, Sampler
+from bench.soak.verdict import SoakTrends, breakdown_ids, figures, violations
 from launch.run.processes import ManagedProcess
 
 _IDLE_S = 4.0
@@ -24,7 +24,7 @@ _IDLE_S = 4.0
 
 
 class SoakResult(msgspec.Struct):
-    """What a run saw and what did not hold."""
+    """Counts, trends and violated checks of a run."""
 
     plan: dict[str, Any]
     duration_s: float
@@ -35,12 +35,12 @@ class SoakResult(msgspec.Struct):
     answer_mb: float
     kills: int
     outcomes: dict[str, int]
-    """By the proxy's count."""
-    figures: Figures
+    """Requests by outcome, as counted by the proxy."""
+    figures: SoakTrends
     stats: dict[str, Any]
     violations: list[str]
     wrong: list[str]
-    samples: list[Sample]
+    samples: list[ProcessSample]
 
 
 async def soak(plan: SoakPlan, folder: Path) -> SoakResult:
@@ -60,7 +60,7 @@ async def soak(plan: SoakPlan, folder: Path) -> SoakResult:
             known = await known_requests(session, engines[0].spec.url, plan)
             proxy.start()
             await until_ready(proxy, session, "/ready")
-            # From here on this session asks the proxy one thing at a time, so it has one connection to it.
+            # From here on this session sends the proxy one request at a time, so it has one connection to it.
             await _stats(session, proxy)
             return await _measured(plan, folder, session, engines, proxy, Clients(proxy.spec.url, known, plan))
     finally:
@@ -124,7 +124,7 @@ async def _stats(session: aiohttp.ClientSession, proxy: ManagedProcess) -> dict[
 
 
 async def _drained(session: aiohttp.ClientSession, proxy: ManagedProcess, within_s: float) -> dict[str, Any]:
-    """Statistics once nothing is in flight, or when ``within_s`` is over."""
+    """Statistics once nothing is in flight, or after ``within_s``."""
     deadline_s = time.monotonic() + within_s
     while True:
         stats = await _stats(session, proxy)

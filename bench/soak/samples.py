@@ -1,4 +1,4 @@
-"""Memory, file descriptors and threads of the proxy over time, and how fast they grow."""
+"""Memory, file descriptors and threads of the proxy over time, and their growth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 from scipy import stats
 
 
-class Sample(msgspec.Struct, frozen=True):
+class ProcessSample(msgspec.Struct, frozen=True):
     """The proxy's process at one moment."""
 
     at_s: float
@@ -40,19 +40,19 @@ class Sampler:
         self._process = process
         self._every_s = every_s
         self._started_s = time.monotonic()
-        self.samples: list[Sample] = []
+        self.samples: list[ProcessSample] = []
 
     async def run(self) -> None:
-        """Until cancelled, or the process ends."""
+        """Sample until cancelled, or until the process ends."""
         while self._process.is_running():
             self.samples.append(self.now())
             await asyncio.sleep(self._every_s)
 
-    def now(self) -> Sample:
+    def now(self) -> ProcessSample:
         """One sample. Raises psutil.Error when the process is gone."""
         with self._process.oneshot():
             times = self._process.cpu_times()
-            return Sample(
+            return ProcessSample(
                 round(time.monotonic() - self._started_s, 2),
                 round(self._process.memory_info().rss / 2**20, 2),
                 self._process.num_fds(),

@@ -1,4 +1,4 @@
-"""What must hold after a run, as a list of what does not."""
+"""Checks after a run, as a list of violations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import msgspec
 
 from bench.soak.load import Seen
 from bench.soak.plan import SoakPlan
-from bench.soak.samples import Sample, Trend, trend
+from bench.soak.samples import ProcessSample, Trend, trend
 
-WRONG = ("wrong answer", "cut without a word")
+WRONG = ("wrong answer", "cut without an error event")
 _SPARE_DESCRIPTORS = 8
-"""Idle connections to engines that the probes and the pool may keep."""
+"""Idle connections to engines that probes and pool may keep."""
 _BAD_LINES = ("Traceback (most recent call last)", "was never retrieved", "was never awaited", " ERROR ", " CRITICAL ")
 
 
-class Figures(msgspec.Struct):
+class SoakTrends(msgspec.Struct):
     """Trends over the measured window."""
 
     rss_mb: Trend
@@ -31,11 +31,11 @@ class Figures(msgspec.Struct):
     cpu_s: float
 
 
-def figures(samples: list[Sample], before: Sample, after: Sample, plan: SoakPlan) -> Figures:
+def figures(samples: list[ProcessSample], before: ProcessSample, after: ProcessSample, plan: SoakPlan) -> SoakTrends:
     """``before`` the first and ``after`` the last request, both idle; ``samples`` of the time between."""
     measured = [sample for sample in samples if sample.at_s >= plan.warm_up_share * samples[-1].at_s]
     at_s = [sample.at_s for sample in measured]
-    return Figures(
+    return SoakTrends(
         trend(at_s, [sample.rss_mb for sample in measured]),
         trend(at_s, [float(sample.descriptors) for sample in measured]),
         trend(at_s, [float(sample.threads) for sample in measured]),
@@ -47,15 +47,15 @@ def figures(samples: list[Sample], before: Sample, after: Sample, plan: SoakPlan
 
 
 def breakdown_ids(path: Path) -> Counter[str]:
-    """How often each request id is in the proxy's records."""
+    """Rows per request id in the proxy's records."""
     with path.open("rb") as lines:
         return Counter(msgspec.json.decode(line)["request_id"] for line in lines)
 
 
 def violations(
-    seen: Seen, kills: int, stats: dict[str, Any], rows: Counter[str], measured: Figures, plan: SoakPlan, log: str
+    seen: Seen, kills: int, stats: dict[str, Any], rows: Counter[str], measured: SoakTrends, plan: SoakPlan, log: str
 ) -> list[str]:
-    """Everything that does not hold; empty is good."""
+    """All violated checks; empty if there are none."""
     return [
         *_of_answers(seen, kills),
         *_of_ledger(stats),
@@ -72,7 +72,7 @@ def _of_answers(seen: Seen, kills: int) -> Iterable[str]:
     if not seen.ends["ok"]:
         yield "no request was answered"
     if not kills:
-        yield "no engine was killed: the run proves nothing"
+        yield "no engine was killed: the run is not valid"
 
 
 def _of_ledger(stats: dict[str, Any]) -> Iterable[str]:
@@ -93,7 +93,7 @@ def _of_rows(seen: Seen, rows: Counter[str]) -> Iterable[str]:
             yield f"{len(ids)} requests have {what}: {sorted(ids)[:5]}"
 
 
-def _of_process(measured: Figures, plan: SoakPlan) -> Iterable[str]:
+def _of_process(measured: SoakTrends, plan: SoakPlan) -> Iterable[str]:
     if measured.rss_mb.over_window > plan.rss_growth_mb:
         yield (
             f"memory grew by {measured.rss_mb.over_window:.1f} MB over the measured window "

@@ -1,4 +1,4 @@
-"""Where policies meet: one cell with one seed, made ready once and played by any number of policies."""
+"""One cell with one seed, prepared once and simulated with any number of policies."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 
 from bench.tournament.attained import OVERLOAD, attained
-from bench.tournament.capacity import Work, pace, saturation, work_of
+from bench.tournament.capacity import MeanWork, pace, saturation, work_of
 from bench.tournament.hotset import REFERENCE_LOAD, hot_set_tokens, pool_tokens
-from bench.tournament.results import Cell, Result, Sample, TraceFacts, sources_digest
-from bench.tournament.settings import Settings, TournamentError, TraceRule
+from bench.tournament.results import EntrantResult, GridCell, MetricSample, TraceFacts, sources_digest
+from bench.tournament.settings import TournamentError, TournamentSettings, TraceRule
 from bench.tournament.timeline import Calls, Timeline, calls_of, timeline
 from bench.tournament.traces import find_traces, load_one
-from bench.tournament.workload import Workload, build
+from bench.tournament.workload import CellWorkload, build
 from policies.routing.base import RoutingPolicy
 from replayer.compare.statistics.bootstrap import FloatArray, SessionBootstrap
 from replayer.records.runs import RequestRecord
@@ -29,13 +29,13 @@ from sim.offline.simulate import Noise, SimOptions, simulate
 FAILED_S = 1e6
 """A request that failed counts as one that took this long."""
 _DIGITS = 6
-"""Significant digits of kept figures: far below what differs between policies, and small files."""
+"""Significant digits of kept figures: far finer than differences between policies, and small files."""
 
 
 class Ground:
     """A trace with its saturation and hot set."""
 
-    def __init__(self, path: Path, rule: TraceRule, settings: Settings, profile: HardwareProfile) -> None:
+    def __init__(self, path: Path, rule: TraceRule, settings: TournamentSettings, profile: HardwareProfile) -> None:
         self.path = path
         self.rule = rule
         self._settings = settings
@@ -44,16 +44,16 @@ class Ground:
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace as its rule reads it."""
+        """The trace, read according to its rule."""
         return load_one(self.path, self.rule)
 
     @cached_property
     def sha256(self) -> str:
-        """Of the file, without reading it as a trace."""
+        """SHA-256 of the file, without reading it as a trace."""
         return file_sha256(self.path)
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> MeanWork:
         """Its average request."""
         return work_of(self.trace, self._profile)
 
@@ -68,7 +68,7 @@ class Ground:
 
     @cached_property
     def hot_set_tokens(self) -> float:
-        """Of one instance."""
+        """Hot set of one instance in tokens."""
         return hot_set_tokens(self.line(REFERENCE_LOAD), self.saturation)
 
     def line(self, load: float) -> Timeline:
@@ -78,11 +78,11 @@ class Ground:
         return self._lines[load]
 
     def pool(self, factor: float) -> tuple[int, bool]:
-        """Tokens of an instance's pool, and whether it is larger than asked."""
+        """Tokens of an instance's pool; True if it is larger than requested."""
         return pool_tokens(factor, self.hot_set_tokens, self.line(REFERENCE_LOAD))
 
     def facts(self, made_of: str) -> TraceFacts:
-        """What the documents show of it."""
+        """Figures of the trace for the tables."""
         pools = {f"{factor:g}": self.pool(factor) for factor in self._settings.grid.pools}
         return TraceFacts(
             name=self.rule.name,
@@ -100,15 +100,15 @@ class Ground:
         )
 
 
-class Stage:
-    """One cell with one seed: equal requests, pool and noise for every policy that plays on it."""
+class PreparedCell:
+    """One cell with one seed: equal requests, pool and noise for every policy."""
 
     def __init__(
         self,
-        cell: Cell,
+        cell: GridCell,
         seed: int,
-        settings: Settings,
-        workload: Workload,
+        settings: TournamentSettings,
+        workload: CellWorkload,
         plan: Plan,
         options: SimOptions,
         made_of: str,
@@ -134,13 +134,13 @@ class Stage:
         """Every request's record, warming ones too, in the order in which they ended."""
         return simulate(self.workload.trace, self.options, policy, plan=self.plan).run.records
 
-    def play(self, policy: RoutingPolicy, label: str, digest: str = "") -> Result:
+    def play(self, policy: RoutingPolicy, label: str, digest: str = "") -> EntrantResult:
         """Simulate a policy and keep what the tables need.
 
         Args:
             policy: The policy.
-            label: What the tables call it.
-            digest: Of the policy, see `Entrant.digest`.
+            label: Its name in the tables.
+            digest: Digest of the policy (`Entrant.digest`).
         """
         judged: list[RequestRecord | None] = [None] * len(self._place)
         for record in self.records(policy):
@@ -152,7 +152,7 @@ class Stage:
         e2e = _column([None if record is None or not record.ok else record.e2e_s for record in judged])
         tpot = [record.tpot_s for record in good if record.tpot_s is not None]
         prompt = sum(record.prompt_tokens or 0 for record in good)
-        return Result(
+        return EntrantResult(
             cell=self.cell,
             seed=self.seed,
             label=label,
@@ -170,18 +170,18 @@ class Stage:
             apc=_rounded(sum(record.cached_tokens or 0 for record in good) / prompt) if prompt else 0.0,
         )
 
-    def _sample(self, values: FloatArray, level: float) -> Sample:
+    def _sample(self, values: FloatArray, level: float) -> MetricSample:
         keep = np.ones(values.size, dtype=np.bool_)
         resampled = self._bootstrap.quantiles(values, keep, np.array([level]))[:, 0]
-        return Sample(
+        return MetricSample(
             value=_rounded(float(np.quantile(values, level))), resampled=[_rounded(each) for each in resampled.tolist()]
         )
 
 
 class Arena:
-    """The traces of a folder, and stages made from them."""
+    """The traces of a folder, and the cells prepared from them."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, settings: TournamentSettings, folder: Path) -> None:
         self.settings = settings
         self.profile = load_profile(settings.profile)
         self.grounds = {
@@ -194,14 +194,18 @@ class Arena:
         """A trace by name.
 
         Raises:
-            TournamentError: there is none of that name.
+            TournamentError: there is no trace of that name.
         """
         if trace not in self.grounds:
             raise TournamentError(f"no trace {trace!r}; known: {', '.join(sorted(self.grounds))}")
         return self.grounds[trace]
 
-    def stage(self, cell: Cell, seed: int) -> Stage:
-        """Make a cell ready."""
+    def stage(self, cell: GridCell, seed: int) -> PreparedCell:
+        """Prepare a cell.
+
+        Raises:
+            TournamentError: the cell has no request to judge.
+        """
         ground = self.ground(cell.trace)
         sizes = self.settings.sizes
         rate = cell.load * ground.saturation * cell.fleet
@@ -218,10 +222,11 @@ class Arena:
             label=str(cell),
         )
         plan = make_plan(workload.trace, options.plan)
-        return Stage(cell, seed, self.settings, workload, plan, options, self.made_of(cell.trace, cell, seed))
+        return PreparedCell(cell, seed, self.settings, workload, plan, options, self.made_of(cell.trace, cell, seed))
 
     def made_of(self, trace: str, *more: object) -> str:
-        """Digest of all that decides an outcome on a trace but the policy; ``more`` are cell and seed, or the like."""
+        """Digest of everything but the policy that affects a result on a trace; ``more``: cell and seed, for
+        example."""
         ground = self.ground(trace)
         profile = self.profile.model_dump()
         parts = msgspec.json.encode((more, ground.sha256, ground.rule.sessions, self.settings.sizes, profile))

@@ -1,6 +1,6 @@
-"""Does the accounted saturation hold? One instance is offered more than it can do, and counted.
+"""Check of the computed saturation: the throughput of one overloaded instance.
 
-With one instance there is nothing to route, so no policy's merits are in the figure either.
+With one instance there is nothing to route, so the figure does not depend on a policy.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from bench.tournament.capacity import mean_work, saturation
-from bench.tournament.settings import Settings
+from bench.tournament.settings import TournamentSettings
 from bench.tournament.timeline import Timeline
 from bench.tournament.workload import build
 from policies.routing.round_robin import RoundRobin
@@ -17,20 +17,20 @@ from sim.hardware import HardwareProfile
 from sim.offline.simulate import SimOptions, simulate
 
 OVERLOAD = 1.5
-"""Offered load over the accounted saturation."""
+"""Offered load over the computed saturation."""
 AMPLE_TOKENS = 200_000_000
-"""A KV pool from which a run of this length evicts nothing."""
+"""A KV pool large enough that a run of this length evicts nothing."""
 COUNTED = (0.2, 0.8)
-"""Part of the time in which requests come during which those that end are counted."""
+"""Part of the arrival period during which completed requests are counted."""
 
 
-def attained(line: Timeline, rate: float, settings: Settings, profile: HardwareProfile) -> float:
-    """Throughput of one overloaded instance over the saturation accounted for the very requests that it finished.
+def attained(line: Timeline, rate: float, settings: TournamentSettings, profile: HardwareProfile) -> float:
+    """Throughput of one overloaded instance over the saturation computed for the requests that it finished.
 
     Args:
         line: The trace at the pace of `OVERLOAD`.
-        rate: Saturation accounted for the trace, requests per second and instance.
-        settings: Whose profile and shape of a cell to take.
+        rate: Saturation computed for the trace, requests per second and instance.
+        settings: Source of the profile and of the sizes of a cell.
         profile: The hardware.
     """
     sizes = msgspec.structs.replace(settings.sizes, requests=settings.sizes.overload_requests)

@@ -1,4 +1,4 @@
-"""The tournament's command line: play what is missing, then write the tables."""
+"""The tournament's command line: simulate missing results, then write the tables."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.tournament.arena import Arena
 from bench.tournament.entrants import Entrant, ablation_label, ablations, field_of
 from bench.tournament.jobs import Done, jobs_of, play_all
-from bench.tournament.judge import Figures
-from bench.tournament.results import Cell, Result, Store
-from bench.tournament.settings import CONFIG, Grid, Settings, TournamentError, check_grid, read_settings
-from bench.tournament.tables import BEGIN, END, Made, Report, markdown
+from bench.tournament.judge import CellFigures
+from bench.tournament.results import EntrantResult, GridCell, Store
+from bench.tournament.settings import CONFIG, Grid, TournamentError, TournamentSettings, check_grid, read_settings
+from bench.tournament.tables import BEGIN, END, Made, TournamentReport, markdown
 from replayer.traces.trace import TraceError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,27 +47,27 @@ def main(
     fleets: Annotated[str, typer.Option(help="Numbers of instances, with commas; empty: as configured.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds, one repeat each, with commas; empty: as configured.")] = "",
     with_ablations: Annotated[
-        bool, typer.Option("--ablations", help="Also play the subject with each configured idea switched off.")
+        bool, typer.Option("--ablations", help="Also simulate the subject with each configured idea switched off.")
     ] = False,
     with_folds: Annotated[
         bool, typer.Option("--folds", help="Also choose among the subject's variants with each family held out.")
     ] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
     trace_dir: Annotated[
         Path, typer.Option(envvar="WARMROUTE_TRACES", help="Folder of traces.", show_default="../shared/traces")
     ] = TRACES,
-    out: Annotated[Path, typer.Option(help="Folder of results; what is there is not played again.")] = OUT,
+    out: Annotated[Path, typer.Option(help="Folder of results; existing results are not simulated again.")] = OUT,
     config: Annotated[Path, typer.Option(help="Settings.", show_default="configs/tournament.yaml")] = CONFIG,
     table: Annotated[
         Path | None, typer.Option(help="Write the tables between the markers of this file, e.g. docs/tournament.md.")
     ] = None,
     only_tables: Annotated[
-        bool, typer.Option("--only-tables", help="Play nothing; make tables of what is there.")
+        bool, typer.Option("--only-tables", help="Simulate nothing; make tables from existing results.")
     ] = False,
 ) -> None:
     """Rank routing policies over traces, loads, KV pools and fleet sizes, simulated in virtual time.
 
-    Results are kept in --out, one small file for each cell, seed and policy; a run that was cut short goes on where it
+    Results are kept in --out, one small file for each cell, seed and policy; an interrupted run resumes where it
     stopped. The tables are computed from them and printed, or written with --table.
     """
     console = Console(stderr=True)
@@ -75,7 +75,7 @@ def main(
         settings = read_settings(config)
         grid = _grid(settings.grid, loads, pools, fleets, seeds)
         settings = msgspec.structs.replace(settings, grid=grid)
-        entrants = field_of(policies or [])
+        entrants = field_of(policies or [], settings.left_out)
         variants = ablations(settings) if with_ablations else []
         ablation_grid = settings.ablation_grid() if variants else grid
         store = Store(out)
@@ -100,13 +100,13 @@ def _numbers(text: str, option: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError as error:
-        raise TournamentError(f"--{option} {text!r}: numbers with commas between them, please") from error
+        raise TournamentError(f"--{option} {text!r}: give numbers separated by commas") from error
 
 
 def _grid(base: Grid, loads: str, pools: str, fleets: str, seeds: str) -> Grid:
     fleet_sizes, repeats = _numbers(fleets, "fleets"), _numbers(seeds, "seeds")
     if any(value != int(value) for value in (*fleet_sizes, *repeats)):
-        raise TournamentError("--fleets and --seeds are whole numbers")
+        raise TournamentError("--fleets and --seeds must be whole numbers")
     grid = Grid(
         loads=tuple(sorted(_numbers(loads, "loads") or base.loads)),
         pools=tuple(sorted(_numbers(pools, "pools") or base.pools)),
@@ -126,7 +126,7 @@ def _chosen(given: str, known: Sequence[str]) -> list[str]:
 
 
 def _play(
-    settings: Settings,
+    settings: TournamentSettings,
     grid: Grid,
     folder: Path,
     traces: str,
@@ -149,14 +149,14 @@ def _play(
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"{len(jobs)} cells x seeds, {len(entrants)} policies", total=len(jobs))
 
-        def told(done: Done) -> None:
+        def on_done(done: Done) -> None:
             spent.setdefault(done.job.cell.fleet, []).append(done)
             progress.advance(task)
             count = sum(map(len, spent.values()))
             if not console.is_terminal and (count % 50 == 0 or count == len(jobs)):
                 console.print(f"{count} of {len(jobs)} cells x seeds", highlight=False)
 
-        play_all(jobs, settings, folder, out, entrants, processes, told)
+        play_all(jobs, settings, folder, out, entrants, processes, on_done)
     _tell_cost(spent, console)
     return names
 
@@ -168,15 +168,20 @@ def _tell_cost(spent: dict[int, list[Done]], console: Console) -> None:
         requests = sum(done.played * done.requests for done in found)
         rate = f", {requests / cpu_s:,.0f} requests/s" if played and cpu_s else ""
         console.print(
-            f"x{fleet}: {played} simulations played, {sum(done.kept for done in found)} kept, "
+            f"x{fleet}: {played} simulations run, {sum(done.kept for done in found)} kept, "
             f"{cpu_s:,.0f} CPU seconds{rate}",
             highlight=False,
         )
 
 
 def _report(
-    store: Store, settings: Settings, names: list[str], entrants: list[Entrant], variants: list[Entrant], folds: bool
-) -> Report:
+    store: Store,
+    settings: TournamentSettings,
+    names: list[str],
+    entrants: list[Entrant],
+    variants: list[Entrant],
+    folds: bool,
+) -> TournamentReport:
     field = [entrant.label for entrant in entrants]
     found = _kept(store, settings.grid, names, field)
     with_variants = found
@@ -187,24 +192,24 @@ def _report(
         made = msgspec.json.decode((store.folder / _MADE).read_bytes(), type=Made)
     except OSError as error:
         raise TournamentError(f"cannot read {store.folder / _MADE}: run without --only-tables once") from error
-    return Report(
+    return TournamentReport(
         made=made,
         facts=store.read_facts(),
-        figures=[Figures(cell, results) for cell, results in found.items()],
+        figures=[CellFigures(cell, results) for cell, results in found.items()],
         field=field,
         subject=settings.subject,
         ideas={idea: ablation_label(settings, idea) for idea in settings.ablations} if variants else {},
-        ablation_figures=[Figures(cell, results) for cell, results in with_variants.items()],
+        ablation_figures=[CellFigures(cell, results) for cell, results in with_variants.items()],
         with_folds=folds,
     )
 
 
-def _kept(store: Store, grid: Grid, names: list[str], labels: list[str]) -> dict[Cell, list[Result]]:
-    """The results of every cell; all there, and all made by the same simulator."""
-    found: dict[Cell, list[Result]] = {}
+def _kept(store: Store, grid: Grid, names: list[str], labels: list[str]) -> dict[GridCell, list[EntrantResult]]:
+    """The results of every cell: complete, and all made by the same simulator version."""
+    found: dict[GridCell, list[EntrantResult]] = {}
     missing: list[str] = []
     for trace, load, pool, fleet in product(names, grid.loads, grid.pools, grid.fleets):
-        cell = Cell(trace=trace, load=load, pool=pool, fleet=fleet)
+        cell = GridCell(trace=trace, load=load, pool=pool, fleet=fleet)
         for label, seed in product(labels, grid.seeds):
             result = store.read(cell, seed, label)
             if result is None:
@@ -213,12 +218,12 @@ def _kept(store: Store, grid: Grid, names: list[str], labels: list[str]) -> dict
                 found.setdefault(cell, []).append(result)
     if missing:
         raise TournamentError(
-            f"{len(missing)} results are missing, the first: {missing[0]}; run without --only-tables to play them"
+            f"{len(missing)} results are missing, the first: {missing[0]}; run without --only-tables to simulate them"
         )
     if len({result.sources for results in found.values() for result in results}) > 1:
         raise TournamentError(
             f"the results in {store.folder} were made by different versions of the simulator; "
-            "run without --only-tables to play the older ones again"
+            "run without --only-tables to simulate the older ones again"
         )
     return found
 
@@ -229,7 +234,7 @@ def _show(text: str, table: Path | None, console: Console) -> None:
         return
     page = table.read_text(encoding="utf-8") if table.exists() else f"{BEGIN}\n{END}\n"
     if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise TournamentError(f"{table} needs the lines {BEGIN} and {END} once each")
+        raise TournamentError(f"{table} must have the lines {BEGIN} and {END} once each")
     before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
     table.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
@@ -237,7 +242,12 @@ def _show(text: str, table: Path | None, console: Console) -> None:
 
 
 def _command(
-    policies: list[str] | None, traces: str, grid: Grid, settings: Settings, with_ablations: bool, with_folds: bool
+    policies: list[str] | None,
+    traces: str,
+    grid: Grid,
+    settings: TournamentSettings,
+    with_ablations: bool,
+    with_folds: bool,
 ) -> str:
     words = ["python -m bench.tournament"]
     for text in policies or []:

@@ -1,4 +1,4 @@
-"""The policies that take part, by label; also where the package's entry points are not installed."""
+"""The policies that take part, by label. Works without installed entry points."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib
 import inspect
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ import msgspec
 import yaml
 
 from bench.tournament.results import costs_digest
-from bench.tournament.settings import Settings, TournamentError
+from bench.tournament.settings import TournamentError, TournamentSettings
 from policies.registry import PolicyParameterError, make_routing, routing_policies
 from policies.routing.base import RoutingPolicy
 
@@ -27,7 +27,7 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
     """One policy with its parameters."""
 
     label: str
-    """What the tables call it, and its results' file name."""
+    """Its name in the tables and the name of its results' files."""
     policy: str
     """Registered name, or ``module:Class``."""
     params: dict[str, Any] = {}
@@ -36,7 +36,7 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
         """A new policy object.
 
         Raises:
-            TournamentError: no such policy, or parameters it refuses.
+            TournamentError: no such policy, or parameters that it rejects.
         """
         try:
             if ":" not in self.policy and self.policy in routing_policies():
@@ -51,9 +51,9 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
             raise TournamentError(f"{self.label}: {error}") from error
 
     def digest(self) -> str:
-        """Of the policy's parameters and of the source files that its class is made of.
+        """Digest of the policy's parameters and of the source files that its class is made of.
 
-        The files that say what is learned of times count for policies that look at it (``fleet.costs``).
+        The files of the learned cost models count only for policies that use them (``fleet.costs``).
         """
         found: set[str] = set()
         for each in type(self.make()).__mro__:
@@ -110,7 +110,7 @@ def parse(text: str) -> Entrant:
     """``[LABEL=]NAME[,key=value...]``, NAME a registered policy or ``module:Class``.
 
     Raises:
-        TournamentError: it is not of that form, or the policy refuses it.
+        TournamentError: the text does not have that form, or the policy rejects it.
     """
     head, *pairs = text.split(",")
     label, equals, name = head.partition("=")
@@ -127,13 +127,13 @@ def parse(text: str) -> Entrant:
     return entrant
 
 
-def field_of(texts: Sequence[str]) -> list[Entrant]:
-    """The entrants named, or all registered policies; labels in order, none twice.
+def field_of(texts: Sequence[str], left_out: Collection[str] = ()) -> list[Entrant]:
+    """The named entrants, or all registered policies except ``left_out``; labels in order, without duplicates.
 
     Raises:
         TournamentError: a text that cannot be parsed, or one label for two policies.
     """
-    entrants = [parse(text) for text in (texts or registered())]
+    entrants = [parse(text) for text in (texts or [name for name in registered() if name not in left_out])]
     labels = [entrant.label for entrant in entrants]
     twice = {label for label in labels if labels.count(label) > 1}
     if twice:
@@ -141,14 +141,14 @@ def field_of(texts: Sequence[str]) -> list[Entrant]:
     return sorted(entrants, key=lambda entrant: entrant.label)
 
 
-def ablations(settings: Settings) -> list[Entrant]:
+def ablations(settings: TournamentSettings) -> list[Entrant]:
     """The subject with each of its ideas switched off.
 
     Raises:
         TournamentError: the settings name none, or parameters the subject does not have.
     """
     if not settings.ablations:
-        raise TournamentError("the settings name no ablations: add `ablations: {idea: {parameter: value}}`")
+        raise TournamentError("the settings have no ablations: add `ablations: {idea: {parameter: value}}`")
     made = [
         Entrant(label=ablation_label(settings, idea), policy=settings.subject, params=params)
         for idea, params in sorted(settings.ablations.items())
@@ -158,6 +158,6 @@ def ablations(settings: Settings) -> list[Entrant]:
     return made
 
 
-def ablation_label(settings: Settings, idea: str) -> str:
-    """What the subject without an idea is called."""
+def ablation_label(settings: TournamentSettings, idea: str) -> str:
+    """Label of the subject without an idea."""
     return f"{settings.subject} without {idea}"

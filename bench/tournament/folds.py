@@ -1,7 +1,7 @@
-"""Constants held out: what the variants of a policy would have been chosen for, and how that does on the rest.
+"""Held-out families: choose a variant of a policy on all other families, report its standing on the one held out.
 
-For every family of traces, the variant of the subject that does best on all *other* families is chosen, and its
-standing on this family is what is reported. A variant stands in the subject's place among the other policies.
+For every family of traces, the variant of the subject with the best standing on all *other* families is chosen, and its
+standing on this family is reported. A variant takes the subject's place among the other policies.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from bench.tournament.judge import METRICS, Figures, Standing, Verdict
+from bench.tournament.judge import METRICS, CellFigures, CellStanding, Standing
 from bench.tournament.ranking import Rank, rank
 
 
@@ -19,15 +19,15 @@ class Fold(msgspec.Struct, frozen=True, kw_only=True):
 
     family: str
     chosen: str
-    """The variant that does best on the other families."""
+    """The variant with the best standing on the other families."""
     elsewhere: Rank
-    """Its standing there."""
+    """Its standing on the other families."""
     held_out: Rank
     """Its standing on this family."""
 
 
-def in_place(figures: Sequence[Figures], field: Sequence[str], variant: str, subject: str) -> list[Verdict]:
-    """A variant's verdicts in every cell that has it, standing in the subject's place."""
+def in_place(figures: Sequence[CellFigures], field: Sequence[str], variant: str, subject: str) -> list[CellStanding]:
+    """A variant's verdicts in every cell that has it, in the subject's place."""
     others = [label for label in field if label != subject]
     found = []
     for each in figures:
@@ -37,12 +37,12 @@ def in_place(figures: Sequence[Figures], field: Sequence[str], variant: str, sub
     return found
 
 
-def folds(verdicts: Mapping[str, Sequence[Verdict]], families: Mapping[str, str]) -> list[Fold]:
+def folds(verdicts: Mapping[str, Sequence[CellStanding]], families: Mapping[str, str]) -> list[Fold]:
     """Leave one family out: choose among variants on the others, report on it.
 
     Args:
-        verdicts: Of every variant, over the same cells.
-        families: Of every trace.
+        verdicts: Verdicts of every variant, over the same cells.
+        families: Family of every trace.
     """
     names = sorted({families[verdict.cell.trace] for found in verdicts.values() for verdict in found})
     made = []
@@ -65,15 +65,15 @@ class Ablation(msgspec.Struct, frozen=True, kw_only=True):
     ratio: dict[str, float]
     """Geometric mean over cells of its figure over the subject's, for each metric."""
     worse: dict[str, int]
-    """Cells where it is worse than the subject, interval and all."""
+    """Cells where it is worse than the subject with the whole interval."""
     better: dict[str, int]
     cells: int
 
 
 def ablation(
-    figures: Sequence[Figures], field: Sequence[str], idea: str, variant: str, subject: str
+    figures: Sequence[CellFigures], field: Sequence[str], idea: str, variant: str, subject: str
 ) -> Ablation | None:
-    """What an idea earns; None where the variant was not played."""
+    """Contribution of an idea; None if the variant was not simulated."""
     verdicts = in_place(figures, field, variant, subject)
     if not verdicts:
         return None

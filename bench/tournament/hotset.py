@@ -1,11 +1,11 @@
-"""The hot set: the KV that the sessions alive at one instant have, and the pools that are measured in it.
+"""The hot set: the KV of the sessions alive at one instant, and the pool sizes derived from it.
 
 At an instant of the nominal time line (`bench.tournament.timeline`) a session is alive from the due time of its first
 turn to the end of its last one, thinking included. Its blocks are the full blocks of the last turn due by then. The hot
 set is the number of *distinct* tokens in the blocks of all sessions alive, the mean over instants of one period. It is
 taken at 0.8 of saturation whatever the load of a cell, because a pool does not grow when fewer requests come. At lower
-loads fewer sessions are alive and a pool of one hot set has room to spare; above saturation they pile up. It is counted
-for 8 instances and stated per instance: it grows with the fleet, since so does the number of sessions.
+loads fewer sessions are alive and a pool of one hot set has spare room; above saturation sessions accumulate. It is
+counted for 8 instances and stated per instance: it grows with the fleet, because the number of sessions does.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.tournament.timeline import Session, Timeline
+from bench.tournament.timeline import NominalSession, Timeline
 
 REFERENCE_LOAD = 0.8
-"""Share of saturation at which the hot set is taken."""
+"""Share of saturation at which the hot set is counted."""
 REFERENCE_INSTANCES = 8
 """Instances for which it is counted."""
 INSTANTS = 8
@@ -40,11 +40,11 @@ def hot_set_tokens(line: Timeline, saturation: float) -> float:
 
 
 def pool_tokens(factor: float, hot_set: float, line: Timeline) -> tuple[int, bool]:
-    """KV pool of an instance in whole blocks, and whether it is larger than asked so that every request fits.
+    """KV pool of an instance in whole blocks; True if it is larger than requested so that every request fits.
 
     Args:
         factor: Pool over hot set.
-        hot_set: Of one instance, in tokens.
+        hot_set: Hot set of one instance in tokens.
         line: The trace.
     """
     largest = max(
@@ -67,8 +67,8 @@ def _blocks_alive(line: Timeline, cycle_s: float, now_s: float) -> int:
     return int(np.unique(np.concatenate(chunks)).size) if chunks else 0
 
 
-def _blocks(session: Session, age_s: float, offset: int, block_tokens: int) -> NDArray[np.int64]:
-    """Full blocks of the last turn due at an age; those of another repetition are others unless they are common."""
+def _blocks(session: NominalSession, age_s: float, offset: int, block_tokens: int) -> NDArray[np.int64]:
+    """Full blocks of the last turn due at an age; another repetition has its own blocks except the common ones."""
     turn = max((each for each in session.turns if each.due_s <= age_s), key=lambda each: each.due_s)
     full = min(turn.request.input_length // block_tokens, len(turn.ids))
     ids = np.array(turn.ids[:full], dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Plays the grid: what is missing of it, in as many processes as asked for, the longest games first.
+"""Simulates the missing part of the grid in a number of processes, the longest jobs first.
 
-The results do not depend on the number of processes nor on the order: every game is a function of its cell, its seed
-and its policy, and leaves a file of its own.
+The results do not depend on the number of processes or the order: every simulation is a function of its cell, its seed
+and its policy, and writes its own file.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ import msgspec
 
 from bench.tournament.arena import Arena
 from bench.tournament.entrants import Entrant
-from bench.tournament.results import Cell, Store
-from bench.tournament.settings import Grid, Settings
+from bench.tournament.results import GridCell, Store
+from bench.tournament.settings import Grid, TournamentSettings
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class CellJob(msgspec.Struct, frozen=True, kw_only=True):
     """One cell with one seed, for all entrants: they share its preparation."""
 
-    cell: Cell
+    cell: GridCell
     seed: int
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a job."""
+    """Result of a job."""
 
-    job: Job
+    job: CellJob
     played: int
     """Simulations run."""
     kept: int
-    """Results that were there already."""
+    """Results that already existed."""
     requests: int
     """Requests of one simulation."""
     cpu_s: float
 
 
-def jobs_of(grid: Grid, traces: Sequence[str]) -> list[Job]:
-    """All jobs, those that take longest first, so that none is left over at the end."""
+def jobs_of(grid: Grid, traces: Sequence[str]) -> list[CellJob]:
+    """All jobs, the longest first, so that no long job is left for the end."""
     jobs = [
-        Job(cell=Cell(trace=trace, load=load, pool=pool, fleet=fleet), seed=seed)
+        CellJob(cell=GridCell(trace=trace, load=load, pool=pool, fleet=fleet), seed=seed)
         for trace in sorted(traces)
         for load in grid.loads
         for pool in grid.pools
@@ -54,23 +54,23 @@ def jobs_of(grid: Grid, traces: Sequence[str]) -> list[Job]:
 
 
 class Player:
-    """Plays jobs in one process; traces read for one job serve the next."""
+    """Runs jobs in one process; traces read for one job are reused by the next."""
 
-    def __init__(self, settings: Settings, traces: Path, out: Path, entrants: Sequence[Entrant]) -> None:
+    def __init__(self, settings: TournamentSettings, traces: Path, out: Path, entrants: Sequence[Entrant]) -> None:
         self._settings = settings
         self._arena = Arena(settings, traces)
         self._store = Store(out)
         self._entrants = [(entrant, entrant.digest()) for entrant in entrants]
 
     def learn(self, trace: str) -> None:
-        """Keep a trace's facts, unless they are there."""
+        """Measure and keep a trace's facts, unless they exist."""
         made_of = self._arena.made_of(trace, self._settings.grid.pools, self._arena.ground(trace).rule)
         found = self._store.read_facts().get(trace)
         if found is None or found.made_of != made_of:
             self._store.write_facts(self._arena.ground(trace).facts(made_of))
 
-    def play(self, job: Job) -> Done:
-        """Simulate what a job lacks."""
+    def play(self, job: CellJob) -> Done:
+        """Simulate the missing results of a job."""
         started_s = time.process_time()
         made_of = self._arena.made_of(job.cell.trace, job.cell, job.seed)
         missing = []
@@ -96,12 +96,12 @@ class Player:
 _player: Player | None = None
 
 
-def _start(settings: Settings, traces: Path, out: Path, entrants: Sequence[Entrant]) -> None:
+def _start(settings: TournamentSettings, traces: Path, out: Path, entrants: Sequence[Entrant]) -> None:
     global _player  # noqa: PLW0603  one per worker process, made when the process starts
     _player = Player(settings, traces, out, entrants)
 
 
-def _play(job: Job) -> Done:
+def _play(job: CellJob) -> Done:
     assert _player is not None
     return _player.play(job)
 
@@ -112,24 +112,24 @@ def _learn(trace: str) -> None:
 
 
 def play_all(
-    jobs: Sequence[Job],
-    settings: Settings,
+    jobs: Sequence[CellJob],
+    settings: TournamentSettings,
     traces: Path,
     out: Path,
     entrants: Sequence[Entrant],
     processes: int,
-    told: Callable[[Done], None],
+    on_done: Callable[[Done], None],
 ) -> None:
-    """Measure the traces and play all jobs; an error in one ends the others, and what was played stays kept.
+    """Measure the traces and run all jobs; an error in one ends the others, and finished results are kept.
 
     Args:
-        jobs: In the order in which to begin them.
-        settings: Of the tournament.
+        jobs: Jobs in the order in which to start them.
+        settings: Settings of the tournament.
         traces: Folder of traces.
         out: Folder of results.
         entrants: The policies.
-        processes: 1 plays in this process.
-        told: Called with each job that ends, in the order in which they end.
+        processes: Number of processes; 1: this process.
+        on_done: Called with each job that ends, in the order in which they end.
     """
     names = sorted({job.cell.trace for job in jobs})
     if processes == 1:
@@ -137,7 +137,7 @@ def play_all(
         for name in names:
             player.learn(name)
         for job in jobs:
-            told(player.play(job))
+            on_done(player.play(job))
         return
     pool = ProcessPoolExecutor(
         max_workers=processes,
@@ -148,7 +148,7 @@ def play_all(
     try:
         measured = [pool.submit(_learn, name) for name in names]
         for future in as_completed(pool.submit(_play, job) for job in jobs):
-            told(future.result())
+            on_done(future.result())
         for each in measured:
             each.result()
     finally:

@@ -1,14 +1,14 @@
-"""Who is best in a cell, who is tied with the best, and how far behind everybody else is.
+"""Best policy of a cell, policies tied with it, and the ratios of all others to it.
 
 A policy's figure in a cell is the geometric mean over the seeds of its quantile (TTFT p90, E2E p50). The best has the
 lowest. The interval of a policy's ratio to the best is a paired bootstrap: in each resample the seeds are drawn with
 replacement, and of each drawn seed the sessions, the same for both policies (their resampled quantiles are in the
-results); the ratio is taken in each. So the interval holds what other sessions and other runs would have changed.
+results); the ratio is taken in each. The interval thus covers the effect of other sessions and other runs.
 
 *Tied for best*: the 95 % interval of the ratio to the best includes 1. *Behind the best*: the plain ratio less one.
 No correction for the number of policies or cells is made: a correction would only widen the intervals and let more
-policies pass as tied, so leaving it out is the strict reading of a claim to be tied. The best of many is the best
-partly by luck, which is against everybody else in the same way.
+policies pass as tied, so a claim to be tied is stricter without it. The best of many is the best partly by chance,
+which puts all other policies at the same disadvantage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.tournament.results import Cell, Result, Sample
+from bench.tournament.results import EntrantResult, GridCell, MetricSample
 from bench.tournament.settings import TournamentError
 
 TTFT, E2E = "TTFT p90", "E2E p50"
@@ -37,21 +37,21 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     value: float
     """Geometric mean over seeds, seconds."""
     ratio: float
-    """Over the best's; 1 for the best itself."""
+    """Ratio to the best's value; 1 for the best itself."""
     low: float
     high: float
     """95 % interval of the ratio."""
 
     @property
     def tied(self) -> bool:
-        """Best, or not to be told from it."""
+        """True for the best, or if the interval includes a ratio of 1."""
         return self.low <= 1.0
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class CellStanding(msgspec.Struct, frozen=True, kw_only=True):
     """One policy in one cell: its standing on every metric."""
 
-    cell: Cell
+    cell: GridCell
     label: str
     metrics: dict[str, Standing]
     failed: int
@@ -59,7 +59,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tied(self) -> bool:
-        """Best or tied for best on all metrics."""
+        """True if best or tied for best on all metrics."""
         return all(each.tied for each in self.metrics.values())
 
     @property
@@ -68,12 +68,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return max(each.ratio for each in self.metrics.values())
 
 
-class Figures:
+class CellFigures:
     """All results of one cell, ready to be compared."""
 
-    def __init__(self, cell: Cell, results: Iterable[Result]) -> None:
+    def __init__(self, cell: GridCell, results: Iterable[EntrantResult]) -> None:
         self.cell = cell
-        by_label: dict[str, dict[int, Result]] = {}
+        by_label: dict[str, dict[int, EntrantResult]] = {}
         for result in results:
             by_label.setdefault(result.label, {})[result.seed] = result
         self._results = {label: by_label[label] for label in sorted(by_label)}
@@ -97,12 +97,12 @@ class Figures:
         """Policies with results here."""
         return list(self._results)
 
-    def results(self, label: str) -> list[Result]:
-        """Of one policy, by seed."""
+    def results(self, label: str) -> list[EntrantResult]:
+        """Results of one policy, by seed."""
         return [self._results[label][seed] for seed in self.seeds]
 
-    def _combined(self, found: Mapping[int, Result], metric: str) -> tuple[float, FloatArray]:
-        """Logarithm of the figure, and of the same in every resample."""
+    def _combined(self, found: Mapping[int, EntrantResult], metric: str) -> tuple[float, FloatArray]:
+        """Logarithm of the figure, and of the figure in every resample."""
         samples = [_sample(found[seed], metric) for seed in self.seeds]
         value = math.fsum(math.log(sample.value) for sample in samples) / len(samples)
         resampled = np.log(np.array([sample.resampled for sample in samples]))
@@ -123,11 +123,11 @@ class Figures:
         """The policy of the field with the lowest figure; by name where two are equal."""
         return min(field, key=lambda label: (self._logs[label, metric][0], label))
 
-    def judge(self, field: Sequence[str]) -> list[Verdict]:
+    def judge(self, field: Sequence[str]) -> list[CellStanding]:
         """Every policy of the field against the best of the field."""
         best = {metric: self.best(field, metric) for metric in METRICS}
         return [
-            Verdict(
+            CellStanding(
                 cell=self.cell,
                 label=label,
                 metrics={metric: self.compare(label, best[metric], metric) for metric in METRICS},
@@ -137,5 +137,5 @@ class Figures:
         ]
 
 
-def _sample(result: Result, metric: str) -> Sample:
+def _sample(result: EntrantResult, metric: str) -> MetricSample:
     return result.ttft_p90 if metric == TTFT else result.e2e_p50

@@ -1,4 +1,4 @@
-"""A policy over many cells: how often best or tied, how far behind on average and at worst."""
+"""A policy over many cells: share of cells best or tied, mean and worst ratio to the best."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from bench.tournament.judge import METRICS, Verdict
-from bench.tournament.results import Cell
+from bench.tournament.judge import METRICS, CellStanding
+from bench.tournament.results import GridCell
 
 TARGET_SHARE = 0.8
-"""The default policy is to be best or tied for best in so many of the cells, on both metrics,"""
+"""Target: share of cells in which the default policy is best or tied for best on both metrics."""
 TARGET_RATIO = 1.05
-"""and never further behind the best than this."""
+"""Target: largest ratio of the default policy to the best in any cell."""
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,16 +24,16 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     tied: float
     """Share of cells where it is best or tied for best on both metrics."""
     tied_on: dict[str, float]
-    """The same for each metric."""
+    """The same share for each metric."""
     mean: dict[str, float]
     """Geometric mean of its ratio to the best, for each metric."""
     worst: float
     """Largest ratio to the best, of either metric."""
-    worst_cell: Cell
+    worst_cell: GridCell
     behind: int
     """Cells where it is more than 5 % behind the best on either metric."""
     surely_behind: int
-    """Cells where the whole interval of that lies beyond 5 %."""
+    """Cells where the whole interval lies beyond 5 %."""
     failed: int
 
     @property
@@ -42,12 +42,12 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
         return math.exp(math.fsum(math.log(each) for each in self.mean.values()) / len(self.mean))
 
 
-def rank(verdicts: Sequence[Verdict]) -> Rank:
-    """One policy's verdicts, at least one, put together."""
+def rank(verdicts: Sequence[CellStanding]) -> Rank:
+    """Rank of one policy from its verdicts, of which there is at least one."""
     worst = max(verdicts, key=lambda verdict: verdict.worst)
     count = len(verdicts)
 
-    def share(test: Callable[[Verdict], bool]) -> float:
+    def share(test: Callable[[CellStanding], bool]) -> float:
         return sum(map(test, verdicts)) / count
 
     return Rank(
@@ -67,25 +67,25 @@ def rank(verdicts: Sequence[Verdict]) -> Rank:
     )
 
 
-def ranking(verdicts: Iterable[Verdict]) -> list[Rank]:
+def ranking(verdicts: Iterable[CellStanding]) -> list[Rank]:
     """All policies, the best first: by share of cells best or tied on both metrics, by mean ratio, by name."""
-    grouped: dict[str, list[Verdict]] = {}
+    grouped: dict[str, list[CellStanding]] = {}
     for verdict in verdicts:
         grouped.setdefault(verdict.label, []).append(verdict)
     ranks = [rank(each) for each in grouped.values()]
     return sorted(ranks, key=lambda each: (-each.tied, each.overall, each.label))
 
 
-def by_axis(verdicts: Iterable[Verdict], axis: Callable[[Cell], object]) -> dict[object, dict[str, Rank]]:
+def by_axis(verdicts: Iterable[CellStanding], axis: Callable[[GridCell], object]) -> dict[object, dict[str, Rank]]:
     """Ranks by a property of cells and by policy; values of the axis in order of their first cell."""
-    grouped: dict[object, dict[str, list[Verdict]]] = {}
+    grouped: dict[object, dict[str, list[CellStanding]]] = {}
     for verdict in sorted(verdicts, key=lambda each: (each.cell, each.label)):
         grouped.setdefault(axis(verdict.cell), {}).setdefault(verdict.label, []).append(verdict)
     return {value: {label: rank(each) for label, each in found.items()} for value, found in grouped.items()}
 
 
-def family_share(verdicts: Iterable[Verdict], families: Mapping[str, str]) -> dict[str, float]:
-    """Share of cells best or tied on both metrics when every family of traces counts the same, by policy."""
+def family_share(verdicts: Iterable[CellStanding], families: Mapping[str, str]) -> dict[str, float]:
+    """Share of cells best or tied on both metrics with equal weight for every family of traces, by policy."""
     found = by_axis(verdicts, lambda cell: families[cell.trace])
     labels = sorted({label for ranks in found.values() for label in ranks})
     return {

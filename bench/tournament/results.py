@@ -1,4 +1,4 @@
-"""What one simulation leaves behind: a small file with the figures and their resamples, enough for every table."""
+"""Kept results: a small file per simulation with the figures and their resamples, from which all tables are made."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _SOURCES = (
     "sim/virtual.py",
     "sim/hardware.py",
     "policies/*.py",
+    "policies/predict/*.py",
     "policies/routing/base.py",
     "replayer/replay/plan.py",
     "replayer/traces/trace.py",
@@ -28,12 +29,17 @@ _SOURCES = (
     "bench/tournament/workload.py",
     "bench/tournament/arena.py",
 )
-"""What decides a simulation's outcome beside trace, settings and policy."""
-_COSTS = ("policies/costs/book.py", "policies/costs/formulas.py", "policies/costs/estimates.py")
-"""What was learned of times: it decides the outcome of policies that look at it, and of no others."""
+"""Sources that affect a simulation's result besides trace, settings and policy."""
+_COSTS = (
+    "policies/costs/book.py",
+    "policies/costs/formulas.py",
+    "policies/costs/estimates.py",
+    "policies/costs/published.py",
+)
+"""The learned cost models: they affect only the results of policies that use them."""
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True, order=True):
+class GridCell(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """One combination of the grid."""
 
     trace: str
@@ -45,30 +51,30 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, order=True):
         return f"{self.trace} load {self.load:g} pool {self.pool:g} x{self.fleet}"
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class MetricSample(msgspec.Struct, frozen=True, kw_only=True):
     """A metric of one simulation, in seconds."""
 
     value: float
     resampled: list[float]
-    """The same in each resample of sessions; equal draws for every policy of a cell and seed."""
+    """The metric in each resample of sessions; equal draws for every policy of a cell and seed."""
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class EntrantResult(msgspec.Struct, frozen=True, kw_only=True):
     """One policy in one cell with one seed."""
 
-    cell: Cell
+    cell: GridCell
     seed: int
     label: str
     made_of: str
-    """Digest of all that decides the outcome."""
+    """Digest of everything that affects the result."""
     requests: int
     warming: int
     judged: int
     sessions: int
     failed: int
     ttft_p50_s: float
-    ttft_p90: Sample
-    e2e_p50: Sample
+    ttft_p90: MetricSample
+    e2e_p50: MetricSample
     e2e_p90_s: float
     tpot_p50_s: float
     apc: float
@@ -81,11 +87,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the tournament measured of a trace before anything was simulated."""
+    """Figures of a trace, measured before the simulations."""
 
     name: str
     made_of: str
-    """Digest of all that decides these figures."""
+    """Digest of everything that affects these figures."""
     family: str
     file: str
     requests: int
@@ -93,24 +99,24 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
     saturation: float
     """Requests per second and instance."""
     attained: float
-    """What one instance with more work than it can do is seen to do, over what is accounted for the same requests."""
+    """Throughput of one overloaded instance over the saturation computed for the same requests."""
     latency_s: float
     """Mean nominal latency at the load of the hot set."""
     hot_set_tokens: float
-    """Of one instance."""
+    """Hot set of one instance in tokens."""
     pools: dict[str, int]
-    """Pool factor: tokens of an instance's pool."""
+    """Tokens of an instance's pool by pool factor."""
     floored: list[str]
-    """Factors whose pool is larger than asked, so that the largest request fits."""
+    """Factors whose pool is larger than requested, so that the largest request fits."""
 
 
 def sources_digest() -> str:
-    """Of the source files that decide every simulation's outcome."""
+    """Digest of the source files that affect every simulation's result."""
     return _digest([path for pattern in _SOURCES for path in sorted(ROOT.glob(pattern))], leave_out=_COSTS)
 
 
 def costs_digest() -> str:
-    """Of those that decide the outcome of policies that look at what was learned of times (``FleetSnapshot.costs``)."""
+    """Digest of the cost-model sources, for policies that read ``FleetSnapshot.costs``."""
     return _digest([ROOT / name for name in _COSTS])
 
 
@@ -129,26 +135,26 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def path(self, cell: Cell, seed: int, label: str) -> Path:
-        """Where a result lies."""
+    def path(self, cell: GridCell, seed: int, label: str) -> Path:
+        """Path of a result's file."""
         place = f"load-{cell.load:g}_pool-{cell.pool:g}_fleet-{cell.fleet}_seed-{seed}"
         return self.folder / "results" / cell.trace / place / f"{quote(label, safe='+')}.json"
 
-    def read(self, cell: Cell, seed: int, label: str) -> Result | None:
-        """A result, or None where there is none.
+    def read(self, cell: GridCell, seed: int, label: str) -> EntrantResult | None:
+        """A kept result, or None if there is none.
 
         Raises:
             TournamentError: the file is not a result.
         """
         path = self.path(cell, seed, label)
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Result)
+            return msgspec.json.decode(path.read_bytes(), type=EntrantResult)
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
             raise TournamentError(f"{path}: {error}; delete it and run again") from error
 
-    def write(self, result: Result) -> None:
+    def write(self, result: EntrantResult) -> None:
         """Keep a result."""
         _write_whole(self.path(result.cell, result.seed, result.label), msgspec.json.encode(result))
 
@@ -156,7 +162,7 @@ class Store:
         """The facts of all traces kept, by name.
 
         Raises:
-            TournamentError: a file of another make.
+            TournamentError: a file is not such facts.
         """
         found = {}
         for path in sorted((self.folder / "traces").glob("*.json")):

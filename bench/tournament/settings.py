@@ -1,4 +1,4 @@
-"""What a tournament is told: the grid, the noise, the traces' families, the ablations (configs/tournament.yaml)."""
+"""Settings of a tournament: grid, noise, families of traces, ablations (configs/tournament.yaml)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tournament.yaml"
 
 
 class TournamentError(ValueError):
-    """A tournament that cannot be held as told; the message says what to change."""
+    """Settings or inputs with which a tournament cannot run; the message says what to change."""
 
 
 class TraceRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How files whose path matches are named, grouped and read."""
+    """Name, family and reading options of files whose path matches."""
 
     match: str
     """Pattern (as a shell's) for the path below the folder of traces."""
@@ -23,9 +23,9 @@ class TraceRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     family: str = ""
     """Traces of one family share conversations: they are held out together."""
     sessions: Literal["derived", "single"] = "derived"
-    """For traces without session ids: guess sessions by prefix chaining, or take every request for its own."""
+    """For traces without session ids: derive sessions by prefix chaining, or treat every request as a session."""
     left_out: str = ""
-    """Why the file takes no part; empty: it does."""
+    """Reason for which the file takes no part; empty: it takes part."""
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,25 +42,25 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long a cell is simulated and what shakes it. `bench.tournament.workload` says what each is for."""
+    """Length of a cell's simulation and its noise; `bench.tournament.workload` explains each size."""
 
     requests: float = 300.0
     """Judged requests of a cell, over the square root of the fleet's size."""
     settle_latencies: float = 1.0
-    """Start-up left out of judgement, in mean nominal latencies."""
+    """Start-up that is not judged, in mean nominal latencies."""
     tail_latencies: float = 0.5
-    """End left out of judgement, in mean nominal latencies."""
+    """End that is not judged, in mean nominal latencies."""
     least_latencies: float = 1.0
-    """The judged stretch lasts at least so many mean nominal latencies, however many requests that takes."""
+    """Least length of the judged stretch in mean nominal latencies, whatever the number of requests."""
     arrival_jitter_s: float = 0.5
     speed_sigma: float = 0.03
     resamples: int = 500
     """Bootstrap resamples."""
     overload_requests: float = 3000.0
-    """Requests with which the accounted saturation of a trace is checked (`bench.tournament.attained`)."""
+    """Requests with which the computed saturation of a trace is checked (`bench.tournament.attained`)."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TournamentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file."""
 
     profile: str = "h200"
@@ -68,13 +68,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sizes: Sizes = Sizes()
     traces: tuple[TraceRule, ...] = ()
     subject: str = "warm"
-    """The policy whose standing is held against the targets."""
+    """The policy whose standing is compared with the targets."""
+    left_out: dict[str, str] = {}
+    """Registered policies that take part only where ``--policies`` names them, with the reason."""
     ablations: dict[str, dict[str, Any]] = {}
     """Name of an idea: the parameters of ``subject`` that switch it off."""
     ablation_fleets: tuple[int, ...] = ()
     """Fleets that the ablations are played with, of those in the grid; empty: all."""
     ablation_seeds: tuple[int, ...] = ()
-    """The same for seeds."""
+    """Seeds that the ablations are played with, of those in the grid; empty: all."""
 
     def ablation_grid(self) -> Grid:
         """The part of the grid that the ablations are played on.
@@ -92,14 +94,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return msgspec.structs.replace(self.grid, **kept)
 
 
-def read_settings(path: Path = CONFIG) -> Settings:
+def read_settings(path: Path = CONFIG) -> TournamentSettings:
     """Read and check a settings file.
 
     Raises:
-        TournamentError: it is missing, not YAML, or says what a tournament does not know.
+        TournamentError: it is missing, not YAML, or has unknown keys.
     """
     try:
-        settings = msgspec.yaml.decode(path.read_bytes(), type=Settings)
+        settings = msgspec.yaml.decode(path.read_bytes(), type=TournamentSettings)
     except OSError as error:
         raise TournamentError(f"cannot read {path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
@@ -112,7 +114,7 @@ def read_settings(path: Path = CONFIG) -> Settings:
 
 
 def check_grid(grid: Grid) -> None:
-    """Refuse a grid without cells, or with impossible ones.
+    """Reject a grid without cells, or with impossible ones.
 
     Raises:
         TournamentError: names the axis.

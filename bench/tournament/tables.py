@@ -7,40 +7,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from bench.tournament.folds import Ablation, Fold, ablation, folds, in_place
-from bench.tournament.judge import E2E, METRICS, TTFT, Figures, Verdict
+from bench.tournament.judge import E2E, METRICS, TTFT, CellFigures, CellStanding
 from bench.tournament.ranking import TARGET_RATIO, TARGET_SHARE, Rank, by_axis, family_share, rank, ranking
-from bench.tournament.results import Cell, TraceFacts
+from bench.tournament.results import GridCell, TraceFacts
 
 BEGIN, END = "<!-- tournament: begin -->", "<!-- tournament: end -->"
 SHOWN_BEHIND = 25
-"""At most so many cells in which the subject is more than 5 % behind are listed."""
+"""Most cells to list in which the subject is more than 5 % behind."""
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):
-    """How the results were made."""
+    """Command and versions that the results were made with."""
 
     command: str
     versions: dict[str, str]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the tables are made of."""
+class TournamentReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the tables are made from."""
 
     made: Made
     facts: dict[str, TraceFacts]
-    figures: list[Figures]
+    figures: list[CellFigures]
     field: list[str]
     """Labels that are ranked."""
     subject: str
     ideas: dict[str, str]
     """Label of the subject without each idea."""
-    ablation_figures: list[Figures]
-    """Of the cells that those were played in, with the field's."""
+    ablation_figures: list[CellFigures]
+    """Figures of the cells that the ablations were played in, with the field's."""
     with_folds: bool
 
 
-def markdown(report: Report) -> str:
-    """Everything between the markers of docs/tournament.md."""
+def markdown(report: TournamentReport) -> str:
+    """The Markdown text between the markers of docs/tournament.md."""
     verdicts = [verdict for each in report.figures for verdict in each.judge(report.field)]
     families = {name: facts.family for name, facts in report.facts.items()}
     ranks = ranking(verdicts)
@@ -52,7 +52,7 @@ def markdown(report: Report) -> str:
     ]
     if report.subject in order:
         parts.append(f"### `{report.subject}` against its targets\n\n{_targets(verdicts, report.subject)}")
-    axes: list[tuple[str, str, Callable[[Cell], object]]] = [
+    axes: list[tuple[str, str, Callable[[GridCell], object]]] = [
         ("By family of traces", "", lambda cell: families[cell.trace]),
         ("By trace", "", lambda cell: cell.trace),
         ("By load", "load ", lambda cell: f"{cell.load:g}"),
@@ -63,7 +63,7 @@ def markdown(report: Report) -> str:
         parts.append(f"### {title}\n\n{_axis(verdicts, order, prefix, axis)}")
     ablations = _ablations(report)
     if ablations:
-        parts.append(f"### What each idea earns\n\n{_ablation_table(report, ablations)}")
+        parts.append(f"### Contribution of each idea\n\n{_ablation_table(report, ablations)}")
     if report.with_folds:
         parts.append(f"### Held-out families\n\n{_folds(report, families)}")
     return "\n\n".join(parts) + "\n"
@@ -81,7 +81,7 @@ def _made(made: Made) -> str:
     )
 
 
-def _traces(report: Report) -> str:
+def _traces(report: TournamentReport) -> str:
     def rows() -> Iterator[list[str]]:
         played = {each.cell.trace for each in report.figures}
         for name, facts in sorted(report.facts.items(), key=lambda item: (item[1].family, item[0])):
@@ -106,7 +106,8 @@ def _traces(report: Report) -> str:
     return (
         _table(head, rows(), left=2)
         + "\n\nSaturation in requests per second and instance; *attained*: the throughput of one instance that is "
-        "offered half as much again, with a pool that never evicts, over what is accounted for its requests; nominal "
+        "offered 1.5 times its saturation, with a pool that never evicts, over the saturation computed for its "
+        "requests; nominal "
         "latency at 0.8 of saturation in seconds; hot set and pools in tokens of one instance (*: raised so that the "
         "largest request fits)."
     )
@@ -136,20 +137,20 @@ def _ranking(ranks: Sequence[Rank], shares: Mapping[str, float]) -> str:
 
     head = [
         *("rank", "policy", "best or tied", "by family", "TTFT p90 tied", "ratio", "E2E p50 tied", "ratio"),
-        *("worst", "> 5 % behind", "surely", "failed"),
+        *("worst", "> 5 % behind", "significantly", "failed"),
     ]
     return (
         f"{ranks[0].cells if ranks else 0} cells.\n\n"
         + _table(head, rows(), left=2)
         + "\n\n*best or tied*: share of cells where a policy is best or tied for best in TTFT p90 *and* E2E p50; "
-        "*by family*: the same with every family of traces counting equally; "
+        "*by family*: the same with equal weight for every family of traces; "
         "*ratio*: geometric mean of the ratio to the cell's best; "
         "*worst*: the largest ratio to a cell's best in either metric; *> 5 % behind*: cells where it is above 1.05 in "
-        "either, *surely* where the whole 95 % interval is; *failed*: judged requests that failed."
+        "either, *significantly* where the whole 95 % interval is; *failed*: judged requests that failed."
     )
 
 
-def _targets(verdicts: Sequence[Verdict], subject: str) -> str:
+def _targets(verdicts: Sequence[CellStanding], subject: str) -> str:
     own = [verdict for verdict in verdicts if verdict.label == subject]
     found = rank(own)
     share_met = "met" if found.tied >= TARGET_SHARE else "**missed**"
@@ -170,12 +171,14 @@ def _targets(verdicts: Sequence[Verdict], subject: str) -> str:
     return "\n".join(lines)
 
 
-def _interval(verdict: Verdict, metric: str) -> str:
+def _interval(verdict: CellStanding, metric: str) -> str:
     standing = verdict.metrics[metric]
     return f"{standing.ratio:.3f} [{standing.low:.3f}, {standing.high:.3f}]"
 
 
-def _axis(verdicts: Sequence[Verdict], order: Sequence[str], prefix: str, axis: Callable[[Cell], object]) -> str:
+def _axis(
+    verdicts: Sequence[CellStanding], order: Sequence[str], prefix: str, axis: Callable[[GridCell], object]
+) -> str:
     found = by_axis(verdicts, axis)
     rows = [
         [
@@ -194,7 +197,7 @@ def _axis(verdicts: Sequence[Verdict], order: Sequence[str], prefix: str, axis: 
     )
 
 
-def _ablations(report: Report) -> list[Ablation]:
+def _ablations(report: TournamentReport) -> list[Ablation]:
     if report.subject not in report.field:
         return []
     made = [
@@ -204,7 +207,7 @@ def _ablations(report: Report) -> list[Ablation]:
     return [each for each in made if each is not None]
 
 
-def _ablation_table(report: Report, ablations: Sequence[Ablation]) -> str:
+def _ablation_table(report: TournamentReport, ablations: Sequence[Ablation]) -> str:
     full = rank(in_place(report.ablation_figures, report.field, report.subject, report.subject))
     rows = [["none (as it is)", _percent(full.tied), f"{full.worst:.2f}", "1.000", "–", "1.000", "–"]]
     for each in sorted(ablations, key=lambda found: (found.rank.tied, -found.rank.overall, found.idea)):
@@ -216,19 +219,19 @@ def _ablation_table(report: Report, ablations: Sequence[Ablation]) -> str:
     return (
         _played_with(report.ablation_figures)
         + _table(head, rows)
-        + f"\n\nTimes over those of `{report.subject}`, geometric mean over cells, and in how many cells the idea's "
-        "absence is worse or better with its whole 95 % interval. *Best or tied* and *worst* are its standing among "
-        f"the others in `{report.subject}`'s place."
+        + f"\n\nTimes over those of `{report.subject}`, geometric mean over cells, and the number of cells "
+        f"where the subject without the idea is worse or better with its whole 95 % interval. *Best or tied* "
+        f"and *worst* are the variant's standing among the other policies in `{report.subject}`'s place."
     )
 
 
-def _played_with(figures: Sequence[Figures]) -> str:
+def _played_with(figures: Sequence[CellFigures]) -> str:
     fleets = ", ".join(f"×{fleet}" for fleet in sorted({each.cell.fleet for each in figures}))
     seeds = ", ".join(str(seed) for seed in sorted({seed for each in figures for seed in each.seeds}))
     return f"{len(figures)} cells: fleets {fleets}; seeds {seeds}.\n\n"
 
 
-def _folds(report: Report, families: Mapping[str, str]) -> str:
+def _folds(report: TournamentReport, families: Mapping[str, str]) -> str:
     variants = [report.subject, *report.ideas.values()]
     verdicts = {
         variant: found
@@ -237,7 +240,7 @@ def _folds(report: Report, families: Mapping[str, str]) -> str:
     }
     made: list[Fold] = folds(verdicts, families) if verdicts else []
     if not made:
-        return "Needs results of two families at least."
+        return "Needs results of at least two families."
     rows = [
         [
             each.family,

@@ -1,7 +1,7 @@
-"""A trace's sessions on a nominal time line: when each turn would be due if calls took what they take at some load.
+"""A trace's sessions on a nominal time line: due times of all turns if calls took their nominal time at some load.
 
-The nominal time line depends on trace, hardware and load, on no policy. It says which sessions are alive at an instant,
-which turns a stretch of time holds, and how much KV those sessions have.
+The nominal time line depends on trace, hardware and load, not on a policy. It determines the sessions alive at an
+instant, the turns in a stretch of time, and the KV of those sessions.
 """
 
 from __future__ import annotations
@@ -19,61 +19,61 @@ from replayer.traces.trace import TailRule, Trace, TraceRequest
 from sim.hardware import HardwareProfile
 
 IDLE_GAP_CAP_S = 60.0
-"""Longest think time or gap, as `warmroute replay` has it."""
+"""Longest think time or gap in seconds, as in `warmroute replay`."""
 COMMON_SHARE = 0.1
 COMMON_SESSIONS = 3
-"""A block that so many of a trace's sessions hold, in share and in number, belongs to what an agent always sends (its
-system prompt, its tools): copies of a session keep it, while everything else in a copy is made its own."""
+"""A block that this many of a trace's sessions hold, in share and in number, belongs to the agent's fixed prefix
+(system prompt, tools): copies of a session keep it, while all other blocks of a copy are its own."""
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of a session, whatever the load."""
+class SessionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of a session, independent of the load."""
 
     request: TraceRequest
     wait_s: float
     """Think time or gap before it, capped; 0 for the first turn."""
     after_end: bool
-    """Whether ``wait_s`` counts from the end of the turn before, else from when that was due."""
+    """True: ``wait_s`` counts from the end of the turn before; False: from its due time."""
     first_s: float
     """Nominal time to its first token, with the session's own history cached."""
     cold_s: float
-    """The same with nothing cached."""
+    """Nominal time to its first token with nothing cached."""
     ids: array[int]
     """Block ids, renumbered 0.. over the trace."""
     common: int
-    """How many of the first ``ids`` are common to the agent's sessions."""
+    """Number of the first ``ids`` that are common to the agent's sessions."""
 
 
-class Turn(Call, frozen=True, kw_only=True):
+class NominalTurn(SessionCall, frozen=True, kw_only=True):
     """One call on the nominal time line."""
 
     due_s: float
-    """From the session's start."""
+    """Due time from the session's start."""
     latency_s: float
     """Nominal time from sending to the last token."""
 
 
-class Session(msgspec.Struct, frozen=True, kw_only=True):
+class NominalSession(msgspec.Struct, frozen=True, kw_only=True):
     """One session on the nominal time line."""
 
     session_id: str
     start_s: float
-    """Its place in the period, unscaled."""
-    turns: list[Turn]
+    """Start within the period, unscaled."""
+    turns: list[NominalTurn]
 
     @property
     def end_s(self) -> float:
-        """When its last turn ends, from its start."""
+        """End of its last turn, from its start."""
         return self.turns[-1].due_s + self.turns[-1].latency_s
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
-    """All sessions of a trace, which repeat for ever with this period."""
+    """All sessions of a trace, which repeat forever with this period."""
 
-    sessions: list[Session]
-    """In order of start."""
+    sessions: list[NominalSession]
+    """Sessions in order of start."""
     period_s: float
-    """Unscaled; so long that one mean gap between sessions lies between the last start and the first."""
+    """Unscaled; one mean gap between sessions lies between the last start and the next first one."""
     block_tokens: int
     tail: TailRule
     distinct_blocks: int
@@ -91,11 +91,11 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calls(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace's calls by session: what all its time lines have in common."""
+    """A trace's calls by session, which all its time lines share."""
 
-    sessions: dict[str, list[Call]]
+    sessions: dict[str, list[SessionCall]]
     starts_s: list[float]
-    """Of the sessions, from the first one's."""
+    """Starts of the sessions, from the first one's."""
     block_tokens: int
     tail: TailRule
     distinct_blocks: int
@@ -131,8 +131,8 @@ def _calls(
     profile: HardwareProfile,
     numbers: dict[int, int],
     common: NDArray[np.bool_],
-) -> list[Call]:
-    calls: list[Call] = []
+) -> list[SessionCall]:
+    calls: list[SessionCall] = []
     for request in turns:
         wait_s, after_end, cached = 0.0, False, 0
         ids = array("q", [numbers[block] for block in request.hash_ids])
@@ -141,7 +141,7 @@ def _calls(
             cached = _shared(calls[-1].ids, ids, request.input_length // block_tokens) * block_tokens
         cached = min(cached, max(request.input_length - 1, 0))
         calls.append(
-            Call(
+            SessionCall(
                 request=request,
                 wait_s=wait_s,
                 after_end=after_end,
@@ -157,7 +157,7 @@ def _calls(
 def timeline(calls: Calls, pace: Pace) -> Timeline:
     """Place every call of a trace at an instance's pace."""
     sessions = [
-        Session(session_id=name, start_s=start_s, turns=_place(found, pace))
+        NominalSession(session_id=name, start_s=start_s, turns=_place(found, pace))
         for (name, found), start_s in zip(calls.sessions.items(), calls.starts_s, strict=True)
     ]
     span_s = calls.starts_s[-1]
@@ -172,8 +172,8 @@ def timeline(calls: Calls, pace: Pace) -> Timeline:
     )
 
 
-def _place(calls: list[Call], pace: Pace) -> list[Turn]:
-    placed: list[Turn] = []
+def _place(calls: list[SessionCall], pace: Pace) -> list[NominalTurn]:
+    placed: list[NominalTurn] = []
     due_s = 0.0
     for call in calls:
         if placed:
@@ -181,7 +181,7 @@ def _place(calls: list[Call], pace: Pace) -> list[Turn]:
             ended_s = before.due_s + before.latency_s
             due_s = ended_s + call.wait_s if call.after_end else max(before.due_s + call.wait_s, ended_s)
         latency_s = call.first_s + max(call.request.output_length, 1) * pace.token_s
-        placed.append(Turn(**msgspec.structs.asdict(call), due_s=due_s, latency_s=latency_s))
+        placed.append(NominalTurn(**msgspec.structs.asdict(call), due_s=due_s, latency_s=latency_s))
     return placed
 
 
@@ -198,7 +198,7 @@ def _shared(before: array[int], ids: array[int], full: int) -> int:
 
 
 def _leading(ids: array[int], common: NDArray[np.bool_]) -> int:
-    """How many of the first ids are common."""
+    """Number of the first ids that are common."""
     if not ids:
         return 0
     flags = common[np.frombuffer(ids, dtype=np.int64)]

@@ -1,7 +1,7 @@
-"""Which traces take part, what each is called, and which of them come from the same source.
+"""The traces that take part, with their names and families.
 
-Traces made from one another, or from one collection, share conversations. They are one *family*: constants chosen on
-one of them are not held out on another.
+Traces derived from one another, or from one collection, share conversations. They form one *family*: constants chosen
+on one of them are not held out on another.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from replayer.traces.loading import LoadOptions, load
 from replayer.traces.trace import Trace
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".tar", ".tar.zst", ".tar.gz")
-"""Files that may be traces; everything else in the folder is passed over."""
+"""Files that may be traces; all other files in the folder are ignored."""
 
 
 def find_traces(folder: Path, rules: Sequence[TraceRule]) -> dict[str, tuple[Path, TraceRule]]:
-    """The traces below a folder by name, each with the rule that says how to read it.
+    """The traces below a folder by name, each with the rule by which to read it.
 
-    A file that no rule names is called by its path and is a family of its own. Files whose rule says why they are left
-    out are not among them.
+    A file without a rule is named by its path and is its own family. Files whose rule has ``left_out`` are not
+    included.
 
     Raises:
         TournamentError: no such folder, no trace in it, or two files of one name.
     """
     if not folder.is_dir():
-        raise TournamentError(f"no folder {folder}; give the traces' with --trace-dir or $WARMROUTE_TRACES")
+        raise TournamentError(f"no folder {folder}; give the folder of traces with --trace-dir or $WARMROUTE_TRACES")
     found: dict[str, tuple[Path, TraceRule]] = {}
     for path in sorted(folder.rglob("*")):
         if not path.is_file() or not path.name.endswith(SUFFIXES):
@@ -59,7 +59,7 @@ def _rule_for(relative: str, rules: Sequence[TraceRule]) -> TraceRule:
 
 
 def load_one(path: Path, rule: TraceRule) -> Trace:
-    """Read a trace as its rule says.
+    """Read a trace according to its rule.
 
     Raises:
         TraceError: names file, line, and what to do.

@@ -1,28 +1,28 @@
-"""What one cell replays: a stretch of the trace as if its sessions had been going on for ever.
+"""Requests of one cell: a stretch of the trace as if its sessions had been running forever.
 
 A fleet's load depends on sessions that began long ago. A replay from the trace's first request spends most of a short
-run filling up; with agents' sessions of a hundred turns it never comes near the load it is named after. So a cell
-starts in the middle:
+run filling up; with agents' sessions of a hundred turns it never reaches its nominal load. So a cell starts in the
+middle:
 
 1. *Rate.* Sessions start as in the trace, in its order and pattern, with the times between starts divided so that the
-   trace's requests come at ``load x saturation x instances`` per second. Think times and gaps within sessions are left
-   as they are (capped at 60 s). When the trace is over it begins again: every repetition is a renamed copy whose blocks
-   are its own, except those that are common to the agent's sessions (`bench.tournament.timeline`).
+   trace's requests come at ``load x saturation x instances`` per second. Think times and gaps within sessions are kept
+   (capped at 60 s). When the trace is over it starts again: every repetition is a renamed copy whose blocks are its
+   own, except those that are common to the agent's sessions (`bench.tournament.timeline`).
 2. *Stretch.* [0, end) of that endless stream, at a place that depends on the seed. Turns belong to it by their
    *nominal* due time, which depends on no policy (`bench.tournament.timeline`).
 3. *Warming.* Of every session that began before 0 the fleet is first given the last turn due before 0, with one output
    token, in the order of those turns and at half the fleet's prefill capacity. This puts sessions on instances and
-   histories into caches. Then the stretch begins, and these sessions go on at their due times. Where a trace has no
-   sessions of several turns, the requests of the 30 s before 0 warm.
+   histories into caches. Then the stretch begins, and these sessions continue at their due times. Where a trace has no
+   sessions of several turns, the requests of the 30 s before 0 are used for warming.
 4. *Judged* are turns by their nominal due time: ``settle_latencies`` mean nominal latencies are left out at the
-   beginning, because at 0 no instance decodes anything yet, and ``tail_latencies`` at the end, when nothing more comes
-   and the fleet drains. Every policy is judged on the same requests.
+   beginning, because at 0 no instance decodes yet, and ``tail_latencies`` at the end, when no request arrives and the
+   fleet drains. Every policy is judged on the same requests.
 
-What is judged is as long as ``requests x sqrt(instances)`` requests take, and at least ``least_latencies`` mean nominal
-latencies. The number grows with the root of the fleet because a quantile's error depends on how many requests
-there are, not on how many instances they were on; the latencies see to it that large fleets get to a steady state.
+The judged stretch is as long as ``requests x sqrt(instances)`` requests take, and at least ``least_latencies`` mean
+nominal latencies. The number grows with the root of the fleet because a quantile's error depends on the number of
+requests, not of instances; the least length lets large fleets reach a steady state.
 
-Everything is due at its time in the resulting trace, so it is replayed with time and think scales of 1 and no cap.
+Each request is due at its time in the resulting trace, so it is replayed with time and think scales of 1 and no cap.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 
 from bench.tournament.settings import Sizes
-from bench.tournament.timeline import Session, Timeline, Turn
+from bench.tournament.timeline import NominalSession, NominalTurn, Timeline
 from replayer.traces.trace import Trace, TraceRequest
 
 WARMING_LOAD = 0.5
@@ -42,24 +42,24 @@ WARMING_LOAD = 0.5
 PAUSE_LATENCIES = 1.0
 """Mean nominal latencies between the last warming request and the stretch."""
 LINGER_S = 30.0
-"""In a trace without sessions, how long before the stretch requests begin to warm."""
+"""In a trace without sessions, seconds before the stretch at which warming requests begin."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True):
+class CellWorkload(msgspec.Struct, frozen=True, kw_only=True):
     """The requests of one cell and which of them are judged."""
 
     trace: Trace
     judged: frozenset[int]
     """``chat_id`` of the judged requests."""
     warming: int
-    """Requests that only warm."""
+    """Number of warming requests."""
     copies: int
-    """Repetitions of the trace that the stretch reaches into."""
+    """Repetitions of the trace that the stretch covers."""
     stretch_s: float
     settle_s: float
     time_scale: float
-    """The trace's own session starts were divided by this."""
+    """Divisor of the trace's own session starts."""
 
     @property
     def requests(self) -> int:
@@ -68,25 +68,25 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Part(msgspec.Struct):
-    """A session as far as it falls into the stretch."""
+    """The part of a session within the stretch."""
 
-    session: Session
+    session: NominalSession
     copy: int
     start_s: float
-    warm: Turn | None
-    turns: list[Turn]
+    warm: NominalTurn | None
+    turns: list[NominalTurn]
 
 
-def build(line: Timeline, requests_per_s: float, instances: int, seed: int, sizes: Sizes, name: str) -> Workload:
+def build(line: Timeline, requests_per_s: float, instances: int, seed: int, sizes: Sizes, name: str) -> CellWorkload:
     """The workload of a cell; equal arguments give equal requests.
 
     Args:
         line: The trace at the pace of this load.
-        requests_per_s: Of the whole fleet.
-        instances: Of the fleet.
-        seed: Where in the stream the stretch begins.
-        sizes: How long it is.
-        name: What the resulting trace is called.
+        requests_per_s: Request rate of the whole fleet.
+        instances: Number of instances.
+        seed: Determines the start of the stretch in the stream.
+        sizes: Determines its length.
+        name: Name of the resulting trace.
     """
     latency_s = line.latency_s
     settle_s = sizes.settle_latencies * latency_s
@@ -110,7 +110,7 @@ def build(line: Timeline, requests_per_s: float, instances: int, seed: int, size
                 at_s = begins_s + due_s
             else:
                 at_s += turn.wait_s
-            # The turn after a warming one is due at its time; later ones as in the trace.
+            # The turn after a warming one is due at its nominal time; later ones as in the trace.
             paced = turn.after_end and place > (0 if part.warm is None else 1)
             drafts.append(
                 (
@@ -139,7 +139,7 @@ def build(line: Timeline, requests_per_s: float, instances: int, seed: int, size
         previous[request.session_id] = number
         if counts:
             judged.add(number)
-    return Workload(
+    return CellWorkload(
         trace=Trace(
             requests=[request for _, _, request, _ in drafts], block_tokens=line.block_tokens, tail=line.tail, name=name
         ),
@@ -173,7 +173,7 @@ def _parts(line: Timeline, requests_per_s: float, end_s: float, seed: int) -> li
 
 
 def _warming(parts: list[_Part], instances: int) -> tuple[float, dict[int, float]]:
-    """How long warming takes, and when each part's warming request is sent, by the part's identity."""
+    """(Seconds that warming takes, send time of each part's warming request by the part's identity)"""
     due = sorted(
         ((part.start_s + part.warm.due_s, number, part) for number, part in enumerate(parts) if part.warm is not None),
         key=lambda entry: entry[:2],
@@ -187,7 +187,7 @@ def _warming(parts: list[_Part], instances: int) -> tuple[float, dict[int, float
     return at_s, sent
 
 
-def _renamed(turn: Turn, offset: int) -> array[int]:
+def _renamed(turn: NominalTurn, offset: int) -> array[int]:
     if not offset:
         return turn.ids
     ids = np.frombuffer(turn.ids, dtype=np.int64).copy() if turn.ids else np.empty(0, dtype=np.int64)

@@ -1,1 +1,1 @@
-"""vLLM and Mooncake on the CPU: installed, adapted to it, and given a tiny model, for tests on real engines."""
+"""vLLM and Mooncake on the CPU for tests on real engines: installation, CPU adaptation, a tiny model."""

@@ -1,7 +1,7 @@
-"""Installs the CPU engines: ``python -m launch.cpu_engine.install --venv .venv-engines``, which is ``make engines``.
+"""Install the CPU engines: ``python -m launch.cpu_engine.install --venv .venv-engines``, as in ``make engines``.
 
 Five steps: system libraries, a virtual environment, the packages of ``requirements.lock``, the plug-in, the tiny model.
-Each of the last three leaves a stamp in the environment and is done again only when what it is made from has changed.
+Each of the last three leaves a stamp in the environment and is repeated only when its inputs have changed.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ LIBRARIES = {
     "libnuma.so.1": "libnuma1",
     "libtcmalloc_minimal.so.4": "libtcmalloc-minimal4",
 }
-"""Shared library -> Debian package. Mooncake links to the first two; vLLM 0.18.1 wants the third preloaded."""
+"""Shared library -> Debian package. Mooncake links to the first two; vLLM 0.18.1 needs the third preloaded."""
 
 _PYTHON = (3, 11)
 _DISK_BYTES = 9 * 10**9
 
 
 class InstallError(RuntimeError):
-    """The installation cannot go on; the message says what to do."""
+    """The installation cannot continue; the message names the remedy."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line."""
+    """Run the command line; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m launch.cpu_engine.install", description=__doc__)
     parser.add_argument("--venv", type=Path, default=Path(".venv-engines"), help="environment (default .venv-engines)")
-    parser.add_argument("--force", action="store_true", help="do every step again")
-    parser.add_argument("--relock", action="store_true", help="only write requirements.lock anew, from requirements.in")
+    parser.add_argument("--force", action="store_true", help="repeat every step")
+    parser.add_argument("--relock", action="store_true", help="only regenerate requirements.lock from requirements.in")
     chosen = parser.parse_args(arguments)
     try:
         if chosen.relock:
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def install(venv: Path, *, force: bool = False) -> None:
-    """Do what is not done yet.
+    """Run the steps that are not up to date.
 
     Raises:
         InstallError: a step failed.
@@ -85,10 +85,10 @@ def install(venv: Path, *, force: bool = False) -> None:
 
 
 def check_platform(venv: Path) -> None:
-    """Refuse early what would fail late.
+    """Check the requirements before the first step.
 
     Raises:
-        InstallError: another system, processor or Python, or too little room on the disk.
+        InstallError: wrong system, processor or Python, or too little disk space.
     """
     machine = os.uname().machine
     if sys.platform != "linux" or machine != "x86_64":
@@ -101,7 +101,7 @@ def check_platform(venv: Path) -> None:
         )
     free = shutil.disk_usage(next(folder for folder in (venv, *venv.parents) if folder.is_dir())).free
     if free < _DISK_BYTES and not (venv / ".packages.stamp").exists():
-        raise InstallError(f"{venv}: {free / 1e9:.1f} GB free, about {_DISK_BYTES / 1e9:.0f} GB are needed")
+        raise InstallError(f"{venv}: {free / 1e9:.1f} GB free, about {_DISK_BYTES / 1e9:.0f} GB needed")
 
 
 def missing_libraries() -> list[str]:
@@ -117,16 +117,18 @@ def _loads(library: str) -> bool:
 
 
 def install_libraries(packages: Sequence[str]) -> None:
-    """Install Debian packages, where this may.
+    """Install Debian packages, if permitted.
 
     Raises:
-        InstallError: it may not, or apt-get failed.
+        InstallError: not permitted, or apt-get failed.
     """
     if not packages:
         return
     command = f"apt-get install --yes --no-install-recommends {' '.join(packages)}"
     if shutil.which("apt-get") is None:
-        raise InstallError(f"these Debian packages are missing, install what they hold: {', '.join(packages)}")
+        raise InstallError(
+            f"these Debian packages are missing (install them or their libraries): {', '.join(packages)}"
+        )
     if os.geteuid() != 0:
         raise InstallError(f"system libraries are missing; run this as root and try again:\n  {command}")
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
@@ -138,7 +140,7 @@ def install_libraries(packages: Sequence[str]) -> None:
 
 
 def make_environment(venv: Path) -> None:
-    """An empty virtual environment with this Python, unless there is one."""
+    """Create an empty virtual environment with this Python, unless there is one."""
     python = venv / "bin" / "python"
     if python.exists():
         return
@@ -146,32 +148,32 @@ def make_environment(venv: Path) -> None:
 
 
 def install_packages(python: Path) -> None:
-    """Exactly what the lock says, by hash, and nothing else.
+    """Install the lock's packages, by hash, and nothing else.
 
-    Not ``uv pip sync``: this step must leave the plug-in alone, which the lock does not hold.
+    Not ``uv pip sync``: this step must not remove the plug-in, which the lock does not list.
     """
     pip = [_uv(), "pip", "install", "--quiet", "--python", str(python), "--no-deps", "--require-hashes"]
     _run([*pip, "--requirements", str(LOCK)])
 
 
 def install_plugin(python: Path) -> None:
-    """Our plug-in; built with the setuptools of the lock, so that nothing unpinned is fetched."""
+    """Install our plug-in, built with the setuptools of the lock, so that nothing unpinned is fetched."""
     pip = [_uv(), "pip", "install", "--quiet", "--python", str(python), "--no-deps", "--no-build-isolation"]
-    with tempfile.TemporaryDirectory() as copy:  # setuptools writes beside what it builds
+    with tempfile.TemporaryDirectory() as copy:  # setuptools writes beside its sources
         for name in PLUGIN_FILES:
             shutil.copy(PLUGIN / name, copy)
         _run([*pip, "--reinstall", copy])
 
 
 def make_model(python: Path, folder: Path) -> None:
-    """The tiny model, made by the engines' own Python."""
+    """Make the tiny model with the engines' own Python."""
     root = HERE.parents[1]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
     _run([str(python), "-m", "launch.cpu_engine.tiny_model", str(folder)], env=offline)
 
 
 def relock() -> None:
-    """Resolve ``requirements.in`` anew and write ``requirements.lock``: versions and hashes, no registry named."""
+    """Resolve ``requirements.in`` again and write ``requirements.lock``: versions and hashes, no registry named."""
     command = [_uv(), "pip", "compile", str(HERE / "requirements.in"), "--override", str(HERE / "overrides.txt")]
     command += ["--python-version", ".".join(map(str, _PYTHON)), "--python-platform", "x86_64-manylinux_2_28"]
     command += ["--generate-hashes", "--no-emit-index-url", "--no-annotate", "--no-header", "--quiet", "--upgrade"]
@@ -179,7 +181,7 @@ def relock() -> None:
 
 
 def digest(files: Sequence[Path]) -> str:
-    """Hash of names and contents, and of the Python in use: what a step is made from."""
+    """Hash of a step's inputs: file names, their contents, and the Python in use."""
     sha = hashlib.sha256(sys.version.encode())
     for path in files:
         sha.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -1,8 +1,8 @@
-"""Writes a tiny model of a real architecture: ``python -m launch.cpu_engine.tiny_model FOLDER``.
+"""Write a tiny model of a real architecture: ``python -m launch.cpu_engine.tiny_model FOLDER``.
 
 Run it with the engines' Python. The model is a Qwen3 of two layers with random weights, a byte-level BPE tokenizer
-trained on the Python standard library's sources, and a chat template. Nothing is downloaded. The text it writes means
-nothing, but it depends on all parts of the prompt: a wrong or missing KV cache shows as other text.
+trained on the Python standard library's sources, and a chat template. Nothing is downloaded. Its text has no
+meaning, but it depends on all parts of the prompt: a wrong or missing KV cache shows as different text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Shape:
     head_size: int = 32
     context_tokens: int = 131_072
     spread: float = 0.3
-    """Standard deviation of the weights. The usual 0.02 gives nearly the same logits whatever the prompt."""
+    """Standard deviation of the weights. The usual 0.02 gives nearly the same logits for every prompt."""
 
 
 def make_tokenizer(vocabulary: int, corpus: list[Path]) -> Any:
@@ -107,9 +107,9 @@ def write(folder: Path, shape: Shape, seed: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line."""
+    """Run the command line; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m launch.cpu_engine.tiny_model", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where to write the model; made when missing")
+    parser.add_argument("folder", type=Path, help="folder for the model; created when missing")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default 0)")
     parser.add_argument(
         "--vocabulary", type=int, default=Shape.vocabulary, help=f"tokens (default {Shape.vocabulary}); 300 at least"

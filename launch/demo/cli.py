@@ -15,15 +15,15 @@ def demo(
     ] = None,
     requests: Annotated[int | None, typer.Option(min=10, help="Requests of the generated trace.")] = None,
     clock_scale: Annotated[
-        float | None, typer.Option(min=1, help="How many times faster than real time the engines run.")
+        float | None, typer.Option(min=1, help="Speed of the engines relative to real time.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the generated trace.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where results go. Default: runs/demo-<time>.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Directory for the results. Default: runs/demo-<time>.")] = None,
     base_port: Annotated[
-        int, typer.Option(min=1024, max=60000, help="First port to try; a free range is looked for from there.")
+        int, typer.Option(min=1024, max=60000, help="First port to try; a free range is searched from there.")
     ] = 18101,
 ) -> None:
-    """Compare routing policies on simulated engines: about three minutes, nothing needed beyond this repository.
+    """Compare routing policies on simulated engines: about three minutes, no further requirements.
 
     Generates a trace of agentic sessions; then, for each policy, starts fresh simulated engines and a proxy, proves
     them fresh, replays the trace and stops everything; then prints a matrix of policies and metrics, and writes an

@@ -1,4 +1,4 @@
-"""Settings of the demonstration: arms, trace, load, fleet, from configs/demo.yaml and the command line."""
+"""Settings of the demonstration: arms, trace, load, fleet. Read from configs/demo.yaml; flags override keys."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from launch.demo.wall_time import in_wall_time
 from launch.fleet.file import FleetError, FleetFile, explain, parse_fleet, ports_in_use
+from launch.fleet.wall_time import in_wall_time
 
 DEMO_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 _PORT_STEP = 50
@@ -21,7 +21,7 @@ class _Section(BaseModel):
 
 
 class ArmSettings(_Section):
-    """One arm: a routing policy and optionally an offload planner."""
+    """One arm: a routing policy and, if wanted, an offload planner."""
 
     policy: str = Field(description="registered routing policy")
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that policy")
@@ -41,19 +41,17 @@ class ArmSettings(_Section):
 
 
 class LoadSettings(_Section):
-    """Options of the replay, as of `warmroute replay`."""
+    """Replay settings of the trace, as for `warmroute replay`."""
 
     time_scale: float = Field(default=1.0, gt=0, description="arrivals come this many times faster than in the trace")
     think_scale: float | None = Field(default=None, gt=0, description="think times likewise; default: time_scale")
-    max_inflight_sessions: int | None = Field(
-        default=None, ge=1, description="largest number of sessions in progress at once"
-    )
+    max_inflight_sessions: int | None = Field(default=None, ge=1, description="most sessions in progress at once")
     timeout_s: float = Field(default=600.0, gt=0, description="engine seconds one request may take")
     seed: int = Field(default=0, description="chooses the tokens that block ids stand for")
 
 
 class TraceSettings(_Section):
-    """The generated trace; see `warmroute synth`."""
+    """Settings of the generated trace, as for `warmroute synth`."""
 
     requests: int = Field(default=500, ge=10, description="requests")
     seed: int = Field(default=0, description="seed")
@@ -65,10 +63,12 @@ class DemoSettings(_Section):
     """All settings of ``warmroute demo``."""
 
     arms: tuple[ArmSettings, ...] = Field(min_length=1, description="the first is the baseline")
-    clock_scale: float = Field(gt=0, description="how many times faster than real time engines and replay run")
+    clock_scale: float = Field(gt=0, description="speed of engines and replay relative to real time")
     trace: TraceSettings = Field(default_factory=TraceSettings)
     load: LoadSettings = Field(default_factory=LoadSettings)
-    fleet: dict[str, Any] = Field(description="a fleet file without what the arms set (policy, offload, time_scale)")
+    fleet: dict[str, Any] = Field(
+        description="a fleet file without the keys that arms set (policy, offload, time_scale)"
+    )
     resamples: int = Field(default=2000, ge=1000, description="bootstrap resamples of the comparison")
 
     @field_validator("arms")
@@ -86,7 +86,7 @@ class DemoSettings(_Section):
         """The fleet an arm runs on.
 
         Args:
-            arm: whose policy and planner to set.
+            arm: the arm with policy and planner.
             base_port: first of the ports to use instead of the file's: engines, then bootstrap servers, then the proxy.
 
         Raises:

@@ -1,1 +1,1 @@
-"""`warmroute doctor`: facts gathered by `launch.doctor.probe`, judged by the pure functions of ``checks_*``."""
+"""`warmroute doctor`: `launch.doctor.probe` gathers facts, the pure functions of ``checks_*`` judge them."""

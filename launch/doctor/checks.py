@@ -1,4 +1,4 @@
-"""All checks, in the order they are shown; importing the modules registers them."""
+"""All checks, in display order; importing the modules registers them."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ MODULES = (checks_engines, checks_gpus, checks_host, checks_network)
 
 
 def all_checks() -> list[Check]:
-    """Every check."""
+    """Every registered check."""
     return list(CHECKS)

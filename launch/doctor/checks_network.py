@@ -1,4 +1,4 @@
-"""Checks of what lies between engines: RDMA, EFA, ports, addresses, clocks."""
+"""Checks of the connections between engines: RDMA, EFA, ports, addresses, clocks."""
 
 from __future__ import annotations
 
@@ -16,55 +16,58 @@ _CLOCK_ERROR_S = 0.5
 @check(
     "rdma",
     looks_at="/sys/class/infiniband, port states, `ibv_devices`",
-    why="protocol rdma needs an adapter that libibverbs sees; and where one is, Mooncake may take it whatever the "
-    "protocol is called",
+    why="protocol rdma needs an adapter that libibverbs sees; where there is one, Mooncake may use it whatever the "
+    "configured protocol",
     worst="problem",
 )
 def rdma(facts: Facts) -> Iterator[Result]:
-    """Whether RDMA can be used."""
+    """RDMA can be used."""
     found, asked = facts.rdma, "rdma" in facts.protocols()
     if not found.kernel_devices:
         if asked:
-            yield problem("the fleet asks for rdma, and there is no RDMA adapter", "choose tcp, or nvlink on one host")
+            yield problem(
+                "the fleet is configured for rdma, but there is no RDMA adapter", "choose tcp, or nvlink on one host"
+            )
         else:
             yield note("no RDMA adapter")
         return
     names = ", ".join(found.kernel_devices)
     if not found.active_devices:
-        told, mend = f"RDMA adapters {names}: no port is active", "see `ibstat`; bring the link up"
-        yield problem(told, mend) if asked else warning(told, mend)
+        summary, fix = f"RDMA adapters {names}: no port is active", "see `ibstat`; bring the link up"
+        yield problem(summary, fix) if asked else warning(summary, fix)
         return
     if found.verbs_devices is not None and set(found.verbs_devices) != set(found.kernel_devices):
         hidden = ", ".join(sorted(set(found.kernel_devices) - set(found.verbs_devices))) or "none"
-        told = f"libibverbs does not show {hidden} of {names}"
-        mend = (
+        summary = f"libibverbs does not show {hidden} of {names}"
+        fix = (
             "install the adapter's provider library (Debian: ibverbs-providers) and pass /dev/infiniband to containers"
         )
-        yield problem(told, mend) if asked else warning(told, mend)
+        yield problem(summary, fix) if asked else warning(summary, fix)
         return
     unchecked = " (ibv_devices is not installed: not checked through libibverbs)" if found.verbs_devices is None else ""
     yield ok(f"RDMA adapters {names}{unchecked}")
     if facts.protocols() == {"tcp"} and not any("MC_FORCE_TCP" in engine.environment for engine in facts.engines()):
         yield note(
-            "protocol tcp on a machine with RDMA: Mooncake may take the adapter all the same",
-            "set MC_FORCE_TCP=1 in the fleet's env to hold it to TCP; the launcher reports what the log shows",
+            "protocol tcp on a machine with RDMA: Mooncake may use the adapter anyway",
+            "set MC_FORCE_TCP=1 in the fleet's env to force TCP; the launcher reports the transport in the log",
         )
 
 
 @check(
     "efa",
-    looks_at="EFA devices, `fi_info -p efa`, which libfabric is loaded, FI_EFA_ENABLE_SHM_TRANSFER",
+    looks_at="EFA devices, `fi_info -p efa`, the loaded libfabric, FI_EFA_ENABLE_SHM_TRANSFER",
     why="over EFA, two processes of one host that exchange GPU memory end in a segmentation fault unless libfabric's "
     "shared-memory path is off",
     worst="problem",
 )
 def efa(facts: Facts) -> Iterator[Result]:
-    """Whether EFA can be used."""
+    """EFA can be used."""
     found, asked = facts.efa, "efa" in facts.protocols()
     if not found.devices:
         if asked:
             yield problem(
-                "the fleet asks for efa, and there is no EFA device", "choose tcp or rdma, or an EFA instance type"
+                "the fleet is configured for efa, but there is no EFA device",
+                "choose tcp or rdma, or an EFA instance type",
             )
         else:
             yield note("no EFA device")
@@ -84,25 +87,25 @@ def efa(facts: Facts) -> Iterator[Result]:
         yield ok(f"EFA devices {names}, provider found by {found.fi_info}")
     if found.libfabric is not None and "/amazon/" not in found.libfabric:
         yield warning(
-            f"the libfabric that is loaded is {found.libfabric}, not AWS's",
+            f"the loaded libfabric is {found.libfabric}, not AWS's",
             "put /opt/amazon/efa/lib (or lib64) first in LD_LIBRARY_PATH",
         )
     using = [engine for engine in facts.engines() if engine.protocol == "efa" or facts.fleet is None]
     open_path = [one.name for one in using if one.environment.get("FI_EFA_ENABLE_SHM_TRANSFER") != "0"]
     if open_path:
-        told = f"FI_EFA_ENABLE_SHM_TRANSFER is not 0 for {', '.join(open_path)}"
-        mend = "set FI_EFA_ENABLE_SHM_TRANSFER=0 where engines of one host exchange KV"
-        yield problem(told, mend) if asked else warning(told, mend)
+        summary = f"FI_EFA_ENABLE_SHM_TRANSFER is not 0 for {', '.join(open_path)}"
+        fix = "set FI_EFA_ENABLE_SHM_TRANSFER=0 where engines of one host exchange KV"
+        yield problem(summary, fix) if asked else warning(summary, fix)
 
 
 @check(
     "ports",
     looks_at="every port of the fleet: engines, bootstrap, KV events, MASTER_PORT, proxy",
-    why="an engine that cannot listen ends after it has loaded its weights",
+    why="an engine that cannot listen exits after it has loaded its weights",
     worst="problem",
 )
 def ports(facts: Facts) -> Iterator[Result]:
-    """Whether the fleet's ports are free."""
+    """The fleet's ports are free."""
     if facts.fleet is None:
         return
     running = [one.name for one in facts.clocks if one.error is None]
@@ -110,30 +113,30 @@ def ports(facts: Facts) -> Iterator[Result]:
     if busy and running:
         yield note(
             f"{len(busy)} of the fleet's ports are in use, and {', '.join(running)} answer there",
-            "right if this fleet runs already; else stop what listens there",
+            "expected if this fleet is already running; else stop the processes that listen there",
         )
     elif busy:
-        for told in busy:
-            yield problem(told, "stop what listens there or move the base ports in the fleet file")
+        for summary in busy:
+            yield problem(summary, "stop the process that listens there or move the base ports in the fleet file")
     if not facts.fleet.busy_ports:
         yield ok("all ports of the fleet are free")
 
 
 @check(
     "clock",
-    looks_at="whether the kernel calls its clock synchronised (adjtimex, else timedatectl)",
+    looks_at="the kernel's status of its clock (adjtimex, else timedatectl)",
     why="start times and latencies are compared between hosts",
     worst="warning",
 )
 def clock(facts: Facts) -> Iterator[Result]:
-    """This machine's clock."""
+    """This machine's clock is synchronised."""
     error = facts.host.clock_error_s
     if facts.host.clock_synchronised is None:
-        yield note("whether the clock is synchronised cannot be told here")
+        yield note("the clock's synchronisation status is not available here")
     elif not facts.host.clock_synchronised:
         several = any(not is_loopback(urlsplit(one.url).hostname or "") for one in facts.clocks)
-        told, mend = "the clock is not synchronised", "run chrony or systemd-timesyncd on the host"
-        yield warning(told, mend) if several else note(f"{told}; matters with several hosts only", mend)
+        summary, fix = "the clock is not synchronised", "run chrony or systemd-timesyncd on the host"
+        yield warning(summary, fix) if several else note(f"{summary}; matters with several hosts only", fix)
     elif error is not None and error > _CLOCK_ERROR_S:
         yield warning(f"the clock may be {error:.2f} s off by the kernel's own bound", "see `chronyc tracking`")
     else:
@@ -147,7 +150,7 @@ def clock(facts: Facts) -> Iterator[Result]:
     worst="problem",
 )
 def clock_peers(facts: Facts) -> Iterator[Result]:
-    """The other clocks."""
+    """The clocks of the fleet's other machines agree."""
     silent = [one for one in facts.clocks if one.error is not None]
     close = []
     for one in facts.clocks:
@@ -157,13 +160,13 @@ def clock_peers(facts: Facts) -> Iterator[Result]:
             close.append(one.name)
             continue
         direction = "ahead" if one.offset_s > 0 else "behind"
-        told = f"{one.name} ({one.url}): its clock is at least {abs(one.offset_s):.1f} s {direction}"
-        mend = "synchronise both hosts' clocks (chrony)"
-        yield problem(told, mend) if abs(one.offset_s) > CLOCK_TOLERANCE_S else warning(told, mend)
+        summary = f"{one.name} ({one.url}): its clock is at least {abs(one.offset_s):.1f} s {direction}"
+        fix = "synchronise both hosts' clocks (chrony)"
+        yield problem(summary, fix) if abs(one.offset_s) > CLOCK_TOLERANCE_S else warning(summary, fix)
     if close:
-        yield ok(f"clocks agree as far as a Date header tells: {', '.join(close)}")
+        yield ok(f"clocks agree within the precision of a Date header: {', '.join(close)}")
     if silent and len(silent) < len(facts.clocks):
         names = "; ".join(f"{one.name} ({one.error})" for one in silent)
         yield note(f"clocks not compared: {names}")
     elif silent:
-        yield note("clocks not compared: nothing of the fleet answers yet")
+        yield note("clocks not compared: no process of the fleet answers yet")

@@ -12,21 +12,21 @@ import typer
 def doctor(
     fleet_file: Annotated[
         Path | None,
-        typer.Option("--fleet", help="Fleet file, or the name of a shipped one, that is to run on this machine."),
+        typer.Option("--fleet", help="Fleet file, or the name of a shipped one, to check for this machine."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     engine_python: Annotated[
         str | None,
         typer.Option(
-            help="Python the engines run in; asked for its packages, none of which is imported. Default: the fleet "
+            help="Python of the engines; its packages are listed, not imported. Default: the fleet "
             "file's, else WARMROUTE_ENGINE_PYTHON, else .venv-engines/bin/python, else this one."
         ),
     ] = None,
     list_checks: Annotated[
-        bool, typer.Option("--list", help="Print the tables of checks and tested versions in Markdown, and end.")
+        bool, typer.Option("--list", help="Print the tables of checks and tested versions in Markdown, and exit.")
     ] = False,
 ) -> None:
-    """Look for what would stop or falsify a fleet on this machine, and say how to mend it. Changes nothing.
+    """Check this machine for problems that would stop a fleet or falsify its figures, with a fix for each. Read-only.
 
     Exit status 0: no problem (there may be warnings); 1: at least one problem; 2: the fleet file cannot be used.
     """
@@ -40,7 +40,7 @@ def doctor(
 
     checks = all_checks()
     if list_checks:
-        typer.echo(f"{report.checks_markdown(checks)}\n\n{report.versions_markdown()}")
+        typer.echo(report.reference(checks), nl=False)
         return
     try:
         source = find_fleet(fleet_file) if fleet_file is not None else None

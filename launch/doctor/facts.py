@@ -1,6 +1,6 @@
-"""What the doctor knows of a machine: plain values, gathered by `launch.doctor.probe`, made up by tests.
+"""Facts about a machine as plain values, gathered by `launch.doctor.probe` or constructed by tests.
 
-None means "could not be told" everywhere, never "no".
+None means "unknown" everywhere, never "no".
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     numa_nodes: int | None = None
     cpus: int
     libraries: dict[str, bool]
-    """System library by its linker name (``libnuma.so.1``) -> whether the dynamic linker knows it."""
+    """System library by its linker name (``libnuma.so.1``) -> true if the dynamic linker finds it."""
     clock_synchronised: bool | None = None
     clock_error_s: float | None = None
     """The kernel's own bound on the error of its clock."""
 
 
 class EnginePython(msgspec.Struct, frozen=True, kw_only=True):
-    """What one Python would run engines with."""
+    """Engine software of one Python."""
 
     executable: str
     error: str | None = None
-    """Why it could not be asked; None when it answered."""
+    """Reason why it could not be run; None when it answered."""
     python: str = ""
     packages: dict[str, str] = {}
-    """Distribution -> version, of those that matter."""
+    """Distribution -> version, of the relevant ones."""
     torch_cuda: str | None = None
     """CUDA runtime that torch was built for; None without CUDA or without torch."""
     openmp: str | None = None
@@ -63,7 +63,7 @@ class Rdma(msgspec.Struct, frozen=True, kw_only=True):
     active_devices: list[str] = []
     """Those with a port in state ACTIVE."""
     verbs_devices: list[str] | None = None
-    """What ``ibv_devices`` lists; None when the tool is missing."""
+    """Devices listed by ``ibv_devices``; None when the tool is missing."""
 
 
 class Efa(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +74,7 @@ class Efa(msgspec.Struct, frozen=True, kw_only=True):
     fi_info: str | None = None
     """Path of libfabric's ``fi_info``; None when there is none."""
     provider_ok: bool | None = None
-    """Whether ``fi_info -p efa`` finds the provider; None when it could not be run."""
+    """True if ``fi_info -p efa`` finds the provider; None when it could not be run."""
     libfabric: str | None = None
     """Path of the libfabric that would be loaded."""
 
@@ -86,7 +86,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "vllm"
     command: list[str] = []
     environment: dict[str, str] = {}
-    """Everything it would see: inherited, minus what the launcher drops, plus what it adds."""
+    """Complete environment: inherited, minus the variables the launcher drops, plus those it adds."""
     host: str = "127.0.0.1"
     role: str = "none"
     protocol: str | None = None
@@ -96,14 +96,14 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """The fleet file, worked out."""
+    """The fleet file with all instances expanded."""
 
     source: str
     engines: list[Engine]
     busy_ports: list[str] = []
-    """Sentences from the launcher's own check."""
+    """Sentences from the launcher's port check."""
     start_problems: list[str] = []
-    """What the launcher itself would refuse to start for."""
+    """Sentences from the launcher's own start-up checks."""
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,13 +112,13 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     url: str
     error: str | None = None
-    """Why it could not be compared; None when it was."""
+    """Reason why it could not be compared; None when it was."""
     offset_s: float = 0.0
-    """How far its clock is certainly off, ahead positive; 0 within what a Date header can tell (about 2 s)."""
+    """Smallest certain offset of its clock, ahead positive; 0 within the precision of a Date header (about 2 s)."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the checks look at."""
+    """All inputs of the checks."""
 
     host: Host
     gpus: GpuInventory
@@ -131,12 +131,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     clocks: list[Clock] = []
 
     def engines(self) -> list[Engine]:
-        """The fleet's engines; without a fleet one that stands for whatever this shell would start."""
+        """The fleet's engines; without a fleet one that stands for any engine started from this shell."""
         if self.fleet is not None:
             return self.fleet.engines
         device = "cuda" if self.gpus.gpus else "cpu"
         return [Engine(name="an engine started from this shell", environment=self.environment, device=device)]
 
     def protocols(self) -> set[str]:
-        """Transports the fleet asks for."""
+        """Transports configured in the fleet."""
         return {engine.protocol for engine in (self.fleet.engines if self.fleet else ()) if engine.protocol}

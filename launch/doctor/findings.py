@@ -1,4 +1,4 @@
-"""A check, what it finds, and the list of all checks, from which the document's table is made."""
+"""Checks, their findings, and the registry of all checks, from which the table in docs/doctor.md is generated."""
 
 from __future__ import annotations
 
@@ -13,76 +13,76 @@ from launch.doctor.facts import Facts
 
 
 class Status(StrEnum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     OK = "ok"
     NOTE = "note"
-    """Worth knowing; nothing to do."""
+    """For information; no action needed."""
     WARNING = "warning"
-    """Works, but slower or riskier than it needs to."""
+    """Works, but slower or riskier than necessary."""
     PROBLEM = "problem"
-    """Will fail or give wrong figures."""
+    """Fails or gives wrong figures."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing found."""
+    """One finding of a check."""
 
     check: str
     status: Status
     found: str
-    mend: str = ""
-    """What to do; empty when there is nothing to do."""
+    fix: str = ""
+    """Remedy; empty when none is needed."""
 
 
 Result = tuple[Status, str, str]
-"""Status, what was found, mend."""
+"""Status, finding, fix."""
 
 
 def ok(found: str) -> Result:
-    """All well."""
+    """A result without problems."""
     return Status.OK, found, ""
 
 
-def note(found: str, mend: str = "") -> Result:
-    """Worth knowing."""
-    return Status.NOTE, found, mend
+def note(found: str, fix: str = "") -> Result:
+    """A result for information."""
+    return Status.NOTE, found, fix
 
 
-def warning(found: str, mend: str) -> Result:
-    """Risky or slow."""
-    return Status.WARNING, found, mend
+def warning(found: str, fix: str) -> Result:
+    """A result that is risky or slow."""
+    return Status.WARNING, found, fix
 
 
-def problem(found: str, mend: str) -> Result:
-    """Will fail."""
-    return Status.PROBLEM, found, mend
+def problem(found: str, fix: str) -> Result:
+    """A result that will fail."""
+    return Status.PROBLEM, found, fix
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question about a machine; pure: facts in, results out."""
+    """One check of a machine; pure: facts in, results out."""
 
     name: str
     looks_at: str
     why: str
     worst: Status
-    """The worst it can find."""
+    """The worst status it can return."""
     judge: Callable[[Facts], Iterable[Result]]
 
     def findings(self, facts: Facts) -> Iterator[Finding]:
-        """What it finds, with its name on it."""
-        for status, found, mend in self.judge(facts):
-            yield Finding(check=self.name, status=status, found=found, mend=mend)
+        """The check's results, each with the check's name."""
+        for status, found, fix in self.judge(facts):
+            yield Finding(check=self.name, status=status, found=found, fix=fix)
 
 
 CHECKS: list[Check] = []
-"""In the order they are shown; `launch.doctor.checks` fills it."""
+"""In display order; `launch.doctor.checks` fills it."""
 
 
 def check(
     name: str, *, looks_at: str, why: str, worst: Literal["note", "warning", "problem"]
 ) -> Callable[[Callable[[Facts], Iterable[Result]]], Callable[[Facts], Iterable[Result]]]:
-    """Register a check; the texts become its row in docs/doctor.md."""
+    """Register a check; the texts become its row in docs/reference/doctor.md."""
 
     def register(judge: Callable[[Facts], Iterable[Result]]) -> Callable[[Facts], Iterable[Result]]:
         CHECKS.append(Check(name, looks_at, why, Status(worst), judge))
@@ -92,10 +92,10 @@ def check(
 
 
 def examine(facts: Facts, checks: Sequence[Check] | None = None) -> list[Finding]:
-    """Everything all checks find."""
+    """Findings of all checks."""
     return [finding for one in (checks if checks is not None else CHECKS) for finding in one.findings(facts)]
 
 
 def gibibytes(size_bytes: float) -> str:
-    """A size for people."""
+    """A size in GiB for display."""
     return f"{size_bytes / 2**30:.1f} GiB"

@@ -1,6 +1,6 @@
-"""Gathers the facts of this machine. Reads only; nothing here decides what is good or bad.
+"""Gather the facts of this machine. Read-only; the checks judge them.
 
-Whatever cannot be read is left at "not told". Every outside command has a time limit.
+Unreadable values stay None. Every external command has a time limit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COMMAND_S = 10.0
 _LIBRARIES = ("libibverbs.so.1", "libnuma.so.1", "libtcmalloc_minimal.so.4")
 _STA_UNSYNC = 0x40
 _TIMEX_BYTES = 512
-"""More than any C library's struct timex."""
+"""Larger than any C library's struct timex."""
 _DEFAULT_PYTHON = ".venv-engines/bin/python"
 _INFINIBAND = Path("/sys/class/infiniband")
 _EFA_FI_INFO = "/opt/amazon/efa/bin/fi_info"
@@ -44,14 +44,14 @@ def gather(
     library: NvmlLibrary | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> facts.Facts:
-    """Everything about this machine, and about a fleet when one is given.
+    """All facts about this machine, and about a fleet when one is given.
 
     Args:
-        fleet: the fleet that is to run here.
-        source: where it came from.
+        fleet: the fleet to run here.
+        source: the fleet's file.
         engine_python: the engines' Python; default: the fleet's, `.venv-engines`, or this one.
         library: an object with NVML's functions; default: ``pynvml``.
-        environment: what engines would inherit; default: this process's.
+        environment: the environment that engines would inherit; default: this process's.
     """
     inherited = dict(os.environ if environment is None else environment)
     return facts.Facts(
@@ -123,15 +123,15 @@ def _knows(name: str) -> bool | None:
 
 
 def _own_clock() -> tuple[bool | None, float | None]:
-    """Whether the kernel's clock is synchronised, and its bound on the error in seconds."""
+    """Synchronisation status of the kernel's clock, and its bound on the error in seconds."""
     if sys.platform == "linux" and struct.calcsize("l") == 8:
         buffer = ctypes.create_string_buffer(_TIMEX_BYTES)  # modes = 0: read only
         if ctypes.CDLL(None).adjtimex(buffer) >= 0:
             _, _, _, max_error_us, _, status = struct.unpack_from("I4x4li", buffer.raw)
             synchronised = not status & _STA_UNSYNC
             return synchronised, max_error_us / 1e6 if synchronised else None
-    told = _output(["timedatectl", "show", "--property=NTPSynchronized", "--value"])
-    return ({"yes": True, "no": False}.get(told.strip()) if told else None), None
+    output = _output(["timedatectl", "show", "--property=NTPSynchronized", "--value"])
+    return ({"yes": True, "no": False}.get(output.strip()) if output else None), None
 
 
 def _rdma() -> facts.Rdma:
@@ -163,11 +163,11 @@ def _efa(environment: Mapping[str, str]) -> facts.Efa:
         if driver.exists() and driver.resolve().name == "efa":
             devices.append(path.name)
     fi_info = shutil.which("fi_info") or (_EFA_FI_INFO if Path(_EFA_FI_INFO).exists() else None)
-    told = _output([fi_info, "-p", "efa"]) if fi_info else None
+    output = _output([fi_info, "-p", "efa"]) if fi_info else None
     return facts.Efa(
         devices=devices,
         fi_info=fi_info,
-        provider_ok=None if fi_info is None else told is not None and "provider: efa" in told,
+        provider_ok=None if fi_info is None else output is not None and "provider: efa" in output,
         libfabric=_library_path("libfabric.so.1", environment),
     )
 

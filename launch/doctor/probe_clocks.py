@@ -1,4 +1,4 @@
-"""Compares the clocks of a fleet's machines by the Date header of their HTTP answers."""
+"""Compare the clocks of a fleet's machines by the Date header of their HTTP answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch.fleet.file import FleetFile
 
 _TIMEOUT_S = 2.0
 _RESOLUTION_S = 2.0
-"""A Date header has whole seconds, and servers write it anew about once a second."""
+"""A Date header has whole seconds, and servers update it about once a second."""
 
 
 def ask_clocks(fleet: FleetFile) -> list[Clock]:
@@ -37,9 +37,9 @@ async def _ask(name: str, url: str, client: httpx.AsyncClient) -> Clock:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Clock(name=name, url=url, error=f"does not answer ({type(error).__name__})")
     received = time.time()
-    told = response.headers.get("date")
+    date = response.headers.get("date")
     try:
-        there = parsedate_to_datetime(told or "")
+        there = parsedate_to_datetime(date or "")
     except ValueError:
         return Clock(name=name, url=url, error="sends no Date header")
     if there.tzinfo is None:
@@ -48,7 +48,7 @@ async def _ask(name: str, url: str, client: httpx.AsyncClient) -> Clock:
 
 
 def certain_offset(date_unix_s: float, sent_unix_s: float, received_unix_s: float) -> float:
-    """How far the other clock is off at the least, seconds, ahead positive; 0 when it may be right.
+    """Smallest possible offset of the other clock in seconds, ahead positive; 0 when it may be right.
 
     When it wrote the header its clock showed something in [date, date + resolution), at some moment between the local
     times of sending and receiving.

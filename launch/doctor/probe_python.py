@@ -1,4 +1,4 @@
-"""Asks another Python which engine software it has, without importing any of it."""
+"""List the engine software of another Python without importing any of it."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ mooncake = folder("mooncake")
 for name in os.listdir(mooncake) if mooncake else []:
     if name.startswith("engine") and name.endswith(".so"):
         try:
-            told = subprocess.run(["ldd", os.path.join(mooncake, name)], capture_output=True, text=True, timeout=20)
+            linked = subprocess.run(["ldd", os.path.join(mooncake, name)], capture_output=True, text=True, timeout=20)
         except (OSError, subprocess.SubprocessError):
             continue
-        answer["mooncake_missing"] += re.findall(r"^\s*(\S+) => not found", told.stdout, re.M)
+        answer["mooncake_missing"] += re.findall(r"^\s*(\S+) => not found", linked.stdout, re.M)
 print(json.dumps(answer))
 """
 
 
 def ask_python(executable: str) -> EnginePython:
-    """What this Python would run engines with; `EnginePython.error` says why it could not be asked."""
+    """Engine software of a Python; `EnginePython.error` has the reason when it could not be run."""
     try:
         done = subprocess.run(
             [executable, "-c", _QUESTION, json.dumps(ASKED_PACKAGES)],
@@ -56,7 +56,7 @@ def ask_python(executable: str) -> EnginePython:
             timeout=_TIMEOUT_S,
             check=True,
             stdin=subprocess.DEVNULL,
-            cwd=tempfile.gettempdir(),  # `-c` puts the current folder first, and ours has packages of its own
+            cwd=tempfile.gettempdir(),  # `-c` puts the current folder first, and ours contains packages
         )
     except OSError as error:
         return EnginePython(executable=executable, error=f"cannot be run ({error.strerror})")
@@ -64,8 +64,8 @@ def ask_python(executable: str) -> EnginePython:
         return EnginePython(executable=executable, error=f"did not answer within {_TIMEOUT_S:g} s")
     except subprocess.CalledProcessError as error:
         last = error.stderr.strip().splitlines()[-1:] or ["no message"]
-        return EnginePython(executable=executable, error=f"could not tell its packages ({last[0]})")
+        return EnginePython(executable=executable, error=f"could not list its packages ({last[0]})")
     try:
         return msgspec.convert({"executable": executable, **json.loads(done.stdout)}, EnginePython)
     except (ValueError, TypeError) as error:
-        return EnginePython(executable=executable, error=f"gave an answer that is none ({error}); is it a Python?")
+        return EnginePython(executable=executable, error=f"gave an invalid answer ({error}); is it a Python?")

@@ -1,4 +1,4 @@
-"""The doctor's findings as a table, as JSON, and the tables of docs/doctor.md."""
+"""The doctor's findings as a table and as JSON, and the tables of ``docs/reference/doctor.md``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from launch.doctor.versions import TESTED
 if TYPE_CHECKING:
     from rich.table import Table
 
-SCHEMA = 1
+SCHEMA = 2
 _STYLES = {Status.OK: "green", Status.NOTE: "", Status.WARNING: "yellow", Status.PROBLEM: "bold red"}
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``--json`` prints."""
+    """JSON document of ``--json``."""
 
     schema: int = SCHEMA
     checked_unix_s: float
@@ -42,15 +42,15 @@ def make_report(findings: Sequence[Finding]) -> Report:
 
 
 def count(findings: Sequence[Finding], status: Status) -> int:
-    """How many findings have this status."""
+    """Number of findings with this status."""
     return sum(finding.status is status for finding in findings)
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """One sentence for the end of the output."""
+    """Closing sentence of the output."""
     problems, warnings = count(findings, Status.PROBLEM), count(findings, Status.WARNING)
     if not problems and not warnings:
-        return "nothing to mend"
+        return "nothing to fix"
     return f"{problems} problem(s), {warnings} warning(s)"
 
 
@@ -60,24 +60,24 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     from rich.table import Table
 
     table = Table(title="warmroute doctor", title_justify="left")
-    for column in ("status", "check", "found", "mend"):
+    for column in ("status", "check", "found", "fix"):
         table.add_column(column, overflow="fold", no_wrap=column in {"status", "check"})
     for finding in findings:
         style = _STYLES[finding.status]
         shown = f"[{style}]{finding.status}[/]" if style else str(finding.status)
-        table.add_row(shown, finding.check, escape(finding.found), escape(finding.mend))
+        table.add_row(shown, finding.check, escape(finding.found), escape(finding.fix))
     return table
 
 
 def checks_markdown(checks: Sequence[Check]) -> str:
-    """The table of checks in docs/doctor.md."""
+    """Markdown table of all checks."""
     rows = ["| check | looks at | why | worst |", "| --- | --- | --- | --- |"]
     rows += [f"| `{one.name}` | {one.looks_at} | {one.why} | {one.worst} |" for one in checks]
     return "\n".join(rows)
 
 
 def versions_markdown() -> str:
-    """The table of tested versions in docs/doctor.md."""
+    """Markdown table of the tested combinations of versions."""
     rows = ["| vLLM | torch | Mooncake | on | KV moved over | to know |", "| --- | --- | --- | --- | --- | --- |"]
     rows += [
         f"| {row.vllm_package} {row.vllm} | {row.torch} | {row.mooncake_package} {row.mooncake} | {row.hardware} | "
@@ -85,3 +85,24 @@ def versions_markdown() -> str:
         for row in TESTED
     ]
     return "\n".join(rows)
+
+
+def reference(checks: Sequence[Check]) -> str:
+    """Markdown page of all checks and tested versions; ``warmroute doctor --list`` prints it."""
+    return f"{_CHECKS_INTRODUCTION}\n{checks_markdown(checks)}\n\n{_VERSIONS_INTRODUCTION}\n{versions_markdown()}\n"
+
+
+_CHECKS_INTRODUCTION = """# Reference: checks of `warmroute doctor`
+
+Generated from the code by `make reference`; `warmroute doctor --list` prints it. How to use the command:
+[doctor](../doctor.md).
+
+## Checks
+
+`worst` is the worst status that a check can report.
+"""
+_VERSIONS_INTRODUCTION = """## Tested versions
+
+These combinations were run end to end: KV handed from one engine to another. Any other combination is reported as
+untested, which means nothing more than that.
+"""

@@ -1,7 +1,7 @@
-"""Which engine versions were run together, and what is known of each version's behaviour.
+"""Tested combinations of engine versions, and known behaviour of each version.
 
-Rows of `TESTED` were run end to end: KV handed from one engine to another, output compared. Everything else is
-untested, which is no more than that.
+Rows of `TESTED` were run end to end: KV handed from one engine to another, output compared. Other combinations are
+untested, not known to fail.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ASKED_PACKAGES = (*VLLM_PACKAGES, "torch", *MOONCAKE_PACKAGES, "nixl", "transfor
 NVLINK_SINCE = (0, 3, 13)
 """Mooncake's first version with the intra-node NVLink transport."""
 WHOLE_TCP_WRITES_SINCE = (0, 3, 13)
-"""Older ones may report a write over TCP done before it has arrived: https://github.com/kvcache-ai/Mooncake/pull/2850."""
+"""Older ones may report a write over TCP as done before it has arrived: https://github.com/kvcache-ai/Mooncake/pull/2850."""
 REFUSES_FAILED_PULLS_SINCE = (0, 32, 0)
 """First tested vLLM in which a failed pull ends the request instead of hanging it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """One combination that was run."""
+    """One tested combination."""
 
     vllm: str
     vllm_package: str
@@ -59,7 +59,7 @@ TESTED = (
         "mooncake-transfer-engine-non-cuda",
         "CPU",
         "TCP",
-        (*_HANGS, "what `make engines` builds"),
+        (*_HANGS, "the build of `make engines`"),
     ),
     Tested(
         "0.20.2", "vllm", "2.11.0+cu130", "0.3.14", "mooncake-transfer-engine-cuda13", "H200", "TCP, intra-node NVLink"
@@ -75,7 +75,7 @@ TESTED = (
         (
             "block size must be a multiple of 32",
             "set kv_load_failure_policy: recompute, or a failed pull answers 500",
-            "a decode request without remote_engine_id ends its EngineCore",
+            "a decode request without remote_engine_id terminates its EngineCore",
         ),
     ),
 )
@@ -92,8 +92,8 @@ class Installed:
     mooncake_package: str | None
 
     @property
-    def told(self) -> str:
-        """For people."""
+    def summary(self) -> str:
+        """The versions as display text."""
         parts = [
             f"{self.vllm_package} {self.vllm}" if self.vllm else "no vLLM",
             f"torch {self.torch}" if self.torch else "no torch",
@@ -103,7 +103,7 @@ class Installed:
 
 
 def installed(packages: Mapping[str, str]) -> Installed:
-    """The deciding packages among those installed."""
+    """The relevant packages among those installed."""
     vllm = next((name for name in VLLM_PACKAGES if name in packages), None)
     mooncake = next((name for name in MOONCAKE_PACKAGES if name in packages), None)
     return Installed(
@@ -130,7 +130,7 @@ def tested_row(found: Installed) -> Tested | None:
 
 
 def remarks(vllm: str | None) -> tuple[str, ...]:
-    """What is known of a vLLM version, whatever it is combined with."""
+    """Remarks on a vLLM version in any combination."""
     return next((row.remarks for row in TESTED if public(row.vllm) == public(vllm)), ())
 
 

@@ -1,4 +1,4 @@
-"""How large an engine's KV pool is, by what the engine itself tells."""
+"""Size of an engine's KV pool, as the engine reports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CACHE_INFO = "vllm:cache_config_info"
 
 
 async def kv_capacity_tokens(url: str) -> int | None:
-    """KV pool of an engine in tokens, from what its ``/metrics`` tell of its cache; None where they do not."""
+    """KV pool of an engine in tokens, from the cache configuration in its ``/metrics``; None where it is missing."""
     try:
         async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
             response = await client.get(f"{url}/metrics")

@@ -1,6 +1,6 @@
-"""What it takes to run an engine, by kind: command line, environment, and the URLs that say it is ready.
+"""Engine kinds: command line, environment and readiness URLs of each.
 
-A further kind is one more class here and one more section in the fleet file; everything else in the launcher sees only
+A further kind is one more class here and one more section in the fleet file; the rest of the launcher uses only
 `ProcessSpec`.
 """
 
@@ -36,11 +36,11 @@ class ProcessSpec:
     url: str = ""
     bootstrap_url: str | None = None
     member: Member | None = None
-    """The instance it is; None for the proxy."""
+    """The fleet's instance; None for the proxy."""
 
 
 class EngineKind(Protocol):
-    """How one kind of engine is run."""
+    """Interface of one engine kind."""
 
     def command(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
         """Command line of instance ``index``."""
@@ -59,7 +59,7 @@ class EngineKind(Protocol):
         ...
 
     def problems(self, fleet: FleetFile, inherited: Mapping[str, str]) -> list[str]:
-        """What this machine lacks to start the fleet, as sentences; ``inherited`` is the launcher's environment."""
+        """Sentences on what this machine lacks to start the fleet; ``inherited`` is the launcher's environment."""
         ...
 
 
@@ -82,7 +82,7 @@ class SimEngine:
         return (sys.executable, "-m", "sim", *flags)
 
     def environment(self, fleet: FleetFile, index: int) -> dict[str, str]:
-        """Nothing: flags say it all."""
+        """No variables: flags carry all settings."""
         return {}
 
     def dropped_environment(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
@@ -95,12 +95,12 @@ class SimEngine:
         return (f"{fleet.url(index)}/health", *((f"{bootstrap}/query",) if bootstrap else ()))
 
     def problems(self, fleet: FleetFile, inherited: Mapping[str, str]) -> list[str]:
-        """None: it is part of this project."""
+        """No requirements: the engine is part of this project."""
         return []
 
 
 KINDS: dict[str, EngineKind] = {"sim": SimEngine(), "vllm": VllmEngine()}
-"""Engine kind of a fleet file -> how to run it."""
+"""Engine kind of a fleet file -> its implementation."""
 
 
 def engine_specs(fleet: FleetFile) -> list[ProcessSpec]:

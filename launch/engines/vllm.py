@@ -1,4 +1,4 @@
-"""vLLM as an engine kind: command line, environment, and what must be there before it can start."""
+"""vLLM as an engine kind: command line, environment, and requirements before it can start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from policies.types import Role, Transport
 
 PROJECT = Path(__file__).resolve().parents[2]
 _MODULE = "vllm.entrypoints.openai.api_server"
-# The `vllm` command asks for its own distribution's version, which the CPU build does not have under that name.
+# The `vllm` command looks up its own distribution's version, which the CPU build does not have under that name.
 _TCMALLOC = (
     "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
     "/usr/lib/aarch64-linux-gnu/libtcmalloc_minimal.so.4",
@@ -68,7 +68,7 @@ class VllmEngine:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "PYTHONHASHSEED": str(vllm.hash_seed),
-            # The current folder must not stand before the engine's own packages.
+            # The current folder must not precede the engine's own packages.
             "PYTHONSAFEPATH": "1",
             # vLLM renames its processes; without this the new name overwrites /proc/PID/environ, which is checked.
             "SPT_NOENV": "1",
@@ -89,7 +89,7 @@ class VllmEngine:
     def dropped_environment(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
         """Inherited variables that would change how instance ``index`` moves KV.
 
-        Mooncake looks whether MC_INTRANODE_NVLINK is there, not at its value: only its absence turns it off.
+        Mooncake checks the presence of MC_INTRANODE_NVLINK, not its value: only its absence turns it off.
         """
         member = fleet.members[index]
         if member.role is not Role.NONE and member.vllm.transfer.protocol is Transport.NVLINK:
@@ -102,25 +102,25 @@ class VllmEngine:
         return (f"{fleet.url(index)}/health", *((f"{bootstrap}/query",) if bootstrap else ()))
 
     def problems(self, fleet: FleetFile, inherited: Mapping[str, str]) -> list[str]:
-        """What this machine lacks to start the fleet, as sentences.
+        """Sentences on what this machine lacks to start the fleet.
 
         Args:
-            fleet: what is to start.
+            fleet: the fleet to start.
             inherited: the environment the engines would inherit.
         """
         found: dict[str, None] = {}
         visible = inherited.get("CUDA_VISIBLE_DEVICES")
         wanted = [device for member in fleet.members for device in member.devices]
         if visible is not None and not set(wanted) <= set(visible.split(",")):
-            told = f"CUDA_VISIBLE_DEVICES is {visible!r} here, but the fleet uses GPUs {', '.join(wanted)}"
-            found[f"devices: {told}; name those you may use in `devices`, or unset the variable"] = None
+            problem = f"CUDA_VISIBLE_DEVICES is {visible!r}, but the fleet uses GPUs {', '.join(wanted)}"
+            found[f"devices: {problem}; name the allowed GPUs in `devices`, or unset the variable"] = None
         for member in fleet.members:
             python = resolve_python(member.vllm.python)
             if shutil.which(python) is None:
-                told = (
+                problem = (
                     f"vllm.python: no Python at {python}; `make engines` builds one for the CPU, or set {_PYTHON_HINT}"
                 )
-                found[told] = None
+                found[problem] = None
             model = resolve_model(member.model)
             if _is_path(member.model) and not Path(model).exists():
                 found[f"model: no folder at {model}; `make engines` makes the tiny model, or set {_MODEL_HINT}"] = None
@@ -142,15 +142,15 @@ _MODEL_HINT = "WARMROUTE_ENGINE_MODEL or --model ..."
 
 
 def resolve_python(text: str) -> str:
-    """The engine's Python: a bare command as it is, a path found from the current folder or else from the project."""
+    """The engine's Python: a bare command unchanged, a path relative to the current folder or else to the project."""
     if os.sep not in text:
         return shutil.which(text) or text
-    # Not resolved further: a virtual environment is known by the path of its Python, which is a link.
+    # Not resolved further: a virtual environment is identified by the path of its Python, which is a link.
     return str(_found(text))
 
 
 def resolve_model(text: str) -> str:
-    """A model folder as an absolute path, found from the current folder or else from the project; an id as it is."""
+    """A model folder as an absolute path, relative to the current folder or else to the project; an id unchanged."""
     path = _found(text)
     return str(path) if _is_path(text) or path.is_dir() else text
 
@@ -175,7 +175,7 @@ def _transfer_config(member: Member) -> dict[str, Any] | None:
     if member.role is Role.NONE:
         return None
     transfer = member.vllm.transfer
-    # NVLink is Mooncake's own choice within what vLLM calls tcp; the environment asks for it.
+    # NVLink is a Mooncake option under vLLM's name tcp; an environment variable selects it.
     protocol = Transport.TCP if transfer.protocol is Transport.NVLINK else transfer.protocol
     config: dict[str, Any] = {
         "kv_connector": "MooncakeConnector",
@@ -214,7 +214,7 @@ def _transfer_environment(fleet: FleetFile, member: Member) -> dict[str, str]:
     if member.vllm.transfer.protocol is Transport.NVLINK:
         variables[NVLINK_VARIABLE] = "1"
     if member.vllm.transfer.protocol is Transport.EFA:
-        # With it, a transfer between two processes of one host ends in a segmentation fault.
+        # With shared memory, a transfer between two processes of one host ends in a segmentation fault.
         variables["FI_EFA_ENABLE_SHM_TRANSFER"] = "0"
     return variables
 

@@ -1,1 +1,1 @@
-"""Experiments: arms x repeats x seeds in a stated order, every run from engines proved fresh, all records kept."""
+"""Experiments: arms x repeats x seeds in a defined order, every run on engines proved fresh, all records kept."""

@@ -28,7 +28,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change a key of the experiment file: dotted key, YAML value, such as backend.instances=16. May be "
+        help="Change a key of the experiment file: dotted key, YAML value, for example backend.instances=16. May be "
         "repeated; give the same again with --resume.",
         show_default=False,
     ),
@@ -52,20 +52,20 @@ def run(
         bool,
         typer.Option(
             "--resume",
-            help="Go on with the experiment in --output (default: the newest runs/NAME-*): what is done is kept, every "
+            help="Continue the experiment in --output (default: the newest runs/NAME-*): finished runs are kept, every "
             "other run starts from its beginning.",
         ),
     ] = False,
     settings: Overrides = None,
     jobs: Annotated[
-        int, typer.Option("--jobs", "-j", min=1, help="Simulated runs at a time; live runs are made one by one.")
+        int, typer.Option("--jobs", "-j", min=1, help="Simulated runs in parallel; live runs are made one by one.")
     ] = 1,
 ) -> None:
-    """Run every arm as often as the file says, each from a fleet proved fresh, and compare them.
+    """Run every arm as often as the file specifies, each on a fleet proved fresh, and compare them.
 
-    The state is on disk after every run: an experiment that was stopped or killed goes on with --resume. Ctrl-C and
-    SIGTERM stop everything that was started. Exit status 0: all runs done; 1: some refused or failed; 2: the file or
-    the directory cannot be used; 128 + signal: stopped.
+    The state is written after every run: an experiment that was stopped or killed continues with --resume. Ctrl-C and
+    SIGTERM stop all started processes. Exit status 0: all runs done; 1: some refused or failed; 2: the file or the
+    directory cannot be used; 128 + signal: stopped.
     """
     from launch.experiment.definition.file import ExperimentError
 
@@ -105,7 +105,7 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
     scale = next((clock_scale(fleet) for fleet in fleets.values()), 1.0)
     least_s = expected.replay_s(experiment, offered, scale)
     if as_json:
-        told = {
+        document = {
             "name": experiment.settings.name,
             "backend": experiment.settings.backend.kind,
             "baseline": experiment.settings.baseline_arm,
@@ -118,7 +118,7 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
             ],
             "config": experiment.config,
         }
-        _print_json(told)
+        _print_json(document)
         return
     console = Console()
     console.print(plan_table(experiment.settings, slots))
@@ -126,20 +126,20 @@ def plan(config: Config, settings: Overrides = None, as_json: AsJson = False) ->
         console.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
     if least_s is None:
         requests = offered.requests * len(slots)
-        time_told = (
+        expected_time = (
             f"expected time: {requests:,} requests to simulate, one process for each of {len(slots)} runs; `status` "
             "estimates it once some are done"
         )
     else:
         starts = expected.in_words(expected.start_limit_s(experiment, fleets))
         least = expected.in_words(least_s)
-        time_told = f"expected time: at least {least} of replaying, and at most {starts} of starting fleets"
-    console.print(time_told, markup=False, highlight=False, soft_wrap=True)
+        expected_time = f"expected time: at least {least} for replaying, and at most {starts} for starting fleets"
+    console.print(expected_time, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
 def status(directory: Directory, as_json: AsJson = False) -> None:
-    """Show how far an experiment has come. Exit status 0: done; 3: not."""
+    """Show the progress of an experiment. Exit status 0: done; 3: not done."""
     import msgspec
     from rich.console import Console
 
@@ -158,16 +158,16 @@ def status(directory: Directory, as_json: AsJson = False) -> None:
         console = Console()
         console.print(state_table(state, str(directory)))
         left_s = expected.left_s(state)
-        told = f"{len(state.done())} of {len(state.runs)} runs done"
+        progress = f"{len(state.done())} of {len(state.runs)} runs done"
         if state.left and left_s is not None:
-            told += f"; the others would take about {expected.in_words(left_s)} one by one"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+            progress += f"; the others need about {expected.in_words(left_s)} one by one"
+        console.print(progress, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(0 if state.state == DONE and not state.left else 3)
 
 
 @app.command()
 def verify(directory: Directory, as_json: AsJson = False) -> None:
-    """Check a finished experiment: hashes, order, completeness, freshness. Exit status 0: sound; 1: not.
+    """Check a finished experiment: hashes, order, completeness, freshness. Exit status 0: sound; 1: not sound.
 
     Every file is hashed again and every record read; no engine may have served two runs.
     """
@@ -207,7 +207,7 @@ def _run(experiment: LoadedExperiment, directory: Path, resume: bool, jobs: int)
     if jobs > 1 and isinstance(experiment.settings.backend, LiveBackend):
         raise ExperimentError("--jobs: live runs would disturb each other; leave it at 1")
     if resume:
-        read_experiment(directory)  # says what to do where there is none, before anything is made there
+        read_experiment(directory)  # raises with a remedy where there is none, before anything is created
     else:
         directory.mkdir(parents=True, exist_ok=True)
     with locked(directory):
@@ -219,7 +219,7 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
     from rich.console import Console
 
     from launch.experiment.comparison import write_comparison
-    from launch.experiment.console import ConsoleListener
+    from launch.experiment.console import ConsoleObserver
     from launch.experiment.records.state import DONE
     from launch.experiment.run.runner import Runner
     from launch.run.signals import run_until_signal
@@ -232,14 +232,14 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
     )
 
     async def work() -> int:
-        with ConsoleListener(console) as listener:
-            ended = await Runner(experiment, directory, state, inputs, listener, jobs).run()
+        with ConsoleObserver(console) as observer:
+            ended = await Runner(experiment, directory, state, inputs, observer, jobs).run()
         return 0 if ended.state == DONE and not ended.left else 1
 
     code = run_until_signal(work())
     if code > 1:
         console.print(
-            f"{state.state}; go on with: warmroute experiment run {experiment.source} --output {directory} --resume",
+            f"{state.state}; continue with: warmroute experiment run {experiment.source} --output {directory} --resume",
             markup=False,
             soft_wrap=True,
         )

@@ -1,4 +1,4 @@
-"""The comparison at the end of an experiment: every arm against the baseline over all repeats, ``comparison.json``."""
+"""Comparison at the end of an experiment: every arm against the baseline over all repeats, ``comparison.json``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ COMPARISON_FILE = "comparison.json"
 
 
 def comparable(directory: Path, state: ExperimentState) -> tuple[list[RunState], list[str]]:
-    """The runs that are measurements, in order, and the reasons against the others.
+    """The valid runs, in order, and the reasons why others are not valid.
 
-    A run counts if it is done and its proof says that its engines were fresh and served no earlier run.
+    A run is valid if it is done and its proof shows that its engines were fresh and served no earlier run.
     """
     good: list[RunState] = []
     refusals: list[str] = []
@@ -50,7 +50,7 @@ def comparable(directory: Path, state: ExperimentState) -> tuple[list[RunState],
 
 
 def compare_experiment(directory: Path, state: ExperimentState) -> tuple[list[Comparison], list[str]]:
-    """Every arm against the baseline, over all repeats that are measurements; and the runs left out, with reasons.
+    """Every arm against the baseline, over all valid repeats; and the reasons why others were not compared.
 
     Raises:
         RecordError, OSError: the records of a run cannot be read.
@@ -69,7 +69,7 @@ def compare_experiment(directory: Path, state: ExperimentState) -> tuple[list[Co
     if not any(arm.label == state.baseline for arm in arms):
         return [], [*refusals, f"no run of the baseline '{state.baseline}' is left to compare with"]
     if len(arms) < 2:
-        return [], [*refusals, *(["there is nothing to compare the baseline with"] if len(state.arms) > 1 else [])]
+        return [], [*refusals, *(["there is no arm to compare with the baseline"] if len(state.arms) > 1 else [])]
     try:
         options = _options(state)
         if found.trace is not None and found.trace.exists():

@@ -1,4 +1,4 @@
-"""Console output of an experiment: lines for runs, a bar during a replay, tables of plan and state."""
+"""Terminal output of an experiment: a line when a run starts and ends, a progress bar, tables of plan and state."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from replayer.records.runs import RequestRecord
 _COLOURS = {"done": "green", "refused": "red", "failed": "red", "interrupted": "yellow", "running": "cyan"}
 
 
-class ConsoleListener:
-    """Prints the progress of an experiment; a context manager around the run.
+class ConsoleObserver:
+    """Progress of an experiment on a console; a context manager around the run.
 
     Args:
-        console: prints there.
-        requests: of one run, for the bar; None where it is unknown.
+        console: the console to write to.
+        requests: requests of one run, for the bar; None if unknown.
     """
 
     def __init__(self, console: Console, requests: int | None = None) -> None:
@@ -46,25 +46,25 @@ class ConsoleListener:
         self._progress.stop()
 
     def started(self, run: RunState, total: int) -> None:
-        """A run begins."""
+        """Report the start of a run."""
         self._say(f"{run.order + 1}/{total} {run.name}, seed {run.seed}")
         self._failed[run.order] = 0
         self._tasks[run.order] = self._progress.add_task(escape(run.name), total=self._requests)
 
     def phase(self, run: RunState, phase: str) -> None:
-        """A run comes to its next phase."""
+        """Report a run's next phase."""
         self._progress.update(self._tasks[run.order], description=f"{escape(run.name)}: {phase}")
 
     def recorded(self, run: RunState, record: RequestRecord) -> None:
-        """A live run has finished a request."""
+        """Count a finished request of a live run."""
         self._failed[run.order] += not record.ok
         failed = self._failed[run.order]
-        suffix = f", {failed} failed" if failed else ""
-        description = f"{escape(run.name)}: replaying{suffix}"
+        shown = f", {failed} failed" if failed else ""
+        description = f"{escape(run.name)}: replaying{shown}"
         self._progress.update(self._tasks[run.order], advance=1, description=description)
 
     def ended(self, run: RunState, left_s: float | None) -> None:
-        """A run has ended, well or not; the others will take about ``left_s`` wall seconds (None: unknown)."""
+        """Report the end of a run; the others need about ``left_s`` wall seconds (None: unknown)."""
         self._progress.remove_task(self._tasks.pop(run.order))
         took = "" if run.took_s is None else f", {in_words(run.took_s)}"
         if run.state == DONE:
@@ -80,7 +80,7 @@ class ConsoleListener:
 
 
 def plan_table(settings: ExperimentSettings, slots: list[Slot]) -> Table:
-    """The runs in the order they will be made."""
+    """The runs in the order of execution."""
     table = Table(title=escape(f"{settings.name}: {len(slots)} runs, {settings.order}"), title_justify="left")
     for name in ("run", "repeat", "seed"):
         table.add_column(name, justify="right")
@@ -127,5 +127,5 @@ def state_table(state: ExperimentState, directory: str) -> Table:
 
 
 def _with_params(name: str, params: dict[str, object]) -> str:
-    given = ", ".join(f"{key}={value}" for key, value in params.items())
-    return f"{name} ({given})" if given else name
+    shown = ", ".join(f"{key}={value}" for key, value in params.items())
+    return f"{name} ({shown})" if shown else name

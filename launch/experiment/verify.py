@@ -1,4 +1,4 @@
-"""Check of a finished experiment: files, hashes, order, completeness, freshness, conditions."""
+"""Verification of a finished experiment: files, hashes, order, completeness, freshness, conditions."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NEEDED = (RUN_FILE, FRESH_FILE, ARM_FILE)
 
 
 class Findings(msgspec.Struct, kw_only=True):
-    """Result of checking an experiment's directory."""
+    """Findings of a check of an experiment's directory."""
 
     problems: list[str] = msgspec.field(default_factory=list)
     """Reasons why it is not a complete experiment with sound records; empty when it is."""
     warnings: list[str] = msgspec.field(default_factory=list)
-    """Remarks that do not make it unsound."""
+    """Remarks for readers of the results."""
     runs: int = 0
     files: int = 0
     """Files whose hashes were compared."""
@@ -54,8 +54,8 @@ def verify(directory: Path) -> Findings:
     previous: RunState | None = None
     for run in sorted(state.runs, key=lambda run: run.order):
         if run.state != states.DONE:
-            reasons = "; ".join(run.reasons)
-            found.problems.append(f"{run.name}: {run.state}{f' ({reasons})' if reasons else ''}")
+            message = "; ".join(run.reasons)
+            found.problems.append(f"{run.name}: {run.state}{f' ({message})' if message else ''}")
             continue
         _check_run(directory / run.path, run, state, settings, found)
         _check_fresh(directory / run.path, run, known, found)
@@ -64,14 +64,14 @@ def verify(directory: Path) -> Findings:
             and state.backend == "live"
             and (run.started_unix_s or 0) < (previous.finished_unix_s or 0)
         ):
-            found.warnings.append(f"{run.name}: was measured before {previous.name} had ended, other than planned")
+            found.warnings.append(f"{run.name}: was measured before {previous.name} had ended, not as planned")
         previous = run
     return found
 
 
 def _check_whole(directory: Path, state: ExperimentState, found: Findings) -> None:
     if state.state != states.DONE:
-        alive = " and runs at this moment" if state.alive else ""
+        alive = " and still running" if state.alive else ""
         found.problems.append(f"the experiment is {state.state}{alive}, not done")
     if not (directory / ENVIRONMENT_FILE).is_file():
         found.problems.append(f"{ENVIRONMENT_FILE} is missing")
@@ -82,8 +82,8 @@ def _check_whole(directory: Path, state: ExperimentState, found: Findings) -> No
         found.problems.append(f"{CONFIG_FILE} is not the file the experiment was run from")
     trace = directory / state.trace.path
     if not trace.exists():
-        missing = f"the trace {state.trace.path} is not there (any more); its SHA-256 was {state.trace.sha256[:12]}…"
-        (found.problems if state.trace.path == TRACE_FILE else found.warnings).append(missing)
+        message = f"the trace {state.trace.path} does not exist (any more); its SHA-256 was {state.trace.sha256[:12]}…"
+        (found.problems if state.trace.path == TRACE_FILE else found.warnings).append(message)
     elif file_sha256(trace) != state.trace.sha256:
         found.problems.append(f"the trace {state.trace.path} has changed since the experiment ran")
     numbers = sorted(run.order for run in state.runs)
@@ -92,7 +92,7 @@ def _check_whole(directory: Path, state: ExperimentState, found: Findings) -> No
 
 
 def _settings(state: ExperimentState, found: Findings) -> ExperimentSettings | None:
-    """The settings again, and whether the plan follows from them."""
+    """The settings, after a check that the plan follows from them."""
     try:
         settings = parse_experiment(state.config, "the settings in experiment.json")
     except ExperimentError as error:
@@ -122,7 +122,7 @@ def _check_run(
         found.problems.append(f"{run.name}: {RUN_FILE} cannot be read ({error})")
         return
     found.requests += len(measured.records)
-    found.problems += [f"{run.name}: {one}" for one in _disagreements(measured, run, state, settings)]
+    found.problems += [f"{run.name}: {message}" for message in _disagreements(measured, run, state, settings)]
     if (folder / BREAKDOWN_FILE).is_file():
         rows = sum(1 for line in (folder / BREAKDOWN_FILE).read_bytes().splitlines() if line.strip())
         if rows != len(measured.records):
@@ -141,13 +141,13 @@ def _disagreements(
     measured: Run, run: RunState, state: ExperimentState, settings: ExperimentSettings | None
 ) -> list[str]:
     """Differences between records and plan."""
-    header, found = measured.header, []
+    header, differences = measured.header, []
     if measured.end is None:
-        found.append("its records are not complete (the last line is missing)")
+        differences.append("its records are not complete (the last line is missing)")
     elif measured.end.requests != len(measured.records):
-        found.append(f"{len(measured.records)} records, its last line says {measured.end.requests}")
+        differences.append(f"{len(measured.records)} records, but its last line has {measured.end.requests}")
     if run.requests != len(measured.records):
-        found.append(f"{len(measured.records)} records, the state says {run.requests}")
+        differences.append(f"{len(measured.records)} records, but the state has {run.requests}")
     expected: dict[str, object] = {
         "label": run.arm,
         "trace_sha256": state.trace.sha256,
@@ -163,11 +163,11 @@ def _disagreements(
             "max_inflight_sessions": replay.max_inflight_sessions,
             "seed": noise_seed(settings, slot),
         }
-    for name, planned in expected.items():
+    for name, wanted in expected.items():
         given = getattr(header, name)
-        if given != planned:
-            found.append(f"its records were made with {name} = {given!r}, planned is {planned!r}")
-    return found
+        if given != wanted:
+            differences.append(f"its records were made with {name} = {given!r}, planned was {wanted!r}")
+    return differences
 
 
 def _check_fresh(folder: Path, run: RunState, known: Known, found: Findings) -> None:

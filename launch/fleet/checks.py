@@ -1,9 +1,10 @@
-"""What a fleet file may not say although each key on its own is fine; every message says what to do."""
+"""Checks of a fleet file across keys that are each valid alone; every message names the remedy."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
+from math import isclose
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from launch.fleet.file import FleetFile
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Where PyTorch reads its allocator's settings, by version."""
+"""Variables from which PyTorch reads its allocator's settings, by version."""
 NVLINK_VARIABLE = "MC_INTRANODE_NVLINK"
 _ALIKE = ("dtype", "block_size", "kv_cache_dtype", "tensor_parallel_size", "prefix_caching", "hash_seed", "device")
 _OWN_FLAGS = {
@@ -42,10 +43,10 @@ _OWN_VARIABLES = {
 
 
 def check_fleet(fleet: FleetFile) -> None:
-    """Refuse what cannot work.
+    """Refuse contradicting keys.
 
     Raises:
-        ValueError: the first thing that is wrong, with what to do.
+        ValueError: the first problem, with its remedy.
     """
     _check_shape(fleet)
     _check_ports(fleet)
@@ -59,10 +60,11 @@ def check_fleet(fleet: FleetFile) -> None:
     if fleet.groups or fleet.peers or fleet.kind == "vllm":
         _check_roles(fleet)
     _check_peers(fleet)
+    _check_hold(fleet)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address means the machine it is said on."""
+    """True for a loopback address or host name."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -89,7 +91,7 @@ def _check_ports(fleet: FleetFile) -> None:
         if port > 65535:
             raise ValueError(f"{owner} would get port {port}; lower the base port or the count")
         if port in taken:
-            raise ValueError(f"port {port} is wanted by both {taken[port]} and {owner}; move a base port")
+            raise ValueError(f"port {port} is assigned to both {taken[port]} and {owner}; move a base port")
         taken[port] = owner
 
 
@@ -133,20 +135,20 @@ def _check_own_settings(fleet: FleetFile) -> None:
 
 
 def _check_alike(fleet: FleetFile) -> None:
-    """Unlike engines never: 0.18.1 does not compare KV geometries and answers garbage after a pull."""
+    """Refuse incompatible engines: vLLM 0.18.1 does not compare KV geometries and answers garbage after a pull."""
     first = fleet.members[0]
     for member in fleet.members[1:]:
         if member.model != first.model:
             raise ValueError(
                 f"model: {first.name} has {first.model!r} and {member.name} {member.model!r}; instances of one fleet "
-                "must be alike: use one fleet for each model"
+                "must be compatible: use one fleet for each model"
             )
         for key in _ALIKE:
             one, other = getattr(first.vllm, key), getattr(member.vllm, key)
             if one != other:
                 raise ValueError(
                     f"vllm.{key}: {first.name} has {one!r} and {member.name} {other!r}; instances of one fleet must be "
-                    "alike, or KV pulled from one to the other is garbage"
+                    "compatible, or KV pulled from one to the other is garbage"
                 )
         if member.vllm.transfer.protocol != first.vllm.transfer.protocol:
             raise ValueError(
@@ -194,21 +196,23 @@ def _check_peers(fleet: FleetFile) -> None:
     peer_hosts = {peer.host or urlsplit(peer.url).hostname or "" for peer in fleet.peers}
     remote = {host for host in peer_hosts if not is_loopback(host) and host != fleet.reached_as}
     if fleet.host in {"0.0.0.0", "::"} and fleet.advertise_host is None:
-        raise ValueError("advertise_host: required when host is every address: how do the proxy and peers reach it?")
+        raise ValueError(
+            "advertise_host: required when host means all addresses: give the address for the proxy and peers"
+        )
     if not remote:
         return
     where = ", ".join(sorted(remote))
     if is_loopback(fleet.reached_as):
         raise ValueError(
-            f"host: {fleet.reached_as} is this machine only, but there are peers on {where}; set host (or "
-            "advertise_host) to an address they can reach, or they would pull KV from themselves"
+            f"host: {fleet.reached_as} is reachable from this machine only, but there are peers on {where}; set host "
+            "(or advertise_host) to an address they can reach, or they would pull KV from themselves"
         )
     for number, peer in enumerate(fleet.peers):
         for key in ("url", "bootstrap_url", "events_url", "events_replay_url"):
             address = getattr(peer, key)
             if address and is_loopback(urlsplit(address).hostname or ""):
                 raise ValueError(
-                    f"peers.{number}.{key}: {address} is the machine that reads it, and the fleet spans several; "
+                    f"peers.{number}.{key}: {address} is a loopback address, and the fleet spans several machines; "
                     "give an address that every host can reach"
                 )
     if any(member.vllm.transfer.protocol is Transport.NVLINK for member in fleet.members) and any(
@@ -218,6 +222,19 @@ def _check_peers(fleet: FleetFile) -> None:
             f"vllm.transfer.protocol: nvlink works within one host, but there are peers on {where}; choose rdma, efa "
             "or tcp, or give those peers role: none"
         )
+
+
+def _check_hold(fleet: FleetFile) -> None:
+    offload = fleet.proxy.get("offload")
+    given = offload.get("hold_s") if isinstance(offload, dict) else None
+    # Another type is refused, with its key, where the proxy's settings are read.
+    if fleet.hold_s is None or not isinstance(given, int | float) or isclose(given, fleet.hold_s):
+        return
+    key = "vllm.transfer.abort_timeout_s" if fleet.kind == "vllm" else "sim.abort_timeout_s"
+    raise ValueError(
+        f"proxy.offload.hold_s: {given:g} contradicts {key}, by which P holds KV for {fleet.hold_s:g} s; remove the "
+        "first, or make the two agree"
+    )
 
 
 def _twice(items: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The fleet file: what to start, checked in full before anything starts."""
+"""The fleet file: engines, peers and proxy, checked completely before anything starts."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from launch.fleet.sections import (
     SimSettings,
     VllmSettings,
 )
+from launch.shipped import ShippedFileError, find_shipped
 from policies.types import Role, Transport
-from proxy.settings import Settings, SettingsError, load_settings
+from proxy.settings import OffloadSettings, Settings, SettingsError, load_settings
 
 FLEETS = Path(__file__).resolve().parents[2] / "configs" / "fleets"
-"""Where the shipped fleet files are."""
+"""Folder of the shipped fleet files."""
 _ANY_HOST = "0.0.0.0"
 
 
 class FleetError(ValueError):
-    """A fleet file that cannot be used; the message names each key and what it takes."""
+    """An unusable fleet file; the message names each key and its allowed values."""
 
 
 class FleetFile(Section):
@@ -48,7 +49,7 @@ class FleetFile(Section):
         default=(), description="several groups of instances instead of `count`, for example producers and consumers"
     )
     peers: tuple[PeerSettings, ...] = Field(
-        default=(), description="instances that run already, usually on other hosts; only the proxy sees them"
+        default=(), description="instances that are already running, usually on other hosts; only the proxy uses them"
     )
     host: str = Field(default="127.0.0.1", description="address the engines and the proxy listen on")
     advertise_host: str | None = Field(
@@ -77,11 +78,11 @@ class FleetFile(Section):
         default_factory=dict, description="settings of the proxy (see `warmroute serve`) without `instances`"
     )
     restart: Literal["never", "on_failure"] = Field(default="never", description="restart a process that exits")
-    max_restarts: int = Field(default=3, ge=0, description="restarts of one process before it is given up")
-    max_recycles: int = Field(default=10, ge=0, description="recycles of one engine at the proxy's wish, at most")
+    max_restarts: int = Field(default=3, ge=0, description="restarts of one process before the launcher gives up")
+    max_recycles: int = Field(default=10, ge=0, description="most recycles of one engine requested by the proxy")
     restart_backoff_s: Seconds = Field(default=1.0, description="wait before the first restart; doubles each time")
     stagger_s: float = Field(default=0.0, ge=0, description="pause between two engine starts")
-    ready_timeout_s: Seconds = Field(default=60.0, description="how long the fleet may take to become ready")
+    ready_timeout_s: Seconds = Field(default=60.0, description="time limit for the fleet to become ready")
     stop_grace_s: Seconds = Field(default=5.0, description="time between SIGTERM and SIGKILL")
 
     @field_validator("proxy")
@@ -112,7 +113,7 @@ class FleetFile(Section):
 
     @property
     def has_bootstrap(self) -> bool:
-        """Whether any engine answers on a bootstrap port."""
+        """True if any engine answers on a bootstrap port."""
         return any(member.bootstrap_port is not None for member in self.members)
 
     @property
@@ -145,12 +146,12 @@ class FleetFile(Section):
         return None if port is None else f"http://{self.reached_as}:{port}"
 
     def events_url(self, index: int) -> str | None:
-        """Where to subscribe to the KV events of instance ``index``; None when it publishes none."""
+        """Address of the KV events of instance ``index``; None when it publishes none."""
         port = self.members[index].events_port
         return None if port is None else f"tcp://{self.reached_as}:{port}"
 
     def events_replay_url(self, index: int) -> str | None:
-        """Where to ask for KV events of instance ``index`` again; None when it does not answer."""
+        """Replay address of the KV events of instance ``index``; None when it has none."""
         port = self.members[index].replay_port
         return None if port is None else f"tcp://{self.reached_as}:{port}"
 
@@ -163,8 +164,8 @@ class FleetFile(Section):
     def admin_port(self) -> int | None:
         """Port of the proxy's admin listener; None where the admin endpoints are on its main one.
 
-        Where others reach the proxy and its settings say nothing of its admin side, that is on loopback, one port up:
-        on an address that others reach it has no admin endpoints without keys, and the launcher asks there.
+        If the proxy listens beyond loopback and its settings do not mention the admin side, the admin listener is on
+        loopback, one port up: beyond loopback the admin endpoints need keys, and the launcher uses them without.
         """
         admin = self.proxy.get("admin")
         if isinstance(admin, dict) and isinstance(admin.get("port"), int):
@@ -179,8 +180,21 @@ class FleetFile(Section):
         admin = self.proxy.get("admin") or {}
         return f"http://{admin.get('host', '127.0.0.1')}:{self.admin_port}"
 
+    @property
+    def hold_s(self) -> float | None:
+        """Seconds of the proxy's clock for which a P of this fleet holds KV nobody pulls; None without a P.
+
+        The longest of all, where groups differ: room counted as taken for too long is safe.
+        """
+        senders = [member for member in self.members if member.role in {Role.KV_BOTH, Role.KV_PRODUCER}]
+        if not senders:
+            return None
+        if self.kind == "vllm":
+            return float(max(member.vllm.transfer.abort_timeout_s for member in senders))
+        return (self.sim.abort_timeout_s or OffloadSettings().hold_s) / self.sim.time_scale
+
     def ports(self) -> list[tuple[int, str]]:
-        """Every port the fleet listens on, with who wants it: all instances' ports of one kind, then the next kind."""
+        """Every port the fleet listens on, with its owner: all instances' ports of one kind, then the next kind."""
         by_kind = zip(*(member.ports() for member in self.members), strict=True)
         wanted = [(port, owner) for kind in by_kind for port, owner in kind if port is not None]
         admin = [] if self.admin_port is None else [(self.admin_port, "the proxy's admin listener")]
@@ -190,7 +204,7 @@ class FleetFile(Section):
         """The proxy's settings file: the inline settings plus this fleet's instances and its peers.
 
         Args:
-            transports: how each instance (by name) moves KV, as its log proved; left out where unknown.
+            transports: KV transport of each instance (by name), as proven by its log; omitted where unknown.
         """
         instances: list[dict[str, Any]] = []
         for member in self.members:
@@ -209,10 +223,13 @@ class FleetFile(Section):
                 }
             )
         instances += [peer.model_dump(mode="json", exclude_defaults=True) for peer in self.peers]
-        told = [{key: value for key, value in entry.items() if value is not None} for entry in instances]
-        settings = {"host": self.host, **self.proxy, "port": self.proxy_port, "instances": told}
+        given = [{key: value for key, value in entry.items() if value is not None} for entry in instances]
+        settings = {"host": self.host, **self.proxy, "port": self.proxy_port, "instances": given}
         if self.admin_port is not None:
             settings["admin"] = {**(self.proxy.get("admin") or {}), "port": self.admin_port}
+        offload = self.proxy.get("offload") or {}
+        if self.hold_s is not None and isinstance(offload, dict):
+            settings["offload"] = {**offload, "hold_s": self.hold_s}
         return settings
 
 
@@ -266,17 +283,14 @@ def find_fleet(path: Path) -> Path:
     Raises:
         FleetError: neither exists.
     """
-    if path.is_file():
-        return path
-    shipped = FLEETS / f"{path.name}.yaml"
-    if len(path.parts) == 1 and shipped.is_file():
-        return shipped
-    names = ", ".join(sorted(found.stem for found in FLEETS.glob("*.yaml")))
-    raise FleetError(f"no fleet file at {path}; shipped fleets: {names or 'none'}")
+    try:
+        return find_shipped(path, FLEETS)
+    except ShippedFileError as error:
+        raise FleetError(f"no fleet file at {path}; shipped fleets: {error}") from error
 
 
 def ports_in_use(fleet: FleetFile, *, with_proxy: bool = True) -> list[str]:
-    """Which of the fleet's ports somebody else listens on already, as sentences; empty when all are free."""
+    """Sentences on the fleet's ports that are already in use; empty when all are free."""
     problems = []
     # vLLM's bootstrap and event sockets listen on all addresses, whatever the host.
     everywhere = {port for member in fleet.members for port in (member.events_port, member.replay_port)}
@@ -295,7 +309,7 @@ def ports_in_use(fleet: FleetFile, *, with_proxy: bool = True) -> list[str]:
 
 
 def explain(error: ValidationError, source: str) -> str:
-    """A pydantic error as one line for each problem, with the key and what to do."""
+    """A pydantic error as one line per problem, with the key and the remedy."""
     lines = [f"{source}: {error.error_count()} problem(s)"]
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"]) or "(top level)"

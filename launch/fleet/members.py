@@ -1,4 +1,4 @@
-"""The instances of a fleet one by one, as groups, base ports and devices work out."""
+"""The instances of a fleet, expanded from groups, base ports and devices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Member:
         return self.role if self.role is Role.NONE else self.vllm.transfer.kv_role or self.role
 
     def ports(self) -> tuple[tuple[int | None, str], ...]:
-        """Every port, with who wants it; None for one it does not listen on. All members give the same order."""
+        """Every port with its owner; None for one it does not listen on. The order is the same for all members."""
         return (
             (self.port, self.name),
             (self.bootstrap_port, f"{self.name} (bootstrap)"),
@@ -128,7 +128,7 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _devices(group: GroupSettings, vllm: VllmSettings, where: str) -> tuple[int, tuple[str, ...]]:
-    """How many instances a group has, and its devices (none when left to the launcher)."""
+    """Number of instances of a group, and its devices (none when the launcher assigns them)."""
     key = f"{where}." if where else ""
     if group.devices is None:
         if group.count is None:
@@ -137,7 +137,7 @@ def _devices(group: GroupSettings, vllm: VllmSettings, where: str) -> tuple[int,
     each = vllm.tensor_parallel_size
     if not group.devices or len(group.devices) % each:
         raise ValueError(
-            f"{key}devices: {len(group.devices)} devices cannot be shared out {each} to an instance "
+            f"{key}devices: {len(group.devices)} devices cannot be divided into {each} per instance "
             "(tensor_parallel_size)"
         )
     count = len(group.devices) // each

@@ -1,4 +1,4 @@
-"""Values laid over a fleet file before it is checked: ``--set key=value``, and two environment variables."""
+"""Overrides applied to a fleet file before it is checked: ``--set key=value``, and two environment variables."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     """The file's values with each ``dotted.key=value`` applied; values are YAML, list items are numbered from 0.
 
     Raises:
-        ValueError: no ``=``, a value that is not YAML, or a key that leads through something without keys.
+        ValueError: no ``=``, a value that is not YAML, or a key below a value that has no keys.
     """
     changed = copy.deepcopy(values)
     for text in overrides:
         key, equals, written = text.partition("=")
         if not equals or not key.strip():
-            raise ValueError(f"--set {text}: write key=value, such as vllm.max_model_len=8192")
+            raise ValueError(f"--set {text}: write key=value, for example vllm.max_model_len=8192")
         try:
             value = yaml.safe_load(written)
         except yaml.YAMLError as error:

@@ -1,6 +1,6 @@
-"""The fleet file's keys as Markdown tables, from the models: ``docs/fleet.md`` is this output, and a test says so.
+"""The fleet file's keys as Markdown tables, generated from the models; kept in ``docs/reference/fleet-file.md``.
 
-``python -m launch.fleet.reference > docs/fleet.md`` writes it anew.
+``python -m launch.fleet.reference`` prints the page.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pydantic.fields import FieldInfo
 from launch.fleet.file import FleetFile
 from launch.fleet.sections import GroupSettings, PeerSettings, SimSettings, VllmSettings
 
-_INTRODUCTION = """# Keys of a fleet file
+_INTRODUCTION = """# Reference: keys of a fleet file
 
-Written by `python -m launch.fleet.reference`; a test compares it with the code. Unknown keys are refused.
-For kind vllm, `WARMROUTE_ENGINE_MODEL` and `WARMROUTE_ENGINE_PYTHON` override `model` and `vllm.python` of the file;
-`--model` and `--set key=value` override both. See [launch.md](launch.md) for what the keys are for.
+Generated from the code by `make reference`. Unknown keys are refused. For kind vllm, `WARMROUTE_ENGINE_MODEL` and
+`WARMROUTE_ENGINE_PYTHON` override `model` and `vllm.python` of the file; `--model` and `--set key=value` override both.
+Explanations and examples: [fleets](../fleet.md).
 """
 _SECTIONS = (
     ("The file", FleetFile),
@@ -33,11 +33,11 @@ _SECTIONS = (
 
 
 def reference() -> str:
-    """Markdown: every key, its default and what it does."""
+    """Markdown tables of every key, its default and its effect."""
     parts = [_INTRODUCTION]
     for title, model in _SECTIONS:
         rows = "\n".join(f"| `{key}` | {default} | {what} |" for key, default, what in keys(model))
-        parts.append(f"## {title}\n\n| key | default | what |\n| --- | --- | --- |\n{rows}\n")
+        parts.append(f"## {title}\n\n| key | default | description |\n| --- | --- | --- |\n{rows}\n")
     return "\n".join(parts)
 
 

@@ -13,7 +13,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """Part of a fleet file: unknown keys are refused, values never change."""
+    """Base of a fleet file's sections: unknown keys are refused, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -21,22 +21,26 @@ class Section(BaseModel):
 class SimSettings(Section):
     """Settings of simulated engines; None leaves the engine's own default."""
 
-    profile: str = Field(default="h20", description="hardware profile: how long prefill and decode take")
+    profile: str = Field(default="h20", description="hardware profile: the times of prefill and decode")
     block_size: int = Field(default=64, ge=1, description="tokens of one KV block")
     kv_capacity_tokens: int | None = Field(default=None, ge=1, description="KV pool in tokens; default: the profile's")
-    time_scale: float = Field(default=1.0, gt=0, le=1000, description="how many times faster than real time it runs")
+    time_scale: float = Field(default=1.0, gt=0, le=1000, description="speed relative to real time")
     seed: int = Field(default=0, description="seed of the generated text, the same for every engine of the fleet")
     max_num_batched_tokens: int | None = Field(default=None, ge=1, description="token budget of one engine step")
-    max_num_seqs: int | None = Field(default=None, ge=1, description="requests in one batch at most")
+    max_num_seqs: int | None = Field(default=None, ge=1, description="most requests in one batch")
     max_model_len: int | None = Field(default=None, ge=2, description="most tokens of prompt plus output")
     stream_interval: int | None = Field(default=None, ge=1, description="fewest tokens in one stream event")
     flush_ms: float | None = Field(default=None, ge=0.1, description="wall time over which tokens form one event")
-    transport: str | None = Field(default=None, description="how KV moves; default: the profile's")
-    connector_kv_fraction: float | None = Field(default=None, ge=0, lt=1, description="KV pool the connector takes")
-    kv_load_failure_policy: Literal["hang", "fail", "recompute"] | None = Field(
-        default=None, description="what an engine does when a KV pull fails"
+    transport: str | None = Field(default=None, description="KV transport; default: the profile's")
+    connector_kv_fraction: float | None = Field(
+        default=None, ge=0, lt=1, description="share of the KV pool taken by the connector"
     )
-    abort_timeout_s: float | None = Field(default=None, gt=0, description="engine seconds P holds blocks nobody pulls")
+    kv_load_failure_policy: Literal["hang", "fail", "recompute"] | None = Field(
+        default=None, description="reaction of an engine to a failed KV pull"
+    )
+    abort_timeout_s: float | None = Field(
+        default=None, gt=0, description="engine seconds P holds blocks that are not pulled"
+    )
 
 
 class TransferSettings(Section):
@@ -48,19 +52,21 @@ class TransferSettings(Section):
     )
     transport_proof: Literal["require", "report"] | None = Field(
         default=None,
-        description="require: refuse a fleet whose logs do not show this transport; report: only say what they show; "
+        description="require: refuse a fleet whose logs do not show this transport; report: report the one they show; "
         "default: require for nvlink, else report",
     )
     kv_role: Role | None = Field(
         default=None,
-        description="kv_role told to vLLM instead of the instance's role, which the proxy still sees; kv_both keeps "
-        "producers and consumers out of the way of vLLM versions that mishandle those",
+        description="kv_role given to vLLM instead of the instance's role, which the proxy still uses; kv_both avoids "
+        "the producer and consumer code of vLLM versions that mishandle it",
     )
     abort_timeout_s: int = Field(
-        default=30, ge=1, description="how long P holds blocks nobody pulls (vLLM's own 480 s hangs D for as long)"
+        default=30,
+        ge=1,
+        description="seconds P holds blocks that are not pulled (vLLM's own 480 s hangs D for as long)",
     )
     kv_load_failure_policy: Literal["recompute", "fail"] | None = Field(
-        default=None, description="what vLLM does when a pull fails, where its version has the setting; default: vLLM's"
+        default=None, description="vLLM's reaction to a failed pull, where its version has the setting; default: vLLM's"
     )
     extra_config: dict[str, Any] = Field(
         default_factory=dict, description="further entries of kv_connector_extra_config"
@@ -75,7 +81,7 @@ class TransferSettings(Section):
 
     @property
     def proof_required(self) -> bool:
-        """Whether a transport that the log does not show is an error."""
+        """True if a transport that the log does not show is an error."""
         return self.transport_proof == "require" or (self.transport_proof is None and self.protocol is Transport.NVLINK)
 
 
@@ -128,7 +134,7 @@ class VllmSettings(Section):
     dev_mode: bool = Field(
         default=False, description="development endpoints such as /reset_prefix_cache (VLLM_SERVER_DEV_MODE)"
     )
-    offline: bool = Field(default=False, description="never ask the Hugging Face hub for anything")
+    offline: bool = Field(default=False, description="no access to the Hugging Face hub")
     hash_seed: int = Field(default=0, ge=0, description="PYTHONHASHSEED: equal block hashes on all engines")
     transfer: TransferSettings = Field(default_factory=TransferSettings)
     events: EventsSettings = Field(default_factory=EventsSettings)
@@ -138,12 +144,12 @@ class VllmSettings(Section):
     @field_validator("extra_args", mode="before")
     @classmethod
     def _texts(cls, value: Any) -> Any:
-        # YAML reads `--max-num-seqs 8` in a list as text and a number; the command line wants text.
+        # YAML reads `--max-num-seqs 8` in a list as text and a number; the command line needs text.
         return [str(item) for item in value] if isinstance(value, list) else value
 
 
 class GroupSettings(Section):
-    """Like instances within a fleet; what is not given is taken from the fleet."""
+    """A group of identical instances within a fleet; omitted keys are taken from the fleet."""
 
     count: int | None = Field(default=None, ge=1, le=64, description="instances; default: one for each device entry")
     devices: tuple[int | str, ...] | None = Field(
@@ -153,19 +159,19 @@ class GroupSettings(Section):
     name_prefix: str | None = Field(
         default=None, description="instance i is called name_prefix + i; default by role: p-, d-, or the fleet's"
     )
-    model: str | None = Field(default=None, description="must be the fleet's: unlike engines are refused")
+    model: str | None = Field(default=None, description="must be the fleet's: incompatible engines are refused")
     vllm: dict[str, Any] = Field(default_factory=dict, description="keys of `vllm` that differ in this group")
     env: dict[str, str] = Field(default_factory=dict, description="environment added in this group")
 
 
 class PeerSettings(Section):
-    """An instance that runs already, usually on another host: the proxy sees it, the launcher leaves it alone."""
+    """An instance that is already running, usually on another host: used by the proxy, not managed by the launcher."""
 
     url: str = Field(description="base URL of its OpenAI server")
     name: str = Field(default="", description="name; default: host:port of the URL")
     role: Role = Field(default=Role.NONE, description="kv_both, kv_producer, kv_consumer or none")
     bootstrap_url: str | None = Field(default=None, description="its bootstrap server, as the other engines reach it")
     events_url: str | None = Field(default=None, description="its KV events, such as tcp://10.0.0.7:5701")
-    events_replay_url: str | None = Field(default=None, description="where its KV events can be asked for again")
+    events_replay_url: str | None = Field(default=None, description="replay address of its KV events")
     host: str = Field(default="", description="machine it runs on; default: the host part of the URL")
-    transport: Transport | None = Field(default=None, description="how it moves KV, if you know; taken as said")
+    transport: Transport | None = Field(default=None, description="its KV transport, if known; not verified")

@@ -1,8 +1,8 @@
-"""Whether anybody but the fleet computes on the fleet's GPUs.
+"""Check for other processes on the fleet's GPUs.
 
-NVML lists the processes of a GPU by pid. Inside a container it lists none, or gives numbers that mean something on the
-host only. So "nothing foreign" is claimed only where the list demonstrably covers our own processes, or where the GPU's
-memory is idle; otherwise the answer is `unknown`.
+NVML lists the processes of a GPU by pid. Inside a container it lists none, or host pids, which have no meaning inside.
+So "nothing foreign" is claimed only where the list demonstrably covers our own processes, or where the GPU's memory is
+idle; otherwise the answer is `unknown`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _SETTLE_POLL_S = 0.5
 
 
 class GpuProof(msgspec.Struct, kw_only=True):
-    """What speaks for and against the fleet's GPUs being its own."""
+    """Evidence on exclusive use of the fleet's GPUs."""
 
     status: str
-    """ok; foreign: somebody else is there; unknown: cannot be told here; none: the fleet uses no GPU."""
+    """ok; foreign: other processes are present; unknown: cannot be determined here; none: the fleet uses no GPU."""
     reason: str
     gpus: list[int] = []
     """Indices of the GPUs in question."""
     foreign: list[str] = []
-    """One sentence for each fact that speaks against it."""
+    """One sentence per fact against it."""
 
 
 def judge_gpus(
@@ -42,14 +42,14 @@ def judge_gpus(
     before: GpuInventory | None = None,
     exists: Callable[[int], bool] = psutil.pid_exists,
 ) -> GpuProof:
-    """Judge what NVML tells about the fleet's GPUs.
+    """Judge NVML's data on the fleet's GPUs.
 
     Args:
         inventory: the GPUs now.
         wanted: indices of the GPUs the fleet may use; None: any.
         own_pids: every process of the fleet, children included.
         before: the GPUs right before the fleet started, when nothing on them can have been the fleet's.
-        exists: whether a pid is a process of this (container's) process table.
+        exists: true for a pid in this (container's) process table.
     """
     if wanted is not None and not wanted:
         return GpuProof(status=NONE, reason="no engine of the fleet uses a GPU")
@@ -82,14 +82,14 @@ def judge_gpus(
 def _judge_one(
     gpu: Gpu, own_pids: Collection[int], covered: bool, exists: Callable[[int], bool]
 ) -> tuple[list[str], list[str]]:
-    """Facts against one GPU, and what cannot be told about it. ``covered``: NVML lists some pid of the fleet."""
+    """Facts against one GPU, and facts that cannot be determined. ``covered``: NVML lists some pid of the fleet."""
     if gpu.processes is None:
         return [], [f"GPU {gpu.index}: NVML does not list its processes"]
     others = [process for process in gpu.processes if process.pid not in own_pids]
     if covered:
-        foreign = [f"GPU {gpu.index}: {_told(one)} is not of this fleet" for one in others if exists(one.pid)]
+        foreign = [f"GPU {gpu.index}: {_described(one)} is not of this fleet" for one in others if exists(one.pid)]
         unknown = [
-            f"GPU {gpu.index}: {_told(one)} is not in this machine's process table"
+            f"GPU {gpu.index}: {_described(one)} is not in this machine's process table"
             for one in others
             if not exists(one.pid)
         ]
@@ -112,7 +112,7 @@ def fleet_gpus(
     Args:
         engines: the fleet's engines; simulated ones use none.
         inventory: the machine's GPUs.
-        environment: how to read a process's environment; default: from the operating system.
+        environment: reads a process's environment; default: from the operating system.
     """
     read = environment or _environment
     indices: set[int] = set()
@@ -145,7 +145,7 @@ def process_tree(pids: Collection[int]) -> set[int]:
 
 
 async def idle_inventory(limit_s: float) -> GpuInventory:
-    """The GPUs once nobody uses them, or as they are after ``limit_s``: drivers free a dead process's memory late."""
+    """The GPUs once they are idle, or as they are after ``limit_s``: drivers free a dead process's memory late."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limit_s
     while True:
@@ -162,7 +162,7 @@ def _environment(pid: int) -> Mapping[str, str]:
         return {}
 
 
-def _told(process: GpuProcess) -> str:
+def _described(process: GpuProcess) -> str:
     memory = f", {_gb(process.memory_bytes)}" if process.memory_bytes is not None else ""
     return f"process {process.pid} ({process.name or 'unnamed'}{memory})"
 

@@ -1,7 +1,7 @@
-"""Proof that a fleet is fresh: nothing an earlier run left behind can help or hurt the run about to be measured.
+"""Proof that a fleet is fresh: no state of an earlier run can affect the run to be measured.
 
-A baseline measured on warm engines once inflated TTFT twofold and faked a 44 % gain; so every arm starts from engines
-whose own figures say that they are new, and the figures are kept beside the run.
+A baseline measured on warm engines once inflated TTFT twofold and faked a 44 % gain. So every arm starts from engines
+whose own metrics show that they are new, and the metrics are kept beside the run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SCHEMA = 2
 CLOCK_TOLERANCE_S = 2.0
 """Linux gives process start times relative to a boot time in whole seconds, so they may lie up to a second early."""
 _TIMEOUT_S = 5.0
-_TOLD_AND_ZERO = (
+_REQUIRED_AND_ZERO = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
 )
 _WORK_COUNTERS = ("vllm:prefix_cache_queries_total", "vllm:prompt_tokens_total")
-"""Every prompt an engine ever computed is in one of these, so at least one must be told."""
-_ZERO_IF_TOLD = (
+"""Every prompt an engine ever computed is in one of these, so at least one must be reported."""
+_ZERO_IF_REPORTED = (
     *_WORK_COUNTERS,
     "vllm:prefix_cache_hits_total",
     "vllm:external_prefix_cache_queries_total",
@@ -49,11 +49,11 @@ _START_TIME = "process_start_time_seconds"
 
 
 class StaleEngineError(RuntimeError):
-    """A fleet that is not fresh; the message names every instance and the fact against it."""
+    """A fleet that is not fresh; the message names every instance and the reason."""
 
 
 class EngineFacts(msgspec.Struct, kw_only=True):
-    """What one engine said of itself."""
+    """Facts that one engine reported."""
 
     instance: str
     url: str
@@ -66,7 +66,7 @@ class EngineFacts(msgspec.Struct, kw_only=True):
     pid: int = 0
     """0 for an engine this launcher did not start."""
     process_started_unix_s: float | None = None
-    """When the operating system created the process, or its guard; None for one that is not this machine's."""
+    """Creation time of the process, or its guard, by the operating system; None for one on another machine."""
     command_sha256: str | None = None
     """SHA-256 of the engine's command line, its arguments joined by NUL."""
     problems: list[str] = msgspec.field(default_factory=list)
@@ -85,12 +85,12 @@ class FreshProof(msgspec.Struct, kw_only=True):
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing speaks against any engine, or against the GPUs being the fleet's own."""
+        """True if there is no reason against any engine, or against exclusive use of the GPUs."""
         return self.gpus.status != FOREIGN and not any(engine.problems for engine in self.engines)
 
     @property
     def warnings(self) -> list[str]:
-        """What the proof could not tell."""
+        """Facts that the proof could not establish."""
         return [f"GPUs not proved to be the fleet's own: {self.gpus.reason}"] if self.gpus.status == UNKNOWN else []
 
     @property
@@ -108,19 +108,19 @@ async def prove_fresh(
     gpus: GpuInventory | None = None,
     gpus_before: GpuInventory | None = None,
 ) -> FreshProof:
-    """Ask every engine for its figures and check them; proxies among the processes are left out.
+    """Read every engine's metrics and check them; proxies among the processes are left out.
 
     Args:
         processes: the fleet's processes.
         since_unix_s: start of the arm; an engine that started earlier is stale.
-        previous_engine_ids: ids of the engines of the arm before, none of which may appear again.
-        path: where to write the proof, also when it fails.
-        gpus: the machine's GPUs now; default: ask NVML.
+        previous_engine_ids: ids of the previous arm's engines, none of which may appear again.
+        path: file for the proof, also written when it fails.
+        gpus: the machine's GPUs now; default: from NVML.
         gpus_before: the GPUs right before the fleet started.
 
     Raises:
-        StaleEngineError: an engine is not fresh, or does not tell a figure that is needed, or another process
-            computes on a GPU of the fleet.
+        StaleEngineError: an engine is not fresh, or does not report a required metric, or another process computes on a
+            GPU of the fleet.
     """
     engines = [process for process in processes if process.kind != "proxy"]
     async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
@@ -144,12 +144,12 @@ async def prove_fresh(
     if path is not None:
         _write(path, proof)
     if not proof.fresh:
-        told = [f"{found.instance}: {problem}" for found in facts for problem in found.problems]
-        mend = "Restart its engines before measuring." if told else ""
+        reasons = [f"{found.instance}: {problem}" for found in facts for problem in found.problems]
+        fix = "Restart its engines before measuring." if reasons else ""
         if proof.gpus.foreign:
-            told += proof.gpus.foreign
-            mend += " End what else uses its GPUs, or give it others."
-        raise StaleEngineError(f"the fleet is not fresh: {'; '.join(told)}. {mend.strip()}")
+            reasons += proof.gpus.foreign
+            fix += " End the other processes on its GPUs, or give it other GPUs."
+        raise StaleEngineError(f"the fleet is not fresh: {'; '.join(reasons)}. {fix.strip()}")
     return proof
 
 
@@ -165,7 +165,7 @@ async def _ask(engine: ProcessState, client: httpx.AsyncClient) -> EngineFacts:
     try:
         response = await client.get(f"{engine.url}/metrics")
         response.raise_for_status()
-        wanted = {*_TOLD_AND_ZERO, *_ZERO_IF_TOLD, _START_TIME}
+        wanted = {*_REQUIRED_AND_ZERO, *_ZERO_IF_REPORTED, _START_TIME}
         for family in text_string_to_metric_families(response.text):
             for sample in family.samples:
                 if sample.name in wanted:
@@ -206,24 +206,26 @@ def _problems(facts: EngineFacts, since_unix_s: float, previous: Collection[str]
     if not facts.metrics:
         return []
     metrics, process_started = facts.metrics, facts.process_started_unix_s
-    problems = [f"does not tell {name}" for name in _TOLD_AND_ZERO if name not in metrics]
+    problems = [f"does not report {name}" for name in _REQUIRED_AND_ZERO if name not in metrics]
     if not any(name in metrics for name in _WORK_COUNTERS):
-        problems.append(f"tells none of {', '.join(_WORK_COUNTERS)}")
-    for name in (*_TOLD_AND_ZERO, *_ZERO_IF_TOLD):
+        problems.append(f"reports none of {', '.join(_WORK_COUNTERS)}")
+    for name in (*_REQUIRED_AND_ZERO, *_ZERO_IF_REPORTED):
         value = metrics.get(name, 0.0)
         if value != 0 or math.isnan(value):
             problems.append(f"{name} is {value:g}, not 0")
-    # With several API servers prometheus_client exports no start time; then the kernel's own must do.
+    # With several API servers prometheus_client exports no start time; then use the kernel's.
     started = metrics.get(_START_TIME, process_started)
     if started is None:
-        problems.append(f"does not tell {_START_TIME}")
+        problems.append(f"does not report {_START_TIME}")
     elif started < since_unix_s - CLOCK_TOLERANCE_S:
         problems.append(f"started {since_unix_s - started:.1f} s before the arm did")
     elif process_started is not None and started < process_started - CLOCK_TOLERANCE_S:
         problems.append(
-            f"what answers at its URL started {process_started - started:.1f} s before the process the launcher started"
+            f"the process behind its URL started {process_started - started:.1f} s before the one the launcher started"
         )
-    problems += [f"engine id {one} was already there in the arm before" for one in facts.engine_ids if one in previous]
+    problems += [
+        f"engine id {one} was already present in the previous arm" for one in facts.engine_ids if one in previous
+    ]
     return problems
 
 

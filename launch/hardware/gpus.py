@@ -1,7 +1,7 @@
-"""What GPUs this machine has and who uses them, by NVML (the driver's own library, through ``pynvml``).
+"""GPUs of this machine and their processes, read from NVML (the driver's own library, through ``pynvml``).
 
-`Nvml` is opened once, read as often as wanted, and closed; it takes any object with NVML's function names, so a test
-can stand in for the driver. Without a driver the inventory is empty and says why. Whatever one GPU or one driver does
+`Nvml` is opened once, read any number of times, and closed; it takes any object with NVML's function names, so a test
+can stand in for the driver. Without a driver the inventory is empty and has a reason. A value that a GPU or driver does
 not support is None, never a guess.
 """
 
@@ -50,23 +50,23 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
     """One process that computes on a GPU."""
 
     pid: int
-    """As NVML tells it: in a container it may be the host's number, which means nothing inside."""
+    """As NVML reports it: in a container it may be the host's pid, which has no meaning inside."""
     name: str
-    """Empty when neither the kernel nor NVML tells it."""
+    """Empty when neither the kernel nor NVML reports it."""
     memory_bytes: int | None
 
 
 class GpuPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """How one GPU reaches another of this machine."""
+    """Path from one GPU to another of this machine."""
 
     gpu: int
     """Index of the other GPU."""
     path: str
     """Nearest common ancestor in the PCIe tree: same board, one switch, switches, host bridge, NUMA node, system."""
     nvlink: bool | None
-    """Whether peer-to-peer copies go over NVLink; None when the driver does not tell."""
+    """True if peer-to-peer copies go over NVLink; None when the driver does not report it."""
     peer_read: bool | None
-    """Whether one GPU can read the other's memory at all."""
+    """True if one GPU can read the other's memory at all."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,39 +77,39 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     memory_total_bytes: int
     memory_used_bytes: int
-    """What the driver keeps for itself is included (some 0.6 GB on a data-centre GPU)."""
+    """Includes the driver's own share (some 0.6 GB on a data-centre GPU)."""
     numa_node: int | None = None
     nvlinks_up: int | None = None
-    """NVLink lanes that are active; None when the GPU has none or does not tell."""
+    """Active NVLink lanes; None when the GPU has none or does not report them."""
     processes: list[GpuProcess] | None = None
-    """None when NVML does not tell."""
+    """None when NVML does not report it."""
     peers: list[GpuPeer] = []
 
 
 class GpuInventory(msgspec.Struct, frozen=True, kw_only=True):
-    """All GPUs of the machine, or why none could be seen."""
+    """All GPUs of the machine, or the reason why none could be read."""
 
     gpus: list[Gpu] = []
     reason: str | None = None
-    """Why the inventory is empty; None when NVML answered."""
+    """Reason for an empty inventory; None when NVML answered."""
     driver_version: str | None = None
     cuda_driver_version: tuple[int, int] | None = None
     """Newest CUDA the driver can run: major, minor."""
 
 
 class NvmlUnavailable(RuntimeError):
-    """NVML cannot be used here; the message says why."""
+    """NVML cannot be used here; the message gives the reason."""
 
 
 def pynvml_library() -> NvmlLibrary:
-    """The real thing; importing it needs no driver."""
+    """The ``pynvml`` module; importing it needs no driver."""
     import pynvml
 
     library: NvmlLibrary = pynvml
     return library
 
 
-def told(read: Callable[[], T]) -> T | None:
+def or_none(read: Callable[[], T]) -> T | None:
     """The value, or None when this GPU, driver or permission does not give it."""
     import pynvml
 
@@ -120,7 +120,7 @@ def told(read: Callable[[], T]) -> T | None:
 
 
 class Nvml:
-    """NVML opened for reading; use it as a context manager.
+    """An NVML session for reading; a context manager.
 
     Args:
         library: an object with NVML's functions; default: ``pynvml``.
@@ -156,17 +156,17 @@ class Nvml:
 
     def inventory(self) -> GpuInventory:
         """Everything about every GPU at this moment."""
-        cuda = told(self.library.nvmlSystemGetCudaDriverVersion)
+        cuda = or_none(self.library.nvmlSystemGetCudaDriverVersion)
         return GpuInventory(
             gpus=[self._gpu(index) for index in range(len(self.handles))],
             reason=None if self.handles else "the NVIDIA driver is there but has no GPU",
-            driver_version=told(self.library.nvmlSystemGetDriverVersion),
+            driver_version=or_none(self.library.nvmlSystemGetDriverVersion),
             cuda_driver_version=(cuda // 1000, cuda % 1000 // 10) if cuda else None,
         )
 
     def processes(self, handle: Handle) -> list[GpuProcess] | None:
-        """The processes that compute on a GPU; None when NVML does not tell."""
-        found = told(lambda: self.library.nvmlDeviceGetComputeRunningProcesses(handle))
+        """The processes that compute on a GPU; None when NVML does not list them."""
+        found = or_none(lambda: self.library.nvmlDeviceGetComputeRunningProcesses(handle))
         if found is None:
             return None
         return [
@@ -175,12 +175,12 @@ class Nvml:
 
     def _gpu(self, index: int) -> Gpu:
         library, handle = self.library, self.handles[index]
-        memory = told(lambda: library.nvmlDeviceGetMemoryInfo(handle))
-        numa = told(lambda: library.nvmlDeviceGetNumaNodeId(handle))
+        memory = or_none(lambda: library.nvmlDeviceGetMemoryInfo(handle))
+        numa = or_none(lambda: library.nvmlDeviceGetNumaNodeId(handle))
         return Gpu(
             index=index,
-            uuid=told(lambda: library.nvmlDeviceGetUUID(handle)) or "",
-            name=told(lambda: library.nvmlDeviceGetName(handle)) or "unknown GPU",
+            uuid=or_none(lambda: library.nvmlDeviceGetUUID(handle)) or "",
+            name=or_none(lambda: library.nvmlDeviceGetName(handle)) or "unknown GPU",
             memory_total_bytes=memory.total if memory else 0,
             memory_used_bytes=memory.used if memory else 0,
             numa_node=numa,
@@ -194,7 +194,7 @@ class Nvml:
 
         states = []
         for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-            state = told(lambda link=link: self.library.nvmlDeviceGetNvLinkState(handle, link))  # type: ignore[misc]
+            state = or_none(lambda link=link: self.library.nvmlDeviceGetNvLinkState(handle, link))  # type: ignore[misc]
             if state is None:  # links are numbered from 0; the first missing one ends them
                 break
             states.append(state)
@@ -212,10 +212,10 @@ class Nvml:
             pynvml.NVML_TOPOLOGY_NODE: "NUMA node",
             pynvml.NVML_TOPOLOGY_SYSTEM: "system (between NUMA nodes)",
         }
-        level = told(lambda: library.nvmlDeviceGetTopologyCommonAncestor(handle, far))
-        nvlink = told(lambda: library.nvmlDeviceGetP2PStatus(handle, far, pynvml.NVML_P2P_CAPS_INDEX_NVLINK))
-        # pynvml's NVML_P2P_CAPS_INDEX_READ is the tuple (0,), for a stray comma.
-        read = told(lambda: library.nvmlDeviceGetP2PStatus(handle, far, 0))
+        level = or_none(lambda: library.nvmlDeviceGetTopologyCommonAncestor(handle, far))
+        nvlink = or_none(lambda: library.nvmlDeviceGetP2PStatus(handle, far, pynvml.NVML_P2P_CAPS_INDEX_NVLINK))
+        # pynvml's NVML_P2P_CAPS_INDEX_READ is the tuple (0,), because of a stray comma.
+        read = or_none(lambda: library.nvmlDeviceGetP2PStatus(handle, far, 0))
         return GpuPeer(
             gpu=other,
             path="unknown" if level is None else paths.get(level, f"level {level}"),
@@ -226,10 +226,10 @@ class Nvml:
     def _process_name(self, pid: int) -> str:
         with suppress(psutil.Error, ValueError, OverflowError):
             return psutil.Process(pid).name()
-        return told(lambda: self.library.nvmlSystemGetProcessName(pid)) or ""
+        return or_none(lambda: self.library.nvmlSystemGetProcessName(pid)) or ""
 
     def _shut_down(self) -> None:
-        told(self.library.nvmlShutdown)
+        or_none(self.library.nvmlShutdown)
 
 
 def read_inventory(library: NvmlLibrary | None = None) -> GpuInventory:

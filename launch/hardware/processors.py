@@ -1,7 +1,7 @@
-"""Whether this machine could keep up: processor use sampled while a run is measured.
+"""Processor use sampled during a run, to detect an overloaded machine.
 
-Simulated engines answer at the time their profile says. When the processors are full they answer later than that, and
-every figure of the run is about this machine instead of about the policy.
+Simulated engines answer at the times of their profile. When the processors are full they answer later, and
+every figure of the run measures this machine instead of the policy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SAMPLE_S = 0.25
 FULL = 0.95
 """From this share of all processors on, a sample counts as full."""
 SATURATED_SHARE = 0.1
-"""A run with more full samples than this is not to be believed."""
+"""The figures of a run with more full samples than this are invalid."""
 
 
 class ProcessorUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,13 +34,17 @@ class ProcessorUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def warning(self) -> str | None:
-        """Why the run's figures are not to be believed; None when they are."""
+        """Reason why the run's figures are invalid; None when they are valid."""
         if self.full_share <= SATURATED_SHARE:
             return None
-        remedy = "lower the clock scale or the load" if self.own > self.mean / 2 else "stop what else uses this machine"
+        remedy = (
+            "lower the clock scale or the load"
+            if self.own > self.mean / 2
+            else "stop the other processes on this machine"
+        )
         return (
             f"the processors were full in {self.full_share:.0%} of the samples (mean use {self.mean:.0%}, of it "
-            f"{self.own:.0%} by this run): engines answered later than simulated, so do not believe these figures; "
+            f"{self.own:.0%} by this run): engines answered later than simulated, so these figures are invalid; "
             f"{remedy} and run again"
         )
 

@@ -19,7 +19,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from launch.hardware.gpus import GpuProcess, Handle, Nvml, NvmlLibrary, NvmlUnavailable, told
+from launch.hardware.gpus import GpuProcess, Handle, Nvml, NvmlLibrary, NvmlUnavailable, or_none
 
 TELEMETRY_FILE = "telemetry.csv"
 _ALL_LINKS = 0xFFFFFFFF
@@ -29,7 +29,7 @@ _KB = 1000
 
 
 class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU at one moment, with None where GPU or driver does not tell; the fields are the CSV's columns."""
+    """One GPU at one moment, with None where GPU or driver gives no value; the fields are the CSV's columns."""
 
     unix_s: float
     gpu: int
@@ -72,11 +72,11 @@ def _sample(nvml: Nvml, index: int, handle: Handle, uuid: str) -> GpuSample:
     import pynvml
 
     library = nvml.library
-    use = told(lambda: library.nvmlDeviceGetUtilizationRates(handle))
-    memory = told(lambda: library.nvmlDeviceGetMemoryInfo(handle))
-    power_mw = told(lambda: library.nvmlDeviceGetPowerUsage(handle))
-    tx_kb_s = told(lambda: library.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_TX_BYTES))
-    rx_kb_s = told(lambda: library.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_RX_BYTES))
+    use = or_none(lambda: library.nvmlDeviceGetUtilizationRates(handle))
+    memory = or_none(lambda: library.nvmlDeviceGetMemoryInfo(handle))
+    power_mw = or_none(lambda: library.nvmlDeviceGetPowerUsage(handle))
+    tx_kb_s = or_none(lambda: library.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_TX_BYTES))
+    rx_kb_s = or_none(lambda: library.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_RX_BYTES))
     nvlink_tx, nvlink_rx = _nvlink_bytes(library, handle)
     return GpuSample(
         unix_s=time.time(),
@@ -84,9 +84,9 @@ def _sample(nvml: Nvml, index: int, handle: Handle, uuid: str) -> GpuSample:
         uuid=uuid,
         utilisation_percent=use.gpu if use else None,
         memory_used_bytes=memory.used if memory else None,
-        sm_clock_mhz=told(lambda: library.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
+        sm_clock_mhz=or_none(lambda: library.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
         power_w=power_mw / 1000 if power_mw is not None else None,
-        temperature_c=told(lambda: library.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+        temperature_c=or_none(lambda: library.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
         pcie_tx_bytes_per_s=tx_kb_s * _KB if tx_kb_s is not None else None,
         pcie_rx_bytes_per_s=rx_kb_s * _KB if rx_kb_s is not None else None,
         nvlink_tx_bytes=nvlink_tx,
@@ -103,7 +103,7 @@ def _nvlink_bytes(library: NvmlLibrary, handle: Handle) -> tuple[int | None, int
         (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS),
         (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS),
     ]
-    values = told(lambda: library.nvmlDeviceGetFieldValues(handle, wanted))
+    values = or_none(lambda: library.nvmlDeviceGetFieldValues(handle, wanted))
     if values is None:
         return None, None
     sent, received = (
@@ -115,9 +115,9 @@ def _nvlink_bytes(library: NvmlLibrary, handle: Handle) -> tuple[int | None, int
 class TelemetrySampler:
     """Asynchronous context manager that samples every GPU until it is left.
 
-    Each sample is flushed to the file at once, so a run that dies keeps what it had. Without a GPU nothing is written
-    and `problem` says why; nothing is raised, because a run on simulated or CPU engines has no GPU to watch. A sample
-    or a write that fails stops the sampling, and `problem` says so.
+    Each sample is flushed to the file at once, so a run that dies keeps its samples. Without a GPU nothing is written
+    and `problem` has the reason; nothing is raised, because a run on simulated or CPU engines has no GPU. A sample or a
+    write that fails stops the sampling and sets `problem`.
 
     Args:
         path: the CSV file, replaced when it exists; None keeps the samples for `latest` and Prometheus only.
@@ -142,7 +142,7 @@ class TelemetrySampler:
         self.samples = 0
         """Moments sampled so far."""
         self.problem: str | None = None
-        """Why nothing, or no more, is sampled; None while all is well."""
+        """Reason why sampling did not start or has stopped; None while it works."""
         self._nvml = Nvml(library)
         self._on_sample = on_sample
         self._stop = asyncio.Event()
@@ -154,7 +154,7 @@ class TelemetrySampler:
 
     @property
     def running(self) -> bool:
-        """Whether samples are being taken."""
+        """True while samples are being taken."""
         return self._task is not None and not self._task.done()
 
     async def __aenter__(self) -> Self:
@@ -194,7 +194,7 @@ class TelemetrySampler:
     def _start(self) -> None:
         library = self._nvml.library
         self._uuids = [
-            told(lambda handle=handle: library.nvmlDeviceGetUUID(handle)) or ""  # type: ignore[misc]
+            or_none(lambda handle=handle: library.nvmlDeviceGetUUID(handle)) or ""  # type: ignore[misc]
             for handle in self._nvml.handles
         ]
         if self.path is not None:
@@ -273,7 +273,7 @@ class TelemetryCollector(Collector):
         self._sampler = sampler
 
     def collect(self) -> Iterator[Metric]:
-        """What the GPUs told; a value they do not tell has no series."""
+        """Metrics of the latest sample; a missing value has no series."""
         samples = self._sampler.latest
         for kind, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, what, read in metrics:

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def telemetry(
-    out: Annotated[Path | None, typer.Option(help="CSV file, one row for each GPU and sample; replaced.")] = None,
+    out: Annotated[Path | None, typer.Option(help="CSV file, one row per GPU and sample; overwritten.")] = None,
     interval: Annotated[float, typer.Option(min=0.05, max=3600, help="Seconds between two samples.")] = 1.0,
     prometheus_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="Also serve the latest sample as /metrics on this port; 0 picks one."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address /metrics is served on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address for /metrics.")] = "127.0.0.1",
 ) -> None:
     """Sample every NVIDIA GPU of this machine until Ctrl-C: use, memory, clock, power, temperature, PCIe, NVLink.
 

@@ -1,7 +1,7 @@
-"""Whether engines that may exchange KV are alike in fact: each says its KV geometry itself, peers included.
+"""Compatibility of engines that may exchange KV, by the KV geometry that each reports, peers included.
 
 vLLM 0.18.1 does not compare geometries before a pull, and answers 200 with garbage after one that does not fit. The
-engines of a fleet file are compared on paper already; this sees what they, and peers started elsewhere, really run.
+fleet file is already checked for compatible settings; this compares the running engines, and peers started elsewhere.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ _COMPARED = ("block_size", "cache_dtype", "prefix_caching_hash_algo")
 """Labels in which engines that exchange KV must agree."""
 
 
-async def unlike_engines(urls: Mapping[str, str], client: httpx.AsyncClient) -> tuple[list[str], list[str]]:
-    """Compare engines by what their ``/metrics`` tell of their KV caches.
+async def incompatible_engines(urls: Mapping[str, str], client: httpx.AsyncClient) -> tuple[list[str], list[str]]:
+    """Compare engines by the KV cache configuration in their ``/metrics``.
 
     Args:
         urls: base URL of every engine that has a KV connector, by name.
-        client: its timeout bounds each question.
+        client: its timeout bounds each request.
 
     Returns:
-        Sentences on engines that differ, and sentences on engines that do not tell.
+        Sentences on engines that differ, and sentences on engines that do not report it.
     """
-    told = await asyncio.gather(*(_geometry(url, client) for url in urls.values()))
-    known = {name: labels for name, labels in zip(urls, told, strict=True) if labels}
+    reported = await asyncio.gather(*(_geometry(url, client) for url in urls.values()))
+    known = {name: labels for name, labels in zip(urls, reported, strict=True) if labels}
     silent = [
-        f"{name} ({urls[name]}) does not tell its KV cache's configuration; make sure that it is like the others"
+        f"{name} ({urls[name]}) does not report its KV cache configuration; make sure that it matches the others"
         for name in urls
         if name not in known
     ]
-    unlike = []
+    incompatible = []
     names = list(known)
     for name in names[1:]:
         for label in _COMPARED:
             one, other = known[names[0]].get(label), known[name].get(label)
             if one is not None and other is not None and one != other:
-                unlike.append(
+                incompatible.append(
                     f"{label} is {one} on {names[0]} and {other} on {name}; KV pulled between them is garbage"
                 )
-    return unlike, silent
+    return incompatible, silent
 
 
 async def _geometry(url: str, client: httpx.AsyncClient) -> dict[str, str]:

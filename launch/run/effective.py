@@ -1,7 +1,7 @@
-"""What a started process and everything below it really received: environment and flags, read back from the kernel.
+"""Effective configuration of a started process tree: environment and flags, read back from the kernel.
 
-Variables have been lost on the way to an engine's child process before (a wrapper, a spawn method, a renamed process);
-an engine that runs without them serves, and measures something else.
+Variables can be lost between the launcher and an engine's child process (a wrapper, a spawn method, a renamed process).
+Such an engine serves, but with another configuration than the one measured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _ADJUSTED_BELOW = frozenset({"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"})
 _RENAMED = "VLLM::"
 
 
-def arrival_problems(process: ManagedProcess) -> list[str]:
-    """What is missing or different, as sentences; processes that end meanwhile or cannot be read are left out."""
+def effective_config_problems(process: ManagedProcess) -> list[str]:
+    """Sentences on missing or different settings; processes that end meanwhile or cannot be read are left out."""
     tree = process.tree()
     problems: dict[str, None] = {}
     for place, found in enumerate(tree):
@@ -53,7 +53,7 @@ def _environment_problems(spec: ProcessSpec, received: dict[str, str], *, own: b
 
 
 def _same_command(command: tuple[str, ...], title: list[str]) -> bool:
-    # A script's interpreter stands before it, so compare from the end; a renamed process tells nothing.
+    # A script's interpreter precedes it, so compare from the end; a renamed process has lost its arguments.
     if not title or title[0].startswith(_RENAMED):
         return True
     given = list(command[1:])

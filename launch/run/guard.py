@@ -1,13 +1,13 @@
-"""Runs a command whose whole process tree dies with its launcher: ``python guard.py LAUNCHER_PID COMMAND [ARG ...]``.
+"""Run a command whose whole process tree dies with its launcher: ``python guard.py LAUNCHER_PID COMMAND [ARG ...]``.
 
-On Linux this stays as a small parent of the command. It is the tree's *child subreaper* (``prctl(2)``): whatever loses
-its parent in there, also in a session of its own, becomes a child of this process and so can still be found. It asks
-the kernel for a signal when its launcher dies, which covers a launcher killed by SIGKILL; then, or when it is asked to
-(`END_SIGNAL`), or when the command has ended, it kills everything below it and ends as the command did. Should this
-process itself be killed, the command gets SIGKILL from the kernel.
+On Linux this process remains as a small parent of the command. It is the tree's *child subreaper* (``prctl(2)``): any
+process of the tree that loses its parent, also in a session of its own, becomes a child of this process and can still
+be found. The kernel signals it when its launcher dies, which covers a launcher killed by SIGKILL. On that signal, on
+`END_SIGNAL`, or when the command has ended, it kills the whole tree and exits as the command did. If this process
+itself is killed, the command gets SIGKILL from the kernel.
 
-SIGTERM, SIGINT and SIGHUP are passed on to the command's process group. Elsewhere than on Linux the command replaces
-this process, and only an orderly stop ends its tree.
+SIGTERM, SIGINT and SIGHUP are passed on to the command's process group. On other systems the command replaces this
+process, and only an orderly stop ends its tree.
 
 This file is started by its path with ``-I -S`` and imports the standard library only, to cost a few milliseconds.
 """
@@ -22,7 +22,7 @@ import sys
 import time
 
 END_SIGNAL = signal.SIGUSR1
-"""Asks a guard to kill its tree at once."""
+"""Makes a guard kill its tree at once."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
     if not (_prctl(_PR_SET_CHILD_SUBREAPER, 1) and _prctl(_PR_SET_PDEATHSIG, END_SIGNAL)):
         return _NO_PRCTL
-    # The launcher may have died before the request above: then nobody would ever send the signal.
+    # The launcher may have died before the prctl above: then the signal would never come.
     if os.getppid() != launcher:
         return _orphaned()
     guard = os.getpid()
@@ -72,7 +72,7 @@ def _become(command: list[str]) -> int:
 
 
 def _watch(child: int) -> int:
-    """Pass signals on until the command has ended, then end what is left; its wait status."""
+    """Pass signals on until the command has ended, then end the rest of the tree; the command's wait status."""
     while True:
         signum = signal.sigwait(_HANDLED)
         if signum in _PASSED_ON:
@@ -84,7 +84,7 @@ def _watch(child: int) -> int:
 
 
 def _end_tree(child: int, status: int | None) -> int:
-    """Kill everything below this process until nothing is left."""
+    """Kill all descendants of this process until none is left."""
     while True:
         for pid in _descendants(os.getpid()):
             _kill(pid)
@@ -101,7 +101,7 @@ def _end_tree(child: int, status: int | None) -> int:
 
 
 def _reap(child: int) -> int | None:
-    """Collect everything that has ended; the command's wait status once it is among it."""
+    """Collect all ended children; the command's wait status once it is among them."""
     status = None
     try:
         while True:

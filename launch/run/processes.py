@@ -1,8 +1,8 @@
-"""Operating-system processes: start one under a guard, know it again, end its whole tree.
+"""Operating-system processes: start one under a guard, identify it later, end its whole tree.
 
-A process is identified by pid *and* creation time: a pid alone may have been given to somebody else since. The pid is
-its guard's (see `launch.run.guard`), below which everything it starts stays. As a second net, every tree carries a random
-mark in its environment, by which what a killed guard left behind is found.
+A process is identified by pid *and* creation time, since a pid alone may have been reused. The pid is its guard's
+(`launch.run.guard`), and all processes it starts stay below the guard. As a second safeguard, every tree carries a
+random mark in its environment, by which the processes of a killed guard are found.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -45,7 +46,7 @@ class ManagedProcess:
         self.spec = spec
         self.log_path = log_path
         self.log_offset = 0
-        """Where in the log file the present start begins, in bytes."""
+        """Offset of the present start in the log file, in bytes."""
         self.created_unix_s = 0.0
         self.mark = ""
         self.exit_code: int | None = None
@@ -89,7 +90,7 @@ class ManagedProcess:
             raise StartError(f"{self.spec.name}: cannot be started ({error})") from error
 
     def exited(self) -> bool:
-        """Whether the process has ended. Its pid stays reserved until `reap`, so its tree can be ended safely."""
+        """True once the process has ended. Its pid stays reserved until `reap`, so its tree can be ended safely."""
         if self._child is None or self.exit_code is not None:
             return True
         try:
@@ -113,7 +114,7 @@ class ManagedProcess:
                 continue
 
     def reap(self) -> int:
-        """Collect the exit code and end what a killed guard may have left; the process must have ended."""
+        """Collect the exit code and end the processes of a killed guard; the process must have ended."""
         if self._child is None:
             return 0
         if not _GUARDED:
@@ -122,7 +123,7 @@ class ManagedProcess:
         try:
             self.exit_code = self._child.wait(timeout=_END_S)
         except subprocess.TimeoutExpired:
-            # Killed, but a driver holds it in the kernel. It ends with that; the others must not wait for it.
+            # Killed, but a driver call holds it in the kernel; the others must not wait for it.
             self.exit_code = -signal.SIGKILL
         return self.exit_code
 
@@ -167,6 +168,28 @@ async def stop_processes(processes: Sequence[ManagedProcess], grace_s: float) ->
         process.reap()
 
 
+async def finish_despite_cancellation(work: Coroutine[Any, Any, None], *, name: str) -> None:
+    """Run clean-up to its end even when cancelled meanwhile.
+
+    Args:
+        work: the clean-up; it must end by itself.
+        name: of its task.
+
+    Raises:
+        asyncio.CancelledError: the caller was cancelled meanwhile; raised after the end of ``work``.
+    """
+    task = asyncio.create_task(work, name=name)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
+
+
 async def _until_exited(processes: Sequence[ManagedProcess], limit_s: float) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limit_s
@@ -177,7 +200,7 @@ async def _until_exited(processes: Sequence[ManagedProcess], limit_s: float) -> 
 
 
 def creation_time(pid: int) -> float | None:
-    """When the process with this pid was created; None when there is none (or only its zombie)."""
+    """Creation time of the process with this pid in Unix seconds; None when there is none (or only its zombie)."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
@@ -186,13 +209,13 @@ def creation_time(pid: int) -> float | None:
 
 
 def same_process(pid: int, created_unix_s: float) -> bool:
-    """Whether the pid still belongs to the process that was created then."""
+    """True if the pid still belongs to the process that was created then."""
     created = creation_time(pid) if pid > 0 else None
     return created is not None and abs(created - created_unix_s) < _SAME_PROCESS_S
 
 
 def end_recorded(pid: int, created_unix_s: float, signum: int) -> bool:
-    """Signal a process known from a state file, only if it is still that process; whether it was."""
+    """Signal a process recorded in a state file if it is still the same one; returns whether it was."""
     if not same_process(pid, created_unix_s):
         return False
     _signal(pid, signum)
@@ -200,7 +223,7 @@ def end_recorded(pid: int, created_unix_s: float, signum: int) -> bool:
 
 
 def marked(marks: Collection[str]) -> list[int]:
-    """Processes that carry one of the marks in their environment (Linux; others cannot tell)."""
+    """Processes that carry one of the marks in their environment (Linux only)."""
     wanted = [f"{MARK_VARIABLE}={mark}".encode() for mark in marks if mark]
     if not wanted or not _GUARDED:
         return []
@@ -218,7 +241,7 @@ def marked(marks: Collection[str]) -> list[int]:
 
 
 def kill_marked(marks: Collection[str]) -> int:
-    """Kill what carries one of the marks; how many processes that were."""
+    """Kill all processes that carry one of the marks; their number."""
     pids = marked(marks)
     for pid in pids:
         try:

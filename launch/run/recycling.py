@@ -1,4 +1,4 @@
-"""Engines the proxy wants replaced, and engines that are dead behind a living API server."""
+"""The proxy's recycle requests, and engines that are dead behind a live API server."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import httpx
 
 DRAIN_LIMIT_S = 30.0
-"""An engine that is to be recycled is stopped this long after the wish was first seen, idle or not."""
+"""An engine is stopped this long after its recycle request was first seen, idle or not."""
 DEAD_AFTER = 3
 """Server errors from /health in a row that make an engine dead."""
 
 
-class Wishes:
-    """What the proxy's ``GET /instances`` asks for, over time.
+class RecycleRequests:
+    """Recycle requests in the proxy's ``GET /instances``, tracked over time.
 
     Args:
-        drain_limit_s: see `DRAIN_LIMIT_S`.
+        drain_limit_s: longest wait for an engine to become idle; default `DRAIN_LIMIT_S`.
         clock: seconds from any fixed moment.
     """
 
@@ -26,15 +26,15 @@ class Wishes:
         self._drain_limit_s = drain_limit_s
         self._clock = clock
         self._first_seen: dict[str, float] = {}
-        self._granted: set[str] = set()
-        """Recycled, but the proxy has not yet noticed: what its row says is about the engine that is gone."""
+        self._approved: set[str] = set()
+        """Recycled, but not yet noticed by the proxy: its row still describes the previous engine."""
 
     def due(self, rows: list[dict[str, Any]]) -> dict[str, str]:
         """Instances to recycle now, with the proxy's reason: those that are idle or have drained long enough."""
         now = self._clock()
-        self._granted -= {str(row.get("name")) for row in rows if not row.get("recycle_wanted")}
+        self._approved -= {str(row.get("name")) for row in rows if not row.get("recycle_wanted")}
         wanted = {str(row.get("name")): row for row in rows if row.get("recycle_wanted")}
-        wanted = {name: row for name, row in wanted.items() if name not in self._granted}
+        wanted = {name: row for name, row in wanted.items() if name not in self._approved}
         self._first_seen = {name: self._first_seen.get(name, now) for name in wanted}
         return {
             name: str(row["recycle_wanted"])
@@ -42,10 +42,10 @@ class Wishes:
             if not row.get("requests") or now - self._first_seen[name] >= self._drain_limit_s
         }
 
-    def grant(self, name: str) -> None:
-        """The instance is being recycled: its wish counts again once the proxy has been seen without it."""
+    def approve(self, name: str) -> None:
+        """Mark an instance as being recycled: further requests count once the proxy has withdrawn this one."""
         self._first_seen.pop(name, None)
-        self._granted.add(name)
+        self._approved.add(name)
 
 
 async def instance_rows(client: httpx.AsyncClient, admin_url: str) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ async def instance_rows(client: httpx.AsyncClient, admin_url: str) -> list[dict[
 class HealthRecord:
     """Counts server errors in a row from /health.
 
-    vLLM answers 503 there once its engine process has died; usually the API server then ends, but not surely. No answer
+    vLLM answers 503 there once its engine process has died; usually the API server then ends, but not always. No answer
     at all is no evidence: a busy engine may be slow.
     """
 
@@ -70,13 +70,13 @@ class HealthRecord:
         self._errors: dict[str, int] = {}
 
     def dead(self, name: str, status: int | None) -> bool:
-        """Note one answer (None: none came); whether the engine counts as dead now."""
+        """Record one answer (None: none came); returns whether the engine now counts as dead."""
         if status is not None:
             self._errors[name] = self._errors.get(name, 0) + 1 if status >= 500 else 0
         return self._errors.get(name, 0) >= DEAD_AFTER
 
     def forget(self, name: str) -> None:
-        """Start over with an engine."""
+        """Reset the count of an engine."""
         self._errors.pop(name, None)
 
 

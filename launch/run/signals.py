@@ -1,4 +1,4 @@
-"""Runs a coroutine until it ends or a person ends it: SIGINT, SIGTERM and SIGHUP cancel it once, its clean-up runs."""
+"""Run a coroutine until it ends or a signal does: SIGINT, SIGTERM and SIGHUP cancel it once, its clean-up runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_until_signal(main: Coroutine[Any, Any, int]) -> int:
                 received.append(signum)
                 task.cancel()
 
-        # Somebody who had SIGHUP ignored (nohup) wants to outlive the terminal.
+        # With SIGHUP ignored (nohup) the process must outlive the terminal.
         wanted = [
             signum for signum in _SIGNALS if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN
         ]

@@ -1,4 +1,4 @@
-"""What runs, on disk: ``state.json`` in the run directory, so that another shell can look and stop."""
+"""State of a running fleet on disk: ``state.json`` in the run directory, for `status` and `down` in other shells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEMA = 1
 
 
 class StateError(ValueError):
-    """No usable state; the message says what to do."""
+    """No usable state; the message names the remedy."""
 
 
 class ProcessState(msgspec.Struct, kw_only=True):
@@ -31,27 +31,27 @@ class ProcessState(msgspec.Struct, kw_only=True):
     status: str = "starting"
     """starting, ready, exited, restarting or stopped."""
     restarts: int = 0
-    """After ends nobody asked for."""
+    """Restarts after unexpected exits."""
     recycles: int = 0
-    """At the proxy's wish."""
+    """Restarts requested by the proxy."""
     exit_code: int | None = None
     role: str = ""
     """Of an engine: kv_both, kv_producer, kv_consumer or none."""
     devices: list[str] = msgspec.field(default_factory=list)
     configured_transport: str | None = None
     transport: str | None = None
-    """What the connector's log proved; None when it did not, or without a connector."""
+    """Transport proven by the connector's log; None when it shows none, or without a connector."""
     events_url: str | None = None
     mark: str = ""
     """In the environment of everything it started (see `launch.run.processes`)."""
 
     @property
     def alive(self) -> bool:
-        """Whether this very process still runs (a recycled pid does not count)."""
+        """True if this same process still runs (a reused pid does not count)."""
         return same_process(self.pid, self.created_unix_s)
 
 
-class FleetState(msgspec.Struct, kw_only=True):
+class FleetRecord(msgspec.Struct, kw_only=True):
     """One fleet run."""
 
     schema: int = SCHEMA
@@ -69,7 +69,7 @@ class FleetState(msgspec.Struct, kw_only=True):
 
     @property
     def supervised(self) -> bool:
-        """Whether the launcher that wrote the state still runs."""
+        """True if the launcher that wrote the state still runs."""
         return same_process(self.supervisor_pid, self.supervisor_created_unix_s)
 
     @property
@@ -83,7 +83,7 @@ class FleetState(msgspec.Struct, kw_only=True):
         return [process.mark for process in self.processes if process.mark]
 
 
-def write_state(run_dir: Path, state: FleetState) -> None:
+def write_state(run_dir: Path, state: FleetRecord) -> None:
     """Replace the state file in one step: a reader sees the old or the new one, never half of it."""
     target = run_dir / STATE_FILE
     temporary = run_dir / f".{STATE_FILE}.{os.getpid()}"
@@ -91,7 +91,7 @@ def write_state(run_dir: Path, state: FleetState) -> None:
     temporary.replace(target)
 
 
-def read_state(run_dir: Path) -> FleetState:
+def read_state(run_dir: Path) -> FleetRecord:
     """The state of one run directory.
 
     Raises:
@@ -99,7 +99,7 @@ def read_state(run_dir: Path) -> FleetState:
     """
     path = run_dir / STATE_FILE
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=FleetState)
+        state = msgspec.json.decode(path.read_bytes(), type=FleetRecord)
     except OSError as error:
         raise StateError(f"{path}: {error.strerror}; give the run directory that `warmroute up` printed") from error
     except msgspec.MsgspecError as error:
@@ -124,7 +124,7 @@ def find_run_dir(root: Path) -> Path:
         if state.supervised or state.running:
             live.append(path.parent)
     if not live:
-        raise StateError(f"no fleet runs from a directory under {root}/; give its run directory with --run-dir")
+        raise StateError(f"no fleet is running from a directory under {root}/; give its run directory with --run-dir")
     if len(live) > 1:
-        raise StateError(f"several fleets run: choose one with --run-dir: {', '.join(map(str, live))}")
+        raise StateError(f"several fleets are running: choose one with --run-dir: {', '.join(map(str, live))}")
     return live[0]

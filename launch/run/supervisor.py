@@ -1,6 +1,6 @@
 """A running fleet: started, checked, watched, and always stopped.
 
-Use it as an asynchronous context manager; whatever happens inside, every process is ended on the way out.
+Use it as an asynchronous context manager; every process is ended on exit, also after an error.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import yaml
 
 from launch.engines.commands import KINDS, ProcessSpec, engine_specs, proxy_spec
 from launch.fleet.file import FleetFile, ports_in_use
-from launch.run.compatibility import unlike_engines
-from launch.run.effective import arrival_problems
-from launch.run.processes import ManagedProcess, StartError, creation_time, stop_processes
-from launch.run.state import FleetState, ProcessState, StateError, read_state, write_state
+from launch.run.compatibility import incompatible_engines
+from launch.run.effective import effective_config_problems
+from launch.run.processes import ManagedProcess, StartError, creation_time, finish_despite_cancellation, stop_processes
+from launch.run.state import FleetRecord, ProcessState, StateError, read_state, write_state
 from launch.run.transport import prove_transport
 from launch.run.watch import Watch
 from policies.types import Role, Transport
@@ -38,11 +38,11 @@ class Fleet:
     """Engines and a proxy, supervised.
 
     Args:
-        fleet: what to run.
-        run_dir: where logs, the proxy's settings and ``state.json`` go; created when missing.
-        source: where the fleet came from, for the state file.
+        fleet: the fleet to run.
+        run_dir: directory for logs, the proxy's settings and ``state.json``; created when missing.
+        source: the fleet's file, for the state file.
         with_proxy: False starts the engines only.
-        notify: called with a sentence whenever something happens that a person should know.
+        notify: called with a sentence for each event that an operator should know.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Fleet:
         self.run_dir = run_dir
         self.with_proxy = with_proxy
         self.unexpected_exits: list[str] = []
-        """One sentence for every process that ended without being told to."""
+        """One sentence for every process that exited unexpectedly."""
         self.notify = notify
         self.processes: list[ManagedProcess] = []
         """In the order of their start; empty before it and after the stop."""
         self._watching: asyncio.Task[None] | None = None
-        self.state = FleetState(
+        self.state = FleetRecord(
             fleet=source,
             supervisor_pid=os.getpid(),
             supervisor_created_unix_s=creation_time(os.getpid()) or 0.0,
@@ -75,17 +75,17 @@ class Fleet:
         try:
             await self._start()
         except BaseException:
-            await self._stop_surely("failed")
+            await finish_despite_cancellation(self._stop("failed"), name="fleet-stop")
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stop_surely("stopped")
+        await finish_despite_cancellation(self._stop("stopped"), name="fleet-stop")
 
     async def wait(self) -> str:
-        """Wait until the fleet cannot go on, and say why: the proxy is gone for good, or every engine is."""
+        """Wait until the proxy or every engine has exited for good; returns the reason."""
         while True:
             if self._watching is not None and self._watching.done():
                 await self._watching
@@ -116,7 +116,7 @@ class Fleet:
                 for wait in waits:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
-            await self._check_alike(client)
+            await self._check_compatible(client)
             if self.with_proxy:
                 self._write_proxy_config()
                 proxy = self._launch(proxy_spec(self.fleet, self.run_dir / PROXY_CONFIG))
@@ -133,17 +133,19 @@ class Fleet:
             previous = None
         if previous is not None and (previous.supervised or previous.running):
             raise StartError(
-                f"{self.run_dir}: a fleet runs from this directory already; "
+                f"{self.run_dir}: a fleet is already running from this directory; "
                 f"stop it (`warmroute down --run-dir {self.run_dir}`) or choose another --run-dir"
             )
         busy = ports_in_use(self.fleet, with_proxy=self.with_proxy)
         if busy:
-            raise StartError("; ".join(busy) + ". Stop what listens there or move the ports in the fleet file.")
+            raise StartError(
+                "; ".join(busy) + ". Stop the processes that listen there or move the ports in the fleet file."
+            )
         lacking = KINDS[self.fleet.kind].problems(self.fleet, os.environ)
         if lacking:
             raise StartError("; ".join(lacking))
 
-    async def _check_alike(self, client: httpx.AsyncClient) -> None:
+    async def _check_compatible(self, client: httpx.AsyncClient) -> None:
         """Refuse engines and peers that would exchange KV of different shapes.
 
         Raises:
@@ -155,14 +157,14 @@ class Fleet:
             member.name: self.fleet.url(member.index) for member in self.fleet.members if member.role is not Role.NONE
         }
         urls |= {peer.name or peer.url: peer.url for peer in self.fleet.peers if peer.role is not Role.NONE}
-        unlike, silent = await unlike_engines(urls, client)
-        if unlike:
-            raise StartError(f"engines that exchange KV must be alike: {'; '.join(unlike)}")
-        for told in silent:
-            self.notify(f"warning: {told}")
+        incompatible, silent = await incompatible_engines(urls, client)
+        if incompatible:
+            raise StartError(f"engines that exchange KV must be compatible: {'; '.join(incompatible)}")
+        for message in silent:
+            self.notify(f"warning: {message}")
 
     def _write_proxy_config(self) -> None:
-        """The proxy's settings, with what the engines' logs proved."""
+        """Write the proxy's settings, with the transports that the engines' logs proved."""
         proven = {
             found.name: Transport(found.transport) for found in self.state.processes if found.transport is not None
         }
@@ -202,10 +204,10 @@ class Fleet:
         self.set_status(process, "starting")
 
     async def until_ready(self, process: ManagedProcess, client: httpx.AsyncClient, deadline: float) -> None:
-        """Wait until every ready URL answers 200, then check what the process received and how it moves KV.
+        """Wait until every ready URL answers 200, then check the effective configuration and the KV transport.
 
         Raises:
-            StartError: the process ended first, the time is up, or it runs otherwise than it should.
+            StartError: the process ended first, the time is up, or its configuration is not the one given.
         """
         loop = asyncio.get_running_loop()
         for url in process.spec.ready_urls:
@@ -230,27 +232,14 @@ class Fleet:
                         f"the end of {process.log_path}:\n{process.log_tail()}"
                     )
                 await asyncio.sleep(_READY_POLL_S)
-        problems = await asyncio.to_thread(arrival_problems, process)
+        problems = await asyncio.to_thread(effective_config_problems, process)
         if problems:
             raise StartError("; ".join(problems))
-        transport, told = prove_transport(process)
-        if told:
-            self.notify(f"warning: {told}")
+        transport, message = prove_transport(process)
+        if message:
+            self.notify(f"warning: {message}")
         self.state_of(process).transport = transport.value if transport else None
         self.set_status(process, "ready")
-
-    async def _stop_surely(self, status: str) -> None:
-        """Stop to the end even when cancelled meanwhile; the cancellation is raised afterwards."""
-        stopping = asyncio.create_task(self._stop(status), name="fleet-stop")
-        cancelled = False
-        while not stopping.done():
-            try:
-                await asyncio.shield(stopping)
-            except asyncio.CancelledError:
-                cancelled = True
-        stopping.result()
-        if cancelled:
-            raise asyncio.CancelledError
 
     async def _stop(self, status: str) -> None:
         if self._watching is not None:
@@ -261,7 +250,7 @@ class Fleet:
             return
         self.state.status = "stopping"
         write_state(self.run_dir, self.state)
-        # The proxy first: it sees no engine vanish under a request.
+        # The proxy first, so that no engine vanishes during one of its requests.
         proxies = [process for process in self.processes if process.spec.kind == "proxy"]
         await stop_processes(proxies, self.fleet.stop_grace_s)
         await stop_processes(self.processes, self.fleet.stop_grace_s)
@@ -274,11 +263,11 @@ class Fleet:
         self.processes = []
 
     def state_of(self, process: ManagedProcess) -> ProcessState:
-        """What the state file says of a process."""
+        """Record of a process in the state file."""
         return next(found for found in self.state.processes if found.name == process.spec.name)
 
     def set_status(self, process: ManagedProcess, status: str, exit_code: int | None = None) -> None:
-        """Note a process's status, on disk too."""
+        """Set a process's status, in memory and on disk."""
         found = self.state_of(process)
         found.status, found.exit_code = status, exit_code
         write_state(self.run_dir, self.state)

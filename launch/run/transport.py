@@ -1,7 +1,7 @@
-"""Which transport a connector really uses, from what Mooncake writes to the engine's log.
+"""Transport that a connector really uses, from Mooncake's lines in the engine's log.
 
-The configured name is not proof: Mooncake's NVLink transport goes by the name tcp, and where it finds an RDMA adapter
-it may take that whatever the name.
+The configured name is not proof: Mooncake's NVLink transport is configured as tcp, and where Mooncake finds an RDMA
+adapter it may use that regardless of the name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from launch.run.processes import ManagedProcess, StartError
 from policies.types import Role, Transport
 
 _EVIDENCE = (
-    # The first that is found counts: NVLink is set up beside TCP, which then only shakes hands.
+    # The first match counts: NVLink is set up beside TCP, which then only carries the handshake.
     (Transport.NVLINK, re.compile(r"Using Intra-Node NVLink transport")),
     (Transport.EFA, re.compile(r"provider: efa|\bEfaTransport\b")),
     (Transport.RDMA, re.compile(r"RDMA device: \S+.*\b(LID|GID)\b")),
@@ -43,16 +43,16 @@ def prove_transport(process: ManagedProcess) -> tuple[Transport | None, str | No
     if found is wanted:
         return found, None
     shown = f"its log shows {found}" if found else "its log does not show any transport"
-    told = f"{process.spec.name} should move KV over {wanted}, but {shown} ({process.log_path})"
+    message = f"{process.spec.name} should move KV over {wanted}, but {shown} ({process.log_path})"
     if member.vllm.transfer.proof_required:
-        raise StartError(f"{told}. {_advice(member)}")
-    return found, told
+        raise StartError(f"{message}. {_advice(member)}")
+    return found, message
 
 
 def _simulated(command: tuple[str, ...]) -> Transport | None:
-    """What a simulated engine was told to time its transfers as; None where that is the profile's default."""
-    told = dict(pairwise(command)).get("--transport")
-    return Transport(told) if told in set(Transport) else None
+    """Transport in a simulated engine's command line; None where it is the profile's default."""
+    message = dict(pairwise(command)).get("--transport")
+    return Transport(message) if message in set(Transport) else None
 
 
 def _advice(member: Member) -> str:

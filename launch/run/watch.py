@@ -1,4 +1,4 @@
-"""Watches a running fleet: restarts what ended, recycles what the proxy wants replaced, ends what is dead inside."""
+"""Watch over a running fleet: restart exited processes, recycle engines on the proxy's request, end dead engines."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from typing import TYPE_CHECKING
 import httpx
 
 from launch.run.processes import ManagedProcess, StartError, stop_processes
-from launch.run.recycling import HealthRecord, Wishes, health_status, instance_rows
+from launch.run.recycling import HealthRecord, RecycleRequests, health_status, instance_rows
 
 if TYPE_CHECKING:
     from launch.run.supervisor import Fleet
 
 _WATCH_S = 0.1
 _LOOK_S = 1.0
-"""Between two looks at the engines' health and at the proxy's wishes."""
+"""Interval between checks of the engines' health and of the proxy's recycle requests."""
 _PROBE_TIMEOUT_S = 2.0
 _MAX_BACKOFF_S = 30.0
 
 
 class Watch:
-    """One watch over one fleet; `run` goes on until it is cancelled."""
+    """Watch over one fleet; `run` continues until it is cancelled."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._settings = fleet.fleet
         self._in_hand: set[str] = set()
-        """Processes being stopped or started on purpose: their ends are no surprise."""
+        """Processes being stopped or started on purpose: their exits are expected."""
 
     async def run(self) -> None:
-        """Notice ends nobody asked for, engines that are dead inside, and the proxy's wishes; act on them."""
+        """Handle unexpected exits, dead engines and the proxy's recycle requests."""
         async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(timeout=_PROBE_TIMEOUT_S) as client:
             tasks.create_task(self._watch_health(tasks, client), name="fleet-health")
             if self._fleet.with_proxy:
-                tasks.create_task(self._watch_wishes(tasks, client), name="fleet-wishes")
+                tasks.create_task(self._watch_recycle_requests(tasks, client), name="fleet-recycling")
             while True:
                 for process in self._ended():
                     self._maybe_restart(process, tasks, client)
                 await asyncio.sleep(_WATCH_S)
 
     def _ended(self) -> list[ManagedProcess]:
-        """Processes that ended unasked since the last look; each is told once."""
+        """Processes that exited unexpectedly since the last check; each is reported once."""
         ended = [
             process
             for process in self._fleet.processes
@@ -50,18 +50,18 @@ class Watch:
         for process in ended:
             code = process.reap()
             self._fleet.set_status(process, "exited", code)
-            self._tell_end(f"{process.spec.name} ended unexpectedly with code {code}; log: {process.log_path}")
+            self._report_exit(f"{process.spec.name} ended unexpectedly with code {code}; log: {process.log_path}")
         return ended
 
-    def _tell_end(self, told: str) -> None:
-        self._fleet.unexpected_exits.append(told)
-        self._fleet.notify(told)
+    def _report_exit(self, message: str) -> None:
+        self._fleet.unexpected_exits.append(message)
+        self._fleet.notify(message)
 
     def _maybe_restart(self, process: ManagedProcess, tasks: asyncio.TaskGroup, client: httpx.AsyncClient) -> None:
         found = self._fleet.state_of(process)
         if self._settings.restart == "on_failure" and found.restarts < self._settings.max_restarts:
             self._in_hand.add(process.spec.name)
-            # At once: between two steps nobody may take the process for gone.
+            # Set at once, so that no other task takes the process for gone.
             self._fleet.set_status(process, "restarting", process.exit_code)
             tasks.create_task(self._restart(process, client))
 
@@ -74,7 +74,7 @@ class Watch:
         await self._start_again(process, client)
 
     async def _start_again(self, process: ManagedProcess, client: httpx.AsyncClient) -> None:
-        """Start a stopped process once more; when it does not become ready it is given up."""
+        """Start a stopped process again; give up when it does not become ready."""
         try:
             self._fleet.start_process(process)
             deadline = asyncio.get_running_loop().time() + self._settings.ready_timeout_s
@@ -88,7 +88,7 @@ class Watch:
             self._in_hand.discard(process.spec.name)
 
     async def _watch_health(self, tasks: asyncio.TaskGroup, client: httpx.AsyncClient) -> None:
-        """Take engines out whose API server lives on without its engine."""
+        """Replace engines whose API server is still up without its engine."""
         record = HealthRecord()
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -102,33 +102,35 @@ class Watch:
     async def _replace_dead(
         self, process: ManagedProcess, status: int, tasks: asyncio.TaskGroup, client: httpx.AsyncClient
     ) -> None:
-        self._tell_end(f"{process.spec.name} answers {status} on /health: its engine is dead; log: {process.log_path}")
+        self._report_exit(
+            f"{process.spec.name} answers {status} on /health: its engine is dead; log: {process.log_path}"
+        )
         self._fleet.set_status(process, "stopping")
         await stop_processes([process], self._settings.stop_grace_s)
         self._fleet.set_status(process, "exited", process.exit_code)
         self._in_hand.discard(process.spec.name)
         self._maybe_restart(process, tasks, client)
 
-    async def _watch_wishes(self, tasks: asyncio.TaskGroup, client: httpx.AsyncClient) -> None:
-        """Recycle engines at the proxy's wish, once they are idle or have had time to drain."""
-        wishes = Wishes()
-        told: set[str] = set()
+    async def _watch_recycle_requests(self, tasks: asyncio.TaskGroup, client: httpx.AsyncClient) -> None:
+        """Recycle engines on the proxy's request, once they are idle or have had time to drain."""
+        requests = RecycleRequests()
+        reported: set[str] = set()
         while True:
             await asyncio.sleep(_LOOK_S)
-            due = wishes.due(await instance_rows(client, self._settings.admin_url()))
+            due = requests.due(await instance_rows(client, self._settings.admin_url()))
             for process in [process for process in self._fleet.processes if process.spec.name in due]:
                 name = process.spec.name
                 if not self._serving(process):
                     continue
                 if self._fleet.state_of(process).recycles >= self._settings.max_recycles:
-                    if name not in told:
-                        told.add(name)
+                    if name not in reported:
+                        reported.add(name)
                         self._fleet.notify(
                             f"{name} should be recycled ({due[name]}) but has been {self._settings.max_recycles} times "
-                            "already (max_recycles); it stays"
+                            "already (max_recycles); not recycled"
                         )
                     continue
-                wishes.grant(name)
+                requests.approve(name)
                 self._in_hand.add(name)
                 tasks.create_task(self._recycle(process, due[name], client))
 

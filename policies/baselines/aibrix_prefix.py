@@ -7,7 +7,8 @@ from math import sqrt
 from typing import ClassVar
 
 from policies.routing.base import lowest, preferred, require
-from policies.types import CandidateScore, Choice, FleetSnapshot, InstanceView, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)

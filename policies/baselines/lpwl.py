@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.routing.base import lowest
-from policies.types import CandidateScore, Choice, FleetSnapshot, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import CandidateScore, Choice, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)

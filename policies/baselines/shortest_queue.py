@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from policies.routing.base import lowest
-from policies.types import CandidateScore, Choice, FleetSnapshot, InstanceView, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
 
 
 def is_imbalanced(fleet: FleetSnapshot, abs_threshold: int, rel_threshold: float) -> bool:

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from policies.costs.formulas import PrefillModel
 from policies.routing.base import lowest, preferred, require
-from policies.types import CandidateScore, Choice, FleetSnapshot, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import CandidateScore, Choice, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from policies.baselines.shortest_queue import is_imbalanced, match_rate, queue_scores, shortest_queue
 from policies.routing.base import preferred, require
-from policies.types import Choice, FleetSnapshot, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import Choice, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from policies.costs.formulas import Costs, PrefillModel, TransferJob, TransferModel, pair_transport
+from policies.pool import tokens_over
 from policies.types import InstanceView, RequestView
 
 KV_BYTES_PER_TOKEN = 98_304
 """Qwen3-Coder-30B-A3B at TP=1 (48 layers, 4 KV heads of 128, bf16). Another size is learned as another bandwidth."""
-
-_POOL_SHARE = 0.9
-"""Of a KV pool, what prompts may fill; outputs and partly filled blocks take the rest."""
 
 
 class PrefillJob(NamedTuple):
@@ -66,15 +63,13 @@ def transfer_job(
 
 
 def _prefill_job(request: RequestView, view: InstanceView) -> PrefillJob:
-    needed = view.kv_used_tokens + view.kv_promised_tokens + request.prompt_tokens
     return PrefillJob(
         view.instance,
         request.prompt_tokens - view.cached_tokens,
         view.cached_tokens,
         view.pending_prefill_tokens,
         view.prefilling,
-        # A pool of unknown size counts as having room.
-        needed <= _POOL_SHARE * view.kv_capacity_tokens or not view.kv_capacity_tokens,
+        tokens_over(view, request.prompt_tokens) <= 0,
     )
 
 
@@ -126,8 +121,4 @@ class CostBook:
 
     def forget(self, instance: str) -> None:
         """The instance left: what was known of its pairs goes with it."""
-        self.transfer = replace(
-            self.transfer,
-            _pairs={pair: each for pair, each in self.transfer._pairs.items() if instance not in pair},
-            _failure_rates={pair: each for pair, each in self.transfer._failure_rates.items() if instance not in pair},
-        )
+        self.transfer = self.transfer.without(instance)

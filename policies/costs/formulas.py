@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import exp, log2
+from math import exp, log, log2
 from types import MappingProxyType
 from typing import NamedTuple
 
 from policies.costs.estimates import UNKNOWN, Estimate
+from policies.costs.published import RDMA_STEADY_BYTES, RDMA_STEADY_BYTES_PER_S, RDMA_TRANSFERS
 from policies.types import InstanceView, Transport
 
 Pair = tuple[str, str]
@@ -22,6 +23,7 @@ Pair = tuple[str, str]
 class TransferFormula(NamedTuple):
     """``setup + streams * stream_setup + bytes / bandwidth * (1 + slowdown * streams) * (1 + crowd * others)`` seconds.
 
+    Where the transport has ``REGIMES``, their time stands for ``bytes / bandwidth`` from the first one's size on.
     ``streams`` are requests decoding on the busier side, ``others`` transfers under way in the fleet.
     """
 
@@ -38,13 +40,38 @@ TRANSFER_FORMULAS: Mapping[Transport, TransferFormula] = MappingProxyType(
         # 65k tokens (6.4 GB) took 0.12-0.15 s, 0.3-1.6 s and 1.3-1.7 s; over TCP 3.4-4.3 s idle, 20-23 s with 4.
         Transport.NVLINK: TransferFormula(0.025, 0.009, 60e9, 1.0, 1.0),
         Transport.TCP: TransferFormula(0.030, 0.060, 1.8e9, 1.0, 4.0),
-        # Mooncake through a 200 Gbps NIC: 9.7 GB/s idle up to 3 GiB (agentic-kvc MB2), a third of it with 8 to 24
-        # background streams on either side (MB6).
-        Transport.RDMA: TransferFormula(0.040, 0.010, 9.0e9, 0.25, 1.0),
+        # Mooncake through a 200 Gbps NIC: `policies.costs.published`. The slowdown is 15 % off either of its points.
+        Transport.RDMA: TransferFormula(0.040, 0.010, RDMA_STEADY_BYTES_PER_S, 0.17, 1.0),
         # EFA's published peaks are 300 GB/s and more for registered megabyte blocks; KV blocks are smaller.
         Transport.EFA: TransferFormula(0.030, 0.010, 20.0e9, 0.15, 1.0),
     }
 )
+
+
+class Regime(NamedTuple):
+    """Transfers up to ``size_bytes``, beyond what the formula's bandwidth holds for."""
+
+    size_bytes: float
+    seconds: float
+    """Median of transfers of just that size between idle instances."""
+    sigma: float
+    """Standard deviation of log(time / median) there, as far as the slowest of five tells: the quantile 5/6, z = 1."""
+
+
+REGIMES: Mapping[Transport, tuple[Regime, ...]] = MappingProxyType(
+    {
+        Transport.RDMA: (
+            Regime(RDMA_STEADY_BYTES, RDMA_STEADY_BYTES / RDMA_STEADY_BYTES_PER_S, 0.0),
+            *(
+                Regime(each.size_bytes, each.median_s, log(each.range_s[1] / each.median_s))
+                for each in RDMA_TRANSFERS
+                if each.range_s is not None
+            ),
+        )
+    }
+)
+"""Where the time is no longer linear in bytes, by size. The first is the end of the linear part; in between time and
+sigma are linear in bytes, and beyond the last the bandwidth and the sigma stay."""
 
 
 def pair_transport(prefill: InstanceView, decode: InstanceView) -> Transport:
@@ -85,8 +112,10 @@ class TransferModel:
     """Time from sending the D leg to its first token, per (P, D) pair.
 
     A pair's correction relaxes to that of its transport, and the transport's to the formula, by half every
-    ``half_life_s`` seconds of silence. Memory: one estimate per pair that has handed over. Complexity of
-    ``predict``: O(1); of ``observe``: O(pairs), as the mapping is copied.
+    ``half_life_s`` seconds of silence. In a regime whose times vary by themselves (``REGIMES``) a pair has one more
+    estimate, which relaxes to the pair's, with the published spread where that is wider. Memory: one estimate per pair
+    that has handed over, and one per pair and regime. Complexity of ``predict``: O(1); of ``observe``: O(pairs), as the
+    mappings are copied.
     """
 
     half_life_s: float = 120.0
@@ -96,17 +125,23 @@ class TransferModel:
     prior_failure_rate: float = 0.02
     _pairs: Mapping[Pair, Estimate] = field(default_factory=dict)
     _transports: Mapping[Transport, Estimate] = field(default_factory=dict)
+    _regimes: Mapping[tuple[Pair, int], Estimate] = field(default_factory=dict)
     _failure_rates: Mapping[Pair, float] = field(default_factory=dict)
 
     def predict(self, job: TransferJob, now_s: float) -> Prediction:
         """Seconds of the D leg up to its first token."""
-        estimate = self._pair(job, now_s)
+        estimate = self._estimate(job, now_s)
         return Prediction(transfer_formula(job) * exp(estimate.log_ratio), estimate.sigma)
 
     def observe(self, job: TransferJob, seconds: float, now_s: float) -> TransferModel:
         """The model after one transfer that went well."""
         expected_s = transfer_formula(job)
         pair, transport = self._pair(job, now_s), self._transport(job.transport, now_s)
+        regime = _regime(job)
+        regimes = self._regimes
+        if regime:
+            learned = self._estimate(job, now_s).learn(expected_s, seconds, now_s, self.pair_weight)
+            regimes = {**regimes, (job.pair, regime): learned}
         return replace(
             self,
             _pairs={**self._pairs, job.pair: pair.learn(expected_s, seconds, now_s, self.pair_weight)},
@@ -114,6 +149,7 @@ class TransferModel:
                 **self._transports,
                 job.transport: transport.learn(expected_s, seconds, now_s, self.transport_weight),
             },
+            _regimes=regimes,
         )
 
     def settled(self, pair: Pair, ok: bool) -> TransferModel:
@@ -121,6 +157,15 @@ class TransferModel:
         rate = self.failure_rate(pair)
         rate += self.failure_weight * ((0.0 if ok else 1.0) - rate)
         return replace(self, _failure_rates={**self._failure_rates, pair: rate})
+
+    def without(self, instance: str) -> TransferModel:
+        """The model without what was learned of one instance's pairs."""
+        return replace(
+            self,
+            _pairs={pair: each for pair, each in self._pairs.items() if instance not in pair},
+            _regimes={key: each for key, each in self._regimes.items() if instance not in key[0]},
+            _failure_rates={pair: each for pair, each in self._failure_rates.items() if instance not in pair},
+        )
 
     def failure_rate(self, pair: Pair) -> float:
         """Share of hand-offs over this pair that fell back, 0..1."""
@@ -137,13 +182,43 @@ class TransferModel:
         transport = self._transport(job.transport, now_s)
         return self._pairs.get(job.pair, UNKNOWN).relaxed(transport, now_s, self.half_life_s)
 
+    def _estimate(self, job: TransferJob, now_s: float) -> Estimate:
+        pair, regime = self._pair(job, now_s), _regime(job)
+        if not regime:
+            return pair
+        published = _between(REGIMES[job.transport], regime, job.size_bytes)[1]
+        unseen = pair._replace(variance=max(pair.variance, published**2), observations=0)
+        return self._regimes.get((job.pair, regime), UNKNOWN).relaxed(unseen, now_s, self.half_life_s)
+
 
 def transfer_formula(job: TransferJob) -> float:
     """Seconds by the published constants alone."""
-    formula = TRANSFER_FORMULAS[job.transport]
+    formula, regime = TRANSFER_FORMULAS[job.transport], _regime(job)
     moving_s = job.size_bytes / formula.bytes_per_s
+    if regime:
+        moving_s = _between(REGIMES[job.transport], regime, job.size_bytes)[0]
     moving_s *= (1 + formula.slowdown * job.streams) * (1 + formula.crowd * job.others)
     return formula.setup_s + formula.stream_setup_s * job.streams + moving_s
+
+
+def _regime(job: TransferJob) -> int:
+    """Number of the transfer's regime, from 1; 0 where time is linear in bytes."""
+    regimes = REGIMES.get(job.transport)
+    if regimes is None:
+        return 0
+    for number, regime in enumerate(regimes):
+        if job.size_bytes <= regime.size_bytes:
+            return number
+    return len(regimes) - 1
+
+
+def _between(regimes: tuple[Regime, ...], number: int, size_bytes: float) -> tuple[float, float]:
+    """Seconds and sigma of a transfer in the regime of that number."""
+    low, high = regimes[number - 1], regimes[number]
+    if size_bytes >= high.size_bytes:
+        return high.seconds * size_bytes / high.size_bytes, high.sigma
+    share = (size_bytes - low.size_bytes) / (high.size_bytes - low.size_bytes)
+    return low.seconds + share * (high.seconds - low.seconds), low.sigma + share * (high.sigma - low.sigma)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
-from policies.types import FleetSnapshot, InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView, Role
+from policies.snapshot import FleetSnapshot
+from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView, Role
 
 
 class OffloadPlanner(Protocol):

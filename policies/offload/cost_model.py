@@ -8,7 +8,8 @@ from typing import ClassVar, NamedTuple
 from policies.costs.book import KV_BYTES_PER_TOKEN, transfer_job
 from policies.costs.formulas import Costs, Prediction
 from policies.offload.base import has_room, may_receive, may_send, why_no_prefill
-from policies.types import FleetSnapshot, InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
 
 class _Priced(NamedTuple):

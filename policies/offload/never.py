@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.types import FleetSnapshot, InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
 
 @dataclass(frozen=True, slots=True)

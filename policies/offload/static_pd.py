@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.offload.base import best_prefill, has_room, may_receive, why_no_prefill
-from policies.types import FleetSnapshot, InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
 
 @dataclass(frozen=True, slots=True)

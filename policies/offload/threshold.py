@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.offload.base import best_prefill, has_room, may_receive, why_no_prefill
-from policies.types import FleetSnapshot, InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +16,16 @@ class Threshold:
 
     Source: the elastic prototype of the agentic-kvc reports (threshold 20k new tokens, at most 4 at once). It lost to
     co-location, partly because it pushed KV to instances without room and offloaded when D had nothing to protect;
-    both are refused here. Defaults: ``max_in_flight`` 4; ``min_decode_requests`` 1 request in flight on D.
-    Complexity: O(n).
+    both are refused here. ``min_decode_requests=0`` and ``check_room=False`` leave its own conditions, class and cap.
+    Deviations then: its P was the next in turn that was not overloaded, and its HEAVY begins one token later
+    (`policies.classes`). Defaults: ``max_in_flight`` 4; ``min_decode_requests`` 1 request in flight on D;
+    ``check_room`` true. Complexity: O(n).
     """
 
     max_in_flight: int = 4
     min_decode_requests: int = 1
+    check_room: bool = True
+    """Refuse a D whose pool cannot hold the request beside what is used and promised."""
     name: ClassVar[str] = "threshold"
 
     def __post_init__(self) -> None:
@@ -59,4 +64,6 @@ class Threshold:
             return OffloadReason.NOTHING_TO_PROTECT
         if fleet.offloads_in_flight >= self.max_in_flight:
             return OffloadReason.CAP_REACHED
-        return None if has_room(decode, request) else OffloadReason.NO_ROOM_ON_D
+        if self.check_room and not has_room(decode, request):
+            return OffloadReason.NO_ROOM_ON_D
+        return None

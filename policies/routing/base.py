@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol
 
-from policies.types import CandidateScore, Choice, FleetSnapshot, InstanceView, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import CandidateScore, Choice, InstanceView, RequestView
 
 
 class RoutingPolicy(Protocol):

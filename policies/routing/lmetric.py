@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from policies.hotspots import is_hotspot
 from policies.routing.base import lowest, require
-from policies.types import CandidateScore, Choice, FleetSnapshot, InstanceView, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
 
 
 def lmetric_score(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.types import CandidateScore, Choice, FleetSnapshot, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import CandidateScore, Choice, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from policies.routing.base import is_overloaded, lowest, preferred, require
 from policies.routing.lmetric import lmetric_score
-from policies.types import Choice, FleetSnapshot, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import Choice, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)

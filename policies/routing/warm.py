@@ -6,23 +6,25 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.costs.formulas import PrefillModel
+from policies.pool import POOL_SHARE, tokens_over
 from policies.routing.base import lowest, require
-from policies.types import CandidateScore, Choice, FleetSnapshot, InstanceView, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
 class Warm:
     """``score = queue + crowd + room + own + others``, all in seconds; lowest wins.
 
-    With ``T(new, context)`` the learned time of a prefill (`policies.costs.formulas.PrefillModel`), ``r`` the requests in flight
-    on the instance, and ``q`` of them still in prefill:
+    With ``T(new, context)`` the learned time of a prefill (`policies.costs.formulas.PrefillModel`), ``r`` the requests
+    in flight on the instance, and ``q`` of them still in prefill:
 
     - ``queue = (q - 1/2) x t``: what is queued there, ``t`` being ``T`` of a mean queued prefill less its fixed part
       (short prefills share a step).
     - ``crowd = queue_crowd x r x queue``: a queue in a crowd counts for more than its seconds.
     - ``room = hold_s x over / pool``: ``over`` is by how many tokens the prompts in flight and this one exceed
-      ``pool_share`` of the KV pool; outputs and partly filled blocks take the rest. A pool's worth leaves in the time a
-      request holds its KV, so long this one waits for blocks.
+      ``pool_share`` of the KV pool (`policies.pool`). A pool's worth leaves in the time a request holds its KV, so long
+      this one waits for blocks.
     - ``own = T(prompt - cached, cached)``: this prefill, attention over the cached prefix included.
     - ``others = others_weight x r x (own + alone) + hold_s x min(over, prompt) / pool x w``: while this one is computed
       the streams there stand still, for ``alone = step_s`` longer where no prefill is queued whose steps it can share;
@@ -45,7 +47,7 @@ class Warm:
     queue_crowd: float = 0.25
     step_s: float = 0.04
     hold_s: float = 30.0
-    pool_share: float = 0.9
+    pool_share: float = POOL_SHARE
     learned: bool = True
     name: ClassVar[str] = "warm"
 
@@ -60,7 +62,7 @@ class Warm:
         """See the class."""
         model = fleet.costs.prefill if fleet.costs is not None and self.learned else PrefillModel()
         prompt = request.prompt_tokens
-        overs = [self._over(view, prompt) for view in fleet.instances]
+        overs = [tokens_over(view, prompt, self.pool_share) for view in fleet.instances]
         nobody_has_room = min(overs) > 0
         owns: dict[int, float] = {}
         """By cached tokens: mostly the same for many instances."""
@@ -95,11 +97,6 @@ class Warm:
                 )
             )
         return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, tuple(scores))
-
-    def _over(self, view: InstanceView, prompt: int) -> float:
-        """Tokens by which the pool would be over its share; a pool of unknown size counts as having room."""
-        pool = view.kv_capacity_tokens
-        return view.kv_used_tokens + view.kv_promised_tokens + prompt - self.pool_share * pool if pool else 0.0
 
 
 def _queue_s(view: InstanceView, model: PrefillModel) -> float:

@@ -12,7 +12,8 @@ from proxy.admin.instance_rows import departure_row, instance_row
 from proxy.core import Core
 from proxy.errors import RequestError
 from proxy.fleet.instances import Instance
-from proxy.operations.fleet_changes import FleetChangeError, NoSuchInstanceError
+from proxy.operations.fleet_changes import FleetChangeError, FleetChanges, NoSuchInstanceError
+from proxy.operations.operations import Operations
 from proxy.settings import InstanceSettings
 from proxy.settings.urls import EngineUrlError, Listener, admit
 
@@ -24,13 +25,14 @@ Grace = Annotated[
 ]
 
 
-def fleet_routes(core: Core) -> APIRouter:
-    """Routes over one core."""
+def fleet_routes(core: Core, operations: Operations) -> APIRouter:
+    """Routes over one core and what changes it."""
     routes = APIRouter()
+    fleet, reloader = operations.fleet, operations.reloader
 
     @routes.get("/instances/{name:path}", summary="One instance: health, identity, load, cache")
     async def show(name: str) -> dict[str, Any]:
-        return _row(core, _instance(core, name))
+        return _row(core, fleet, _instance(core, name))
 
     @routes.post(
         "/instances", status_code=201, summary="Add an instance; it gets requests from its first good probe on"
@@ -39,10 +41,10 @@ def fleet_routes(core: Core) -> APIRouter:
         admin_key_of(request)
         settings = await _admitted(core, wanted)
         try:
-            instance = await core.fleet.add(settings)
+            instance = await fleet.add(settings)
         except FleetChangeError as error:
             raise _refused(error) from error
-        return _row(core, instance)
+        return _row(core, fleet, instance)
 
     @routes.put("/instances/{name:path}", summary="Give an instance other settings; another URL replaces the engine")
     async def replace(
@@ -55,10 +57,10 @@ def fleet_routes(core: Core) -> APIRouter:
         admin_key_of(request)
         settings = await _admitted(core, _named(wanted, name))
         try:
-            instance = await core.fleet.replace(name, settings, _grace_s(core, grace_s), force=force)
+            instance = await fleet.replace(name, settings, _grace_s(core, grace_s), force=force)
         except FleetChangeError as error:
             raise _refused(error) from error
-        return _row(core, instance)
+        return _row(core, fleet, instance)
 
     @routes.delete("/instances/{name:path}", summary="Drain an instance, then remove it")
     async def remove(
@@ -72,9 +74,9 @@ def fleet_routes(core: Core) -> APIRouter:
         try:
             if not wait:
                 response.status_code = 202
-                departure = core.fleet.depart(_instance(core, name), _grace_s(core, grace_s))
+                departure = fleet.depart(_instance(core, name), _grace_s(core, grace_s))
                 return departure_row(departure)
-            departure = await core.fleet.remove(name, _grace_s(core, grace_s))
+            departure = await fleet.remove(name, _grace_s(core, grace_s))
         except FleetChangeError as error:
             raise _refused(error) from error
         return {"name": name, "removed": True, "cut_requests": departure.cut_legs}
@@ -83,7 +85,7 @@ def fleet_routes(core: Core) -> APIRouter:
     async def drain(request: Request, name: str) -> dict[str, Any]:
         admin_key_of(request)
         try:
-            return _row(core, core.fleet.drain(name))
+            return _row(core, fleet, fleet.drain(name))
         except FleetChangeError as error:
             raise _refused(error) from error
 
@@ -91,7 +93,7 @@ def fleet_routes(core: Core) -> APIRouter:
     async def undrain(request: Request, name: str) -> dict[str, Any]:
         admin_key_of(request)
         try:
-            return _row(core, core.fleet.undrain(name))
+            return _row(core, fleet, fleet.undrain(name))
         except FleetChangeError as error:
             raise _refused(error) from error
 
@@ -101,14 +103,14 @@ def fleet_routes(core: Core) -> APIRouter:
         dry_run: Annotated[bool, Query(description="only say what would change")] = False,
     ) -> dict[str, Any]:
         admin_key_of(request)
-        if core.reloader.load is None:
+        if reloader.load is None:
             raise RequestError(
                 409,
                 "this proxy was not started from settings that can be read again",
                 kind="conflict_error",
                 code="not_reloadable",
             )
-        report = await core.reloader.reload(dry_run=dry_run)
+        report = await reloader.reload(dry_run=dry_run)
         if report.error is not None:
             raise RequestError(400, f"nothing was changed: {report.error}", code="settings_refused")
         return report.as_dict()
@@ -116,8 +118,8 @@ def fleet_routes(core: Core) -> APIRouter:
     return routes
 
 
-def _row(core: Core, instance: Instance) -> dict[str, Any]:
-    return instance_row(core, instance, time.monotonic())
+def _row(core: Core, fleet: FleetChanges, instance: Instance) -> dict[str, Any]:
+    return instance_row(core, fleet, instance, time.monotonic())
 
 
 def _instance(core: Core, name: str) -> Instance:

@@ -9,16 +9,16 @@ from typing import Any
 from proxy.core import Core
 from proxy.fleet.breaker import BreakerState
 from proxy.fleet.instances import Instance
-from proxy.operations.fleet_changes import Departure
+from proxy.operations.fleet_changes import Departure, FleetChanges
 
 
-def instance_rows(core: Core) -> list[dict[str, Any]]:
+def instance_rows(core: Core, fleet: FleetChanges) -> list[dict[str, Any]]:
     """Every instance: health, identity, load, cache."""
     now_s = time.monotonic()
-    return [instance_row(core, instance, now_s) for instance in core.instances]
+    return [instance_row(core, fleet, instance, now_s) for instance in core.instances]
 
 
-def instance_row(core: Core, instance: Instance, now_s: float) -> dict[str, Any]:
+def instance_row(core: Core, fleet: FleetChanges, instance: Instance, now_s: float) -> dict[str, Any]:
     """One instance of the fleet; ``now_s`` is monotonic."""
     state = core.router.state
     load = state.ledger.load(instance.name, now_s)
@@ -29,7 +29,7 @@ def instance_row(core: Core, instance: Instance, now_s: float) -> dict[str, Any]
         "source": instance.source.value,
         "healthy": instance.healthy,
         "draining": instance.draining,
-        "leaving": core.fleet.leaving(instance),
+        "leaving": fleet.leaving(instance),
         "last_error": instance.last_error,
         "breaker": _breaker(instance, now_s),
         "engine_id": instance.engine_id,

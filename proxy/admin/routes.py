@@ -15,6 +15,7 @@ from policies.types import Decision, NoCandidateError
 from proxy.admin.instance_rows import departure_row, instance_rows
 from proxy.core import Core
 from proxy.errors import RequestError
+from proxy.operations.fleet_changes import FleetChanges
 from proxy.request.parse import Endpoint, session_of
 
 
@@ -29,7 +30,7 @@ class PolicySwitch(BaseModel):
     planner_params: dict[str, Any] = Field(default_factory=dict, description="its parameters")
 
 
-def admin_routes(core: Core) -> APIRouter:
+def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
     """Routes over one core."""
     routes = APIRouter()
 
@@ -51,8 +52,8 @@ def admin_routes(core: Core) -> APIRouter:
     @routes.get("/instances", summary="Every instance: health, identity, load, cache")
     async def instances() -> dict[str, Any]:
         return {
-            "instances": instance_rows(core),
-            "departing": [departure_row(each) for each in core.fleet.departures],
+            "instances": instance_rows(core, fleet),
+            "departing": [departure_row(each) for each in fleet.departures],
         }
 
     @routes.get("/stats", summary="Totals: requests, ledger, index, sessions, prediction error")

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
 
+from policies.session import Routed
 from policies.types import NoCandidateError, RequestView
 from proxy.breakdown import Outcome, Row
 from proxy.clients.inbound import Inbound
+from proxy.core import Core
 from proxy.engines.upstream import Answer, NotAcceptedError, NotConnectedError, UpstreamError
 from proxy.errors import AttemptFailedError, RequestError, draining_error, stream_error_event
 from proxy.exchange.offloading import hand_over
-from proxy.exchange.relay import ClientStalledError, StreamFilter, StreamRelay
+from proxy.exchange.relay import ClientStalledError, StreamRelay
 from proxy.fleet.instances import Instance
 from proxy.request.bodies import ask_for_usage
 from proxy.request.parse import Parsed, session_of
+from proxy.request.stream_filter import StreamFilter
 from proxy.request.usage import Usage, UsageFilter, usage_of_answer, with_cached_tokens
 from proxy.resume.plan import ResumeResult
 from proxy.resume.run import Resuming
 from proxy.routing.admission import QueueError, Seat
 from proxy.routing.retries import NO_RETRY_HEADER
-from proxy.routing.router import Routed
-
-if TYPE_CHECKING:
-    from proxy.core import Core
 
 
 class Exchange:
@@ -293,7 +291,7 @@ class Exchange:
 
         def learn() -> None:
             if first_token_s is not None:
-                row.note_leg("first_token", *self._core.router.prefilled(routed, first_token_s))
+                row.note_leg("first_token", *self._core.router.routing.prefilled(routed.commitment, first_token_s))
 
         row, inbound, timeouts = self._row, self._inbound, self._core.settings.timeouts
         row.status, row.outcome = 200, Outcome.OK

@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
 
+from policies.session import Routed
 from policies.types import OffloadReason, Role
 from proxy.breakdown import Row
+from proxy.core import Core
 from proxy.engines.upstream import Answer, NotConnectedError
 from proxy.errors import AttemptFailedError
 from proxy.fleet.instances import Instance
 from proxy.handoff.legs import HandedOff, OffloadFailedError
 from proxy.request.usage import Usage
-from proxy.routing.router import Routed
-
-if TYPE_CHECKING:
-    from proxy.core import Core
 
 Opened = tuple[Answer, bytes]
 """An answer and the first piece of its body."""
@@ -42,7 +39,7 @@ async def hand_over(
     Raises:
         AttemptFailedError: the hand-off failed and D does not answer at all; the request belongs elsewhere.
     """
-    decision = routed.decision
+    decision, routing = routed.decision, core.router.routing
     assert decision.prefill_on is not None
     # Later their names may be gone from the fleet, or mean other engines.
     prefill, decode = core.instances.chosen(decision.prefill_on), core.instances.chosen(decision.decode_on)
@@ -62,17 +59,17 @@ async def hand_over(
         core.instances.succeeded(prefill, sent_s)
         took_s = time.perf_counter() - started_s
         row.stages_ms["prefill_leg"] = took_s * 1e3
-        row.note_leg("prefill", *core.router.prefilled_on_p(routed, took_s))
+        row.note_leg("prefill", *routing.prefilled_on_p(routed.commitment, took_s))
         started_s = time.perf_counter()
         opened = await _pull(core, routed, prefill, handed, open_decode, bound_s)
         took_s = time.perf_counter() - started_s
         row.stages_ms["decode_leg_first_byte"] = took_s * 1e3
         if row.stream:
-            row.note_leg("transfer", *core.router.handed_over(routed, took_s))
+            row.note_leg("transfer", *routing.handed_over(routed.commitment, took_s, time.monotonic()))
         else:
-            core.router.handed_over_unseen(routed)
+            routing.handed_over_unseen(routed.commitment, time.monotonic())
     except OffloadFailedError as error:
-        core.router.fell_back(routed)
+        routing.fell_back(routed.commitment, time.monotonic())
         row.attempts.append({"instance": decision.prefill_on, "error": str(error), "offload": error.reason.value})
         row.offload_reason, row.prefill_instance = error.reason.value, None
         row.predicted_cached_tokens = decision.cached_tokens
@@ -111,7 +108,7 @@ async def _pull(
     finally:
         watching.cancel()
         if not taken:
-            core.abandoned.adopt(routed.decision.decode_on, pulling, core.router.hold_on_decode(routed))
+            core.abandoned.adopt(routed.decision.decode_on, pulling, routed.commitment.hold_on_decode())
         await asyncio.gather(watching, return_exceptions=True)
     if opened[0].status != 200:
         opened[0].close()

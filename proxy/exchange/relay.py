@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 from proxy.clients.inbound import Inbound
 from proxy.engines.upstream import Answer, UpstreamError
+from proxy.request.stream_filter import StreamFilter
 
 _DONE = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
 """The end of a stream of events. JSON holds no bare line break, so this is never the end of an answer's text."""
@@ -20,18 +20,6 @@ _AFTER_DONE_S = 1.0
 
 class ClientStalledError(Exception):
     """The client stopped reading its stream."""
-
-
-class StreamFilter(Protocol):
-    """Changes a stream on its way; must pass on or hold back every byte it is fed."""
-
-    def feed(self, chunk: bytes) -> bytes:
-        """The bytes to send on for one piece; may be empty. Raises UpstreamError if the stream cannot go on."""
-        ...
-
-    def flush(self) -> bytes:
-        """What is still held back at the end. Raises as ``feed`` does."""
-        ...
 
 
 class StreamRelay:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client import CollectorRegistry, generate_latest
 
 from proxy.breakdown import Row
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instances
+from proxy.metrics.instances import Readings, instance_families
 from proxy.metrics.predictions import PredictionErrors
 from proxy.metrics.tallies import Spread, Tally
 from proxy.routing.router import Router
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4, 10)
-_MILLISECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+_DECIDE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 
 
 class Metrics:
@@ -60,12 +60,6 @@ class Metrics:
             "Predictions that an engine's report was compared with",
             ["instance", "source"],
         )
-        self._events = Gauge(
-            "warmroute_kv_events",
-            "KV events of an instance since the start, and whether its exact index is trusted now",
-            ["instance", "what"],
-            registry=self.registry,
-        )
         self._first_byte = Spread(
             self.registry, "warmroute_first_byte_seconds", "Arrival to first byte", ["request_class"], _SECONDS
         )
@@ -73,7 +67,7 @@ class Metrics:
             self.registry, "warmroute_request_seconds", "Arrival to last byte", ["request_class"], _SECONDS
         )
         self._deciding = Spread(
-            self.registry, "warmroute_decide_milliseconds", "Index lookup and decision", [], _MILLISECONDS
+            self.registry, "warmroute_decide_seconds", "Index lookup and decision", [], _DECIDE_SECONDS
         )
         self._leg_ratio = Spread(
             self.registry,
@@ -88,13 +82,8 @@ class Metrics:
             "Sum of |predicted - actual| seconds of legs",
             ["leg"],
         )
-        self._recycle = Gauge(
-            "warmroute_instance_recycle_wanted", "1 when it should be restarted", ["instance"], registry=self.registry
-        )
-        self._load = Gauge(
-            "warmroute_instance_load", "Ledger and index readings", ["instance", "what"], registry=self.registry
-        )
-        self._healthy = Gauge("warmroute_instance_healthy", "1 when routable", ["instance"], registry=self.registry)
+        self._readings = Readings()
+        self.registry.register(self._readings)
 
     def record(self, row: Row) -> None:
         """Count one finished request."""
@@ -125,7 +114,7 @@ class Metrics:
                 self._leg_ratio.observe((leg,), times["actual_s"] / times["predicted_s"])
         stages = row.stages_ms
         if "decide" in stages:
-            self._deciding.observe((), stages["decide"])
+            self._deciding.observe((), stages["decide"] / 1e3)
         if "first_byte" in stages:
             self._first_byte.observe((request_class,), stages["first_byte"] / 1e3)
         if "total" in stages:
@@ -136,8 +125,6 @@ class Metrics:
         for metric in vars(self).values():
             if isinstance(metric, Tally | Spread):
                 metric.forget("instance", instance)
-            elif isinstance(metric, MetricWrapperBase) and "instance" in metric._labelnames:
-                metric.remove_by_labels({"instance": instance})
         self.errors.forget(instance)
 
     def render(self, router: Router, instances: Instances, events: EventSubscriber, now_s: float) -> bytes:
@@ -145,22 +132,5 @@ class Metrics:
         for (name, source), error in self.errors.by_source.items():
             self._index_error.values[name, source] = error.absolute_error_tokens
             self._index_predictions.values[name, source] = error.requests
-        for name in events.streams:
-            for what, number in events.figures(name).items():
-                self._events.labels(name, what).set(number)
-        for instance in instances:
-            name = instance.name
-            load = router.state.ledger.load(name, now_s)
-            self._healthy.labels(name).set(instance.healthy)
-            self._recycle.labels(name).set(instance.recycle_wanted is not None)
-            for what, value in (
-                ("requests", load.requests),
-                ("pending_prefill_tokens", load.pending_prefill_tokens),
-                ("decoding_tokens", load.decoding_tokens),
-                ("recent_tokens", load.recent_tokens),
-                ("index_blocks", router.state.index.blocks(name)),
-                ("sessions", router.state.sessions.count(name)),
-                ("kv_usage", instance.kv_usage),
-            ):
-                self._load.labels(name, what).set(value)
+        self._readings.families = list(instance_families(router, instances, events, now_s))
         return generate_latest(self.registry)

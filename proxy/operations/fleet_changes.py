@@ -11,14 +11,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from proxy.core import Core
 from proxy.fleet.instances import Instance, Source
 from proxy.operations.health import HealthMonitor
 from proxy.settings import InstanceSettings
-
-if TYPE_CHECKING:
-    from proxy.core import Core
 
 log = logging.getLogger("warmroute.fleet")
 
@@ -62,9 +59,9 @@ class Departure:
 class FleetChanges:
     """Adds, removes, replaces and drains instances. Owns the departures; ``close`` ends them."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, monitor: HealthMonitor) -> None:
         self._core = core
-        self._monitor = HealthMonitor(core)
+        self._monitor = monitor
         self._departures: dict[Instance, Departure] = {}
 
     @property

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
 
 import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from proxy.core import Core
 from proxy.fleet.instances import Instance
 from proxy.handoff.legs import query_engine_id
-
-if TYPE_CHECKING:
-    from proxy.core import Core
 
 log = logging.getLogger("warmroute.health")
 

@@ -11,16 +11,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import Counter
 
+from proxy.core import Core
 from proxy.fleet.instances import Instance, Source
+from proxy.operations.fleet_changes import FleetChanges
 from proxy.settings import InstanceSettings, Settings, SettingsError
 from proxy.settings.diff import Change, differences, in_force, instance_differences
-
-if TYPE_CHECKING:
-    from proxy.core import Core
 
 log = logging.getLogger("warmroute.reload")
 
@@ -57,8 +56,9 @@ class Report:
 class Reloader:
     """Reloads one core's settings, one reload at a time. Owns those that SIGHUP began; ``close`` ends them."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, fleet: FleetChanges) -> None:
         self._core = core
+        self._fleet = fleet
         self._lock = asyncio.Lock()
         self._begun: set[asyncio.Task[Report]] = set()
         self._counter = Counter(
@@ -119,7 +119,7 @@ class Reloader:
             result = Result.APPLIED if any(change.live for change in changes) else Result.UNCHANGED
             return Report(result, changes, dry_run=dry_run)
         added = self._put_in_force(in_force(core.settings, new), changes, well)
-        await asyncio.gather(*(core.fleet.probe(instance) for instance in added))
+        await asyncio.gather(*(self._fleet.probe(instance) for instance in added))
         return Report(Result.APPLIED, changes)
 
     def _changes(self, new: Settings) -> list[Change]:
@@ -127,7 +127,7 @@ class Reloader:
         core = self._core
         wanted = {each.name: each for each in new.instances}
         for instance in core.instances:
-            if instance.source is Source.API and instance.name not in wanted and not core.fleet.leaving(instance):
+            if instance.source is Source.API and instance.name not in wanted and not self._fleet.leaving(instance):
                 same = [each.name for each in new.instances if each.url == instance.url]
                 if same:
                     raise SettingsError(
@@ -143,7 +143,7 @@ class Reloader:
 
     def _the_files(self, instance: Instance, wanted: dict[str, InstanceSettings]) -> bool:
         """Whether the file has its say about an instance of the fleet: it named it, or does now."""
-        if self._core.fleet.leaving(instance):
+        if self._fleet.leaving(instance):
             return False
         return instance.source is Source.FILE or instance.name in wanted
 
@@ -184,7 +184,7 @@ class Reloader:
 
     def _change_fleet(self, settings: Settings, well: set[str]) -> list[Instance]:
         """The instances that the file names are as it says; those it named and does not now leave."""
-        core, fleet = self._core, self._core.fleet
+        core, fleet = self._core, self._fleet
         wanted = {each.name for each in settings.instances}
         added = []
         for each in settings.instances:

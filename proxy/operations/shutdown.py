@@ -32,9 +32,10 @@ _FLUSH_S = 2.0
 class ProxyServer(uvicorn.Server):
     """Serves one core's application until a signal ends it."""
 
-    def __init__(self, config: uvicorn.Config, core: Core) -> None:
+    def __init__(self, config: uvicorn.Config, core: Core, on_hangup: Callable[[], None]) -> None:
         super().__init__(config)
         self._core = core
+        self._on_hangup = on_hangup
         self._hurry = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -53,7 +54,7 @@ class ProxyServer(uvicorn.Server):
         handlers: dict[int, Callable[[], None]] = {
             signal.SIGTERM: self.end,
             signal.SIGINT: self.end,
-            signal.SIGHUP: self._core.reloader.on_hangup,
+            signal.SIGHUP: self._on_hangup,
         }
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)

@@ -8,12 +8,13 @@ from typing import Protocol
 
 import msgspec
 
+from policies.session import Routed
 from policies.types import NoCandidateError, RequestView
 from proxy.breakdown import Outcome, Row
 from proxy.engines.upstream import Answer, UpstreamError
 from proxy.errors import AttemptFailedError
-from proxy.exchange.relay import StreamFilter
 from proxy.request.parse import Parsed
+from proxy.request.stream_filter import StreamFilter
 from proxy.request.usage import UsageFilter
 from proxy.resume.continuation import Cut, StreamFailedError, StreamSoFar
 from proxy.resume.plan import (
@@ -26,7 +27,6 @@ from proxy.resume.plan import (
     where_to_cut,
 )
 from proxy.resume.splice import DivergedError, Seam
-from proxy.routing.router import Routed
 from proxy.settings import ResumeSettings
 
 _DONE = b"data: [DONE]\n\n"

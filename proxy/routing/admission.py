@@ -17,12 +17,12 @@ from math import ceil
 from typing import Protocol
 
 from policies.ledger import Ledger
+from policies.session import Routed
 from policies.types import NoCandidateError, RequestView, Role
 from proxy.breakdown import Outcome
 from proxy.errors import RequestError
 from proxy.fleet.breaker import Trial
 from proxy.fleet.instances import Instances
-from proxy.routing.router import Routed
 from proxy.settings import LimitSettings
 
 log = logging.getLogger("warmroute.admission")

@@ -1,4 +1,4 @@
-"""The settings as a Markdown table, from the model itself: ``docs/settings.md`` is this output, and a test says so."""
+"""The settings as a Markdown table, generated from the model; kept in ``docs/reference/settings.md``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from proxy.settings import ClientKey, InstanceSettings, Settings
 
 
 def reference() -> str:
-    """Markdown: every key, its default and what it does."""
+    """Markdown of every key with its default and description."""
     lines = [
-        "# Settings of `warmroute serve`",
+        "# Reference: settings of `warmroute serve`",
         "",
-        "Written by `warmroute settings`; a test compares it with the code. A YAML file (`--config`) comes first, then",
-        "environment variables (`WARMROUTE_` + the key in capitals, `__` for the dot), then flags; the later wins.",
-        "Unknown keys are refused.",
+        "Generated from the code by `make reference`; `warmroute settings` prints it. Unknown keys are refused.",
+        "Where settings come from, with examples: [settings](../settings.md).",
         "",
-        "| key | default | what |",
+        "| key | default | description |",
         "| --- | --- | --- |",
     ]
     lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _rows(Settings, "")]
@@ -29,7 +28,7 @@ def reference() -> str:
         ("`instances`", InstanceSettings),
         ("`keys.client`; those of `keys.admin` have no `max_concurrent`", ClientKey),
     ):
-        lines += ["", f"Each entry of {what_of}:", "", "| key | default | what |", "| --- | --- | --- |"]
+        lines += ["", f"Each entry of {what_of}:", "", "| key | default | description |", "| --- | --- | --- |"]
         lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _rows(model, "")]
     return "\n".join(lines) + "\n"
 

@@ -12,13 +12,10 @@ import re
 import socket
 from collections.abc import Collection, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 import psutil
-
-if TYPE_CHECKING:
-    from proxy.settings import Settings
 
 Network = IPv4Network | IPv6Network
 Address = IPv4Address | IPv6Address
@@ -116,14 +113,6 @@ async def admit(value: str, allowed: Sequence[Network], own: Collection[Listener
     if parts.scheme == "https":
         return value
     return f"{parts.scheme}://{_authority(addresses[0], parts.port)}{parts.path}"
-
-
-def listeners_of(settings: Settings) -> list[Listener]:
-    """Where a proxy listens, as far as its settings say."""
-    own = [Listener(settings.host, settings.port)]
-    if settings.admin.port is not None:
-        own.append(Listener(settings.admin.host, settings.admin.port))
-    return own
 
 
 def is_loopback(host: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 _CACHED_INPUTS = ("cached_tokens", "cached")
-"""What policies call the predicted cached tokens of a candidate."""
+"""Names of a candidate's predicted cached tokens among a policy's inputs, in rows without ``cached_tokens``."""
 _NEW_INPUT = "new_tokens"
 """Prompt less predicted cached tokens, which other policies give."""
 
@@ -48,6 +48,7 @@ class BreakdownRow(msgspec.Struct, kw_only=True):
 class _Score(msgspec.Struct):
     instance: str = ""
     inputs: dict[str, Any] = {}
+    cached_tokens: float | None = None
 
 
 class _Stored(msgspec.Struct):
@@ -124,7 +125,9 @@ def rows_of(stored: Iterable[Mapping[str, Any] | BreakdownRow]) -> list[Breakdow
 def _row(stored: _Stored) -> BreakdownRow:
     believed = {}
     for score in stored.scores:
-        cached = _believed(score.inputs, stored.prompt_tokens)
+        cached = score.cached_tokens
+        if cached is None:  # a row written before decisions carried it
+            cached = _believed(score.inputs, stored.prompt_tokens)
         if cached is not None:
             believed[score.instance] = cached
     return BreakdownRow(

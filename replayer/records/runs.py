@@ -93,6 +93,42 @@ class RequestRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="request
         return self.prompt_tokens - self.cached_tokens
 
 
+class Latencies(NamedTuple):
+    """The latency fields of a `RequestRecord`, in seconds; None where the request got too few tokens."""
+
+    ttft_s: float | None
+    ttft_scheduled_s: float | None
+    tpot_s: float | None
+    e2e_s: float
+    e2e_scheduled_s: float
+
+
+def latencies(
+    *,
+    scheduled_s: float,
+    sent_s: float,
+    first_token_s: float | None,
+    last_token_s: float | None,
+    finished_s: float,
+    completion_tokens: int | None,
+) -> Latencies:
+    """Latencies of one request from its points in time, all in seconds on one clock.
+
+    TTFT and E2E are counted from ``sent_s`` and, as ``*_scheduled_s``, from ``scheduled_s``. TPOT is
+    (last token - first token) / (completion tokens - 1); None below two tokens.
+    """
+    tpot_s = None
+    if first_token_s is not None and last_token_s is not None and completion_tokens is not None:
+        tpot_s = (last_token_s - first_token_s) / (completion_tokens - 1) if completion_tokens > 1 else None
+    return Latencies(
+        None if first_token_s is None else first_token_s - sent_s,
+        None if first_token_s is None else first_token_s - scheduled_s,
+        tpot_s,
+        finished_s - sent_s,
+        finished_s - scheduled_s,
+    )
+
+
 class RunEnd(msgspec.Struct, kw_only=True, tag_field="kind", tag="end"):
     """Last line of a complete run."""
 

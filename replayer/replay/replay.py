@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from replayer.records.journal import Journal
-from replayer.records.runs import RequestRecord, Run, RunHeader, read_run
+from replayer.records.runs import RequestRecord, Run, RunHeader, latencies, read_run
 from replayer.records.version import installed_version
 from replayer.replay.client import CONNECT_TIMEOUT_S, READ_BYTES, Outcome, send
 from replayer.replay.endpoint import CONTROL_TIMEOUT_S, base_url, first_model
@@ -151,10 +151,14 @@ class Replay:
         sent_s = self._engine_s(outcome.sent)
         finished_s = self._engine_s(outcome.finished)
         first_s = None if outcome.first_token is None else self._engine_s(outcome.first_token)
-        tokens = outcome.completion_tokens
-        tpot_s = None
-        if outcome.first_token is not None and outcome.last_token is not None and tokens is not None and tokens > 1:
-            tpot_s = (outcome.last_token - outcome.first_token) * self._options.clock_scale / (tokens - 1)
+        times = latencies(
+            scheduled_s=due_s,
+            sent_s=sent_s,
+            first_token_s=first_s,
+            last_token_s=None if outcome.last_token is None else self._engine_s(outcome.last_token),
+            finished_s=finished_s,
+            completion_tokens=outcome.completion_tokens,
+        )
         request, headers = step.request, outcome.headers
         predicted = headers.get("x-warmroute-predicted-cached-tokens", "")
         return RequestRecord(
@@ -167,15 +171,11 @@ class Replay:
             sent_s=sent_s,
             first_token_s=first_s,
             finished_s=finished_s,
-            ttft_s=None if first_s is None else first_s - sent_s,
-            ttft_scheduled_s=None if first_s is None else first_s - due_s,
-            tpot_s=tpot_s,
-            e2e_s=finished_s - sent_s,
-            e2e_scheduled_s=finished_s - due_s,
+            **times._asdict(),
             input_length=request.input_length,
             output_length=max(request.output_length, 1),
             prompt_tokens=outcome.prompt_tokens,
-            completion_tokens=tokens,
+            completion_tokens=outcome.completion_tokens,
             cached_tokens=outcome.cached_tokens,
             ok=outcome.ok,
             error=outcome.error,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sim.core.blocks import Holding, Run
+from sim.core.blocks import BlockRun, Holding
 from sim.core.handoff import HoldTable
 from sim.core.scheduler import Scheduler
 from sim.core.types import EngineState
@@ -35,11 +35,11 @@ def count_state(scheduler: Scheduler, holds: HoldTable, orphans: list[Holding], 
     )
 
 
-def _distinct(holdings: list[Holding]) -> tuple[set[Run], int]:
+def _distinct(holdings: list[Holding]) -> tuple[set[BlockRun], int]:
     """(the runs that any of them references, their loose blocks)"""
     runs = {run for holding in holdings for run in holding.backwards()}
     return runs, sum(holding.loose for holding in holdings)
 
 
-def _blocks(runs: set[Run]) -> int:
+def _blocks(runs: set[BlockRun]) -> int:
     return sum(len(run.keys) for run in runs)

@@ -1,9 +1,9 @@
 """The KV block pool: reference counts, prefix cache and the least-recently-freed queue of vLLM V1's block manager.
 
 What vLLM does to single blocks is done here to *runs*: consecutive blocks of one prompt with one reference count and
-neighbouring places in the free queue. Which block of the memory it is matters to nobody, so blocks have no numbers.
+neighbouring places in the free queue. Physical block numbers have no effect on the simulation, so blocks have none.
 Keys are chained (a key stands for its block and all before it): where two prompts agree at one block they agree before
-it, so one comparison tells whether a whole run is shared, and bisection how much of it is.
+it, so one comparison decides whether a whole run is shared, and bisection finds how much of it is.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from sim.core.kvevents import BlockRemoved, CacheCleared, KvEvent
 
 
-class Run:
+class BlockRun:
     """Consecutive blocks of one prompt under their content keys, or (without keys) ``blanks`` blocks with no content.
 
-    All blocks of a run have the same owners. A run is cut when a lookup needs only its front; the run then stays what
-    was its end, and ``front`` is the rest, so that owners of the whole still find all of it.
+    All blocks of a run have the same owners. A run is cut when a lookup needs only its front; the run object keeps the
+    end and ``front`` refers to the rest, so that owners of the whole run still find all of it.
     """
 
     __slots__ = ("blanks", "front", "indexed", "keys", "output", "references")
@@ -28,11 +28,11 @@ class Run:
         self.keys = keys
         self.references = references
         self.output = output
-        """Generated tokens: kept apart from the prompt, because the next prompt seldom goes on with them."""
+        """Generated tokens: kept apart from the prompt, because the next prompt seldom continues with them."""
         self.indexed = indexed
-        """Whether lookups find it; False for a copy of what another run holds (always one block)."""
+        """True if lookups find it; False for a copy of what another run holds (always one block)."""
         self.blanks = 0
-        self.front: Run | None = None
+        self.front: BlockRun | None = None
 
 
 class Holding:
@@ -43,13 +43,13 @@ class Holding:
     __slots__ = ("loose", "runs")
 
     def __init__(self) -> None:
-        self.runs: list[tuple[Run, Run | None]] = []
+        self.runs: list[tuple[BlockRun, BlockRun | None]] = []
         self.loose = 0
 
-    def backwards(self) -> Iterator[Run]:
+    def backwards(self) -> Iterator[BlockRun]:
         """The runs as they are cut now, last first."""
         for last, stop in reversed(self.runs):
-            run: Run | None = last
+            run: BlockRun | None = last
             while run is not stop and run is not None:
                 front = run.front  # its new owner may change it
                 yield run
@@ -59,19 +59,19 @@ class Holding:
         return self.loose + sum(len(run.keys) for run in self.backwards())
 
 
-class Match(NamedTuple):
-    """What a lookup found; good until the pool changes."""
+class PrefixMatch(NamedTuple):
+    """The result of a prefix lookup; valid until the pool changes."""
 
     blocks: int
     """Length of the longest cached prefix."""
     idle: int
-    """How many of these blocks nobody references, so that taking them uses up free blocks."""
-    runs: list[tuple[Run, int]]
-    """Where they are: (run, how many of its blocks)."""
+    """Number of these blocks without a reference: taking them uses up free blocks."""
+    runs: list[tuple[BlockRun, int]]
+    """Their runs: (run, number of its blocks)."""
 
 
 class BlockPool:
-    """``num_blocks`` KV blocks. A block nobody references is free; a free block stays cached until it is reused.
+    """``num_blocks`` KV blocks. A block without references is free; a free block stays cached until it is reused.
 
     Free blocks form one queue: blocks are reused from its head and appended to its tail when released, the last block
     of a request first, so that of one request's blocks the tail is evicted before the prefix it depends on.
@@ -84,24 +84,24 @@ class BlockPool:
             raise ValueError(f"a KV pool needs at least 1 block, got {num_blocks}")
         self.num_blocks = num_blocks
         self.free_blocks = num_blocks
-        """Blocks nobody references (cached or not)."""
+        """Blocks without references (cached or not)."""
         self.cached_blocks = 0
         """Distinct block contents that a prefix lookup can hit."""
         self.evictions = 0
         self.events: list[KvEvent] | None = None
-        """What changed in the cache since it was last emptied by a reader; None: nobody reads."""
-        # Indexed runs by their first key. Since whoever holds a block holds all before it and releases it first, a
-        # cached block's predecessors are cached too: a lookup goes from run to run, and ends where none goes on.
-        self._heads: dict[int, Run] = {}
+        """Cache changes since a reader last emptied the list; None: no reader."""
+        # Indexed runs by their first key. Since an owner of a block owns all before it and releases it first, a
+        # cached block's predecessors are cached too: a lookup goes from run to run, and ends where no run continues.
+        self._heads: dict[int, BlockRun] = {}
         # Further blocks with the content of a cached one: two requests that computed it side by side.
-        self._copies: dict[int, list[Run]] = {}
-        self._free: OrderedDict[Run, None] = OrderedDict()
+        self._copies: dict[int, list[BlockRun]] = {}
+        self._free: OrderedDict[BlockRun, None] = OrderedDict()
         self._append_blanks(num_blocks)
 
-    def match(self, keys: list[int], limit: int) -> Match:
+    def match(self, keys: list[int], limit: int) -> PrefixMatch:
         """Longest cached prefix of the first ``limit`` of ``keys``; nothing is referenced yet."""
         heads = self._heads
-        runs: list[tuple[Run, int]] = []
+        runs: list[tuple[BlockRun, int]] = []
         depth = idle = 0
         while depth < limit:
             run = heads.get(keys[depth])
@@ -117,10 +117,10 @@ class BlockPool:
             runs.append((run, shared))
             if not run.references:
                 idle += shared
-        return Match(depth, idle, runs)
+        return PrefixMatch(depth, idle, runs)
 
-    def acquire(self, match: Match) -> Holding:
-        """Reference what a lookup found, taking what is idle out of the free queue."""
+    def acquire(self, match: PrefixMatch) -> Holding:
+        """Reference the blocks of a lookup, taking the idle ones out of the free queue."""
         holding = Holding()
         for run, shared in match.runs:
             if shared < len(run.keys):
@@ -139,7 +139,7 @@ class BlockPool:
             MemoryError: fewer than ``count`` blocks are free; nothing was taken.
         """
         if count > self.free_blocks:
-            raise MemoryError(f"{count} blocks asked for, {self.free_blocks} free")
+            raise MemoryError(f"{count} blocks requested, {self.free_blocks} free")
         self.free_blocks -= count
         holding.loose += count
         free = self._free
@@ -156,9 +156,9 @@ class BlockPool:
             count -= taken
 
     def publish(self, holding: Holding, keys: list[int], output: bool) -> bool:
-        """Let lookups find the first ``len(keys)`` loose blocks under ``keys``; True if that was all there was to do.
+        """Let lookups find the first ``len(keys)`` loose blocks under ``keys``; True if no further step is needed.
 
-        False, and nothing done: some of them may be cached already; call ``publish_copies``.
+        False means that nothing was done because some of them may be cached already: call ``publish_copies``.
         """
         heads = self._heads
         if keys[0] in heads:
@@ -170,24 +170,24 @@ class BlockPool:
             if last.references == 1 and last.output is output:
                 last.keys += keys
             else:
-                run = heads[keys[0]] = Run(keys, 1, output)
+                run = heads[keys[0]] = BlockRun(keys, 1, output)
                 holding.runs.append((run, None))
         else:
-            run = heads[keys[0]] = Run(keys, 1, output)
+            run = heads[keys[0]] = BlockRun(keys, 1, output)
             holding.runs.append((run, None))
         holding.loose -= len(keys)
         self.cached_blocks += len(keys)
         return True
 
     def publish_copies(self, holding: Holding, keys: list[int], first: int, last: int, output: bool) -> None:
-        """The same for the blocks ``first`` up to ``last`` of a request with ``keys``, whose first may be cached."""
+        """Publish the blocks ``first`` up to ``last`` of a request with ``keys``, the first of which may be cached."""
         cached = max(min(self.match(keys, last).blocks, last), first)
         for key in keys[first:cached]:
-            run = Run([key], 1, output, indexed=False)
+            run = BlockRun([key], 1, output, indexed=False)
             self._copies.setdefault(key, []).append(run)
             holding.runs.append((run, None))
         if cached < last:
-            run = self._heads[keys[cached]] = Run(keys[cached:last], 1, output)
+            run = self._heads[keys[cached]] = BlockRun(keys[cached:last], 1, output)
             holding.runs.append((run, None))
             self.cached_blocks += last - cached
         holding.loose -= last - first
@@ -198,7 +198,7 @@ class BlockPool:
             self._append_blanks(holding.loose)
             self.free_blocks += holding.loose
         free, heads = self._free, self._heads
-        behind: Run | None = None
+        behind: BlockRun | None = None
         for run in holding.backwards():
             run.references -= 1
             if run.references:
@@ -215,7 +215,7 @@ class BlockPool:
             behind = run
 
     def reset_cache(self) -> bool:
-        """Forget all cached content. As in vLLM it does nothing, and says False, while any block is referenced."""
+        """Forget all cached content. As in vLLM it does nothing and returns False while any block is referenced."""
         if self.free_blocks != self.num_blocks:
             return False
         self._heads.clear()
@@ -232,7 +232,7 @@ class BlockPool:
         return {key for run in self._heads.values() for key in run.keys}
 
     def reuse_order(self) -> list[int | None]:
-        """What the free blocks hold, next to be reused first (None: nothing). Costs a pass over the pool: for tests."""
+        """Content keys of the free blocks in order of reuse (None: empty). Costs a pass over the pool: for tests."""
         order: list[int | None] = []
         for run in self._free:
             order += reversed(run.keys)
@@ -245,13 +245,13 @@ class BlockPool:
         return sum(run.references * len(run.keys) for run in (*self._heads.values(), *copies))
 
     def _append_blanks(self, count: int) -> None:
-        run = Run([], 0, indexed=False)
+        run = BlockRun([], 0, indexed=False)
         run.blanks = count
         self._free[run] = None
 
-    def _cut(self, run: Run, at: int) -> Run:
+    def _cut(self, run: BlockRun, at: int) -> BlockRun:
         """Cut a run in two and return the front, which is not in the free queue; the end keeps its place there."""
-        front = Run(run.keys[:at], run.references, run.output)
+        front = BlockRun(run.keys[:at], run.references, run.output)
         front.front = run.front
         del run.keys[:at]
         if run.references:
@@ -260,7 +260,7 @@ class BlockPool:
         self._heads[run.keys[0]] = run
         return front
 
-    def _evict(self, run: Run, count: int) -> None:
+    def _evict(self, run: BlockRun, count: int) -> None:
         """Forget the last ``count`` blocks of a free run."""
         self.evictions += count
         keys = run.keys
@@ -277,7 +277,7 @@ class BlockPool:
         if not keys:
             del self._free[run]
 
-    def _forget(self, run: Run, key: int) -> None:
+    def _forget(self, run: BlockRun, key: int) -> None:
         """Forget the block with ``key``, until now the last of ``run``; the oldest copy of it takes its place."""
         if self.events is not None:
             self.events.append(BlockRemoved(key))
@@ -297,7 +297,8 @@ class BlockPool:
 
 
 def _common(own: list[int], keys: list[int], depth: int, limit: int) -> int:
-    """How many of a run's blocks ``keys`` goes along from ``depth`` on, up to ``limit``; the first is known to be."""
+    """Number of a run's blocks that equal ``keys`` from ``depth`` on, up to ``limit``; the first is known to be
+    equal."""
     low, high = 1, min(len(own), limit - depth)
     if own[high - 1] == keys[depth + high - 1]:
         return high

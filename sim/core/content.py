@@ -1,7 +1,7 @@
-"""What blocks contain: token bytes, chained block keys, and the pseudo-words an engine generates.
+"""Contents of blocks: token bytes, chained block keys, and the pseudo-words an engine generates.
 
 A token is 4 bytes everywhere: a token id as a 32-bit integer, a piece of text as 4 bytes of UTF-8, a generated token
-as a space and three letters. So equal text prefixes give equal token prefixes (in steps of 4 bytes).
+as a space and three letters. Equal text prefixes therefore give equal token prefixes (in steps of 4 bytes).
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def block_key(tokens: bytes, parent: int) -> int:
 
 
 def output_offset(prompt_key: int, tail: bytes, seed: int) -> int:
-    """Where in the endless pseudo-text a prompt's output starts: by its last block key, partial block and seed."""
+    """Offset in the endless pseudo-text at which a prompt's output starts: from its last block key, partial block,
+    seed."""
     return xxh3_64_intdigest(tail + seed.to_bytes(8, "little", signed=True), prompt_key) % _WORD_COUNT
 
 

@@ -1,7 +1,7 @@
 """Streams that get one token a step together: one count of steps stands for the progress of all of them.
 
-Nothing is done per stream and step. What happens to a stream of its own accord is known when it joins: the step in
-which it ends, and the steps in which it needs another block or fills one.
+There is no work per stream and step. The step in which a stream ends, and the steps in which it needs or fills a block,
+are known when it joins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One engine in engine time: requests in, token events out, steps that somebody else waits for.
+"""One engine in engine time: requests in, token events out; the caller waits for the steps to end.
 
-A driver calls ``begin_step(now)``, lets the time pass until the end it returns, and calls ``end_step()``. Between the
-two it may submit, abort, and ``interrupt`` a run of steps. Nothing here knows what a clock is.
+A driver calls ``begin_step(now)``, waits until the end time it returns, and calls ``end_step()``. Between the
+two it may submit, abort, and ``interrupt`` a run of steps. There is no clock in this module.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from sim.core.blocks import BlockPool, Holding
 from sim.core.handoff import HoldTable, LoadFailurePolicy, Pull, PullAnswer, PullFailure
 from sim.core.kvevents import KvEvent
 from sim.core.scheduler import Counters, Scheduler
-from sim.core.sequence import KvTransfer, Request, Sequence, Status
-from sim.core.stepping import Step, begin_steps, heeds_arrivals, time_step
+from sim.core.sequence import KvTransfer, Request, RequestStatus, Sequence
+from sim.core.stepping import EngineStep, begin_steps, heeds_arrivals, time_step
 from sim.core.timing import StepTiming
 from sim.core.types import EngineConfig, EngineDeadError, EngineState, TokenEvent, TransferSeconds
 
@@ -29,7 +29,7 @@ class Engine:
     timing: StepTiming
     transfer_seconds: TransferSeconds
     report_progress: bool = True
-    """Whether ``end_step`` tells of every token, or only of first tokens and ends (which costs less)."""
+    """True: ``end_step`` reports every token; False: only first tokens and ends, which costs less."""
     scheduler: Scheduler = field(init=False)
     busy_s: float = field(init=False, default=0.0)
     """Time in steps so far, and of it in steps that computed prompts."""
@@ -39,7 +39,7 @@ class Engine:
     _arriving: list[tuple[float, int, Sequence]] = field(init=False, default_factory=list)
     _orphans: dict[str, Sequence] = field(init=False, default_factory=dict)
     _pulls: list[Pull] = field(init=False, default_factory=list)
-    _step: Step | None = field(init=False, default=None)
+    _step: EngineStep | None = field(init=False, default=None)
     _submitted: int = field(init=False, default=0)
     _dead: bool = field(init=False, default=False)
 
@@ -55,14 +55,14 @@ class Engine:
 
         Raises:
             ValueError: it can never be served (too long, no tokens) or its id is in use.
-            EngineDeadError: the engine died, perhaps of this request.
+            EngineDeadError: the engine is dead, or this request killed it.
         """
         self._check_alive()
         if request.request_id in self._live:
             raise ValueError(f"request id {request.request_id!r} is in use")
         transfer = request.kv_transfer
         if self.config.role == "kv_consumer" and transfer is not None and transfer.do_remote_decode:
-            # The connector of a consumer has no sender; vLLM's engine core dies of the attempt.
+            # A consumer's connector has no sender; vLLM's engine core dies when such a request is sent to it.
             self._dead = True
             raise EngineDeadError("do_remote_decode sent to a kv_consumer")
         if self.config.role in {"none", "kv_producer"} and transfer is not None and transfer.do_remote_prefill:
@@ -77,9 +77,9 @@ class Engine:
             step.cut(ready_s)
 
     def abort(self, request_id: str, now_s: float | None = None) -> bool:
-        """Stop a request, wherever it is, and free its blocks; False when it is not (or no longer) known.
+        """Stop a request in any state and free its blocks; False when it is not (or no longer) known.
 
-        ``now_s`` cuts a run of steps in flight short; without it the run goes on without the request. A request that
+        ``now_s`` cuts a run of steps in flight short; without it the run continues without the request. A request that
         waits for remote KV keeps its blocks until the transfer is reported, as in vLLM; if it never is, they are
         leaked.
         """
@@ -90,15 +90,15 @@ class Engine:
             self.interrupt(now_s)
             if sequence.decoding:
                 self.counters.generation_tokens += self._step.steps - 1
-        status, sequence.status = sequence.status, Status.DONE
-        if status is Status.PULLING:
+        status, sequence.status = sequence.status, RequestStatus.DONE
+        if status is RequestStatus.PULLING:
             self._orphans[request_id] = sequence
             del self.scheduler.pulling[request_id]
             self._count_finish("abort")
             return True
-        if status is Status.RUNNING:
+        if status is RequestStatus.RUNNING:
             self.scheduler.leave(sequence)
-        elif status is Status.WAITING:
+        elif status is RequestStatus.WAITING:
             self.scheduler.waiting.remove(sequence)
         self.scheduler.release(sequence)
         self._count_finish("abort")
@@ -111,6 +111,10 @@ class Engine:
 
         Steps of the same requests during which nothing else can happen are one step here: decode steps, and those
         that compute a long prompt chunk by chunk. It ends no later than ``horizon_s`` unless a single one takes longer.
+
+        Raises:
+            RuntimeError: the step in flight has not been ended.
+            EngineDeadError: the engine core has died.
         """
         self._check_alive()
         if self._step is not None:
@@ -119,8 +123,8 @@ class Engine:
         arriving = self._arriving
         while arriving and arriving[0][0] <= now_s:
             sequence = heapq.heappop(arriving)[2]
-            if sequence.status is Status.ARRIVING:
-                sequence.status = Status.WAITING
+            if sequence.status is RequestStatus.ARRIVING:
+                sequence.status = RequestStatus.WAITING
                 scheduler.waiting.append(sequence)
         if not (scheduler.running or scheduler.waiting or scheduler.pulling):
             return None
@@ -134,7 +138,11 @@ class Engine:
         return step.end_s
 
     def end_step(self) -> list[TokenEvent]:
-        """The step in flight is over: hand out its tokens, finish requests, free or hold their blocks."""
+        """End the step in flight: return its tokens, finish requests, free or hold their blocks.
+
+        Raises:
+            RuntimeError: no step is in flight.
+        """
         step = self._step
         if step is None:
             raise RuntimeError("no step is in flight")
@@ -151,19 +159,19 @@ class Engine:
         if plan.decoders:
             self._end_decodes(events, steps, end_s)
         for sequence in (*plan.streams, *[chunk[0] for chunk in plan.chunks]):
-            if sequence.status is Status.RUNNING and sequence.computed == sequence.total:
+            if sequence.status is RequestStatus.RUNNING and sequence.computed == sequence.total:
                 self._hand_out(events, sequence, end_s)
         if len(self._live) < going_on:
             running = self.scheduler.running
-            running[:] = [sequence for sequence in running if sequence.status is Status.RUNNING]
+            running[:] = [sequence for sequence in running if sequence.status is RequestStatus.RUNNING]
         return events
 
     def report_kv_events(self) -> None:
-        """From now on keep what changes in the prefix cache, for ``take_kv_events``."""
+        """Start recording changes of the prefix cache for ``take_kv_events``."""
         self.scheduler.pool.events = []
 
     def take_kv_events(self) -> list[KvEvent]:
-        """What changed in the prefix cache since the last call; nothing unless ``report_kv_events`` was called."""
+        """Changes of the prefix cache since the last call; empty unless ``report_kv_events`` was called."""
         pool = self.scheduler.pool
         if not pool.events:
             return []
@@ -173,8 +181,8 @@ class Engine:
     def interrupt(self, now_s: float) -> None:
         """Cut a run of steps in flight short: it ends with the first of its steps that ends at or after now.
 
-        Call it before whatever else happens at ``now_s`` (``abort`` does): what the run has done to the blocks by then
-        comes first.
+        Call it before anything else that happens at ``now_s`` (``abort`` does): the run's changes to the blocks come
+        first.
         """
         step = self._step
         if step is not None and step.steps > 1:
@@ -182,9 +190,10 @@ class Engine:
             self._begin_steps(step, step.steps)
 
     def catch_up(self, now_s: float) -> None:
-        """Let the steps of a run in flight that have begun by ``now_s`` have their blocks, for ``kv_usage`` as of then.
+        """Allocate the blocks of those steps of a run in flight that have begun by ``now_s``, for ``kv_usage`` at that
+        time.
 
-        Otherwise those of the later steps come when the run ends. Changes nothing else.
+        Without this call they are allocated when the run ends. Changes nothing else.
         """
         step = self._step
         if step is not None and step.begun < step.steps:
@@ -192,11 +201,12 @@ class Engine:
 
     @property
     def step_end_s(self) -> float | None:
-        """When the step in flight ends; None when there is none."""
+        """Engine time at which the step in flight ends; None when there is none."""
         return None if self._step is None else self._step.end_s
 
     def next_event_s(self) -> float:
-        """With no step in flight: when ``begin_step`` may have something to do (infinite: not by itself)."""
+        """Engine time at which ``begin_step`` may have something to do, with no step in flight (infinite: none
+        known)."""
         arrival = self._arriving[0][0] if self._arriving else math.inf
         if self.scheduler.waiting:
             return min(arrival, self.holds.next_free_s())
@@ -212,7 +222,7 @@ class Engine:
     def serve_pull(
         self, transfer_id: str, engine_id: str, blocks: int, peer_streams: int, peer_transfers: int, now_s: float
     ) -> PullAnswer:
-        """P's side: start sending ``blocks`` blocks of ``transfer_id``, if that is what this engine holds."""
+        """P's side: start sending ``blocks`` blocks of ``transfer_id``, if this engine holds them."""
         if engine_id != self.config.engine_id:
             return PullAnswer(0.0, PullFailure.STALE_ENGINE_ID)
         if not self.holds.can_send(transfer_id, now_s):
@@ -224,18 +234,18 @@ class Engine:
         self.holds.send(transfer_id, now_s + seconds)
         step = self._step
         if step is not None and self.scheduler.waiting and heeds_arrivals(step.plan, self.scheduler):
-            step.cut(now_s + seconds)  # who waits for blocks may get these
+            step.cut(now_s + seconds)  # a request that waits for blocks may get these
         return PullAnswer(seconds)
 
     def finish_pull(self, request_id: str) -> None:
-        """D's side: the KV of a request has arrived. Its blocks are freed at last if it was aborted meanwhile."""
+        """D's side: the KV of a request has arrived. Its blocks are freed now if it was aborted meanwhile."""
         self._settle_orphan(request_id)
         sequence = self.scheduler.pulling.get(request_id)
         if sequence is not None:
             self.scheduler.finish_pull(sequence)
 
     def fail_pull(self, request_id: str, now_s: float) -> TokenEvent | None:
-        """D's side: the KV will not come. What follows is ``load_failure_policy``: nothing at all, an error event, or
+        """D's side: the KV will not arrive. ``load_failure_policy`` decides between doing nothing, an error event, and
         a place in the queue to compute the prompt here."""
         policy = self.config.load_failure_policy
         if policy is LoadFailurePolicy.HANG:
@@ -248,7 +258,7 @@ class Engine:
         if policy is LoadFailurePolicy.RECOMPUTE:
             self.scheduler.requeue(sequence)
             return None
-        sequence.status = Status.DONE
+        sequence.status = RequestStatus.DONE
         del self._live[request_id]
         self._count_finish("error")
         return TokenEvent(request_id, 0, True, "error", 0, None, now_s)
@@ -286,7 +296,7 @@ class Engine:
     # Inside
 
     def _end_decodes(self, events: list[TokenEvent], steps: int, now_s: float) -> None:
-        """Hand out ``steps`` tokens to each of the streams that go on together; those that are complete finish."""
+        """Hand out ``steps`` tokens to each of the streams that advance together; those that are complete finish."""
         scheduler = self.scheduler
         scheduler.counters.generation_tokens += steps * scheduler.decoders.count
         ended = scheduler.decoders.advance(steps)
@@ -302,7 +312,7 @@ class Engine:
                 self._finish(events, sequence, steps, False, now_s)
 
     def _hand_out(self, events: list[TokenEvent], sequence: Sequence, now_s: float) -> None:
-        """One token for a request that was planned by itself; from now on it goes along with the others."""
+        """Hand out one token to a request that was planned by itself; from now on it advances with the others."""
         counters = self.scheduler.counters
         first = not sequence.generated
         if first:
@@ -321,13 +331,13 @@ class Engine:
 
     def _finish(self, events: list[TokenEvent], sequence: Sequence, tokens: int, first: bool, now_s: float) -> None:
         request, reason = sequence.request, sequence.finish_reason
-        sequence.status = Status.DONE
+        sequence.status = RequestStatus.DONE
         sequence.serial = 0
         del self._live[request.request_id]
         self._count_finish(reason)
         transfer = request.kv_transfer
         held = None
-        # P sends only what finished by length: a first token that ends the sequence means D waits in vain.
+        # P sends only what finished by length: a first token that ends the sequence means that D never gets its KV.
         if transfer is not None and transfer.do_remote_decode and reason == "length" and self.config.role != "none":
             held = transfer.transfer_id
         if held is not None:
@@ -338,12 +348,12 @@ class Engine:
         cached = sequence.cached_tokens or 0
         events.append(TokenEvent(request.request_id, tokens, first, reason, cached, held, now_s))
 
-    def _begin_steps(self, step: Step, last: int) -> None:
-        """Let the steps of a run up to the ``last`` begin: blocks for them, and back what was held for others."""
+    def _begin_steps(self, step: EngineStep, last: int) -> None:
+        """Begin the steps of a run up to ``last``: allocate their blocks and free what was held for others."""
         self._reap(begin_steps(step, self.scheduler, last))
 
     def _reap(self, now_s: float) -> None:
-        """Free the blocks whose transfer is over, or that nobody came for."""
+        """Free the blocks whose transfer is complete, or which no engine pulled in time."""
         for blocks in self.holds.reap(now_s):
             self.scheduler.pool.release(blocks)
 
@@ -351,7 +361,7 @@ class Engine:
         scheduler = self.scheduler
         transfer = sequence.request.kv_transfer
         if transfer is None:
-            raise RuntimeError(f"{sequence.request.request_id} wants a pull without kv_transfer")
+            raise RuntimeError(f"{sequence.request.request_id} needs a pull but has no kv_transfer")
         missing = sequence.blocks.loose
         others = len(scheduler.pulling) - 1
         self._pulls.append(Pull(sequence.request.request_id, transfer, missing, len(scheduler.running), others))

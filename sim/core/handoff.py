@@ -12,7 +12,7 @@ from sim.core.sequence import KvTransfer
 
 
 class LoadFailurePolicy(StrEnum):
-    """What D does with a request whose KV does not come. ``HANG`` is vLLM 0.18.1; the others came later."""
+    """D's handling of a request whose KV does not arrive. ``HANG`` is vLLM 0.18.1; later versions added the others."""
 
     HANG = "hang"
     FAIL = "fail"
@@ -20,7 +20,7 @@ class LoadFailurePolicy(StrEnum):
 
 
 class PullFailure(StrEnum):
-    """Why a pull did not happen."""
+    """Reasons for which a pull did not happen."""
 
     INVALID_PARAMS = "invalid_params"
     UNREACHABLE = "unreachable"
@@ -30,12 +30,12 @@ class PullFailure(StrEnum):
 
 
 def failure_delay_s(failure: PullFailure, abort_timeout_s: float) -> float:
-    """Engine seconds until D knows that a pull failed: at once, but for a transfer that P may still come to know."""
+    """Engine seconds until D sees that a pull failed: 0, except for a transfer id that P may still get to hold."""
     return abort_timeout_s if failure is PullFailure.UNKNOWN_TRANSFER else 0.0
 
 
 class Pull(NamedTuple):
-    """D asks for KV: what whoever drives the engine must get from P, then report with ``finish_pull``."""
+    """A KV request of D. The engine's driver gets the KV from P and reports it with ``finish_pull``."""
 
     request_id: str
     params: KvTransfer
@@ -48,29 +48,29 @@ class Pull(NamedTuple):
 
 
 class PullAnswer(NamedTuple):
-    """P's answer to a pull: seconds until D has the KV, or why it will not."""
+    """P's answer to a pull: seconds until D has the KV, or the reason for which it will not get it."""
 
     seconds: float
     failure: PullFailure | None = None
 
 
 @dataclass(slots=True)
-class Hold:
-    """Blocks of a finished P leg, kept for whoever asks with the transfer id."""
+class HeldBlocks:
+    """Blocks of a finished P leg, kept for the engine that pulls them with the transfer id."""
 
     transfer_id: str
     blocks: Holding
     free_at_s: float
-    """When the blocks may go: the expiry, or the end of the transfer."""
+    """Engine time at which the blocks may be freed: the expiry, or the end of the transfer."""
     sent: bool = False
 
 
 class HoldTable:
-    """P's side: blocks held per transfer id. A hold serves one pull; what is past its time goes when P next steps."""
+    """P's side: blocks held per transfer id. A hold serves one pull; expired holds are freed when P next steps."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Hold] = {}
-        self._sending: list[Hold] = []
+        self._open: dict[str, HeldBlocks] = {}
+        self._sending: list[HeldBlocks] = []
         self.expired = 0
 
     def __len__(self) -> int:
@@ -81,31 +81,31 @@ class HoldTable:
         return [hold.blocks for hold in (*self._open.values(), *self._sending)]
 
     def sending(self, now_s: float) -> int:
-        """Transfers under way at ``now_s``."""
+        """Transfers in flight at ``now_s``."""
         return sum(hold.free_at_s > now_s for hold in self._sending if hold.sent)
 
     def add(self, transfer_id: str, blocks: Holding, expires_s: float) -> None:
-        """Hold ``blocks``. A second hold under the same id replaces the first, which goes with the next step."""
+        """Hold ``blocks``. A second hold under the same id replaces the first, which is freed at the next step."""
         previous = self._open.pop(transfer_id, None)
         if previous is not None:
             previous.free_at_s = -math.inf
             self._sending.append(previous)
-        self._open[transfer_id] = Hold(transfer_id, blocks, expires_s)
+        self._open[transfer_id] = HeldBlocks(transfer_id, blocks, expires_s)
 
     def can_send(self, transfer_id: str, now_s: float) -> bool:
-        """Whether a pull of ``transfer_id`` would be served: held, not expired, not pulled before."""
+        """True if a pull of ``transfer_id`` would be served: held, not expired, not pulled before."""
         hold = self._open.get(transfer_id)
         return hold is not None and hold.free_at_s > now_s
 
     def send(self, transfer_id: str, done_s: float) -> None:
-        """Start the transfer that ends at ``done_s`` (``can_send`` said yes)."""
+        """Start the transfer that ends at ``done_s`` (``can_send`` returned True)."""
         hold = self._open.pop(transfer_id)
         hold.sent = True
         hold.free_at_s = done_s
         self._sending.append(hold)
 
     def reap(self, now_s: float) -> list[Holding]:
-        """Take out what is sent or expired by ``now_s``; returns the blocks to release."""
+        """Remove the holds that are sent or expired by ``now_s``; returns the blocks to release."""
         if not self._open and not self._sending:
             return []
         gone = [hold for hold in self._sending if hold.free_at_s <= now_s]
@@ -118,5 +118,5 @@ class HoldTable:
         return [hold.blocks for hold in (*gone, *late)]
 
     def next_free_s(self) -> float:
-        """When the next hold is past its time (infinite: none is held)."""
+        """Engine time at which the next hold may be freed (infinite: none is held)."""
         return min((hold.free_at_s for hold in (*self._open.values(), *self._sending)), default=math.inf)

@@ -1,4 +1,4 @@
-"""What an engine reports of its prefix cache, in the order in which it happened."""
+"""Events of an engine's prefix cache, in the order in which they happened."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
-from sim.core.blocks import BlockPool, Holding, Match
+from sim.core.blocks import BlockPool, Holding, PrefixMatch
 from sim.core.decoding import Decoders
 from sim.core.kvevents import BlocksStored
-from sim.core.sequence import Sequence, Status
+from sim.core.sequence import RequestStatus, Sequence
 
 
 @dataclass(slots=True)
@@ -27,14 +27,14 @@ class Counters:
     finished: dict[str, int] = field(default_factory=dict)
 
 
-class Plan:
-    """What one step computes. Requests that process one token count as decodes, whatever the token is."""
+class StepPlan:
+    """The work of one step. Requests that process one token count as decodes, whatever the token is."""
 
     __slots__ = ("chunks", "decoders", "pulls", "streams")
 
     def __init__(self) -> None:
         self.decoders = 0
-        """Streams that go on together, each with one token."""
+        """Streams that advance together, each with one token."""
         self.streams: list[Sequence] = []
         """Further requests with one token."""
         self.chunks: list[tuple[Sequence, int, int]] = []
@@ -44,10 +44,10 @@ class Plan:
 
 
 class Scheduler:
-    """The queues and the block pool. It plans steps and keeps every block's owner; it knows no time.
+    """The queues and the block pool. It plans steps and keeps every block's owner; it has no notion of time.
 
-    ``running`` is in order of admission. Only its last request may be in the midst of its prompt: whoever gets less
-    than it needs has used up the budget, and nobody is admitted behind it. The others are in ``decoders``.
+    ``running`` is in order of admission. Only its last request may be partway through its prompt: a request that gets
+    less than it needs has used up the budget, and none is admitted behind it. The others are in ``decoders``.
     """
 
     def __init__(self, pool: BlockPool, block_tokens: int, max_num_batched_tokens: int, max_num_seqs: int) -> None:
@@ -62,7 +62,7 @@ class Scheduler:
         self.counters = Counters()
         self._admitted = 0
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Schedule one step: allocates blocks, publishes those that the step fills, moves ``computed`` forward."""
         running, decoders = self.running, self.decoders
         streams = decoders.count
@@ -79,7 +79,7 @@ class Scheduler:
             or (free < streams and free < (decoders.blocks_next_step() if streams else 0))
         ):
             return self._plan_one_by_one()
-        plan = Plan()
+        plan = StepPlan()
         plan.decoders = streams
         if streams:
             self.grow_decoders(decoders.steps + 1)
@@ -92,14 +92,14 @@ class Scheduler:
         return plan
 
     def grow_decoders(self, step: int) -> None:
-        """Do to the blocks what the decoders' steps up to ``step`` do, in their order: allocate and publish."""
+        """Apply the decoders' steps up to ``step`` to the blocks, in their order: allocate and publish."""
         crossings, size, pool = self.decoders.crossings, self.block_tokens, self.pool
         while crossings and crossings[0][0] <= step:
             at, serial, fills, sequence = crossings[0]
             if sequence.serial != serial:
                 heapq.heappop(crossings)
             elif sequence.request.output_key is not None and pool.events is None:
-                # Nobody else has such blocks: in which order streams come by theirs makes no difference.
+                # No other stream shares these blocks: the order in which streams get them makes no difference.
                 computed = sequence.computed + step - sequence.joined
                 fresh = -(-computed // size) - sequence.published - sequence.blocks.loose
                 if fresh:
@@ -115,7 +115,7 @@ class Scheduler:
                 heapq.heapreplace(crossings, (at + size - 1, serial, True, sequence))
                 pool.allocate(sequence.blocks, 1)
 
-    def _admit_waiting(self, plan: Plan, budget: int) -> None:
+    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
         waiting, running = self.waiting, self.running
         while waiting and budget > 0 and len(running) < self.max_num_seqs:
             sequence = waiting[0]
@@ -129,28 +129,28 @@ class Scheduler:
             if not count:
                 break
             waiting.popleft()
-            sequence.status = Status.RUNNING
+            sequence.status = RequestStatus.RUNNING
             self._admitted += 1
             sequence.serial = self._admitted
             running.append(sequence)
             budget -= count
             _record(plan, sequence, count)
 
-    def _plan_one_by_one(self) -> Plan:
-        """The same, request by request: for when blocks or budget do not go round."""
-        plan, running = Plan(), self.running
+    def _plan_one_by_one(self) -> StepPlan:
+        """Schedule request by request, for when blocks or budget do not suffice for all."""
+        plan, running = StepPlan(), self.running
         self.decoders.dissolve(running)
         before = len(running)
         budget = self._plan_running(plan)
         if len(running) == before:
             self._admit_waiting(plan, budget)
-        # Those the budget did not reach wait where they are.
+        # Requests that the budget did not reach keep their place.
         for sequence in running[len(plan.streams) + len(plan.chunks) :]:
             if sequence.computed == sequence.total - 1 and sequence.generated:
                 self.decoders.add(sequence)
         return plan
 
-    def _plan_running(self, plan: Plan) -> int:
+    def _plan_running(self, plan: StepPlan) -> int:
         """Schedule the running requests, preempting the newest while blocks are short; returns the budget left."""
         budget = self.max_num_batched_tokens
         running = self.running
@@ -170,7 +170,7 @@ class Scheduler:
         return budget
 
     def release(self, sequence: Sequence) -> None:
-        """Give a request's blocks back, its tail first in the queue for reuse."""
+        """Release a request's blocks; its tail comes first in the queue for reuse."""
         self.pool.release(sequence.blocks)
         sequence.blocks = Holding()
 
@@ -183,18 +183,18 @@ class Scheduler:
 
     def requeue(self, sequence: Sequence) -> None:
         """Put a request at the head of the queue (it has waited before)."""
-        sequence.status = Status.WAITING
+        sequence.status = RequestStatus.WAITING
         self.waiting.appendleft(sequence)
 
     def finish_pull(self, sequence: Sequence) -> None:
-        """The KV of a pulling request has come: it is next in the queue."""
+        """Put a request whose KV has arrived at the head of the queue."""
         del self.pulling[sequence.request.request_id]
         sequence.wants_pull = False
         sequence.pulled = True
         self.requeue(sequence)
 
     def drop_pull(self, sequence: Sequence) -> None:
-        """Take a pulling request out, blocks and all, so that it may be computed here or be given up."""
+        """Take out a pulling request and release its blocks, so that it can be computed here or given up."""
         del self.pulling[sequence.request.request_id]
         sequence.wants_pull = False
         sequence.published = 0
@@ -206,7 +206,7 @@ class Scheduler:
         hits = self.pool.match(sequence.keys, (prompt - 1) // self.block_tokens)
         if not self._take(sequence, prompt, hits):
             return False
-        sequence.status = Status.PULLING
+        sequence.status = RequestStatus.PULLING
         self.pulling[sequence.request.request_id] = sequence
         return True
 
@@ -235,7 +235,7 @@ class Scheduler:
         self._publish(sequence, sequence.computed // size)
         return count
 
-    def _take(self, sequence: Sequence, tokens: int, hits: Match) -> bool:
+    def _take(self, sequence: Sequence, tokens: int, hits: PrefixMatch) -> bool:
         """Reference the cached blocks ``hits`` and allocate the rest for ``tokens`` tokens; False for no room."""
         pool = self.pool
         fresh = -(-tokens // self.block_tokens) - hits.blocks
@@ -291,7 +291,7 @@ class Scheduler:
         self.requeue(sequence)
 
 
-def _record(plan: Plan, sequence: Sequence, count: int) -> None:
+def _record(plan: StepPlan, sequence: Sequence, count: int) -> None:
     if count == 1:
         plan.streams.append(sequence)
     else:

@@ -21,7 +21,7 @@ class KvTransfer(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What an engine needs to know of a request. Build it with ``from_tokens``, or with block keys from a trace.
+    """A request as an engine takes it. Build it with ``from_tokens``, or with block keys from a trace.
 
     ``block_keys`` are chained content keys (a key stands for its block and all before it), at least one for every
     full block of the prompt; keys of a partial last block are ignored. ``tail`` holds the token bytes after the last
@@ -64,7 +64,7 @@ class Request(NamedTuple):
 
     @property
     def output_offset(self) -> int:
-        """Where in the pseudo-text the output starts (``sim.core.content.output_bytes``)."""
+        """Offset in the pseudo-text at which the output starts (``sim.core.content.output_bytes``)."""
         return output_offset(self.block_keys[-1] if self.block_keys else ROOT_KEY, self.tail, self.seed)
 
 
@@ -86,8 +86,8 @@ def keyed_request(
     )
 
 
-class Status(IntEnum):
-    """Where a request is. ``PULLING``: waiting for KV from another engine (vLLM's WAITING_FOR_REMOTE_KVS)."""
+class RequestStatus(IntEnum):
+    """State of a request. ``PULLING``: waiting for KV from another engine (vLLM's WAITING_FOR_REMOTE_KVS)."""
 
     ARRIVING = 0
     WAITING = 1
@@ -97,7 +97,7 @@ class Status(IntEnum):
 
 
 class Sequence:
-    """A live request: how far it is computed, which blocks it references, when and why it will finish."""
+    """A live request: its computed tokens, the blocks it references, when and why it will finish."""
 
     __slots__ = (
         "block_tokens",
@@ -133,27 +133,27 @@ class Sequence:
             raise ValueError(f"{request.request_id}: {prompt} prompt tokens leave no room in {max_model_len}")
         self.request = request
         self.block_tokens = block_tokens
-        self.status = Status.ARRIVING
+        self.status = RequestStatus.ARRIVING
         self.computed = 0
         """Tokens whose KV is in the request's blocks (or will be when the step in flight ends); while ``decoding``,
-        as of when it joined the other streams. The same goes for ``generated``."""
+        as of when it joined the other streams. This also holds for ``generated``."""
         self.generated = 0
         self.decoding = False
-        """Whether it gets a token a step along with the other streams (``sim.core.decoding``)."""
+        """True while it gets a token a step along with the other streams (``sim.core.decoding``)."""
         self.joined = 0
         self.serial = 0
         """Number of its admission while it runs: the running requests are in this order."""
         self.reported = 0
-        """Tokens that an event has told of."""
+        """Tokens that events have reported."""
         self.blocks = Holding()
         self.full_blocks = full_blocks
         """Full blocks of the prompt."""
         keys = request.block_keys
         self.keys = keys if type(keys) is list else list(keys)
-        """At least the prompt's; changed only when ``own_keys``."""
+        """Content keys of the prompt's blocks, perhaps more; changed only when ``own_keys``."""
         self.own_keys = False
         self.published = 0
-        """How many of ``blocks``, from the first, prefix lookups can find."""
+        """Number of ``blocks``, from the first, that prefix lookups can find."""
         self.cached_tokens: int | None = None
         """Prompt tokens that were not computed here when the request was first scheduled."""
         self.offset: int | None = None
@@ -211,7 +211,7 @@ class Sequence:
 
 
 def _end(request: Request, max_model_len: int) -> tuple[int, str]:
-    """How many tokens a request will generate, and its finish reason. The end-of-sequence token is not chosen before
+    """Number of tokens a request will generate, and its finish reason. The end-of-sequence token is not chosen before
     ``min_tokens`` others; where it falls on the last allowed token, "stop" wins (vLLM's order of checks)."""
     limit = min(request.max_tokens, max_model_len - request.prompt_tokens)
     if request.stop_after is not None:

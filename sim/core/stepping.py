@@ -1,27 +1,27 @@
-"""How long the step in flight is, and how many steps in a row are the same step: they are made as one."""
+"""Length of the step in flight, and runs of equal steps, which are simulated as one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from sim.core.scheduler import Plan, Scheduler
+from sim.core.scheduler import Scheduler, StepPlan
 from sim.core.timing import StepRun, StepTiming
 
 
-class Step:
+class EngineStep:
     """The step in flight; ``steps`` > 1 is a run of steps of the same requests with nothing else between them."""
 
     __slots__ = ("begun", "end_s", "plan", "run", "start_s", "steps")
 
-    def __init__(self, plan: Plan, start_s: float, run: StepRun, steps: int) -> None:
+    def __init__(self, plan: StepPlan, start_s: float, run: StepRun, steps: int) -> None:
         self.plan = plan
         self.start_s = start_s
         self.run = run
         self.steps = steps
         self.end_s = start_s + run.duration(steps)
         self.begun = 1
-        """How many of the steps have got their blocks; the others get them when they are known to have begun."""
+        """Number of steps whose blocks are allocated; the others get theirs when they are known to have begun."""
 
     def cut(self, now_s: float) -> None:
         """End a run with the first of its steps that ends at or after ``now_s``."""
@@ -33,18 +33,19 @@ class Step:
             self.end_s = self.start_s + self.run.duration(steps)
 
     def begun_by(self, now_s: float) -> int:
-        """How many of the steps have begun by ``now_s``."""
+        """Number of steps that have begun by ``now_s``."""
         return self.steps if now_s >= self.end_s else self.run.steps_reaching(max(now_s - self.start_s, 0.0))
 
 
-def heeds_arrivals(plan: Plan, scheduler: Scheduler) -> bool:
-    """Whether a request that arrives during a run of such steps could join the next one: a prompt in the midst of its
-    chunks takes all the budget, and a full batch takes nobody."""
+def heeds_arrivals(plan: StepPlan, scheduler: Scheduler) -> bool:
+    """True if a request that arrives during a run of such steps could join the next one: a prompt partway through its
+    chunks takes all the budget, and a full batch admits no request."""
     return not plan.chunks and len(scheduler.running) < scheduler.max_num_seqs
 
 
-def begin_steps(step: Step, scheduler: Scheduler, last: int) -> float:
-    """Do to the blocks what the steps of a run up to the ``last`` do, in their order; returns when that one begins."""
+def begin_steps(step: EngineStep, scheduler: Scheduler, last: int) -> float:
+    """Apply the steps of a run up to ``last`` to the blocks, in their order; returns the time at which that one
+    begins."""
     first = step.begun
     if first < last:
         step.begun = last
@@ -52,7 +53,7 @@ def begin_steps(step: Step, scheduler: Scheduler, last: int) -> float:
     return step.start_s + step.run.duration(last - 1)
 
 
-def _grow(step: Step, scheduler: Scheduler, first: int, last: int) -> None:
+def _grow(step: EngineStep, scheduler: Scheduler, first: int, last: int) -> None:
     made = scheduler.decoders.steps
     if not step.plan.chunks:
         scheduler.grow_decoders(made + last)
@@ -65,15 +66,15 @@ def _grow(step: Step, scheduler: Scheduler, first: int, last: int) -> None:
 
 
 def time_step(
-    plan: Plan,
+    plan: StepPlan,
     scheduler: Scheduler,
     timing: StepTiming,
     now_s: float,
     horizon_s: float,
     next_event_s: Callable[[], float],
-) -> Step:
-    """The step that ``plan`` makes at ``now_s``, with as many like it as will find the same requests, blocks enough
-    and nothing new, ending no later than ``horizon_s`` unless a single one takes longer."""
+) -> EngineStep:
+    """The step that ``plan`` makes at ``now_s``, and as many equal steps as have the same requests, enough blocks and
+    no new event, ending no later than ``horizon_s`` unless a single one takes longer."""
     together = plan.decoders
     streams, context = together, 0
     if together:
@@ -95,25 +96,25 @@ def time_step(
             steps = min(steps, scheduler.decoders.steps_to_end())
     else:
         run = StepRun(timing.decode(streams, context), timing.decode_context_s * streams)
-        # A first token is news of its own: the step that makes it stays single.
+        # A first token is an event: the step that makes it stays single.
         steps = 1 if plan.streams else scheduler.decoders.steps_to_end()
         if steps > 1 and len(scheduler.running) < scheduler.max_num_seqs:
             event_s = next_event_s()
             if event_s != math.inf:
                 steps = min(steps, run.steps_reaching(max(event_s - now_s, 0.0)))
             if scheduler.waiting and scheduler.waiting[0].request.output_key is None:
-                # It found no room, and would find some if a stream just now filled a block that it can use as well.
+                # It found no room, but would if a stream just filled a block that it can share.
                 steps = min(steps, scheduler.decoders.steps_to_fill())
     if steps > 1:
         if horizon_s != math.inf:
             steps = min(steps, max(run.steps_within(horizon_s - now_s), 1))
         while steps > 1 and not _room_for(plan, scheduler, steps - 1):
             steps //= 2
-    return Step(plan, now_s, run, steps)
+    return EngineStep(plan, now_s, run, steps)
 
 
-def _full_chunks(plan: Plan) -> int:
-    """How many steps in a row compute the same number of a prompt's tokens and leave some of it to the next."""
+def _full_chunks(plan: StepPlan) -> int:
+    """Number of consecutive steps that compute equally many of a prompt's tokens and leave some for the next."""
     if len(plan.chunks) > 1:
         return 1
     sequence, count, _ = plan.chunks[0]
@@ -121,13 +122,13 @@ def _full_chunks(plan: Plan) -> int:
     return 1 if left <= count else 1 + (left - 1) // count
 
 
-def _room_for(plan: Plan, scheduler: Scheduler, further: int) -> bool:
-    """Whether there are blocks enough for ``further`` steps after the first."""
+def _room_for(plan: StepPlan, scheduler: Scheduler, further: int) -> bool:
+    """True if there are enough blocks for ``further`` steps after the first."""
     size, free = scheduler.block_tokens, scheduler.pool.free_blocks
     for sequence, count, _ in plan.chunks:
         free -= -(-(sequence.computed + further * count) // size) - sequence.published - sequence.blocks.loose
     together = plan.decoders
-    # The bound is good enough nearly always and saves a pass over the streams.
+    # The bound nearly always suffices and saves a pass over the streams.
     return together * -(-further // size) <= free or (
         scheduler.decoders.blocks_after(scheduler.running, further) <= free
     )

@@ -1,4 +1,4 @@
-"""How long a step takes: plain arithmetic on a hardware profile's fitted coefficients."""
+"""Step times: arithmetic on a hardware profile's fitted coefficients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StepTiming(NamedTuple):
         return new_tokens * (self.prefill_token_s + self.prefill_context_s * attended)
 
     def mixed(self, chunks_s: float, streams: int, context_tokens: int) -> float:
-        """Seconds of a step with prefill chunks that cost ``chunks_s`` in all and ``streams`` decodes besides."""
+        """Seconds of a step with prefill chunks that cost ``chunks_s`` in all, plus ``streams`` decodes."""
         prefill = max(self.prefill_floor_s, self.prefill_s + chunks_s)
         return prefill + self.mixed_stream_s * streams + self.decode_context_s * context_tokens
 
@@ -64,7 +64,8 @@ class StepRun(NamedTuple):
         return steps * self.first_s + self.growth_s * (steps * (steps - 1) // 2)
 
     def steps_within(self, seconds: float) -> int:
-        """The most steps that end within ``seconds`` (0 when not even one does)."""
+        """Largest number of steps that end within ``seconds``; 0 if none does. Raises ValueError for an infinite
+        time."""
         if seconds < self.first_s:
             return 0
         if math.isinf(seconds):

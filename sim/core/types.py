@@ -1,4 +1,4 @@
-"""The words of an engine's interface: configuration, token events, a count of its state."""
+"""Types of an engine's interface: configuration, token events, a count of its state."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import NamedTuple
 from sim.core.handoff import LoadFailurePolicy
 
 TransferSeconds = Callable[[int, float, int], float]
-"""(bytes, streams running on each side, transfers under way) -> seconds"""
+"""(bytes, streams running on each side, transfers in flight) -> seconds"""
 
 
 class EngineDeadError(Exception):
-    """The engine core has died, as vLLM's does of requests it cannot handle; nothing but a restart helps."""
+    """The engine core has died, as vLLM's does on requests it cannot handle; only a restart helps."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What is configured about one engine. Sizes in tokens unless the name says blocks."""
+    """Configuration of one engine. Sizes are in tokens unless the name says blocks.
+
+    Raises:
+        ValueError: a size is below 1, or ``max_model_len`` does not fit the KV pool.
+    """
 
     num_blocks: int
     block_tokens: int = 64
@@ -30,7 +34,7 @@ class EngineConfig:
     engine_id: str = "engine"
     kv_bytes_per_token: int = 98_304
     abort_timeout_s: float = 480.0
-    """How long P holds blocks nobody asks for (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT)."""
+    """Seconds for which P holds blocks that no engine pulls (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT)."""
     load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.HANG
 
     def __post_init__(self) -> None:
@@ -50,12 +54,12 @@ class TokenEvent(NamedTuple):
     tokens: int
     first: bool
     finish_reason: str | None
-    """``length``, ``stop`` or ``error``; None while the request goes on."""
+    """``length``, ``stop`` or ``error``; None while the request continues."""
     cached_tokens: int
     transfer_id: str | None
     """Set when the request finished as a P leg and its blocks are held under this id."""
     time_s: float
-    """When the last of the tokens is there."""
+    """Engine time of the last of the tokens."""
 
 
 class EngineState(NamedTuple):

@@ -1,1 +1,4 @@
-"""How near the simulated engines come to recorded ones: read a recording, simulate what it sent, compare."""
+"""Accuracy of the simulated engines against recorded ones: read a recording, simulate its requests, compare.
+
+May import ``sim.offline``, ``sim.virtual``, ``sim.core``, ``policies`` and ``replayer``.
+"""

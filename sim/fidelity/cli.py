@@ -16,16 +16,17 @@ def fidelity(
     trace: Annotated[Path, typer.Option(help="The trace they were recorded with; its prompts are needed.")],
     profile: Annotated[str, typer.Option(help="Hardware profile: a name in configs/hardware or a YAML file.")] = "h200",
     transport: Annotated[
-        str | None, typer.Option(help="How KV moves; default: what arm.json says, else the profile's default.")
+        str | None, typer.Option(help="How KV moves; default: the transport in arm.json, else the profile's default.")
     ] = None,
     pool_tokens: Annotated[
         int | None, typer.Option(min=1, help="KV pool of each engine in tokens; default: the profile's.")
     ] = None,
 ) -> None:
-    """Send what recorded runs sent, when and where they sent it, to simulated engines, and compare what comes back.
+    """Send the requests of recorded runs to simulated engines, at the same times and instances, and compare the
+    results.
 
     Prints latencies at p50, p90 and p99 (measured / simulated), the factor within which half of the requests are, the
-    rank correlation over requests, and how many cached-token counts are equal. Prefills that were offloaded are
+    rank correlation over requests, and the number of equal cached-token counts. Prefills that were offloaded are
     offloaded to the same instance.
     """
     from replayer.traces.trace import TraceError, load_trace

@@ -1,4 +1,4 @@
-"""Recorded against simulated: quantiles, and how far single requests are off."""
+"""Recorded against simulated latencies: quantiles and errors of single requests."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import numpy as np
 from scipy import stats
 
 from sim.fidelity.recording import Recording
-from sim.fidelity.resimulate import Outcome
+from sim.fidelity.resimulate import ResimulatedRequest
 
 QUANTILES = (0.5, 0.9, 0.99)
 METRICS = ("ttft", "tpot", "e2e")
 
 
-class Metric(NamedTuple):
-    """One latency, in seconds."""
+class LatencyComparison(NamedTuple):
+    """One latency metric, measured and simulated, in seconds."""
 
     metric: str
     requests: int
     measured_s: tuple[float, ...]
-    """At ``QUANTILES``."""
+    """Measured times at ``QUANTILES``."""
     simulated_s: tuple[float, ...]
     typical_factor: float
-    """Half of the requests are simulated within this factor (above 1) of what was measured."""
+    """Half of the requests are simulated within this factor (above 1) of the measured time."""
     rank_correlation: float
-    """Spearman's, over requests: whether the requests that were slow are slow in the simulation."""
+    """Spearman's, over requests: 1 if the simulation orders requests by latency as measured."""
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -38,23 +38,23 @@ class Fidelity(NamedTuple):
 
     name: str
     requests: int
-    """Compared: answered, and sent after the seconds that are left out."""
+    """Compared requests: answered, and sent after the seconds that are left out."""
     failed: int
-    metrics: list[Metric]
+    metrics: list[LatencyComparison]
     cache_requests: int
-    """Of them, those whose engine said what it had cached, and whose prefill was not offloaded."""
+    """Of these, requests whose engine reported cached tokens and whose prefill was not offloaded."""
     cache_equal: int
     measured_hit_rate: float
     """Cached over all prompt tokens of these requests."""
     simulated_hit_rate: float
 
 
-def compare(recording: Recording, outcomes: dict[str, Outcome]) -> Fidelity:
-    """Compare what was recorded with what the simulation makes of it."""
+def compare(recording: Recording, outcomes: dict[str, ResimulatedRequest]) -> Fidelity:
+    """Compare a recording with its simulation, over the requests that are marked for comparison."""
     pairs = [(each, outcomes[each.record.request_id]) for each in recording.sent if each.compared]
     metrics = []
     for name in METRICS:
-        both = [(getattr(sent.record, f"{name}_s"), getattr(outcome, f"{name}_s")) for sent, outcome in pairs]
+        both = [(getattr(sent.record, f"{name}_s"), getattr(outcome.latencies, f"{name}_s")) for sent, outcome in pairs]
         values = np.array([each for each in both if None not in each], dtype=float)
         if len(values):
             metrics.append(_metric(name, values[:, 0], values[:, 1]))
@@ -76,10 +76,10 @@ def compare(recording: Recording, outcomes: dict[str, Outcome]) -> Fidelity:
     )
 
 
-def _metric(name: str, measured: np.ndarray, simulated: np.ndarray) -> Metric:
+def _metric(name: str, measured: np.ndarray, simulated: np.ndarray) -> LatencyComparison:
     off = np.abs(np.log(simulated / measured))
     same = len(measured) < 3 or np.ptp(measured) == 0 or np.ptp(simulated) == 0
-    return Metric(
+    return LatencyComparison(
         name,
         len(measured),
         tuple(np.quantile(measured, QUANTILES).tolist()),
@@ -99,7 +99,7 @@ CACHE_HEADER = (
 
 
 def markdown(fidelities: list[Fidelity]) -> str:
-    """Two tables: latencies, and what was cached."""
+    """Two Markdown tables: latencies and cached tokens."""
     lines = [HEADER]
     for each in fidelities:
         for metric in each.metrics:
@@ -117,7 +117,7 @@ def markdown(fidelities: list[Fidelity]) -> str:
     return "\n".join(lines)
 
 
-def _cell(metric: Metric, place: int) -> str:
+def _cell(metric: LatencyComparison, place: int) -> str:
     scale, unit = (1e3, "ms") if metric.metric == "tpot" else (1.0, "s")
     digits = 1 if unit == "ms" else 2
     measured, simulated = metric.measured_s[place] * scale, metric.simulated_s[place] * scale

@@ -1,4 +1,4 @@
-"""A recording: what was sent to which engine when, and what came back, from the files that a run leaves behind.
+"""Recordings: each request's time, engine and result, read from the files of a run.
 
 A recording is a folder with
 
@@ -29,8 +29,8 @@ class RecordingError(ValueError):
     """A recording that cannot be simulated; the message says why and what to do."""
 
 
-class ArmNote(msgspec.Struct, kw_only=True):
-    """What ``arm.json`` says that matters here."""
+class RecordedArm(msgspec.Struct, kw_only=True):
+    """The fields of ``arm.json`` that a re-simulation needs."""
 
     label: str = ""
     transport: str | None = None
@@ -38,7 +38,7 @@ class ArmNote(msgspec.Struct, kw_only=True):
 
 
 class Sent(NamedTuple):
-    """One request as it was sent, and what became of it. Times are engine seconds; ``sent_s`` from the start."""
+    """One request as it was sent, with its record. Times are engine seconds; ``sent_s`` is counted from the start."""
 
     record: RequestRecord
     sent_s: float
@@ -56,7 +56,7 @@ class Recording(NamedTuple):
 
     name: str
     block_tokens: int
-    note: ArmNote
+    note: RecordedArm
     sent: list[Sent]
     failed: int
     """Requests without an answer; they are not simulated."""
@@ -96,10 +96,10 @@ def read_recording(folder: Path, trace: Trace, name: str = "") -> Recording:
             f"{folder}: recorded with {recorded}, not with {trace.name} ({trace.sha256[:12]}...): "
             "give the trace it was recorded with"
         )
-    note = ArmNote()
+    note = RecordedArm()
     if (folder / ARM_FILE).exists():
         try:
-            note = msgspec.json.decode((folder / ARM_FILE).read_bytes(), type=ArmNote)
+            note = msgspec.json.decode((folder / ARM_FILE).read_bytes(), type=RecordedArm)
         except msgspec.MsgspecError as error:
             raise RecordingError(f"{folder / ARM_FILE}: {error}") from error
     requests = {request.chat_id: request for request in trace.requests}

@@ -1,4 +1,4 @@
-"""Sends what a recording sent, when and where it was sent, to simulated engines in virtual time."""
+"""Sends the requests of a recording, at the same times and instances, to simulated engines in virtual time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from policies.types import Role
+from replayer.records.runs import Latencies, latencies
 from sim.core.engine import Engine
 from sim.core.sequence import KvTransfer, keyed_request
 from sim.core.types import TokenEvent
@@ -14,27 +15,24 @@ from sim.offline.options import SimOptions
 from sim.virtual import VirtualFleet
 
 
-class Outcome(NamedTuple):
-    """What the simulated engines made of one request, in engine seconds."""
+class ResimulatedRequest(NamedTuple):
+    """One request's latencies and cached tokens in the simulation; times are engine seconds."""
 
-    ttft_s: float
-    tpot_s: float | None
-    """None below two tokens."""
-    e2e_s: float
+    latencies: Latencies
     cached_tokens: int
-    """As the engine that computed the prompt counts them: P's of a request whose prefill was offloaded."""
+    """Cached prompt tokens on the engine that computed the prompt: P if the prefill was offloaded."""
 
 
 class _Run:
     def __init__(self, fleet: VirtualFleet) -> None:
         self.fleet = fleet
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, ResimulatedRequest] = {}
         self._sent: dict[str, Sent] = {}
         self._first_s: dict[str, float] = {}
         self._cached: dict[str, int] = {}
 
     def send(self, number: int, sent: Sent) -> None:
-        """Send a request; where it was offloaded, its prefill leg."""
+        """Send a request, or its prefill leg if it was offloaded."""
         request_id, prefill = sent.record.request_id, sent.record.prefill_instance
         self._sent[request_id] = sent
         output_key = (1 << 64) + (number << 24)
@@ -47,7 +45,7 @@ class _Run:
         self.fleet.submit(prefill, leg)
 
     def take(self, event: TokenEvent) -> None:
-        """Note what an engine says; a prefill leg that is over is followed by the decode leg."""
+        """Record an engine's event; the end of a prefill leg starts the decode leg."""
         request_id, _, leg = event.request_id.partition("/")
         sent = self._sent[request_id]
         if leg:
@@ -61,19 +59,22 @@ class _Run:
         if event.first:
             self._first_s[request_id] = event.time_s
         if event.finish_reason is not None:
-            first_s, end_s, tokens = self._first_s[request_id], event.time_s, sent.output_tokens
-            self.outcomes[request_id] = Outcome(
-                first_s - sent.sent_s,
-                (end_s - first_s) / (tokens - 1) if tokens > 1 else None,
-                end_s - sent.sent_s,
-                self._cached.get(request_id, event.cached_tokens),
+            times = latencies(
+                scheduled_s=sent.sent_s,
+                sent_s=sent.sent_s,
+                first_token_s=self._first_s[request_id],
+                last_token_s=event.time_s,
+                finished_s=event.time_s,
+                completion_tokens=sent.output_tokens,
             )
+            cached = self._cached.get(request_id, event.cached_tokens)
+            self.outcomes[request_id] = ResimulatedRequest(times, cached)
 
 
 def resimulate(
     recording: Recording, profile: str, transport: str | None = None, pool_tokens: int | None = None
-) -> dict[str, Outcome]:
-    """Outcomes by request id. Each engine gets the profile's pool unless ``pool_tokens`` is given.
+) -> dict[str, ResimulatedRequest]:
+    """Results by request id. Each engine gets the profile's pool unless ``pool_tokens`` (tokens) is given.
 
     Requests are sent at the recorded times whether or not the simulated engines have answered the turn before.
 

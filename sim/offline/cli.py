@@ -43,7 +43,10 @@ def simulate_command(
     ] = None,
     instances: Annotated[int, typer.Option(min=1, help="Instances of the fleet.")] = 8,
     prefill_instances: Annotated[
-        int, typer.Option(min=0, help="So many of them only prefill, the others only decode; 0: roles as --role says.")
+        int,
+        typer.Option(
+            min=0, help="Number of instances that only prefill, the others only decode; 0: roles from --role."
+        ),
     ] = 0,
     role: Annotated[
         Role | None,
@@ -65,23 +68,25 @@ def simulate_command(
     transport: Annotated[
         str | None, typer.Option(help="How KV moves between instances; default: the profile's default transport.")
     ] = None,
-    time_scale: Annotated[float, typer.Option(help="Arrivals of sessions come this many times faster.")] = 1.0,
+    time_scale: Annotated[float, typer.Option(help="Sessions arrive this many times faster.")] = 1.0,
     think_scale: Annotated[
         float | None,
-        typer.Option(help="Think times between turns pass this many times faster; default: as --time-scale."),
+        typer.Option(help="Think times between turns are divided by this; default: --time-scale."),
     ] = None,
     request_limit: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Send so many requests: whole sessions by arrival, the last one cut to fit; with --stream the first.",
+            help="Number of requests to send: whole sessions by arrival, the last one cut to fit; with --stream the "
+            "first.",
         ),
     ] = None,
     idle_gap_cap_s: Annotated[
         float, typer.Option("--idle-gap-cap", min=0, help="Longest think time, seconds of the trace.")
     ] = 60.0,
     max_inflight_sessions: Annotated[
-        int | None, typer.Option(min=1, help="Sessions under way at once, thinking ones included; default: no limit.")
+        int | None,
+        typer.Option(min=1, help="Most sessions in progress at once, thinking ones included; default: no limit."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the noise; equal seeds give equal bytes.")] = 0,
     arrival_jitter_s: Annotated[
@@ -97,7 +102,7 @@ def simulate_command(
         typer.Option("--stream", help="Read the trace as it is used, by a second process: for traces beyond memory."),
     ] = False,
     look_ahead_s: Annotated[
-        float, typer.Option(min=0, help="With --stream: how far ahead of the clock to read, seconds of the trace.")
+        float, typer.Option(min=0, help="With --stream: distance read ahead of the clock, seconds of the trace.")
     ] = 600.0,
     sweep: Annotated[
         list[str] | None,
@@ -108,17 +113,18 @@ def simulate_command(
         ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="With --sweep: processes at once; default: one per processor.")
+        int | None, typer.Option(min=1, help="With --sweep: parallel processes; default: one per processor.")
     ] = None,
     ray: Annotated[
         bool, typer.Option("--ray", help="With --sweep: on the Ray cluster that RAY_ADDRESS names (pip install ray).")
     ] = False,
 ) -> None:
-    """Simulate a fleet under a routing policy on a trace, in virtual time: no engine, no GPU, no waiting.
+    """Simulate a fleet under a routing policy on a trace, in virtual time, without engines or GPUs.
 
     The engines are those of `warmroute engine`, the decisions those of `warmroute serve`. Sessions arrive by the
-    trace's clock; the next turn is sent when the one before has ended and its client has thought. The run file is that
-    of `warmroute replay`: summary, compare and report read it. Its times are engine seconds from the start of the run.
+    trace's clock; the next turn is sent after the one before has ended and the think time has passed. The run file is
+    that of `warmroute replay`: summary, compare and report read it. Its times are engine seconds from the start of the
+    run.
 
     With --sweep, --output is a folder: it gets a run file for every combination, and sweep.json with the figures.
     """
@@ -164,13 +170,13 @@ def simulate_command(
         setup.check()
         _run(setup, output or Path("run.jsonl"), breakdown, look_ahead_s if stream else None)
     except FileExistsError as error:
-        _stop(f"{error.filename}: exists already; give another name, or remove it")
+        _stop(f"{error.filename}: already exists; give another name, or remove it")
     except (SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError) as error:
         _stop(error)
 
 
 def _run(setup: Setup, output: Path, breakdown: Path | None, look_ahead_s: float | None) -> None:
-    """Simulate once and print what came of it; ``look_ahead_s`` None: the trace is loaded whole."""
+    """Simulate once and print the result; with ``look_ahead_s`` None the trace is loaded whole."""
     from sim.offline.running import new_files, run_setup, run_streamed
 
     started_s = time.perf_counter()
@@ -201,7 +207,7 @@ def _show(setup: Setup, ran: Ran, took_s: float, output: Path) -> None:
 
 
 def _sweep(setup: Setup, sweeps: list[str], folder: Path, jobs: int | None, ray: bool) -> bool:
-    """Simulate every combination and print the table; whether any failed."""
+    """Simulate every combination and print the table; returns True if any failed."""
     from rich.console import Console
 
     from sim.offline.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep
@@ -226,5 +232,5 @@ def _stop(error: object) -> NoReturn:
 
 
 def register(app: typer.Typer) -> None:
-    """Add this package's commands to an application."""
+    """Add ``simulate`` to an application."""
     app.command("simulate")(simulate_command)

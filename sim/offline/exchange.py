@@ -1,30 +1,30 @@
-"""One request under way: what was decided, which leg runs where, and what has been seen of it so far."""
+"""One request in flight: its decision, its current leg and instance, and its measurements so far."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 from typing import Any
 
+from policies.session import LegTime
 from policies.state import Commitment
 from policies.types import Decision, RequestView
 from replayer.replay.plan import Step
-from sim.offline.router import LegTime
-from sim.offline.sessions import Session
+from sim.offline.sessions import LiveSession
 
 
-class Leg(IntEnum):
-    """Which leg of a request is under way."""
+class SimulatedLeg(IntEnum):
+    """The leg of a request that is in flight."""
 
     WHOLE = 0
-    """The request as it is, co-located."""
+    """The whole request, co-located."""
     PREFILL = 1
-    """On P, one token."""
+    """The prefill leg on P, one token."""
     DECODE = 2
-    """On D, which pulls what P computed."""
+    """The decode leg on D, which pulls the KV from P."""
 
 
-class Exchange:
-    """From the decision to the last token. All times are engine seconds."""
+class SimulatedExchange:
+    """State of one request from the decision to the last token. All times are engine seconds."""
 
     __slots__ = (
         "actual_cached_tokens",
@@ -51,7 +51,7 @@ class Exchange:
 
     def __init__(
         self,
-        session: Session,
+        session: LiveSession,
         step: Step,
         request: RequestView,
         decision: Decision,
@@ -66,14 +66,14 @@ class Exchange:
         self.commitment = commitment
         self.due_s = due_s
         self.sent_s = sent_s
-        self.leg = Leg.WHOLE
+        self.leg = SimulatedLeg.WHOLE
         self.leg_sent_s = sent_s
         self.serial = 0
-        """Goes up with every leg, so that a timer of an earlier one is known to be stale."""
+        """Increases with every leg, so that a timer of an earlier leg is recognised as stale."""
         self.first_token_s: float | None = None
         self.completion_tokens = 0
         self.actual_cached_tokens: int | None = None
-        """What the engine that computed the prompt had cached."""
+        """Prompt tokens that the engine that computed the prompt had cached."""
         self.predicted_cached_tokens = decision.cached_tokens
         self.prefill_instance: str | None = None
         self.offload_reason: str = decision.offload.reason.value
@@ -85,13 +85,13 @@ class Exchange:
 
     @property
     def leg_id(self) -> str:
-        """The id under which the leg under way is at its engine."""
+        """Request id of the current leg at its engine."""
         return self.request.request_id + _SUFFIXES[self.leg]
 
     @property
     def leg_instance(self) -> str:
-        """The engine that leg is at."""
-        if self.leg is Leg.PREFILL:
+        """Engine of the current leg."""
+        if self.leg is SimulatedLeg.PREFILL:
             assert self.decision.prefill_on is not None
             return self.decision.prefill_on
         return self.decision.decode_on

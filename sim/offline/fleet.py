@@ -15,7 +15,7 @@ from sim.virtual import VirtualFleet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceTotals:
-    """What one instance did in a run. Times are engine seconds, sizes tokens unless the name says otherwise."""
+    """Totals of one instance in a run. Times are engine seconds, sizes tokens unless the name says otherwise."""
 
     instance: str
     role: str
@@ -24,14 +24,14 @@ class InstanceTotals:
     busy_s: float
     """Time in steps."""
     prefill_s: float
-    """Of it, in steps that computed prompts."""
+    """Part of it in steps that computed prompts."""
     requests: int
     """Requests finished here, prefill legs included."""
     prompt_tokens: int
     prefix_queries: int
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int
-    """Of them, found."""
+    """Part of them that was found."""
     external_tokens: int
     """Prompt tokens whose KV came from another instance."""
     generation_tokens: int
@@ -58,7 +58,8 @@ def make_fleet(options: SimOptions, block_tokens: int) -> tuple[VirtualFleet, di
         config, profile = configured[role]
         config = replace(config, engine_id=name)
         timing = slowed(profile.timing, options.slowdown * options.noise.slowness(draw))
-        engines[name] = Engine(config, timing, profile.transport(options.transport).seconds, report_progress=False)
+        transfer_seconds = profile.transport(options.transport).drawn(f"{options.seed}/transfers/{name}")
+        engines[name] = Engine(config, timing, transfer_seconds, report_progress=False)
         roles[name] = role
     return VirtualFleet(engines), roles, profile
 
@@ -72,7 +73,7 @@ def slowed(timing: StepTiming, factor: float) -> StepTiming:
 
 
 def totals(fleet: VirtualFleet, roles: dict[str, Role], timing: StepTiming) -> list[InstanceTotals]:
-    """What every instance did so far; ``timing`` is the profile's."""
+    """Totals of every instance so far; ``timing`` is the profile's."""
     rows = []
     for name, engine in fleet.engines.items():
         counters = engine.counters

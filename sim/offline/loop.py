@@ -1,4 +1,4 @@
-"""The event loop of an offline simulation: turns come due, are decided on, run, end, and bring on the next."""
+"""The event loop of an offline simulation: due turns are routed, run and end, and schedule the next turn."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from policies.types import OffloadReason, RequestView
 from replayer.traces.trace import TraceRequest
 from sim.core.sequence import KvTransfer, keyed_request
 from sim.core.types import TokenEvent
-from sim.offline.exchange import Exchange, Leg
+from sim.offline.exchange import SimulatedExchange, SimulatedLeg
 from sim.offline.options import SimOptions
 from sim.offline.router import OfflineRouter
-from sim.offline.sessions import Turn, TurnSource
+from sim.offline.sessions import DueTurn, TurnSource
 from sim.virtual import VirtualFleet
 
 FIRST_OUTPUT_KEY = 1 << 64
 """Keys of generated blocks lie above those of every trace."""
 OUTPUT_KEYS = 1 << 24
 """Blocks that one output may have."""
-Finished = Callable[[Exchange, float], None]
+Finished = Callable[[SimulatedExchange, float], None]
 """(exchange, when it ended): called once for every request."""
 
 
 class Simulation:
-    """Runs a fleet under a router until no turn is left. One thread, virtual time, no waiting."""
+    """Runs a fleet under a router until no turn is left. Single-threaded, in virtual time."""
 
     def __init__(
         self,
@@ -44,16 +44,16 @@ class Simulation:
         self._router = router
         self._block_tokens = block_tokens
         self._finished = finished
-        self._open: dict[str, Exchange] = {}
-        """By the id under which the leg under way is at its engine."""
+        self._open: dict[str, SimulatedExchange] = {}
+        """Open exchanges by the request id of the current leg at its engine."""
         self._abandoned: dict[str, Callable[[], None]] = {}
-        """Decode legs that were given up, by the same id: what ends them."""
+        """Decode legs that were given up, by the same id, with the function that ends each."""
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._probe_s = 0.0
 
     def run(self) -> float:
-        """Until everything has ended; returns when that was."""
+        """Run until every turn has ended; returns that time in engine seconds."""
         fleet, turns, timers = self._fleet, self._turns, self._timers
         advance, on_event = fleet.advance, self._on_event
         while True:
@@ -80,14 +80,14 @@ class Simulation:
                     self._send(turn, fleet.now_s)
 
     def _give_up(self) -> None:
-        """Nothing will ever happen, and yet somebody waits: end what is open as failed."""
+        """No event is left but exchanges are open: end them as failed."""
         now_s = self._fleet.now_s
         for exchange in list(self._open.values()):
             self._stop_leg(exchange)
             self._end(exchange, now_s, error="no engine will ever answer: its KV pool is used up")
 
     def _probe(self, turn_s: float) -> None:
-        """Read the engines' KV usage, and do so again in time; not while there is nothing that could change it."""
+        """Read the engines' KV usage and schedule the next reading, unless nothing can change it."""
         interval_s = self._probe_interval_s
         self._router.probe(self._probe_s)
         self._probe_s += interval_s
@@ -96,18 +96,18 @@ class Simulation:
 
     # Legs
 
-    def _send(self, turn: Turn, now_s: float) -> None:
+    def _send(self, turn: DueTurn, now_s: float) -> None:
         """Decide on a turn and send its first leg."""
         step = turn.step
         request = view_of(step.request, step.request_id, self._block_tokens)
         decision, commitment, prefill = self._router.route(request, now_s)
-        exchange = Exchange(turn.session, step, request, decision, commitment, turn.due_s, now_s)
+        exchange = SimulatedExchange(turn.session, step, request, decision, commitment, turn.due_s, now_s)
         if prefill is None:
             self._send_whole(exchange)
             return
         exchange.predicted_cached_tokens = prefill.cached_tokens
         exchange.prefill_instance = prefill.instance
-        self._begin(exchange, Leg.PREFILL)
+        self._begin(exchange, SimulatedLeg.PREFILL)
         if self._too_long(prefill.instance, request):
             self._prefill_failed(exchange, OffloadReason.FELL_BACK_P_ERROR, "P answered 400")
             return
@@ -115,9 +115,9 @@ class Simulation:
         bound_s = self._bounds.prefill_timeout_s
         self._bound_leg(exchange, bound_s, lambda: self._prefill_late(exchange, bound_s))
 
-    def _send_whole(self, exchange: Exchange) -> None:
+    def _send_whole(self, exchange: SimulatedExchange) -> None:
         """Send the request as it is to D."""
-        self._begin(exchange, Leg.WHOLE)
+        self._begin(exchange, SimulatedLeg.WHOLE)
         request, instance = exchange.request, exchange.decision.decode_on
         if self._too_long(instance, request):
             exchange.commitment.retract(instance)
@@ -127,11 +127,11 @@ class Simulation:
             return
         self._submit(exchange, request.max_tokens, None)
 
-    def _begin(self, exchange: Exchange, leg: Leg) -> None:
+    def _begin(self, exchange: SimulatedExchange, leg: SimulatedLeg) -> None:
         exchange.leg, exchange.leg_sent_s = leg, self._fleet.now_s
         exchange.serial += 1
 
-    def _submit(self, exchange: Exchange, max_tokens: int, transfer: KvTransfer | None) -> None:
+    def _submit(self, exchange: SimulatedExchange, max_tokens: int, transfer: KvTransfer | None) -> None:
         request, leg_id = exchange.request, exchange.leg_id
         self._open[leg_id] = exchange
         self._count += 1
@@ -142,22 +142,22 @@ class Simulation:
                 request.block_hashes,  # type: ignore[arg-type]  # the list that ``view_of`` made
                 request.prompt_tokens,
                 max_tokens,
-                # Prompts differ after their last full block, so their outputs differ: here the number sees to that.
+                # Prompts differ after their last full block, so their outputs differ: the number ensures that here.
                 FIRST_OUTPUT_KEY + self._count * OUTPUT_KEYS,
                 transfer,
             ),
         )
 
-    def _stop_leg(self, exchange: Exchange) -> None:
-        """Close the connection of the leg under way."""
+    def _stop_leg(self, exchange: SimulatedExchange) -> None:
+        """Close the connection of the current leg."""
         del self._open[exchange.leg_id]
         self._fleet.abort(exchange.leg_instance, exchange.leg_id)
 
     def _too_long(self, instance: str, request: RequestView) -> bool:
         return request.prompt_tokens + 1 > self._fleet.engines[instance].config.max_model_len
 
-    def _bound_leg(self, exchange: Exchange, bound_s: float, late: Callable[[], None]) -> None:
-        """Call ``late`` after ``bound_s`` unless the leg under way is over by then."""
+    def _bound_leg(self, exchange: SimulatedExchange, bound_s: float, late: Callable[[], None]) -> None:
+        """Call ``late`` after ``bound_s`` unless the current leg has ended by then."""
         serial = exchange.serial
 
         def call() -> None:
@@ -170,7 +170,7 @@ class Simulation:
         self._count += 1
         heapq.heappush(self._timers, (when_s, self._count, call))
 
-    # What engines say
+    # Engine events
 
     def _on_event(self, event: TokenEvent) -> None:
         exchange = self._open.get(event.request_id)
@@ -179,7 +179,7 @@ class Simulation:
             if end is not None:
                 end()
             return
-        if exchange.leg is Leg.PREFILL:
+        if exchange.leg is SimulatedLeg.PREFILL:
             self._prefill_done(exchange, event)
             return
         if event.first:
@@ -193,29 +193,29 @@ class Simulation:
         del self._open[event.request_id]
         self._end(exchange, event.time_s)
 
-    def _first_token(self, exchange: Exchange, event: TokenEvent) -> None:
-        """D has answered: the prefill is over, and how long it took is learned from."""
+    def _first_token(self, exchange: SimulatedExchange, event: TokenEvent) -> None:
+        """Handle D's first token: the prefill is over and its time updates the cost model."""
         took_s = event.time_s - exchange.leg_sent_s
         exchange.serial += 1
         exchange.first_token_s = event.time_s
         commitment = exchange.commitment
-        if exchange.leg is Leg.DECODE:
+        if exchange.leg is SimulatedLeg.DECODE:
             exchange.stages_s["decode_leg_first_byte"] = took_s
-            exchange.legs["transfer"] = self._router.handed_over(commitment, took_s, event.time_s)
+            exchange.legs["transfer"] = self._router.routing.handed_over(commitment, took_s, event.time_s)
             commitment.decode.first_token()
         else:
             exchange.actual_cached_tokens = event.cached_tokens
             commitment.decode.first_token()
-            exchange.legs["first_token"] = self._router.prefilled(commitment, took_s)
+            exchange.legs["first_token"] = self._router.routing.prefilled(commitment, took_s)
 
-    def _prefill_done(self, exchange: Exchange, event: TokenEvent) -> None:
-        """P has computed the prompt and holds its KV: D's turn."""
+    def _prefill_done(self, exchange: SimulatedExchange, event: TokenEvent) -> None:
+        """Send D's leg after P has computed the prompt and holds its KV."""
         del self._open[event.request_id]
         took_s = event.time_s - exchange.leg_sent_s
         exchange.actual_cached_tokens = event.cached_tokens
         exchange.stages_s["prefill_leg"] = took_s
-        exchange.legs["prefill"] = self._router.prefilled_on_p(exchange.commitment, took_s)
-        self._begin(exchange, Leg.DECODE)
+        exchange.legs["prefill"] = self._router.routing.prefilled_on_p(exchange.commitment, took_s)
+        self._begin(exchange, SimulatedLeg.DECODE)
         request, prefill_on = exchange.request, exchange.decision.prefill_on
         assert prefill_on is not None
         if self._too_long(exchange.decision.decode_on, request):
@@ -231,19 +231,19 @@ class Simulation:
         bound_s = self._bounds.first_token_timeout_s
         self._bound_leg(exchange, bound_s, lambda: self._decode_late(exchange, bound_s))
 
-    # Hand-offs that fail
+    # Failed hand-offs
 
-    def _prefill_late(self, exchange: Exchange, bound_s: float) -> None:
+    def _prefill_late(self, exchange: SimulatedExchange, bound_s: float) -> None:
         self._stop_leg(exchange)
         self._prefill_failed(exchange, OffloadReason.FELL_BACK_P_TIMEOUT, f"P leg took over {bound_s:g} s")
 
-    def _prefill_failed(self, exchange: Exchange, reason: OffloadReason, message: str) -> None:
-        # What P computed of it is unknown: better to expect nothing of it.
+    def _prefill_failed(self, exchange: SimulatedExchange, reason: OffloadReason, message: str) -> None:
+        # It is unknown how much P computed: assume nothing.
         exchange.commitment.retract(exchange.leg_instance)
         self._fall_back(exchange, reason, message)
 
-    def _decode_late(self, exchange: Exchange, bound_s: float) -> None:
-        """Give a pull up. It stays open until its first token or a further bound, as the proxy leaves it."""
+    def _decode_late(self, exchange: SimulatedExchange, bound_s: float) -> None:
+        """Give up a pull. It stays open until its first token or a further bound, as in the proxy."""
         leg_id, instance = exchange.leg_id, exchange.leg_instance
         del self._open[leg_id]
         hold = exchange.commitment.hold_on_decode()
@@ -260,22 +260,22 @@ class Simulation:
         self._at(self._fleet.now_s + self._bounds.abandoned_s, overdue)
         self._fall_back(exchange, OffloadReason.FELL_BACK_D_TIMEOUT, f"no first byte within {bound_s:g} s")
 
-    def _decode_failed(self, exchange: Exchange, reason: OffloadReason, message: str) -> None:
+    def _decode_failed(self, exchange: SimulatedExchange, reason: OffloadReason, message: str) -> None:
         del self._open[exchange.leg_id]
         self._fall_back(exchange, reason, message)
 
-    def _fall_back(self, exchange: Exchange, reason: OffloadReason, message: str) -> None:
+    def _fall_back(self, exchange: SimulatedExchange, reason: OffloadReason, message: str) -> None:
         """Count the failure by its reason and run the request co-located on D."""
         decision = exchange.decision
-        self._router.fell_back(exchange.commitment, self._fleet.now_s)
+        self._router.routing.fell_back(exchange.commitment, self._fleet.now_s)
         attempt = {"instance": decision.prefill_on, "error": message, "offload": reason.value}
         exchange.attempts = [*(exchange.attempts or ()), attempt]
         exchange.offload_reason, exchange.prefill_instance = reason.value, None
         exchange.predicted_cached_tokens = decision.cached_tokens
         self._send_whole(exchange)
 
-    def _end(self, exchange: Exchange, now_s: float, error: str | None = None) -> None:
-        """The request is over: release it, record it, and let its session go on."""
+    def _end(self, exchange: SimulatedExchange, now_s: float, error: str | None = None) -> None:
+        """End the request: release it, record it, and let its session continue."""
         exchange.error = error
         exchange.serial += 1
         exchange.commitment.release(now_s + self._bounds.hold_s)

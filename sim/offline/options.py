@@ -1,4 +1,4 @@
-"""What an offline simulation is told: fleet, load, noise and the bounds on hand-offs."""
+"""Options of an offline simulation: fleet, load, noise and the bounds on hand-offs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from policies.types import Role, Transport
 from replayer.replay.plan import PlanOptions
 from sim.core.types import EngineConfig
 from sim.hardware import HardwareProfile, ProfileError
-from sim.server.settings import ServerSettings, SettingsError
+from sim.server.settings import EngineSettingsError, ServerSettings
 
 LARGEST_SIGMAS = 4.0
 """A draw of noise lies within this many standard deviations."""
 
 
 class SimulationError(ValueError):
-    """A simulation that cannot be run as told; the message says what to change."""
+    """Options with which a simulation cannot run; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """What lets repeats with different seeds differ. Normal draws, cut at four standard deviations."""
+    """Random differences between repeats with different seeds. Normal draws, cut at four standard deviations."""
 
     arrival_jitter_s: float = 0.0
     """Standard deviation of the shift of a session's arrival, engine seconds."""
@@ -48,14 +48,14 @@ def _normal(draw: random.Random) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOffBounds:
-    """How long the legs of an offload may take, in engine seconds; defaults are those of the proxy's settings."""
+    """Time bounds of an offload's legs, in engine seconds; defaults are those of the proxy's settings."""
 
     prefill_timeout_s: float = 120.0
     first_token_timeout_s: float = 60.0
     abandoned_s: float = 120.0
-    """How long a pull that was given up stays open."""
+    """Time for which a pull that was given up stays open."""
     hold_s: float = 480.0
-    """How long P keeps KV that nobody pulls."""
+    """Time for which P keeps KV that no engine pulls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,37 +68,37 @@ class SimOptions:
     pool_tokens: int | None = None
     """KV pool of each instance; None: the profile's."""
     seed: int = 0
-    """Of the noise; without noise it changes nothing but the header."""
+    """Seed of the noise; without noise it changes only the header."""
     plan: PlanOptions = field(default_factory=PlanOptions)
     role: Role = Role.NONE
-    """Of every instance; offloads need ``kv_both`` (or ``prefill_instances``)."""
+    """Role of every instance; offloads need ``kv_both`` (or ``prefill_instances``)."""
     prefill_instances: int = 0
-    """Above 0: so many instances only prefill (kv_producer), the others only decode (kv_consumer)."""
+    """Above 0: this many instances only prefill (kv_producer), the others only decode (kv_consumer)."""
     max_inflight_sessions: int | None = None
-    """Sessions under way at once, thinking ones included; None: no limit."""
+    """Most sessions in progress at once, thinking ones included; None: no limit."""
     noise: Noise = field(default_factory=Noise)
     slowdown: float = 1.0
-    """Every step takes this many times as long: a known effect, for judging whether a comparison finds it."""
+    """Factor on every step's time: a known effect, for testing whether a comparison finds it."""
     label: str = ""
     thresholds: ClassThresholds = field(default_factory=ClassThresholds)
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     transport: str | None = None
-    """How KV moves between instances; None: the profile's default."""
+    """Transport of KV between instances; None: the profile's default."""
     recent_half_life_s: float = 30.0
-    """Of the ledger's recently-assigned term (the proxy's ``ledger.recent_half_life_s``)."""
+    """Half-life of the ledger's recently-assigned term (the proxy's ``ledger.recent_half_life_s``)."""
     probe_interval_s: float = 2.0
-    """How often the router reads the engines' KV usage (the proxy's ``health.interval_s``)."""
+    """Interval at which the router reads the engines' KV usage (the proxy's ``health.interval_s``)."""
     bounds: HandOffBounds = field(default_factory=HandOffBounds)
     decisions: bool = False
-    """Whether to keep a row per request in the shape of the proxy's /breakdown."""
+    """Keep a row per request in the format of the proxy's /breakdown."""
 
     def check(self) -> None:
-        """Refuse what makes no sense.
+        """Reject options that are out of range or contradict each other.
 
         Raises:
-            SimulationError: names the option and what it must be.
+            SimulationError: names the option and its valid range.
         """
         if self.instances < 1:
             raise SimulationError("--instances must be at least 1")
@@ -144,11 +144,11 @@ class SimOptions:
                 transport=self.transport,
                 abort_timeout_s=self.bounds.hold_s,
             )
-        except (SettingsError, ProfileError) as error:
+        except (EngineSettingsError, ProfileError) as error:
             raise SimulationError(str(error)) from error
         return settings.config, settings.profile
 
     def proven_transport(self, profile: HardwareProfile) -> Transport | None:
-        """What the router is told that KV moves over."""
+        """The transport that the router assumes for KV; None if policies do not know the profile's."""
         name = self.transport or profile.default_transport
         return Transport(name) if name in set(Transport) else None

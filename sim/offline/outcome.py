@@ -1,4 +1,4 @@
-"""What a run comes to, gathered request by request: for runs too long to keep their records in memory."""
+"""Totals of a run, updated request by request: for runs too long to keep their records in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from replayer.records.runs import RequestRecord
 
 
-class Outcome:
+class SimulatedOutcome:
     """Counts and latencies of a run; 24 bytes a request."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Outcome:
         self._e2e_s = array("d")
 
     def add(self, record: RequestRecord) -> None:
-        """Take a request in."""
+        """Add a request."""
         self.requests += 1
         self.finished_s = max(self.finished_s, record.finished_s or 0.0)
         if not record.ok:
@@ -49,7 +49,7 @@ class Outcome:
                 values.append(value)
 
     def figures(self) -> dict[str, float | int | None]:
-        """Everything by name: counts, ``apc``, and p50, p90, p99 of each latency in seconds (None: no value)."""
+        """All figures by name: counts, ``apc``, and p50, p90, p99 of each latency in seconds (None: no value)."""
         found: dict[str, float | int | None] = {
             "requests": self.requests,
             "ok": self.ok,

@@ -1,4 +1,4 @@
-"""A trace read by a process of its own, so that decoding it takes nothing from the simulation's core."""
+"""A trace read by a separate process, so that decoding it takes no time from the simulation's core."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_apart(path: Path, options: LoadOptions) -> Iterator[TraceStream]:
     The child is as far ahead as a pipe holds, so memory stays bounded. Notes are those known before the first request.
 
     Raises:
-        TraceError: on entering, and while requests are taken: what the reader found.
+        TraceError: on entering, and while requests are taken: errors of the reading process.
     """
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
@@ -58,7 +58,7 @@ def _received(receiving: Connection, path: Path) -> object:
     try:
         item: object = pickle.loads(receiving.recv_bytes())
     except EOFError as error:
-        raise TraceError(f"{path}: the reading process died; is there memory enough?") from error
+        raise TraceError(f"{path}: the reading process died; is there enough memory?") from error
     if isinstance(item, TraceError):
         raise item
     if isinstance(item, OSError):
@@ -67,7 +67,7 @@ def _received(receiving: Connection, path: Path) -> object:
 
 
 def _read(sending: Connection, path: Path, options: LoadOptions) -> None:
-    """The child: send what the stream is, then its requests in batches, then an empty one; or what went wrong."""
+    """Child process: send the stream's header, then its requests in batches, then an empty batch; or the error."""
     try:
         opened = stream(path, options)
         requests, opened.requests = opened.requests, iter(())
@@ -82,10 +82,10 @@ def _read(sending: Connection, path: Path, options: LoadOptions) -> None:
             _send(sending, batch)
         _send(sending, [])
     except (TraceError, OSError) as error:
-        if not isinstance(error, BrokenPipeError):  # else nobody wants to know any more
+        if not isinstance(error, BrokenPipeError):  # else the parent has stopped reading
             _send(sending, error)
     except KeyboardInterrupt:
-        pass  # the parent has been told too, and ends this process
+        pass  # the parent gets the signal too, and ends this process
     finally:
         sending.close()
 

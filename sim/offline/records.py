@@ -1,4 +1,4 @@
-"""What is written of an offline run: the replayer's records, and rows in the shape of the proxy's /breakdown."""
+"""Output of an offline run: the replayer's records, and rows in the format of the proxy's /breakdown."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 from policies.registry import parameters
 from policies.types import Prediction
-from replayer.records.runs import RequestRecord, RunHeader
+from replayer.records.runs import RequestRecord, RunHeader, latencies
 from replayer.records.version import installed_version
 from replayer.replay.plan import OfferedLoad, offered_dict
-from sim.offline.exchange import Exchange
+from sim.offline.exchange import SimulatedExchange
 from sim.offline.options import SimOptions
 from sim.offline.router import OfflineRouter
 
 ENDPOINT = "sim:offline"
-"""What the header of a simulated run names instead of a URL."""
+"""Endpoint in the header of a simulated run, in place of a URL."""
 
 
-class Source(NamedTuple):
+class TraceSource(NamedTuple):
     """The trace as the header names it."""
 
     name: str
@@ -27,7 +27,11 @@ class Source(NamedTuple):
 
 
 def header_of(
-    options: SimOptions, router: OfflineRouter, source: Source, offered: OfferedLoad | None, kv_capacity_tokens: int
+    options: SimOptions,
+    router: OfflineRouter,
+    source: TraceSource,
+    offered: OfferedLoad | None,
+    kv_capacity_tokens: int,
 ) -> RunHeader:
     """The run's first line. It holds no wall-clock time: equal simulations give equal bytes.
 
@@ -51,10 +55,10 @@ def header_of(
             "idle_gap_cap_s": scales.idle_gap_cap_s,
             "block_tokens": source.block_tokens,
             "trace_notes": source.notes,
-            "policy": router.policy.name,
-            "policy_params": parameters(router.policy),
-            "planner": router.planner.name,
-            "planner_params": parameters(router.planner),
+            "policy": router.routing.policy.name,
+            "policy_params": parameters(router.routing.policy),
+            "planner": router.routing.planner.name,
+            "planner_params": parameters(router.routing.planner),
             "instances": options.instances,
             "prefill_instances": options.prefill_instances,
             "role": options.role.value,
@@ -69,13 +73,21 @@ def header_of(
     )
 
 
-def record_of(exchange: Exchange, ended_s: float) -> RequestRecord:
-    """One request's fate, as a replay would have recorded it."""
+def record_of(exchange: SimulatedExchange, ended_s: float) -> RequestRecord:
+    """One request's record, as a replay would have written it."""
     step, decision = exchange.step, exchange.decision
     request = step.request
     sent_s, due_s, first_s = exchange.sent_s, exchange.due_s, exchange.first_token_s
     ok = exchange.error is None
     tokens = exchange.completion_tokens
+    times = latencies(
+        scheduled_s=due_s,
+        sent_s=sent_s,
+        first_token_s=first_s,
+        last_token_s=ended_s,
+        finished_s=ended_s,
+        completion_tokens=tokens,
+    )
     return RequestRecord(
         request_id=step.request_id,
         session_id=request.session_id,
@@ -86,11 +98,7 @@ def record_of(exchange: Exchange, ended_s: float) -> RequestRecord:
         sent_s=sent_s,
         first_token_s=first_s,
         finished_s=ended_s,
-        ttft_s=None if first_s is None else first_s - sent_s,
-        ttft_scheduled_s=None if first_s is None else first_s - due_s,
-        tpot_s=(ended_s - first_s) / (tokens - 1) if first_s is not None and tokens > 1 else None,
-        e2e_s=ended_s - sent_s,
-        e2e_scheduled_s=ended_s - due_s,
+        **times._asdict(),
         input_length=request.input_length,
         output_length=max(request.output_length, 1),
         prompt_tokens=request.input_length if ok else None,
@@ -113,7 +121,7 @@ def _status(error: str | None) -> int | None:
     return 400 if error.startswith("HTTP 400") else None
 
 
-def breakdown_row(exchange: Exchange, planner: str, ended_s: float) -> dict[str, Any]:
+def breakdown_row(exchange: SimulatedExchange, planner: str, ended_s: float) -> dict[str, Any]:
     """The request as the proxy's /breakdown would show it, JSON-ready. Times are engine seconds from the start."""
     decision, request = exchange.decision, exchange.request
     offloaded = exchange.prefill_instance is not None
@@ -149,8 +157,14 @@ def breakdown_row(exchange: Exchange, planner: str, ended_s: float) -> dict[str,
         "completion_tokens": exchange.completion_tokens if ok else None,
         "events": exchange.completion_tokens,
         "scores": [
-            {"instance": instance, "score": score, "inputs": dict(inputs), "skipped": skipped}
-            for instance, score, inputs, skipped in decision.scores
+            {
+                "instance": instance,
+                "score": score,
+                "inputs": dict(inputs),
+                "skipped": skipped,
+                "cached_tokens": cached,
+            }
+            for instance, score, inputs, skipped, cached in decision.scores
         ],
         "offload_inputs": dict(decision.offload.inputs),
         "attempts": exchange.attempts or [],

@@ -15,35 +15,35 @@ from replayer.replay.plan import Plan, PlanOptions, make_plan
 from replayer.traces.loading import LoadOptions, load
 from replayer.traces.trace import Trace
 from sim.offline.fleet import InstanceTotals
-from sim.offline.outcome import Outcome
+from sim.offline.outcome import SimulatedOutcome
 from sim.offline.reading import read_apart
-from sim.offline.records import Source
+from sim.offline.records import TraceSource
 from sim.offline.setup import Setup
 from sim.offline.simulate import OfflineRun
 from sim.offline.streaming import StreamedLoop
 
 
 class Ran(NamedTuple):
-    """What a run came to, besides its file."""
+    """Results of a run other than its file."""
 
-    outcome: Outcome
+    outcome: SimulatedOutcome
     instances: list[InstanceTotals]
     end: RunEnd
     notes: list[str]
-    """What is worth knowing of the trace and of how it was read."""
+    """Notes on the trace and on how it was read."""
 
 
 def run_setup(setup: Setup, output: IO[bytes], rows: IO[bytes] | None = None, trace: Trace | None = None) -> Ran:
-    """Simulate a trace that is held whole. One that is loaded here is kept for the next setup.
+    """Simulate a trace in memory. A trace that is loaded here is kept for the next setup.
 
     Args:
         setup: What to simulate.
-        output: Where the run's lines go.
-        rows: Where breakdown rows go, if they are wanted.
-        trace: The setup's, where it is loaded already.
+        output: File for the run's lines.
+        rows: File for breakdown rows; None: none are written.
+        trace: The setup's trace, if it is already loaded.
 
     Raises:
-        SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError: with what to change.
+        SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError: the message says what to change.
     """
     options = setup.options()
     plan: Plan | None = None
@@ -64,7 +64,7 @@ def run_streamed(
     options = setup.options()
     with read_apart(Path(setup.trace), LoadOptions(idle_gap_cap_s=setup.idle_gap_cap_s)) as opened:
         turns = StreamedLoop(opened.requests, opened.sha256, options, look_ahead_s)
-        source = Source(opened.name, opened.sha256, opened.block_tokens, opened.notes)
+        source = TraceSource(opened.name, opened.sha256, opened.block_tokens, opened.notes)
         run = OfflineRun(source, turns, None, options, setup.routing(), setup.offload())
         ran = _write(run, output, rows, list(opened.notes))
     ran.notes.append(f"at most {turns.most_sessions:,} sessions known at once")
@@ -82,7 +82,7 @@ def _write(
     rows: IO[bytes] | None,
     notes: list[str],
 ) -> Ran:
-    outcome = Outcome()
+    outcome = SimulatedOutcome()
     encode = msgspec.json.Encoder().encode
 
     def record(each: RequestRecord) -> None:
@@ -97,13 +97,13 @@ def _write(
 
 @lru_cache(maxsize=1)
 def loaded(path: str, idle_gap_cap_s: float) -> Trace:
-    """The trace, loaded once for all setups of a process that simulate it one after the other."""
+    """The trace, loaded once per process for all setups that simulate it in sequence."""
     return load(path, LoadOptions(idle_gap_cap_s=idle_gap_cap_s))
 
 
 @lru_cache(maxsize=2)
 def planned(path: str, options: PlanOptions) -> Plan:
-    """Its plan, made once for all setups that scale it alike."""
+    """The plan of a trace, made once for all setups with equal scales."""
     return make_plan(loaded(path, 60.0 if options.idle_gap_cap_s is None else options.idle_gap_cap_s), options)
 
 

@@ -1,4 +1,4 @@
-"""The closed loop: when each turn is sent, as ``replayer.replay.replay`` does it, in virtual time.
+"""The closed loop: send times of turns, as in ``replayer.replay``, in virtual time.
 
 Sessions start in order of arrival, each when its time has come and a slot is free. Turn k + 1 is due after turn k's end
 plus think time, or at its gap from turn k's due time but not before turn k's end.
@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 from replayer.replay.plan import SessionPlan, Step
 
 
-class Session:
-    """A session under way."""
+class LiveSession:
+    """A session in progress."""
 
     __slots__ = ("due_s", "number", "plan", "turn")
 
@@ -28,66 +28,66 @@ class Session:
         self.due_s = plan.arrival_s
 
 
-class Turn(NamedTuple):
-    """What is to be sent now."""
+class DueTurn(NamedTuple):
+    """A turn that is due to be sent."""
 
-    session: Session
+    session: LiveSession
     step: Step
     due_s: float
-    """When it was wanted; sent later where its session waited for a slot."""
+    """Due time in engine seconds; the turn is sent later if its session waited for a slot."""
 
 
 class TurnSource(Protocol):
-    """Says which turns are due; the simulation tells it when they end."""
+    """A source of due turns; the simulation reports to it when they end."""
 
     def next_s(self) -> float:
-        """When the next turn is due (infinite: none, until one in flight ends)."""
+        """Due time of the next turn in engine seconds (infinite: none, until one in flight ends)."""
         ...
 
-    def take(self) -> Turn | None:
-        """The turn that is due next; None where there is none after all."""
+    def take(self) -> DueTurn | None:
+        """Take the turn that is due next; None if there is none."""
         ...
 
-    def ended(self, session: Session, now_s: float) -> None:
+    def ended(self, session: LiveSession, now_s: float) -> None:
         """The session's turn in flight has ended, well or badly."""
         ...
 
 
-class ClosedLoop:
+class ClosedLoopSource:
     """All sessions known beforehand. ``plans`` must be in order of arrival."""
 
     def __init__(self, plans: Iterable[SessionPlan], max_inflight_sessions: int | None) -> None:
         self._arrivals = iter(plans)
         self._slots = math.inf if max_inflight_sessions is None else max_inflight_sessions
-        self._due: list[tuple[float, int, Session]] = []
+        self._due: list[tuple[float, int, LiveSession]] = []
         self._count = 0
         self._next = next(self._arrivals, None)
         self._started = 0
 
     def next_s(self) -> float:
-        """See ``TurnSource``."""
+        """Due time of the next turn in engine seconds; infinite if none is known."""
         due_s = self._due[0][0] if self._due else math.inf
         if self._next is not None and self._slots > 0 and self._next.arrival_s < due_s:
             return self._next.arrival_s
         return due_s
 
-    def take(self) -> Turn | None:
-        """See ``TurnSource``."""
+    def take(self) -> DueTurn | None:
+        """Take the turn that is due next; None if there is none."""
         arrival = self._next
         due = self._due
         if arrival is not None and self._slots > 0 and (not due or arrival.arrival_s < due[0][0]):
             self._slots -= 1
-            session = Session(arrival, self._started)
+            session = LiveSession(arrival, self._started)
             self._started += 1
             self._next = next(self._arrivals, None)
         elif due:
             session = heapq.heappop(due)[2]
         else:
             return None
-        return Turn(session, session.plan.steps[session.turn], session.due_s)
+        return DueTurn(session, session.plan.steps[session.turn], session.due_s)
 
-    def ended(self, session: Session, now_s: float) -> None:
-        """See ``TurnSource``."""
+    def ended(self, session: LiveSession, now_s: float) -> None:
+        """Schedule the session's next turn, or end the session."""
         session.turn += 1
         if session.turn == len(session.plan.steps):
             self._slots += 1

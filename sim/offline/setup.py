@@ -1,4 +1,4 @@
-"""A simulation as plain data: what the command line says, checked, and sent to other processes as it is."""
+"""A simulation as plain data: the checked command-line options, in a form that other processes can receive."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return make_routing(self.policy, self.policy_params)
 
     def offload(self) -> OffloadPlanner:
-        """The planner; raises the same."""
+        """The planner; raises UnknownPolicyError or PolicyParameterError."""
         return make_planner(self.planner, self.planner_params)
 
     def plan_options(self) -> PlanOptions:
-        """How the trace is scaled and cut."""
+        """Scaling and cutting of the trace."""
         return PlanOptions(
             time_scale=self.time_scale,
             think_scale=self.think_scale,
@@ -90,10 +90,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return options
 
     def check(self) -> None:
-        """Refuse what cannot be simulated, before anything is read.
+        """Reject a setup that cannot be simulated, before anything is read.
 
         Raises:
-            SimulationError, UnknownPolicyError, PolicyParameterError: says what is wrong.
+            SimulationError, UnknownPolicyError, PolicyParameterError: names the setting that is wrong.
         """
         self.routing()
         self.offload()
@@ -105,13 +105,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 _NOT_SWEPT = {"trace", "policy_params", "planner_params", "idle_gap_cap_s", "label"}
-"""One trace is read, in one way, for all points of a sweep; parameters are swept one by one; points have names."""
+"""Settings that all points of a sweep share, or that a sweep sets itself."""
 
 
 def changed(setup: Setup, settings: Mapping[str, Any]) -> Setup:
     """The setup with other settings, by name; ``policy.NAME`` and ``planner.NAME`` are parameters.
 
-    Another policy or planner begins with its own defaults: parameters of the old one mean nothing to it.
+    Another policy or planner starts with its own defaults: parameters of the old one are dropped.
 
     Raises:
         SimulationError: no such setting, or a value of another type.

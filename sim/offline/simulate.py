@@ -1,4 +1,4 @@
-"""``simulate``: one trace, one fleet, one policy, in virtual time; the run comes out as a replay's would."""
+"""``simulate``: one trace, one fleet, one policy, in virtual time; the run has the format of a replay's."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from policies.state import FleetState
 from replayer.records.runs import RequestRecord, Run, RunEnd
 from replayer.replay.plan import OfferedLoad, Plan, SessionPlan, make_plan
 from replayer.traces.trace import Trace
-from sim.offline.exchange import Exchange
+from sim.offline.exchange import SimulatedExchange
 from sim.offline.fleet import InstanceTotals, make_fleet, totals
 from sim.offline.loop import Simulation
 from sim.offline.options import HandOffBounds, Noise, SimOptions, SimulationError
-from sim.offline.records import Source, breakdown_row, header_of, record_of
+from sim.offline.records import TraceSource, breakdown_row, header_of, record_of
 from sim.offline.router import OfflineRouter
-from sim.offline.sessions import ClosedLoop, TurnSource
+from sim.offline.sessions import ClosedLoopSource, TurnSource
 
 __all__ = ["HandOffBounds", "Noise", "OfflineRun", "SimOptions", "SimResult", "SimulationError", "simulate"]
 
@@ -36,26 +36,26 @@ OnRow = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimResult:
-    """What a simulation comes to."""
+    """Results of a simulation."""
 
     run: Run
-    """As the replayer writes it; records in the order in which requests ended."""
+    """The run as the replayer writes it; records in the order in which requests ended."""
     instances: list[InstanceTotals]
     decisions: list[dict[str, Any]] = field(default_factory=list)
-    """Rows in the shape of the proxy's /breakdown, in the same order; empty unless asked for."""
+    """Rows in the format of the proxy's /breakdown, in the same order; empty unless ``SimOptions.decisions`` is set."""
     ledger: dict[str, int] = field(default_factory=dict)
-    """What the router still counts as in flight: all zero."""
+    """Requests that the router still counts as in flight at the end: all zero."""
     index_blocks: dict[str, int] = field(default_factory=dict)
     """Blocks the router's shadow index holds for each instance at the end."""
 
 
 class OfflineRun:
-    """One simulation, made ready: fleet, router, turns and header. ``run`` it once.
+    """One prepared simulation: fleet, router, turns and header. Call ``run`` once.
 
     Args:
-        source: Where the trace is from, for the header.
-        turns: What is sent when.
-        offered: The load that makes, where it is known beforehand.
+        source: Origin of the trace, for the header.
+        turns: The turns and their send times.
+        offered: The offered load, if it is known beforehand.
         options: Fleet, load and noise.
         policy: Chooses the instance.
         planner: Whether to offload prefills; None: never.
@@ -66,7 +66,7 @@ class OfflineRun:
 
     def __init__(
         self,
-        source: Source,
+        source: TraceSource,
         turns: TurnSource,
         offered: OfferedLoad | None,
         options: SimOptions,
@@ -93,20 +93,20 @@ class OfflineRun:
         planner: OffloadPlanner | None = None,
         plan: Plan | None = None,
     ) -> OfflineRun:
-        """For a trace in memory; arguments and errors as for ``simulate``."""
+        """A simulation of a trace in memory; arguments and errors as for ``simulate``."""
         options.check()
         if plan is None:
             plan = make_plan(trace, options.plan)
-        turns = ClosedLoop(jittered(plan.sessions, options), options.max_inflight_sessions)
-        source = Source(trace.name, trace.sha256, trace.block_tokens, trace.notes)
+        turns = ClosedLoopSource(jittered(plan.sessions, options), options.max_inflight_sessions)
+        source = TraceSource(trace.name, trace.sha256, trace.block_tokens, trace.notes)
         return cls(source, turns, plan.offered, options, policy, planner)
 
     def run(self, on_record: OnRecord, on_row: OnRow | None = None) -> tuple[RunEnd, list[InstanceTotals]]:
         """Simulate: every record goes to ``on_record``, and its breakdown row to ``on_row``, as its request ends."""
         count = ok = 0
-        planner = self._router.planner.name
+        planner = self._router.routing.planner.name
 
-        def finished(exchange: Exchange, ended_s: float) -> None:
+        def finished(exchange: SimulatedExchange, ended_s: float) -> None:
             nonlocal count, ok
             record = record_of(exchange, ended_s)
             count += 1
@@ -123,7 +123,7 @@ class OfflineRun:
 
     @property
     def state(self) -> FleetState:
-        """What the router knows."""
+        """The router's state: index, ledger, sessions and hotspots."""
         return self._router.state
 
 
@@ -138,11 +138,11 @@ def simulate(
     """Replay a trace on a simulated fleet in virtual time. Equal arguments give equal results.
 
     Args:
-        trace: What to replay.
+        trace: The trace to replay.
         options: Fleet, load and noise.
         policy: Chooses the instance.
         planner: Whether to offload prefills; None: never.
-        plan: What ``make_plan(trace, options.plan)`` returns, where it is made once for many simulations.
+        plan: Result of ``make_plan(trace, options.plan)``, if it is made once for many simulations.
 
     Raises:
         SimulationError: options that make no sense.
@@ -163,7 +163,7 @@ def simulate(
 
 @contextmanager
 def fewer_collections() -> Iterator[None]:
-    """Let the garbage collector look around less often meanwhile.
+    """Run the garbage collector less often inside the context.
 
     A simulation makes few cycles but, with a thousand instances, thousands of tuples per decision that are dropped at
     once; looking for cycles among them took a third of its time.

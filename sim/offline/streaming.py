@@ -1,8 +1,8 @@
-"""The closed loop over a trace too long to hold: turns are read as virtual time goes on, and forgotten when sent.
+"""The closed loop over a trace too long to hold: turns are read as virtual time advances, and dropped when sent.
 
-The reader is ``look_ahead_s`` of the trace ahead of the clock, so what is in memory are the turns that arrive within
-that time and those whose sessions are not that far yet. A turn that its client sends earlier than that (because a long
-gap is capped, or think times are scaled) is found late; it is then sent at once, and counted.
+The reader is ``look_ahead_s`` of the trace ahead of the clock, so memory holds the turns that arrive within
+that time and those whose sessions have not reached them yet. A turn that its client sends earlier than that (because a
+long gap is capped, or think times are scaled) is read late; it is then sent immediately, and counted.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import msgspec
 from replayer.replay.plan import PlanOptions, SessionPlan, Step, id_prefix, wait_between
 from replayer.traces.trace import TraceError, TraceRequest
 from sim.offline.options import LARGEST_SIGMAS, SimOptions, SimulationError
-from sim.offline.sessions import Session, Turn
+from sim.offline.sessions import DueTurn, LiveSession
 
 FORGET_S = 4 * 3600.0
-"""Trace time after which a session that has sent nothing counts as over; a later turn of it starts a session anew."""
+"""Trace time after which a session that has sent nothing counts as over; a later turn of it starts a new session."""
 
 
-class _Streamed(Session):
-    """A session of which the turns read so far, and not sent yet, are known."""
+class _Streamed(LiveSession):
+    """A session with the turns that are read and not sent yet."""
 
     __slots__ = ("ended_s", "idle", "last", "steps")
 
     def __init__(self, plan: SessionPlan, number: int, first: TraceRequest) -> None:
         super().__init__(plan, number)
         self.last = _times_of(first)
-        """The last turn that was read, without its prompt."""
+        """The last turn read, without its prompt."""
         self.ended_s = 0.0
         self.steps: deque[Step] = deque()
         self.idle = False
-        """Its last known turn has ended; whether there is another one is not known yet."""
+        """True after its last known turn has ended; more turns may still be read."""
 
 
 class StreamedLoop:
@@ -46,10 +46,10 @@ class StreamedLoop:
         requests: In time order.
         sha256: Of the trace, for the request ids.
         options: Of the simulation; ``max_inflight_sessions`` must be None.
-        look_ahead_s: How far ahead of the clock to read, seconds of the trace.
+        look_ahead_s: Distance read ahead of the clock, seconds of the trace.
 
     Raises:
-        SimulationError: options that a stream cannot serve.
+        SimulationError: options that do not work with a stream.
         TraceError: no requests, or scales that are not positive.
     """
 
@@ -58,7 +58,7 @@ class StreamedLoop:
     ) -> None:
         if options.max_inflight_sessions is not None:
             raise SimulationError(
-                "--max-inflight-sessions: where a session ends is not known in a stream; leave out --stream"
+                "--max-inflight-sessions: a stream does not show where a session ends; leave out --stream"
             )
         least_s = 2 * LARGEST_SIGMAS * options.noise.arrival_jitter_s * options.plan.time_scale
         if look_ahead_s < max(least_s, 0.0):
@@ -74,16 +74,16 @@ class StreamedLoop:
         self._requests = _limited(requests, plan.request_limit)
         self._look_ahead_s = look_ahead_s
         self._due: list[tuple[float, bool, int, _Streamed]] = []
-        """(when, whether a session begins, order, session)"""
+        """(due time in engine seconds, True if it begins a session, order, session)"""
         self._sessions: OrderedDict[str, _Streamed] = OrderedDict()
         """Least recently read first."""
         self._count = self._started = 0
         self._now_s = 0.0
         self.late_turns = 0
-        """Turns that were found only after they should have been sent."""
+        """Turns that were read only after their due time."""
         self.most_late_s = 0.0
         self.most_sessions = 0
-        """Sessions known at once, at most."""
+        """Largest number of sessions known at once."""
         first = next(self._requests, None)
         if first is None:
             raise TraceError("no requests to replay")
@@ -91,7 +91,7 @@ class StreamedLoop:
         self._next: TraceRequest | None = first
 
     def next_s(self) -> float:
-        """See ``TurnSource``."""
+        """Due time of the next turn in engine seconds; infinite if none is known."""
         due = self._due
         while self._next is not None and (
             not due or self._next.timestamp_s - self._start_s <= due[0][0] * self._plan.time_scale + self._look_ahead_s
@@ -99,16 +99,16 @@ class StreamedLoop:
             self._read()
         return due[0][0] if due else math.inf
 
-    def take(self) -> Turn | None:
-        """See ``TurnSource``."""
+    def take(self) -> DueTurn | None:
+        """Take the turn that is due next; None if there is none."""
         if not self._due:
             return None
         due_s, _, _, session = heapq.heappop(self._due)
         self._now_s = max(self._now_s, due_s)
-        return Turn(session, session.steps.popleft(), session.due_s)
+        return DueTurn(session, session.steps.popleft(), session.due_s)
 
-    def ended(self, session: Session, now_s: float) -> None:
-        """See ``TurnSource``."""
+    def ended(self, session: LiveSession, now_s: float) -> None:
+        """Schedule the session's next turn, or end the session."""
         assert isinstance(session, _Streamed)
         self._now_s = max(self._now_s, now_s)
         session.ended_s = now_s
@@ -118,7 +118,7 @@ class StreamedLoop:
             session.idle = True
 
     def _schedule(self, session: _Streamed) -> None:
-        """The session's next turn is known, and the one before has ended."""
+        """Schedule a session's next turn: it is known, and the one before has ended."""
         step = session.steps[0]
         ended_s = session.ended_s
         session.due_s = ended_s + step.wait_s if step.after_end else max(session.due_s + step.wait_s, ended_s)
@@ -134,7 +134,7 @@ class StreamedLoop:
         heapq.heappush(self._due, (max(session.due_s, self._now_s), begins, self._count, session))
 
     def _read(self) -> None:
-        """Take in the request at hand and fetch the one after it."""
+        """Take in the current request and fetch the one after it."""
         request = self._next
         assert request is not None
         self._next = next(self._requests, None)
@@ -162,7 +162,7 @@ class StreamedLoop:
         self._push(session, begins=True)
 
     def _forget(self, read_s: float) -> None:
-        """Drop sessions that have long been over; O(1) per session."""
+        """Drop sessions that ended long ago; O(1) per session."""
         while self._sessions:
             name, session = next(iter(self._sessions.items()))
             if session.last.timestamp_s > read_s - FORGET_S:
@@ -171,7 +171,7 @@ class StreamedLoop:
 
 
 def _times_of(request: TraceRequest) -> TraceRequest:
-    """A turn without its prompt, which is wanted no more once it is sent."""
+    """A turn without its prompt, which is not needed once it is sent."""
     return msgspec.structs.replace(request, hash_ids=(), text=None)
 
 

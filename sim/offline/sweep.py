@@ -27,7 +27,7 @@ from sim.offline.setup import Setup, changed, parsed_value
 SCHEMA = 1
 """Version of sweep.json."""
 EXPECTED = (SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError, MemoryError)
-"""What can be wrong with one point; the others go on."""
+"""Errors that fail one point only; the others continue."""
 
 
 class Point(NamedTuple):
@@ -42,7 +42,7 @@ class Point(NamedTuple):
 
 
 class PointResult(NamedTuple):
-    """What became of a point: its figures and its run file's content (zstd), or why there is none."""
+    """Result of a point: its figures and its run file's content (zstd), or its error."""
 
     figures: dict[str, Any]
     run: bytes = b""
@@ -50,7 +50,7 @@ class PointResult(NamedTuple):
 
 
 Execute = Callable[[Sequence[Point]], Iterator[tuple[Point, PointResult]]]
-"""Runs all points and yields them as they are done."""
+"""Runs all points and yields each result when it is done."""
 
 
 def points_of(base: Setup, sweeps: Sequence[str]) -> list[Point]:
@@ -58,7 +58,7 @@ def points_of(base: Setup, sweeps: Sequence[str]) -> list[Point]:
 
     Raises:
         SimulationError, UnknownPolicyError, PolicyParameterError: an unknown key, a value that does not fit, or a
-            combination that cannot be simulated: none is begun then.
+            combination that cannot be simulated; no point has been run then.
     """
     axes: dict[str, list[Any]] = {}
     for sweep in sweeps:
@@ -90,9 +90,9 @@ def _file_stem(name: str) -> str:
 
 
 def simulate_point(setup: Setup, trace: Trace | None = None) -> PointResult:
-    """Simulate one point; what is wrong with it is told, not raised. Runs in whatever process or machine.
+    """Simulate one point, in any process or on any machine. Errors in `EXPECTED` are returned, not raised.
 
-    ``trace`` is the setup's, where it is loaded already.
+    ``trace`` is the setup's trace, if it is already loaded.
     """
     run = io.BytesIO()
     try:
@@ -122,7 +122,7 @@ def in_processes(jobs: int) -> Execute:
                 try:
                     result = future.result()
                 except BrokenProcessPool:
-                    result = PointResult({}, error="its process died; is there memory enough for so many --jobs?")
+                    result = PointResult({}, error="its process died; is there enough memory for this many --jobs?")
                 yield running[future], result
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
@@ -131,7 +131,7 @@ def in_processes(jobs: int) -> Execute:
 
 
 def on_ray(base: Setup) -> Execute:
-    """Run points on the Ray cluster that RAY_ADDRESS names, or else on one begun on this machine for the purpose.
+    """Run points on the Ray cluster that RAY_ADDRESS names, else on a temporary one on this machine.
 
     The trace goes to the nodes through Ray's object store, runs come back the same way: nodes need this package and
     no shared disk.
@@ -172,7 +172,7 @@ def on_ray(base: Setup) -> Execute:
 
 
 def _simulate_elsewhere(setup: Setup, trace: Trace) -> tuple[dict[str, Any], bytes, str | None]:
-    """One point on another machine; the answer is plain data, which any node can read."""
+    """Simulate one point on another machine; the result is plain data, which any node can read."""
     return tuple(simulate_point(setup, trace))  # type: ignore[return-value]
 
 
@@ -181,15 +181,15 @@ def run_sweep(
 ) -> list[tuple[Point, PointResult]]:
     """Simulate all points into a new or empty folder: a run file for each, and ``sweep.json`` with all figures.
 
-    The files do not depend on how, and in which order, the points were run.
+    The files do not depend on the executor or on the order in which points were run.
 
     Raises:
-        SimulationError: the folder holds something.
+        SimulationError: the folder is not empty.
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise SimulationError(f"{folder}: is not empty; give another --output, or empty it")
+        raise SimulationError(f"{folder}: not empty; give another --output, or empty it")
     results: dict[str, PointResult] = {}
     for point, result in execute(points):
         if result.error is None:

@@ -11,7 +11,7 @@ from sim.offline.running import Ran
 
 
 def figures_table(rows: Iterable[tuple[str, Mapping[str, Any], str | None]]) -> Table:
-    """A row per run: its name, its figures (``Outcome.figures``), or why it has none."""
+    """A row per run: its name and its figures (``SimulatedOutcome.figures``), or its error."""
     table = Table(title="p50/p90/p99 of successful requests, engine time")
     table.add_column("run", overflow="fold")
     for name in ("OK/N", "TTFT s", "TPOT ms", "E2E s", "APC", "prediction error", "offloaded"):
@@ -39,7 +39,7 @@ def _quantiles(figures: Mapping[str, Any], what: str, scale: float, digits: int)
 
 
 def load_line(ran: Ran) -> str:
-    """How busy the instances were, and what their KV pools went through."""
+    """Line on the instances' busy time, and the evictions and preemptions of their KV pools."""
     span_s = ran.end.finished_unix_s
     busy = [row.busy_s / span_s if span_s else 0.0 for row in ran.instances]
     evictions, preemptions = (sum(getattr(row, name) for row in ran.instances) for name in ("evictions", "preemptions"))

@@ -1,1 +1,4 @@
-"""Serves one simulated engine over HTTP: vLLM's OpenAI API, its metrics, its bootstrap server, and faults on demand."""
+"""Serves one simulated engine over HTTP: vLLM's OpenAI API, its metrics, its bootstrap server, and faults on demand.
+
+May import ``sim.core`` and ``sim.hardware``.
+"""

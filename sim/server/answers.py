@@ -1,4 +1,4 @@
-"""What the API answers: completion and chat objects, stream events, usage, model lists."""
+"""Response bodies of the API: completion and chat objects, stream events, usage, model lists."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import msgspec
 
 from sim.core.content import output_bytes
 from sim.server.driver import Delivery
-from sim.server.parsing import Call
+from sim.server.parsing import GenerationCall
 
 DONE = b"data: [DONE]\n\n"
 
 
-def usage(call: Call, delivery: Delivery) -> dict[str, object]:
+def usage(call: GenerationCall, delivery: Delivery) -> dict[str, object]:
     """Token counts; as in vLLM 0.18.1 the details are null when nothing was cached."""
     cached = delivery.cached_tokens
     prompt = call.request.prompt_tokens
@@ -25,10 +25,10 @@ def usage(call: Call, delivery: Delivery) -> dict[str, object]:
     }
 
 
-class Answer:
+class AnswerBuilder:
     """Builds the answer to one call. Generated text is ASCII letters and spaces, so it needs no JSON escaping."""
 
-    def __init__(self, call: Call, model: str) -> None:
+    def __init__(self, call: GenerationCall, model: str) -> None:
         self._call = call
         self._offset = call.request.output_offset
         self._created = int(time.time())
@@ -54,7 +54,7 @@ class Answer:
         return self._event_head + b',"choices":[{"index":0,' + body + tail
 
     def usage_event(self, delivery: Delivery) -> bytes:
-        """The last event of a stream that asked for its usage."""
+        """The last event of a stream whose request set ``include_usage``."""
         return (
             self._event_head + b',"choices":[],"usage":' + msgspec.json.encode(usage(self._call, delivery)) + b"}\n\n"
         )

@@ -1,4 +1,4 @@
-"""The engine's two ASGI applications: the OpenAI API with its surroundings, and the KV bootstrap server."""
+"""The engine's two ASGI applications: the OpenAI API with metrics and health, and the KV bootstrap server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sim.server.answers import models
 from sim.server.asgi import ClientGone, Receive, Scope, Send, answer, read_body, until_disconnect
 from sim.server.driver import Driver
 from sim.server.faults import Faults
-from sim.server.generation import Generation, fail
+from sim.server.generation import GenerationHandler, fail
 from sim.server.metrics import EngineMetrics
 from sim.server.parsing import ApiError, parse_tokenize
 from sim.server.pulls import PullQuestion, serve_pull
@@ -24,7 +24,7 @@ _VERSION = msgspec.json.encode({"version": "0.18.1", "simulator": "warmroute"})
 Route = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Routes:
+class EngineRoutes:
     """Exact paths, each with one method; everything else is 404 or 405."""
 
     def __init__(self, routes: dict[tuple[str, str], Route]) -> None:
@@ -55,12 +55,12 @@ class EngineApp:
         self._driver = driver
         self._metrics = metrics
         self._faults = faults
-        self._generation = Generation(settings, driver, faults)
+        self._generation = GenerationHandler(settings, driver, faults)
         self._models = models(settings.model, settings.config.max_model_len, time.time())
 
-    def routes(self) -> Routes:
+    def routes(self) -> EngineRoutes:
         """All of them."""
-        return Routes(
+        return EngineRoutes(
             {
                 ("POST", "/v1/completions"): self._completions,
                 ("POST", "/v1/chat/completions"): self._chat,
@@ -141,16 +141,16 @@ class EngineApp:
 
 
 class BootstrapApp:
-    """The application on the bootstrap port: who this engine is, and its side of a pull."""
+    """The application on the bootstrap port: the engine's identity, and P's side of a pull."""
 
     def __init__(self, settings: ServerSettings, driver: Driver) -> None:
         self._driver = driver
         entry = {"engine_id": settings.config.engine_id, "worker_addr": {"0": {"0": f"tcp://{settings.host}:0"}}}
         self._query = msgspec.json.encode({"0": entry})
 
-    def routes(self) -> Routes:
+    def routes(self) -> EngineRoutes:
         """All of them."""
-        return Routes({("GET", "/query"): self._answer_query, ("POST", "/sim/pull"): self._pull})
+        return EngineRoutes({("GET", "/query"): self._answer_query, ("POST", "/sim/pull"): self._pull})
 
     async def _answer_query(self, scope: Scope, receive: Receive, send: Send) -> None:
         await answer(send, 200, self._query)

@@ -1,4 +1,4 @@
-"""The few pieces of ASGI that the two servers share: bodies, answers, and breaking a connection on purpose."""
+"""ASGI functions that both servers use: bodies, answers, and breaking a connection on purpose."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ async def until_disconnect(receive: Receive) -> None:
 async def break_connection(send: Send, receive: Receive, *, reset: bool) -> None:
     """Close the TCP connection under a request, without an answer or in the middle of one; ``reset``: by RST.
 
-    ASGI has no word for this, so it reaches for the server's transport behind ``send``.
+    ASGI has no message for this, so it uses the server's transport behind ``send``. Raises RuntimeError if the server
+    does not expose it.
     """
     cycle = getattr(send, "__self__", None)
     transport = getattr(cycle, "transport", None)
     if transport is None:
-        raise RuntimeError("this ASGI server does not show its transport")
+        raise RuntimeError("this ASGI server does not expose its transport")
     if reset:
         raw = transport.get_extra_info("socket")
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """Drives an engine against the wall clock and hands each request its tokens.
 
 Engine time is ``time_scale`` times wall time since the start. Steps are chained on the engine's own clock: the next
-step begins when the last one ended in engine time, not when the event loop noticed, so lateness never adds up.
+step begins when the last one ended in engine time, not when the event loop ran, so delays do not accumulate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sim.core.sequence import Request
 from sim.core.types import EngineDeadError, TokenEvent
 
 _MOST_STEPS_AT_ONCE = 200
-"""Steps a late driver catches up on before it lets other work run."""
+"""Steps a late driver catches up on before it yields to other work."""
 
 
 class EngineClock:
@@ -44,19 +44,19 @@ class Delivery:
         self.arrived_s = arrived_s
         self.sent = 0
         self.pending = 0
-        """Tokens that have come and were not taken yet."""
+        """Tokens that have arrived and were not taken yet."""
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.ended = False
         """No more tokens will come: finished, or cut off."""
         self.cut_off = False
-        """The client left or the server stops; nobody should be answered."""
+        """The client left or the server stops; no answer is sent."""
         self.woken_s = -math.inf
         self._least = interval if stream else math.inf
         self._news: asyncio.Future[None] | None = None
 
     def put(self, event: TokenEvent) -> bool:
-        """Take an event; says whether the reader should be woken now and not with the next flush."""
+        """Take an event; True if the reader should be woken now instead of with the next flush."""
         self.pending += event.tokens
         self.cached_tokens = event.cached_tokens
         if event.finish_reason is not None:
@@ -66,13 +66,13 @@ class Delivery:
 
     @property
     def worth_waking(self) -> bool:
-        """Whether the reader would find something to send."""
+        """True if the reader would find something to send."""
         if self.ended or self._least is math.inf:
             return self.ended
         return self.pending > 0 and (self.pending >= self._least or not self.sent)
 
     def wake(self) -> None:
-        """Let the reader look."""
+        """Wake the reader."""
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
@@ -132,7 +132,7 @@ class Driver:
 
         Raises:
             ValueError: the engine can never serve it.
-            EngineDeadError: the engine is dead, or died of it.
+            EngineDeadError: the engine is dead, or this request killed it.
         """
         try:
             self.engine.submit(request, arrived_s)
@@ -151,7 +151,7 @@ class Driver:
             self.nudge()
 
     def nudge(self) -> None:
-        """Something outside the engine's own time has changed: let it schedule anew at the next step boundary."""
+        """Reschedule at the next step boundary after a change from outside."""
         now_s = self.clock.now()
         self.engine.interrupt(now_s)
         idle = self.engine.step_end_s is None
@@ -193,7 +193,7 @@ class Driver:
             delivery.cut()
 
     def _arm(self, at_once: bool = False) -> None:
-        """Set the timer for the step's end, or for when an idle engine has something to do."""
+        """Set the timer for the step's end, or for the next event of an idle engine."""
         if self._step_timer is not None:
             self._step_timer.cancel()
             self._step_timer = None
@@ -206,12 +206,12 @@ class Driver:
         elif math.isinf(due_s):
             return
         else:
-            # uvloop counts whole milliseconds and rounds; an early timer would only come to be set again.
+            # uvloop counts whole milliseconds and rounds; a timer that fires early would only be set again.
             delay_s = math.ceil(max(self.clock.wall_delay(due_s), 0.0) * 1000) / 1000
         self._step_timer = self._loop.call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
-        """Bring the engine up to the present: end what is over, begin what can begin."""
+        """Bring the engine up to the present: end the steps that are over and begin the next."""
         engine, now_s = self.engine, self.clock.now()
         start_s = min(max(engine.next_event_s(), self._settled_s), now_s)
         for _ in range(_MOST_STEPS_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Failures on demand: what ``POST /sim/faults`` can make an engine do."""
+"""Failures on demand: the faults that ``POST /sim/faults`` sets."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Leg = Literal["any", "prefill", "decode", "plain"]
 
 
 class Fault(msgspec.Struct, forbid_unknown_fields=True):
-    """One fault; docs/sim.md says what each mode does.
+    """One fault; docs/simulator.md describes each mode.
 
-    ``count`` requests suffer it (null: all until it is replaced), of the kind that ``leg`` names: the prefill or the
+    It applies to ``count`` requests (null: all until it is replaced) of the kind that ``leg`` names: the prefill or the
     decode leg of a hand-off, or plain requests.
     """
 
@@ -40,7 +40,7 @@ class Fault(msgspec.Struct, forbid_unknown_fields=True):
     after_tokens: int = 1
     """hang_mid_stream, reset_mid_stream: tokens sent before it happens."""
     health: bool = False
-    """refuse, hang, error: /health suffers it too."""
+    """refuse, hang, error: the fault applies to /health too."""
     force: bool = False
     """p_eos: even where min_tokens forbids it."""
 
@@ -49,7 +49,7 @@ _PULL_MODES = {"kv_pull_hang", "kv_pull_error"}
 
 
 class Faults:
-    """The fault in force, and whom it has still to hit."""
+    """The active fault and the number of requests it still applies to."""
 
     def __init__(self) -> None:
         self.current = Fault()
@@ -64,7 +64,7 @@ class Faults:
         return self.current
 
     def for_request(self, transfer: KvTransfer | None) -> Fault | None:
-        """The fault that a generation request meets, if any; counts it."""
+        """The fault that applies to a generation request, if any; counts it."""
         fault = self.current
         if fault.mode == "none" or fault.mode in _PULL_MODES:
             return None
@@ -73,11 +73,11 @@ class Faults:
         return self._hit() if fault.leg in {"any", _leg(transfer)} else None
 
     def for_pull(self) -> Fault | None:
-        """The fault that a KV pull meets, if any; counts it."""
+        """The fault that applies to a KV pull, if any; counts it."""
         return self._hit() if self.current.mode in _PULL_MODES else None
 
     def for_health(self) -> Fault | None:
-        """The fault that a health probe meets, if any; probes are not counted."""
+        """The fault that applies to a health probe, if any; probes are not counted."""
         fault = self.current
         return fault if fault.health and fault.mode in {"refuse", "hang", "error"} else None
 
@@ -93,7 +93,7 @@ class Faults:
 
 
 def end_at_first_token(request: Request, force: bool) -> Request:
-    """The request as a model answers it that ends at its first token, where ``min_tokens`` allows (or ``force``)."""
+    """The request, changed to end at its first token where ``min_tokens`` allows it (or with ``force``)."""
     return request._replace(stop_after=1, min_tokens=0 if force else request.min_tokens)
 
 

@@ -1,21 +1,21 @@
-"""The two generation endpoints: parse, submit, relay tokens, and notice when the client leaves."""
+"""The two generation endpoints: parse, submit, relay tokens, detect a client that disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 
 from sim.core.types import EngineDeadError
-from sim.server.answers import DONE, Answer
+from sim.server.answers import DONE, AnswerBuilder
 from sim.server.asgi import ClientGone, Receive, Scope, Send, answer, break_connection, read_body, until_disconnect
 from sim.server.driver import Delivery, Driver
 from sim.server.faults import Fault, Faults, end_at_first_token
-from sim.server.parsing import ApiError, Call, parse_chat, parse_completion
+from sim.server.parsing import ApiError, GenerationCall, parse_chat, parse_completion
 from sim.server.settings import ServerSettings
 
 _SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class Generation:
+class GenerationHandler:
     """POST /v1/completions and /v1/chat/completions of one engine."""
 
     def __init__(self, settings: ServerSettings, driver: Driver, faults: Faults) -> None:
@@ -24,7 +24,7 @@ class Generation:
         self._faults = faults
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, *, chat: bool) -> None:
-        """Answer one request. Its engine time of arrival is now, before the body is read and parsed."""
+        """Answer one request. It arrives, in engine time, before the body is read and parsed."""
         arrived_s = self._driver.clock.now()
         try:
             body = await read_body(receive)
@@ -42,7 +42,7 @@ class Generation:
             gone.cancel()
             self._driver.abort(call.request.request_id)
 
-    def _parse(self, scope: Scope, body: bytes, chat: bool) -> Call:
+    def _parse(self, scope: Scope, body: bytes, chat: bool) -> GenerationCall:
         request_id = None
         for name, value in scope["headers"]:
             if name == b"x-request-id":
@@ -52,7 +52,7 @@ class Generation:
         return (parse_chat if chat else parse_completion)(body, self._settings, request_id)
 
     async def _answer(
-        self, call: Call, arrived_s: float, receive: Receive, send: Send, gone: asyncio.Future[None]
+        self, call: GenerationCall, arrived_s: float, receive: Receive, send: Send, gone: asyncio.Future[None]
     ) -> None:
         fault = self._faults.for_request(call.request.kv_transfer)
         if fault is not None:
@@ -84,7 +84,7 @@ class Generation:
 
     async def _whole(
         self,
-        call: Call,
+        call: GenerationCall,
         delivery: Delivery,
         fault: Fault | None,
         receive: Receive,
@@ -101,11 +101,11 @@ class Generation:
         elif delivery.finish_reason == "error":
             await answer(send, 500, _kv_load_error().body)
         else:
-            await answer(send, 200, Answer(call, self._settings.model).whole(delivery))
+            await answer(send, 200, AnswerBuilder(call, self._settings.model).whole(delivery))
 
     async def _stream(
         self,
-        call: Call,
+        call: GenerationCall,
         delivery: Delivery,
         fault: Fault | None,
         receive: Receive,
@@ -113,7 +113,7 @@ class Generation:
         gone: asyncio.Future[None],
     ) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-        shape = Answer(call, self._settings.model)
+        shape = AnswerBuilder(call, self._settings.model)
         opening = shape.opening()
         breaks = fault if fault is not None and fault.mode in {"hang_mid_stream", "reset_mid_stream"} else None
         while True:
@@ -128,7 +128,7 @@ class Generation:
                 if breaks.mode == "hang_mid_stream":
                     await gone
                 else:
-                    # What was sent must leave before the reset takes it away.
+                    # Bytes already sent must leave the socket before the reset discards them.
                     await asyncio.sleep(0.01)
                     await _break_off(send, receive, gone, reset=True)
                 return
@@ -147,13 +147,13 @@ class Generation:
                 return
 
     async def _hang_up(self, send: Send, receive: Receive) -> None:
-        """The request was cut off: by its client, who needs no answer, or by the end of the server."""
+        """End a request that was cut off: by its client, which needs no answer, or by the end of the server."""
         if self._driver.closed:
             await break_connection(send, receive, reset=False)
 
 
 async def fail(fault: Fault, receive: Receive, send: Send, gone: asyncio.Future[None]) -> None:
-    """Meet a request with a fault that keeps the engine out of it."""
+    """Answer a request with a fault that does not involve the engine."""
     if fault.mode == "error":
         kind = "InternalServerError" if fault.status >= 500 else "BadRequestError"
         await answer(send, fault.status, ApiError(fault.status, "simulated failure", kind).body)

@@ -1,4 +1,4 @@
-"""Runs one engine process: two ports, one event loop, gone within moments of SIGTERM."""
+"""Runs one engine process: two ports, one event loop; it ends promptly on SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from sim.server.app import BootstrapApp, EngineApp, Routes
+from sim.server.app import BootstrapApp, EngineApp, EngineRoutes
 from sim.server.driver import Driver, EngineClock
 from sim.server.faults import Faults
 from sim.server.kvevents import KvEventPublisher
@@ -27,7 +27,7 @@ log = logging.getLogger("sim")
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves the process's signals alone: two of them share one process."""
+    """A server that does not handle the process's signals: two of them share one process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -35,7 +35,7 @@ class _Server(uvicorn.Server):
 
 
 class _Stop:
-    """Whether and why the process is to end."""
+    """The request to end the process, with its exit code."""
 
     def __init__(self) -> None:
         self.event = asyncio.Event()
@@ -47,12 +47,12 @@ class _Stop:
         self.event.set()
 
     def soon(self) -> None:
-        """End the process for a dead engine, but give the answer that says so time to leave."""
+        """End the process for a dead engine, after the answer that reports it had time to be sent."""
         asyncio.get_running_loop().call_later(0.2, self.now, 1)
 
 
 def run(settings: ServerSettings) -> int:
-    """Serve until a signal comes or the engine dies; the exit code."""
+    """Serve until a signal arrives or the engine dies; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     ports = [settings.port] if settings.bootstrap_port is None else [settings.port, settings.bootstrap_port]
     sockets: list[socket.socket] = []
@@ -135,7 +135,7 @@ def _publisher(settings: ServerSettings) -> KvEventPublisher | None:
     return KvEventPublisher(settings.host, port, settings.kv_events_replay_port, settings.config.block_tokens)
 
 
-def _server(application: Routes, settings: ServerSettings) -> _Server:
+def _server(application: EngineRoutes, settings: ServerSettings) -> _Server:
     return _Server(
         uvicorn.Config(
             application,
@@ -172,6 +172,6 @@ def _announce(settings: ServerSettings, sockets: list[socket.socket]) -> None:
 
 
 def _fatal(context: dict[str, Any], stop: _Stop) -> None:
-    """An error nobody caught means the engine's timing is broken: say so and end, rather than serve on."""
+    """Log an uncaught error and end the process: the engine's timing can no longer be relied on."""
     log.error("%s", context.get("message"), exc_info=context.get("exception"))
     stop.now(1)

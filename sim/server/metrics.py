@@ -47,7 +47,7 @@ class EngineMetrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's state when it is asked, so that no step pays for metrics."""
+    """Reads the engine's state on scrape, so that steps spend no time on metrics."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self._engine = engine
@@ -73,11 +73,15 @@ class _EngineCollector(Collector):
         for name, text, value in (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", counters.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", counters.prefix_hits),
-            ("external_prefix_cache_hits", "Prompt tokens whose KV came from elsewhere.", counters.external_tokens),
+            (
+                "external_prefix_cache_hits",
+                "Prompt tokens whose KV came from another engine.",
+                counters.external_tokens,
+            ),
             ("prompt_tokens", "Prompt tokens of requests that got their first token.", counters.prompt_tokens),
             ("generation_tokens", "Generated tokens.", counters.generation_tokens),
             ("num_preemptions", "Preemptions.", counters.preemptions),
-            ("mooncake_num_kv_expired_reqs", "Held KV that nobody pulled in time.", engine.holds.expired),
+            ("mooncake_num_kv_expired_reqs", "Held KV that no engine pulled in time.", engine.holds.expired),
         ):
             family = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             family.add_metric(self._labels, value)

@@ -32,7 +32,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class KvTransferParams(msgspec.Struct):
-    """``kv_transfer_params`` as they come; unknown fields are ignored."""
+    """``kv_transfer_params`` as received; unknown fields are ignored."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
@@ -55,13 +55,13 @@ class _Generation(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(_Generation, kw_only=True):
-    """Body of POST /v1/completions, as far as the simulator looks at it."""
+    """Body of POST /v1/completions: the fields that the simulator reads."""
 
     prompt: msgspec.Raw
 
 
 class ChatBody(_Generation, kw_only=True):
-    """Body of POST /v1/chat/completions, as far as the simulator looks at it."""
+    """Body of POST /v1/chat/completions: the fields that the simulator reads."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
@@ -76,8 +76,8 @@ class TokenizeBody(msgspec.Struct):
     messages: list[dict[str, Any]] | None = None
 
 
-class Call(NamedTuple):
-    """One generation request, ready to be submitted, and how its answer is to look."""
+class GenerationCall(NamedTuple):
+    """One generation request, ready to be submitted, with the format of its answer."""
 
     request: Request
     chat: bool
@@ -93,7 +93,7 @@ _ids = msgspec.json.Decoder(list[int])
 _prompt = msgspec.json.Decoder(str | list[str | list[int]])
 
 
-def parse_completion(body: bytes, settings: ServerSettings, request_id: str | None) -> Call:
+def parse_completion(body: bytes, settings: ServerSettings, request_id: str | None) -> GenerationCall:
     """A /v1/completions body as an engine request.
 
     Raises:
@@ -103,7 +103,7 @@ def parse_completion(body: bytes, settings: ServerSettings, request_id: str | No
     return _call(decoded, _prompt_tokens(bytes(decoded.prompt)), decoded.max_tokens, settings, request_id, chat=False)
 
 
-def parse_chat(body: bytes, settings: ServerSettings, request_id: str | None) -> Call:
+def parse_chat(body: bytes, settings: ServerSettings, request_id: str | None) -> GenerationCall:
     """A /v1/chat/completions body as an engine request.
 
     Raises:
@@ -130,7 +130,8 @@ def parse_tokenize(body: bytes) -> bytes:
 
 
 def render_chat(messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-    """A conversation as one text: equal beginnings of conversations give equal beginnings of texts."""
+    """A conversation as one text: conversations with equal prefixes give texts with equal prefixes. Raises ApiError
+    (400)."""
     pieces = []
     if tools:
         pieces.append("<|tools|>\n" + msgspec.json.encode(tools, order="sorted").decode() + "<|end|>\n")
@@ -194,7 +195,7 @@ def _prompt_tokens(raw: bytes) -> bytes:
 
 def _call(
     body: _Generation, tokens: bytes, limit: int | None, settings: ServerSettings, request_id: str | None, *, chat: bool
-) -> Call:
+) -> GenerationCall:
     if body.model is not None and body.model != settings.model:
         raise ApiError(404, f"The model `{body.model}` does not exist.", "NotFoundError", "model")
     if body.n not in {None, 1}:
@@ -232,7 +233,7 @@ def _call(
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         request = request._replace(stop_after=_stop_after(request, stops))
     prefix = "chatcmpl-" if chat else "cmpl-"
-    return Call(
+    return GenerationCall(
         request,
         chat,
         bool(body.stream),

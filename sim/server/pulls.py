@@ -1,4 +1,5 @@
-"""KV between engine processes: D asks P's bootstrap server, waits as long as the transfer takes, tells its engine."""
+"""KV transfers between engine processes: D calls P's bootstrap server, waits for the transfer time, updates its
+engine."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ class PullQuestion(msgspec.Struct):
 
 
 class PullReply(msgspec.Struct):
-    """Its answer: engine seconds that the transfer takes, or why there is none."""
+    """The answer to a pull: engine seconds that the transfer takes, or the reason for which there is none."""
 
     seconds: float = 0.0
     failure: PullFailure | None = None
 
 
 async def serve_pull(driver: Driver, question: PullQuestion) -> PullReply:
-    """P's side. A transfer id P does not know may come to be known: P waits for it up to its abort timeout."""
+    """Serve a pull on P's side. P waits for a transfer id that it does not hold yet, up to its abort timeout."""
     answer = _serve_now(driver, question)
     if answer.failure is PullFailure.UNKNOWN_TRANSFER:
         await driver.wait_until_held(question.transfer_id, driver.engine.config.abort_timeout_s)
@@ -57,7 +58,7 @@ def _serve_now(driver: Driver, question: PullQuestion) -> PullAnswer:
 
 
 class Puller:
-    """D's side. Owns the tasks of pulls under way and, unless the role is ``none``, their HTTP connections."""
+    """Pulls on D's side. Owns the tasks of pulls in flight and, unless the role is ``none``, their HTTP connections."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -71,7 +72,7 @@ class Puller:
         self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
     async def close(self) -> None:
-        """Give up all pulls under way."""
+        """Give up all pulls in flight."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -92,8 +93,8 @@ class Puller:
             driver.end_pull(pull.request_id, arrived=False)
             return
         timeout_s = driver.engine.config.abort_timeout_s
-        reply = await self._ask(pull, timeout_s / driver.clock.time_scale + _GRACE_S)
-        # P has itself waited for a transfer it does not know.
+        reply = await self._request_pull(pull, timeout_s / driver.clock.time_scale + _GRACE_S)
+        # P has itself waited for a transfer id that it does not hold.
         if reply.failure is None:
             wait_s = reply.seconds
         elif reply.failure is PullFailure.UNKNOWN_TRANSFER:
@@ -103,7 +104,7 @@ class Puller:
         await asyncio.sleep(wait_s / driver.clock.time_scale)
         driver.end_pull(pull.request_id, arrived=reply.failure is None)
 
-    async def _ask(self, pull: Pull, timeout_s: float) -> PullReply:
+    async def _request_pull(self, pull: Pull, timeout_s: float) -> PullReply:
         import aiohttp
 
         params = pull.params

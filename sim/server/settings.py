@@ -1,4 +1,4 @@
-"""What one engine process is told on its command line, resolved against its hardware profile."""
+"""Options of one engine process, resolved against its hardware profile."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sim.hardware import HardwareProfile, load_profile
 ROLES = ("kv_both", "kv_producer", "kv_consumer", "none")
 
 
-class SettingsError(Exception):
-    """The options do not make an engine; the text says which and why."""
+class EngineSettingsError(Exception):
+    """Options that do not make an engine; the message names the option and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +65,21 @@ class ServerSettings:
         kv_events_port: int | None = None,
         kv_events_replay_port: int | None = None,
     ) -> ServerSettings:
-        """Fill what is not given from the profile.
+        """Settings with every option that is not given taken from the profile.
 
         Raises:
-            SettingsError, ProfileError: an option is out of range or the profile does not exist.
+            EngineSettingsError, ProfileError: an option is out of range or the profile does not exist.
         """
         if role not in ROLES:
-            raise SettingsError(f"--role {role!r}: choose one of {', '.join(ROLES)}")
+            raise EngineSettingsError(f"--role {role!r}: choose one of {', '.join(ROLES)}")
         if kv_load_failure_policy not in set(LoadFailurePolicy):
-            raise SettingsError(f"--kv-load-failure-policy {kv_load_failure_policy!r}: choose hang, fail or recompute")
+            raise EngineSettingsError(
+                f"--kv-load-failure-policy {kv_load_failure_policy!r}: choose hang, fail or recompute"
+            )
         if kv_events_replay_port is not None and kv_events_port is None:
-            raise SettingsError("--kv-events-replay-port needs --kv-events-port")
+            raise EngineSettingsError("--kv-events-replay-port needs --kv-events-port")
         if connector_kv_fraction is not None and not 0 <= connector_kv_fraction < 1:
-            raise SettingsError(f"--connector-kv-fraction {connector_kv_fraction} is not in 0 .. 1")
+            raise EngineSettingsError(f"--connector-kv-fraction {connector_kv_fraction} is not in 0 .. 1")
         hardware = load_profile(profile)
         hardware.transport(transport)
         if connector_kv_fraction is None:
@@ -87,7 +89,7 @@ class ServerSettings:
             tokens *= 1 - connector_kv_fraction
         blocks = int(tokens) // block_size
         if blocks < 1:
-            raise SettingsError(f"a KV pool of {int(tokens)} tokens holds no block of {block_size}: enlarge it")
+            raise EngineSettingsError(f"a KV pool of {int(tokens)} tokens holds no block of {block_size}: enlarge it")
         try:
             config = EngineConfig(
                 num_blocks=blocks,
@@ -102,7 +104,7 @@ class ServerSettings:
                 load_failure_policy=LoadFailurePolicy(kv_load_failure_policy),
             )
         except ValueError as error:
-            raise SettingsError(str(error)) from error
+            raise EngineSettingsError(str(error)) from error
         if bootstrap_port is None:
             bootstrap_port = port + 1000 if port else 0
         return cls(
@@ -124,4 +126,5 @@ class ServerSettings:
 
     def engine(self) -> Engine:
         """A fresh engine as configured."""
-        return Engine(self.config, self.profile.timing, self.profile.transport(self.transport).seconds)
+        transfer_seconds = self.profile.transport(self.transport).drawn(f"{self.seed}/transfers/{self.port}")
+        return Engine(self.config, self.profile.timing, transfer_seconds)

@@ -1,0 +1,1 @@
+"""Tests of the benchmarks and studies, in folders that mirror ``bench``."""

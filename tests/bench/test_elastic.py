@@ -1,4 +1,4 @@
-"""The offloading experiment: which arms run, on what, and the table that comes out of the kept records."""
+"""The offloading experiment: its arms, their fleets, and the table made from the kept records."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from bench.elastic_ab import app, arm_fleet, arms_of, cut_trace, shortened
+from bench.elastic_ab import app, arm_fleet, arms_of, cut_trace
 from bench.elastic_table import ARM_FILE, markdown, read_arms
 from launch.fleet.file import load_fleet
 from replayer.traces.formats.bailian import write
+from replayer.traces.shorten import shortened
 from replayer.traces.synth import SynthOptions, synthetic_trace
 from replayer.traces.trace import TraceError
 from tests.launch.conftest import free_base
@@ -90,7 +91,7 @@ def test_two_arms_on_simulated_engines_give_a_table(tmp_path: Path) -> None:
     assert "| against `never` |" in table
     fresh = [msgspec.json.decode((kept / arm.note.label / "fresh.json").read_bytes()) for arm in arms]
     ids = [engine["engine_ids"][0] for proof in fresh for engine in proof["engines"]]
-    assert len(set(ids)) == 4, "every arm has engines of its own"
+    assert len(set(ids)) == 4, "every arm has its own engines"
     offloaded = sum(row["prefill_instance"] is not None for row in arms[1].rows)
     assert offloaded > 0
     assert "transfer leg median" in table

@@ -1,4 +1,4 @@
-"""How near the simulator comes: the tables of its page are what the command computes, and real time agrees."""
+"""Accuracy of the simulator: the tables of its page equal the command's output, and real time agrees."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_page_holds_what_the_command_computes_from_traces(name: str) -> None
 def test_a_table_is_put_between_its_marks_only() -> None:
     page = "a\n<!-- fidelity: x -->\nold\n<!-- end of x -->\nb\n"
     assert put(page, "x", "new\n") == page.replace("old", "new")
-    with pytest.raises(typer.BadParameter, match="no marks for y"):
+    with pytest.raises(typer.BadParameter, match="no markers for y"):
         put(page, "y", "new")
 
 
@@ -59,10 +59,10 @@ def test_the_page_holds_the_kept_costs_and_a_small_run_makes_the_same_kind(tmp_p
     trace = simulator.conversations(40, 30, 2)
     assert [len(request.hash_ids) for request in trace.requests if request.session_id == "3"] == [16, 25, 34, 43]
     assert len(trace.requests) == 40
-    cost = simulator.measure(simulator.Job("few", None, 2, requests=40, blocks=30, repeats=1))
+    cost = simulator.measure(simulator.TimedSimulation("few", None, 2, requests=40, blocks=30, repeats=1))
     assert cost.requests == 40
     assert min(cost.engines_us, cost.decision_us, cost.rest_us, cost.rss_mib) > 0
-    # The meters are off again.
+    # The meters are removed again.
     assert (OfflineRouter.route.__name__, VirtualFleet.advance.__name__) == ("route", "advance")
     assert "| few | 40 |" in simulator.markdown({"costs": [cost._asdict() | {"total_us": cost.total_us}]})
 
@@ -78,7 +78,8 @@ def test_the_command_names_its_tables_and_leaves_out_what_it_has_no_trace_for(tm
 
 
 def spread_trace() -> Trace:
-    """50 conversations of two turns, 10k to 39k tokens each: nothing hinges on which of two events comes first."""
+    """50 conversations of two turns, 10k to 39k tokens each: the result does not depend on the order of nearly
+    simultaneous events."""
     made = []
     for session in range(50):
         blocks, first = 150 + session * 61 % 300, (session + 1) << 20

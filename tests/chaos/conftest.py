@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.app import ProxyApp
 from proxy.core import Core
 from proxy.fleet.instances import Instance
 from proxy.settings import load_settings
@@ -48,11 +49,15 @@ def kinds_of_tasks() -> Counter[str]:
 class Chaos:
     """A proxy that serves, its engines, and a client for it."""
 
-    core: Core
+    app: ProxyApp
     url: str
     engines: list[ChaosEngine]
     client: httpx.AsyncClient
     tasks_before: Counter[str]
+
+    @property
+    def core(self) -> Core:
+        return self.app.core
 
     @property
     def port(self) -> int:
@@ -83,7 +88,7 @@ class Chaos:
             await asyncio.sleep(0.02)
             if patience % 100 == 0:
                 for instance in self.core.instances:
-                    await self.core.fleet.probe(instance)
+                    await self.app.operations.fleet.probe(instance)
         raise AssertionError("the engines were not probed twice in 20 s")
 
     async def nothing_left(self) -> None:
@@ -131,12 +136,12 @@ async def start_chaos() -> AsyncIterator[StartChaos]:
                     "offload": {"abandoned_s": 0.4, "query_timeout_s": 0.5, **overrides.get("offload", {})},
                 },
             )
-            core, url = await stack.enter_async_context(serving(settings))
+            app, url = await stack.enter_async_context(serving(settings))
             # Loopback without TLS: `verify=False` spares the loading of certificates.
             client = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=url, timeout=20, trust_env=False, verify=False)
             )
-            chaos = Chaos(core, url, list(engines), client, Counter())
+            chaos = Chaos(app, url, list(engines), client, Counter())
             await chaos.probed_twice()
             assert (await client.get("/health")).status_code == 200
             chaos.tasks_before = kinds_of_tasks()

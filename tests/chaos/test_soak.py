@@ -12,7 +12,7 @@ import pytest
 from bench.soak.load import Seen, WrongAnswerError, _read_event
 from bench.soak.plan import SoakPlan
 from bench.soak.run import soak
-from bench.soak.samples import Sample, trend
+from bench.soak.samples import ProcessSample, trend
 from bench.soak.verdict import figures, violations
 
 QUICK = SoakPlan(duration_s=10.0, streams=24, engines=3, kill_every_s=2.0, down_s=1.0, prompts=12, rss_growth_mb=64.0)
@@ -28,8 +28,8 @@ async def test_ten_seconds_of_killed_engines_and_leaving_clients(tmp_path: Path)
     assert not set(result.ends) - {"ok", "left", "broken", "refused"}
 
 
-def sample(at_s: float, rss_mb: float = 80.0, descriptors: int = 20) -> Sample:
-    return Sample(at_s, rss_mb, descriptors, 5, at_s)
+def sample(at_s: float, rss_mb: float = 80.0, descriptors: int = 20) -> ProcessSample:
+    return ProcessSample(at_s, rss_mb, descriptors, 5, at_s)
 
 
 def clean() -> dict[str, Any]:
@@ -74,7 +74,7 @@ def test_what_does_not_hold_is_a_violation(change: dict[str, Any], says: str) ->
     assert says in found[0]
 
 
-@pytest.mark.parametrize("kind", ["wrong answer", "cut without a word"])
+@pytest.mark.parametrize("kind", ["wrong answer", "cut without an error event"])
 def test_a_wrong_answer_is_a_violation(kind: str) -> None:
     told = clean()
     told["seen"].ends[kind] += 1
@@ -91,8 +91,8 @@ def test_memory_that_grows_and_descriptors_that_stay_are_violations() -> None:
     assert ["memory grew" in found[0], "90 file descriptors" in found[1]] == [True, True]
 
 
-def replace_descriptors(of: Sample, descriptors: int) -> Sample:
-    return Sample(of.at_s, of.rss_mb, descriptors, of.threads, of.cpu_s)
+def replace_descriptors(of: ProcessSample, descriptors: int) -> ProcessSample:
+    return ProcessSample(of.at_s, of.rss_mb, descriptors, of.threads, of.cpu_s)
 
 
 def test_the_trend_is_the_slope_and_shrugs_off_a_peak() -> None:

@@ -1,4 +1,4 @@
-"""Real vLLM engines behind the real proxy. Run by ``make test-engines``; any other run skips them and says why."""
+"""Real vLLM engines behind the real proxy. Run by ``make test-engines``; any other run skips them with a reason."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ ENGINES_VARIABLE = "WARMROUTE_ENGINES"
 """Environment with vLLM, and the tiny model in it or beside it; default ``.venv-engines``."""
 ASKED_VARIABLE = "WARMROUTE_TEST_ENGINES"
 RUN_VARIABLE = "WARMROUTE_ENGINES_RUN"
-"""Run directory of a fleet that runs already, to be used while writing tests; see docs/engines.md."""
+"""Run directory of a running fleet, to be used while writing tests (docs/engines.md)."""
 
 FIRST = ("test_small_pool", "test_elastic_ab")
-"""They have engines of their own: done before the shared ones start, so that four run at most."""
+"""Tests with separate engines: run before the shared ones start, so that at most four run."""
 LAST = ("test_failures", "test_kills", "test_resume")
 """Abandoned pulls leave leaked blocks in the engines, kills cost a restart each."""
 
 FLEET_OVERRIDES = (
-    # Ports of their own: a fleet somebody runs from the same file is left alone.
+    # Separate ports: a fleet that already runs from the same file is not touched.
     "base_port=18201",
     "base_bootstrap_port=19201",
     "base_events_port=15701",
     "base_events_replay_port=15801",
     "base_master_port=19601",
-    # P gives up a transfer nobody fetches after this long; short, so that a test can wait for it.
+    # Time after which P drops a transfer that is not pulled; short, so that a test can wait for it.
     "vllm.transfer.abort_timeout_s=3",
     "restart=on_failure",
     "max_restarts=20",
@@ -53,12 +53,12 @@ def engines_folder() -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what was not asked for, or cannot run; put tests with engines of their own first, those that kill last."""
+    """Skip tests that were not requested or cannot run; those with separate engines go first, those that kill last."""
     mine = [item for item in items if HERE in item.path.parents and item.get_closest_marker("engines")]
     asked = os.environ.get(ASKED_VARIABLE) == "1" or "engines" in (config.getoption("markexpr") or "").split()
     reason = None
     if not asked:
-        reason = f"real engines: not asked for (`make test-engines`, -m engines or {ASKED_VARIABLE}=1)"
+        reason = f"real engines: not requested (`make test-engines`, -m engines or {ASKED_VARIABLE}=1)"
     elif not (engines_folder() / "bin" / "python").exists():
         reason = f"real engines: nothing at {engines_folder()}; run `make engines` or set {ENGINES_VARIABLE}"
     for item in mine:
@@ -122,15 +122,15 @@ class StartProxy:
         events: bool = False,
         **settings: Any,
     ) -> Proxy:
-        """Start it.
+        """Start the proxy.
 
         Args:
             which: engines it may use, by number.
             roles: role by engine, when not ``kv_both``.
             urls: address by engine, when not the engine's own: a relay's.
             bootstraps: the same for bootstrap addresses.
-            events: whether it hears the engines' KV events.
-            settings: of the proxy; laid over short bounds and a planner that offloads every prompt from 500 tokens on.
+            events: true to subscribe to the engines' KV events.
+            settings: of the proxy; they override short bounds and a planner that offloads every prompt from 500 tokens.
         """
         file = self.engines.file
         instances = [
@@ -153,7 +153,7 @@ class StartProxy:
             "prefill_timeout_s": 8.0,
             "first_token_timeout_s": 8.0,
             "hold_s": 3.0,
-            # Longer than any D leg waits for its turn here, so that none is cut while D has it queued.
+            # Longer than any D leg is queued here, so that none is cut while D has it queued.
             "abandoned_s": 20.0,
             **settings.pop("offload", {}),
         }
@@ -162,7 +162,7 @@ class StartProxy:
             "instances": instances,
             "offload": offload,
             "classes": {"medium_tokens": 200, "heavy_tokens": 500},
-            # Two busy processors: a probe may be late without anything being wrong.
+            # Two busy processors: a late probe is no error.
             "health": {"interval_s": 0.5, "timeout_s": 5.0},
             "timeouts": {"first_byte_s": 30, "total_s": 60, "idle_s": 15},
             "log_level": "warning",
@@ -177,7 +177,7 @@ class StartProxy:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def start_proxy(engines: Engines) -> AsyncIterator[StartProxy]:
-    """See the class."""
+    """Factory of proxies that are stopped when the test ends."""
     await engines.until_all_ready()
     async with AsyncExitStack() as stack:
         yield StartProxy(engines, stack)

@@ -1,4 +1,4 @@
-"""A thin HTTP relay between the proxy and one address of a real engine, where a test may look, hold, change or cut."""
+"""A thin HTTP relay between the proxy and a real engine, in which a test can inspect, hold, change or cut messages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from aiohttp import web
 Before = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 """(path, body) -> body to send on."""
 After = Callable[[str, dict[str, Any]], Awaitable[None]]
-"""(path, body as sent): called when the whole answer is here, before any of it is passed on."""
+"""(path, body as sent): called when the whole answer has arrived, before any of it is passed on."""
 Change = Callable[[bytes], bytes]
 """Answer of a GET -> answer to give."""
 
 
 class Relay:
-    """Passes everything on until told otherwise; ``bodies`` keeps every POST body that came by."""
+    """Passes everything on by default; ``bodies`` keeps every POST body."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -60,7 +60,7 @@ class Relay:
         try:
             return await (self._get if request.method == "GET" else self._post)(request)
         except aiohttp.ClientError:
-            # The engine refused or broke off: so does the relay.
+            # The engine refused or broke off: the relay does the same.
             if request.transport is not None:
                 request.transport.abort()
             raise asyncio.CancelledError from None

@@ -1,4 +1,4 @@
-"""What the tests do with engines and with the proxy in front of them."""
+"""Operations on the engines and the proxy in front of them, for tests."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ BLOCK = 16
 
 
 def fresh_prompt(tokens: int) -> list[int]:
-    """Token ids nobody has sent before, of ordinary vocabulary entries."""
+    """Unused token ids of ordinary vocabulary entries."""
     draw = random.Random(uuid.uuid4().int)
     return [draw.randrange(10, 2000) for _ in range(tokens)]
 
 
 def fresh_text(length: int) -> str:
-    """Text nobody has sent before, of about so many bytes."""
+    """Unused text of about this many bytes."""
     draw = random.Random(uuid.uuid4().int)
     words = ["import", "return", "value", "class", "self", "none", "path", "error", "list", "for", "while", "str"]
     return " ".join(f"{draw.choice(words)}{draw.randrange(100)}" for _ in range(length // 7))
 
 
 async def until(holds: Callable[[], Awaitable[bool]], what: str, bound_s: float = 60.0) -> None:
-    """Wait until something comes true."""
+    """Wait until a condition is true."""
     deadline = asyncio.get_running_loop().time() + bound_s
     while True:
         if await holds():
@@ -64,10 +64,10 @@ class Engines:
     run_dir: Path
     client: httpx.AsyncClient
     killed: dict[int, int] = field(default_factory=dict)
-    """Restarts an engine had had when it was killed: it is back only once it has had one more."""
+    """Restarts of an engine before it was killed: it is back only after one more."""
 
     def state(self, number: int) -> ProcessState:
-        """What its supervisor says of it now."""
+        """Its current record in the supervisor's state file."""
         name = self.file.name(number)
         return next(found for found in read_state(self.run_dir).processes if found.name == name)
 
@@ -78,7 +78,7 @@ class Engines:
         return next(number for number in range(self.file.instances) if self.file.name(number) == name)
 
     def signal(self, number: int, signum: int) -> None:
-        """To the engine's whole tree: API server, engine core, all they started. Its guard, the root, is left alone."""
+        """Signal the engine's whole tree (API server, engine core, their children) except its guard, the root."""
         for process in psutil.Process(self.state(number).pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signum)
@@ -93,7 +93,7 @@ class Engines:
                 self.signal(number, signal.SIGCONT)
 
     async def metrics(self, number: int) -> dict[str, float]:
-        """Samples by name, those that differ in labels only summed."""
+        """Samples by name, summed over labels."""
         answer = await self.client.get(f"{self.file.url(number)}/metrics")
         found: dict[str, float] = defaultdict(float)
         for line in answer.text.splitlines():
@@ -106,13 +106,13 @@ class Engines:
         return sum([(await self.metrics(number))[metric] for number in which])
 
     async def post(self, number: int, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
-        """Straight to one engine."""
+        """Send a request directly to one engine."""
         answer = await self.client.post(f"{self.file.url(number)}{path}", json=body)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
     async def until_idle(self, *which: int, bound_s: float = 30.0) -> None:
-        """All of them answer; nothing runs, nothing waits."""
+        """All of them answer; no request is running or waiting."""
 
         async def idle() -> bool:
             names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -127,7 +127,7 @@ class Engines:
         await until(idle, f"engines {which} idle", bound_s)
 
     async def until_all_ready(self) -> None:
-        """Every engine is up, those just killed again too."""
+        """Wait until every engine is up, restarted ones included."""
 
         async def ready() -> bool:
             for number in range(self.file.instances):
@@ -147,7 +147,7 @@ class Said:
     status: int
     request_id: str
     instance: str = ""
-    """Where it is decoded, by the header that comes before the first token."""
+    """The decoding instance, by the header that comes before the first token."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     usage: dict[str, Any] | None = None
@@ -157,7 +157,7 @@ class Said:
 
     @property
     def answer(self) -> tuple[str, tuple[int, ...], str | None]:
-        """What two equal answers have in common."""
+        """The fields that are equal in two equal answers."""
         assert self.status == 200, self.error
         assert self.error is None, self.error
         assert self.token_ids
@@ -175,7 +175,7 @@ class Said:
 
 
 async def sse_data(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """Data of each event. Split at line feeds only: texts of a random model hold all the other line separators."""
+    """Data of each event. Split at line feeds only: texts of a random model contain all other line separators."""
     rest = b""
     async for piece in answer.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")
@@ -186,14 +186,14 @@ async def sse_data(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 @dataclass
 class Proxy:
-    """The proxy that serves, and a client for it."""
+    """A running proxy and a client for it."""
 
     url: str
     client: httpx.AsyncClient
     model: str
 
     def body(self, prompt: list[int] | str, **more: Any) -> dict[str, Any]:
-        """A request; text for chat is put into a message. Token ids come back, to compare them."""
+        """A request body; text for chat is put into a message. Token ids are returned, to compare them."""
         chat = more.pop("chat", False)
         what = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         return {"model": self.model, "max_tokens": 16, "temperature": 0, "return_token_ids": True, **what, **more}
@@ -201,7 +201,7 @@ class Proxy:
     async def say(
         self, body: dict[str, Any], *, bound_s: float = 90.0, on_event: Callable[[Said], None] | None = None
     ) -> Said:
-        """Send a request and take the whole answer; an answer that does not end fails the test."""
+        """Send a request and read the whole answer; an answer that does not end fails the test."""
         request_id = f"t-{uuid.uuid4().hex}"
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         said = Said(0, request_id)
@@ -248,23 +248,23 @@ class Proxy:
         async def healthy() -> bool:
             return all([(await self.instance(name))["healthy"] for name in names])
 
-        await until(healthy, f"the proxy sees {', '.join(names)} healthy", bound_s)
+        await until(healthy, f"the proxy reports {', '.join(names)} healthy", bound_s)
 
     async def settled(self) -> dict[str, Any]:
-        """Statistics once nothing is in flight; the ledger is zero then."""
+        """Statistics once nothing is in flight and the ledger is zero."""
 
         async def quiet() -> bool:
             requests = (await self.client.get("/stats")).json()["requests"]
             return not requests["in_flight"] and not requests["abandoned_pulls"]
 
-        await until(quiet, "no request in flight in the proxy, no pull given up but open", 60)
+        await until(quiet, "no request in flight in the proxy, no abandoned pull still open", 60)
         stats = dict((await self.client.get("/stats")).json())
         assert not any(stats["ledger"].values()), stats["ledger"]
         return stats
 
 
 async def until_trusted(proxy: Proxy, *names: str) -> None:
-    """The exact index of these instances may be asked."""
+    """Wait until the exact index of these instances is trusted."""
 
     async def trusted() -> bool:
         return all([(await proxy.instance(name))["kv_events"]["trusted"] for name in names])
@@ -274,7 +274,7 @@ async def until_trusted(proxy: Proxy, *names: str) -> None:
 
 @contextlib.asynccontextmanager
 async def many(coroutines: list[Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """Tasks that are gone when the block is left."""
+    """Tasks that are cancelled at the end of the block."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         yield tasks

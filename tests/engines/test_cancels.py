@@ -17,7 +17,7 @@ WORKERS = (0, 1, 2)
 
 
 async def leave_after(proxy: Proxy, body: dict[str, Any], seconds: float) -> str:
-    """Send a request and go away."""
+    """Send a request and disconnect."""
     try:
         async with asyncio.timeout(seconds):
             async with proxy.client.stream("POST", "/v1/completions", json=body) as answer:
@@ -34,7 +34,7 @@ async def test_clients_leave_at_random_moments(engines: Engines, start_proxy: St
     proxy = await start_proxy(*WORKERS)
     restarts = [engines.state(number).restarts for number in WORKERS]
     draw = random.Random(11)
-    await proxy.say(proxy.body(fresh_prompt(2000)))  # how long each stage takes, warmed up
+    await proxy.say(proxy.body(fresh_prompt(2000)))  # duration of each stage, warmed up
     ends: list[str] = []
     for _ in range(6):
         batch = [

@@ -1,4 +1,4 @@
-"""The offloading experiment as a user starts it, on two real engines for each arm.
+"""The offloading experiment through its command line, on two real engines for each arm.
 
 These engines are started and stopped before the four that the other tests share.
 """
@@ -30,7 +30,7 @@ REQUESTS = 60
 
 
 async def run(*command: str, bound_s: float, **environment: str) -> str:
-    """Run a command in the project's folder; what it says, on both streams."""
+    """Run a command in the project's folder; its output on both streams."""
     child = await asyncio.create_subprocess_exec(
         *command,
         cwd=ROOT,
@@ -94,5 +94,5 @@ async def test_two_planners_on_fresh_engines_give_a_table(
     assert "transfer leg median" in told
     fresh = [msgspec.json.decode((kept / arm.note.label / "fresh.json").read_bytes()) for arm in arms]
     ids = [engine["engine_ids"][0] for proof in fresh for engine in proof["engines"]]
-    assert len(set(ids)) == 4, "every arm has engines of its own"
+    assert len(set(ids)) == 4, "every arm has separate engines"
     assert not [problem for proof in fresh for engine in proof["engines"] for problem in engine["problems"]]

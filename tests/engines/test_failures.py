@@ -1,6 +1,6 @@
-"""Every way a hand-off between real engines fails: the client gets the right answer, in time, and nothing stays behind.
+"""Every way a hand-off between real engines fails: the client gets the right answer, in time, and nothing is leaked.
 
-vLLM 0.18.1 itself hangs in nearly all of these cases; see docs/engines.md for the table this file reproduces.
+vLLM 0.18.1 itself hangs in nearly all of these cases. This file reproduces the table in docs/engines.md.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ pytestmark = REAL_ENGINES
 
 P, D, OTHER, JUDGE = 0, 1, 2, 3
 LEG_BOUND_S = 5.0
-"""What each leg may take here, before the request is answered without a hand-off."""
+"""Time limit of each leg here, before the request is answered without a hand-off."""
 NEVER_S = 3600.0
 ABANDONED_S = 2.0
-"""How long a pull that hangs stays open here; D has seats for all, so nothing that is cut then is queued."""
+"""Time that a hanging pull stays open here; D has seats for all, so no queued leg is cut."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Pair:
     bootstrap: Relay
 
     async def check(self, expected: set[str], body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One request that is offloaded, and what must hold of it however the hand-off went. Returns its row."""
+        """Send one offloaded request and check what must hold for every outcome of the hand-off. Returns its row."""
         body = body or self.proxy.body(fresh_prompt(700))
         started_s = time.monotonic()
         said = await self.proxy.say(body)
@@ -63,7 +63,7 @@ class Pair:
         return row
 
     def calm(self) -> None:
-        """Relays pass everything on again, engines run."""
+        """Reset: relays pass everything on, engines run."""
         for relay in (self.p, self.d, self.bootstrap):
             relay.before = relay.after = relay.change = None
         self.engines.resume_all()
@@ -110,9 +110,9 @@ def with_params(body: dict[str, Any], **changes: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("watch_interval_s", "reason"), [(0.5, "fell_back_p_gone"), (NEVER_S, "fell_back_d_timeout")])
 async def test_stale_engine_id(engines: Engines, start_proxy: StartProxy, watch_interval_s: float, reason: str) -> None:
-    """The proxy learned an engine id that P no longer has when D asks for it: D waits for ever.
+    """The proxy learned an engine id that P no longer has when D asks for it: D waits forever.
 
-    Watching P ends this at the next look; the bound on D's first token ends it without.
+    Watching P ends this at the next check; without it the bound on D's first token does.
     """
     pair = await start_pair(engines, start_proxy, watch_interval_s=watch_interval_s)
     engine_id = (await pair.proxy.instance(engines.name(P)))["engine_id"].encode()
@@ -121,7 +121,7 @@ async def test_stale_engine_id(engines: Engines, start_proxy: StartProxy, watch_
     async def renamed() -> bool:
         return bool((await pair.proxy.instance(engines.name(P)))["engine_id"] != engine_id.decode())
 
-    await until(renamed, "the proxy knows P by its old name")
+    await until(renamed, "the proxy has P's old engine id")
 
     async def tell_the_truth(path: str, body: dict[str, Any]) -> dict[str, Any]:
         if pulls(body):
@@ -133,7 +133,7 @@ async def test_stale_engine_id(engines: Engines, start_proxy: StartProxy, watch_
 
 
 async def test_p_restarts_between_leg_and_query(engines: Engines, start_proxy: StartProxy) -> None:
-    """Another engine id after the P leg than before it: D is not even asked."""
+    """Another engine id after the P leg than before it: no D leg is sent."""
     pair = await start_pair(engines, start_proxy)
     engine_id = (await pair.proxy.instance(engines.name(P)))["engine_id"].encode()
 
@@ -169,7 +169,7 @@ async def test_bootstrap_unreachable_for_d(
         if not pulls(body):
             return body
         await pair.bootstrap.close_port()
-        # A D that has met P keeps P's address. This one meets it for the first time.
+        # A D that has pulled from P keeps P's address. This one pulls for the first time.
         return with_params(body, remote_engine_id=str(uuid.uuid4()))
 
     pair.d.before = cut
@@ -193,7 +193,7 @@ async def test_a_d_that_has_met_p_needs_no_bootstrap(engines: Engines, start_pro
 
 
 async def test_expired_at_p(engines: Engines, start_proxy: StartProxy) -> None:
-    """D asks after P has given the KV up. P gives it up only when it steps again, so it is made to."""
+    """D pulls after P has dropped the KV. P drops it only at its next step, so the test causes one."""
     pair = await start_pair(engines, start_proxy, first_token_timeout_s=12.0)
 
     async def too_late(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +206,7 @@ async def test_expired_at_p(engines: Engines, start_proxy: StartProxy) -> None:
 
     pair.d.before = too_late
     await pair.check({"fell_back_d_timeout"})
-    # P has its room back.
+    # P has freed the blocks.
     assert (await engines.metrics(P))["vllm:kv_cache_usage_perc"] < 0.001
 
 
@@ -285,7 +285,7 @@ async def test_d_hangs_after_the_pull_began(engines: Engines, start_proxy: Start
     pair.d.before = hang
     started_s = time.monotonic()
     said = await pair.proxy.say(body)
-    if not hung:  # the policy began with the other one; now it is D's turn
+    if not hung:  # the policy began with the other one; now D is next
         started_s = time.monotonic()
         body = pair.proxy.body(fresh_prompt(700), stream=stream)
         said = await pair.proxy.say(body)
@@ -296,7 +296,7 @@ async def test_d_hangs_after_the_pull_began(engines: Engines, start_proxy: Start
 
 
 async def test_a_pair_that_fails_again_and_again_is_left_alone(engines: Engines, start_proxy: StartProxy) -> None:
-    """After three failures in a row the pair gets no more hand-offs for a while: requests stop paying the bound."""
+    """After three failures in a row the pair gets no hand-offs for a while: requests no longer wait for the bound."""
     pair = await start_pair(engines, start_proxy, first_token_timeout_s=2.0)
 
     async def misname(path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A hand-off between real engines changes nothing in the answer, whatever its shape."""
+"""A hand-off between real engines does not change the answer, for any shape of request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = REAL_ENGINES
 
 WORKERS = (0, 1, 2)
 JUDGE = 3
-"""Takes no part in hand-offs: what it answers is what a co-located engine with a cold cache answers."""
+"""Takes no part in hand-offs: its answers are those of a co-located engine with a cold cache."""
 REQUESTS = 50
 
 
@@ -61,7 +61,7 @@ async def test_offloaded_answers_are_those_of_a_co_located_engine(engines: Engin
         assert theirs.usage is not None
         for count in ("prompt_tokens", "completion_tokens"):
             assert mine.usage[count] == theirs.usage[count]
-    # Every D pulled what it did not have: the prompt, but for a beginning it may have had already.
+    # Every D pulled the missing blocks: the prompt, except a beginning it may have had already.
     prompts = sum(said.usage["prompt_tokens"] for said in offloaded if said.usage)
     assert prompts - REQUESTS * BLOCK <= pulled <= prompts
     await proxy.settled()
@@ -69,7 +69,7 @@ async def test_offloaded_answers_are_those_of_a_co_located_engine(engines: Engin
 
 
 async def test_the_answer_depends_on_all_parts_of_the_prompt(engines: Engines, start_proxy: StartProxy) -> None:
-    """Else equal answers would prove nothing: a lost or mixed-up block must show, nearly wherever it is."""
+    """Precondition of the tests above: a lost or swapped block must change the answer, nearly wherever it is."""
     alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}})
     draw = random.Random(1)
     prompt = [draw.randrange(10, 2000) for _ in range(1200)]
@@ -88,7 +88,7 @@ async def test_d_has_the_whole_prompt_cached_after_the_pull(engines: Engines, st
     row = await proxy.row(said.request_id)
     assert row is not None
     assert (row["offload_reason"], row["instance"]) == ("chosen", engines.name(1))
-    # The client is told what P reused of its cache: nothing, the prompt was new.
+    # The client gets P's cached tokens: none, the prompt was new.
     assert said.usage is not None
     assert (said.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0) in {0, None}
     again = await engines.post(1, proxy.body(prompt))
@@ -125,7 +125,7 @@ async def test_the_legs_as_the_engines_see_them(engines: Engines, start_proxy: S
 async def test_a_first_token_that_ends_the_text_is_handed_over_all_the_same(
     engines: Engines, start_proxy: StartProxy
 ) -> None:
-    """P sends only what ended by length. Its leg must therefore not stop at an end-of-text, which D's does."""
+    """P sends only what ended by length. Its leg must therefore not stop at an end-of-text, where D's does."""
     proxy = await start_proxy(0, 1, roles={0: "kv_producer", 1: "kv_consumer"})
     alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}})
     forced = {"logit_bias": {"0": 100}}  # token 0 is the end of text

@@ -32,7 +32,7 @@ def test_the_lock_pins_and_hashes_everything_and_names_no_registry() -> None:
 
 
 def test_mooncake_is_new_enough_to_trust_its_writes() -> None:
-    """Before 0.3.12.post1 a write over TCP counted as done before it had arrived: D decoded from torn KV."""
+    """Before 0.3.12.post1 a write over TCP counted as done before it had arrived: D decoded from incomplete KV."""
     [line] = [line for line in lock_lines() if line.startswith("mooncake-transfer-engine-non-cuda==")]
     version = re.findall(r"\d+", line.split("==")[1].split(" ")[0])
     assert tuple(map(int, version)) >= (0, 3, 12, 1)
@@ -43,7 +43,7 @@ Steps = Callable[..., list[str]]
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the steps that `install` really takes; none of them does anything."""
+    """Names of the steps that `install` runs; each is replaced by a no-op."""
     taken: list[str] = []
 
     def record(name: str, needs: str = "") -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Engines killed outright, with everything they started: only what they had begun to answer is lost."""
+"""Engines killed with all their processes: only requests they had begun to answer are lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_p_killed_between_the_legs(engines: Engines, start_proxy: StartPro
 
 
 async def test_p_killed_while_d_pulls(engines: Engines, start_proxy: StartProxy) -> None:
-    """D alone would wait for ever; the proxy sees that P is gone at its next look."""
+    """D alone would wait forever; the proxy notices P's death at its next check."""
     pair = await start_pair(engines, start_proxy)
 
     async def kill(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -56,9 +56,9 @@ async def test_p_killed_while_d_pulls(engines: Engines, start_proxy: StartProxy)
 
 
 async def test_a_client_that_leaves_a_queued_d_leg_harms_nobody(engines: Engines, start_proxy: StartProxy) -> None:
-    """vLLM 0.18.1's engine core would die if the D leg were cut while it waits for its turn, so it is kept open.
+    """vLLM 0.18.1's engine core would die if the D leg were cut while it is queued, so it is kept open.
 
-    (vLLM tells P to free the KV, counts that as a pull that ended, and does not find its request any more.)
+    (vLLM makes P free the KV, counts that as a finished pull, and does not find its request any more.)
     """
     d_relay = await start_proxy.relay(engines.file.url(D))
     proxy = await start_proxy(
@@ -73,14 +73,14 @@ async def test_a_client_that_leaves_a_queued_d_leg_harms_nobody(engines: Engines
         async def full() -> bool:
             return (await engines.metrics(D))["vllm:num_requests_running"] == seats
 
-        await until(full, "D has no seat left")
+        await until(full, "D has no free seat")
         async with many([proxy.say(proxy.body(fresh_prompt(700)))]):
 
             async def queued() -> bool:
                 asked = any(pulls(body) for body in d_relay.bodies)
                 return asked and (await engines.metrics(D))["vllm:num_requests_waiting"] >= 1
 
-            await until(queued, "the D leg waits for its turn")
+            await until(queued, "the D leg is queued")
 
         async def left() -> bool:
             requests = (await proxy.client.get("/stats")).json()["requests"]
@@ -95,13 +95,13 @@ async def test_a_client_that_leaves_a_queued_d_leg_harms_nobody(engines: Engines
     await proxy.settled()
     await engines.until_idle(P, D)
     assert engines.state(D).restarts == restarts
-    # Nothing was left behind: D got the KV when its turn came, and P gave it.
+    # Nothing was leaked: D pulled the KV when it was scheduled, and P sent it.
     assert (await proxy.say(proxy.body(fresh_prompt(700)))).answer
     assert [row["offload_reason"] for row in await proxy.rows()].count("chosen") == 2
 
 
 async def test_a_d_that_keeps_what_it_never_got_asks_for_its_restart(engines: Engines, start_proxy: StartProxy) -> None:
-    """vLLM 0.18.1 never frees the blocks of an abandoned pull. Only a restart does, and the proxy asks for it."""
+    """vLLM 0.18.1 never frees the blocks of an abandoned pull. Only a restart does, and the proxy requests it."""
     pair = await start_pair(engines, start_proxy, OTHER, first_token_timeout_s=1.0, leak_share=0.001)
     before = (await engines.metrics(D))["vllm:kv_cache_usage_perc"]
     abandoned: list[str] = []
@@ -126,25 +126,25 @@ async def test_a_d_that_keeps_what_it_never_got_asks_for_its_restart(engines: En
     async def asked() -> bool:
         return bool((await pair.proxy.instance(engines.name(D)))["recycle_wanted"])
 
-    await until(asked, "the proxy wants D restarted", 30)
+    await until(asked, "the proxy requests a recycle of D", 30)
     sent = len(pair.d.bodies)
     for _ in range(3):
         assert (await pair.proxy.say(pair.proxy.body(fresh_prompt(100)))).answer
     assert len(pair.d.bodies) == sent
 
-    engines.kill(D)  # what a supervisor does at this wish, less gently
+    engines.kill(D)  # as a supervisor does on this request, less gently
     pair.calm()
     await back_in_service(engines, pair.proxy, D)
 
     async def content() -> bool:
         return not await asked()
 
-    await until(content, "the wish is gone with the old engine", 30)
+    await until(content, "the request is withdrawn with the old engine", 30)
     assert (await engines.metrics(D))["vllm:kv_cache_usage_perc"] < before + 0.001
 
 
 async def back_in_service(engines: Engines, proxy: Proxy, number: int) -> None:
-    """The supervisor started it again, and the proxy uses it."""
+    """Wait until the supervisor has restarted it and the proxy uses it."""
     await engines.until_all_ready()
     await proxy.until_healthy(engines.name(number))
 
@@ -154,7 +154,7 @@ async def test_an_instance_killed_under_twenty_streams(engines: Engines, start_p
     draw = random.Random(3)
     bodies = [
         proxy.body(
-            # Half of them heavy: hand-offs are under way too.
+            # Half of them heavy: hand-offs are in progress too.
             fresh_prompt(draw.randrange(50, 150) if number % 2 else draw.randrange(600, 2000)),
             stream=True,
             max_tokens=1000,
@@ -197,7 +197,7 @@ async def test_an_instance_killed_under_twenty_streams(engines: Engines, start_p
     assert 1 <= lost < STREAMS
     await proxy.settled()
 
-    # The answers that came through are right: the same prompts, co-located, on an engine that was not killed.
+    # The delivered answers are right: compare with the same prompts, co-located, on an engine that was not killed.
     whole = [(each, body) for each, body in zip(said, bodies, strict=True) if each.done][:6]
     alone = await start_proxy(3, offload={"planner": "never", "params": {}})
     for each, body in whole:
@@ -210,7 +210,7 @@ async def test_an_instance_killed_under_twenty_streams(engines: Engines, start_p
         now = await proxy.instance(engines.name(victim))
         return bool(now["engine_id"] != known["engine_id"] and now["restarts"] == known["restarts"] + 1)
 
-    await until(seen_as_new, "the proxy knows the new engine", 30)
+    await until(seen_as_new, "the proxy has noticed the new engine", 30)
     again = await asyncio.gather(*(proxy.say(proxy.body(fresh_prompt(600))) for _ in range(12)))
     assert all(each.answer for each in again)
     served = {row["instance"] for row in await proxy.rows()} | {row["prefill_instance"] for row in await proxy.rows()}

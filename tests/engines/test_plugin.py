@@ -15,7 +15,7 @@ from tests.engines.rig import BLOCK
 
 
 class Shaped:
-    """Of a tensor, its shape and who it is a view of."""
+    """A tensor stand-in: its shape and its base."""
 
     def __init__(self, *shape: int, base: Shaped | None = None) -> None:
         self.shape = shape
@@ -31,7 +31,7 @@ class Shaped:
 
 
 class Connector:
-    """As much of the stock connector as the plug-in touches."""
+    """The part of the stock connector that the plug-in uses."""
 
     def __init__(self, worker: Any) -> None:
         self.connector_worker = worker

@@ -1,4 +1,4 @@
-"""A real trace, shortened, replayed over four real engines: cache hits as the policies are meant to make them."""
+"""A real trace, shortened, replayed over four real engines: each policy's expected cache hits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def shortened(folder: Path) -> Path:
 
 
 async def warmroute(*arguments: str) -> str:
-    """The command line, as a user runs it; what it prints."""
+    """Run the command line; its output."""
     child = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -100,7 +100,7 @@ async def test_sticky_sessions_hit_more_than_turns_dealt_round(
             offload={"planner": "never", "params": {}},
         )
         await until_trusted(proxy, *map(engines.name, range(4)))
-        # The ids of the trace stand for other tokens each time: nothing in the caches is of use.
+        # The ids of the trace stand for other tokens each time: cached blocks are of no use.
         seed = int.from_bytes(os.urandom(3))
         run = await replay(proxy, trace, tmp_path / f"{policy}.jsonl", seed)
         summary = summarise(run)
@@ -109,7 +109,7 @@ async def test_sticky_sessions_hit_more_than_turns_dealt_round(
         assert summary.requests >= REQUESTS * 0.8
         assert summary.apc is not None
         apc[policy] = summary.apc
-        # Token ids, nothing evicted: what the indexes foretell is what the engines find.
+        # Token ids, nothing evicted: the indexes predict exactly the engines' hits.
         assert summary.predicted_requests == summary.requests
         off = [
             (record.predicted_cached_tokens, record.cached_tokens)
@@ -127,7 +127,7 @@ async def test_sticky_sessions_hit_more_than_turns_dealt_round(
             (await proxy.client.get("/breakdown", params={"limit": 10_000, "format": "jsonl"})).text
         )
         await engines.until_idle(0, 1, 2, 3)
-    # One session's turns find all that one endless cache for everybody would have.
+    # One session's turns hit all blocks that one shared, unbounded cache would have.
     best = ideal(load_trace(trace, block_tokens=BLOCK), instances=4)
     assert apc["session_sticky"] == pytest.approx(best.sticky_apc, abs=0.05)
     assert apc["session_sticky"] > 1.3 * apc["round_robin"] > 0, apc
@@ -135,7 +135,7 @@ async def test_sticky_sessions_hit_more_than_turns_dealt_round(
 
 
 async def check_what_is_told(folder: Path, apc: dict[str, float]) -> None:
-    """`warmroute summary` and `warmroute report` say the same of these runs."""
+    """`warmroute summary` and `warmroute report` agree on these runs."""
     for policy in POLICIES:
         told = json.loads(await warmroute("summary", str(folder / f"{policy}.jsonl"), "--json"))
         assert told["apc"] == apc[policy]
@@ -144,7 +144,7 @@ async def check_what_is_told(folder: Path, apc: dict[str, float]) -> None:
         part for policy in POLICIES for part in ("--breakdown", f"{policy}={folder / policy}-breakdown.jsonl")
     ]
     runs = [str(folder / f"{policy}.jsonl") for policy in POLICIES]
-    # Each run has tokens of its own, so only --force compares them.
+    # Each run has different tokens, so only --force compares them.
     told = await warmroute("report", *runs, *breakdowns, "--force", "--output", str(folder / "report.html"))
     assert "report.html" in told
     page = (folder / "report.html").read_text()

@@ -19,7 +19,7 @@ from tests.engines.rig import REAL_ENGINES, Engines, Proxy, fresh_prompt, fresh_
 pytestmark = REAL_ENGINES
 
 SESSIONS = ("one", "two")
-"""Each is on an engine of its own, both of which are killed: one engine has no seats for ten streams."""
+"""Each is on a separate engine, both of which are killed: one engine has no seats for ten streams."""
 TOKENS = 1000
 BEGUN = 4
 """Events that every stream has had before the kill, of one token or several."""
@@ -27,7 +27,7 @@ BEGUN = 4
 
 @dataclass
 class Stream:
-    """What a client got."""
+    """A client's received stream."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
     done: int = 0
@@ -46,10 +46,10 @@ class Stream:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """What a resumed stream and an unbroken one have in common."""
+        """The fields that are equal in a resumed stream and an unbroken one."""
         assert all("error" not in event for event in self.events), self.events[-1]
         usage = [event["usage"] for event in self.events if event.get("usage")]
-        # Told with every event, if asked for: how many tokens an event has is the engine's affair.
+        # Present in every event on request; the number of tokens in an event depends on the engine.
         completion = [each["completion_tokens"] for each in usage]
         assert completion == sorted(completion)
         return {
@@ -82,7 +82,7 @@ async def listen(proxy: Proxy, body: dict[str, Any], stream: Stream) -> Stream:
 
 
 def signal_cores(engines: Engines, numbers: list[int], signum: int) -> None:
-    """To all of these engines but their API servers."""
+    """Signal all processes of these engines except their API servers."""
     for number in numbers:
         for process in psutil.Process(engines.state(number).pid).children(recursive=True):
             if not any("api_server" in part for part in process.cmdline()):
@@ -114,7 +114,7 @@ def bodies(model: str) -> list[dict[str, Any]]:
         {**plain, **chat(), **ids, **usage},
         {**without_limit, **chat(), "max_completion_tokens": TOKENS, **usage},
         {**plain, **chat()},
-        # This depends on all that was generated: it is repeated, not continued.
+        # This depends on the whole output: it is repeated, not continued.
         {**plain, "prompt": fresh_text(100), **usage, "presence_penalty": 0.7, "stop": ["\u0000\u0000never"]},
     ]
 
@@ -156,9 +156,9 @@ async def test_ten_streams_outlive_their_engines(engines: Engines, start_proxy: 
         *range(4),
         policy={"name": "session_sticky", "params": {"overload_factor": 1000.0}},
         offload={"planner": "never", "params": {}},
-        # Two busy processors: a connection may take its time without anything being wrong.
+        # Two busy processors: a slow connection is no error.
         timeouts={"connect_s": 20, "first_byte_s": 60, "total_s": 120, "idle_s": 20},
-        # The other victim may be tried before its end is known.
+        # The other killed engine may be tried before its end is noticed.
         resume={"enabled": "on_request", "repeat_tokens": TOKENS, "max_resumes": 3},
     )
     asked = bodies(proxy.model)
@@ -170,7 +170,7 @@ async def test_ten_streams_outlive_their_engines(engines: Engines, start_proxy: 
     numbers = [engines.number(name) for name in victims]
     streams = [Stream() for _ in asked]
     async with AsyncExitStack() as stack:
-        # On a busy machine an engine that decodes takes in further requests late: so they are all there first.
+        # On a busy machine a decoding engine admits further requests late, so all are sent first.
         stack.callback(engines.resume_all)
         signal_cores(engines, numbers, signal.SIGSTOP)
         listening = await stack.enter_async_context(
@@ -180,7 +180,7 @@ async def test_ten_streams_outlive_their_engines(engines: Engines, start_proxy: 
         async def sent() -> bool:
             return bool((await proxy.client.get("/stats")).json()["requests"]["in_flight"] == len(asked))
 
-        await until(sent, "all streams are asked for")
+        await until(sent, "all streams are requested")
         await asyncio.sleep(1.0)
         signal_cores(engines, numbers, signal.SIGCONT)
         while min(len(stream.events) for stream in streams) < BEGUN:

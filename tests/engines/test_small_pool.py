@@ -1,4 +1,4 @@
-"""Engines with a small KV pool: what they evict is known exactly, and one that keeps what it should not is replaced.
+"""Engines with a small KV pool: evictions are known exactly, and an engine with leaked blocks is replaced.
 
 These two engines are started and stopped before the four that the other tests share.
 """
@@ -37,7 +37,7 @@ SETTINGS = {
     "health": {"interval_s": 0.5, "timeout_s": 5.0},
     "events": {"join_interval_s": 0.2},
 }
-"""Of the proxies here."""
+"""Settings of the proxies here."""
 
 
 @dataclass
@@ -47,9 +47,9 @@ class SmallPair:
     p: Engines
     d: Engines
     bootstrap: Relay
-    """What that proxy, and D through it, takes for P's bootstrap server."""
+    """Address that this proxy, and D through it, uses for P's bootstrap server."""
     proxy: Proxy
-    """That proxy, a process of D's fleet."""
+    """The proxy of D's fleet."""
 
     @property
     def both(self) -> tuple[Engines, Engines]:
@@ -131,7 +131,7 @@ async def pair(
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def listening(pair: SmallPair) -> AsyncIterator[Proxy]:
-    """A proxy of the test's own over both engines that hears their KV events."""
+    """A separate proxy over both engines that subscribes to their KV events."""
     instances = [
         {
             "name": engines.name(0),
@@ -166,7 +166,7 @@ async def events_of(proxy: Proxy, engines: Engines) -> dict[str, Any]:
 
 
 async def ask(proxy: Proxy, prompt: list[int], **more: Any) -> tuple[list[int], dict[str, Any]]:
-    """One request; what it answers, and its row."""
+    """Send one request; its answer and its row."""
     said = await proxy.say(proxy.body(prompt, ignore_eos=True, **more))
     assert said.answer
     row = await proxy.row(said.request_id)
@@ -175,7 +175,7 @@ async def ask(proxy: Proxy, prompt: list[int], **more: Any) -> tuple[list[int], 
 
 
 def exact(row: dict[str, Any]) -> bool:
-    """The exact index was asked, and right."""
+    """Check that the exact index was used, and was right."""
     return bool(
         row["index_source"] == "exact"
         and row["predicted_by_exact_tokens"] == row["predicted_cached_tokens"] == row["actual_cached_tokens"]
@@ -183,14 +183,14 @@ def exact(row: dict[str, Any]) -> bool:
 
 
 def figures(row: dict[str, Any]) -> dict[str, Any]:
-    """What a failed comparison shows."""
+    """Text of a failed comparison."""
     shown = ("index_source", "predicted_by_exact_tokens", "predicted_by_shadow_tokens", "predicted_cached_tokens")
     return {key: row[key] for key in (*shown, "actual_cached_tokens", "offload_reason", "instance", "prefill_instance")}
 
 
 async def test_what_engines_evict_is_known_exactly(pair: SmallPair, listening: Proxy) -> None:
     """Growing conversations, half of them offloaded, in pools too small for them: only the shadow index errs."""
-    # Something is in the caches before anybody listens: only a replay can tell.
+    # Fill the caches before the subscription: only a replay reports these blocks.
     before = fresh_prompt(320)
     for engines in pair.both:
         await engines.post(0, listening.body(before))
@@ -207,8 +207,8 @@ async def test_what_engines_evict_is_known_exactly(pair: SmallPair, listening: P
         talk = draw.randrange(len(talks))
         said, row = await ask(listening, talks[talk], max_tokens=draw.randrange(1, 60))
         rows.append(row)
-        await asyncio.sleep(0.05)  # what an engine does is known once its events are here, and no sooner
-        # What was answered is part of the next turn; its blocks are in the engine's cache too.
+        await asyncio.sleep(0.05)  # an engine's changes are known only once its events have arrived
+        # The answer is part of the next turn; its blocks are in the engine's cache too.
         talks[talk] = [*talks[talk], *said, *fresh_prompt(draw.choice([60, 600]))]
         if len(talks[talk]) > 3000:
             talks[talk] = [*system, *fresh_prompt(100)]
@@ -224,7 +224,7 @@ async def test_what_engines_evict_is_known_exactly(pair: SmallPair, listening: P
     assert errors["shadow"]["absolute_error_tokens"] > 0
     for engines in pair.both:
         seen = await events_of(listening, engines)
-        assert seen["removed"] > 50, "the pools were meant to be too small"
+        assert seen["removed"] > 50, "the pools should be too small"
         assert seen["unknown_parent"] == seen["unknown_removed"] == seen["gaps"] == seen["malformed"] == 0, seen
 
 
@@ -239,14 +239,14 @@ async def test_a_cleared_cache_is_known(pair: SmallPair, listening: Proxy) -> No
     for engines in pair.both:
         await engines.until_idle(0)
         assert (await engines.client.post(f"{engines.file.url(0)}/reset_prefix_cache")).status_code == 200
-        await engines.post(0, listening.body(fresh_prompt(20)))  # vLLM tells with its next step
+        await engines.post(0, listening.body(fresh_prompt(20)))  # vLLM reports with its next step
 
         async def told(engines: Engines = engines) -> bool:
             return bool((await events_of(listening, engines))["cleared"] >= 1)
 
         await until(told, "the cleared cache is known", 10)
-    # A request whose last block was not yet told of when it ended stands in for it one second more, counted from the
-    # next look at the instance: these two are that look.
+    # A request whose last block was not yet reported when it ended stands in for it one second more, counted from the
+    # next snapshot of the instance: these two are that snapshot.
     for _ in range(2):
         await ask(listening, fresh_prompt(20))
     await asyncio.sleep(1.1)
@@ -267,7 +267,7 @@ async def test_an_engine_that_was_killed_is_followed_again(pair: SmallPair, list
     pair.d.kill(0)
     await pair.d.until_all_ready()
     assert pair.d.state(0).restarts == restarts + 1
-    # Stored before the proxy has noticed anything: it has to ask for it again.
+    # Stored before the proxy has noticed the change: it has to request a replay.
     await pair.d.post(0, listening.body(fresh_prompt(64)))
     await listening.until_healthy("d-0")
 
@@ -275,7 +275,7 @@ async def test_an_engine_that_was_killed_is_followed_again(pair: SmallPair, list
         now = await listening.instance("d-0")
         return bool(now["engine_id"] != known["engine_id"] and now["restarts"] == known["restarts"] + 1)
 
-    await until(seen_as_new, "the proxy knows the new engine", 30)
+    await until(seen_as_new, "the proxy has noticed the new engine", 30)
     await until_trusted(listening, "p-0", "d-0")
     found = {}
     for _ in range(2):
@@ -286,11 +286,11 @@ async def test_an_engine_that_was_killed_is_followed_again(pair: SmallPair, list
 
 
 async def test_an_engine_that_keeps_abandoned_kv_is_recycled(pair: SmallPair) -> None:
-    """Nobody has to do anything: the proxy asks, the supervisor replaces the engine, the hand-offs go on."""
+    """Automatic recovery: the proxy requests it, the supervisor replaces the engine, the hand-offs continue."""
     proxy = pair.proxy
     p_id = (await pair.p.client.get(f"{pair.p.file.bootstrap_url(0)}/query")).json()["0"]["engine_id"].encode()
 
-    # P under another name, at a port where nobody is: D asks there, and waits for ever.
+    # P under another id, at a port without a listener: D asks there, and waits forever.
     def mislead(answer: bytes) -> bytes:
         return re.sub(rb"tcp://[^\"]+", b"tcp://127.0.0.1:9", answer.replace(p_id, b"0" * 8 + p_id[8:]))
 
@@ -299,7 +299,7 @@ async def test_an_engine_that_keeps_abandoned_kv_is_recycled(pair: SmallPair) ->
     async def renamed() -> bool:
         return bool((await proxy.instance("p-0"))["engine_id"] != p_id.decode())
 
-    await until(renamed, "the proxy knows P by the wrong name", 30)
+    await until(renamed, "the proxy has the wrong engine id of P", 30)
     old_id = (await proxy.instance("d-0"))["engine_id"]
     before = pair.d.state(0)
     prompt = fresh_prompt(1000)

@@ -55,8 +55,8 @@ async def start_cluster(tmp_path: Path) -> AsyncIterator[StartCluster]:
                     **overrides,
                 },
             )
-            core, url = await stack.enter_async_context(serving(settings))
+            app, url = await stack.enter_async_context(serving(settings))
             client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
-            return Cluster(core, url, engines, client)
+            return Cluster(app.core, url, engines, client)
 
         yield start

@@ -48,9 +48,9 @@ async def start_listening(tmp_path: Path) -> AsyncIterator[StartListening]:
             async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
                 await asyncio.gather(*(engine.healthy(client) for engine in engines))
             given = {"port": 0, "instances": instances, "health": {"interval_s": 0.25}, "log_level": "error"}
-            core, url = await stack.enter_async_context(serving(load_settings(None, **{**given, **overrides})))
+            app, url = await stack.enter_async_context(serving(load_settings(None, **{**given, **overrides})))
             client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
-            return Cluster(core, url, engines, client)
+            return Cluster(app.core, url, engines, client)
 
         yield start
 
@@ -127,10 +127,10 @@ async def test_a_proxy_that_comes_late_learns_by_replay_and_only_then(start_list
             None, port=0, instances=[late], events={"join_interval_s": 0.1}, health={"interval_s": 0.25}
         )
         async with (
-            serving(settings) as (core, url_of_late),
+            serving(settings) as (app, url_of_late),
             httpx.AsyncClient(base_url=url_of_late, timeout=60, trust_env=False) as client,
         ):
-            cluster = Cluster(core, url_of_late, first.engines, client)
+            cluster = Cluster(app.core, url_of_late, first.engines, client)
             if knows:
                 await until(cluster, lambda seen: seen["trusted"])
                 row = await send(cluster, [*prompt, *range(5_000, 5_100)])

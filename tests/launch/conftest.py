@@ -45,7 +45,7 @@ def free_base() -> int:
 
 
 def fleet_values(count: int = 2, **values: Any) -> dict[str, Any]:
-    """A small fleet on free ports, as it would stand in a file."""
+    """A small fleet on free ports, as the contents of a fleet file."""
     base = free_base()
     return {
         "kind": "sim",
@@ -67,7 +67,7 @@ def small_fleet() -> Callable[..., FleetFile]:
 
 @pytest.fixture
 def stubs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts the stub in place of the simulated engine, with the given arguments."""
+    """Replace the simulated engine by the stub, with the given arguments."""
 
     def use(*arguments: str) -> None:
         monkeypatch.setitem(KINDS, "sim", StubEngine(*arguments))
@@ -78,7 +78,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def leaves_nothing() -> Iterator[None]:
-    """Fails when the test leaves a child process of this one behind."""
+    """Fail when the test leaves a child process of this one running."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
@@ -89,6 +89,6 @@ def until(condition: Callable[[], Any], limit_s: float = 30.0) -> Any:
     """Wait for a condition to hold and return its value; fails after ``limit_s``."""
     deadline = time.monotonic() + limit_s
     while not (value := condition()):
-        assert time.monotonic() < deadline, "the condition never held"
+        assert time.monotonic() < deadline, "the condition was never true"
         time.sleep(0.05)
     return value

@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 @dataclass
 class FakeGpu:
-    """One GPU; None is what its driver does not support."""
+    """One GPU; None for values its driver does not support."""
 
     uuid: str = "GPU-0000"
     name: str = "NVIDIA H200"

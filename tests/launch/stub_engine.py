@@ -1,6 +1,6 @@
-"""The least an engine can be: health, metrics, bootstrap /query, and a POST that makes it stale.
+"""A minimal engine: health, metrics, bootstrap /query, and a POST that makes it stale.
 
-``python stub_engine.py PORT BOOTSTRAP_PORT [child]``: ``child`` also starts a process of its own, as vLLM does.
+``python stub_engine.py PORT BOOTSTRAP_PORT [child]``: ``child`` also starts a child process, as vLLM does.
 ``STUB_SERVED`` in the environment is the number of requests it claims to have served already.
 """
 
@@ -21,7 +21,7 @@ served = int(os.environ.get("STUB_SERVED", "0"))
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers the launcher's questions."""
+    """Answers the launcher's requests."""
 
     def do_GET(self) -> None:
         if self.path == "/query":

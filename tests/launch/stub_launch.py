@@ -12,7 +12,7 @@ STUB = Path(__file__).with_name("stub_engine.py")
 
 
 class StubEngine(SimEngine):
-    """Same ports, cheaper process."""
+    """Stub engine kind: same ports, cheaper process."""
 
     def __init__(self, *arguments: str) -> None:
         self.arguments = arguments

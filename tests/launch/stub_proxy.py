@@ -1,4 +1,4 @@
-"""``python stub_proxy.py PORT FILE``: a proxy that is ready, and whose GET /instances answers what FILE holds."""
+"""``python stub_proxy.py PORT FILE``: a proxy that is ready, and whose GET /instances returns the contents of FILE."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers everything with the file."""
+    """Answers every request with the file."""
 
     def do_GET(self) -> None:
         body = Path(sys.argv[2]).read_bytes()

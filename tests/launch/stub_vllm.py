@@ -1,8 +1,8 @@
-"""Takes vLLM's command line and environment, and behaves as its processes do, without a model.
+"""A stub that accepts vLLM's command line and environment, and behaves as its processes do, without a model.
 
-An API server answers /health, /metrics and a bootstrap /query; an "EngineCore" is its child in a session of its own
-that ignores SIGTERM. Mooncake's log lines are written as the environment asks for them. Settings of the stub itself:
-``STUB_HIDE`` names a variable the EngineCore does not get, ``STUB_SILENT`` leaves the transport's line out,
+An API server answers /health, /metrics and a bootstrap /query; an "EngineCore" is its child in a separate session
+that ignores SIGTERM. Mooncake's log lines follow the environment. Settings of the stub itself:
+``STUB_HIDE`` names a variable the EngineCore does not get, ``STUB_SILENT`` omits the transport's line,
 ``STUB_BLOCK`` is the block size it claims. Its metrics are those of an engine that has served already. POST /die makes
 /health answer 503, as vLLM does when its engine has died.
 """
@@ -24,7 +24,7 @@ dead = threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers the launcher's questions."""
+    """Answers the launcher's requests."""
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
@@ -59,7 +59,7 @@ def option(name: str) -> str | None:
 if __name__ == "__main__":
     environment = {name: value for name, value in os.environ.items() if name != os.environ.get("STUB_HIDE")}
     subprocess.Popen([sys.executable, "-c", CORE], env=environment, start_new_session=True)
-    # vLLM's API server stops its engine itself; this one leaves it behind.
+    # vLLM's API server stops its engine itself; this one leaves it running.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     transfer = json.loads(option("--kv-transfer-config") or "{}")
     if transfer and "STUB_SILENT" not in os.environ:

@@ -1,4 +1,4 @@
-"""The launcher as a process: another shell sees and stops it, and nothing survives its death."""
+"""The launcher as a process: another shell can inspect and stop it, and no process survives its death."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from typer.testing import CliRunner
 from launch.__main__ import app
 from launch.fleet.file import FLEETS, load_fleet
 from launch.freshness.proof import FRESH_FILE, FreshProof, StaleEngineError, prove_fresh
-from launch.run.state import FleetState, StateError, read_state
+from launch.run.state import FleetRecord, StateError, read_state
 from tests.launch.conftest import REPOSITORY, STUB_LAUNCH, fleet_values, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("leaves_nothing")]
 
 
 class Launcher:
-    """`up` in a process of its own."""
+    """`up` in a child process."""
 
     def __init__(self, tmp_path: Path, *options: str, **values: Any) -> None:
         self.run_dir = tmp_path / "run"
@@ -40,10 +40,10 @@ class Launcher:
             self.command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
-    def ready(self) -> FleetState:
+    def ready(self) -> FleetRecord:
         """Wait until the fleet is ready."""
 
-        def state() -> FleetState | None:
+        def state() -> FleetRecord | None:
             if self.process.poll() is not None:
                 pytest.fail(self.process.communicate()[0])
             try:
@@ -53,7 +53,7 @@ class Launcher:
             return found if found.status == "ready" else None
 
         found = until(state)
-        assert isinstance(found, FleetState)
+        assert isinstance(found, FleetRecord)
         return found
 
     def end(self, signum: int) -> tuple[int, str]:
@@ -94,8 +94,8 @@ def test_a_killed_launcher_leaves_nothing(launcher: Launcher) -> None:
     assert len(gone) == 2, alive
     code, output = cli("status", "--run-dir", str(launcher.run_dir))
     assert code == 3
-    assert "no longer runs" in output
-    assert cli("down", "--run-dir", str(launcher.run_dir))[1].endswith("nothing runs\n")
+    assert "is no longer running" in output
+    assert cli("down", "--run-dir", str(launcher.run_dir))[1].endswith("nothing is running\n")
 
 
 def test_status_and_down_from_another_shell(launcher: Launcher) -> None:
@@ -103,7 +103,7 @@ def test_status_and_down_from_another_shell(launcher: Launcher) -> None:
     directory = ("--run-dir", str(launcher.run_dir))
     code, output = cli("status", *directory, "--json")
     assert code == 0
-    assert msgspec.json.decode(output, type=FleetState) == state
+    assert msgspec.json.decode(output, type=FleetRecord) == state
     code, output = cli("status", *directory)
     assert (code, output.count("ready")) == (0, 2)
     assert cli("down", *directory) == (0, f"{launcher.run_dir}: stopped 2 processes\n")
@@ -112,12 +112,12 @@ def test_status_and_down_from_another_shell(launcher: Launcher) -> None:
 
 
 def test_down_never_signals_a_recycled_pid(tmp_path: Path) -> None:
-    """State files of long ago name pids that belong to others now: here, to this very test."""
+    """Old state files name pids that have been reused: here, by this test."""
     mine = {"pid": os.getpid(), "created_unix_s": 1e9}
     process = {"name": "inst-0", "kind": "sim", "url": "", "log": "", **mine}
     state = {"fleet": "f", "supervisor_pid": os.getpid(), "supervisor_created_unix_s": 1e9, "started_unix_s": 1e9}
     (tmp_path / "state.json").write_text(json.dumps({**state, "processes": [process]}))
-    assert cli("down", "--run-dir", str(tmp_path)) == (0, f"{tmp_path}: nothing runs\n")
+    assert cli("down", "--run-dir", str(tmp_path)) == (0, f"{tmp_path}: nothing is running\n")
 
 
 def test_a_crashed_engine_is_reported_and_shown(launcher: Launcher) -> None:
@@ -203,6 +203,7 @@ def test_dry_run_prints_commands_and_starts_nothing(name: str, tmp_path: Path) -
     )
     assert f"-m proxy --config {run_dir}/proxy.yaml" in output
     assert "instances:" in output
+    assert ("  hold_s: 30.0\n" in output) == (" VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=30 " in output)
     assert not run_dir.exists()
 
 
@@ -220,4 +221,4 @@ def test_nothing_to_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for command in ("status", "down"):
         code, output = cli(command)
         assert code == 2
-        assert "no fleet runs" in output
+        assert "no fleet is running" in output

@@ -7,12 +7,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from policies.predict.blocks import hash_token_blocks
+from policies.snapshot import FleetSnapshot
 from policies.types import (
     CandidateScore,
     Choice,
     Connector,
     Decision,
-    FleetSnapshot,
     HotspotView,
     InstanceView,
     OffloadPlan,

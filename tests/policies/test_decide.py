@@ -13,9 +13,9 @@ from policies.offload.threshold import Threshold
 from policies.registry import make_routing, routing_policies
 from policies.routing.linear import Linear
 from policies.routing.session_sticky import SessionSticky
+from policies.snapshot import FleetSnapshot
 from policies.types import (
     Choice,
-    FleetSnapshot,
     InstanceView,
     NoCandidateError,
     OffloadReason,
@@ -88,3 +88,13 @@ def test_a_request_one_hand_off_cannot_carry_never_reaches_the_planner() -> None
 def test_a_policy_that_answers_with_a_stranger_is_named_in_the_error() -> None:
     with pytest.raises(ValueError, match="policy 'stray' chose 'nowhere', which is not a candidate"):
         decide(ask(), fleet_of(*idle(2)), _Stray(), Never(), DEFAULT)
+
+
+@pytest.mark.parametrize("name", routing_policies())
+def test_every_score_carries_the_predicted_hit_of_its_candidate(name: str) -> None:
+    """Readers of a breakdown row need not know what a policy calls its inputs."""
+    hits = {"a": 320, "b": 0, "c": 64}
+    fleet = fleet_of(*(InstanceView(instance, cached_tokens=hit) for instance, hit in hits.items()))
+    scores = decide(ask(1_000), fleet, make_routing(name), Never(), DEFAULT).scores
+    assert scores
+    assert all(score.cached_tokens == hits[score.instance] for score in scores)

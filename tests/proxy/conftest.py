@@ -14,6 +14,7 @@ import uvloop
 
 from proxy.app import ProxyApp
 from proxy.core import Core
+from proxy.operations.operations import Operations
 from proxy.operations.shutdown import ProxyServer
 from proxy.server import server_config
 from proxy.settings import Settings, load_settings
@@ -29,10 +30,18 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 class Running:
     """A proxy that serves, its engines, and a client for it."""
 
-    core: Core
+    app: ProxyApp
     url: str
     engines: list[StubEngine]
     client: httpx.AsyncClient
+
+    @property
+    def core(self) -> Core:
+        return self.app.core
+
+    @property
+    def operations(self) -> Operations:
+        return self.app.operations
 
     async def rows(self, **query: Any) -> list[dict[str, Any]]:
         return (await self.client.get("/breakdown", params={"limit": 1000, **query})).json()["rows"]
@@ -58,27 +67,27 @@ def ledger_is_zero(stats: dict[str, Any]) -> bool:
     return not any(stats["ledger"].values())
 
 
-async def probed_twice(core: Core) -> None:
+async def probed_twice(app: ProxyApp) -> None:
     """One round of probes comes before the server listens, one more at once: neither may meet what a test does next.
 
     A probe that came to nothing because this process lacked CPU is made up for.
     """
-    for instance in core.instances:
+    for instance in app.core.instances:
         for patience in range(100, 0, -1):
             if instance.good_probes_in_a_row + instance.bad_probes_in_a_row >= 2:
                 break
             await asyncio.sleep(0.01)
             if patience <= 10:
-                await core.fleet.probe(instance)
+                await app.operations.fleet.probe(instance)
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: Settings) -> AsyncIterator[tuple[Core, str]]:
+async def serving(settings: Settings) -> AsyncIterator[tuple[ProxyApp, str]]:
     """The real server on a free port."""
     config = server_config(settings)
     app = config.app
     assert isinstance(app, ProxyApp)
-    server = ProxyServer(config, app.core)
+    server = ProxyServer(config, app.core, app.operations.reloader.on_hangup)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve())
     try:
@@ -87,7 +96,7 @@ async def serving(settings: Settings) -> AsyncIterator[tuple[Core, str]]:
                 task.result()
                 raise AssertionError("the server ended before it started")
             await asyncio.sleep(0.01)
-        yield app.core, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield app, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         await task
@@ -127,9 +136,9 @@ async def start_proxy() -> AsyncIterator[StartProxy]:
                     **overrides,
                 },
             )
-            core, url = await stack.enter_async_context(serving(settings))
-            await probed_twice(core)
+            app, url = await stack.enter_async_context(serving(settings))
+            await probed_twice(app)
             client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, trust_env=False))
-            return Running(core, url, fleet, client)
+            return Running(app, url, fleet, client)
 
         yield start

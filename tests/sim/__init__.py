@@ -1,1 +1,1 @@
-"""Tests of the simulated engine."""
+"""Tests of the simulator, in folders that mirror ``sim``."""

@@ -1,7 +1,8 @@
-"""The engine model spelt out block by block, step by step and request by request: what the fast one must equal.
+"""Reference engine model, block by block, step by step and request by request; the fast one must equal it.
 
-Nothing is fused, no block shares a record with another, and every step looks at every request. Slow, and meant to be
-read: vLLM's block manager, its scheduler and the hand-off, in that order. Requests, timing and holds are the model's.
+Nothing is fused, no block shares a record with another, and every step processes every request. It is slow and written
+for reading: vLLM's block manager, its scheduler and the hand-off, in that order. Requests, timing and holds are the
+model's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from sim.core.handoff import HoldTable, LoadFailurePolicy, Pull, PullAnswer, PullFailure
 from sim.core.scheduler import Counters
-from sim.core.sequence import Request, Sequence, Status
+from sim.core.sequence import Request, RequestStatus, Sequence
 from sim.core.timing import StepTiming
 from sim.core.types import EngineConfig, TokenEvent, TransferSeconds
 
@@ -81,7 +82,7 @@ class PlainPool:
 
 
 class PlainEngine:
-    """The interface of ``sim.core.engine.Engine`` as far as the comparison needs it."""
+    """The part of the interface of ``sim.core.engine.Engine`` that the comparison needs."""
 
     def __init__(self, config: EngineConfig, timing: StepTiming, transfer_seconds: TransferSeconds) -> None:
         self.config = config
@@ -116,14 +117,14 @@ class PlainEngine:
         sequence = self.live.pop(request_id, None)
         if sequence is None:
             return False
-        status, sequence.status = sequence.status, Status.DONE
+        status, sequence.status = sequence.status, RequestStatus.DONE
         self.finished("abort")
-        if status is Status.PULLING:
+        if status is RequestStatus.PULLING:
             self.orphans[request_id] = self.pulling.pop(request_id)
             return True
-        if status is Status.RUNNING:
+        if status is RequestStatus.RUNNING:
             self.running.remove(sequence)
-        elif status is Status.WAITING:
+        elif status is RequestStatus.WAITING:
             self.waiting.remove(sequence)
         self.free(sequence)
         return True
@@ -136,7 +137,7 @@ class PlainEngine:
         sequence.blocks = []
 
     def requeue(self, sequence: Any) -> None:
-        sequence.status = Status.WAITING
+        sequence.status = RequestStatus.WAITING
         self.waiting.appendleft(sequence)
 
     # Steps
@@ -144,8 +145,8 @@ class PlainEngine:
     def begin_step(self, now_s: float, horizon_s: float = math.inf) -> float | None:
         while self.arriving and self.arriving[0][0] <= now_s:
             sequence = heapq.heappop(self.arriving)[2]
-            if sequence.status is Status.ARRIVING:
-                sequence.status = Status.WAITING
+            if sequence.status is RequestStatus.ARRIVING:
+                sequence.status = RequestStatus.WAITING
                 self.waiting.append(sequence)
         if not (self.running or self.waiting or self.pulling):
             return None
@@ -167,7 +168,7 @@ class PlainEngine:
             if not count:
                 break
             self.waiting.popleft()
-            sequence.status = Status.RUNNING
+            sequence.status = RequestStatus.RUNNING
             self.running.append(sequence)
             budget -= count
             self.record(sequence, count)
@@ -204,9 +205,9 @@ class PlainEngine:
         assert now_s is not None
         events = []
         for sequence in [*self.streams, *(sequence for sequence, _, _ in self.chunks)]:
-            if sequence.status is Status.RUNNING and sequence.computed == sequence.total:
+            if sequence.status is RequestStatus.RUNNING and sequence.computed == sequence.total:
                 events.append(self.hand_out(sequence, now_s))
-        self.running = [sequence for sequence in self.running if sequence.status is Status.RUNNING]
+        self.running = [sequence for sequence in self.running if sequence.status is RequestStatus.RUNNING]
         return events
 
     def interrupt(self, now_s: float) -> None:
@@ -227,7 +228,7 @@ class PlainEngine:
         if sequence.generated < sequence.target:
             return TokenEvent(request.request_id, 1, first, None, cached, None, now_s)
         reason, transfer = sequence.finish_reason, request.kv_transfer
-        sequence.status = Status.DONE
+        sequence.status = RequestStatus.DONE
         del self.live[request.request_id]
         self.finished(reason)
         held = None
@@ -307,7 +308,7 @@ class PlainEngine:
         hits = self.pool.match(sequence.keys[: (prompt - 1) // self.config.block_tokens])
         if not self.take(sequence, prompt, hits):
             return False
-        sequence.status = Status.PULLING
+        sequence.status = RequestStatus.PULLING
         request = sequence.request
         self.pulling[request.request_id] = sequence
         missing = len(sequence.blocks) - sequence.published
@@ -355,7 +356,7 @@ class PlainEngine:
         if policy is LoadFailurePolicy.RECOMPUTE:
             self.requeue(sequence)
             return None
-        sequence.status = Status.DONE
+        sequence.status = RequestStatus.DONE
         del self.live[request_id]
         self.finished("error")
         return TokenEvent(request_id, 0, True, "error", 0, None, now_s)
@@ -365,7 +366,7 @@ class PlainEngine:
         if orphan is not None:
             self.free(orphan)
 
-    # What the comparison looks at
+    # State that the comparison reads
 
     def reuse_order(self) -> list[int | None]:
         return [self.pool.key_of[block] for block in self.pool.free]

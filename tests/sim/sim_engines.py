@@ -33,7 +33,7 @@ def transfer_seconds(size_bytes: int, streams: float, transfers: int) -> float:
 
 
 def make_engine(timing: StepTiming = TIMING, **config: Any) -> Engine:
-    """An engine with blocks of 4 tokens, 1,000 bytes of KV a token, and 64 blocks unless told otherwise."""
+    """An engine with blocks of 4 tokens, 1,000 bytes of KV a token, and 64 blocks by default."""
     defaults: dict[str, Any] = {"num_blocks": 64, "block_tokens": BLOCK, "kv_bytes_per_token": 1000}
     merged = defaults | config
     merged.setdefault("max_model_len", merged["num_blocks"] * merged["block_tokens"])
@@ -65,7 +65,7 @@ def d_leg(name: str, ids: list[int] | range, transfer_id: str = "t", source: str
 
 
 def drain(engine: Engine, now_s: float = 0.0, horizon_s: float = math.inf) -> tuple[list[TokenEvent], float]:
-    """Step until nothing is left to do; the events and the time."""
+    """Step until no work is left; returns the events and the time."""
     events: list[TokenEvent] = []
     while True:
         end_s = engine.step_end_s or engine.begin_step(now_s, horizon_s)
@@ -80,7 +80,7 @@ def drain(engine: Engine, now_s: float = 0.0, horizon_s: float = math.inf) -> tu
 
 
 def accounted(engine: Engine) -> bool:
-    """Whether every block has exactly the owners that reference it."""
+    """True if every block has exactly the owners that reference it."""
     state = engine.state()
     total = state.free_blocks + state.used_blocks + state.held_blocks + state.leaked_blocks
     return total == state.total_blocks

@@ -1,4 +1,4 @@
-"""Where KV is short, prompts of like length gather under warm (docs/decisions/0011): simulated."""
+"""With short KV, ``warm`` places prompts of similar length together (docs/decisions/0011), in simulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sim.offline.simulate import SimOptions, simulate
 
 
 def _gathering(policy: str, **parameters: float) -> float:
-    """Correlation of a prompt's length with that of the prompts in flight beside it, over all in flight."""
+    """Correlation between a prompt's length and the length of the prompts in flight on the same instance."""
     trace = synthetic_trace(SynthOptions(requests=600, seed=3))
     options = SimOptions(instances=8, profile="h200", pool_tokens=250_000, plan=PlanOptions(time_scale=40.0))
     records = [each for each in simulate(trace, options, make_routing(policy, parameters)).run.records if each.ok]
@@ -31,7 +31,7 @@ def _gathering(policy: str, **parameters: float) -> float:
     return float(np.corrcoef(own, beside)[0, 1])
 
 
-def test_prompts_of_like_length_gather_under_warm_and_not_under_linear() -> None:
+def test_warm_but_not_linear_groups_prompts_of_similar_length() -> None:
     assert abs(_gathering("linear")) < 0.15
     assert _gathering("warm") > 0.25
 

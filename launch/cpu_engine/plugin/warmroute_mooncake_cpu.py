@@ -1,15 +1,15 @@
 """vLLM general plug-in that lets the stock MooncakeConnector run on vLLM's CPU platform.
 
-The connector moves memory by address and length and needs nothing of a GPU, yet three things stop it on a CPU:
+The connector moves memory by address and length and needs no GPU, but three things stop it on a CPU:
 
 - **The layout assert (vLLM 0.18.x).** ``register_kv_caches`` demands ``cache.shape[-3] == block_size``, the order
-  (block, token, head). CPU attention keeps (block, head, token). What the connector uses afterwards is the address, the
-  size in bytes and the number of blocks, which are the same for a transposed view; so it is shown such views.
-- **The device index (vLLM 0.20 and later).** The worker asks ``torch.accelerator.current_device_index()``, which
-  raises where there is no accelerator. It answers 0 here.
-- **AMX tile permission.** Linux wants a process to ask before it touches AMX tiles (``arch_prctl``,
-  ``ARCH_REQ_XCOMP_PERM``). oneDNN asks in the first matrix product of a prefill; vLLM's own attention kernel does not.
-  An engine whose first forward pass is a decode, as after a pull, would die of SIGILL with bfloat16 weights.
+  (block, token, head). CPU attention keeps (block, head, token). The connector then uses only the address, the size
+  in bytes and the number of blocks, which are the same for a transposed view; so it gets such views.
+- **The device index (vLLM 0.20 and later).** The worker calls ``torch.accelerator.current_device_index()``, which
+  raises where there is no accelerator. Here it returns 0.
+- **AMX tile permission.** A process must request permission before it uses AMX tiles (``arch_prctl``,
+  ``ARCH_REQ_XCOMP_PERM``). oneDNN requests it in the first matrix product of a prefill; vLLM's own attention kernel
+  does not. An engine whose first forward pass is a decode, as after a pull, would die of SIGILL with bfloat16 weights.
 
 vLLM calls `register` in every process it starts. Off the CPU platform it does nothing.
 """
@@ -24,7 +24,7 @@ from typing import Any
 log = logging.getLogger("vllm.warmroute_mooncake_cpu")
 
 CONNECTOR = "MooncakeConnector"
-"""Name of the connector in vLLM's registry, under which ``--kv-transfer-config`` asks for it."""
+"""Name of the connector in vLLM's registry, as used in ``--kv-transfer-config``."""
 
 
 def register() -> None:
@@ -42,7 +42,7 @@ def register() -> None:
 
 
 def ask_for_amx_tiles(cpu: Any) -> bool:
-    """Ask the kernel for AMX tiles where the processor has them; whether this process may use them.
+    """Request AMX tiles from the kernel where the processor has them; returns whether this process may use them.
 
     Args:
         cpu: the module ``torch.cpu``.
@@ -57,7 +57,7 @@ def ask_for_amx_tiles(cpu: Any) -> bool:
 
 
 def answer_device_index(accelerator: Any) -> None:
-    """Make ``current_device_index()`` answer 0 where it raises for want of an accelerator.
+    """Make ``current_device_index()`` return 0 where it raises because there is no accelerator.
 
     Args:
         accelerator: the module ``torch.accelerator``.
@@ -72,7 +72,7 @@ def answer_device_index(accelerator: Any) -> None:
 
 
 def adapt_connector(factory: Any) -> None:
-    """Have vLLM's connector registry load the adapted connector under the stock one's name.
+    """Make vLLM's connector registry load the adapted connector under the stock one's name.
 
     Args:
         factory: the class ``KVConnectorFactory``; its registry maps a name to a function that imports the class.
@@ -91,11 +91,11 @@ def adapt_connector(factory: Any) -> None:
 
 
 def with_token_major_views(connector: Any) -> type:
-    """A subclass of the connector, of the same name, whose worker is shown (block, token, head) caches."""
+    """A subclass of the connector, of the same name, whose worker gets (block, token, head) caches."""
 
     def register_kv_caches(self: Any, kv_caches: dict[str, Any]) -> None:
         worker = self.connector_worker
-        # Only 0.18.x, known by this attribute, has the assert; later versions find the layout out by themselves.
+        # Only 0.18.x, identified by this attribute, has the assert; later versions detect the layout.
         if hasattr(worker, "kv_topo"):
             kv_caches = {layer: token_major(kv, worker.block_size) for layer, kv in kv_caches.items()}
         connector.register_kv_caches(self, kv_caches)
@@ -109,7 +109,7 @@ def token_major(kv: Any, block_size: int) -> Any:
     """A view of one layer's cache with tokens before heads.
 
     Args:
-        kv: tensor (2, blocks, heads, block_size, head_size), as CPU attention has it; any other comes back unchanged.
+        kv: tensor (2, blocks, heads, block_size, head_size), as CPU attention has it; any other is returned unchanged.
         block_size: tokens of one block.
 
     Returns:

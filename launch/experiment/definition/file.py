@@ -1,4 +1,4 @@
-"""What an experiment is told: arms, trace, load, repeats, order and backend. Read from YAML, unknown keys refused."""
+"""Settings of an experiment: arms, trace, load, repeats, order and backend, from YAML; unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from launch.experiment.definition.sections import (
 )
 from launch.fleet.file import explain
 from launch.fleet.overrides import apply_overrides
+from launch.shipped import ShippedFileError, find_shipped
 
 EXPERIMENTS = Path(__file__).resolve().parents[3] / "configs" / "experiments"
-"""Where the shipped experiment files are."""
+"""Folder of the shipped experiment files."""
 _ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 _LIVE_REPLAY = ("timeout_s", "prompt_mode", "token_low", "token_high")
 
 
 class ExperimentError(ValueError):
-    """An experiment that cannot be run, continued or read; the message says what to do."""
+    """An experiment that cannot be run, continued or read; the message names the remedy."""
 
 
 class ExperimentSettings(Section):
-    """A whole experiment."""
+    """All settings of an experiment."""
 
     name: str = Field(description="names the run directory")
     trace: TraceSettings = Field(description="a path, or a section")
-    replay: ReplaySettings = Field(default_factory=ReplaySettings, description="how the trace is replayed")
-    arms: dict[str, ArmSettings] = Field(min_length=1, description="arm name -> what it runs")
+    replay: ReplaySettings = Field(default_factory=ReplaySettings, description="replay settings")
+    arms: dict[str, ArmSettings] = Field(min_length=1, description="arm name -> its settings")
     baseline: str = Field(default="", description="arm the others are compared with; default: the first")
     repeats: int = Field(default=1, ge=1, description="runs of every arm (with each of `seeds`, where given)")
     seeds: tuple[int, ...] | None = Field(
@@ -47,26 +48,24 @@ class ExperimentSettings(Section):
     )
     order: Literal["interleaved", "randomised"] = Field(
         default="interleaved",
-        description="interleaved: each repeat runs all arms, beginning one arm later than the repeat before; "
+        description="interleaved: each repeat runs all arms, beginning one arm later than the previous repeat; "
         "randomised: each repeat runs all arms in an order drawn from order_seed",
     )
     order_seed: int = Field(default=0, ge=0, description="for randomised order")
     backend: LiveBackend | SimulatedBackend = Field(discriminator="kind", description="live or simulated")
     on_stale: Literal["stop", "skip"] = Field(
-        default="stop", description="after an arm refused for stale engines: stop, or go on without it"
+        default="stop", description="after an arm refused for stale engines: stop, or continue without it"
     )
     on_failure: Literal["stop", "skip"] = Field(
         default="stop", description="after a fleet that did not start or a process that died: likewise"
     )
-    comparison: ComparisonSettings = Field(
-        default_factory=ComparisonSettings, description="how the runs are compared at the end"
-    )
+    comparison: ComparisonSettings = Field(default_factory=ComparisonSettings, description="comparison at the end")
 
     @field_validator("name")
     @classmethod
     def _a_folder(cls, value: str) -> str:
         if not _ARM_NAME.fullmatch(value):
-            raise ValueError(f"{value!r} becomes a folder: letters, digits and . _ + = - only")
+            raise ValueError(f"{value!r} is used as a folder name: letters, digits and . _ + = - only")
         return value
 
     @field_validator("seeds")
@@ -80,7 +79,7 @@ class ExperimentSettings(Section):
     def _makes_sense(self) -> ExperimentSettings:
         for name in self.arms:
             if not _ARM_NAME.fullmatch(name):
-                raise ValueError(f"arms: {name!r} becomes a folder: letters, digits and . _ + = - only")
+                raise ValueError(f"arms: {name!r} is used as a folder name: letters, digits and . _ + = - only")
         if self.baseline and self.baseline not in self.arms:
             raise ValueError(f"baseline: {self.baseline!r} is none of the arms: {', '.join(self.arms)}")
         if isinstance(self.backend, SimulatedBackend):
@@ -92,7 +91,7 @@ class ExperimentSettings(Section):
         if given:
             raise ValueError(f"replay.{given[0]}: the simulator sends no requests; remove the key")
         if self.replay.idle_gap_cap_s is None:
-            raise ValueError("replay.idle_gap_cap_s: the simulator wants a number; give a large one for no cap")
+            raise ValueError("replay.idle_gap_cap_s: the simulator needs a number; give a large one for no cap")
         for name in self.arms:
             self.simulated(name)
         if self.seeds is not None and self.repeats > 1:
@@ -107,10 +106,10 @@ class ExperimentSettings(Section):
             )
 
     def simulated(self, name: str) -> SimulatedBackend:
-        """The backend as one arm of a simulated experiment has it.
+        """The backend with the keys of one arm of a simulated experiment.
 
         Raises:
-            ValueError: the arm changes what all arms must share, or gives a wrong value.
+            ValueError: the arm changes a key that all arms must share, or has a wrong value.
         """
         assert isinstance(self.backend, SimulatedBackend)
         changes = self.arms[name].fleet
@@ -143,16 +142,16 @@ class LoadedExperiment(BaseModel):
     text: str
     """The file's own text."""
     overrides: tuple[str, ...] = ()
-    """`--set` arguments laid over it."""
+    """`--set` arguments applied to it."""
 
     @property
     def config(self) -> dict[str, Any]:
-        """Every setting as plain values, defaults filled in: what decides whether a resumed experiment is the same."""
+        """Every setting as plain values with defaults; a resumed experiment must have the same."""
         return self.settings.model_dump(mode="json")
 
     @property
     def sha256(self) -> str:
-        """Of the file's text."""
+        """SHA-256 of the file's text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
@@ -175,7 +174,7 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> LoadedExperime
 
     Args:
         path: the file.
-        overrides: ``dotted.key=value`` with a YAML value, laid over the file in order.
+        overrides: ``dotted.key=value`` with a YAML value, applied in order after the file.
 
     Raises:
         ExperimentError: no such file, not YAML, or `parse_experiment` refuses it.
@@ -203,10 +202,7 @@ def find_experiment(path: Path) -> Path:
     Raises:
         ExperimentError: neither exists.
     """
-    if path.is_file():
-        return path
-    shipped = EXPERIMENTS / f"{path.name}.yaml"
-    if len(path.parts) == 1 and shipped.is_file():
-        return shipped
-    names = ", ".join(sorted(known.stem for known in EXPERIMENTS.glob("*.yaml")))
-    raise ExperimentError(f"no experiment file at {path}; shipped experiments: {names or 'none'}")
+    try:
+        return find_shipped(path, EXPERIMENTS)
+    except ShippedFileError as error:
+        raise ExperimentError(f"no experiment file at {path}; shipped experiments: {error}") from error

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from launch.demo.wall_time import in_wall_time
 from launch.experiment.definition.file import ExperimentError, LoadedExperiment
 from launch.experiment.definition.sections import ArmSettings, LiveBackend
 from launch.fleet.file import FleetError, FleetFile, find_fleet, load_fleet, parse_fleet, ports_in_use
 from launch.fleet.overrides import apply_environment, apply_overrides
+from launch.fleet.wall_time import in_wall_time
 
 _PORT_STEP = 50
 _PORT_TRIES = 200
@@ -33,13 +33,13 @@ def arm_fleets(experiment: LoadedExperiment) -> dict[str, FleetFile]:
     for name, fleet in fleets.items():
         if fleet.peers:
             raise ExperimentError(
-                f"fleet of arm {name}: has peers, which this machine cannot start anew for every run and so not prove "
+                f"fleet of arm {name}: has peers, which this machine cannot restart for every run and so not prove "
                 "fresh; remove `peers`"
             )
     speeds = {clock_scale(fleet) for fleet in fleets.values()}
     if len(speeds) > 1:
-        told = ", ".join(f"{name}: {clock_scale(fleet):g}" for name, fleet in fleets.items())
-        raise ExperimentError(f"sim.time_scale differs between arms ({told}); their times could not be compared")
+        scales = ", ".join(f"{name}: {clock_scale(fleet):g}" for name, fleet in fleets.items())
+        raise ExperimentError(f"sim.time_scale differs between arms ({scales}); their times could not be compared")
     return fleets
 
 
@@ -63,8 +63,8 @@ def arm_fleet(experiment: LoadedExperiment, name: str, base_port: int | None = N
     """The fleet one arm runs on.
 
     Args:
-        experiment: whose fleet.
-        name: of the arm.
+        experiment: the experiment with the fleet.
+        name: name of the arm.
         base_port: first of the ports to use instead of the file's.
 
     Raises:
@@ -109,7 +109,7 @@ def placed_fleet(experiment: LoadedExperiment, name: str) -> FleetFile:
 
 
 def clock_scale(fleet: FleetFile) -> float:
-    """How many times faster than real time the engines run."""
+    """Speed of the engines relative to real time."""
     return fleet.sim.time_scale if fleet.kind == "sim" else 1.0
 
 

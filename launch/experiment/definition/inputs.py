@@ -1,4 +1,4 @@
-"""What all runs of an experiment share: the trace as it is replayed, the arms' fleets, and the hashes of all of it."""
+"""Shared inputs of an experiment's runs: the trace as replayed, the arms' fleets, and the hashes of all of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from replayer.replay.plan import OfferedLoad, PlanOptions, make_plan
 from replayer.traces.formats import bailian
 from replayer.traces.formats.source import file_sha256
 from replayer.traces.loading import LoadOptions, load
+from replayer.traces.shorten import shortened
 from replayer.traces.synth import SynthOptions, synthetic_trace
 from replayer.traces.trace import Trace, TraceError, load_trace
 
@@ -26,19 +27,19 @@ _PROBE_REQUESTS = 256
 
 @dataclass(frozen=True)
 class Inputs:
-    """What all runs of an experiment share."""
+    """Shared inputs of an experiment's runs."""
 
     trace_path: Path
-    """What is replayed: the file given, or the trace made of it in the experiment's directory."""
+    """The replayed trace: the file given, or the trace made of it in the experiment's directory."""
     trace_sha256: str
     fleets: dict[str, FleetFile]
     """By arm; empty for a simulated experiment."""
     files: dict[str, str]
-    """SHA-256 of every file the experiment was made from, by what it is."""
+    """SHA-256 of every input file of the experiment, by kind."""
 
 
 def trace_file(experiment: LoadedExperiment) -> Path | None:
-    """The trace file that is meant: relative to the current folder, else the experiment file's, else the project.
+    """The trace file: relative to the current folder, else to the experiment file's, else to the project.
 
     Raises:
         ExperimentError: there is none.
@@ -54,7 +55,7 @@ def trace_file(experiment: LoadedExperiment) -> Path | None:
 
 
 def build_trace(experiment: LoadedExperiment) -> Trace:
-    """The trace that is replayed, in memory.
+    """The replayed trace, in memory.
 
     Raises:
         ExperimentError: there is no file.
@@ -88,18 +89,8 @@ def build_trace(experiment: LoadedExperiment) -> Trace:
     return trace if wanted.prompt_scale is None else shortened(trace, wanted.prompt_scale)
 
 
-def shortened(trace: Trace, scale: float) -> Trace:
-    """Prompts of ``scale`` times the length: the first blocks of each, so that what was shared stays shared."""
-    requests = []
-    for request in trace.requests:
-        blocks = max(1, round(len(request.hash_ids) * scale))
-        tokens = min(request.input_length, blocks * trace.block_tokens)
-        requests.append(msgspec.structs.replace(request, hash_ids=request.hash_ids[:blocks], input_length=tokens))
-    return msgspec.structs.replace(trace, requests=requests)
-
-
 def plan_options(experiment: LoadedExperiment) -> PlanOptions:
-    """How the trace is scaled and cut."""
+    """Scaling and cuts of the trace."""
     replay = experiment.settings.replay
     return PlanOptions(
         time_scale=replay.time_scale,
@@ -110,7 +101,7 @@ def plan_options(experiment: LoadedExperiment) -> PlanOptions:
 
 
 def offered_load(experiment: LoadedExperiment) -> OfferedLoad:
-    """What each run offers its fleet; loads the whole trace.
+    """Load offered by each run; loads the whole trace.
 
     Raises:
         ExperimentError, TraceError: the trace cannot be used.
@@ -119,7 +110,7 @@ def offered_load(experiment: LoadedExperiment) -> OfferedLoad:
 
 
 def prepare(experiment: LoadedExperiment, directory: Path) -> Inputs:
-    """Check everything an experiment needs; write the trace into its directory unless the file is replayed as stored.
+    """Check all inputs of an experiment; write the trace into its directory unless the file is replayed as stored.
 
     Raises:
         ExperimentError: an input is missing or refused.
@@ -136,7 +127,7 @@ def prepare(experiment: LoadedExperiment, directory: Path) -> Inputs:
         if path is not None:
             files["trace"] = file_sha256(path)
         if path is not None and experiment.settings.trace.as_stored:
-            load_trace(path, limit=_PROBE_REQUESTS)  # a trace that cannot be read is told now, not by the first run
+            load_trace(path, limit=_PROBE_REQUESTS)  # an unreadable trace fails here, not in the first run
             return Inputs(path, files["trace"], fleets, files)
         trace = build_trace(experiment)
         made = directory / TRACE_FILE
@@ -149,12 +140,12 @@ def prepare(experiment: LoadedExperiment, directory: Path) -> Inputs:
 
 
 def fleet_sha256(fleet: FleetFile) -> str:
-    """Of every setting of a fleet, defaults included."""
+    """SHA-256 of every setting of a fleet, defaults included."""
     return hashlib.sha256(fleet.model_dump_json().encode()).hexdigest()
 
 
 def _profiles(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> dict[str, str]:
-    """SHA-256 of the hardware profiles that simulated engines run by."""
+    """SHA-256 of the hardware profiles of simulated engines."""
     settings = experiment.settings
     wanted = {fleet.sim.profile for fleet in fleets.values() if fleet.kind == "sim"}
     if isinstance(settings.backend, SimulatedBackend):

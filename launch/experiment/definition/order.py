@@ -1,12 +1,12 @@
-"""In which order an experiment runs: a pure function of its settings.
+"""Order of an experiment's runs: a pure function of its settings.
 
-Machines drift: they warm up, throttle, get company. So every repeat runs all arms (a complete block), and no arm keeps
-the same place in it:
+Machines drift: they warm up, throttle, get other load. So every repeat runs all arms (a complete block), and no arm
+keeps the same place in it:
 
-- interleaved: repeat r begins with arm r mod k and goes round;
+- interleaved: repeat r begins with arm r mod k and continues cyclically;
 - randomised: for every k repeats a Latin square with its arms, and the order of its rows, drawn from ``order_seed``.
 
-Either way the number of times an arm stands at a given place of its repeat differs by at most one between arms.
+In both, the number of times an arm has a given place in its repeat differs by at most one between arms.
 Source: Montgomery, Design and Analysis of Experiments, on randomised complete blocks and Latin squares.
 """
 
@@ -35,7 +35,7 @@ class Slot:
 
     @property
     def path(self) -> str:
-        """Where its records go, relative to the experiment's directory."""
+        """Folder of its records, relative to the experiment's directory."""
         return f"arms/{self.arm}/{self.repeat}"
 
 
@@ -73,7 +73,7 @@ def _rotated(arms: Sequence[str], by: int) -> list[str]:
 
 
 def noise_seed(settings: ExperimentSettings, slot: Slot) -> int:
-    """The seed a run is started with: its repeat's, or one of its own where each arm draws its own noise."""
+    """Seed of a run: its repeat's, or a separate one where each arm draws its own noise."""
     backend = settings.backend
     if isinstance(backend, LiveBackend) or backend.noise.common or not backend.noise.any:
         return slot.seed

@@ -1,6 +1,6 @@
-"""The keys of an experiment file as Markdown tables, from the models: ``docs/experiments.md`` holds this output.
+"""The experiment file's keys as Markdown tables, from the models; kept in ``docs/reference/experiment-file.md``.
 
-``python -m launch.experiment.definition.reference`` prints it; a test compares the two.
+``python -m launch.experiment.definition.reference`` prints the page.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from pydantic.fields import FieldInfo
 from launch.experiment.definition import sections
 from launch.experiment.definition.file import ExperimentSettings
 
+_INTRODUCTION = """# Reference: keys of an experiment file
+
+Generated from the code by `make reference`. Unknown keys are refused. Explanations and examples:
+[experiments](../experiments.md).
+"""
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", ExperimentSettings),
     ("`trace`", sections.TraceSettings),
@@ -31,14 +36,14 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
 
 
 def reference() -> str:
-    """Markdown: every key, its default and what it does."""
-    parts = []
+    """Markdown tables of every key, its default and its effect."""
+    parts = [_INTRODUCTION]
     for title, model in SECTIONS:
         rows = "\n".join(
             f"| `{name}` | {_default(field)} | {(field.description or '').replace('|', chr(92) + '|')} |"
             for name, field in model.model_fields.items()
         )
-        parts.append(f"### {title}\n\n| key | default | what |\n| --- | --- | --- |\n{rows}\n")
+        parts.append(f"## {title}\n\n| key | default | description |\n| --- | --- | --- |\n{rows}\n")
     return "\n".join(parts)
 
 

@@ -13,13 +13,13 @@ from proxy.settings import PolicySettings
 
 
 class Section(BaseModel):
-    """Part of an experiment file: unknown keys are refused, values never change."""
+    """Base of an experiment file's sections: unknown keys are refused, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class SynthSettings(Section):
-    """A generated trace; see `warmroute synth`."""
+    """Settings of a generated trace, as for `warmroute synth`."""
 
     requests: int = Field(default=1000, ge=1, description="requests")
     seed: int = Field(default=0, ge=0, description="the same seed gives the same bytes")
@@ -30,7 +30,7 @@ class SynthSettings(Section):
 
 
 class TraceSettings(Section):
-    """Which requests: a file or a generated trace, whole or cut."""
+    """Source of the requests: a file or a generated trace, whole or cut."""
 
     path: Path | None = Field(
         default=None,
@@ -39,9 +39,9 @@ class TraceSettings(Section):
     synth: SynthSettings | None = Field(default=None, description="generate a trace instead")
     block_tokens: int | None = Field(default=None, ge=1, description="tokens per block id; default: detected")
     window_s: float | None = Field(
-        default=None, gt=0, description="only requests of the trace's first seconds; sessions lose what comes later"
+        default=None, gt=0, description="only requests of the trace's first seconds; sessions lose their later turns"
     )
-    max_output_tokens: int | None = Field(default=None, ge=1, description="outputs are cut to so many tokens")
+    max_output_tokens: int | None = Field(default=None, ge=1, description="outputs are cut to this many tokens")
     prompt_scale: float | None = Field(
         default=None, gt=0, le=1, description="keep this share of each prompt's blocks, the first ones"
     )
@@ -61,21 +61,21 @@ class TraceSettings(Section):
 
     @property
     def as_stored(self) -> bool:
-        """Whether the file is replayed as it is."""
+        """True if the file is replayed unchanged."""
         changes = (self.synth, self.block_tokens, self.window_s, self.max_output_tokens, self.prompt_scale)
         return all(change is None for change in changes)
 
 
 class ReplaySettings(Section):
-    """How the trace is replayed; see `warmroute replay`. Seconds are engine seconds."""
+    """Replay settings of the trace, as for `warmroute replay`. Seconds are engine seconds."""
 
     time_scale: float = Field(default=1.0, gt=0, description="arrivals come this many times faster than in the trace")
     think_scale: float | None = Field(default=None, gt=0, description="think times likewise; default: time_scale")
-    request_limit: int | None = Field(default=None, ge=1, description="whole sessions up to so many requests")
+    request_limit: int | None = Field(default=None, ge=1, description="whole sessions up to this many requests")
     idle_gap_cap_s: float | None = Field(default=60.0, ge=0, description="longest think time, before scaling")
-    max_inflight_sessions: int | None = Field(default=None, ge=1, description="sessions under way at once at most")
+    max_inflight_sessions: int | None = Field(default=None, ge=1, description="most sessions in progress at once")
     timeout_s: float = Field(default=3600.0, gt=0, description="for one request (live)")
-    prompt_mode: Literal["tokens", "text", "chat"] = Field(default="tokens", description="what is sent (live)")
+    prompt_mode: Literal["tokens", "text", "chat"] = Field(default="tokens", description="form of the prompts (live)")
     token_low: int = Field(default=1000, ge=0, description="lowest token id sent (live)")
     token_high: int = Field(default=100_000, ge=1, description="token ids sent lie below this (live)")
 
@@ -98,7 +98,7 @@ class ArmOffload(Section):
 
 
 class ArmSettings(Section):
-    """One arm: what is compared."""
+    """One arm of the comparison."""
 
     policy: PolicySettings = Field(description="routing policy: its name, or `name` and `params`")
     offload: ArmOffload = Field(
@@ -106,8 +106,8 @@ class ArmSettings(Section):
     )
     fleet: dict[str, Any] = Field(
         default_factory=dict,
-        description="what differs in this arm: keys of the fleet file, nested or dotted (live), or of the backend, but "
-        "for kind and noise (simulated)",
+        description="keys that differ in this arm: of the fleet file, nested or dotted (live), or of the backend, "
+        "except kind and noise (simulated)",
     )
 
     @field_validator("policy", mode="before")
@@ -117,7 +117,7 @@ class ArmSettings(Section):
 
 
 class NoiseSettings(Section):
-    """What makes simulated repeats differ."""
+    """Noise: the differences between simulated repeats."""
 
     arrival_jitter_s: float = Field(
         default=0.0, ge=0, description="sessions' arrivals move by N(0, this), engine seconds"
@@ -125,13 +125,13 @@ class NoiseSettings(Section):
     speed_sigma: float = Field(default=0.0, ge=0, description="every instance's speed is drawn log-normally")
     common: bool = Field(
         default=False,
-        description="true: all arms of a repeat draw the same noise (common random numbers), which shows smaller "
+        description="true: all arms of a repeat draw the same noise (common random numbers), which detects smaller "
         "differences; false: each its own, as on real machines and as an A/A experiment needs",
     )
 
     @property
     def any(self) -> bool:
-        """Whether a seed changes anything."""
+        """True if the seed has an effect."""
         return self.arrival_jitter_s > 0 or self.speed_sigma > 0
 
 
@@ -139,15 +139,15 @@ class LiveBackend(Section):
     """A real fleet for every run: started, proved fresh, stopped."""
 
     kind: Literal["live"] = Field(description="live")
-    fleet: str | dict[str, Any] = Field(description="fleet file, name of a shipped one, or its keys right here")
+    fleet: str | dict[str, Any] = Field(description="fleet file, name of a shipped one, or its keys inline")
     overrides: dict[str, Any] = Field(
-        default_factory=dict, description="keys laid over the fleet file, nested or dotted"
+        default_factory=dict, description="keys that override the fleet file, nested or dotted"
     )
     base_port: int | None = Field(
         default=None,
         ge=1024,
         le=60000,
-        description="look for a free range of ports from here on; default: the fleet file's own ports",
+        description="search for a free range of ports from this one; default: the fleet file's own ports",
     )
 
 
@@ -160,26 +160,26 @@ class SimulatedBackend(Section):
     pool_tokens: int | None = Field(
         default=None, ge=1, description="KV pool of an instance in tokens; default: the profile's"
     )
-    max_num_seqs: int | None = Field(default=None, ge=1, description="requests in one batch at most")
+    max_num_seqs: int | None = Field(default=None, ge=1, description="most requests in one batch")
     max_num_batched_tokens: int | None = Field(default=None, ge=1, description="token budget of one engine step")
-    transport: str | None = Field(default=None, description="how KV moves; default: the profile's")
+    transport: str | None = Field(default=None, description="KV transport; default: the profile's")
     role: Role | None = Field(
         default=None, description="of every instance; default: kv_both with a planner other than never, else none"
     )
     prefill_instances: int = Field(
-        default=0, ge=0, description="so many instances only prefill, the others only decode"
+        default=0, ge=0, description="this many instances only prefill, the others only decode"
     )
     slowdown: float = Field(
-        default=1.0, gt=0, description="every engine step takes this many times as long: an effect of known size"
+        default=1.0, gt=0, description="factor on the length of every engine step: an effect of known size"
     )
     breakdown: bool = Field(
-        default=True, description="keep a row per request with every candidate's score; false: faster, less to read"
+        default=True, description="keep a row per request with every candidate's score; false: faster, smaller"
     )
-    noise: NoiseSettings = Field(default_factory=NoiseSettings, description="what makes repeats differ")
+    noise: NoiseSettings = Field(default_factory=NoiseSettings, description="differences between repeats")
 
 
 class SloSettings(Section):
-    """Objectives for goodput; see `warmroute compare`. Engine seconds, none by default."""
+    """Objectives for goodput, as for `warmroute compare`. Engine seconds, none by default."""
 
     ttft_s: float | None = Field(default=None, gt=0, description="TTFT at most this")
     tpot_s: float | None = Field(default=None, gt=0, description="TPOT at most this")
@@ -190,14 +190,14 @@ class SloSettings(Section):
 
 
 class ComparisonSettings(Section):
-    """How the runs are compared at the end; see `warmroute compare`."""
+    """Comparison settings at the end, as for `warmroute compare`."""
 
     skip_first_s: float | None = Field(
-        default=None, ge=0, description="engine seconds left out at the start of every run; default: by compare's rule"
+        default=None, ge=0, description="engine seconds excluded at the start of every run; default: by compare's rule"
     )
     skip_last_s: float | None = Field(default=None, ge=0, description="the same at the end")
     resamples: int = Field(default=2000, ge=1000, description="bootstrap resamples")
     clock: Literal["sent", "scheduled"] = Field(
-        default="sent", description="times begin when the client sent the request, or when the plan wanted it sent"
+        default="sent", description="times begin when the client sent the request, or when it was scheduled"
     )
     slo: SloSettings = Field(default_factory=SloSettings, description="objectives for goodput")

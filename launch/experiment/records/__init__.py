@@ -1,1 +1,1 @@
-"""What an experiment keeps: state, environment, proofs of freshness, records of runs."""
+"""Records of an experiment: state, environment, proofs of freshness, records of runs."""

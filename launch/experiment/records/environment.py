@@ -1,6 +1,6 @@
-"""Under which conditions an experiment ran: versions, commit, hardware, clocks, and how busy the machine was.
+"""Conditions of an experiment: versions, commit, hardware, clocks, and load of the machine.
 
-Whatever cannot be told is None, never a guess.
+Unknown values are None, never a guess.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from replayer.records.version import installed_version
 ENVIRONMENT_FILE = "environment.json"
 _PROJECT = Path(__file__).resolve().parents[3]
 _FOLDERS = ("policies", "proxy", "launch", "replayer", "sim")
-"""What a run is made by."""
+"""Packages whose versions are recorded."""
 _GIT_S = 20.0
 _CLOCKSOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
 _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
@@ -58,20 +58,20 @@ class GitState(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     commit: str
     dirty: bool
-    """Whether tracked files differ from the commit."""
+    """True if tracked files differ from the commit."""
 
 
 class Software(msgspec.Struct, frozen=True, kw_only=True):
-    """What can change between two runs of one experiment."""
+    """Conditions that can change between two runs of one experiment."""
 
     warmroute: str
     """Version of the installed package; empty when run from bare sources."""
     python: str
     executable: str
     sources_sha256: str
-    """Of every source file of this project, by which edits that are in no commit are seen too."""
+    """Digest of every source file of this project, which also covers uncommitted edits."""
     git: GitState | None
-    """None where the code is not in a checkout, or git cannot be asked."""
+    """None where the code is not in a checkout, or git is not available."""
     packages: dict[str, str]
     """Distribution -> version, of this Python."""
     engines: list[EnginePython]
@@ -88,7 +88,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     processors: int | None
     """Logical."""
     usable_processors: int | None
-    """That this process may run on."""
+    """Processors that this process may run on."""
     memory_bytes: int
     governor: str | None
     """CPU frequency governor."""
@@ -97,7 +97,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clocks(msgspec.Struct, frozen=True, kw_only=True):
-    """What times were read from."""
+    """Clocks that times were read from."""
 
     source: str | None
     """The kernel's."""
@@ -107,7 +107,7 @@ class Clocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything, once for an experiment."""
+    """All recorded conditions, once per experiment."""
 
     captured_unix_s: float
     software: Software
@@ -116,19 +116,19 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     system: str
     kernel: str
     variables: dict[str, str]
-    """Environment variables that engines and libraries heed; values of those named like secrets are left out."""
+    """Environment variables that engines and libraries read; values of those named like secrets are left out."""
     files: dict[str, str]
-    """SHA-256 of what the experiment was made from, by what it is."""
+    """SHA-256 of each input of the experiment, by kind."""
     command: list[str]
     schema: int = 1
 
 
 class HostLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy the machine was right before a run."""
+    """Load of the machine right before a run."""
 
     measured_unix_s: float
     load_1m: float | None
-    """Processes wanting a processor, mean over a minute."""
+    """Load average: runnable processes, mean over a minute."""
     cpu_share: float
     """Use of all processors over 0.2 s, from 0 to 1."""
     memory_available_bytes: int
@@ -139,12 +139,12 @@ class HostLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def warning(self) -> str | None:
-        """Why a run that starts now may be disturbed; None when nothing speaks for it."""
+        """Reason why a run that starts now may be disturbed; None without one."""
         if self.cpu_share < 0.5:
             return None
         return (
             f"{self.cpu_share:.0%} of the processors were in use before the run started (load {self.load_1m or 0:.1f} "
-            f"on {self.processors} processors): something else runs here"
+            f"on {self.processors} processors): another process is using this machine"
         )
 
 
@@ -152,8 +152,8 @@ def capture(files: Mapping[str, str], fleets: Iterable[FleetFile], command: list
     """The environment now.
 
     Args:
-        files: SHA-256 of the experiment's inputs, by what they are.
-        fleets: those of the arms; the Pythons of vLLM engines are asked for their packages.
+        files: SHA-256 of the experiment's inputs, by kind.
+        fleets: the arms' fleets; the packages of vLLM engines' Pythons are listed.
         command: the command line that runs the experiment.
     """
     perf = time.get_clock_info("perf_counter")
@@ -217,7 +217,7 @@ def git_state(folder: Path) -> GitState | None:
 
 
 def host_load() -> HostLoad:
-    """How busy the machine is; takes a fifth of a second."""
+    """Current load of the machine; takes a fifth of a second."""
     share = psutil.cpu_percent(interval=_LOAD_SAMPLE_S) / 100
     try:
         load_1m: float | None = os.getloadavg()[0]
@@ -235,14 +235,14 @@ def host_load() -> HostLoad:
 
 
 def differences(before: Software, now: Software) -> list[str]:
-    """What changed between two runs, one sentence for each fact; empty when nothing did."""
-    told = []
+    """Changes between two runs, one sentence each; empty without changes."""
+    changes = []
     flat_before, flat_now = _flat(msgspec.to_builtins(before)), _flat(msgspec.to_builtins(now))
     for key in sorted(flat_before.keys() | flat_now.keys()):
         old, new = flat_before.get(key), flat_now.get(key)
         if old != new:
-            told.append(f"{key}: {_shown(old)}, now {_shown(new)}")
-    return told
+            changes.append(f"{key}: {_shown(old)}, now {_shown(new)}")
+    return changes
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -320,7 +320,7 @@ def _first_line(path: Path) -> str | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            # Reading must not write: a refreshed index could collide with somebody's commit.
+            # Reading must not write: a refreshed index could collide with a concurrent commit.
             ["git", "--no-optional-locks", "-C", str(folder), *arguments],
             capture_output=True,
             text=True,

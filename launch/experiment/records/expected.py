@@ -1,4 +1,4 @@
-"""How long an experiment will take, from what is known: its offered load before it runs, its own runs after."""
+"""Expected duration of an experiment: from its offered load before it runs, from its finished runs afterwards."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from replayer.replay.plan import OfferedLoad
 
 
 def replay_s(experiment: LoadedExperiment, offered: OfferedLoad, clock_scale: float) -> float | None:
-    """Wall seconds that the replays of a live experiment take at the least; None for a simulated one.
+    """Least wall seconds for the replays of a live experiment; None for a simulated one.
 
-    A replay cannot end before its last arrival; how much later it ends is what is measured.
+    A replay cannot end before its last arrival; the additional time is what the experiment measures.
     """
     if experiment.settings.backend.kind != "live":
         return None
@@ -20,12 +20,12 @@ def replay_s(experiment: LoadedExperiment, offered: OfferedLoad, clock_scale: fl
 
 
 def start_limit_s(experiment: LoadedExperiment, fleets: dict[str, FleetFile]) -> float:
-    """Wall seconds that starting all fleets may take at the most."""
+    """Most wall seconds for starting all fleets."""
     return sum(fleet.ready_timeout_s for fleet in fleets.values()) * len(experiment.settings.run_seeds)
 
 
 def left_s(state: ExperimentState, jobs: int = 1) -> float | None:
-    """Wall seconds that what is left will take, going by the mean of the runs that are done; None before the first."""
+    """Wall seconds for the remaining runs, by the mean of the finished ones; None before the first."""
     took = [run.took_s for run in state.done() if run.took_s is not None]
     return len(state.left) * sum(took) / len(took) / jobs if took else None
 

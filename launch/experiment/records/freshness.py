@@ -1,4 +1,4 @@
-"""Freshness over a whole experiment: no engine may serve two of its runs, whatever each run's own proof says."""
+"""Freshness over a whole experiment: no engine may serve two of its runs, whatever each run's own proof shows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SIMULATED = "simulated"
 
 
 class SimulatedProof(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a simulated run is fresh: it is a process of its own."""
+    """Proof of a simulated run: it runs in a separate process."""
 
     schema: int = 1
     kind: str = SIMULATED
-    reason: str = "a simulator process of its own, which begins with empty caches"
+    reason: str = "a separate simulator process, which begins with empty caches"
     pid: int
     process_started_unix_s: float
     engines: list[Any] = []
@@ -30,7 +30,7 @@ class SimulatedProof(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Known:
-    """Engines that have served a run."""
+    """Engines that have served a run of the experiment."""
 
     engine_ids: dict[str, str] = field(default_factory=dict)
     """Engine id -> run that it served."""
@@ -45,7 +45,7 @@ class Known:
             self.processes.setdefault(process, run)
 
     def problems(self, proof: FreshProof | SimulatedProof) -> list[str]:
-        """What speaks against a run whose proof this is, the earlier runs being known; empty when nothing does."""
+        """Reasons against a run with this proof, given the earlier runs; empty without any."""
         found = []
         if isinstance(proof, FreshProof):
             found += [f"{engine.instance}: {problem}" for engine in proof.engines for problem in engine.problems]

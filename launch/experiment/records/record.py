@@ -1,4 +1,4 @@
-"""What is kept of one run: ``arm.json`` beside its records."""
+"""Record of one run: ``arm.json`` beside its request records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEPT_FILES = (RUN_FILE, BREAKDOWN_FILE, FRESH_FILE, TELEMETRY_FILE, PROCESSORS_F
 
 
 class ArmRecord(msgspec.Struct, kw_only=True):
-    """``arm.json``: how one run was made."""
+    """``arm.json``: settings and conditions of one run."""
 
     schema: int = 1
     arm: str
@@ -28,7 +28,7 @@ class ArmRecord(msgspec.Struct, kw_only=True):
     seed: int
     """Of the repeat."""
     noise_seed: int
-    """What the run was started with: another one for every arm where arms draw their own noise."""
+    """Seed the run was started with: different for every arm where arms draw their own noise."""
     order: int
     attempt: int
     backend: str
@@ -38,12 +38,12 @@ class ArmRecord(msgspec.Struct, kw_only=True):
     """Likewise, with ``planner`` for the name."""
     instances: int
     kv_capacity_tokens: int | None = None
-    """KV pool of one instance; None where it was not told."""
+    """KV pool of one instance in tokens; None where it was not reported."""
     started_unix_s: float
     finished_unix_s: float | None = None
     load_before: HostLoad | None = None
     environment_changes: list[str] = []
-    """What differs from ``environment.json``; empty when nothing does."""
+    """Differences from ``environment.json``; empty without any."""
     git_commit: str | None = None
     git_dirty: bool | None = None
     warnings: list[str] = []
@@ -55,7 +55,7 @@ class ArmRecord(msgspec.Struct, kw_only=True):
 
 @dataclass
 class Measured:
-    """What a run gave."""
+    """Results of a run."""
 
     run: Run
     instances: int
@@ -67,7 +67,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Whom to tell how a run goes on."""
+    """Callbacks on the progress of a run."""
 
     phase: Callable[[str], None] = lambda phase: None
     record: Callable[[RequestRecord], None] = lambda record: None

@@ -1,4 +1,4 @@
-"""``experiment.json``: the plan of an experiment and how far it has come, replaced in one step after every change."""
+"""``experiment.json``: plan and progress of an experiment, replaced atomically after every change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launch.run.processes import same_process
 STATE_FILE = "experiment.json"
 CONFIG_FILE = "config.yaml"
 CUT_FOLDER = "cut"
-"""Where the records of interrupted, refused and failed attempts are kept, out of everybody's way."""
+"""Folder for the records of interrupted, refused and failed attempts."""
 SCHEMA = 1
 _LOCK_FILE = ".lock"
 
@@ -35,7 +35,7 @@ PENDING, RUNNING, DONE, REFUSED, FAILED, INTERRUPTED, STOPPED = (
 
 
 class FileMark(msgspec.Struct, frozen=True, kw_only=True):
-    """How to know a file again."""
+    """Identity of a file's contents."""
 
     sha256: str
     bytes: int
@@ -52,7 +52,7 @@ class RunState(msgspec.Struct, kw_only=True):
     state: str = PENDING
     """pending, running, done, refused (engines not fresh), failed, interrupted. Only "done" is a measurement."""
     reasons: list[str] = []
-    """Why it is not done."""
+    """Reasons why it is not done."""
     warnings: list[str] = []
     """Reasons to distrust a run that is done."""
     attempts: int = 0
@@ -64,7 +64,7 @@ class RunState(msgspec.Struct, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The run in words."""
+        """The run as display text."""
         return f"{self.arm}, repeat {self.repeat}"
 
     @property
@@ -91,12 +91,12 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExperimentState(msgspec.Struct, kw_only=True):
-    """A whole experiment."""
+    """Plan, settings and progress of an experiment."""
 
     schema: int = SCHEMA
     name: str
     state: str = RUNNING
-    """running, done, interrupted, or stopped: a run was refused or failed and the settings say stop."""
+    """running, done, interrupted, or stopped: a run was refused or failed and the settings require a stop."""
     backend: str
     baseline: str
     arms: list[str]
@@ -108,7 +108,7 @@ class ExperimentState(msgspec.Struct, kw_only=True):
     config_sha256: str
     """Of the experiment file's text."""
     files: dict[str, str]
-    """SHA-256 of everything the experiment was made from, by what it is."""
+    """SHA-256 of every input of the experiment, by kind."""
     trace: TraceState
     clock_scale: float = 1.0
     runner: Runner | None = None
@@ -118,7 +118,7 @@ class ExperimentState(msgspec.Struct, kw_only=True):
 
     @property
     def alive(self) -> bool:
-        """Whether the runner still runs."""
+        """True if the runner is still running."""
         return self.runner is not None and same_process(self.runner.pid, self.runner.created_unix_s)
 
     @property
@@ -127,7 +127,7 @@ class ExperimentState(msgspec.Struct, kw_only=True):
         return [run for run in self.runs if run.state != DONE]
 
     def done(self) -> list[RunState]:
-        """The runs that are, in order."""
+        """The runs that are done, in order."""
         return [run for run in self.runs if run.state == DONE]
 
 
@@ -139,7 +139,7 @@ def planned(slots: list[Slot]) -> list[RunState]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file in one step: after a crash there is the old or the new one, never half of it."""
+    """Replace a JSON file atomically: after a crash there is the old or the new one, never part of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
@@ -157,7 +157,7 @@ def read_experiment(directory: Path) -> ExperimentState:
     """The state of an experiment.
 
     Raises:
-        ExperimentError: there is none, or it is not one of ours.
+        ExperimentError: there is none, or it is not an experiment's state.
     """
     path = directory / STATE_FILE
     try:
@@ -175,7 +175,7 @@ def read_experiment(directory: Path) -> ExperimentState:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Keep other runners out of a directory; the lock ends with this process, however it ends.
+    """Lock a directory against other runners; the lock ends with this process, even if it is killed.
 
     Raises:
         ExperimentError: another runner has it.
@@ -199,16 +199,16 @@ def mark(path: Path) -> FileMark:
 
 
 def config_changes(before: Any, now: Any, key: str = "") -> list[str]:
-    """What differs between two settings, as plain values, one sentence for each key."""
+    """Differences between two settings, as plain values, one sentence per key."""
     if isinstance(before, dict) and isinstance(now, dict):
         names = list(dict.fromkeys([*before, *now]))
         return [
-            told
+            change
             for name in names
-            for told in config_changes(before.get(name), now.get(name), f"{key}.{name}" if key else str(name))
+            for change in config_changes(before.get(name), now.get(name), f"{key}.{name}" if key else str(name))
         ]
     return [] if before == now else [f"{key}: was {_shown(before)}, now {_shown(now)}"]
 
 
 def _shown(value: Any) -> str:
-    return "not there" if value is None else msgspec.json.encode(value).decode()
+    return "missing" if value is None else msgspec.json.encode(value).decode()

@@ -1,4 +1,4 @@
-"""One run on a live fleet: started, proved fresh, replayed against, stopped."""
+"""One run on a live fleet: start it, prove it fresh, replay the trace, stop it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from replayer.traces.trace import Trace
 async def measure_live(
     experiment: LoadedExperiment, slot: Slot, trace: Trace, run_dir: Path, known: Known, callbacks: Callbacks
 ) -> Measured:
-    """One run on a fleet of its own.
+    """Make one run on a separate fleet.
 
     Raises:
         StaleEngineError: the fleet is not fresh.
-        StartError, ArmError: the fleet did not start, or the run is not a measurement.
+        StartError, ArmError: the fleet did not start, or the run is not valid.
         ExperimentError: there are no free ports.
     """
     fleet = placed_fleet(experiment, slot.arm)
@@ -71,7 +71,7 @@ def _recycled(run_dir: Path) -> list[str]:
     except StateError:
         return []
     return [
-        f"{process.name} was started anew {process.recycles} times during the run, at the proxy's wish: its caches "
+        f"{process.name} was restarted {process.recycles} times during the run on the proxy's request: its caches "
         "were lost each time"
         for process in processes
         if process.recycles

@@ -1,4 +1,4 @@
-"""Begins an experiment in a directory, or goes on with one, only if nothing that decides its results has changed."""
+"""Begin an experiment in a directory, or resume one if none of the inputs of its results has changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def open_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[Expe
     """
     if directory.exists() and any(one.name != ".lock" for one in directory.iterdir()):
         raise ExperimentError(
-            f"{directory}: is not empty; choose another --output, or --resume to go on with the experiment in it"
+            f"{directory}: is not empty; choose another --output, or --resume to continue the experiment in it"
         )
     directory.mkdir(parents=True, exist_ok=True)
     settings = experiment.settings
@@ -55,7 +55,7 @@ def open_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[Expe
 
 
 def reopen_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[ExperimentState, Inputs]:
-    """Go on with an experiment; what was under way when it ended counts as interrupted.
+    """Resume an experiment; runs in progress when it ended count as interrupted.
 
     Raises:
         ExperimentError: there is none, or its settings or inputs have changed since.
@@ -65,8 +65,8 @@ def reopen_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[Ex
     if changes:
         raise _changed(directory, changes)
     inputs = prepare(experiment, directory)
-    told = {"experiment", "fleet"}  # their texts; what matters of them is in the settings and the arms' fleets
-    for name in sorted((state.files.keys() | inputs.files.keys()) - told):
+    texts = {"experiment", "fleet"}  # their texts; their contents are compared as the settings and the arms' fleets
+    for name in sorted((state.files.keys() | inputs.files.keys()) - texts):
         before, now = state.files.get(name), inputs.files.get(name)
         if before != now:
             changes.append(f"{name}: its SHA-256 was {_short(before)}, now {_short(now)}")
@@ -81,11 +81,11 @@ def reopen_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[Ex
 
 def _changed(directory: Path, changes: list[str]) -> ExperimentError:
     return ExperimentError(
-        f"{directory}: the experiment has changed since it began, and runs of both kinds must not be mixed:\n  "
+        f"{directory}: the experiment has changed since it began, and runs with different inputs must not be mixed:\n  "
         + "\n  ".join(changes)
-        + "\nUndo the changes to go on, or begin anew in another --output."
+        + "\nUndo the changes to continue, or start again in another --output."
     )
 
 
 def _short(digest: str | None) -> str:
-    return "not there" if digest is None else digest[:12]
+    return "missing" if digest is None else digest[:12]

@@ -1,4 +1,4 @@
-"""Runs an experiment: every run of the plan that is not done, in order, the state on disk after each of them."""
+"""Run an experiment: every run of the plan that is not done, in order; the state is written after each of them."""
 
 from __future__ import annotations
 
@@ -47,32 +47,32 @@ _POLL_S = 0.2
 _REASON_LINES = 12
 
 
-class Listener(Protocol):
-    """Whom a runner tells what happens."""
+class ExperimentObserver(Protocol):
+    """Receiver of a runner's progress."""
 
     def started(self, run: RunState, total: int) -> None:
-        """A run begins."""
+        """Called when a run begins."""
 
     def phase(self, run: RunState, phase: str) -> None:
-        """A run comes to its next phase: starting, replaying, stopping, simulating."""
+        """Called at each phase of a run: starting, replaying, stopping, simulating."""
 
     def recorded(self, run: RunState, record: RequestRecord) -> None:
-        """A live run has finished a request."""
+        """Called for each finished request of a live run."""
 
     def ended(self, run: RunState, left_s: float | None) -> None:
-        """A run has ended, well or not; the others will take about ``left_s`` wall seconds (None: nobody knows)."""
+        """Called when a run has ended; the others need about ``left_s`` wall seconds (None: unknown)."""
 
 
 class Runner:
-    """Measures what is left of an experiment.
+    """Measure the remaining runs of an experiment.
 
     Args:
         experiment: the checked file.
-        directory: the experiment's own, locked by the caller.
+        directory: the experiment's directory, locked by the caller.
         state: from `launch.experiment.run.opening`.
         inputs: likewise.
-        listener: told what happens.
-        jobs: simulated runs at a time; live runs are measured one by one.
+        observer: receives the progress.
+        jobs: simulated runs in parallel; live runs are measured one by one.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Runner:
         directory: Path,
         state: ExperimentState,
         inputs: Inputs,
-        listener: Listener,
+        observer: ExperimentObserver,
         jobs: int = 1,
     ) -> None:
         self._experiment = experiment
         self._directory = directory
         self._state = state
         self._inputs = inputs
-        self._listener = listener
+        self._observer = observer
         self._live = isinstance(experiment.settings.backend, LiveBackend)
         self._jobs = 1 if self._live else jobs
         self._known = Known()
@@ -99,7 +99,7 @@ class Runner:
     async def run(self) -> ExperimentState:
         """Measure every run that is not done; returns the final state.
 
-        A cancelled experiment is left in state "interrupted", with everything stopped that it started.
+        A cancelled experiment is left in state "interrupted", with all its processes stopped.
         """
         self._state.runner = states.Runner(pid=os.getpid(), created_unix_s=creation_time(os.getpid()) or 0.0)
         self._state.state = states.RUNNING
@@ -140,13 +140,13 @@ class Runner:
             await self._measure(run)
 
     async def _measure(self, run: RunState) -> None:
-        """One run, from clearing its place to noting its files."""
+        """Make one run, from clearing its folder to recording its files."""
         run.state, run.reasons, run.warnings, run.files = states.RUNNING, [], [], {}
         run.requests = run.ok = run.finished_unix_s = None
         run.attempts += 1
         run.started_unix_s = time.time()
         self._write()
-        self._listener.started(run, len(self._state.runs))
+        self._observer.started(run, len(self._state.runs))
         settings = self._experiment.settings
         try:
             await self._clear(run)
@@ -176,7 +176,7 @@ class Runner:
             run.finished_unix_s = time.time()
             self._remember(run)
             self._write()
-            self._listener.ended(run, left_s(self._state, self._jobs))
+            self._observer.ended(run, left_s(self._state, self._jobs))
 
     async def _attempt(self, run: RunState) -> None:
         slot = Slot(order=run.order, arm=run.arm, repeat=run.repeat, seed=run.seed)
@@ -207,8 +207,8 @@ class Runner:
             git_dirty=None if now.git is None else now.git.dirty,
         )
         callbacks = Callbacks(
-            phase=lambda phase: self._listener.phase(run, phase),
-            record=lambda found: self._listener.recorded(run, found),
+            phase=lambda phase: self._observer.phase(run, phase),
+            record=lambda found: self._observer.recorded(run, found),
         )
         if self._trace is not None:
             measured = await measure_live(self._experiment, slot, self._trace, folder, self._known, callbacks)
@@ -224,7 +224,7 @@ class Runner:
         run.files = await asyncio.to_thread(_marks, folder)
 
     def _refuse_stale(self, run: RunState) -> None:
-        """No engine of this run may have served an earlier one."""
+        """Check that no engine of this run has served an earlier one."""
         proof = read_proof(self._directory / run.path)
         problems = ["there is no proof that its engines were fresh"] if proof is None else self._known.problems(proof)
         if problems:
@@ -244,7 +244,7 @@ class Runner:
         return [*found, *(f"the environment changed: {change}" for change in record.environment_changes)]
 
     async def _clear(self, run: RunState) -> None:
-        """Put what an earlier attempt left out of the way; its processes must have ended."""
+        """Move the files of an earlier attempt away; its processes must have ended."""
         folder = self._directory / run.path
         if folder.exists():
             await _until_gone(folder)
@@ -268,7 +268,7 @@ def _move(folder: Path, aside: Path) -> None:
 
 
 async def _until_gone(folder: Path) -> None:
-    """Wait for the processes of a killed runner to end, as their guards make them.
+    """Wait until the guards have ended the processes of a killed runner.
 
     Raises:
         ExperimentError: some still run.
@@ -283,5 +283,5 @@ async def _until_gone(folder: Path) -> None:
             return
         await asyncio.sleep(_POLL_S)
     raise ExperimentError(
-        f"processes of a run that was cut still run; stop them first: warmroute down --run-dir {folder}"
+        f"processes of an interrupted run are still running; stop them first: warmroute down --run-dir {folder}"
     )

@@ -1,4 +1,4 @@
-"""One simulated run: ``python -m sim simulate`` in a process of its own, which dies with this one."""
+"""One simulated run: ``python -m sim simulate`` in a child process, which dies with this one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launch.experiment.records.freshness import simulated_proof
 from launch.experiment.records.record import Callbacks, Measured
 from launch.experiment.records.state import write_json
 from launch.freshness.proof import FRESH_FILE
-from launch.run.processes import ManagedProcess, stop_processes
+from launch.run.processes import ManagedProcess, finish_despite_cancellation, stop_processes
 from replayer.records.runs import read_run
 
 _SIMULATOR = "simulate"
@@ -28,12 +28,12 @@ _GRACE_S = 3.0
 async def measure_simulated(
     experiment: LoadedExperiment, slot: Slot, inputs: Inputs, run_dir: Path, callbacks: Callbacks
 ) -> Measured:
-    """One run in a simulator process of its own.
+    """Make one run in a separate simulator process.
 
     Raises:
         StartError: the process could not be started.
         ArmError: it failed; the message has the last line of its log.
-        RecordError: it left no usable records.
+        RecordError: it wrote no usable records.
     """
     command = simulator_command(experiment, slot, inputs.trace_path, run_dir)
     spec = ProcessSpec(name=_SIMULATOR, kind="simulator", command=tuple(command))
@@ -48,35 +48,21 @@ async def measure_simulated(
             await asyncio.sleep(_POLL_S)
         code = process.reap()
     finally:
-        await _stop_surely(process)
+        await finish_despite_cancellation(stop_processes([process], _GRACE_S), name="simulator-stop")
     if code != 0:
-        last = process.log_tail(1).strip() or "it said nothing"
-        raise ArmError(f"the simulator ended with code {code}: {last} (all of it is in {process.log_path})")
+        last = process.log_tail(1).strip() or "it wrote no message"
+        raise ArmError(f"the simulator ended with code {code}: {last} (complete log: {process.log_path})")
     run = await asyncio.to_thread(read_run, run_dir / RUN_FILE)
     if run.end is None:
         raise ArmError(f"the simulator left incomplete records in {run_dir / RUN_FILE}")
     backend = experiment.settings.simulated(slot.arm)
-    told = run.header.options.get("kv_capacity_tokens", backend.pool_tokens)
-    capacity = told if isinstance(told, int) else None
+    reported = run.header.options.get("kv_capacity_tokens", backend.pool_tokens)
+    capacity = reported if isinstance(reported, int) else None
     return Measured(run, backend.instances, capacity, command=command)
 
 
-async def _stop_surely(process: ManagedProcess) -> None:
-    """Stop to the end even when cancelled meanwhile; the cancellation is raised afterwards."""
-    stopping = asyncio.create_task(stop_processes([process], _GRACE_S), name="simulator-stop")
-    cancelled = False
-    while not stopping.done():
-        try:
-            await asyncio.shield(stopping)
-        except asyncio.CancelledError:
-            cancelled = True
-    stopping.result()
-    if cancelled:
-        raise asyncio.CancelledError
-
-
 def simulator_command(experiment: LoadedExperiment, slot: Slot, trace: Path, run_dir: Path) -> list[str]:
-    """Command line of the simulator for one run; what is at its default is left out."""
+    """Command line of the simulator for one run; options at their defaults are left out."""
     settings = experiment.settings
     backend, arm, replay = settings.simulated(slot.arm), settings.arms[slot.arm], settings.replay
     options: dict[str, object] = {

@@ -1,6 +1,6 @@
 """The failure matrix: what an engine does wrong, when, and what must come of it. One cell per row, no logic.
 
-``python -m tests.chaos.rig.matrix_table --write`` puts it into docs/reliability.md.
+``make reference`` writes it to docs/reference/failure-matrix.md.
 """
 
 from __future__ import annotations

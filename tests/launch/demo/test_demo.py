@@ -190,7 +190,7 @@ def test_full_processors_are_a_warning() -> None:
     assert "lower the clock scale" in full.warning
     other = summarise_samples([1.0] * 10, own=0.1).warning
     assert other is not None
-    assert "stop what else uses this machine" in other
+    assert "stop the other processes on this machine" in other
     assert summarise_samples([]).warning is None
 
 

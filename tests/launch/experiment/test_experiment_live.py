@@ -57,7 +57,7 @@ def alive(pids: Collection[int]) -> list[int]:
 @pytest.mark.fleet
 @pytest.mark.usefixtures("leaves_nothing")
 def test_killed_resumed_and_verified(tmp_path: Path) -> None:
-    """Two arms twice; the runner is killed in the second run, and the experiment goes on as if it had not been."""
+    """Two arms twice; the runner is killed in the second run, and the resumed experiment gives the same result."""
     directory, config = tmp_path / "run", written(tmp_path, backend=fleet())
     command = [sys.executable, "-m", "launch", "experiment", "run", str(config), "--output", str(directory)]
     runner = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -167,7 +167,7 @@ def _tampering_is_found(directory: Path, tmp_path: Path) -> None:
 
 
 def _an_engine_that_served_twice_is_refused(directory: Path, tmp_path: Path) -> None:
-    """The proof of one run stands in for another's: its engines were warm, then."""
+    """The proof of one run replaces another's: its engines were warm, then."""
     copy = tmp_path / "twice"
     shutil.copytree(directory, copy)
     shutil.copy(copy / "arms" / "spread" / "1" / "fresh.json", copy / "arms" / "sticky" / "2" / "fresh.json")
@@ -180,7 +180,7 @@ def _an_engine_that_served_twice_is_refused(directory: Path, tmp_path: Path) -> 
 @pytest.mark.fleet
 @pytest.mark.usefixtures("leaves_nothing")
 def test_a_warm_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something is computed on the second run's engine before it is asked whether it is fresh."""
+    """The second run's engine computes a prompt before its freshness is checked."""
     asked: list[str] = []
 
     async def after_a_request(processes: list[ProcessState], **options: Any) -> FreshProof:

@@ -1,4 +1,4 @@
-"""Simulated experiments, end to end, and the environment they note."""
+"""Simulated experiments, end to end, and the environment they record."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def _environment_was_noted(directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-def test_failed_and_refused_runs_are_told_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_and_refused_runs_are_reported_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first arm's transport is unknown to the hardware profile; the third's process claims to be the second's."""
 
     def proof(process: ManagedProcess) -> SimulatedProof:
@@ -135,7 +137,7 @@ def test_failed_and_refused_runs_are_told_and_the_others_go_on(tmp_path: Path, m
 
 def simulates(process: psutil.Process) -> bool:
     try:
-        return process.cmdline()[1:4] == ["-m", "sim", "simulate"]  # not its guard, which has them further on
+        return process.cmdline()[1:4] == ["-m", "sim", "simulate"]  # not its guard, which has them further right
     except psutil.Error:
         return False
 
@@ -143,7 +145,7 @@ def simulates(process: psutil.Process) -> bool:
 @pytest.mark.usefixtures("leaves_nothing")
 def test_ctrl_c_ends_the_simulators(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    # Many instances make long work of every decision.
+    # Many instances make every decision slow.
     config = written(tmp_path, trace={"synth": {"requests": 2000}}, backend={**SMALL["backend"], "instances": 400})
     command = [sys.executable, "-m", "launch", "experiment", "run", str(config), "-o", str(directory), "-j", "2"]
     runner = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

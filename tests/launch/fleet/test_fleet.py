@@ -11,7 +11,8 @@ import yaml
 
 from launch.engines.commands import engine_specs, proxy_spec
 from launch.fleet.file import FLEETS, FleetError, FleetFile, find_fleet, load_fleet, parse_fleet, ports_in_use
-from proxy.settings import load_settings
+from launch.fleet.wall_time import in_wall_time
+from proxy.settings import PolicySettings, load_settings
 from tests.launch.conftest import fleet_values
 
 GOOD: dict[str, Any] = {"kind": "sim", "count": 2}
@@ -28,14 +29,19 @@ GOOD: dict[str, Any] = {"kind": "sim", "count": 2}
         ({"role": "both"}, "role: Input should be"),
         ({"base_port": 80}, "base_port: Input should be greater than or equal to 1024"),
         ({"base_port": 65535}, "inst-1 would get port 65536"),
-        ({"base_port": 9101}, "port 9101 is wanted by both inst-0 and inst-0 (bootstrap)"),
-        ({"proxy": {"port": 8102}}, "port 8102 is wanted by both inst-1 and the proxy"),
+        ({"base_port": 9101}, "port 9101 is assigned to both inst-0 and inst-0 (bootstrap)"),
+        ({"proxy": {"port": 8102}}, "port 8102 is assigned to both inst-1 and the proxy"),
         ({"proxy": {"prot": 1}}, "prot: unknown key"),
         ({"proxy": {"policy": {"name": "nonesuch"}}}, "nonesuch"),
         ({"proxy": {"instances": []}}, "remove the key"),
         ({"sim": {"time_scale": 0}}, "sim.time_scale: Input should be greater than 0"),
         ({"restart": "always"}, "restart: Input should be 'never' or 'on_failure'"),
         ({"env": {"A": 1}}, "env.A: Input should be a valid string"),
+        ({"proxy": {"offload": "never"}}, "offload: "),
+        (
+            {"sim": {"abort_timeout_s": 30}, "proxy": {"offload": {"hold_s": 480}}},
+            "proxy.offload.hold_s: 480 contradicts sim.abort_timeout_s, by which P holds KV for 30 s; remove",
+        ),
     ],
 )
 def test_every_mistake_is_named(change: dict[str, Any], message: str) -> None:
@@ -63,7 +69,7 @@ def test_files_that_are_no_fleets(tmp_path: Path) -> None:
         load_fleet(path)
 
 
-def test_a_port_somebody_holds_is_told() -> None:
+def test_a_port_in_use_is_reported() -> None:
     fleet = parse_fleet(fleet_values())
     assert ports_in_use(fleet) == []
     with socket.create_server(("127.0.0.1", fleet.base_port + 1)):
@@ -123,3 +129,31 @@ def test_the_launcher_finds_the_admin_side_of_a_proxy_that_others_reach() -> Non
     told = fleet(host="10.0.0.1", proxy={"port": 32000, "admin": {"port": 40000, "open_metrics": True}})
     assert told.admin_url() == "http://127.0.0.1:40000"
     assert load_settings(**told.proxy_config()).admin.open_metrics
+
+
+@pytest.mark.parametrize(
+    ("change", "hold_s"),
+    [
+        ({"sim": {"abort_timeout_s": 30}}, 30.0),
+        ({"sim": {"abort_timeout_s": 30, "time_scale": 20}}, 1.5),
+        ({"sim": {"time_scale": 20}}, 24.0),
+        ({"sim": {"abort_timeout_s": 30}, "proxy": {"offload": {"hold_s": 30, "planner": "threshold"}}}, 30.0),
+        ({}, 480.0),
+        ({"role": "none", "sim": {"abort_timeout_s": 30}}, 480.0),
+    ],
+)
+def test_the_proxy_counts_a_failed_hand_off_for_as_long_as_the_engines_hold_it(
+    change: dict[str, Any], hold_s: float
+) -> None:
+    """In the proxy's time: simulated engines run ``time_scale`` times faster than its clock."""
+    assert load_settings(**parse_fleet({**GOOD, **change}).proxy_config()).offload.hold_s == hold_s
+
+
+@pytest.mark.parametrize("path", sorted(FLEETS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_fleets_route_by_the_default_policy_in_their_engines_time(path: Path) -> None:
+    fleet = load_fleet(path)
+    default = {"policy": {"name": PolicySettings().name}}
+    in_time = in_wall_time(default, fleet.sim.time_scale)["policy"]
+    shipped = load_settings(**fleet.proxy_config()).policy
+    assert shipped.name == default["policy"]["name"]
+    assert shipped.params == pytest.approx(in_time.get("params", {}))

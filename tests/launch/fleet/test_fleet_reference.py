@@ -1,4 +1,4 @@
-"""The documents say what the code does: keys, shipped files, environment of each transport."""
+"""The documents match the code: keys, shipped files, environment of each transport."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launch.fleet.sections import VllmSettings
 from policies.types import Role, Transport
 from tests.launch.conftest import REPOSITORY
 
-GUIDE = (REPOSITORY / "docs" / "launch.md").read_text()
+GUIDE = (REPOSITORY / "docs" / "fleet.md").read_text()
 
 
 def rows(header: str) -> list[list[str]]:
@@ -27,8 +27,8 @@ def rows(header: str) -> list[list[str]]:
 
 
 def test_the_reference_is_the_models() -> None:
-    written = (REPOSITORY / "docs" / "fleet.md").read_text()
-    assert written == reference(), "write it anew: python -m launch.fleet.reference > docs/fleet.md"
+    written = (REPOSITORY / "docs" / "reference" / "fleet-file.md").read_text()
+    assert written == reference(), "run `make reference`"
     command = [sys.executable, "-m", "launch.fleet.reference"]
     assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout == written
 

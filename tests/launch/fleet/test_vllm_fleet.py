@@ -1,4 +1,4 @@
-"""vLLM fleets on paper: every contradiction is named, every shipped file gives the exact flags and environment."""
+"""vLLM fleet files: every contradiction is named, every shipped file gives the exact flags and environment."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         # ports of every kind
         (
             without(base_events_port=9101, vllm={"events": {"enabled": True}}),
-            "9101 is wanted by both inst-0 (bootstrap",
+            "9101 is assigned to both inst-0 (bootstrap",
         ),
-        (without(base_master_port=8102), "port 8102 is wanted by both inst-1 and inst-0 (MASTER_PORT)"),
-        (without(proxy={"port": 29501}), "port 29501 is wanted by both inst-1 (MASTER_PORT) and the proxy"),
+        (without(base_master_port=8102), "port 8102 is assigned to both inst-1 and inst-0 (MASTER_PORT)"),
+        (without(proxy={"port": 29501}), "port 29501 is assigned to both inst-1 (MASTER_PORT) and the proxy"),
         (
             without(base_events_replay_port=5701, vllm={"events": {"enabled": True, "replay": True}}),
-            "port 5701 is wanted by both inst-0 (KV events) and inst-0 (KV events replay)",
+            "port 5701 is assigned to both inst-0 (KV events) and inst-0 (KV events replay)",
         ),
         # devices
         (without("count", devices=[0, 0]), "devices: 0 would be used twice"),
         (without(devices=[0, 1, 2]), "2 instances of 1 device(s) each need 2 devices, found 3"),
-        (without("count", devices=[0, 1, 2], vllm={"tensor_parallel_size": 2}), "3 devices cannot be shared out 2"),
+        (without("count", devices=[0, 1, 2], vllm={"tensor_parallel_size": 2}), "3 devices cannot be divided into 2"),
         (without("count", devices=[0], vllm={"device": "cpu"}), "devices: engines on the CPU have none"),
         (
             without("count", groups=[{**PD[0], "devices": [0, 1]}, PD[1]]),
@@ -67,7 +67,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"kind": "sim", "groups": [PD[0]]}, "producers without consumers"),
         (without("count", groups=[PD[0], PD[0]]), "p-0, p-1 would be named twice"),
         (without(name_prefix="a/"), "name_prefix: 'a/0' cannot be the name"),
-        # unlike engines
+        # incompatible engines
         (without("count", groups=[PD[0], {**PD[1], "model": "n"}]), "model: p-0 has 'm' and d-0 'n'"),
         (without("count", groups=[PD[0], {**PD[1], "vllm": {"dtype": "bfloat16"}}]), "vllm.dtype: p-0 has None"),
         (without("count", groups=[PD[0], {**PD[1], "vllm": {"block_size": 32}}]), "vllm.block_size: p-0 has None"),
@@ -77,7 +77,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             "vllm.transfer.protocol: p-0 and d-0 differ",
         ),
         (without("count", groups=[PD[0], {**PD[1], "vllm": {"dtpye": "x"}}]), "groups.1.vllm.dtpye: unknown key"),
-        # what the launcher sets itself
+        # settings of the launcher itself
         (without(vllm={"extra_args": ["--dtype=half"]}), "the launcher sets --dtype itself; use vllm.dtype"),
         (without(env={"MC_INTRANODE_NVLINK": "1"}), "env.MC_INTRANODE_NVLINK: the launcher sets it itself"),
         (without(env={"VLLM_MOONCAKE_BOOTSTRAP_PORT": "1"}), "use base_bootstrap_port"),
@@ -98,21 +98,28 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             "remove --enable-sleep-mode",
         ),
         (without(vllm={"transfer": {"protocol": "nvlink"}}, env={"MC_FORCE_TCP": "1"}), "env.MC_FORCE_TCP"),
+        (
+            without(proxy={"offload": {"hold_s": 480}}),
+            "proxy.offload.hold_s: 480 contradicts vllm.transfer.abort_timeout_s, by which P holds KV for 30 s; remove",
+        ),
         # peers
-        (without(peers=[REMOTE]), "host: 127.0.0.1 is this machine only, but there are peers on 10.0.0.2"),
+        (
+            without(peers=[REMOTE]),
+            "host: 127.0.0.1 is reachable from this machine only, but there are peers on 10.0.0.2",
+        ),
         (
             without(host="10.0.0.1", peers=[{**REMOTE, "bootstrap_url": "http://localhost:8998"}]),
-            "peers.0.bootstrap_url: http://localhost:8998 is the machine that reads it",
+            "peers.0.bootstrap_url: http://localhost:8998 is a loopback address",
         ),
         (
             without(host="10.0.0.1", peers=[REMOTE, {"url": "http://127.0.0.1:8000"}]),
-            "peers.1.url: http://127.0.0.1:8000 is the machine that reads it",
+            "peers.1.url: http://127.0.0.1:8000 is a loopback address",
         ),
         (
             without(host="10.0.0.1", peers=[REMOTE], vllm={"transfer": {"protocol": "nvlink"}}),
             "nvlink works within one host, but there are peers on 10.0.0.2",
         ),
-        (without(host="0.0.0.0"), "advertise_host: required when host is every address"),
+        (without(host="0.0.0.0"), "advertise_host: required when host means all addresses"),
         (without(peers=[{"url": "http://127.0.0.1:8000", "role": "kv_both"}]), "give its bootstrap_url"),
     ],
 )
@@ -198,7 +205,7 @@ def test_shipped_files_give_the_exact_flags_and_environment(name: str) -> None:
     assert [instance.events_url for instance in settings.instances] == [
         f"tcp://127.0.0.1:{5701 + index}" for index in range(len(specs))
     ]
-    assert {instance.transport for instance in settings.instances} == {None}  # nothing is proven on paper
+    assert {instance.transport for instance in settings.instances} == {None}  # nothing is proven before the start
 
 
 def _check_flags(fleet: FleetFile, spec: ProcessSpec, index: int, expected: dict[str, Any]) -> None:
@@ -297,7 +304,7 @@ def test_overrides_and_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert first.command[0] == "/from/environment/python"
     assert option(first, "--model") == str(tmp_path)
     assert first.command[-2:] == ("--seed", "7")
-    assert load_fleet(Path("vllm-cpu-4x"), ["model=other/id"]).model == "other/id"  # a flag is above the environment
+    assert load_fleet(Path("vllm-cpu-4x"), ["model=other/id"]).model == "other/id"  # a flag overrides the environment
     assert load_fleet(Path("sim-4x")).model == "warm-sim"  # which is for vLLM only
 
 
@@ -316,7 +323,7 @@ def test_overrides_that_cannot_be_applied(text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_what_this_machine_lacks_is_told_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_machine_lacks_is_reported_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     vllm = {"device": "cpu", "python": "./none/python", "cpu": {"preload": ["./none.so"]}}
     fleet = parse_fleet({**GOOD, "model": "./none", "vllm": vllm})
@@ -329,11 +336,11 @@ def test_what_this_machine_lacks_is_told_before_the_start(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(("visible", "problems"), [(None, 0), ("0,1", 0), ("1,0,7", 0), ("4,5", 1), ("", 1)])
-def test_gpus_that_the_caller_may_not_use_are_told(visible: str | None, problems: int) -> None:
+def test_gpus_that_the_caller_may_not_use_are_reported(visible: str | None, problems: int) -> None:
     fleet = parse_fleet({**GOOD, "vllm": {"python": "sh"}})
     told = KINDS["vllm"].problems(fleet, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     assert len(told) == problems
-    assert all("here, but the fleet uses GPUs 0, 1; name those" in problem for problem in told)
+    assert all(", but the fleet uses GPUs 0, 1; name the allowed GPUs" in problem for problem in told)
 
 
 def test_paths_are_found_from_here_then_from_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,3 +365,28 @@ def test_paths_are_found_from_here_then_from_the_project(tmp_path: Path, monkeyp
 )
 def test_a_log_proves_a_transport(log: str, protocol: Transport | None) -> None:
     assert proven_transport(log) is protocol
+
+
+@pytest.mark.parametrize(
+    ("values", "hold_s"),
+    [
+        ({}, 30.0),
+        ({"vllm": {"transfer": {"abort_timeout_s": 7}}}, 7.0),
+        ({"vllm": {"transfer": {"abort_timeout_s": 7}}, "proxy": {"offload": {"hold_s": 7.0}}}, 7.0),
+        ({"role": "none"}, 480.0),
+        (
+            {
+                "groups": [
+                    {"count": 1, "role": "kv_producer", "vllm": {"transfer": {"abort_timeout_s": 5}}},
+                    {"count": 1, "role": "kv_both", "vllm": {"transfer": {"abort_timeout_s": 9}}},
+                    {"count": 1, "role": "kv_consumer", "vllm": {"transfer": {"abort_timeout_s": 60}}},
+                ],
+            },
+            9.0,
+        ),
+    ],
+)
+def test_engines_and_proxy_have_one_abort_timeout(values: dict[str, Any], hold_s: float) -> None:
+    """A proxy in front of engines without a connector keeps its own default: peers may have one."""
+    values = without(*(["count"] if "groups" in values else []), **values)
+    assert load_settings(**parse_fleet(values).proxy_config()).offload.hold_s == hold_s

@@ -1,4 +1,4 @@
-"""The proof of freshness accepts new engines and names what speaks against used ones."""
+"""The proof of freshness accepts new engines and names the reasons against used ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_new_engines_are_fresh_and_used_ones_are_not(small_fleet: MakeFlee
         assert len(proof.engine_ids) == 2
         assert msgspec.json.decode(path.read_bytes(), type=FreshProof) == proof
 
-        with pytest.raises(StaleEngineError, match=r"inst-0: engine id .* was already there in the arm before"):
+        with pytest.raises(StaleEngineError, match=r"inst-0: engine id .* was already present in the previous arm"):
             await prove_fresh(processes, since_unix_s=since, previous_engine_ids=proof.engine_ids)
         with pytest.raises(StaleEngineError, match=r"inst-1: started \d+\.\d s before the arm did"):
             await prove_fresh(processes, since_unix_s=time.time() + 60)

@@ -1,4 +1,4 @@
-"""Whose processes are on the fleet's GPUs: foreign ones are named, and what cannot be told is unknown, never ok."""
+"""Processes on the fleet's GPUs: foreign ones are named, and undetermined ones are unknown, never ok."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GB = 10**9
 OWN = {100, 101}
 
 
-def gpu(index: int, used_gb: float, *pids: int, told: bool = True) -> Gpu:
+def gpu(index: int, used_gb: float, *pids: int, listed: bool = True) -> Gpu:
     processes = [GpuProcess(pid=pid, name=f"p{pid}", memory_bytes=GB) for pid in pids]
     return Gpu(
         index=index,
@@ -24,7 +24,7 @@ def gpu(index: int, used_gb: float, *pids: int, told: bool = True) -> Gpu:
         name="H200",
         memory_total_bytes=141 * GB,
         memory_used_bytes=int(used_gb * GB),
-        processes=processes if told else None,
+        processes=processes if listed else None,
     )
 
 
@@ -41,7 +41,7 @@ def exists(pid: int) -> bool:
     [
         ([gpu(0, 120, 101)], {0}, OK, "but the fleet's"),
         ([gpu(0, 120, 101), gpu(1, 0.6)], {0, 1}, OK, "but the fleet's"),
-        ([gpu(0, 0.6)], None, OK, "but the fleet's"),  # idle: nobody can be there
+        ([gpu(0, 0.6)], None, OK, "but the fleet's"),  # idle: no process can be there
         ([gpu(0, 120, 101), gpu(1, 50, 700)], {0}, OK, "but the fleet's"),  # the other's GPU is not ours
         ([gpu(0, 120, 101, 700)], {0}, FOREIGN, "GPU 0: process 700 (p700, 1.0 GB) is not of this fleet"),
         ([gpu(0, 120, 101), gpu(1, 50, 700)], None, FOREIGN, "GPU 1: process 700"),
@@ -49,7 +49,7 @@ def exists(pid: int) -> bool:
         ([gpu(0, 120)], {0}, UNKNOWN, "NVML lists no process of the fleet"),
         ([gpu(0, 120, 5000)], {0}, UNKNOWN, "in a container"),
         ([gpu(0, 120, 700)], {0}, UNKNOWN, "in a container"),  # the host's 700 need not be this 700
-        ([gpu(0, 120, told=False)], {0}, UNKNOWN, "does not list its processes"),
+        ([gpu(0, 120, listed=False)], {0}, UNKNOWN, "does not list its processes"),
         ([gpu(0, 120, 700)], set(), NONE, "no engine of the fleet uses a GPU"),
         ([], None, NONE, "no NVIDIA driver"),
     ],
@@ -60,7 +60,7 @@ def test_verdicts(gpus: list[Gpu], wanted: set[int] | None, status: str, words: 
     assert bool(proof.foreign) == (status == FOREIGN)
 
 
-def test_memory_in_use_before_the_start_is_foreign_even_where_pids_cannot_be_told() -> None:
+def test_memory_in_use_before_the_start_is_foreign_even_where_pids_cannot_be_reported() -> None:
     after = inventory(gpu(0, 120), gpu(1, 120))
     used = judge_gpus(after, {0}, OWN, inventory(gpu(0, 30), gpu(1, 0.6)), exists)
     assert (used.status, used.foreign) == (FOREIGN, ["GPU 0: 30.0 GB were in use before the fleet started"])

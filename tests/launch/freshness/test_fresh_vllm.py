@@ -1,4 +1,4 @@
-"""The proof of freshness against what vLLM 0.18.1 exports, by name: a warm-up request of any kind makes it stale."""
+"""The proof of freshness against the metric names of vLLM 0.18.1: a warm-up request of any kind makes it stale."""
 
 from __future__ import annotations
 
@@ -125,9 +125,9 @@ async def test_what_may_be_absent_and_what_may_not() -> None:
     now = time.time()
     optional = ("external_prefix_cache", "generation_tokens", "prefix_cache_hits", "prefix_cache_queries", "request")
     assert (await prove(exposition(now, without=optional), since_unix_s=now - 1)).fresh
-    with pytest.raises(StaleEngineError, match="does not tell vllm:kv_cache_usage_perc"):
+    with pytest.raises(StaleEngineError, match="does not report vllm:kv_cache_usage_perc"):
         await prove(exposition(now, without=("kv_cache_usage_perc",)), since_unix_s=now - 1)
-    with pytest.raises(StaleEngineError, match=r"tells none of vllm:prefix_cache_queries_total, vllm:prompt_tokens"):
+    with pytest.raises(StaleEngineError, match=r"reports none of vllm:prefix_cache_queries_total, vllm:prompt_tokens"):
         await prove(exposition(now, without=("prefix_cache_queries", "prompt_tokens")), since_unix_s=now - 1)
 
 
@@ -160,11 +160,11 @@ async def test_the_process_behind_it_is_identified(started: ManagedProcess) -> N
     assert (await prove(exposition(None), since_unix_s=created - 1, process=own)).fresh
     with pytest.raises(StaleEngineError, match=r"started 60\.0 s before the arm did"):
         await prove(exposition(None), since_unix_s=created + 60, process=own)
-    with pytest.raises(StaleEngineError, match="does not tell process_start_time_seconds"):
+    with pytest.raises(StaleEngineError, match="does not report process_start_time_seconds"):
         await prove(exposition(None), since_unix_s=created - 1)
 
-    # An engine left over on the port answers in place of the one that was started.
-    with pytest.raises(StaleEngineError, match=r"what answers at its URL started 30\.0 s before the process"):
+    # A leftover engine on the port answers in place of the one that was started.
+    with pytest.raises(StaleEngineError, match=r"the process behind its URL started 30\.0 s before the one"):
         await prove(exposition(created - 30), since_unix_s=created - 60, process=own)
 
 
@@ -178,7 +178,7 @@ async def test_a_recycled_pid_is_not_taken_for_the_engine() -> None:
     assert (facts.pid, facts.process_started_unix_s, facts.command_sha256) == (0, None, None)
 
 
-async def test_strangers_on_its_gpus_refuse_it_and_the_unknown_is_told(
+async def test_strangers_on_its_gpus_refuse_it_and_the_unknown_is_reported(
     monkeypatch: pytest.MonkeyPatch, started: ManagedProcess
 ) -> None:
     now = time.time()
@@ -223,14 +223,14 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def test_the_document_names_every_key_of_fresh_json() -> None:
-    text = (REPOSITORY / "docs" / "launch.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "fleet.md").read_text(encoding="utf-8")
     table = text[text.index("## What `fresh.json` holds") : text.index("## GPU telemetry")]
     keys = {*FreshProof.__struct_fields__, *EngineFacts.__struct_fields__, *GpuProof.__struct_fields__}
     assert [key for key in sorted(keys - {"engines"}) if f"{key}`" not in table] == []
 
 
 async def test_pages_that_a_real_engine_wrote() -> None:
-    """`/metrics` of vLLM 0.18.1 on the CPU, cut to the figures looked at: after start-up, and after requests."""
+    """`/metrics` of vLLM 0.18.1 on the CPU, cut to the checked figures: after start-up, and after requests."""
     data = Path(__file__).with_name("data")
     assert (await prove((data / "vllm-0.18.1-fresh.prom").read_text(), since_unix_s=0)).fresh
     with pytest.raises(StaleEngineError) as caught:

@@ -1,4 +1,4 @@
-"""The GPU inventory tells what NVML tells, and says why where there is nothing."""
+"""The GPU inventory reports NVML's values, and the reason where there are none."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_a_gpu_does_not_tell_is_none() -> None:
         (pynvml.NVML_ERROR_NO_PERMISSION, "cannot be opened"),
     ],
 )
-def test_without_a_driver_the_inventory_says_why(code: int, reason: str) -> None:
+def test_without_a_driver_the_inventory_has_a_reason(code: int, reason: str) -> None:
     inventory = read_inventory(FakeNvml(fails=code))
     assert inventory.gpus == []
     assert reason in (inventory.reason or "")

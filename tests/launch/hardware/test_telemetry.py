@@ -1,4 +1,4 @@
-"""GPU telemetry: rows, metrics, one owner, and a clear word where there is no GPU."""
+"""GPU telemetry: rows, metrics, one owner, and a clear message where there is no GPU."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_a_lost_gpu_leaves_empty_cells_and_the_rest_goes_on(tmp_path: Path
     assert sampler.problem is None
 
 
-async def test_no_gpu_writes_nothing_and_says_why(tmp_path: Path) -> None:
+async def test_no_gpu_writes_nothing_and_gives_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "telemetry.csv"
     for library in (FakeNvml(fails=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND), FakeNvml()):
         async with TelemetrySampler(path, library=library) as sampler:
@@ -97,7 +97,7 @@ FULL = Path("/dev/full")
 HAS_FULL = FULL.exists()
 
 
-async def test_a_file_that_cannot_be_written_is_told_and_not_raised(tmp_path: Path) -> None:
+async def test_a_file_that_cannot_be_written_is_reported_and_not_raised(tmp_path: Path) -> None:
     library = FakeNvml(FakeGpu())
     async with TelemetrySampler(tmp_path / "missing" / "t.csv", library=library) as sampler:
         assert not sampler.running
@@ -211,11 +211,11 @@ async def test_an_arm_keeps_the_telemetry_of_its_replay(
     else:
         assert result.telemetry == "no NVIDIA driver: libnvidia-ml.so.1 is not installed"
         assert not (arm_dir / "telemetry.csv").exists()
-    # Simulated engines use no GPU, whoever uses those that are there.
+    # Simulated engines use no GPU, even if other processes use those of this machine.
     assert (result.proof.gpus.status, result.proof.warnings) == ("none", [])
 
 
 def test_the_document_names_every_column() -> None:
-    text = (REPOSITORY / "docs" / "launch.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "fleet.md").read_text(encoding="utf-8")
     table = text[text.index("## GPU telemetry") :]
     assert [name for name in COLUMNS if f"`{name}`" not in table] == []

@@ -18,7 +18,7 @@ from launch.engines.commands import ProcessSpec
 from launch.fleet.file import FleetFile
 from launch.run import guard
 from launch.run.processes import ManagedProcess, StartError, creation_time, end_recorded, same_process, stop_processes
-from launch.run.state import FleetState, ProcessState, StateError, find_run_dir, read_state, write_state
+from launch.run.state import FleetRecord, ProcessState, StateError, find_run_dir, read_state, write_state
 from launch.run.supervisor import PROXY_CONFIG, Fleet
 from tests.launch.conftest import until
 
@@ -50,7 +50,7 @@ async def test_start_state_and_stop(small_fleet: MakeFleet, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("stubs")
-async def test_an_end_nobody_asked_for_is_noticed(small_fleet: MakeFleet, tmp_path: Path) -> None:
+async def test_an_unexpected_exit_is_noticed(small_fleet: MakeFleet, tmp_path: Path) -> None:
     told: list[str] = []
     async with Fleet(small_fleet(), tmp_path, with_proxy=False, notify=told.append) as fleet:
         os.kill(fleet.state.processes[1].pid, signal.SIGKILL)
@@ -142,7 +142,7 @@ async def test_cancelling_during_the_stop_still_stops(small_fleet: MakeFleet, tm
 async def test_a_used_run_directory_or_port_is_refused(small_fleet: MakeFleet, tmp_path: Path) -> None:
     values = small_fleet(count=1)
     async with Fleet(values, tmp_path / "a", with_proxy=False) as fleet:
-        with pytest.raises(StartError, match="a fleet runs from this directory already"):
+        with pytest.raises(StartError, match="a fleet is already running from this directory"):
             async with Fleet(values, tmp_path / "a", with_proxy=False):
                 pytest.fail("started")
         with pytest.raises(StartError, match=f"port {values.base_port} for inst-0 is not free"):
@@ -164,7 +164,9 @@ async def test_sigkill_after_the_grace(tmp_path: Path) -> None:
     assert process.exit_code == -signal.SIGKILL
 
 
-async def test_environment_arrives_or_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_added_variables_are_received_and_dropped_ones_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WARMROUTE_PORT", "1")
     command = (
         sys.executable,
@@ -196,7 +198,7 @@ def test_a_recycled_pid_is_not_ours() -> None:
     assert creation_time(child.pid) is None
 
 
-def test_a_command_that_does_not_exist_is_told(tmp_path: Path) -> None:
+def test_a_command_that_does_not_exist_is_reported(tmp_path: Path) -> None:
     process = ManagedProcess(ProcessSpec("p", "sim", ("/nonesuch",)), tmp_path / "log")
     process.start()
     until(process.exited)
@@ -214,13 +216,13 @@ def test_the_guard_refuses_when_its_launcher_is_gone() -> None:
 def test_state_files(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="No such file"):
         read_state(tmp_path)
-    with pytest.raises(StateError, match="no fleet runs"):
+    with pytest.raises(StateError, match="no fleet is running"):
         find_run_dir(tmp_path)
     mine = creation_time(os.getpid())
     assert mine is not None
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        state = FleetState(fleet="f", supervisor_pid=os.getpid(), supervisor_created_unix_s=mine)
+        state = FleetRecord(fleet="f", supervisor_pid=os.getpid(), supervisor_created_unix_s=mine)
         state.processes.append(
             ProcessState(name="inst-0", kind="sim", pid=os.getpid(), created_unix_s=mine - 99, url="u", log="l")
         )
@@ -229,7 +231,7 @@ def test_state_files(tmp_path: Path) -> None:
         assert not state.running
         if name == "one":
             assert find_run_dir(tmp_path) == tmp_path / "one"
-    with pytest.raises(StateError, match="several fleets run"):
+    with pytest.raises(StateError, match="several fleets are running"):
         find_run_dir(tmp_path)
     (tmp_path / "one" / "state.json").write_text("{}")
     with pytest.raises(StateError, match="not a state file"):

@@ -1,4 +1,4 @@
-"""vLLM fleets as processes, with a stub that takes vLLM's command line: arrival, proof, recycles, death."""
+"""vLLM fleets as processes, with a stub for vLLM: effective configuration, proof, recycles, death."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from launch.fleet.checks import ALLOCATOR_VARIABLES
 from launch.fleet.file import FleetFile, parse_fleet
 from launch.fleet.overrides import MODEL_VARIABLE, PYTHON_VARIABLE
 from launch.run.processes import ManagedProcess, StartError, creation_time, marked, stop_processes
-from launch.run.recycling import DEAD_AFTER, HealthRecord, Wishes
-from launch.run.state import FleetState, StateError, read_state
+from launch.run.recycling import DEAD_AFTER, HealthRecord, RecycleRequests
+from launch.run.state import FleetRecord, StateError, read_state
 from launch.run.supervisor import Fleet
 from tests.launch.conftest import REPOSITORY, free_base, until
 
@@ -36,7 +36,7 @@ STUBS = Path(__file__).parents[1]
 
 @pytest.fixture
 def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Makes a small vLLM fleet, as it would stand in a file, with the stub for Python."""
+    """Make a small vLLM fleet, as the contents of a fleet file, with the stub for Python."""
     for name in ("CUDA_VISIBLE_DEVICES", "MC_FORCE_TCP", PYTHON_VARIABLE, MODEL_VARIABLE, *ALLOCATOR_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     python = tmp_path / "python"
@@ -76,13 +76,13 @@ async def soon(condition: Callable[[], object], limit_s: float = 20.0) -> None:
             await asyncio.sleep(0.02)
 
 
-def trees(state: FleetState) -> list[psutil.Process]:
+def trees(state: FleetRecord) -> list[psutil.Process]:
     """Everything below the fleet's guards, and the guards."""
     guards = [psutil.Process(process.pid) for process in state.running]
     return [*guards, *(child for guard in guards for child in guard.children(recursive=True))]
 
 
-async def test_the_proxy_is_told_what_the_logs_proved(make_fleet: Callable[..., FleetFile], tmp_path: Path) -> None:
+async def test_the_proxy_is_reported_what_the_logs_proved(make_fleet: Callable[..., FleetFile], tmp_path: Path) -> None:
     values = make_fleet(2, vllm={"transfer": {"protocol": "nvlink"}, "events": {"enabled": True}})
     async with Fleet(values, tmp_path / "run") as fleet:
         assert [process.transport for process in fleet.state.processes] == ["nvlink", "nvlink", None]
@@ -143,13 +143,13 @@ async def test_a_variable_lost_on_the_way_to_the_engine_core_is_named(
 
 
 async def test_engines_that_differ_in_fact_are_refused(make_fleet: Callable[..., FleetFile], tmp_path: Path) -> None:
-    """A peer counts like an own engine; one that does not answer is warned of."""
+    """A peer is checked like an own engine; one that does not answer gives a warning."""
     told: list[str] = []
     mine = make_fleet(name_prefix="mine-")
     async with Fleet(mine, tmp_path / "a", with_proxy=False):
         peer = {"name": "far", "url": mine.url(0), "role": "kv_both", "bootstrap_url": mine.bootstrap_url(0)}
         other = make_fleet(peers=[peer], env={"STUB_BLOCK": "32"})
-        with pytest.raises(StartError, match="must be alike: block_size is 32 on inst-0 and 16 on far"):
+        with pytest.raises(StartError, match="must be compatible: block_size is 32 on inst-0 and 16 on far"):
             async with Fleet(other, tmp_path / "b", with_proxy=False):
                 pytest.fail("started")
         away = make_fleet(peers=[peer, {**peer, "name": "gone", "url": "http://127.0.0.1:9"}])
@@ -157,7 +157,7 @@ async def test_engines_that_differ_in_fact_are_refused(make_fleet: Callable[...,
             assert [line.split(" does not")[0] for line in told] == ["warning: gone (http://127.0.0.1:9)"]
 
 
-async def test_an_inherited_nvlink_variable_does_not_arrive(
+async def test_an_inherited_nvlink_variable_is_dropped(
     make_fleet: Callable[..., FleetFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MC_INTRANODE_NVLINK", "0")  # any value would turn it on
@@ -180,7 +180,7 @@ async def test_a_dead_engine_behind_a_living_server_is_restarted(
         assert fleet.unexpected_exits[0].startswith("inst-0 answers 503 on /health: its engine is dead")
 
 
-async def test_the_proxy_wish_recycles_up_to_a_limit(
+async def test_the_proxys_request_recycles_up_to_a_limit(
     make_fleet: Callable[..., FleetFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = tmp_path / "rows.json"
@@ -203,9 +203,9 @@ async def test_the_proxy_wish_recycles_up_to_a_limit(
         answer(recycle_wanted="leaked blocks")
         await soon(lambda: found.recycles == 1 and found.status == "ready")
         answer()  # the proxy has noticed
-        await asyncio.sleep(2.5)  # two looks
+        await asyncio.sleep(2.5)  # two checks
         answer(recycle_wanted="leaked blocks")
-        await soon(lambda: any("it stays" in line for line in told))
+        await soon(lambda: any("not recycled" in line for line in told))
         assert found.status == "ready"
         assert (found.recycles, found.restarts) == (1, 0)
         after = [process.pid for process in fleet.state.processes]
@@ -214,32 +214,32 @@ async def test_the_proxy_wish_recycles_up_to_a_limit(
         assert "inst-1 is recycled (recycle 1): leaked blocks" in told
 
 
-def test_a_wish_waits_for_idleness_but_not_for_ever() -> None:
+def test_a_recycle_request_waits_for_idleness_but_not_forever() -> None:
     now = [100.0]
-    wishes = Wishes(drain_limit_s=30, clock=lambda: now[0])
+    requests = RecycleRequests(drain_limit_s=30, clock=lambda: now[0])
     busy = {"name": "a", "requests": 2, "recycle_wanted": "why"}
-    assert wishes.due([busy, {"name": "b", "requests": 0, "recycle_wanted": None}]) == {}
-    assert wishes.due([{**busy, "requests": 0}]) == {"a": "why"}
+    assert requests.due([busy, {"name": "b", "requests": 0, "recycle_wanted": None}]) == {}
+    assert requests.due([{**busy, "requests": 0}]) == {"a": "why"}
     now[0] = 129.0
-    assert wishes.due([busy]) == {}
+    assert requests.due([busy]) == {}
     now[0] = 130.0
-    assert wishes.due([busy]) == {"a": "why"}
-    assert wishes.due([{**busy, "recycle_wanted": None}]) == {}  # taken back: the next wish counts anew
-    assert wishes.due([busy]) == {}
+    assert requests.due([busy]) == {"a": "why"}
+    assert requests.due([{**busy, "recycle_wanted": None}]) == {}  # withdrawn: the next request counts again
+    assert requests.due([busy]) == {}
     now[0] = 159.0
-    assert wishes.due([busy]) == {}
+    assert requests.due([busy]) == {}
 
 
-def test_a_wish_about_an_engine_that_is_gone_is_not_granted_twice() -> None:
-    wishes = Wishes()
+def test_a_recycle_request_about_a_gone_engine_is_not_approved_twice() -> None:
+    requests = RecycleRequests()
     wanted = {"name": "a", "requests": 0, "recycle_wanted": "why"}
-    assert wishes.due([wanted]) == {"a": "why"}
-    wishes.grant("a")
-    assert wishes.due([wanted]) == {}, "the new engine is up, the proxy has not looked at it yet"
-    assert wishes.due([]) == {}, "the proxy did not answer: that is no news"
-    assert wishes.due([wanted]) == {}
-    assert wishes.due([{**wanted, "recycle_wanted": None}]) == {}
-    assert wishes.due([wanted]) == {"a": "why"}, "a wish about the new engine counts"
+    assert requests.due([wanted]) == {"a": "why"}
+    requests.approve("a")
+    assert requests.due([wanted]) == {}, "the new engine is up, the proxy has not probed it yet"
+    assert requests.due([]) == {}, "the proxy did not answer: that changes nothing"
+    assert requests.due([wanted]) == {}
+    assert requests.due([{**wanted, "recycle_wanted": None}]) == {}
+    assert requests.due([wanted]) == {"a": "why"}, "a request about the new engine counts"
 
 
 def test_only_server_errors_in_a_row_make_an_engine_dead() -> None:
@@ -252,7 +252,7 @@ def test_only_server_errors_in_a_row_make_an_engine_dead() -> None:
 
 
 class Launcher:
-    """`up --no-proxy` of two stubs in a process of its own."""
+    """`up --no-proxy` of two stubs in a child process."""
 
     def __init__(self, tmp_path: Path, values: dict[str, Any]) -> None:
         self.run_dir = tmp_path / "run"
@@ -266,8 +266,8 @@ class Launcher:
             text=True,
         )
 
-    def ready(self) -> FleetState:
-        def state() -> FleetState | None:
+    def ready(self) -> FleetRecord:
+        def state() -> FleetRecord | None:
             if self.process.poll() is not None:
                 pytest.fail(self.process.communicate()[0])
             try:
@@ -276,7 +276,7 @@ class Launcher:
                 return None
             return found if found.status == "ready" else None
 
-        found: FleetState = until(state)
+        found: FleetRecord = until(state)
         return found
 
 
@@ -292,7 +292,7 @@ def launcher(tmp_path: Path, values: Callable[..., dict[str, Any]]) -> Iterator[
 def test_a_detached_fleet_that_cannot_prove_itself_fresh_is_an_error(
     tmp_path: Path, values: Callable[..., dict[str, Any]]
 ) -> None:
-    """The stub says that it has served."""
+    """The stub reports served requests."""
     file = tmp_path / "fleet.yaml"
     file.write_text(yaml.safe_dump(values()))
     options = ["--no-proxy", "--detach", "--require-fresh", "--run-dir", str(tmp_path / "run")]
@@ -303,7 +303,7 @@ def test_a_detached_fleet_that_cannot_prove_itself_fresh_is_an_error(
 
 
 def check_tree(processes: list[psutil.Process]) -> None:
-    """Two guards, two API servers and two engine cores, which have sessions of their own and ignore SIGTERM."""
+    """Two guards, two API servers and two engine cores, which have separate sessions and ignore SIGTERM."""
     assert len(processes) == 6
     cores = [process for process in processes if "signal.SIG_IGN" in " ".join(process.cmdline())]
     assert len(cores) == 2
@@ -331,7 +331,7 @@ def test_down_from_another_shell_ends_the_cores_too(launcher: Launcher) -> None:
 
 
 def test_down_finds_what_killed_guards_left(launcher: Launcher) -> None:
-    """The worst case: launcher and guards are killed together, and the cores live on, children of nobody we know."""
+    """The worst case: launcher and guards are killed together, and the cores survive, without a known parent."""
     state = launcher.ready()
     processes = trees(state)
     check_tree(processes)
@@ -345,7 +345,7 @@ def test_down_finds_what_killed_guards_left(launcher: Launcher) -> None:
     left = until(lambda: marked(state.marks) if len(marked(state.marks)) == 2 else None)
     result = CliRunner().invoke(app, ["down", "--run-dir", str(launcher.run_dir)])
     assert (result.exit_code, result.output) == (0, f"{launcher.run_dir}: stopped 0 processes\n")
-    # Whoever inherited them may take its time to collect them.
+    # Their new parent may take a while to collect them.
     assert [pid for pid in left if creation_time(pid) is not None] == []
 
 

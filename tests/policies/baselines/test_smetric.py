@@ -6,7 +6,8 @@ import pytest
 
 from policies.baselines.smetric import Smetric
 from policies.costs.formulas import Costs, PrefillModel
-from policies.types import FleetSnapshot, InstanceView, Reason
+from policies.snapshot import FleetSnapshot
+from policies.types import InstanceView, Reason
 from tests.policies.builders import ask, fleet_of, idle, score_of
 
 COSTS = Costs(PrefillModel(fixed_s=0.0, s_per_token=1e-4, s_per_token_squared=1e-9))

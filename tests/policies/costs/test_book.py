@@ -126,6 +126,17 @@ def test_failures_raise_the_risk_of_their_pair_and_successes_lower_it() -> None:
     assert book.transfer.failure_rate(job.pair) < settled
 
 
+def test_long_transfers_of_an_instance_that_left_are_forgotten_as_well() -> None:
+    book = CostBook()
+    job = TransferJob(("p", "d"), Transport.RDMA, 12e9, 0, 0)
+    for _ in range(40):
+        book.transferred(pulled(job), 1.0, 0.0)
+    book.forget("d")
+    # What its transport has learned stays.
+    stranger = book.at(0.0).transfer.predict(job._replace(pair=("x", "y")), 0.0)
+    assert book.at(0.0).transfer.predict(job, 0.0) == stranger
+
+
 def test_what_was_known_of_an_instance_that_left_goes_with_it() -> None:
     book = CostBook()
     job = transfer_job(REQUEST, P, D, 0, KV_BYTES_PER_TOKEN)

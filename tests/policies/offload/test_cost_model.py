@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from policies.costs.book import KV_BYTES_PER_TOKEN, transfer_job
 from policies.costs.formulas import Costs, TransferModel, transfer_formula
 from policies.offload.cost_model import CostModel
+from policies.snapshot import FleetSnapshot
 from policies.types import (
     Connector,
-    FleetSnapshot,
     InstanceView,
     OffloadPlan,
     OffloadReason,
@@ -118,6 +118,20 @@ def test_an_idle_fleet_gains_nothing_by_offloading() -> None:
     answer = plan(D._replace(requests=0, decoding_tokens=0))
     assert answer.reason is OffloadReason.DOES_NOT_PAY
     assert net_s(answer) < 0
+
+
+def test_a_transfer_that_may_take_three_times_its_median_needs_more_to_pay_for_it() -> None:
+    """131k tokens over RDMA for one stream: the median pays, the slowest of the published repeats does not."""
+    over_rdma = (D._replace(requests=1, transport=Transport.RDMA), P._replace(transport=Transport.RDMA))
+    request = ask(131_072, max_tokens=1_000)
+    answer = plan(*over_rdma, request=request)
+    assert answer.reason is OffloadReason.UNSURE
+    assert answer.inputs["doubt_s"] > 2 * answer.inputs["transfer_s"]
+    even = Costs(transfer=TransferModel())
+    for _ in range(40):
+        job = transfer_job(request, over_rdma[1], over_rdma[0], 0, KV_BYTES_PER_TOKEN)
+        even = even._replace(transfer=even.transfer.observe(job, transfer_formula(job), 0.0))
+    assert plan(*over_rdma, request=request, costs=even).reason is OffloadReason.CHOSEN
 
 
 @given(

@@ -9,7 +9,8 @@ import pytest
 from policies.offload.base import best_prefill, has_room
 from policies.offload.never import Never
 from policies.offload.threshold import Threshold
-from policies.types import FleetSnapshot, InstanceView, OffloadPlan, OffloadReason, RequestClass, Role
+from policies.snapshot import FleetSnapshot
+from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, Role
 from tests.policies.builders import ask, fleet_of
 
 REQUEST = ask(60_000, max_tokens=1_000)
@@ -78,6 +79,15 @@ def test_d_must_hold_prompt_and_output_beside_what_is_used_and_promised(used: in
     decode = D._replace(kv_used_tokens=used, kv_promised_tokens=promised)
     assert has_room(decode, REQUEST) is fits
     assert plan(decode).reason is (OffloadReason.CHOSEN if fits else OffloadReason.NO_ROOM_ON_D)
+
+
+def test_the_published_arm_pushes_to_a_d_without_room() -> None:
+    """As its source did: no condition but the class and the cap."""
+    full = D._replace(kv_used_tokens=D.kv_capacity_tokens, requests=0, decoding_tokens=0)
+    published = Threshold(min_decode_requests=0, check_room=False)
+    assert plan(full, planner=published).reason is OffloadReason.CHOSEN
+    assert plan(full, planner=Threshold(min_decode_requests=0)).reason is OffloadReason.NO_ROOM_ON_D
+    assert plan(full, planner=published, offloads_in_flight=4).reason is OffloadReason.CAP_REACHED
 
 
 def test_a_pool_of_unknown_size_is_taken_to_have_room() -> None:

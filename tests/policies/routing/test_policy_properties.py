@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from policies.registry import make_planner, make_routing, offload_planners, parameters, routing_policies
 from policies.routing.base import lowest, tie_break
-from policies.types import CandidateScore, FleetSnapshot, InstanceView, OffloadReason, Reason, RequestClass, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import CandidateScore, InstanceView, OffloadReason, Reason, RequestClass, RequestView
 from tests.policies.builders import ask, cases, fleet_of, idle
 
 POLICIES = {name: make_routing(name) for name in routing_policies()}

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from policies.costs.formulas import Costs, PrefillModel
 from policies.routing.warm import Warm
-from policies.types import FleetSnapshot, InstanceView, Reason, RequestView
+from policies.snapshot import FleetSnapshot
+from policies.types import InstanceView, Reason, RequestView
 from tests.policies.builders import ask, cases, fleet_of, idle, score_of
 
 COSTS = Costs(PrefillModel(fixed_s=0.1, s_per_token=1e-4, s_per_token_squared=1e-8))

@@ -164,8 +164,8 @@ async def test_the_admin_listener_ends_with_the_proxy_and_says_when_its_port_is_
     settings = load_settings(
         None, port=0, instances=[{"url": proxy.engines[0].url}], admin={"port": 0}, log_level="warning"
     )
-    async with serving(settings) as (core, _):
-        other = core.admin_port
+    async with serving(settings) as (app, _):
+        other = app.core.admin_port
         assert other
     async with admin_listener(proxy.core.access, "127.0.0.1", other, None) as taken:
         assert taken == other

@@ -53,7 +53,7 @@ async def test_nothing_is_left_of_a_removed_instance(start: Start) -> None:
     assert "inst-1" not in state.ledger._accounts
     assert "inst-1" not in core.metrics.errors.as_dict()["instances"]  # type: ignore[operator]
     assert "inst-1" not in (await running.client.get("/metrics")).text
-    assert core.fleet.departures == ()
+    assert running.operations.fleet.departures == ()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ async def test_another_engine_takes_over_a_name_while_the_old_one_finishes(start
     assert await asked_of(running, 3, prompt=prompt) == {"inst-0": 3}
     assert len(new.seen) == 3
     assert all(was_completed(answer.text, 10) for answer in await asyncio.gather(*streams))
-    await running.until(lambda: not running.core.fleet.departures)
+    await running.until(lambda: not running.operations.fleet.departures)
     assert ledger_is_zero(await running.settled())
     assert 'instance="inst-0"' in (await running.client.get("/metrics")).text
     await new.stop()

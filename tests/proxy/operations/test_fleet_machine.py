@@ -64,7 +64,8 @@ class FleetMachine(RuleBasedStateMachine):
             "policy": {"name": "round_robin"},
             "log_level": "error",
         }
-        self.core, url = await self.stack.enter_async_context(serving(load_settings(None, **given)))
+        app, url = await self.stack.enter_async_context(serving(load_settings(None, **given)))
+        self.core, self.operations = app.core, app.operations
         self.client = await self.stack.enter_async_context(
             httpx.AsyncClient(base_url=url, headers=ADMIN, timeout=20, trust_env=False)
         )
@@ -170,10 +171,10 @@ class FleetMachine(RuleBasedStateMachine):
     async def _idle(self) -> None:
         for _ in range(500):
             stats = (await self.client.get("/stats")).json()
-            if not stats["requests"]["in_flight"] and not self.core.fleet.departures:
+            if not stats["requests"]["in_flight"] and not self.operations.fleet.departures:
                 break
             await asyncio.sleep(0.02)
-        assert self.core.fleet.departures == ()
+        assert self.operations.fleet.departures == ()
         assert ledger_is_zero(stats)
         assert [self.core.upstream.in_use(each.url) for each in self.engines] == [0 for _ in self.engines]
 

@@ -103,7 +103,7 @@ async def test_counters_are_right_after_thirty_streams_met_a_fleet_that_keeps_ch
     assert (await http.post("/instances/x/undrain")).status_code == 200
     assert (await http.delete("/instances/inst-2", params={"grace_s": 5})).status_code == 200
     assert await asyncio.gather(*clients) == [True] * 30
-    await running.until(lambda: not running.core.fleet.departures)
+    await running.until(lambda: not running.operations.fleet.departures)
     assert ledger_is_zero(await running.settled())
     assert sorted(running.core.router.state.instances) == ["inst-1", "x", "y"]
     assert {each.aborted for each in (*running.engines, *spare)} == {0}

@@ -35,7 +35,7 @@ def state(proxy: Running, name: str = "inst-0") -> BreakerState:
 async def probed_to_trial(proxy: Running) -> None:
     """Probe the first instance until its open time is over."""
     for _ in range(200):
-        await proxy.core.fleet.probe(proxy.core.instances["inst-0"])
+        await proxy.operations.fleet.probe(proxy.core.instances["inst-0"])
         if state(proxy) is BreakerState.HALF_OPEN:
             return
         await asyncio.sleep(0.02)
@@ -65,7 +65,7 @@ async def test_an_engine_that_hangs_while_its_health_endpoint_answers_stays_out_
     # Its probes are good all the while, which brings it to trial and no further.
     await probed_to_trial(proxy)
     for _ in range(3):
-        await proxy.core.fleet.probe(proxy.core.instances["inst-0"])
+        await proxy.operations.fleet.probe(proxy.core.instances["inst-0"])
     assert (await shown(proxy))["breaker"]["state"] == "half_open"
     # The trial fails: out again, for longer.
     answers = await asyncio.gather(*(ask(proxy, stream=True) for _ in range(10)))

@@ -69,12 +69,12 @@ async def start(tmp_path: Path) -> AsyncIterator[StartReloadable]:
             path = tmp_path / "proxy.yaml"
             path.write_text(yaml.safe_dump(written), encoding="utf-8")
             load = partial(load_settings, path)
-            core, url = await stack.enter_async_context(serving(load()))
-            core.reloader.load = load
+            app, url = await stack.enter_async_context(serving(load()))
+            app.operations.reloader.load = load
             client = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=url, timeout=20, trust_env=False, headers=ADMIN)
             )
-            running = Reloadable(core, url, engines, client)
+            running = Reloadable(app, url, engines, client)
             running.path, running.settings = path, written
             return running
 
@@ -99,14 +99,14 @@ EFFECTS: dict[str, tuple[dict[str, Any], Callable[[Core], Any], Any]] = {
             core.router.planner.name,
             core.handoff._settings.prefill_timeout_s,
             core.abandoned._bound_s,
-            core.router._settings.offload.hold_s,
+            core.router.routing.hold_s,
             core.leaks._leak_share,
         ),
         ("threshold", 3.0, 4.0, 5.0, 0.7),
     ),
     "classes": (
         {"medium_tokens": 10, "heavy_tokens": 20},
-        lambda core: (core.router.thresholds.medium_tokens, core.router.thresholds.heavy_tokens),
+        lambda core: (core.router.routing.thresholds.medium_tokens, core.router.routing.thresholds.heavy_tokens),
         (10, 20),
     ),
     "ledger": ({"recent_half_life_s": 9.0}, lambda core: core.router.state.ledger._half_life_s, 9.0),
@@ -285,7 +285,7 @@ async def test_the_fleet_becomes_what_the_file_says_while_streams_run(start: Sta
     assert instead.seen
     assert added.seen
     assert all(was_completed(answer.text, 12) for answer in await asyncio.gather(*streams))
-    await running.until(lambda: not running.core.fleet.departures)
+    await running.until(lambda: not running.operations.fleet.departures)
     assert ledger_is_zero(await running.settled())
     assert set(running.core.router.state.instances) == {"inst-0", "inst-1", "late"}
     assert {each.aborted for each in running.engines} == {0}
@@ -354,7 +354,7 @@ async def test_an_instance_that_leaves_and_comes_back_in_the_file_stays(start: S
     await running.until(lambda: each.running == 1)
     await running.reload(instances=whole[:1])
     leaving = running.core.instances["inst-1"]
-    assert running.core.fleet.leaving(leaving)
+    assert running.operations.fleet.leaving(leaving)
     await running.reload(instances=whole)
     assert running.core.instances["inst-1"] is leaving
     assert not leaving.draining
@@ -363,7 +363,7 @@ async def test_an_instance_that_leaves_and_comes_back_in_the_file_stays(start: S
         was_completed(answer.text, tokens)
         for answer, tokens in zip(await asyncio.gather(*streams), (4, 15), strict=True)
     )
-    assert not running.core.fleet.departures
+    assert not running.operations.fleet.departures
 
 
 async def test_a_policy_switched_over_http_stays_until_the_files_changes(start: StartReloadable) -> None:
@@ -393,7 +393,7 @@ async def test_secrets_are_in_neither_report_nor_log(start: StartReloadable, cap
 
 async def test_it_is_for_admins_and_for_proxies_that_have_settings_to_read(start: StartReloadable) -> None:
     running = await start(1)
-    running.core.reloader.load = None
+    running.operations.reloader.load = None
     answer = await running.client.post("/reload")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "not_reloadable")
     answer = await running.client.post("/reload", headers={"authorization": "Bearer nobody"})

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from policies.session import Routed
 from policies.types import NoCandidateError, RequestView
 from proxy.fleet.instances import Instances
 from proxy.routing.admission import Admission, QueueError, Seat
-from proxy.routing.router import Routed, Router
+from proxy.routing.router import Router
 from proxy.settings import HealthSettings, InstanceSettings, LimitSettings, load_settings
 from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
 from tests.proxy.stub_engine import StubEngine
@@ -597,7 +598,9 @@ async def test_those_who_wait_go_to_an_instance_that_comes_up_or_is_added(start_
     fourth = ask(proxy, 3)
     await proxy.until(lambda: proxy.core.admission.waiting == 1)
     try:
-        await proxy.core.fleet.add(proxy.core.settings.instances[0].model_copy(update={"name": "new", "url": new.url}))
+        await proxy.operations.fleet.add(
+            proxy.core.settings.instances[0].model_copy(update={"name": "new", "url": new.url})
+        )
         assert (await fourth).headers["x-warmroute-instance"] == "new"
     finally:
         for task in (first, third):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.settings import SettingsError, load_settings
+from proxy.settings import PolicySettings, SettingsError, load_settings
 from proxy.settings.reference import reference
 
 ONE = {"instances": [{"url": "http://127.0.0.1:8000"}]}
@@ -82,7 +82,7 @@ def test_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 def test_the_shipped_settings_file_loads() -> None:
     settings = load_settings(Path(__file__).parents[3] / "configs" / "proxy.yaml")
     assert [instance.name for instance in settings.instances] == ["inst-0", "inst-1"]
-    assert settings.policy.name == "session_sticky"
+    assert settings.policy == PolicySettings()
 
 
 def test_no_instance_at_all_is_refused() -> None:
@@ -91,5 +91,5 @@ def test_no_instance_at_all_is_refused() -> None:
 
 
 def test_settings_page_is_what_the_code_says() -> None:
-    page = Path(__file__).parents[3] / "docs" / "settings.md"
-    assert page.read_text() == reference(), "write it anew: warmroute settings > docs/settings.md"
+    page = Path(__file__).parents[3] / "docs" / "reference" / "settings.md"
+    assert page.read_text() == reference(), "run `make reference`"

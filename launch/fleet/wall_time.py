@@ -1,0 +1,40 @@
+"""Conversion of a proxy's time settings to wall time, for engines whose clock runs faster than the wall's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from policies.registry import PolicyParameterError, UnknownPolicyError, make_routing, parameters
+from proxy.settings.prediction import LedgerSettings
+
+_SECONDS = re.compile(r"_s(_per_|$)")
+"""Parameters of policies that are times: ``hold_s``, ``ttft_slo_s_per_1k_tokens``."""
+
+
+def in_wall_time(proxy: dict[str, Any], clock_scale: float) -> dict[str, Any]:
+    """A proxy's settings with its times divided by ``clock_scale``: load's half-life and the policy's parameters.
+
+    Args:
+        proxy: Settings by section, times in engine seconds; omitted keys have their defaults.
+        clock_scale: Speed of the engines' clock relative to the wall's.
+    """
+    if clock_scale == 1.0:
+        return proxy
+    ledger = dict(proxy.get("ledger") or {})
+    ledger["recent_half_life_s"] = (
+        float(ledger.get("recent_half_life_s", LedgerSettings().recent_half_life_s)) / clock_scale
+    )
+    scaled = {**proxy, "ledger": ledger}
+    policy = dict(proxy.get("policy") or {})
+    if policy.get("name"):
+        scaled["policy"] = {**policy, "params": _faster(policy["name"], policy.get("params") or {}, clock_scale)}
+    return scaled
+
+
+def _faster(name: str, params: dict[str, Any], clock_scale: float) -> dict[str, Any]:
+    try:
+        times = {key: value for key, value in parameters(make_routing(name, params)).items() if _SECONDS.search(key)}
+    except (PolicyParameterError, UnknownPolicyError):
+        return params  # refused with a better message where the fleet is read
+    return {**params, **{key: value / clock_scale for key, value in times.items()}}

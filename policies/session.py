@@ -1,0 +1,135 @@
+"""``RoutingSession``: the one routing step, used by the live router and by the offline simulation.
+
+It joins the fleet's state, the policy, the planner and the class thresholds, and takes the time as an argument, so the
+proxy on the wall clock and a simulation in virtual time decide, count and learn alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from policies.classes import ClassThresholds
+from policies.decide import decide
+from policies.offload.base import OffloadPlanner
+from policies.routing.base import RoutingPolicy
+from policies.snapshot import FleetSnapshot
+from policies.state import Commitment, FleetState
+from policies.types import Decision, InstanceView, RequestView
+
+
+class Routed(NamedTuple):
+    """A decision that is already counted."""
+
+    decision: Decision
+    commitment: Commitment
+    prefill_view: InstanceView | None
+    """P as the decision saw it, when the prefill is offloaded."""
+
+
+class LegTime(NamedTuple):
+    """Predicted and actual time of a leg, in seconds."""
+
+    predicted_s: float
+    actual_s: float
+
+
+class RoutingSession:
+    """Decides, counts and learns for one fleet.
+
+    Policy, planner, thresholds and ``hold_s`` may be replaced between two requests; index, sessions, ledger and learned
+    times stay.
+
+    Args:
+        state: the fleet's mutable state; every instance is added to it by the caller.
+        hold_s: seconds for which P keeps KV that D never pulled (the engines' abort timeout).
+    """
+
+    def __init__(
+        self,
+        state: FleetState,
+        policy: RoutingPolicy,
+        planner: OffloadPlanner,
+        thresholds: ClassThresholds,
+        hold_s: float = 480.0,
+    ) -> None:
+        self.state = state
+        self.policy = policy
+        self.planner = planner
+        self.thresholds = thresholds
+        self.hold_s = hold_s
+
+    def route(
+        self, request: RequestView, decoders: Collection[str], prefill_only: Collection[str], now_s: float
+    ) -> Routed:
+        """Decide and count in one synchronous step: nothing may be awaited between snapshot and commit.
+
+        Args:
+            decoders: instances that may decode the request, and prefill it.
+            prefill_only: instances that may prefill it for another one only.
+            now_s: monotonic or virtual time.
+
+        Raises:
+            NoCandidateError: ``decoders`` is empty.
+        """
+        fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
+        decision = decide(request, fleet, self.policy, self.planner, self.thresholds)
+        commitment = self.state.commit(request, fleet, decision, now_s)
+        prefill = fleet.prefill_view(decision.prefill_on) if decision.prefill_on is not None else None
+        return Routed(decision, commitment, prefill)
+
+    def explain(
+        self,
+        request: RequestView,
+        policies: Mapping[str, RoutingPolicy],
+        decoders: Collection[str],
+        prefill_only: Collection[str],
+        now_s: float,
+    ) -> tuple[FleetSnapshot, dict[str, Decision]]:
+        """The snapshot and the decision of each of ``policies`` on it; nothing is counted. Raises NoCandidateError."""
+        fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
+        return fleet, {
+            name: decide(request, fleet, policy, self.planner, self.thresholds) for name, policy in policies.items()
+        }
+
+    def prefilled(self, commitment: Commitment, seconds: float) -> LegTime:
+        """Learn from D's first token of a request that ran co-located."""
+        return LegTime(self.state.costs.prefilled(commitment.workload.decode, seconds), seconds)
+
+    def prefilled_on_p(self, commitment: Commitment, seconds: float) -> LegTime:
+        """Learn from a P leg that succeeded; its KV is held for D from now on."""
+        commitment.end_prefill()
+        job = commitment.workload.prefill
+        assert job is not None
+        return LegTime(self.state.costs.prefilled(job, seconds), seconds)
+
+    def handed_over(self, commitment: Commitment, seconds: float, now_s: float) -> LegTime:
+        """Learn from a D leg whose first token came after ``seconds``: the hand-off succeeded.
+
+        Nothing is learned when P or D has left the fleet meanwhile: the pair does not exist any more.
+        """
+        commitment.handed_over()
+        job = commitment.workload.transfer
+        assert job is not None
+        if not commitment.pair_known:
+            return LegTime(self.state.costs.transfer.predict(job, now_s).seconds, seconds)
+        self.state.pairs.record(job.pair, True, now_s)
+        return LegTime(self.state.costs.transferred(commitment.workload, seconds, now_s), seconds)
+
+    def handed_over_unseen(self, commitment: Commitment, now_s: float) -> None:
+        """Count a hand-off that succeeded but whose first token, and so its time, was not observed."""
+        commitment.handed_over()
+        job = commitment.workload.transfer
+        assert job is not None
+        if commitment.pair_known:
+            self.state.pairs.record(job.pair, True, now_s)
+            self.state.costs.handed_over(job)
+
+    def fell_back(self, commitment: Commitment, now_s: float) -> None:
+        """Count a failed hand-off: D prefills after all, and the pair's breaker and failure rate are updated."""
+        commitment.fall_back(now_s + self.hold_s)
+        job = commitment.workload.transfer
+        assert job is not None
+        if commitment.pair_known:
+            self.state.pairs.record(job.pair, False, now_s)
+            self.state.costs.fell_back(job)

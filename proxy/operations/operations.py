@@ -1,0 +1,22 @@
+"""The tasks that change a running core, with one owner: health probes, fleet changes, reload of settings."""
+
+from __future__ import annotations
+
+from proxy.core import Core
+from proxy.operations.fleet_changes import FleetChanges
+from proxy.operations.health import HealthMonitor
+from proxy.operations.reload import Reloader
+
+
+class Operations:
+    """Operations on one core. The application owns it and closes it before the core."""
+
+    def __init__(self, core: Core) -> None:
+        self.monitor = HealthMonitor(core)
+        self.fleet = FleetChanges(core, self.monitor)
+        self.reloader = Reloader(core, self.fleet)
+
+    async def close(self) -> None:
+        """End reloads and fleet changes in progress."""
+        await self.reloader.close()
+        await self.fleet.close()

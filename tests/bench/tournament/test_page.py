@@ -1,0 +1,62 @@
+"""The tournament's page covers the configured grid, and other pages quote it correctly."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bench.tournament.entrants import registered
+from bench.tournament.settings import read_settings
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "tournament.md").read_text(encoding="utf-8")
+SETTINGS = read_settings()
+
+
+def ranking() -> dict[str, list[str]]:
+    """Policy to the cells of its row, from rank on."""
+    rows = re.findall(r"^\| \d+ \| `.*", PAGE, re.MULTILINE)
+    split = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {row[1].strip("`"): row for row in split}
+
+
+def cells() -> int:
+    traces = [rule for rule in SETTINGS.traces if not rule.left_out]
+    grid = SETTINGS.grid
+    return len(traces) * len(grid.loads) * len(grid.pools) * len(grid.fleets)
+
+
+def test_the_page_is_of_the_whole_configured_grid_and_all_policies() -> None:
+    assert f"{cells()} cells.\n" in PAGE
+    assert sorted([*ranking(), *SETTINGS.left_out]) == registered()
+    for idea in SETTINGS.ablations:
+        assert f"\n| {idea} | " in PAGE
+    for family in {rule.family for rule in SETTINGS.traces if rule.family}:
+        assert re.search(rf"^\| {family} \| `warm", PAGE, re.MULTILINE)
+
+
+def test_the_command_on_the_page_is_that_of_the_makefile() -> None:
+    made = re.search(r"^Made by `(python -m bench\.tournament[^`]*)`", PAGE, re.MULTILINE)
+    assert made
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    words = made[1].split()
+    assert words == ["python", "-m", "bench.tournament", "--ablations", "--folds"]
+    assert re.search(r"bench\.tournament --jobs \S+ --ablations --folds --table docs/tournament\.md", makefile)
+
+
+def test_the_readme_says_what_the_page_says() -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = re.search(
+        r"`warm`, is best or tied for best in TTFT p90 and E2E p50 in (\d+ %) of the (\d+) simulated cells of \S+ "
+        r"\S+, the next one in (\d+ %); in (\d+) cells it is surely more than 5 % behind",
+        readme,
+    )
+    assert said
+    first, second, *_ = ranking().values()
+    assert first[1] == "`warm`"
+    assert said.groups() == (first[2], str(cells()), second[2], first[10])
+
+
+def test_the_subject_is_the_default_policy() -> None:
+    settings = (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
+    assert f'| `policy.name` | `"{SETTINGS.subject}"` |' in settings

@@ -1,0 +1,185 @@
+"""``warmroute simulate`` from the command line: its files are read by the replayer's own commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from replayer.cli import register as register_replayer
+from replayer.records.runs import read_run
+from replayer.report.page import read_breakdown, summarise_arm
+from replayer.traces.formats import bailian
+from sim.offline.cli import simulate_command
+from sim.offline.running import new_files
+from sim.offline.setup import Setup
+from sim.offline.simulate import SimOptions
+from sim.server.settings import ServerSettings
+from tests.sim.offline.offline_runs import agents
+
+ROOT = Path(__file__).parents[3]
+
+
+def application() -> typer.Typer:
+    app = typer.Typer()
+    register_replayer(app)
+    app.command("simulate")(simulate_command)
+    return app
+
+
+APP = application()
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "agents.jsonl.zst"
+    bailian.write(path, agents(60).requests)
+    return path
+
+
+def call(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(APP, [str(each) for each in arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_its_runs_are_read_as_a_replays_are(trace: Path, tmp_path: Path) -> None:
+    for policy in ("linear", "round_robin"):
+        run, rows = tmp_path / f"{policy}.jsonl", tmp_path / f"{policy}-rows.jsonl"
+        said = call("simulate", trace, "-o", run, "--breakdown", rows, "--policy", policy, "--instances", 3)
+        assert "60/60" in said
+        assert len(read_breakdown(rows)) == 60
+        assert read_run(run).header.label == policy
+    runs = [tmp_path / "linear.jsonl", tmp_path / "round_robin.jsonl"]
+    assert "60 requests of 60 planned, 60 ok, complete" in call("summary", runs[0])
+    assert "round_robin" in call("compare", *runs)
+    arm = summarise_arm("linear", read_run(runs[0]))
+    assert sum(arm.requests_by_instance.values()) == 60
+    assert arm.summary.predicted_requests == 60
+
+
+def test_options_reach_the_run(trace: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run.jsonl"
+    options = ["--policy", "linear", "--policy-param", "alpha=0.25", "--planner", "threshold", "--label", "mine"]
+    options += ["--planner-param", "max_in_flight=2", "--pool-tokens", "90000", "--time-scale", "2", "--seed", "5"]
+    options += ["--arrival-jitter-s", "1", "--speed-sigma", "0.1", "--slowdown", "1.2", "--request-limit", "40"]
+    call("simulate", trace, "-o", run, *options)
+    header, records, _ = read_run(run)
+    assert (header.label, header.endpoint, header.seed, header.time_scale, header.think_scale) == (
+        "mine",
+        "sim:offline",
+        5,
+        2.0,
+        2.0,
+    )
+    assert header.options["policy_params"]["alpha"] == 0.25
+    assert header.options["planner_params"]["max_in_flight"] == 2
+    assert header.options["role"] == "kv_both"  # a planner needs it
+    assert (header.options["pool_tokens"], header.options["slowdown"]) == (90_000, 1.2)
+    assert header.options["kv_capacity_tokens"] == 90_000 // 64 * 64
+    assert len(records) == 40
+
+
+def test_a_stream_writes_the_same_records(trace: Path, tmp_path: Path) -> None:
+    whole, streamed = tmp_path / "whole.jsonl", tmp_path / "streamed.jsonl"
+    call("simulate", trace, "-o", whole, "--policy", "lmetric")
+    assert "sessions known at once" in call("simulate", trace, "-o", streamed, "--policy", "lmetric", "--stream")
+    assert whole.read_bytes().split(b"\n")[1:] == streamed.read_bytes().split(b"\n")[1:]
+
+
+def test_a_sweep_writes_a_folder(trace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    said = call("simulate", trace, "-o", folder, "--sweep", "policy=linear,lmetric", "--instances", 2, "--jobs", 1)
+    assert "done: policy=lmetric" in said
+    points = json.loads((folder / "sweep.json").read_text())["points"]
+    assert [point["run"] for point in points] == ["000-policy=linear.jsonl", "001-policy=lmetric.jsonl"]
+    assert read_run(folder / points[1]["run"]).header.options["instances"] == 2
+    failing = tmp_path / "failing"
+    call("simulate", trace, "-o", failing, "--sweep", "time-scale=1,-1", "--jobs", 1, code=1)
+
+
+def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run.jsonl"
+    command = [sys.executable, "-m", "sim", "simulate", str(trace), "-o", str(run), "--request-limit", "5"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(read_run(run).records) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "best"], "unknown routing policy 'best'"),
+        (["--policy", "linear", "--policy-param", "beta=1"], "has no parameter 'beta'"),
+        (["--policy-param", "alpha"], "give parameters as KEY=VALUE"),
+        (["--planner", "best"], "unknown offload planner 'best'"),
+        (["--profile", "gh9000"], "known: h20, h200"),
+        (["--pool-tokens", "10"], "holds no block"),
+        (["--time-scale", "0"], "--time-scale and --think-scale must be above 0"),
+        (["--jobs", "2"], "are for sweeps"),
+        (["--ray"], "are for sweeps"),
+        (["--sweep", "policy=linear", "--stream"], "cannot be given together"),
+        (["--sweep", "policy"], "give KEY=VALUE1"),
+        (["--stream", "--max-inflight-sessions", "3"], "--max-inflight-sessions"),
+    ],
+)
+def test_bad_input_is_reported_and_leaves_no_file(
+    trace: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    run = tmp_path / "run.jsonl"
+    said = call("simulate", trace, "-o", run, *options, code=2)
+    assert message in " ".join(said.split())
+    assert not run.exists()
+
+
+def test_a_missing_trace_and_an_existing_output_are_refused(trace: Path, tmp_path: Path) -> None:
+    assert "no such trace" in call("simulate", tmp_path / "none.jsonl", "-o", tmp_path / "run.jsonl", code=2)
+    run = tmp_path / "old.jsonl"
+    run.write_text("precious")
+    assert "already exists" in call("simulate", trace, "-o", run, code=2)
+    assert run.read_text() == "precious"
+
+
+def test_what_fails_half_way_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "half.jsonl"
+
+    def broken() -> None:
+        with new_files(path, None) as (file, none):
+            assert none is None
+            assert file is not None
+            file.write(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        broken()
+    assert not path.exists()
+
+
+def test_defaults_agree_wherever_they_are_written() -> None:
+    """Equal defaults in the command's options, the setup and the library's options."""
+    setup = {field.name: field.default for field in msgspec.structs.fields(Setup) if field.name != "trace"}
+    command = {name: parameter.default for name, parameter in inspect.signature(simulate_command).parameters.items()}
+    shared = setup.keys() & command.keys()
+    assert len(shared) >= 20
+    assert {name: command[name] for name in shared} == {name: setup[name] for name in shared}
+    options = SimOptions()
+    for name in setup.keys() & {each.name for each in dataclasses.fields(SimOptions)} - {"role", "label"}:
+        assert getattr(options, name) == setup[name], name
+    assert (options.plan.idle_gap_cap_s, options.noise.arrival_jitter_s) == (60.0, 0.0)
+    engine = inspect.signature(ServerSettings.resolve).parameters
+    for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "transport"):
+        assert engine[name].default == getattr(options, name)
+
+
+def test_every_option_explains_itself() -> None:
+    for parameter in inspect.signature(simulate_command, eval_str=True).parameters.values():
+        (info,) = parameter.annotation.__metadata__
+        assert info.help, parameter.name

@@ -1,0 +1,174 @@
+"""Sweeps: every combination once, the same files for every executor, a failed point does not affect others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from policies.registry import PolicyParameterError, UnknownPolicyError
+from policies.types import Role
+from replayer.records.runs import read_run
+from replayer.traces.formats import bailian
+from sim.offline.options import SimulationError
+from sim.offline.setup import Setup, changed, parsed_params
+from sim.offline.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep, simulate_point
+from tests.sim.offline.offline_runs import agents
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "agents.jsonl"
+    bailian.write(path, agents(60).requests)
+    return path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_points_are_all_combinations_in_order(trace: Path) -> None:
+    base = Setup(trace=str(trace), label="mine", policy="lmetric", policy_params={"min_window": 8})
+    points = points_of(base, ["policy=lmetric,round_robin", "time-scale=1,2.5", "planner=threshold"])
+    assert [point.values for point in points] == [
+        {"policy": policy, "time-scale": scale, "planner": "threshold"}
+        for policy in ("lmetric", "round_robin")
+        for scale in (1, 2.5)
+    ]
+    assert points[1].name == points[1].setup.label == "policy=lmetric time-scale=2.5 planner=threshold"
+    assert points[1].file == "001-policy=lmetric_time-scale=2.5_planner=threshold.jsonl"
+    assert points[0].setup.policy_params == {"min_window": 8}  # of the base's policy
+    assert points[2].setup.policy_params == {}
+    assert points[3].setup.time_scale == 2.5
+    assert points[3].setup.options().role is Role.KV_BOTH
+
+
+def test_values_are_typed_as_their_settings_are(trace: Path) -> None:
+    base = Setup(trace=str(trace), policy="linear")
+    points = points_of(base, ["pool_tokens=null,200000", "role=kv_both", "policy.alpha=0.5"])
+    assert [point.setup.pool_tokens for point in points] == [None, 200_000]
+    assert points[1].setup.role is Role.KV_BOTH
+    assert points[1].setup.policy_params == {"alpha": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "error", "message"),
+    [
+        (["policy"], SimulationError, "KEY=VALUE1"),
+        (["=1,2"], SimulationError, "KEY=VALUE1"),
+        (["colour=red"], SimulationError, "'colour' cannot be swept; choose one of arrival_jitter_s"),
+        (["trace=a,b"], SimulationError, "cannot be swept"),
+        (["instances=2,many"], SimulationError, "instances=many: Expected `int`"),
+        (["instances=2", "instances=3"], SimulationError, "given twice"),
+        (["seed=1,1"], SimulationError, "a value is given twice"),
+        (["instances=0"], SimulationError, "--instances"),
+        (["policy=linear,best"], UnknownPolicyError, "'best'"),
+        (["policy.beta=1"], PolicyParameterError, "beta"),
+        (["label=a,b"], SimulationError, "cannot be swept"),
+    ],
+)
+def test_a_sweep_that_cannot_be_run_is_refused_before_it_begins(
+    trace: Path, sweeps: list[str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        points_of(Setup(trace=str(trace)), sweeps)
+
+
+def test_what_depends_on_the_trace_shows_when_it_is_simulated(trace: Path) -> None:
+    (point,) = points_of(Setup(trace=str(trace)), ["pool-tokens=3"])
+    result = simulate_point(point.setup)
+    assert result.error is not None
+    assert "holds no block of 64" in result.error
+
+
+def test_processes_and_one_process_write_the_same(trace: Path, tmp_path: Path) -> None:
+    base = Setup(trace=str(trace), instances=3)
+    points = points_of(base, ["policy=linear,lmetric", "seed=1,2", "arrival-jitter-s=1"])
+    done: list[str] = []
+    results = run_sweep(points, base, tmp_path / "two", in_processes(2), lambda point, _: done.append(point.name))
+    run_sweep(points, base, tmp_path / "one", in_processes(1), lambda *_: None)
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    assert sorted(done) == sorted(point.name for point in points)
+    assert [point.name for point, _ in results] == [point.name for point in points]
+    summary = json.loads((tmp_path / "one" / "sweep.json").read_text())
+    assert [each["name"] for each in summary["points"]] == [point.name for point in points]
+    for each in summary["points"]:
+        run = read_run(tmp_path / "one" / each["run"])
+        assert run.end is not None
+        assert run.header.label == each["name"]
+        assert len(run.records) == each["figures"]["requests"] == each["figures"]["ok"] == 60
+
+
+def test_a_point_that_fails_is_reported_and_the_others_continue(trace: Path, tmp_path: Path) -> None:
+    base = Setup(trace=str(trace), instances=3)
+    points = points_of(base, ["time-scale=1,-1"])
+    results = run_sweep(points, base, tmp_path / "out", in_processes(1), lambda *_: None)
+    assert [result.error is None for _, result in results] == [True, False]
+    summary = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert "--time-scale" in summary["points"][1]["error"]
+    assert summary["points"][1]["run"] is None
+    assert len(files(tmp_path / "out")) == 2
+
+
+def test_nothing_is_written_over(trace: Path, tmp_path: Path) -> None:
+    base = Setup(trace=str(trace))
+    (tmp_path / "something").touch()
+    with pytest.raises(SimulationError, match="not empty"):
+        run_sweep(points_of(base, ["seed=1"]), base, tmp_path, in_processes(1), lambda *_: None)
+
+
+def test_a_process_that_dies_is_reported(trace: Path, tmp_path: Path) -> None:
+    """An executor may return results in any order, with errors in place of figures."""
+
+    def execute(points: Sequence[Point]) -> Iterator[tuple[Point, PointResult]]:
+        yield points[1], simulate_point(points[1].setup)
+        yield points[0], PointResult({}, error="its process died")
+
+    base = Setup(trace=str(trace))
+    points = points_of(base, ["seed=1,2"])
+    results = run_sweep(points, base, tmp_path / "out", execute, lambda *_: None)
+    assert [result.error for _, result in results] == ["its process died", None]
+
+
+def test_without_ray_it_says_what_to_install(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SimulationError, match="pip install ray"):
+        on_ray(Setup(trace=str(trace)))
+
+
+@pytest.mark.timeout(300)
+def test_on_ray_the_files_are_the_same(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is optional and not installed")
+    base = Setup(trace=str(trace), instances=3)
+    points = points_of(base, ["policy=linear,lmetric", "time-scale=1,-1"])
+    run_sweep(points, base, tmp_path / "ray", on_ray(base), lambda *_: None)
+    run_sweep(points, base, tmp_path / "here", in_processes(1), lambda *_: None)
+    assert files(tmp_path / "ray") == files(tmp_path / "here")
+
+
+def test_parameters_are_read_as_yaml() -> None:
+    assert parsed_params(["a=1", "b=0.5", "c=true", "d=text", "e=1e3", "f="]) == {
+        "a": 1,
+        "b": 0.5,
+        "c": True,
+        "d": "text",
+        "e": "1e3",
+        "f": None,
+    }
+    with pytest.raises(PolicyParameterError, match="KEY=VALUE"):
+        parsed_params(["alpha"])
+    with pytest.raises(PolicyParameterError, match="not YAML"):
+        parsed_params(["alpha=[1"])
+
+
+def test_parameters_add_to_those_of_the_same_policy() -> None:
+    base = Setup(trace="t", policy="unified", policy_params={"affinity_gate": 0.4})
+    assert changed(base, {"policy.overload-factor": 2.0}).policy_params == {
+        "affinity_gate": 0.4,
+        "overload_factor": 2.0,
+    }
+    assert changed(base, {"policy": "unified"}).policy_params == {"affinity_gate": 0.4}
+    assert changed(base, {"policy": "linear", "policy.alpha": 2}).policy_params == {"alpha": 2}
