@@ -133,7 +133,7 @@ def leader_sentence(comparisons: Sequence[Comparison]) -> str:
     }
     parts = [f"{words[verdict]} {_listed(groups[verdict])}" for verdict in words if verdict in groups]
     leader = comparisons[0].baseline_label
-    return f"Of the candidates, {leader} has the lowest {LEADING_METRIC}: on it {leader} is {_listed(parts)}."
+    return f"Of the candidates, {leader} has the lowest {LEADING_METRIC}: there it is {_listed(parts)}."
 
 
 def _one(found: Comparison) -> str:

@@ -182,7 +182,7 @@ def test_the_leader_is_called_better_only_where_the_test_says_so() -> None:
     found = against_leader([Arm(run.header.label, run) for run in runs], resamples=1000)
     leader, other = sorted("ab", key=lambda name: name != found[0].baseline_label)
     assert leader_sentence(found) == (
-        f"Of the candidates, {leader} has the lowest E2E p50: on it {leader} is better than c and not distinguishable "
+        f"Of the candidates, {leader} has the lowest E2E p50: there it is better than c and not distinguishable "
         f"from {other}."
     )
     assert leader_sentence([]) == ""
