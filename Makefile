@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 SRC := warmroute.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types imports unit engines test-engines audit soak bench-data-plane tournament analysis-docs reference lock clean
+.PHONY: help setup demo test lint format types imports unit engines test-engines test-package audit soak bench-data-plane tournament analysis-docs reference lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ engines: $(READY) ## real vLLM engines on the CPU and a tiny model for them (abo
 
 test-engines: engines ## the proxy's tests on real engines (about 8 minutes)
 	$(BIN)/python -m pytest -m engines tests/engines
+
+test-package: $(READY) ## build the package, install it into fresh environments, run it there (about two minutes)
+	$(BIN)/python -m pytest -m package tests/package
 
 audit: $(READY) ## known vulnerabilities in what requirements.lock pins
 	$(BIN)/python .ci/audit.py

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import importlib.util
 import os
 import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import typer
 
 __version__ = "0.1.0"
+
+PACKAGES = ("policies", "proxy", "launch", "replayer", "sim", "bench", "configs")
+"""Import names of this distribution; other distributions have some of them too."""
+EXTRAS: Mapping[str, str] = MappingProxyType(
+    {
+        "aiohttp": "lab",
+        "jinja2": "lab",
+        "matplotlib": "lab",
+        "numpy": "lab",
+        "pynvml": "lab",
+        "scipy": "lab",
+        "zstandard": "lab",
+        "ray": "ray",
+        "tokenizers": "tokenizer",
+    }
+)
+"""Modules that only some commands import, and the extra that installs each."""
+
+_HOME = Path(__file__).resolve().parent
+_EXIT = 2
+_REMEDY = (
+    "install warmroute into an environment of its own (`uv tool install warmroute`, `pipx install warmroute`, or a "
+    "fresh virtual environment), and check PYTHONPATH"
+)
+
+
+class ForeignPackageError(RuntimeError):
+    """Another distribution's package is found under one of our import names; the message says where, and the fix."""
 
 
 def _show_version(asked: bool) -> None:
@@ -40,12 +75,82 @@ def build() -> typer.Typer:
     return app
 
 
+def check_packages(home: Path = _HOME) -> None:
+    """Verify that every import name of ours leads to our files.
+
+    ``proxy.py`` installs a package ``proxy``, ROS one named ``launch``: earlier on the path they hide ours, and in the
+    same folder they overwrite it.
+
+    Args:
+        home: folder that our packages are in.
+
+    Raises:
+        ForeignPackageError: another file is found, or none.
+    """
+    recorded = _recorded_digests(home)
+    for name in PACKAGES:
+        ours = home / name / "__init__.py"
+        spec = importlib.util.find_spec(name)
+        places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+        found = next((Path(place) for place in places if place), None)
+        if found is None:
+            raise ForeignPackageError(f"`import {name}` finds nothing; warmroute's {ours} is missing: {_REMEDY}")
+        if found.resolve() != ours:
+            raise ForeignPackageError(f"`import {name}` finds {found} instead of warmroute's {ours}: {_REMEDY}")
+        if recorded.get(name, "") not in {"", _digest(ours)}:
+            raise ForeignPackageError(f"another distribution has overwritten warmroute's {ours}: {_REMEDY}")
+
+
+def _recorded_digests(home: Path) -> dict[str, str]:
+    """Digest of each package's ``__init__.py`` as installed; empty in a source tree or an editable installation."""
+    try:
+        installed = distribution("warmroute")
+    except PackageNotFoundError:
+        return {}
+    if Path(str(installed.locate_file("warmroute.py"))).resolve() != home / "warmroute.py":
+        return {}
+    found = {}
+    for line in (installed.read_text("RECORD") or "").splitlines():
+        path, _, rest = line.partition(",sha256=")
+        if path.endswith("/__init__.py") and path.count("/") == 1:
+            found[path.partition("/")[0]] = rest.partition(",")[0]
+    return found
+
+
+def _digest(path: Path) -> str:
+    """As in RECORD: base64 without padding, for URLs."""
+    return base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
+
+
+def _keep_the_current_folder_out() -> None:
+    """Start child processes (``python -m sim``) on our files even where the current folder has, say, a ``sim.py``."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+    if Path(sys.path[0]).resolve() == _HOME:  # a source tree found by its folder alone: children find it by name
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(_HOME), *paths]))
+
+
 def main() -> None:
     """Console entry point."""
     if not sys.stdout.isatty():
         # Where nobody says how wide the output is, tables must not be cut to 80 columns.
         os.environ.setdefault("COLUMNS", "140")
-    build()()
+    _keep_the_current_folder_out()
+    try:
+        check_packages()
+        build()()
+    except ForeignPackageError as error:
+        _stop(str(error))
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in EXTRAS:
+            raise
+        _stop(f"this command needs {module}, which is not installed: pip install 'warmroute[{EXTRAS[module]}]'")
+
+
+def _stop(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(_EXIT)
 
 
 if __name__ == "__main__":

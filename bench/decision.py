@@ -34,8 +34,9 @@ from rich.table import Table
 import policies.session as session_module
 from bench.machine import machine
 from bench.prefix_index import FIRST_FILLER, prompt
+from policies.row import RequestOutcome, Row
 from policies.session import Routed
-from proxy.breakdown import Breakdown, Outcome, Row
+from proxy.breakdown import Breakdown
 from proxy.metrics.exporter import Metrics
 from proxy.request.parse import Endpoint, session_of
 from proxy.routing.router import Router
@@ -248,7 +249,7 @@ class Loop:
         routed.commitment.decode.first_token()
         t1 = clock()
         row.actual_cached_tokens, row.completion_tokens, row.events = row.predicted_cached_tokens, 80, 80
-        row.status, row.outcome = 200, Outcome.OK
+        row.status, row.outcome = 200, RequestOutcome.OK
         row.stages_ms |= {"first_byte": 200.0, "total": 900.0}
         t2 = clock()
         routed.commitment.release(1e9)

@@ -1,4 +1,5 @@
-"""Decides: request classes, prefix index, in-flight ledger, sessions, routing policies, offload planners.
+"""Pure decision code: request classes, prefix indexes, in-flight ledger, sessions, routing policies, offload planners.
 
-Everything here is pure or an explicit data structure that is handed the time: no I/O, no clock, no globals.
+No I/O, clock or globals: functions are pure and data structures receive the time as an argument. Imports only the
+standard library, xxhash and numpy.
 """

@@ -27,7 +27,7 @@ class ClassThresholds:
             )
 
     def classify(self, new_tokens: int) -> RequestClass:
-        """Class of a request with ``new_tokens`` to compute."""
+        """Request class for ``new_tokens`` tokens to compute."""
         if new_tokens < self.medium_tokens:
             return RequestClass.WARM
         return RequestClass.MEDIUM if new_tokens < self.heavy_tokens else RequestClass.HEAVY

@@ -1,4 +1,4 @@
-"""``decide``: the one function the live proxy, explanations, the simulator and the tests all call."""
+"""``decide``: the decision function shared by the live proxy, explanations, the simulator and the tests."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from policies.offload.base import OffloadPlanner
 from policies.routing.base import RoutingPolicy
 from policies.snapshot import FleetSnapshot
 from policies.types import (
+    CachePrediction,
     CandidateScore,
     Decision,
     NoCandidateError,
     OffloadPlan,
     OffloadReason,
-    Prediction,
     Reason,
     RequestView,
 )
@@ -25,12 +25,7 @@ def decide(
     planner: OffloadPlanner,
     thresholds: ClassThresholds,
 ) -> Decision:
-    """Choose D, classify by the new tokens there, and ask the planner for a P.
-
-    Raises:
-        NoCandidateError: the snapshot holds no instance.
-        ValueError: the policy chose an instance that is not in the snapshot.
-    """
+    """Choose D, classify the request by its new tokens there, and choose a P if the planner offloads."""
     if not fleet.instances:
         raise NoCandidateError("no instance may take the request")
     choice = policy.choose(request, fleet)
@@ -54,8 +49,8 @@ def decide(
         policy=policy.name,
         prompt_tokens=request.prompt_tokens,
         cached_tokens=chosen.cached_tokens,
-        decode_prediction=Prediction.of(chosen),
-        prefill_prediction=Prediction.of(prefill) if prefill is not None else None,
+        decode_prediction=CachePrediction.of(chosen),
+        prefill_prediction=CachePrediction.of(prefill) if prefill is not None else None,
     )
 
 

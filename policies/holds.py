@@ -1,4 +1,4 @@
-"""KV that P keeps for a D that has yet to pull it: not in any engine's request count, yet it fills P's pool."""
+"""KV that P keeps until D has pulled it: not in any engine's request count, but part of P's used pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """What one life of one instance holds."""
+    """Holds of one instance between two restarts."""
 
     held_tokens: int = 0
     orphans: list[tuple[float, int]] = field(default_factory=list)
@@ -16,20 +16,20 @@ class _Kept:
 
 
 class Holds:
-    """Tokens held per instance: those of hand-offs under way, and orphans that nobody will pull any more.
+    """Tokens held per instance: those of hand-offs in progress, and orphans that will never be pulled.
 
-    An engine frees an orphan after its abort timeout; until then the room is taken.
+    An engine frees an orphan after its abort timeout; until then the space is in use.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
 
     def __len__(self) -> int:
-        """Instances that something was held on since they last restarted."""
+        """Number of instances with holds since their last restart."""
         return len(self._kept)
 
     def take(self, instance: str, tokens: int) -> Hold:
-        """Count a hold that somebody will release or orphan."""
+        """Count a hold of ``tokens``; the caller releases or orphans it. Raises ValueError if negative."""
         if tokens < 0:
             raise ValueError(f"tokens must not be negative, got {tokens}")
         kept = self._kept.setdefault(instance, _Kept())
@@ -37,11 +37,11 @@ class Holds:
         return Hold(kept, tokens)
 
     def untracked(self, tokens: int) -> Hold:
-        """A hold on an engine that left the fleet: counted nowhere."""
+        """A hold on an engine that left the fleet: not counted."""
         return Hold(_Kept(tokens), tokens)
 
     def tokens(self, instance: str, now_s: float) -> int:
-        """Tokens held on one instance, orphans included while they last."""
+        """Tokens held on one instance, including orphans that have not expired."""
         kept = self._kept.get(instance)
         if kept is None:
             return 0
@@ -50,17 +50,17 @@ class Holds:
         return kept.held_tokens + sum(tokens for _, tokens in kept.orphans)
 
     def held_tokens(self, instance: str) -> int:
-        """Tokens that somebody is still to pull from an instance: orphans do not count."""
+        """Tokens still to be pulled from an instance, without orphans."""
         kept = self._kept.get(instance)
         return kept.held_tokens if kept is not None else 0
 
-    def held_by(self, instance: str) -> Callable[[], int]:
-        """What tells the same of the present life of an instance, also when another has its name."""
+    def held_tokens_reader(self, instance: str) -> Callable[[], int]:
+        """Return a function that reads ``held_tokens`` of the current process, even if its name is reused later."""
         kept = self._kept.get(instance, _Kept())
         return lambda: kept.held_tokens
 
     def forget(self, instance: str) -> None:
-        """The instance restarted: all it held is gone, and an old hold that ends later leaves nothing behind."""
+        """Drop all holds of an instance that restarted; releasing an old one later has no effect."""
         self._kept.pop(instance, None)
 
     def total(self) -> int:
@@ -69,7 +69,7 @@ class Holds:
 
 
 class Hold:
-    """One hold; released or orphaned once."""
+    """One hold, to be released or orphaned once."""
 
     __slots__ = ("_kept", "_open", "_tokens")
 
@@ -79,11 +79,11 @@ class Hold:
         self._open = True
 
     def release(self) -> None:
-        """D has the KV. Later calls do nothing."""
+        """Release: D has the KV. Later calls do nothing."""
         self._settle(None)
 
     def orphan(self, until_s: float) -> None:
-        """Nobody will pull it: P keeps it until then. Later calls do nothing."""
+        """Mark as never to be pulled: P keeps it until ``until_s``. Later calls do nothing."""
         self._settle(until_s)
 
     def _settle(self, until_s: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Arrival shares and streaks of prefix classes, for the hotspot detector of LMetric (arXiv 2603.15202)."""
+"""Arrival shares and streaks of prefix classes, for LMetric's hotspot detector (arXiv 2603.15202)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from policies.types import HotspotView
 
 
 class HotspotTracker:
-    """Counts the prefix classes of the last ``window`` requests; a class is its first ``class_blocks`` blocks.
+    """Counts of the prefix classes of the last ``window`` requests; a class is its first ``class_blocks`` blocks.
 
     The *streak* of a class counts consecutive requests of that class that went to a holder while the class was alarmed;
     any other outcome ends it. Memory is bounded by the window.
@@ -25,11 +25,11 @@ class HotspotTracker:
         self._streaks: dict[int, int] = {}
 
     def class_of(self, hashes: Sequence[int]) -> int | None:
-        """Key of a prompt's class; None when it has no full block."""
+        """Key of a prompt's class; None if the prompt has no full block."""
         return hashes[min(self.class_blocks, len(hashes)) - 1] if hashes else None
 
     def view(self, hashes: Sequence[int]) -> HotspotView:
-        """The class of a request that has just arrived, itself counted in."""
+        """Class figures for an arriving request, itself included."""
         key = self.class_of(hashes)
         if key is None:
             return HotspotView()
@@ -37,7 +37,7 @@ class HotspotTracker:
         return HotspotView((self._counts.get(key, 0) + 1) / (seen + 1), self._streaks.get(key, 0), seen + 1)
 
     def record(self, hashes: Sequence[int], to_holder: bool, alarmed: bool) -> None:
-        """Count a routed request and prolong or end the streak of its class."""
+        """Count a routed request and extend or end the streak of its class."""
         key = self.class_of(hashes)
         if key is None:
             return

@@ -1,7 +1,7 @@
-"""The ledger: what every instance has in flight, by leases.
+"""In-flight work per instance, counted by leases.
 
-A lease is taken in the same synchronous step that decides, before any await, so two requests of one event-loop tick see
-each other. It is released exactly once, whatever happens in between.
+A lease is taken in the same synchronous step as the decision, before any await, so that two requests of one event-loop
+tick see each other's load. It is released exactly once, on every path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Phase(StrEnum):
-    """Where the work of a lease is."""
+    """Phase of a lease's work."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -23,7 +23,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Account:
-    """What one instance has in flight. `Ledger.recent_tokens` tells what is left of the recent term."""
+    """In-flight work of one instance. `Ledger.recent_tokens` applies the decay to the recent term."""
 
     requests: int = 0
     prefilling: int = 0
@@ -35,7 +35,7 @@ class Account:
 
 
 class Load(NamedTuple):
-    """What the ledger says of one instance (a plain reading, not a live view)."""
+    """Ledger values of one instance at one moment (a copy, not a live view)."""
 
     requests: int = 0
     pending_prefill_tokens: int = 0
@@ -43,7 +43,7 @@ class Load(NamedTuple):
     promised_tokens: int = 0
     recent_tokens: float = 0.0
     prefilling: int = 0
-    """Of ``requests``, those whose first token is still to come."""
+    """Those of ``requests`` without a first token yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class Lease:
     _on_release: Callable[[], None] | None = field(default=None, repr=False)
 
     def first_token(self) -> None:
-        """The prefill is done: its tokens stop pending and its context starts decoding. Later calls do nothing."""
+        """Move the lease from prefill to decode: its tokens stop pending. Later calls do nothing."""
         if self.phase is Phase.PREFILL:
             self.phase = Phase.DECODE
             self._account.prefilling -= 1
@@ -66,13 +66,13 @@ class Lease:
             self._account.decoding_tokens += self.context_tokens
 
     def add_prefill(self, new_tokens: int) -> None:
-        """Count more tokens to prefill here, as when an offload falls back; only before the first token."""
+        """Add tokens to prefill here, as when an offload falls back; only before the first token."""
         if self.phase is Phase.PREFILL:
             self.new_tokens += new_tokens
             self._account.pending_prefill_tokens += new_tokens
 
     def release(self) -> bool:
-        """Take the leg out of the count. True the first time; later calls change nothing and return False."""
+        """Remove the leg from the counts. True the first time; later calls do nothing and return False."""
         if self.phase is Phase.RELEASED:
             return False
         if self.phase is Phase.PREFILL:
@@ -92,7 +92,7 @@ class Ledger:
     """In-flight requests, pending prefill tokens and decoding tokens per instance, plus *recently assigned* tokens.
 
     The recent term decays by half every ``recent_half_life_s`` seconds. With agent pacing nothing is in flight at most
-    decisions, so without it every idle instance looks the same and ties decide the placement.
+    decisions; without this term all idle instances would be equal and ties would decide the placement.
     """
 
     def __init__(self, recent_half_life_s: float = 30.0) -> None:
@@ -100,19 +100,23 @@ class Ledger:
         self.set_half_life(recent_half_life_s)
         self._accounts: dict[str, Account] = {}
         self.unused = Account()
-        """The account of an instance never seen: zeros. For readers."""
+        """All-zero account for instances without one, for readers."""
         self._departed: list[Account] = []
         self.on_release: Callable[[], None] | None = None
-        """Called after every release of a lease that is taken from then on: there may be room for others."""
+        """Called after every release of a lease that is acquired after this is set: capacity may have become free."""
 
     def set_half_life(self, recent_half_life_s: float) -> None:
-        """Decay by another half-life from now on. Raises ValueError unless it is positive."""
+        """Set the half-life of the recent term, in seconds. Raises ValueError unless positive."""
         if recent_half_life_s <= 0:
             raise ValueError(f"recent_half_life_s must be positive, got {recent_half_life_s}")
         self._half_life_s = recent_half_life_s
 
     def acquire(self, instance: str, new_tokens: int, context_tokens: int, now_s: float) -> Lease:
-        """Count one leg: ``new_tokens`` to prefill, ``context_tokens`` of KV once decoding."""
+        """Count one leg: ``new_tokens`` to prefill, ``context_tokens`` of KV once decoding.
+
+        Raises:
+            ValueError: a token count is negative.
+        """
         if new_tokens < 0 or context_tokens < 0:
             raise ValueError(f"token counts must not be negative, got {new_tokens} and {context_tokens}")
         account = self._accounts.get(instance)
@@ -132,16 +136,16 @@ class Ledger:
         return account.requests if account else 0
 
     def account(self, instance: str) -> Account:
-        """The live account of one instance, for readers; zeros for one never seen."""
+        """Live account of one instance, for readers; zeros for an unknown one."""
         return self._accounts.get(instance, self.unused)
 
     @property
     def accounts(self) -> Mapping[str, Account]:
-        """The live accounts by instance, for readers; ``unused`` stands for the instances that are not in it."""
+        """Live accounts by instance, for readers; instances without an entry have ``unused``."""
         return self._accounts
 
     def load(self, instance: str, now_s: float) -> Load:
-        """Current reading of one instance; zero for one never seen."""
+        """Current load of one instance; zeros for an unknown one."""
         account = self._accounts.get(instance)
         if account is None:
             return _IDLE
@@ -155,23 +159,23 @@ class Ledger:
         )
 
     def promised_tokens(self, instance: str) -> int:
-        """KV in tokens that the requests in flight on one instance need; needs no time."""
+        """KV in tokens that the requests in flight on one instance need; independent of time."""
         account = self._accounts.get(instance)
         return account.promised_tokens if account else 0
 
     def forget_recent(self, instance: str) -> None:
-        """Clear the decayed term of an instance that restarted; leases in flight stay counted."""
+        """Clear the recent term of an instance that restarted; leases in flight stay counted."""
         account = self._accounts.get(instance)
         if account is None:
             return
         account.recent_tokens = 0.0
-        if not account.requests:  # no lease refers to it, and the names of departed instances must not pile up
+        if not account.requests:  # no lease refers to it; names of departed instances must not accumulate
             del self._accounts[instance]
 
     def remove_instance(self, instance: str) -> Callable[[], int]:
-        """An instance left. Its leases stay in ``totals`` until released; another of its name starts from zero.
+        """Remove an instance. Its leases stay in ``totals`` until released; a new one of its name starts from zero.
 
-        Returns what tells how many of its leases are not released yet.
+        Returns a function that reads the number of its leases that are not yet released.
         """
         self._departed = [account for account in self._departed if account.requests]
         account = self._accounts.pop(instance, None) or Account()
@@ -180,7 +184,7 @@ class Ledger:
         return lambda: account.requests
 
     def totals(self) -> dict[str, int]:
-        """Sums over all instances, those that left included; every value is zero when nothing is in flight."""
+        """Sums over all instances, including removed ones; every value is zero when nothing is in flight."""
         accounts = [*self._accounts.values(), *self._departed]
         return {
             "requests": sum(a.requests for a in accounts),
@@ -191,7 +195,7 @@ class Ledger:
         }
 
     def recent_tokens(self, account: Account, now_s: float) -> float:
-        """The decayed term of an account."""
+        """Recent term of an account in tokens, decayed to ``now_s``."""
         recent = account.recent_tokens
         elapsed_s = now_s - account.recent_at_s
         return recent * exp2(-elapsed_s / self._half_life_s) if recent and elapsed_s > 0.0 else recent

@@ -1,4 +1,4 @@
-"""A breaker for every (P, D) pair: hand-offs that keep failing are left alone for a while."""
+"""Circuit breaker per (P, D) pair: no hand-offs over a pair for a while after repeated failures."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class PairBreaker:
             self._open_until_s[pair] = now_s + self._cooldown_s
 
     def forget(self, instance: str) -> None:
-        """The instance left: its pairs go with it."""
+        """Remove all pairs of an instance that left the fleet."""
         self._failures = {pair: count for pair, count in self._failures.items() if instance not in pair}
         self._open_until_s = {pair: until_s for pair, until_s in self._open_until_s.items() if instance not in pair}
 
     def broken(self, now_s: float) -> frozenset[tuple[str, str]]:
-        """Pairs that may not be used now."""
+        """Pairs whose breaker is open at ``now_s``."""
         if not self._open_until_s:
             return frozenset()
         return frozenset(pair for pair, until_s in self._open_until_s.items() if now_s < until_s)

@@ -1,4 +1,4 @@
-"""Policies and planners by name: ours and third parties' are found by the same entry points."""
+"""Policies and planners by name: the built-in ones, and third-party ones found through entry points."""
 
 from __future__ import annotations
 
@@ -8,11 +8,58 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any, cast
 
+from policies.baselines.aibrix_prefix import AibrixPrefix
+from policies.baselines.dynamo_cost import DynamoCost
+from policies.baselines.llmd_affinity import LlmdAffinity
+from policies.baselines.lpwl import Lpwl
+from policies.baselines.pinned_linear import PinnedLinear
+from policies.baselines.sglang_cache_aware import SglangCacheAware
+from policies.baselines.smetric import Smetric
+from policies.baselines.vllm_cache_aware import VllmCacheAware
+from policies.baselines.vllm_kv_aware import VllmKvAware
 from policies.offload.base import OffloadPlanner
+from policies.offload.cost_model import CostModel
+from policies.offload.never import Never
+from policies.offload.static_pd import StaticPd
+from policies.offload.threshold import Threshold
 from policies.routing.base import RoutingPolicy
+from policies.routing.least_loaded import LeastLoaded
+from policies.routing.linear import Linear
+from policies.routing.lmetric import LMetric
+from policies.routing.random_choice import RandomChoice
+from policies.routing.round_robin import RoundRobin
+from policies.routing.session_sticky import SessionSticky
+from policies.routing.unified import Unified
+from policies.routing.warm import Warm
 
 ROUTING_GROUP = "warmroute.routing"
 OFFLOAD_GROUP = "warmroute.offload"
+
+_ROUTING: tuple[type[RoutingPolicy], ...] = (
+    *(LeastLoaded, Linear, LMetric, RandomChoice, RoundRobin, SessionSticky, Unified, Warm),
+    *(
+        AibrixPrefix,
+        DynamoCost,
+        LlmdAffinity,
+        Lpwl,
+        PinnedLinear,
+        SglangCacheAware,
+        Smetric,
+        VllmCacheAware,
+        VllmKvAware,
+    ),
+)
+_OFFLOAD: tuple[type[OffloadPlanner], ...] = (CostModel, Never, StaticPd, Threshold)
+BUILT_IN: Mapping[str, Mapping[str, type]] = MappingProxyType(
+    {
+        ROUTING_GROUP: MappingProxyType({policy.name: policy for policy in _ROUTING}),
+        OFFLOAD_GROUP: MappingProxyType({planner.name: planner for planner in _OFFLOAD}),
+    }
+)
+"""Policies and planners of this package, by entry-point group and name."""
+
+_OURS = "warmroute"
+"""Distribution whose entry points are skipped: metadata of an older editable install may have the built-in ones."""
 
 _ACCEPTED: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
     {
@@ -25,20 +72,28 @@ _ACCEPTED: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
 
 
 class UnknownPolicyError(ValueError):
-    """No policy of that name is installed; the message lists those that are."""
+    """No policy of that name is installed; the message lists the installed ones."""
+
+
+class PolicyNameTakenError(UnknownPolicyError):
+    """An installed package declares a policy under a name that is already taken; the message names both."""
 
 
 class PolicyParameterError(ValueError):
-    """A parameter the policy does not have, or a value it refuses."""
+    """A parameter the policy does not have, or a value it rejects."""
 
 
 def routing_policies() -> list[str]:
-    """Names of all installed routing policies, sorted."""
+    """Names of all routing policies, built-in and installed, sorted.
+
+    Raises:
+        PolicyNameTakenError: an installed package declares a name that is taken.
+    """
     return sorted(_found(ROUTING_GROUP))
 
 
 def offload_planners() -> list[str]:
-    """Names of all installed offload planners, sorted."""
+    """Names of all offload planners, built-in and installed, sorted; errors as ``routing_policies``."""
     return sorted(_found(OFFLOAD_GROUP))
 
 
@@ -47,13 +102,14 @@ def make_routing(name: str, params: Mapping[str, Any] | None = None) -> RoutingP
 
     Raises:
         UnknownPolicyError: no such policy.
+        PolicyNameTakenError: an installed package declares a name that is taken.
         PolicyParameterError: an unknown parameter or a refused value.
     """
     return cast(RoutingPolicy, _make(_found(ROUTING_GROUP), "routing policy", name, params or {}))
 
 
 def all_routing() -> dict[str, RoutingPolicy]:
-    """Every installed routing policy with its default parameters, by name. Looks once at what is installed."""
+    """All installed routing policies with default parameters, by name. Reads the entry points once."""
     found = _found(ROUTING_GROUP)
     return {name: cast(RoutingPolicy, _make(found, "routing policy", name, {})) for name in sorted(found)}
 
@@ -68,12 +124,29 @@ def parameters(policy: object) -> dict[str, Any]:
     return dataclasses.asdict(policy) if dataclasses.is_dataclass(policy) and not isinstance(policy, type) else {}
 
 
-def _found(group: str) -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=group)}
+def _found(group: str) -> dict[str, type | EntryPoint]:
+    """Built-in classes, and entry points of other distributions, not loaded yet."""
+    found: dict[str, type | EntryPoint] = dict(BUILT_IN[group])
+    for point in entry_points(group=group):
+        if _distribution(point) == _OURS:
+            continue
+        other = found.get(point.name)
+        if isinstance(other, type) or (other is not None and other != point):
+            owner = "warmroute itself" if isinstance(other, type) else f"{_distribution(other)} ({other.value})"
+            raise PolicyNameTakenError(
+                f"{_distribution(point)} declares {point.name!r} in the entry points {group!r} ({point.value}), "
+                f"but that name is taken by {owner}: rename or uninstall one of them"
+            )
+        found[point.name] = point
+    return found
+
+
+def _distribution(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "a package"
 
 
 def _check_types(what: str, factory: Any, params: Mapping[str, Any]) -> None:
-    """Refuse a value that is not of its field's plain type: the text ``"false"`` would silently count as true."""
+    """Reject a value that is not of its field's plain type: the string ``"false"`` would otherwise count as true."""
     for field in dataclasses.fields(factory):
         declared = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
         if field.name not in params or declared not in _ACCEPTED:
@@ -84,10 +157,11 @@ def _check_types(what: str, factory: Any, params: Mapping[str, Any]) -> None:
             raise PolicyParameterError(f"{what}: {field.name} must be {wanted}, got {value!r}")
 
 
-def _make(found: Mapping[str, EntryPoint], kind: str, name: str, params: Mapping[str, Any]) -> object:
+def _make(found: Mapping[str, type | EntryPoint], kind: str, name: str, params: Mapping[str, Any]) -> object:
     if name not in found:
         raise UnknownPolicyError(f"unknown {kind} {name!r}; known: {', '.join(sorted(found))}")
-    factory = found[name].load()
+    entry = found[name]
+    factory: Any = entry if isinstance(entry, type) else entry.load()
     known = [field.name for field in dataclasses.fields(factory)] if dataclasses.is_dataclass(factory) else None
     unknown = [key for key in params if known is not None and key not in known]
     if unknown:

@@ -19,12 +19,12 @@ from policies.types import Decision, InstanceView, RequestView
 
 
 class Routed(NamedTuple):
-    """A decision that is already counted."""
+    """A decision that has been counted."""
 
     decision: Decision
     commitment: Commitment
     prefill_view: InstanceView | None
-    """P as the decision saw it, when the prefill is offloaded."""
+    """P's view at the decision if the prefill is offloaded."""
 
 
 class LegTime(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which instance a session last ran on: bounded in number, forgotten after a time to live."""
+"""Session pins: the instance a session last ran on, bounded in number and in time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class SessionTable:
     """Session id -> instance, least recently used first. O(1) per call, amortised."""
 
     def __init__(self, capacity: int = 100_000, ttl_s: float = 3600.0) -> None:
-        """``capacity`` sessions at most; one idle for ``ttl_s`` seconds is forgotten."""
+        """At most ``capacity`` sessions; one idle for ``ttl_s`` seconds is dropped."""
         self.set_bounds(capacity, ttl_s)
         self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._per_instance: Counter[str] = Counter()
 
     def set_bounds(self, capacity: int, ttl_s: float) -> None:
-        """Other bounds, in force from the next pin on. Raises ValueError unless both are positive."""
+        """Set the bounds, effective from the next pin on. Raises ValueError unless both are positive."""
         if capacity < 1 or ttl_s <= 0:
             raise ValueError(f"capacity and ttl_s must be positive, got {capacity} and {ttl_s}")
         self._capacity = capacity
@@ -43,7 +43,7 @@ class SessionTable:
             self._drop_oldest()
 
     def remove_instance(self, instance: str) -> int:
-        """Unpin every session of an instance that is gone; returns how many. O(sessions)."""
+        """Unpin every session of a removed instance; returns their number. O(sessions)."""
         gone = [session for session, pin in self._pins.items() if pin[0] == instance]
         for session in gone:
             del self._pins[session]
@@ -52,11 +52,11 @@ class SessionTable:
 
     def count(self, instance: str) -> int:
         """Live sessions pinned to an instance."""
-        return self._per_instance.get(instance, 0)  # a Counter's own default is a call in Python
+        return self._per_instance.get(instance, 0)  # a Counter's own default is a Python-level call
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Live sessions per instance, for readers; those without any are left out."""
+        """Live sessions per instance, for readers; instances without sessions are left out."""
         return self._per_instance
 
     def _expire(self, now_s: float) -> None:

@@ -9,28 +9,28 @@ from policies.types import HotspotView, InstanceView
 
 
 class FleetSnapshot(NamedTuple):
-    """The fleet at one instant, for one request. Only instances that may be chosen are in it."""
+    """The fleet at one instant, for one request. Contains only instances that may be chosen."""
 
     instances: tuple[InstanceView, ...]
     sequence: int = 0
-    """Number of the decision: turns and seeds derive from it."""
+    """Number of the decision, from which turns and seeds derive."""
     pinned: str | None = None
-    """Instance of the request's session, whether or not it is still a candidate."""
+    """Instance of the request's session, candidate or not."""
     hotspot: HotspotView = HotspotView()
     offloads_in_flight: int = 0
     broken_pairs: frozenset[tuple[str, str]] = frozenset()
     """(P, D) pairs whose breaker is open."""
     prefill_instances: tuple[InstanceView, ...] = ()
-    """Instances that may take a prefill for another, where roles separate them; empty: any of ``instances``."""
+    """Instances that may prefill for another, where roles separate them; empty: any of ``instances``."""
     costs: Costs | None = None
-    """What prefills and transfers take, as learned so far; None: nobody learns."""
+    """Cost models at this moment; None if nothing is learned."""
 
     def view(self, instance: str) -> InstanceView | None:
-        """The candidate of that name; None where there is none."""
+        """The candidate of that name, or None."""
         return _named(self.instances, instance)
 
     def prefill_view(self, instance: str) -> InstanceView | None:
-        """The instance of that name among those that may prefill for another."""
+        """The instance of that name among those that may prefill for another, or None."""
         return _named(self.prefill_instances or self.instances, instance)
 
 

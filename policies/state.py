@@ -1,7 +1,7 @@
-"""What the router knows of its fleet: index, ledger, sessions and hotspots behind one door.
+"""Fleet state for routing: index, ledger, sessions and hotspots behind one interface.
 
-``snapshot`` reads, ``commit`` counts; both are synchronous and take the time as an argument, so the proxy on the wall
-clock and a simulation in virtual time run the same code. Switching the policy touches none of it.
+``snapshot`` reads, ``commit`` counts; both are synchronous and receive the time as an argument, so the proxy in real
+time and a simulation in virtual time run the same code. Switching the policy leaves the state unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Instance:
 
 
 class Commitment:
-    """What one decision reserved: a lease per leg, an offload slot, and the index entries to take back if need be."""
+    """Resources reserved by one decision: a lease per leg, an offload slot, and index entries that can be retracted."""
 
     __slots__ = (
         "_added",
@@ -69,45 +69,45 @@ class Commitment:
         self.decode = decode
         self.prefill = prefill
         self.workload = workload
-        """What was asked of D and P, for the models of what that takes."""
+        """Work of D and P, for the cost models."""
 
     @property
     def decode_known(self) -> bool:
-        """Whether D is still in the fleet: neither removed, nor replaced by another engine of its name."""
+        """True if D is still in the fleet: neither removed nor replaced by another engine of its name."""
         return self._state._instances.get(self.decode.instance) is self._lives[0]
 
     @property
     def prefill_known(self) -> bool:
-        """The same of P; False without one."""
+        """True if P is still in the fleet; False without a P."""
         return self.prefill is not None and self._state._instances.get(self.prefill.instance) is self._lives[1]
 
     @property
     def pair_known(self) -> bool:
-        """Whether what the hand-off shows is worth learning: both ends are still in the fleet."""
+        """True if both ends are still in the fleet, so the hand-off's times may be learned."""
         return self.decode_known and self.prefill_known
 
     def end_prefill(self) -> None:
-        """The P leg is over and its KV waits for D: release P's lease, count the hold. Later calls do nothing."""
+        """The P leg has finished and its KV waits for D: release P's lease, count the hold. Later calls do nothing."""
         if self.prefill is not None and self.prefill.release():
             self._promised.kept(self.prefill.instance)
             if self.prefill_known:
                 self._hold = self._state.holds.take(self.prefill.instance, self.prefill.context_tokens)
 
     def hold_on_decode(self) -> Hold:
-        """Count the room that a pull which was given up takes on D until it ends; the caller releases it."""
+        """Count the room on D of an abandoned pull until it ends; the caller releases the hold."""
         tokens, holds = self.decode.context_tokens, self._state.holds
         return holds.take(self.decode.instance, tokens) if self.decode_known else holds.untracked(tokens)
 
     def handed_over(self) -> None:
-        """D has answered its first token, so it has the KV: the offload is over. Later calls do nothing."""
+        """D has answered its first token, so it has the KV: the offload has ended. Later calls do nothing."""
         if self._hold is not None:
             self._hold.release()
         self._end_offload()
 
     def fall_back(self, orphaned_until_s: float = 0.0) -> None:
-        """The offload failed: end it and count the prefill on D after all. Later calls do nothing.
+        """The offload failed: end it and count the prefill on D instead. Later calls do nothing.
 
-        What P holds, if it came to that, stays there until ``orphaned_until_s``.
+        KV that P holds for it stays counted there until ``orphaned_until_s``.
         """
         if self._hold is not None:
             self._hold.orphan(orphaned_until_s)
@@ -116,14 +116,14 @@ class Commitment:
         self._not_yet_on_decode = 0
 
     def retract(self, instance: str) -> None:
-        """Take back the blocks that were entered for an instance which never computed them."""
+        """Remove the blocks that were added for an instance that never computed them."""
         self._promised.broken(instance)
         insertion = self._added.pop(instance, None)
         if insertion is not None:
             self._state.index.retract(insertion)
 
     def release(self, orphaned_until_s: float = 0.0) -> None:
-        """Release whatever is still held; a hold nobody pulled stays until then. Later calls do nothing."""
+        """Release everything still held; an unpulled hold stays until ``orphaned_until_s``. Later calls do nothing."""
         if self._hold is not None:
             self._hold.orphan(orphaned_until_s)
         self._end_offload()
@@ -151,7 +151,7 @@ class FleetState:
         self.index = PrefixIndex() if index is None else index
         self.predictor = Predictor(self.index)
         self.ledger = Ledger() if ledger is None else ledger
-        self.sessions = SessionTable() if sessions is None else sessions  # an empty table is false
+        self.sessions = SessionTable() if sessions is None else sessions  # an empty table is falsy
         self.hotspots = HotspotTracker() if hotspots is None else hotspots
         self.pairs = PairBreaker()
         self.holds = Holds()
@@ -162,11 +162,11 @@ class FleetState:
 
     @property
     def instances(self) -> list[str]:
-        """Names of all known instances, in the order they were added."""
+        """Names of all registered instances, in the order they were added."""
         return list(self._instances)
 
     def role(self, instance: str) -> Role:
-        """Role of a known instance."""
+        """Role of a registered instance."""
         return self._instances[instance].role
 
     def add_instance(
@@ -177,7 +177,7 @@ class FleetState:
         transport: Transport | None = None,
         connector: Connector = Connector.MOONCAKE,
     ) -> None:
-        """Make an instance known. Idempotent; role, host, transport and connector are taken over."""
+        """Register an instance, or update role, host, transport and connector of a known one. Idempotent."""
         known = self._instances.get(instance)
         if known:
             known.role, known.host, known.transport, known.connector = role, host, transport, connector
@@ -187,9 +187,9 @@ class FleetState:
         self.predictor.add_instance(instance)
 
     def remove_instance(self, instance: str) -> Callable[[], int]:
-        """Forget an instance: blocks, pins and figures. Its leases stay in the totals until they are released.
+        """Remove an instance: blocks, pins and learned values. Its leases stay in the totals until released.
 
-        Returns what tells how many of them there still are.
+        Returns a function that reads the number of its unreleased leases.
         """
         self._instances.pop(instance, None)
         self.index.remove_instance(instance)
@@ -201,7 +201,7 @@ class FleetState:
         return self.ledger.remove_instance(instance)
 
     def restarted(self, instance: str) -> None:
-        """The instance's cache is empty again: drop its blocks, pins and recent load."""
+        """Drop blocks, pins and recent load of an instance that restarted with an empty cache."""
         self.index.clear_instance(instance)
         self.predictor.restarted(instance)
         self.sessions.remove_instance(instance)
@@ -209,25 +209,25 @@ class FleetState:
         self.holds.forget(instance)
 
     def set_capacity(self, instance: str, kv_capacity_tokens: int, block_tokens: float) -> None:
-        """Take the engine's KV pool as the bound of its shadow index."""
+        """Set the engine's KV pool in tokens, which bounds its shadow index."""
         self._instances[instance].kv_capacity_tokens = kv_capacity_tokens
         if kv_capacity_tokens and block_tokens:
             self.index.add_instance(instance, max(1, int(kv_capacity_tokens / block_tokens)))
 
     def set_usage(self, instance: str, kv_used_tokens: int) -> None:
-        """Take over the KV in use that the engine reported."""
+        """Set the KV in use as the engine reported it, in tokens."""
         known = self._instances[instance]
         known.kv_used_tokens = kv_used_tokens
         known.promised_at_report_tokens = self.ledger.promised_tokens(instance)
 
     def expected_tokens(self, instance: str, now_s: float) -> int:
-        """KV that requests in flight and holds explain: what an engine reports beyond it, nobody asked for."""
+        """KV in tokens that requests in flight and holds account for; an engine reporting more has a leak."""
         return self.ledger.promised_tokens(instance) + self.holds.tokens(instance, now_s)
 
     def snapshot(
         self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()
     ) -> FleetSnapshot:
-        """The fleet as this request sees it: ``eligible`` instances may decode, ``prefill_only`` only prefill."""
+        """Fleet snapshot for one request: ``eligible`` instances may decode, ``prefill_only`` ones only prefill."""
         matched = self.predictor.match(request, now_s)
         class_blocks = min(self.hotspots.class_blocks, len(request.block_hashes))
         tokens: dict[int, int] = {}
@@ -246,7 +246,7 @@ class FleetState:
         )
 
     def commit(self, request: RequestView, fleet: FleetSnapshot, decision: Decision, now_s: float) -> Commitment:
-        """Count the decision: leases, index entries, session pin, hotspot streak. Nothing may be awaited in between."""
+        """Count the decision: leases, index entries, session pin, hotspot streak. No await after the snapshot."""
         self._sequence += 1
         holders = sum([view.holds_class for view in fleet.instances])
         chosen = fleet.view(decision.decode_on)
@@ -288,10 +288,10 @@ class FleetState:
         tokens: dict[int, int],
         now_s: float,
     ) -> list[InstanceView]:
-        """The wanted instances, in the order they were added.
+        """Views of the ``wanted`` instances, in the order they were added.
 
-        ``tokens`` keeps what a number of matched blocks comes to: mostly it is the same for many instances. One loop
-        without calls where none is needed: it runs for every instance of every request.
+        ``tokens`` caches cacheable tokens by matched blocks, which are mostly equal across instances. A single loop
+        with few calls, because it runs for every instance of every request.
         """
         shadow, exact = matched
         account_of, recent_of = self.ledger.accounts.get, self.ledger.recent_tokens
@@ -311,12 +311,12 @@ class FleetState:
                 blocks, source = exact[name], exact_source
                 cached = exact_tokens = cacheable_tokens(request, blocks)
             account = account_of(name, unused)
-            # What was promised before the report is in its figure, unless the engine had not got round to it yet. Less
-            # than that: some of it has ended since.
+            # Tokens promised before the report are in its figure unless the engine had not allocated them yet; if the
+            # figure is smaller, some of those requests have ended since.
             reported, used = known.promised_at_report_tokens, known.kv_used_tokens
             promised = account.promised_tokens - (reported if reported < used else used)
             held = 0 if holds is None else holds.tokens(name, now_s)
-            # In the order of the fields: naming 19 of them takes as long as everything else here.
+            # Positional: naming 19 fields takes as long as the rest of the loop.
             views.append(
                 new(
                     InstanceView,

@@ -1,4 +1,4 @@
-"""The words a decision is made of: what a policy is shown and what it answers."""
+"""Data types of a decision: inputs of policies and planners, and their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class RequestClass(StrEnum):
-    """How much of a request must be computed: by new tokens (prompt - cached on the chosen instance)."""
+    """Class of a request by its new tokens (prompt - cached on the chosen instance)."""
 
     WARM = "WARM"
     MEDIUM = "MEDIUM"
@@ -16,7 +16,7 @@ class RequestClass(StrEnum):
 
 
 class Role(StrEnum):
-    """What an instance may do with KV caches (vLLM's ``kv_role``; ``NONE`` runs without a connector)."""
+    """KV role of an instance (vLLM's ``kv_role``; ``NONE`` runs without a connector)."""
 
     KV_BOTH = "kv_both"
     KV_PRODUCER = "kv_producer"
@@ -25,14 +25,14 @@ class Role(StrEnum):
 
 
 class Connector(StrEnum):
-    """vLLM's KV connector of an instance: how a hand-off is spelt."""
+    """vLLM's KV connector of an instance, which determines the hand-off parameters."""
 
     MOONCAKE = "mooncake"
     NIXL = "nixl"
 
 
 class Transport(StrEnum):
-    """What a KV cache travels over."""
+    """Transport of KV between instances."""
 
     TCP = "tcp"
     RDMA = "rdma"
@@ -42,16 +42,16 @@ class Transport(StrEnum):
 
 
 class IndexSource(StrEnum):
-    """Who predicts what an instance has cached."""
+    """Index that predicts the cached tokens of an instance."""
 
     SHADOW = "shadow"
-    """The router's own memory of what it sent there."""
+    """The router's own record of the requests it sent there."""
     EXACT = "exact"
-    """What the engine reports in its KV events."""
+    """The engine's reports in its KV events."""
 
 
 class Reason(StrEnum):
-    """Why this instance: the closed vocabulary of decisions, headers and metric labels."""
+    """Reason for the choice of D: closed set used in decisions, headers and metric labels."""
 
     ONLY_CANDIDATE = "only_candidate"
     NEXT_IN_TURN = "next_in_turn"
@@ -68,7 +68,7 @@ class Reason(StrEnum):
 
 
 class OffloadReason(StrEnum):
-    """What the offload planner said, and (from ``FELL_BACK_*`` on) what became of an offload that was tried."""
+    """Result of the offload planner, and (from ``FELL_BACK_*`` on) the failure of an attempted offload."""
 
     PLANNER_NEVER = "planner_never"
     REQUEST_SHAPE = "request_shape"
@@ -81,19 +81,19 @@ class OffloadReason(StrEnum):
     NOTHING_TO_PROTECT = "nothing_to_protect"
     DOES_NOT_PAY = "does_not_pay"
     UNSURE = "unsure"
-    """It would pay if the estimate were right, but not if it is wrong by what estimates were wrong so far."""
+    """Pays by the estimate, but not within the estimate's usual error."""
     CHOSEN = "chosen"
     FELL_BACK_P_TIMEOUT = "fell_back_p_timeout"
     FELL_BACK_P_ERROR = "fell_back_p_error"
     FELL_BACK_P_IDENTITY = "fell_back_p_identity"
     FELL_BACK_P_GONE = "fell_back_p_gone"
-    """P vanished while D pulled."""
+    """P left the fleet while D pulled."""
     FELL_BACK_D_TIMEOUT = "fell_back_d_timeout"
     FELL_BACK_D_ERROR = "fell_back_d_error"
 
 
 class RequestView(NamedTuple):
-    """What a policy may know of a request."""
+    """Properties of a request that policies may use."""
 
     request_id: str
     prompt_tokens: int
@@ -101,20 +101,20 @@ class RequestView(NamedTuple):
     block_hashes: Sequence[int] = ()
     """Chained hash of every full prefix block, first block first."""
     block_tokens: float = 16.0
-    """Tokens one block stands for."""
+    """Tokens per block."""
     session_id: str | None = None
     max_tokens: int = 16
-    """Upper bound of output tokens the client asked for."""
+    """Upper bound of output tokens the client requested."""
     exact: bool = True
     """True when ``prompt_tokens`` and the blocks come from token ids."""
     may_offload: bool = True
-    """False for what one hand-off cannot carry: several prompts or choices, log probabilities of the prompt."""
+    """False for requests a hand-off cannot carry: several prompts or choices, log probabilities of the prompt."""
     plain: bool = True
-    """True when KV events tell of these very blocks: token ids for a base model, no adapter, no cache salt."""
+    """True if KV events can report these blocks: token ids for a base model, no adapter, no cache salt."""
 
 
 class InstanceView(NamedTuple):
-    """One instance as one request sees it. Token counts are whole requests' sums over work in flight."""
+    """One instance as one request sees it. Token counts are sums over whole requests in flight."""
 
     instance: str
     cached_tokens: int = 0
@@ -122,11 +122,11 @@ class InstanceView(NamedTuple):
     requests: int = 0
     """Requests in flight (queued, in prefill or in decode)."""
     pending_prefill_tokens: int = 0
-    """New tokens of requests that have not answered their first token yet."""
+    """New tokens of requests without a first token yet."""
     decoding_tokens: int = 0
     """Context tokens of requests that are past their first token."""
     recent_tokens: float = 0.0
-    """New tokens assigned lately, decayed exponentially: load that in-flight counters no longer show."""
+    """Recently assigned new tokens, decayed exponentially: load that in-flight counters no longer show."""
     sessions: int = 0
     """Live sessions pinned to the instance."""
     kv_capacity_tokens: int = 0
@@ -134,24 +134,25 @@ class InstanceView(NamedTuple):
     kv_used_tokens: int = 0
     """KV in use as the engine last reported it."""
     kv_promised_tokens: int = 0
-    """What requests in flight change of that: those decided on since the report will need more, those that have ended
-    since gave theirs back. May be negative; with ``kv_used_tokens`` it never is."""
+    """Change of that by requests in flight: those decided since the report will need more, those that ended since freed
+    theirs. May be negative; the sum with ``kv_used_tokens`` never is.
+    """
     role: Role = Role.NONE
     holds_class: bool = False
-    """Whether the instance holds the prefix class (the first few blocks) of this request."""
+    """True if the instance holds the prefix class (the first few blocks) of this request."""
     prefilling: int = 0
-    """Of ``requests``, those whose first token is still to come."""
+    """Those of ``requests`` without a first token yet."""
     host: str = ""
-    """The machine it runs on."""
+    """Host name of the machine it runs on."""
     transport: Transport | None = None
-    """What its connector moves KV over, where that is proven."""
+    """Proven KV transport of its connector; None if unknown."""
     connector: Connector = Connector.MOONCAKE
     index_source: IndexSource = IndexSource.SHADOW
-    """Whose prediction ``cached_tokens`` is."""
+    """Index that ``cached_tokens`` comes from."""
     shadow_cached_tokens: int = 0
-    """What the shadow index predicts."""
+    """Prediction of the shadow index."""
     exact_cached_tokens: int | None = None
-    """What the exact index predicts; None where it cannot be asked."""
+    """Prediction of the exact index; None where it is not available."""
 
     @property
     def decode_streams(self) -> int:
@@ -165,30 +166,30 @@ class InstanceView(NamedTuple):
 
 
 class HotspotView(NamedTuple):
-    """The request's prefix class as the hotspot detector sees it (LMetric, arXiv 2603.15202)."""
+    """The request's prefix class in the hotspot detector (LMetric, arXiv 2603.15202)."""
 
     share: float = 0.0
     """Arrival share x of the class among the last requests, 0..1."""
     streak: int = 0
     """Consecutive requests of the class that were sent to a holder while it was alarmed."""
     window: int = 0
-    """How many requests the share is taken over."""
+    """Number of requests the share is computed over."""
 
 
 class CandidateScore(NamedTuple):
-    """One candidate's score (lower is better) and everything it was computed from."""
+    """One candidate's score (lower is better) and its inputs."""
 
     instance: str
     score: float
     inputs: Mapping[str, float]
     skipped: bool = False
-    """True when a rule took the candidate out although its score may be lowest."""
+    """True if a rule excluded the candidate although its score may be lowest."""
     cached_tokens: int | None = None
-    """Prompt tokens predicted to be cached there; filled in by ``decide``, whatever the policy reports as inputs."""
+    """Prompt tokens predicted to be cached there; filled in by ``decide`` for every policy."""
 
 
 class Choice(NamedTuple):
-    """A routing policy's answer: where to decode, why, and how every candidate scored."""
+    """Result of a routing policy: decode instance, reason, and all candidates' scores."""
 
     instance: str
     reason: Reason
@@ -196,30 +197,30 @@ class Choice(NamedTuple):
 
 
 class OffloadPlan(NamedTuple):
-    """An offload planner's answer: the instance to prefill on, or why none."""
+    """Result of an offload planner: the instance to prefill on, or the reason for none."""
 
     prefill_on: str | None
     reason: OffloadReason
     inputs: Mapping[str, float] = {}
 
 
-class Prediction(NamedTuple):
-    """Cached tokens of one request on one instance, as predicted by either index."""
+class CachePrediction(NamedTuple):
+    """Cached tokens of one request on one instance, as predicted by each index."""
 
     source: IndexSource
-    """Which of the two was used."""
+    """The index that was used."""
     shadow_tokens: int
     exact_tokens: int | None = None
-    """None where the exact index could not be asked."""
+    """None where the exact index was not available."""
 
     @classmethod
-    def of(cls, view: InstanceView) -> Prediction:
-        """What an instance's view predicts."""
+    def of(cls, view: InstanceView) -> CachePrediction:
+        """Prediction in an instance's view."""
         return cls(view.index_source, view.shadow_cached_tokens, view.exact_cached_tokens)
 
 
 class Decision(NamedTuple):
-    """What is done with a request: D, perhaps P, and why."""
+    """Decision for one request: D, optionally P, and the reasons."""
 
     request_id: str
     decode_on: str
@@ -232,9 +233,9 @@ class Decision(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens predicted to be cached on ``decode_on``."""
-    decode_prediction: Prediction | None = None
-    prefill_prediction: Prediction | None = None
-    """The same for ``prefill_on``."""
+    decode_prediction: CachePrediction | None = None
+    prefill_prediction: CachePrediction | None = None
+    """The prediction on ``prefill_on``."""
 
     @property
     def new_tokens(self) -> int:

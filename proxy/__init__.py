@@ -1,1 +1,1 @@
-"""Serves: OpenAI API in, engine HTTP out, KV hand-off, health, admin, metrics."""
+"""The serving proxy: OpenAI API in, engine HTTP out, KV hand-off, health, admin, metrics. Imports policies only."""

@@ -1,4 +1,4 @@
-"""``python -m proxy``: the same as ``warmroute serve``."""
+"""Entry point of ``python -m proxy``, an alias of ``warmroute serve``."""
 
 import typer
 

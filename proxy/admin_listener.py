@@ -1,4 +1,4 @@
-"""The second listener: the admin endpoints on an address of their own, in the same event loop."""
+"""The admin listener: the admin endpoints on their own address, in the same event loop."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import uvicorn
 
 _BACKLOG = 128
 _GRACE_S = 2
-"""How long admin answers that are under way may take once the proxy ends; most are immediate, some never end."""
+"""Seconds that running admin requests have after the proxy begins to shut down; most end at once, some never."""
 
 
 @contextlib.asynccontextmanager
 async def admin_listener(app: Any, host: str, port: int, tls: ssl.SSLContext | None) -> AsyncIterator[int]:
-    """Serve ``app`` on ``host``:``port`` (0: a free one) meanwhile; gives the port.
+    """Serve ``app`` on ``host``:``port`` (0: a free port) in the context; yields the port.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: the address cannot be bound.
     """
     bound = _bind(host, port)
     config = uvicorn.Config(
@@ -35,7 +35,7 @@ async def admin_listener(app: Any, host: str, port: int, tls: ssl.SSLContext | N
         ssl_context_factory=None if tls is None else lambda _config, _default: tls,
     )
     server = uvicorn.Server(config)
-    # Signals are the main listener's; this one ends with it.
+    # Signals are handled by the main listener; this server stops with it.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve(sockets=[bound]), name="admin-listener")
     try:

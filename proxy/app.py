@@ -1,4 +1,4 @@
-"""The application: FastAPI for all but generation, and the life of the core around it."""
+"""The ASGI application: FastAPI for everything but generation, and the lifespan of the core."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from proxy.settings import Settings
 
 
 class ProxyApp:
-    """ASGI application over one core; ``generation`` is what the listener hands generation requests to."""
+    """ASGI application over one core; ``generation`` handles the generation requests of the listener."""
 
     def __init__(self, settings: Settings) -> None:
         self.core = Core(settings)
@@ -34,13 +34,13 @@ class ProxyApp:
         self._rest = Guard(_control_app(self.core, self.operations), self.core.access, Listener.MAIN)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """ASGI entry."""
+        """ASGI entry point."""
         await self._rest(scope, receive, send)
 
 
 @asynccontextmanager
 async def _admin_listener(app: FastAPI, core: Core) -> AsyncIterator[None]:
-    """The admin endpoints' own listener, where there is to be one."""
+    """Run the admin endpoints' own listener, if configured."""
     admin = core.settings.admin
     if admin.port is None:
         yield
@@ -56,7 +56,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
         core.open()
         monitor = operations.monitor
         try:
-            # The first probe tells block size and capacity, so it comes before the first request.
+            # The first probe reads block size and capacity, so it precedes the first request.
             await monitor.probe_all()
             tasks = [
                 asyncio.create_task(monitor.run(), name="health"),

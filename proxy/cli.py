@@ -1,4 +1,4 @@
-"""``warmroute serve``."""
+"""Commands ``warmroute serve`` and ``warmroute settings``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ def serve(
 
     Settings come from --config, then WARMROUTE_ environment variables, then these flags; the later wins.
     """
+    from proxy.clients.uvicorn_check import UnsupportedUvicornError, check_uvicorn
+
+    try:
+        check_uvicorn()
+    except UnsupportedUvicornError as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from error
+
     from proxy.server import run
     from proxy.settings import SettingsError, load_settings
     from proxy.tokens.encoder import TokenizerError
@@ -76,7 +84,7 @@ def settings() -> None:
 
 
 def register(app: typer.Typer) -> None:
-    """Add this folder's commands to the root application."""
+    """Add this package's commands to the root application."""
     app.command()(serve)
     app.command()(settings)
     app.add_typer(key_app, name="key")

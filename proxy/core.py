@@ -1,4 +1,4 @@
-"""What all of the proxy shares while it runs, with one owner."""
+"""Shared components of the running proxy, with one owner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from proxy.tokens.service import Tokens
 
 
 class Core:
-    """Router, fleet, connections and records of one proxy. ``open`` and ``close`` bracket its life."""
+    """Router, fleet, connections and records of one proxy. ``open`` and ``close`` bracket its lifetime."""
 
     upstream: Upstream
     control: Control
@@ -39,7 +39,7 @@ class Core:
         self.keys = Keys(settings.keys)
         self.access = Access(settings, self.keys)
         self.port: int | None = None
-        """Where the main listener is, once it is."""
+        """Port of the main listener, once it listens."""
         self.admin_port: int | None = None
         """Port of the admin listener, once it listens."""
         self.forwarding = Forwarding(settings, self.keys)
@@ -59,7 +59,7 @@ class Core:
         self.lag = LoopLag()
         self.draining = False
         self.ends_s: float | None = None
-        """Once the proxy ends: when the grace of what still runs is over, on the event loop's clock."""
+        """End of the grace period of running requests, on the event loop's clock; set when the proxy shuts down."""
 
     def open(self) -> None:
         """Open the connections; needs a running event loop."""
@@ -85,31 +85,31 @@ class Core:
                 self.breakdown.close()
 
     async def tokenized(self, parsed: Parsed) -> Parsed:
-        """A text or chat request with exact blocks where the tokenizer is known, else as it is. The body stays."""
+        """A text or chat request with exact blocks if the tokenizer is known, else unchanged. Keeps the body."""
         ids = await self.tokens.tokens_of(parsed)
         return parsed if ids is None else self.router.tokenized(parsed, ids)
 
     def is_base_model(self, name: str) -> bool:
-        """Whether an engine has listed ``name`` as a model of its own, not as an adapter (which names its parent)."""
+        """True if an engine lists ``name`` as a base model, not as an adapter (which names its parent)."""
         if name not in self._base_models:
             cards = [card for instance in self.instances for card in instance.models]
             self._base_models |= {str(card["id"]) for card in cards if card.get("parent") is None}
         return name in self._base_models
 
     def context_tokens(self, model: str) -> int | None:
-        """Context of a model as its engines list it, the least where they differ; None: they do not tell."""
+        """Context length of a model in tokens, the smallest its engines report; None if none reports it."""
         cards = [card for instance in self.instances for card in instance.models if card.get("id") == model]
-        told = [tokens for card in cards if isinstance(tokens := card.get("max_model_len"), int)]
-        return min(told, default=None)
+        lengths = [tokens for card in cards if isinstance(tokens := card.get("max_model_len"), int)]
+        return min(lengths, default=None)
 
     def forget_models(self) -> None:
-        """The fleet has changed: which models are no adapters is learned anew from those that are left."""
+        """Clear the known base models after a fleet change; they are read again from the remaining engines."""
         self._base_models.clear()
 
     def known_models(self) -> set[str]:
-        """Names of the models and adapters the fleet serves; empty until an engine has listed its own."""
+        """Names of the models and adapters the fleet serves; empty until an engine has listed its models."""
         return {str(model.get("id")) for instance in self.instances for model in instance.models}
 
     def forwarded_headers(self, headers: dict[bytes, bytes], instance: Instance) -> dict[str, str]:
-        """Of a client's headers, those an engine may see, and the key it wants."""
+        """Headers for an engine: the allowed ones of the client's, and the engine's key."""
         return self.forwarding.headers(headers, instance.settings)

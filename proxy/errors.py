@@ -1,4 +1,4 @@
-"""One JSON error shape: OpenAI's."""
+"""Errors in OpenAI's JSON shape."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class RequestError(Exception):
-    """A request that cannot be served, as the client will see it."""
+    """A request that cannot be served, with the status and message for the client."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class RequestError(Exception):
 
 
 def draining_error() -> RequestError:
-    """The proxy is about to end and takes no more."""
+    """Error for requests that arrive while the proxy shuts down."""
     return RequestError(503, "the proxy is shutting down", kind="service_unavailable", code="draining", retry_after_s=1)
 
 
@@ -42,7 +42,7 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
 
 
 def stream_error_event(message: str, code: str) -> bytes:
-    """The same as a server-sent event, for a stream that breaks after it began."""
+    """The error object as a server-sent event, for a stream that breaks after it began."""
     return b"data: " + error_body(message, "upstream_error", code) + b"\n\n"
 
 
@@ -54,4 +54,4 @@ class AttemptFailedError(Exception):
         self.instance = instance
         self.timed_out = timed_out
         self.seen = seen
-        """False when no engine has had the request: its connection was refused."""
+        """False if no engine received the request: its connection was refused."""

@@ -1,4 +1,4 @@
-"""How late the event loop is: whether a time-out says something of an engine, or only of this process's want of CPU."""
+"""Event loop lag: distinguishes an engine's timeout from a shortage of CPU in this process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _WINDOW_S = 10.0
 
 
 class LoopLag:
-    """Ticks while it is open and adds up by how much the ticks came late.
+    """Periodic timer that adds up its own delays.
 
-    On a starved machine an engine's answer may lie in the socket while the timer that waited for it goes off. Every
-    engine then looks dead at once, which would end service just when it is slow.
+    On a starved machine an engine's answer may be in the socket when the timer that waits for it fires. All engines
+    would then look dead at once, which would stop service exactly when it is slow.
     """
 
     def __init__(self) -> None:
@@ -24,20 +24,20 @@ class LoopLag:
         self._due_s = 0.0
 
     def open(self) -> None:
-        """Begin to tick; needs a running event loop."""
+        """Start the timer; needs a running event loop."""
         loop = asyncio.get_running_loop()
         self._clock = loop.time
         self._due_s = loop.time() + TICK_S
         self._timer = loop.call_at(self._due_s, self._tick, loop)
 
     def close(self) -> None:
-        """Stop ticking."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def late_s(self, within_s: float) -> float:
-        """Of the last ``within_s`` seconds (10 at most), those in which the loop was not on time."""
+        """Seconds of delay of the event loop within the last ``within_s`` seconds (at most 10)."""
         if self._clock is None:
             return 0.0
         now_s = self._clock()
@@ -45,7 +45,7 @@ class LoopLag:
         return late_s + max(0.0, now_s - self._due_s)
 
     def explains(self, bound_s: float) -> bool:
-        """Whether a wait that took over ``bound_s`` may be this process's own fault: it was late half of that time."""
+        """True if a timeout of ``bound_s`` may be caused by this process: the loop was late for half of that time."""
         return self.late_s(bound_s) > min(bound_s, _WINDOW_S) / 2
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:

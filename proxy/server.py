@@ -16,12 +16,12 @@ from proxy.settings import Settings
 
 
 def run(settings: Settings, load: Callable[[], Settings]) -> None:
-    """Serve until SIGINT or SIGTERM; running streams get ``grace_s``. SIGHUP takes over what ``load`` reads."""
+    """Serve until SIGINT or SIGTERM; running streams get ``grace_s`` seconds. SIGHUP applies what ``load`` reads."""
     logs.configure(settings.log_level, settings.log_format)
     config = server_config(settings)
     app = cast(ProxyApp, config.app)
     app.operations.reloader.load = load
-    memory.settle()
+    memory.tune()
     ProxyServer(config, app.core, app.operations.reloader.on_hangup).run()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoints
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ def _entry_points_read_once() -> Iterator[None]:
     def read_once(**query: Any) -> EntryPoints:
         return installed(query["group"], tuple(sys.path))
 
-    original = registry.entry_points
+    original = entry_points
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", read_once)
         yield

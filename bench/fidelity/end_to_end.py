@@ -57,7 +57,11 @@ class PublishedArm(NamedTuple):
 LINEAR = PublishedArm("linear, co-located", "linear")
 LMETRIC = PublishedArm("LMetric", "lmetric")
 ELASTIC = PublishedArm(
-    "elastic, 20k, cap 4", "linear", "threshold", planner_params={"min_decode_requests": 0}, role=Role.KV_BOTH
+    "elastic, 20k, cap 4",
+    "linear",
+    "threshold",
+    planner_params={"min_decode_requests": 0, "check_room": False},
+    role=Role.KV_BOTH,
 )
 STATIC = PublishedArm("static 4P + 4D", "linear", "static_pd", prefill_instances=4)
 HYBRID = PublishedArm("sticky with override", "session_sticky")

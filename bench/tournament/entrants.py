@@ -1,4 +1,4 @@
-"""The policies that take part, by label. Works without installed entry points."""
+"""The policies that take part, by label."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import inspect
 import sys
-import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,8 +18,6 @@ from bench.tournament.results import costs_digest
 from bench.tournament.settings import TournamentError, TournamentSettings
 from policies.registry import PolicyParameterError, make_routing, routing_policies
 from policies.routing.base import RoutingPolicy
-
-_PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 class Entrant(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,25 +78,10 @@ def _source(module: str) -> bytes:
     return Path(path).read_bytes() if path else b""
 
 
-def registered() -> list[str]:
-    """Names of all routing policies: those installed, and those of this source tree."""
-    return sorted({*routing_policies(), *_declared()})
-
-
-def _declared() -> dict[str, str]:
-    """Entry points as this tree's pyproject.toml declares them; they need not be installed."""
-    if not _PROJECT.exists():
-        return {}
-    project = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
-    found: dict[str, str] = project.get("entry-points", {}).get("warmroute.routing", {})
-    return found
-
-
 def _factory(policy: str) -> Any:
-    target = policy if ":" in policy else _declared().get(policy)
-    if target is None:
-        raise TournamentError(f"unknown policy {policy!r}; known: {', '.join(registered())}, or module:Class")
-    module, _, name = target.partition(":")
+    if ":" not in policy:
+        raise TournamentError(f"unknown policy {policy!r}; known: {', '.join(routing_policies())}, or module:Class")
+    module, _, name = policy.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -133,7 +115,7 @@ def field_of(texts: Sequence[str], left_out: Collection[str] = ()) -> list[Entra
     Raises:
         TournamentError: a text that cannot be parsed, or one label for two policies.
     """
-    entrants = [parse(text) for text in (texts or [name for name in registered() if name not in left_out])]
+    entrants = [parse(text) for text in (texts or [name for name in routing_policies() if name not in left_out])]
     labels = [entrant.label for entrant in entrants]
     twice = {label for label in labels if labels.count(label) > 1}
     if twice:

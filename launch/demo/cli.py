@@ -22,6 +22,9 @@ def demo(
     base_port: Annotated[
         int, typer.Option(min=1024, max=60000, help="First port to try; a free range is searched from there.")
     ] = 18101,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two policies and 80 requests: a look at it in under a minute.")
+    ] = False,
 ) -> None:
     """Compare routing policies on simulated engines: about three minutes, no further requirements.
 
@@ -29,6 +32,8 @@ def demo(
     them fresh, replays the trace and stops everything; then prints a matrix of policies and metrics, and writes an
     HTML report. Ctrl-C stops everything at once (exit status 130).
     """
+    if quick:
+        arms, requests = arms or "round_robin,warm", requests or 80
     try:
         raise typer.Exit(_run(config, arms, requests, clock_scale, seed, run_dir, base_port))
     except KeyboardInterrupt:

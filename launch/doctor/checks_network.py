@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from launch.doctor.facts import Facts
 from launch.doctor.findings import Result, check, note, ok, problem, warning
-from launch.fleet.checks import is_loopback
+from launch.fleet.layout import is_loopback
 from launch.freshness.proof import CLOCK_TOLERANCE_S
 
 _CLOCK_ERROR_S = 0.5

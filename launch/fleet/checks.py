@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable
 from math import isclose
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from launch.fleet.layout import FleetLayout, is_loopback
 from policies.types import Role, Transport
-
-if TYPE_CHECKING:
-    from launch.fleet.file import FleetFile
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables from which PyTorch reads its allocator's settings, by version."""
@@ -42,7 +38,7 @@ _OWN_VARIABLES = {
 }
 
 
-def check_fleet(fleet: FleetFile) -> None:
+def check_fleet(fleet: FleetLayout) -> None:
     """Refuse contradicting keys.
 
     Raises:
@@ -63,15 +59,7 @@ def check_fleet(fleet: FleetFile) -> None:
     _check_hold(fleet)
 
 
-def is_loopback(host: str) -> bool:
-    """True for a loopback address or host name."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() in {"localhost", "localhost.localdomain"}
-
-
-def _check_shape(fleet: FleetFile) -> None:
+def _check_shape(fleet: FleetLayout) -> None:
     if fleet.groups and (fleet.count is not None or fleet.devices is not None):
         raise ValueError("groups: with groups, give `count` or `devices` in each of them and not at the top")
     if fleet.kind == "sim":
@@ -85,7 +73,7 @@ def _check_shape(fleet: FleetFile) -> None:
         raise ValueError("sim: is for kind sim; remove it or change the kind")
 
 
-def _check_ports(fleet: FleetFile) -> None:
+def _check_ports(fleet: FleetLayout) -> None:
     taken: dict[int, str] = {}
     for port, owner in fleet.ports():
         if port > 65535:
@@ -95,7 +83,7 @@ def _check_ports(fleet: FleetFile) -> None:
         taken[port] = owner
 
 
-def _check_names(fleet: FleetFile) -> None:
+def _check_names(fleet: FleetLayout) -> None:
     twice = _twice([member.name for member in fleet.members])
     if twice:
         raise ValueError(f"groups: {', '.join(twice)} would be named twice; give each group a name_prefix of its own")
@@ -104,12 +92,12 @@ def _check_names(fleet: FleetFile) -> None:
             raise ValueError(f"name_prefix: {member.name!r} cannot be the name of an instance (it names a log file)")
 
 
-def _check_required(fleet: FleetFile) -> None:
+def _check_required(fleet: FleetLayout) -> None:
     if "model" not in fleet.model_fields_set:
         raise ValueError("model: required with kind vllm: a model id or a folder")
 
 
-def _check_devices(fleet: FleetFile) -> None:
+def _check_devices(fleet: FleetLayout) -> None:
     for number, group in enumerate(fleet.all_groups()):
         cpu = any(member.vllm.device == "cpu" for member in fleet.members)
         if cpu and group.devices is not None:
@@ -123,7 +111,7 @@ def _check_devices(fleet: FleetFile) -> None:
         raise ValueError(f"devices: {', '.join(twice)} would be used twice; every instance needs devices of its own")
 
 
-def _check_own_settings(fleet: FleetFile) -> None:
+def _check_own_settings(fleet: FleetLayout) -> None:
     for member in fleet.members:
         for argument in member.vllm.extra_args:
             flag = argument.partition("=")[0]
@@ -134,7 +122,7 @@ def _check_own_settings(fleet: FleetFile) -> None:
                 raise ValueError(f"env.{name}: the launcher sets it itself; use {_OWN_VARIABLES[name]}")
 
 
-def _check_alike(fleet: FleetFile) -> None:
+def _check_alike(fleet: FleetLayout) -> None:
     """Refuse incompatible engines: vLLM 0.18.1 does not compare KV geometries and answers garbage after a pull."""
     first = fleet.members[0]
     for member in fleet.members[1:]:
@@ -156,7 +144,7 @@ def _check_alike(fleet: FleetFile) -> None:
             )
 
 
-def _check_transfer(fleet: FleetFile) -> None:
+def _check_transfer(fleet: FleetLayout) -> None:
     if all(member.role is Role.NONE for member in fleet.members):
         if "transfer" in fleet.vllm.model_fields_set and "protocol" in fleet.vllm.transfer.model_fields_set:
             raise ValueError(
@@ -180,7 +168,7 @@ def _check_transfer(fleet: FleetFile) -> None:
             raise ValueError("vllm.extra_args: NVLink transfers need plain device memory: remove --enable-sleep-mode")
 
 
-def _check_roles(fleet: FleetFile) -> None:
+def _check_roles(fleet: FleetLayout) -> None:
     roles = [member.role for member in fleet.members] + [peer.role for peer in fleet.peers]
     gives = sum(role in {Role.KV_PRODUCER, Role.KV_BOTH} for role in roles)
     takes = sum(role in {Role.KV_CONSUMER, Role.KV_BOTH} for role in roles)
@@ -192,7 +180,7 @@ def _check_roles(fleet: FleetFile) -> None:
         raise ValueError("role: consumers without producers: add a group of kv_producer or kv_both")
 
 
-def _check_peers(fleet: FleetFile) -> None:
+def _check_peers(fleet: FleetLayout) -> None:
     peer_hosts = {peer.host or urlsplit(peer.url).hostname or "" for peer in fleet.peers}
     remote = {host for host in peer_hosts if not is_loopback(host) and host != fleet.reached_as}
     if fleet.host in {"0.0.0.0", "::"} and fleet.advertise_host is None:
@@ -224,7 +212,7 @@ def _check_peers(fleet: FleetFile) -> None:
         )
 
 
-def _check_hold(fleet: FleetFile) -> None:
+def _check_hold(fleet: FleetLayout) -> None:
     offload = fleet.proxy.get("offload")
     given = offload.get("hold_s") if isinstance(offload, dict) else None
     # Another type is refused, with its key, where the proxy's settings are read.

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
+from launch.fleet.keys import FleetKeys
 from launch.fleet.sections import GroupSettings, VllmSettings
 from policies.types import Role
-
-if TYPE_CHECKING:
-    from launch.fleet.file import FleetFile
 
 _ROLE_PREFIX = {Role.KV_PRODUCER: "p-", Role.KV_CONSUMER: "d-"}
 
@@ -51,7 +49,7 @@ class Member:
         )
 
 
-def expand(fleet: FleetFile) -> tuple[Member, ...]:
+def expand(fleet: FleetKeys) -> tuple[Member, ...]:
     """The fleet's instances in order: groups as written, instances of a group by number.
 
     Raises:
@@ -77,7 +75,7 @@ def expand(fleet: FleetFile) -> tuple[Member, ...]:
 
 
 def _member(
-    fleet: FleetFile,
+    fleet: FleetKeys,
     group: GroupSettings,
     vllm: VllmSettings,
     role: Role,
@@ -106,7 +104,7 @@ def _member(
     )
 
 
-def _merged(fleet: FleetFile, group: GroupSettings, where: str) -> VllmSettings:
+def _merged(fleet: FleetKeys, group: GroupSettings, where: str) -> VllmSettings:
     """The fleet's `vllm` settings with the group's laid over them, section by section."""
     if not group.vllm:
         return fleet.vllm

@@ -239,6 +239,8 @@ def read_inventory(library: NvmlLibrary | None = None) -> GpuInventory:
             return nvml.inventory()
     except NvmlUnavailable as error:
         return GpuInventory(reason=str(error))
+    except ModuleNotFoundError:
+        return GpuInventory(reason="nvidia-ml-py is not installed: pip install 'warmroute[lab]'")
 
 
 def _why_unavailable(error: Exception) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import httpx
 
+from launch.fleet.file import FleetFile
 from launch.run.processes import ManagedProcess, StartError, stop_processes
 from launch.run.recycling import HealthRecord, RecycleRequests, health_status, instance_rows
-
-if TYPE_CHECKING:
-    from launch.run.supervisor import Fleet
+from launch.run.state import ProcessState
 
 _WATCH_S = 0.1
 _LOOK_S = 1.0
@@ -20,10 +20,43 @@ _PROBE_TIMEOUT_S = 2.0
 _MAX_BACKOFF_S = 30.0
 
 
+class WatchedFleet(Protocol):
+    """The part of a supervised fleet that its watch reads and acts on."""
+
+    fleet: FleetFile
+    with_proxy: bool
+    unexpected_exits: list[str]
+
+    @property
+    def processes(self) -> Sequence[ManagedProcess]:
+        """Running processes, in the order of their start."""
+        ...
+
+    def notify(self, message: str, /) -> None:
+        """Report an event to the user."""
+        ...
+
+    def state_of(self, process: ManagedProcess) -> ProcessState:
+        """The recorded state of a process."""
+        ...
+
+    def set_status(self, process: ManagedProcess, status: str, exit_code: int | None = None) -> None:
+        """Record a new status."""
+        ...
+
+    def start_process(self, process: ManagedProcess) -> None:
+        """Start a process again."""
+        ...
+
+    async def until_ready(self, process: ManagedProcess, client: httpx.AsyncClient, deadline: float) -> None:
+        """Wait until a process is ready; raises StartError."""
+        ...
+
+
 class Watch:
     """Watch over one fleet; `run` continues until it is cancelled."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: WatchedFleet) -> None:
         self._fleet = fleet
         self._settings = fleet.fleet
         self._in_hand: set[str] = set()

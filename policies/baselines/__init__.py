@@ -1,1 +1,1 @@
-"""Other routers' policies, from their published formulas, as baselines: one file each."""
+"""Baselines: policies of other routers, implemented from their published formulas, one file each."""

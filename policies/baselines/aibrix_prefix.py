@@ -13,20 +13,20 @@ from policies.types import CandidateScore, Choice, InstanceView, Reason, Request
 
 @dataclass(frozen=True, slots=True)
 class AibrixPrefix:
-    """Match per cent, bounded by how many requests run.
+    """Prefix match in per cent, limited to instances without an unusual number of requests.
 
     1. ``max - min > imbalance_requests`` requests in flight: the fewest requests.
     2. Else, of the instances that match at all and have at most ``mean + sigma_factor x sigma`` requests in flight
-       (population standard deviation over all candidates), the highest match in whole per cent; of equals the one with
-       the fewest requests.
-    3. Where there is none, the fewest requests.
+       (population standard deviation over all candidates), the highest match in whole per cent; among equals the one
+       with the fewest requests.
+    3. If there is none, the fewest requests.
 
     Source: vllm-project/aibrix, ``pkg/plugins/gateway/algorithms/prefix_cache.go`` as of commit e3e10f9e (2026-08-23).
     Defaults are those of its code, 8 and 1; its README documents 16 and 2.
 
-    Deviations: token blocks instead of blocks of 4 characters; requests in flight by this router's ledger instead of
-    the engine's running requests; the index forgets by the KV pool, not after 20 minutes; ties go by ``tie_break``, not
-    at random. Complexity: O(n).
+    Deviations: token blocks instead of blocks of 4 characters; requests in flight from this router's ledger instead of
+    the engine's running requests; index entries are evicted by KV pool size, not after 20 minutes; ties by
+    ``tie_break``, not at random. Complexity: O(n).
     """
 
     imbalance_requests: int = 8
@@ -38,7 +38,6 @@ class AibrixPrefix:
         require(self.sigma_factor >= 0, "aibrix_prefix: sigma_factor must not be negative")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         loads = [view.requests for view in fleet.instances]
         mean = sum(loads) / len(loads)
         limit = mean + self.sigma_factor * sqrt(sum((load - mean) ** 2 for load in loads) / len(loads))

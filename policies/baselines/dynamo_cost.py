@@ -44,7 +44,6 @@ class DynamoCost:
         )
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         least = min([view.pending_prefill_tokens for view in fleet.instances])
         scores = tuple([self._score(view, request, least) for view in fleet.instances])
         return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, scores)

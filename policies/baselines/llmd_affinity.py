@@ -41,7 +41,6 @@ class LlmdAffinity:
         require(self.queue_threshold_tokens > 0, "llmd_affinity: queue_threshold_tokens must be positive")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         needed_tokens = self.affinity_threshold * request.prompt_tokens
         sticky = [view.cached_tokens >= needed_tokens > 0 for view in fleet.instances]
         keeps_sticky = any(sticky) and not self._too_slow(fleet, sticky)

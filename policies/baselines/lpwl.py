@@ -23,7 +23,6 @@ class Lpwl:
     name: ClassVar[str] = "lpwl"
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         scores = tuple(
             [
                 CandidateScore(

@@ -1,4 +1,4 @@
-"""SGLang's gateway ``cache_aware``: the tree's own holder of the longest match, whatever its queue."""
+"""SGLang gateway's ``cache_aware``: the tree's holder of the longest match, regardless of its queue."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ class SglangCacheAware:
         require(self.balance_rel_threshold >= 1, "sglang_cache_aware: balance_rel_threshold must be at least 1")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         scores = queue_scores(request, fleet)
         if is_imbalanced(fleet, self.balance_abs_threshold, self.balance_rel_threshold):
             return shortest_queue(fleet, scores)

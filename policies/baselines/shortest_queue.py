@@ -1,4 +1,4 @@
-"""What the cache-aware policies of the vLLM and the SGLang router share: shortest queue, and when they turn to it."""
+"""Shared by the cache-aware policies of the vLLM and SGLang routers: shortest queue, and the imbalance rule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from policies.types import CandidateScore, Choice, InstanceView, Reason, Request
 
 
 def is_imbalanced(fleet: FleetSnapshot, abs_threshold: int, rel_threshold: float) -> bool:
-    """``max - min > abs_threshold`` and ``max > rel_threshold x min``, in requests in flight."""
+    """True if ``max - min > abs_threshold`` and ``max > rel_threshold x min``, in requests in flight."""
     loads = [view.requests for view in fleet.instances]
     most, least = max(loads), min(loads)
     return most - least > abs_threshold and most > rel_threshold * least

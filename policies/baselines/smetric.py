@@ -1,4 +1,4 @@
-"""SMetric: a session stays with its cache while that instance can meet the TTFT objective."""
+"""SMetric: a session stays with its cache while that instance meets the TTFT objective."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from policies.types import CandidateScore, Choice, Reason, RequestView
 
 @dataclass(frozen=True, slots=True)
 class Smetric:
-    """Stick, or balance.
+    """Cache affinity within the TTFT objective, else load balancing.
 
     ``load(i) = queued(i) + c_lin x n + c_attn x n x (L - n / 2)`` seconds of prefill, for ``n`` new of ``L`` prompt
     tokens; ``meets(i) = load(i) <= slack x (ttft_slo_s + ttft_slo_s_per_1k_tokens x L / 1000)``.
@@ -45,7 +45,6 @@ class Smetric:
         require(self.ttft_slo_s_per_1k_tokens >= 0, "smetric: ttft_slo_s_per_1k_tokens must not be negative")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         model = fleet.costs.prefill if fleet.costs else PrefillModel()
         loads: dict[str, float] = {}
         scores = []

@@ -13,12 +13,12 @@ from policies.types import Choice, Reason, RequestView
 
 @dataclass(frozen=True, slots=True)
 class VllmCacheAware:
-    """Longest match, shortest queue.
+    """Longest match, else shortest queue.
 
     1. Queues are uneven (``max - min > balance_abs_threshold`` and ``max > balance_rel_threshold x min``, in requests
        in flight): the fewest requests.
-    2. Else, if the best match rate (matched / prompt) exceeds ``cache_threshold``: that instance; of several with the
-       same rate the one with the fewest requests.
+    2. Else, if the best match rate (matched / prompt) exceeds ``cache_threshold``: that instance; among several with
+       the same rate the one with the fewest requests.
     3. Else the fewest requests.
 
     Source: vllm-project/router 0.1.17 (PyPI sdist, 2026-11-04), ``src/policies/cache_aware.rs``. Defaults are those of
@@ -40,7 +40,6 @@ class VllmCacheAware:
         require(self.balance_rel_threshold >= 1, "vllm_cache_aware: balance_rel_threshold must be at least 1")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         scores = queue_scores(request, fleet)
         if is_imbalanced(fleet, self.balance_abs_threshold, self.balance_rel_threshold):
             return shortest_queue(fleet, scores)

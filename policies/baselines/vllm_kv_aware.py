@@ -26,7 +26,6 @@ class VllmKvAware:
     name: ClassVar[str] = "vllm_kv_aware"
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         scores = tuple(
             [
                 CandidateScore(

@@ -1,1 +1,1 @@
-"""Prefill and transfer times in seconds: published formulas, corrected by what this fleet was seen to take."""
+"""Prefill and transfer times in seconds: published formulas, corrected by observations of this fleet."""

@@ -1,4 +1,4 @@
-"""The live side of the cost models: what was asked of D and P, what it took, and how wrong the prediction was."""
+"""Live side of the cost models: the work requested of D and P, measured times, and the learned corrections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KV_BYTES_PER_TOKEN = 98_304
 
 
 class PrefillJob(NamedTuple):
-    """One prefill as its instance was when it was decided on."""
+    """One prefill and the state of its instance at the time of the decision."""
 
     instance: str
     new_tokens: int
@@ -21,14 +21,14 @@ class PrefillJob(NamedTuple):
     pending_tokens: int
     prefilling: int
     room: bool = True
-    """The KV pool had room for the prompt: its first token did not wait for blocks."""
+    """The KV pool had room for the prompt, so its first token did not wait for blocks."""
 
 
 class Workload(NamedTuple):
-    """What one decision asks of the instances it chose."""
+    """Work of one decision on the instances it chose."""
 
     decode: PrefillJob
-    """The prefill that D does if it is not offloaded, or falls back."""
+    """The prefill that D computes if the request is not offloaded or falls back."""
     prefill: PrefillJob | None
     transfer: TransferJob | None
 
@@ -41,7 +41,7 @@ class Workload(NamedTuple):
         offloads_in_flight: int,
         bytes_per_token: float,
     ) -> Workload:
-        """From the views the decision was made on; ``offloads_in_flight`` counts this one."""
+        """Build from the views of the decision; ``offloads_in_flight`` includes this request."""
         job = None
         if prefill is not None:
             others = max(0, offloads_in_flight - 1)
@@ -52,7 +52,7 @@ class Workload(NamedTuple):
 def transfer_job(
     request: RequestView, prefill: InstanceView, decode: InstanceView, others: int, bytes_per_token: float
 ) -> TransferJob:
-    """The pull of what D lacks of the prompt, as far as its time depends on it."""
+    """The transfer of the prompt tokens that D lacks, with the inputs its time depends on."""
     return TransferJob(
         (prefill.instance, decode.instance),
         pair_transport(prefill, decode),
@@ -74,7 +74,7 @@ def _prefill_job(request: RequestView, view: InstanceView) -> PrefillJob:
 
 
 class CostBook:
-    """Holds the cost models in force and takes in what legs took. One writer: the owner of the fleet's state."""
+    """Owner of the current cost models; learns from measured legs. Single writer: the fleet state's owner."""
 
     def __init__(self, prefill: PrefillModel | None = None, transfer: TransferModel | None = None) -> None:
         self.prefill = prefill or PrefillModel()
@@ -82,13 +82,14 @@ class CostBook:
         self.bytes_per_token: float = KV_BYTES_PER_TOKEN
 
     def at(self, now_s: float) -> Costs:
-        """The models as a decision sees them."""
+        """Snapshot of the models for a decision at ``now_s``."""
         return Costs(self.prefill, self.transfer, now_s)
 
     def prefilled(self, job: PrefillJob, seconds: float) -> float:
-        """Learn from a first token that took ``seconds``; returns what was predicted.
+        """Learn from a first token after ``seconds``; returns the predicted seconds.
 
-        A prompt that found no room waited for blocks, nobody knows how long: its time says nothing of a prefill's.
+        A prompt without room in the KV pool waited for blocks for an unknown time, so its time is not a sample of a
+        prefill.
         """
         queue_s = self.prefill.queue_s(job.pending_tokens, job.prefilling)
         predicted_s = queue_s + self.prefill.predict(job.new_tokens, job.cached_tokens).seconds
@@ -97,9 +98,12 @@ class CostBook:
         return predicted_s
 
     def transferred(self, workload: Workload, seconds: float, now_s: float) -> float:
-        """Learn from a D leg whose first token took ``seconds``; returns what was predicted.
+        """Learn from a D leg whose first token took ``seconds``; returns the predicted seconds.
 
-        Where D had more prefill queued than the transfer should take, the time says nothing of the transfer.
+        Where D had more prefill queued than the predicted transfer time, the time is not a sample of the transfer.
+
+        Raises:
+            ValueError: the decision had no hand-off.
         """
         job, decode = workload.transfer, workload.decode
         if job is None:
@@ -112,7 +116,7 @@ class CostBook:
         return max(predicted_s, queue_s)
 
     def handed_over(self, job: TransferJob) -> None:
-        """Count a hand-off that went well, but whose first token nobody saw come."""
+        """Count a successful hand-off whose first token was not timed."""
         self.transfer = self.transfer.settled(job.pair, ok=True)
 
     def fell_back(self, job: TransferJob) -> None:
@@ -120,5 +124,5 @@ class CostBook:
         self.transfer = self.transfer.settled(job.pair, ok=False)
 
     def forget(self, instance: str) -> None:
-        """The instance left: what was known of its pairs goes with it."""
+        """Drop the learned values of all pairs of an instance that left the fleet."""
         self.transfer = self.transfer.without(instance)

@@ -1,7 +1,7 @@
-"""A learned correction of a formula: how far off it has been, and how sure that is.
+"""Learned correction of a formula: ratio of actual to predicted time, with its uncertainty.
 
-A formula with published constants says how long something takes on somebody's hardware; how far off it is on this
-fleet, now, is one number per thing that is timed. It is learned in logarithms, because times are wrong by factors.
+A formula with published constants gives a time for reference hardware; its ratio to the times of this fleet is one
+number per measured quantity. It is learned as a logarithm, because times are wrong by factors.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from math import exp2, isfinite, log, sqrt
 from typing import NamedTuple
 
 PRIOR_SIGMA = 0.7
-"""Spread of log(actual / formula) before anything was observed: a factor of two either way."""
+"""Spread of log(actual / formula) before any observation: a factor of two either way."""
 _LARGEST = log(50.0)
 
 
-class Estimate(NamedTuple):
+class LearnedRatio(NamedTuple):
     """log(actual / formula) as an exponentially weighted mean and variance."""
 
     log_ratio: float = 0.0
@@ -24,30 +24,30 @@ class Estimate(NamedTuple):
 
     @property
     def sigma(self) -> float:
-        """Standard deviation of log(actual / formula) round ``log_ratio``."""
+        """Standard deviation of log(actual / formula) around ``log_ratio``."""
         return sqrt(self.variance)
 
-    def learn(self, expected_s: float, actual_s: float, now_s: float, weight: float) -> Estimate:
-        """The estimate after one more observation. The first ones count more than ``weight``: as a plain mean.
+    def learn(self, expected_s: float, actual_s: float, now_s: float, weight: float) -> LearnedRatio:
+        """Return the ratio after one more observation; the first observations weigh more, as in a plain mean.
 
-        One stall must not fill the memory: a single observation counts as a factor of 50 at most.
+        An observation is clamped to a factor of 50, so that one stall does not dominate the mean.
         """
         if not (expected_s > 0 and actual_s > 0 and isfinite(actual_s)):
             return self
         observed = max(-_LARGEST, min(_LARGEST, log(actual_s / expected_s)))
         share = max(weight, 1.0 / (self.observations + 2))  # the prior counts as one observation
         error = observed - self.log_ratio
-        return Estimate(
+        return LearnedRatio(
             self.log_ratio + share * error,
             (1 - share) * (self.variance + share * error * error),
             self.observations + 1,
             now_s,
         )
 
-    def relaxed(self, towards: Estimate, now_s: float, half_life_s: float) -> Estimate:
-        """What is left of it after a silence: it returns to ``towards`` by half every ``half_life_s``.
+    def relaxed(self, towards: LearnedRatio, now_s: float, half_life_s: float) -> LearnedRatio:
+        """Return the ratio after a time without observations: it approaches ``towards`` by half every ``half_life_s``.
 
-        So a pair that was once slow is tried again after a while, and its uncertainty grows back meanwhile.
+        A pair that was once slow is thus tried again later, and its uncertainty grows back in the meantime.
         """
         if not self.observations:
             return towards
@@ -58,4 +58,4 @@ class Estimate(NamedTuple):
         )
 
 
-UNKNOWN = Estimate()
+UNKNOWN = LearnedRatio()

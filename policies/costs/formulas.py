@@ -1,7 +1,7 @@
-"""What a prefill and a KV transfer take on this fleet: formulas with published constants, corrected by what is seen.
+"""Prefill and KV transfer times on this fleet: formulas with published constants, corrected by observations.
 
-Both models are immutable; observing returns a new one. So a decision keeps the costs it was made with, and the live
-proxy, an explanation and a simulation price alike.
+Both models are immutable; observing returns a new one. A decision therefore keeps the costs it was made with, and the
+live proxy, an explanation and a simulation compute the same costs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import exp, log, log2
 from types import MappingProxyType
 from typing import NamedTuple
 
-from policies.costs.estimates import UNKNOWN, Estimate
+from policies.costs.estimates import UNKNOWN, LearnedRatio
 from policies.costs.published import RDMA_STEADY_BYTES, RDMA_STEADY_BYTES_PER_S, RDMA_TRANSFERS
 from policies.types import InstanceView, Transport
 
@@ -23,8 +23,8 @@ Pair = tuple[str, str]
 class TransferFormula(NamedTuple):
     """``setup + streams * stream_setup + bytes / bandwidth * (1 + slowdown * streams) * (1 + crowd * others)`` seconds.
 
-    Where the transport has ``REGIMES``, their time stands for ``bytes / bandwidth`` from the first one's size on.
-    ``streams`` are requests decoding on the busier side, ``others`` transfers under way in the fleet.
+    Where the transport has ``REGIMES``, their time replaces ``bytes / bandwidth`` from the size of the first one on.
+    ``streams`` are requests decoding on the busier side, ``others`` other transfers in progress in the fleet.
     """
 
     setup_s: float
@@ -49,13 +49,13 @@ TRANSFER_FORMULAS: Mapping[Transport, TransferFormula] = MappingProxyType(
 
 
 class Regime(NamedTuple):
-    """Transfers up to ``size_bytes``, beyond what the formula's bandwidth holds for."""
+    """Transfers up to ``size_bytes``, beyond the range of the formula's bandwidth."""
 
     size_bytes: float
     seconds: float
     """Median of transfers of just that size between idle instances."""
     sigma: float
-    """Standard deviation of log(time / median) there, as far as the slowest of five tells: the quantile 5/6, z = 1."""
+    """Standard deviation of log(time / median) there, taken from the slowest of five: the quantile 5/6, z = 1."""
 
 
 REGIMES: Mapping[Transport, tuple[Regime, ...]] = MappingProxyType(
@@ -70,14 +70,17 @@ REGIMES: Mapping[Transport, tuple[Regime, ...]] = MappingProxyType(
         )
     }
 )
-"""Where the time is no longer linear in bytes, by size. The first is the end of the linear part; in between time and
-sigma are linear in bytes, and beyond the last the bandwidth and the sigma stay."""
+"""Points beyond which the time is no longer linear in bytes, by size.
+
+The first is the end of the linear part; in between, time and sigma are linear in bytes, and beyond the last point
+bandwidth and sigma are constant.
+"""
 
 
 def pair_transport(prefill: InstanceView, decode: InstanceView) -> Transport:
-    """What KV travels over between two instances: only what both are proven to have; NVLink inside one host only.
+    """Transport of KV between two instances: the one both are proven to have; NVLink within one host only.
 
-    Everything else counts as TCP, the slowest; what is really the case is learned from the transfers themselves.
+    Everything else counts as TCP, the slowest; the actual speed is learned from the transfers themselves.
     """
     if prefill.transport is None or prefill.transport is not decode.transport:
         return Transport.TCP
@@ -86,19 +89,19 @@ def pair_transport(prefill: InstanceView, decode: InstanceView) -> Transport:
     return prefill.transport
 
 
-class Prediction(NamedTuple):
-    """A time with its uncertainty: ``seconds * exp(sigma * z)`` is the z-th standard deviation of the estimate."""
+class TimeEstimate(NamedTuple):
+    """A log-normal time in seconds: ``seconds * exp(sigma * z)`` is the estimate plus z standard deviations."""
 
     seconds: float
     sigma: float
 
     def upper(self, z: float) -> float:
-        """Seconds it will not exceed but for once in a while (z = 1: one in six)."""
+        """Upper bound in seconds at ``z`` standard deviations (z = 1: exceeded one time in six)."""
         return self.seconds * exp(self.sigma * z)
 
 
 class TransferJob(NamedTuple):
-    """One hand-off as far as its transfer time depends on it."""
+    """Inputs of one hand-off's transfer time: transport, bytes, decode streams, concurrent transfers."""
 
     pair: Pair
     transport: Transport
@@ -109,10 +112,10 @@ class TransferJob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferModel:
-    """Time from sending the D leg to its first token, per (P, D) pair.
+    """Time from sending the D leg to its first token, in seconds, per (P, D) pair.
 
     A pair's correction relaxes to that of its transport, and the transport's to the formula, by half every
-    ``half_life_s`` seconds of silence. In a regime whose times vary by themselves (``REGIMES``) a pair has one more
+    ``half_life_s`` seconds without observations. In a regime whose times vary (``REGIMES``) a pair has one more
     estimate, which relaxes to the pair's, with the published spread where that is wider. Memory: one estimate per pair
     that has handed over, and one per pair and regime. Complexity of ``predict``: O(1); of ``observe``: O(pairs), as the
     mappings are copied.
@@ -123,18 +126,18 @@ class TransferModel:
     transport_weight: float = 0.1
     failure_weight: float = 0.1
     prior_failure_rate: float = 0.02
-    _pairs: Mapping[Pair, Estimate] = field(default_factory=dict)
-    _transports: Mapping[Transport, Estimate] = field(default_factory=dict)
-    _regimes: Mapping[tuple[Pair, int], Estimate] = field(default_factory=dict)
+    _pairs: Mapping[Pair, LearnedRatio] = field(default_factory=dict)
+    _transports: Mapping[Transport, LearnedRatio] = field(default_factory=dict)
+    _regimes: Mapping[tuple[Pair, int], LearnedRatio] = field(default_factory=dict)
     _failure_rates: Mapping[Pair, float] = field(default_factory=dict)
 
-    def predict(self, job: TransferJob, now_s: float) -> Prediction:
-        """Seconds of the D leg up to its first token."""
+    def predict(self, job: TransferJob, now_s: float) -> TimeEstimate:
+        """Estimated seconds of the D leg up to its first token."""
         estimate = self._estimate(job, now_s)
-        return Prediction(transfer_formula(job) * exp(estimate.log_ratio), estimate.sigma)
+        return TimeEstimate(transfer_formula(job) * exp(estimate.log_ratio), estimate.sigma)
 
     def observe(self, job: TransferJob, seconds: float, now_s: float) -> TransferModel:
-        """The model after one transfer that went well."""
+        """Return the model after one successful transfer of ``seconds``."""
         expected_s = transfer_formula(job)
         pair, transport = self._pair(job, now_s), self._transport(job.transport, now_s)
         regime = _regime(job)
@@ -153,13 +156,13 @@ class TransferModel:
         )
 
     def settled(self, pair: Pair, ok: bool) -> TransferModel:
-        """The model after one hand-off was tried, for the risk that the next one fails."""
+        """Return the model with the failure rate updated by one attempted hand-off."""
         rate = self.failure_rate(pair)
         rate += self.failure_weight * ((0.0 if ok else 1.0) - rate)
         return replace(self, _failure_rates={**self._failure_rates, pair: rate})
 
     def without(self, instance: str) -> TransferModel:
-        """The model without what was learned of one instance's pairs."""
+        """The model without the learned values of one instance's pairs."""
         return replace(
             self,
             _pairs={pair: each for pair, each in self._pairs.items() if instance not in pair},
@@ -168,21 +171,21 @@ class TransferModel:
         )
 
     def failure_rate(self, pair: Pair) -> float:
-        """Share of hand-offs over this pair that fell back, 0..1."""
+        """Share of hand-offs over this pair that failed, 0..1, exponentially weighted."""
         return self._failure_rates.get(pair, self.prior_failure_rate)
 
-    def observations(self) -> dict[Pair, Estimate]:
-        """What is known of each pair, for people to look at."""
+    def observations(self) -> dict[Pair, LearnedRatio]:
+        """Learned correction per pair, for display."""
         return dict(self._pairs)
 
-    def _transport(self, transport: Transport, now_s: float) -> Estimate:
+    def _transport(self, transport: Transport, now_s: float) -> LearnedRatio:
         return self._transports.get(transport, UNKNOWN).relaxed(UNKNOWN, now_s, self.half_life_s)
 
-    def _pair(self, job: TransferJob, now_s: float) -> Estimate:
+    def _pair(self, job: TransferJob, now_s: float) -> LearnedRatio:
         transport = self._transport(job.transport, now_s)
         return self._pairs.get(job.pair, UNKNOWN).relaxed(transport, now_s, self.half_life_s)
 
-    def _estimate(self, job: TransferJob, now_s: float) -> Estimate:
+    def _estimate(self, job: TransferJob, now_s: float) -> LearnedRatio:
         pair, regime = self._pair(job, now_s), _regime(job)
         if not regime:
             return pair
@@ -192,7 +195,7 @@ class TransferModel:
 
 
 def transfer_formula(job: TransferJob) -> float:
-    """Seconds by the published constants alone."""
+    """Seconds from the published constants alone."""
     formula, regime = TRANSFER_FORMULAS[job.transport], _regime(job)
     moving_s = job.size_bytes / formula.bytes_per_s
     if regime:
@@ -223,11 +226,11 @@ def _between(regimes: tuple[Regime, ...], number: int, size_bytes: float) -> tup
 
 @dataclass(frozen=True, slots=True)
 class PrefillModel:
-    """Time to compute ``new`` tokens behind ``cached`` ones: ``fixed + a * new + b * new * (cached + new / 2)``.
+    """Time to compute ``new`` tokens after ``cached`` ones: ``fixed + a * new + b * new * (cached + new / 2)`` seconds.
 
     The quadratic term is attention. The constants fit vLLM 0.20.2 with Qwen3-Coder-30B-A3B on an H200 (8k tokens
     0.18 s, 32k 1.24 s, 131k 13.2 s). The correction is learned per power of two of the tokens computed, because
-    hardware differs more in one term than in the other; a size never seen takes the nearest one's.
+    hardware differs more in one term than in the other; a size without observations uses the nearest one's.
     """
 
     fixed_s: float = 0.02
@@ -235,33 +238,33 @@ class PrefillModel:
     s_per_token_squared: float = 1.275e-9
     weight: float = 0.1
     smallest_tokens: int = 1024
-    """Shorter prefills are not learned from: scheduling outweighs computing."""
-    _buckets: Mapping[int, Estimate] = field(default_factory=dict)
+    """Shorter prefills are not learned from: scheduling time dominates."""
+    _buckets: Mapping[int, LearnedRatio] = field(default_factory=dict)
 
-    def predict(self, new_tokens: float, cached_tokens: float = 0.0) -> Prediction:
-        """Seconds of one prefill on an instance that computes nothing else."""
+    def predict(self, new_tokens: float, cached_tokens: float = 0.0) -> TimeEstimate:
+        """Estimated seconds of one prefill on an otherwise idle instance."""
         if new_tokens <= 0:
-            return Prediction(self.fixed_s, 0.0)
+            return TimeEstimate(self.fixed_s, 0.0)
         estimate = self._nearest(_bucket(new_tokens))
-        return Prediction(self._formula(new_tokens, cached_tokens) * exp(estimate.log_ratio), estimate.sigma)
+        return TimeEstimate(self._formula(new_tokens, cached_tokens) * exp(estimate.log_ratio), estimate.sigma)
 
     def queue_s(self, pending_tokens: float, requests: int) -> float:
-        """Seconds to work off what is pending, as ``requests`` prefills of equal length, half of one done already."""
+        """Seconds to finish the pending tokens: ``requests`` prefills of equal length, the first of them half done."""
         if pending_tokens <= 0 or requests <= 0:
             return 0.0
         return self.predict(pending_tokens / requests).seconds * (requests - 0.5)
 
     def observe(self, new_tokens: float, cached_tokens: float, queue_s: float, seconds: float) -> PrefillModel:
-        """The model after one first token that took ``seconds``, of which ``queue_s`` were expected to be waiting."""
+        """Return the model after a first token that took ``seconds``, with ``queue_s`` of them expected as queueing."""
         if new_tokens < self.smallest_tokens:
             return self
         bucket = _bucket(new_tokens)
         before = self._nearest(bucket)
         expected_s = self._formula(new_tokens, cached_tokens)
-        # What was expected of the queue is taken off, but never more than leaves the formula a tenth.
+        # The expected queueing time is subtracted, but the rest is at least a tenth of the formula.
         computing_s = max(seconds - queue_s, 0.1 * min(expected_s, seconds))
         learned = before.learn(expected_s, computing_s, 0.0, self.weight)
-        # Not `replace`, which asks every field: this runs with every first token.
+        # Not `replace`, which visits every field: this runs for every first token.
         return PrefillModel(
             self.fixed_s,
             self.s_per_token,
@@ -275,7 +278,7 @@ class PrefillModel:
         attended = new_tokens * (cached_tokens + new_tokens / 2)
         return self.fixed_s + self.s_per_token * new_tokens + self.s_per_token_squared * attended
 
-    def _nearest(self, bucket: int) -> Estimate:
+    def _nearest(self, bucket: int) -> LearnedRatio:
         exact = self._buckets.get(bucket)
         if exact is not None:
             return exact

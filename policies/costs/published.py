@@ -18,11 +18,11 @@ class PublishedTransfer(NamedTuple):
     median_s: float
     """Within one host; between hosts it was 1 to 9 % less."""
     range_s: tuple[float, float] | None = None
-    """Fastest and slowest of both runs, where they lie apart."""
+    """Fastest and slowest of both runs, if they differ."""
 
 
 class PublishedSlowdown(NamedTuple):
-    """How many times lower bandwidth was with ``streams`` requests decoding on each of the two instances."""
+    """Factor by which bandwidth was lower with ``streams`` requests decoding on each of the two instances."""
 
     streams: int
     factor: float

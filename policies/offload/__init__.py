@@ -1,1 +1,1 @@
-"""Offload planners: whether to prefill on another instance, and on which. One file each."""
+"""Offload planners, one file each: decide if a prefill runs on another instance, and on which one."""

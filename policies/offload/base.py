@@ -1,4 +1,4 @@
-"""The planner interface and the choice of P that planners share."""
+"""Planner interface, and the choice of P that planners share."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClas
 
 
 class OffloadPlanner(Protocol):
-    """Decides whether a request's prefill runs elsewhere. Implementations are frozen dataclasses and pure."""
+    """Decides if a request's prefill runs on another instance. Implementations are frozen dataclasses and pure."""
 
     name: ClassVar[str]
 
     def plan(
         self, request: RequestView, decode: InstanceView, request_class: RequestClass, fleet: FleetSnapshot
     ) -> OffloadPlan:
-        """Answer for one request that will decode on ``decode``."""
+        """Plan for one request that will decode on ``decode``."""
         ...
 
 
 def has_room(decode: InstanceView, request: RequestView) -> bool:
-    """Whether D's pool can hold the whole request besides what is in use and what is promised; unknown size: yes."""
+    """True if D's pool can hold the whole request besides used and promised tokens, or its size is unknown."""
     if not decode.kv_capacity_tokens:
         return True
     taken = decode.kv_used_tokens + decode.kv_promised_tokens
@@ -29,7 +29,7 @@ def has_room(decode: InstanceView, request: RequestView) -> bool:
 
 
 def best_prefill(request: RequestView, decode: InstanceView, fleet: FleetSnapshot) -> InstanceView | None:
-    """P with the least ``pending_prefill + new tokens``; never D nor over a broken pair; roles that may send."""
+    """P with the least ``pending_prefill + new tokens``; never D, and only sending roles and unbroken pairs."""
     candidates = [
         view
         for view in fleet.prefill_instances or fleet.instances
@@ -47,8 +47,8 @@ def best_prefill(request: RequestView, decode: InstanceView, fleet: FleetSnapsho
     )
 
 
-def why_no_prefill(decode: InstanceView, fleet: FleetSnapshot) -> OffloadReason:
-    """Why nobody could be chosen: the breakers of all that may send are open, or there is nobody."""
+def no_prefill_reason(decode: InstanceView, fleet: FleetSnapshot) -> OffloadReason:
+    """Reason why no P can be chosen: all pairs' breakers are open, or there is no candidate."""
     senders = [view for view in fleet.prefill_instances or fleet.instances if may_send(view, decode)]
     if senders and all((view.instance, decode.instance) in fleet.broken_pairs for view in senders):
         return OffloadReason.PAIR_BROKEN
@@ -56,12 +56,12 @@ def why_no_prefill(decode: InstanceView, fleet: FleetSnapshot) -> OffloadReason:
 
 
 def may_receive(decode: InstanceView) -> bool:
-    """Whether D's role lets it pull a KV cache."""
+    """True if D's role lets it pull KV."""
     return decode.role in {Role.KV_BOTH, Role.KV_CONSUMER}
 
 
 def may_send(view: InstanceView, decode: InstanceView) -> bool:
-    """Whether an instance can prefill for D: another one, in a sending role, with the same connector."""
+    """True if the instance can prefill for D: a different one, in a sending role, with the same connector."""
     return (
         view.instance != decode.instance
         and view.role in {Role.KV_BOTH, Role.KV_PRODUCER}

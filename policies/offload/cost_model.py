@@ -1,4 +1,4 @@
-"""Cost model: offload a prefill only when what it saves exceeds what it costs, with a margin for being wrong."""
+"""Cost model: offload a prefill only if the expected saving exceeds the cost by a safety margin."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from policies.costs.book import KV_BYTES_PER_TOKEN, transfer_job
-from policies.costs.formulas import Costs, Prediction
-from policies.offload.base import has_room, may_receive, may_send, why_no_prefill
+from policies.costs.formulas import Costs, TimeEstimate
+from policies.offload.base import has_room, may_receive, may_send, no_prefill_reason
 from policies.snapshot import FleetSnapshot
 from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
 
 class _Priced(NamedTuple):
-    """One candidate for P and what sending the prefill there would change, in seconds."""
+    """One candidate P and the effect of prefilling there, in seconds."""
 
     view: InstanceView
     own_s: float
     """The request's own time to first token: co-located minus offloaded."""
     streams_s: float
-    """Stall of decoding streams: those on D that are spared minus those on P that are hit instead."""
+    """Stall of decoding streams: those spared on D minus those stalled on P."""
     others_s: float
-    """Delay of queued requests by work that co-locating would not have done."""
+    """Delay of queued requests by work that co-location would not have caused."""
     risk_s: float
     doubt_s: float
-    """How much the transfer may exceed its estimate."""
-    prefill: Prediction
-    transfer: Prediction
+    """Margin by which the transfer may exceed its estimate."""
+    prefill: TimeEstimate
+    transfer: TimeEstimate
 
     @property
     def net_s(self) -> float:
@@ -35,27 +35,27 @@ class _Priced(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Offload where the sum over everybody's waiting time goes down, by the learned times of this fleet.
+    """Offload if it reduces the sum of all requests' waiting times, using the learned times of this fleet.
 
-    With ``T(new, cached)`` the prefill time, ``X`` the transfer of the blocks D lacks, ``Q`` the prefill queued on an
-    instance, ``S`` the streams decoding there and ``k`` the ``stall_share``, sending the prefill to P gains
+    With ``T(new, cached)`` the prefill time, ``X`` the transfer time of the blocks D lacks, ``Q`` the prefill queued on
+    an instance, ``S`` the streams decoding there and ``k`` the ``stall_share``, sending the prefill to P gains
 
-    - own: ``(Q_D + T_D) - max(Q_P + T_P + X, Q_D)``, the request's first token: what is queued on D delays a pulled
-      request too, as vLLM gives a step's whole token budget to the prefills it has begun;
+    - own: ``(Q_D + T_D) - max(Q_P + T_P + X, Q_D)``, the request's first token: prefill queued on D delays a pulled
+      request too, because vLLM gives a step's whole token budget to the prefills it has begun;
     - streams: ``k * (S_D * T_D - S_P * T_P)``. Source: the accounting of the agentic-kvc reports, where the benefit
       of isolating one prefill is summed over all stalled streams, ``D * T_prefill * (1 - TPOT_idle / TPOT_during)``;
       P's own streams are counted by the same rule, which those reports do not do;
     - others: ``- w * max(0, T_P - T_D)``: a P that holds less of the prefix computes more, and ``w`` requests wait
       behind that, the mean number in prefill per instance;
-    - risk: ``- failure_rate * (Q_P + T_P + X)``, what a fall-back has wasted.
+    - risk: ``- failure_rate * (Q_P + T_P + X)``, the time lost by a fall-back.
 
-    It refuses where the sum is not above ``min_gain`` of ``T_D`` (DOES_NOT_PAY), or not with ``X`` taken at
-    ``sigmas`` standard deviations above its estimate (UNSURE), or where the request itself would wait longer than
+    The request stays on D if the sum is not above ``min_gain`` of ``T_D`` (DOES_NOT_PAY), if it is not with ``X`` taken
+    ``sigmas`` standard deviations above its estimate (UNSURE), or if the request itself would wait longer than
     co-located by more than ``max_own_loss`` of ``T_D``. Complexity: O(n).
 
-    Defaults: ``max_in_flight`` 4; ``min_new_tokens`` 4096 on D, below which a prefill stalls nobody for long;
-    ``stall_share`` 0.9 (one minus TPOT idle over during: 0.86 to 0.99 measured); ``min_gain`` 0.25; ``sigmas`` 1;
-    ``max_own_loss`` 0.1; ``kv_bytes_per_token`` as the reports' model.
+    Defaults: ``max_in_flight`` 4; ``min_new_tokens`` 4096 on D, below which a prefill stalls other requests only
+    briefly; ``stall_share`` 0.9 (one minus TPOT idle over during: 0.86 to 0.99 measured); ``min_gain`` 0.25; ``sigmas``
+    1; ``max_own_loss`` 0.1; ``kv_bytes_per_token`` as the reports' model.
     """
 
     max_in_flight: int = 4
@@ -80,7 +80,6 @@ class CostModel:
     def plan(
         self, request: RequestView, decode: InstanceView, request_class: RequestClass, fleet: FleetSnapshot
     ) -> OffloadPlan:
-        """See the class."""
         new_tokens = request.prompt_tokens - decode.cached_tokens
         inputs = {"new_tokens": float(new_tokens), "decode_streams": float(decode.decode_streams)}
         if new_tokens < self.min_new_tokens:
@@ -90,13 +89,13 @@ class CostModel:
         if fleet.offloads_in_flight >= self.max_in_flight:
             return OffloadPlan(None, OffloadReason.CAP_REACHED, inputs)
         if not decode.kv_capacity_tokens or not has_room(decode, request):
-            # A pool of unknown size may be too small: co-located is always right.
+            # A pool of unknown size may be too small; co-located always works.
             return OffloadPlan(None, OffloadReason.NO_ROOM_ON_D, inputs)
         senders = [view for view in fleet.prefill_instances or fleet.instances if may_send(view, decode)]
         usable = [view for view in senders if (view.instance, decode.instance) not in fleet.broken_pairs]
         usable = [view for view in usable if has_room(view, request)]
         if not usable:
-            return OffloadPlan(None, why_no_prefill(decode, fleet), inputs)
+            return OffloadPlan(None, no_prefill_reason(decode, fleet), inputs)
         costs = fleet.costs or Costs()
         waiting = sum(view.prefilling for view in fleet.instances) / len(fleet.instances)
         alone = costs.prefill.predict(new_tokens, decode.cached_tokens)
@@ -138,7 +137,7 @@ class CostModel:
         prefill: InstanceView,
         fleet: FleetSnapshot,
         costs: Costs,
-        alone: Prediction,
+        alone: TimeEstimate,
         queue_s: float,
         waiting: float,
     ) -> _Priced:

@@ -1,4 +1,4 @@
-"""Never offload: every request runs co-located. The default."""
+"""``never``: every request runs co-located. The default planner."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClas
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """Complexity: O(1)."""
+    """No offloading. Complexity: O(1)."""
 
     name: ClassVar[str] = "never"
 
     def plan(
         self, request: RequestView, decode: InstanceView, request_class: RequestClass, fleet: FleetSnapshot
     ) -> OffloadPlan:
-        """See the class."""
         return OffloadPlan(None, OffloadReason.PLANNER_NEVER)

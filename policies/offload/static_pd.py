@@ -1,11 +1,11 @@
-"""Static prefill/decode disaggregation: instances are for one or the other, so every prefill worth it goes to a P."""
+"""Static prefill/decode disaggregation: every prefill above a minimum size goes to a P."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.offload.base import best_prefill, has_room, may_receive, why_no_prefill
+from policies.offload.base import best_prefill, has_room, may_receive, no_prefill_reason
 from policies.snapshot import FleetSnapshot
 from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
@@ -14,10 +14,10 @@ from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClas
 class StaticPd:
     """Every prompt with ``min_new_tokens`` or more to compute goes to the P with the least pending plus new tokens.
 
-    New tokens on P are what its prefix cache lacks, so the turns of one session find their way back to the P that
-    computed the turns before. For fleets of ``kv_producer`` and ``kv_consumer`` instances (4P+4D, 6P+2D). D computes
-    what is shorter itself, and what it has no room to receive. Default: 256, below which a hand-off costs more than
-    computing. Complexity: O(n).
+    New tokens on P are those missing from its prefix cache, so the turns of one session return to the P that computed
+    the earlier turns. For fleets of ``kv_producer`` and ``kv_consumer`` instances (4P+4D, 6P+2D). D computes shorter
+    prompts itself, and those it has no room to receive. Default: 256, below which a hand-off costs more than computing.
+    Complexity: O(n).
     """
 
     min_new_tokens: int = 256
@@ -31,7 +31,6 @@ class StaticPd:
     def plan(
         self, request: RequestView, decode: InstanceView, request_class: RequestClass, fleet: FleetSnapshot
     ) -> OffloadPlan:
-        """See the class."""
         inputs = {"new_tokens": float(request.prompt_tokens - decode.cached_tokens)}
         if request.prompt_tokens - decode.cached_tokens < self.min_new_tokens:
             return OffloadPlan(None, OffloadReason.BELOW_THRESHOLD, inputs)
@@ -43,5 +42,5 @@ class StaticPd:
             return OffloadPlan(None, OffloadReason.NO_ROOM_ON_D, inputs)
         prefill = best_prefill(request, decode, fleet)
         if prefill is None:
-            return OffloadPlan(None, why_no_prefill(decode, fleet), inputs)
+            return OffloadPlan(None, no_prefill_reason(decode, fleet), inputs)
         return OffloadPlan(prefill.instance, OffloadReason.CHOSEN, inputs)

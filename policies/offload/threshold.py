@@ -1,11 +1,11 @@
-"""Threshold: offload every HEAVY prefill, within the caps."""
+"""``threshold``: offload every HEAVY prefill, within the caps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.offload.base import best_prefill, has_room, may_receive, why_no_prefill
+from policies.offload.base import best_prefill, has_room, may_receive, no_prefill_reason
 from policies.snapshot import FleetSnapshot
 from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
@@ -35,7 +35,6 @@ class Threshold:
     def plan(
         self, request: RequestView, decode: InstanceView, request_class: RequestClass, fleet: FleetSnapshot
     ) -> OffloadPlan:
-        """See the class."""
         inputs = {
             "new_tokens": float(request.prompt_tokens - decode.cached_tokens),
             "decode_requests": float(decode.requests),
@@ -46,7 +45,7 @@ class Threshold:
             return OffloadPlan(None, refusal, inputs)
         prefill = best_prefill(request, decode, fleet)
         if prefill is None:
-            return OffloadPlan(None, why_no_prefill(decode, fleet), inputs)
+            return OffloadPlan(None, no_prefill_reason(decode, fleet), inputs)
         return OffloadPlan(
             prefill.instance,
             OffloadReason.CHOSEN,

@@ -1,8 +1,8 @@
-"""Who holds which blocks, when a block may go before those after it: chained hash -> bit mask of holders.
+"""Blocks to holders as bit masks (chained hash -> mask), for holders that may drop a block before its successors.
 
-Looking a prompt up by bisection needs "who holds a block holds all before it". Engines evict tails first, but promise
-nothing, so a block that goes while blocks after it stay is kept in mind as a *gap* until they are gone or it is back.
-Held blocks and gaps together are closed under "the block before", and a prefix ends at its first gap at the latest.
+Lookup by bisection needs the invariant "a holder of a block holds every block before it". Engines evict tails first but
+do not guarantee it, so a block that is dropped while its successors stay is kept as a *gap* until they are gone or it
+is stored again. Held blocks and gaps together are closed under "the block before"; a prefix ends at its first gap.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Chains:
-    """One holder's blocks, as far as needed to know whether one that goes leaves others behind it."""
+    """One holder's chain structure: enough to decide if a dropped block leaves successors behind."""
 
     ends: set[int] = field(default_factory=set)
-    """Held blocks that no held block or gap comes after."""
+    """Held blocks without a held block or gap after them."""
     further: dict[int, int] = field(default_factory=dict)
-    """Where chains part: how many blocks come after this one beyond the first."""
+    """Branch points: number of successors of a block beyond the first."""
 
 
 class BlockHolders:
-    """Masks of holders, with one bit for each.
+    """Bit masks of holders, one bit per holder.
 
-    Complexity for a prompt of b blocks and n holders: ``match`` O(n log b) look-ups; while anybody has a gap, also one
-    pass over the prompt through the small set of gaps. ``add`` and ``discard`` O(1) per block, amortised.
+    Complexity for a prompt of b blocks and n holders: ``match`` O(n log b) look-ups; while any holder has a gap, also
+    one pass over the prompt through the small set of gaps. ``add`` and ``discard`` O(1) per block, amortised.
     """
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
         self._before: dict[int, int] = {}
-        """Block -> the one before it; for blocks that are held or a gap. It is the same for every holder."""
+        """Block -> its predecessor, for held blocks and gaps. The same for every holder."""
         self._gaps: dict[int, int] = {}
-        """Block -> bits of those for whom it is a gap."""
+        """Block -> bits of the holders for which it is a gap."""
         self._chains: dict[int, _Chains] = {}
 
     def __len__(self) -> int:
-        """Distinct blocks that somebody holds."""
+        """Number of distinct blocks with at least one holder."""
         return len(self._masks)
 
     def new_bit(self) -> int:
-        """The lowest bit nobody has."""
+        """Allocate the lowest free bit."""
         bit = 1
         while bit in self._chains:
             bit <<= 1
@@ -49,15 +49,15 @@ class BlockHolders:
         return bit
 
     def free_bit(self, bit: int) -> None:
-        """Another holder may have the bit; it must hold nothing any more."""
+        """Release a bit for reuse; its holder must hold nothing."""
         del self._chains[bit]
 
     def holds(self, block: int, bit: int) -> bool:
-        """Whether ``bit`` holds the block."""
+        """True if ``bit`` holds the block."""
         return bool(self._masks.get(block, 0) & bit)
 
     def add(self, blocks: Iterable[tuple[int, int]], bit: int) -> None:
-        """Enter (block, the block before it), heads first; the block before it is held, or a root."""
+        """Add (block, predecessor) pairs, heads first; each predecessor is already held or a root."""
         masks, before, chains = self._masks, self._before, self._chains[bit]
         ends, further = chains.ends, chains.further
         for block, parent in blocks:
@@ -76,7 +76,7 @@ class BlockHolders:
             ends.add(block)
 
     def discard(self, block: int, bit: int) -> None:
-        """``bit`` does not hold the block any more."""
+        """Remove the block from the holder ``bit``; no effect if it does not hold it."""
         mask = self._masks.get(block, 0)
         if not mask & bit:
             return
@@ -87,7 +87,7 @@ class BlockHolders:
             return
         chains.ends.remove(block)
         while True:
-            # The block before it has one less after it; a gap that has nothing after it any more is over, too.
+            # The predecessor has one successor less; a gap without successors is removed as well.
             parent = self._before[block]
             self._forget(block)
             if parent not in self._before:
@@ -104,7 +104,7 @@ class BlockHolders:
             block = parent
 
     def clear(self, blocks: Iterable[int], bit: int) -> None:
-        """``bit`` holds nothing any more; ``blocks`` are all that it held."""
+        """Remove every block of the holder ``bit``; ``blocks`` must list all that it holds."""
         self._chains[bit] = _Chains()
         for block in blocks:
             mask = self._masks.get(block, 0)
@@ -127,7 +127,7 @@ class BlockHolders:
         return matched
 
     def _depths(self, hashes: Sequence[int]) -> dict[int, int]:
-        """How far everybody's blocks and gaps go along: fewer and fewer of them, every change found by bisection."""
+        """Bit -> number of blocks (held or gaps) along the prompt; every change is found by bisection."""
         depths: dict[int, int] = {}
         full = len(hashes)
         everyone = sum(self._chains)
@@ -166,7 +166,7 @@ class BlockHolders:
             del self._masks[block]
 
     def _forget(self, block: int) -> None:
-        """Forget what came before a block that nobody has any more."""
+        """Drop the predecessor entry of a block that is neither held nor a gap."""
         if block not in self._masks and block not in self._gaps:
             self._before.pop(block, None)
 

@@ -1,7 +1,8 @@
-"""Prefix blocks: a prompt as a chain of hashes, each standing for its block and everything before it.
+"""Prefix blocks: a prompt as a chain of hashes, each covering its block and everything before it.
 
 The chain is ``h[i] = xxh3_64(block[i], seed=h[i-1])``, so equal hashes mean equal prefixes (up to 64-bit collisions).
-``h[-1]``, the root, carries the namespace: prompts for different models, adapters or cache salts never share blocks.
+``h[-1]``, the root, is the hash of the namespace: prompts for different models, adapters or cache salts share no
+blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ TOKEN_ID_BYTES = 4
 
 
 def root_hash(*namespace: str) -> int:
-    """Start of a chain for one namespace (model, adapter, cache salt); an unsigned 64-bit integer."""
-    # Each part carries its length: a client chooses its salt, and must not be able to spell another namespace with it.
+    """Root of the chains of one namespace (model, adapter, cache salt); an unsigned 64-bit integer."""
+    # Length-prefixed parts: a client chooses its salt and must not be able to collide with another namespace.
     framed = "".join(f"{len(part)}:{part}" for part in namespace)
     return xxh3_64_intdigest(framed.encode("utf-8", "surrogatepass"))
 
@@ -32,7 +33,7 @@ def hash_byte_blocks(data: bytes | memoryview, block_bytes: int, root: int = 0) 
     full = memoryview(data)[: len(data) // block_bytes * block_bytes]
     digest = xxh3_64_intdigest
     parent = root
-    # Cut in C: slicing block by block takes as long as hashing the small blocks of token ids.
+    # Split in C: slicing block by block takes as long as hashing the small blocks of token ids.
     return [parent := digest(block, parent) for (block,) in iter_unpack(f"{block_bytes}s", full)]
 
 

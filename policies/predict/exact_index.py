@@ -1,11 +1,11 @@
-"""Which instance holds which prefix blocks, as the engines themselves say in their KV events.
+"""Exact prefix index: blocks per instance as the engines report them in their KV events.
 
-Blocks carry the same chained hashes as in the shadow index (``policies.predict.blocks``), computed here from the token ids in
-the event and the parent's entry, so one request is looked up in both with the same ``block_hashes``. The engine's own
-hash, whatever it is, only serves to find parents and blocks that go.
+Blocks carry the same chained hashes as in the shadow index (``policies.predict.blocks``), computed here from the token
+ids in the event and the parent's entry, so one request is looked up in both with the same ``block_hashes``. The
+engine's own hash only serves to find parents and removed blocks.
 
 An instance is *trusted* while every event since its cache was known to be empty has been applied. The contents of an
-instance that is not trusted are dropped: they would be worth nothing before the next time it is known to be empty.
+untrusted instance are dropped: they are unusable until the next time its cache is known to be empty.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from policies.predict.block_holders import BlockHolders
 from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
 
 EngineHash: TypeAlias = "int | bytes"
-"""An engine's own name of a block: opaque here."""
+"""An engine's own identifier of a block: opaque here."""
 
 PLAIN_ROOT = root_hash("ids")
-"""Start of every chain of a base model's token ids without adapter or cache salt: the blocks KV events can tell."""
+"""Root of the chains of a base model's token ids without adapter or cache salt: the only blocks KV events can match."""
 
 _FOREIGN = -1
-"""In place of our hash: a block that no plain prompt can match (adapter, cache salt, multimodal)."""
+"""Placeholder for our hash: a block that no plain prompt can match (adapter, cache salt, multimodal)."""
 
 
 class StoredBlocks(NamedTuple):
-    """Blocks that an engine put into its prefix cache, one after the other in one chain."""
+    """Consecutive blocks of one chain that an engine stored in its prefix cache."""
 
     hashes: Sequence[EngineHash]
     parent: EngineHash | None
     """The block before the first of ``hashes``; None at the start of a prompt."""
     token_ids: Sequence[int]
-    """The tokens of all of them: ``len(hashes) * block_tokens``."""
+    """Token ids of all blocks: ``len(hashes) * block_tokens``."""
     block_tokens: int
     plain_blocks: int
-    """How many of them, from the first, plain prompts can match; with an adapter none."""
+    """Number of leading blocks that plain prompts can match; 0 with an adapter."""
 
 
 @dataclass(slots=True)
 class ExactCounters:
-    """What happened to one instance's part of the index since the start."""
+    """Event counts of one instance since the start."""
 
     stored: int = 0
     removed: int = 0
     cleared: int = 0
     foreign: int = 0
-    """Blocks of adapters, cache salts or multimodal prompts: kept, but matched by nothing."""
+    """Blocks of adapters, cache salts or multimodal prompts: kept, but never matched."""
     unknown_parent: int = 0
     unknown_removed: int = 0
     distrusted: int = 0
@@ -63,14 +63,14 @@ class _Instance:
     suspended: bool = False
     reason: str = "no_events"
     epoch: int = 0
-    anew_unconfirmed: bool = False
+    restart_unconfirmed: bool = False
     ours: dict[EngineHash, int] = field(default_factory=dict)
     further_copies: dict[EngineHash, int] = field(default_factory=dict)
     counters: ExactCounters = field(default_factory=ExactCounters)
     awaited: dict[int, set[int]] = field(default_factory=dict)
     """Block -> numbers of the promises that end with it."""
     gone: set[int] = field(default_factory=set)
-    """Of those numbers, the ones whose block was held and is not any more."""
+    """Those of the numbers whose block was held and has been removed."""
 
     @property
     def trusted(self) -> bool:
@@ -80,13 +80,13 @@ class _Instance:
 class ExactIndex:
     """Block hashes to holders, fed by KV events.
 
-    An engine that computes one block twice, for two requests side by side, reports it stored twice and removed once
-    per copy; so copies are counted and a block is held until its last copy goes.
+    An engine that computes one block twice, for two concurrent requests, reports it stored twice and removed once per
+    copy; copies are therefore counted and a block is held until its last copy is removed.
 
-    Complexity for b blocks and n instances: ``match`` O(n log b) look-ups (`policies.predict.block_holders` says when more);
-    ``store`` O(b) hash calls; ``remove`` O(b). Memory: about 260 bytes per block with the 32-byte hashes of current
-    engines, 230 with integers; a further instance that holds the same block adds the part that is its own
-    (``docs/kv-events.md`` has the command).
+    Complexity for b blocks and n instances: ``match`` O(n log b) look-ups (more with gaps:
+    `policies.predict.block_holders`); ``store`` O(b) hash calls; ``remove`` O(b). Memory: about 260 bytes per block
+    with the 32-byte hashes of current engines, 230 with integers; a further instance with the same block adds only its
+    own entries (measured by the command in ``docs/kv-events.md``).
     """
 
     def __init__(self, block_tokens: int = 16) -> None:
@@ -97,7 +97,7 @@ class ExactIndex:
     # Instances
 
     def add_instance(self, instance: str) -> None:
-        """Make an instance known, not trusted; a known one stays as it is."""
+        """Register an instance, untrusted. Idempotent."""
         if instance in self._instances:
             return
         self._instances[instance] = _Instance(self._holders.new_bit())
@@ -111,13 +111,13 @@ class ExactIndex:
             del self._instances[instance]
 
     def follow(self, instance: str) -> None:
-        """Somebody listens to this instance's events now."""
+        """Mark the instance's events as followed by a subscriber."""
         known = self._instances[instance]
         known.followed = True
         known.reason = "waiting_for_events"
 
     def set_block_tokens(self, block_tokens: int) -> None:
-        """Take over another block size; blocks of the old one mean nothing any more."""
+        """Set the block size in tokens; contents with another block size are dropped."""
         if block_tokens == self.block_tokens:
             return
         self.block_tokens = block_tokens
@@ -133,19 +133,19 @@ class ExactIndex:
         self._drop(known)
         known.known, known.reason = True, ""
 
-    def began_anew(self, instance: str) -> None:
-        """The instance's events started again from nothing: another process, with an empty cache."""
+    def events_restarted(self, instance: str) -> None:
+        """The instance's events restarted at number 0: a new process with an empty cache."""
         self.reset(instance)
-        self._instances[instance].anew_unconfirmed = True
+        self._instances[instance].restart_unconfirmed = True
 
     def restarted(self, instance: str) -> None:
-        """The instance was seen to have restarted. Not trusted until its events begin again from nothing.
+        """The health monitor found that the instance restarted. Untrusted until its events restart at number 0.
 
-        Where the events told so first, what they have brought since is the new process's and stays.
+        If the events have reported the restart first, what they brought since belongs to the new process and is kept.
         """
         known = self._instances[instance]
-        if known.anew_unconfirmed:
-            known.anew_unconfirmed = False
+        if known.restart_unconfirmed:
+            known.restart_unconfirmed = False
             return
         if known.followed:
             self._drop(known)
@@ -153,50 +153,50 @@ class ExactIndex:
             known.epoch += 1
 
     def distrust(self, instance: str, reason: str) -> None:
-        """Something was missed or not understood: the contents can no longer be known."""
+        """Drop the contents of an instance: an event was missed or could not be read."""
         known = self._instances[instance]
         self._drop(known)
         known.counters.distrusted += 1
         known.known, known.reason = False, reason
 
     def suspend(self, instance: str) -> None:
-        """Events are missing and are being fetched: not trusted, but what comes is entered."""
+        """Mark events as missing and being fetched: untrusted, but further events are applied."""
         self._instances[instance].suspended = True
 
     def resume(self, instance: str) -> None:
-        """The fetching is over; trusted again unless it was in vain."""
+        """End ``suspend``: trusted again unless ``distrust`` was called meanwhile."""
         self._instances[instance].suspended = False
 
     def follows(self, instance: str) -> bool:
-        """Whether somebody listens to the instance's events, trusted or not; False for unknown names."""
+        """True if the instance's events are followed, trusted or not; False for unknown names."""
         known = self._instances.get(instance)
         return known is not None and known.followed
 
     def trusted_instances(self) -> frozenset[str]:
-        """Names of the instances whose prefix caches are known."""
-        # `trusted` written out: this runs for every instance of every request.
+        """Names of the trusted instances."""
+        # `trusted` inlined: this runs for every instance of every request.
         return frozenset([name for name, known in self._instances.items() if known.known and not known.suspended])
 
     def trusted(self, instance: str) -> bool:
-        """Whether the index holds exactly what the instance has reported."""
+        """True if the index holds exactly the blocks that the instance has reported."""
         return self._instances[instance].trusted
 
     def reason(self, instance: str) -> str:
-        """Why the instance is not trusted; empty while it is."""
+        """Reason for not being trusted; empty while trusted."""
         known = self._instances[instance]
         return "replaying" if known.suspended else known.reason
 
     def epoch(self, instance: str) -> int:
-        """Grows by one with every restart that somebody else noticed: the events' numbers start anew."""
+        """Number of restarts found by the health monitor: with each, the events' numbers start at 0 again."""
         return self._instances[instance].epoch
 
     # Events
 
     def store(self, instance: str, stored: StoredBlocks) -> None:
-        """Enter blocks. An instance whose earlier blocks are not known takes none.
+        """Add stored blocks; ignored while the instance's earlier blocks are not known.
 
         Raises:
-            ValueError: a token id is out of range, or hashes and token ids do not fit each other.
+            ValueError: a token id is out of range, or the number of token ids does not match the number of hashes.
         """
         known = self._instances[instance]
         if not known.known:
@@ -221,7 +221,7 @@ class ExactIndex:
             if engine_hash in ours:
                 copies[engine_hash] = copies.get(engine_hash, 0) + 1
                 if ours[engine_hash] == _FOREIGN:
-                    plain = min(plain, number)  # what comes after it is no more plain than it is
+                    plain = min(plain, number)  # blocks after a foreign block are foreign as well
             elif number < plain:
                 ours[engine_hash] = hashes[number]
                 new.append((hashes[number], hashes[number - 1] if number else parent))
@@ -232,7 +232,7 @@ class ExactIndex:
         known.counters.foreign += count - plain
 
     def remove(self, instance: str, hashes: Sequence[EngineHash]) -> None:
-        """One copy of each of these blocks has left the cache."""
+        """Remove one copy of each of these blocks."""
         known = self._instances[instance]
         if not known.known:
             return
@@ -254,18 +254,18 @@ class ExactIndex:
         known.counters.removed += len(hashes)
 
     def clear(self, instance: str) -> None:
-        """The engine emptied its cache: whatever was missed before does not matter any more."""
+        """The engine cleared its cache: events missed before no longer matter."""
         self.reset(instance)
         self._instances[instance].counters.cleared += 1
 
     # Promises
 
     def await_block(self, instance: str, block: int, number: int) -> None:
-        """Remember whether ``block`` was told of from now on, for promise ``number``: it may be evicted again soon."""
+        """Record from now on if ``block`` is reported, for promise ``number``: it may be evicted again soon after."""
         self._instances[instance].awaited.setdefault(block, set()).add(number)
 
     def forget_promise(self, instance: str, block: int, number: int) -> None:
-        """Nobody asks about promise ``number`` any more. Unknown ones are ignored."""
+        """Drop promise ``number``. Unknown ones are ignored."""
         known = self._instances.get(instance)
         if known is None or block not in known.awaited:
             return
@@ -274,31 +274,31 @@ class ExactIndex:
         if not known.awaited[block]:
             del known.awaited[block]
 
-    def told_of(self, instance: str, block: int, number: int) -> bool:
-        """Whether the block that promise ``number`` ends with is held, or was and is gone again."""
+    def was_reported(self, instance: str, block: int, number: int) -> bool:
+        """True if the last block of promise ``number`` is held, or was reported and removed since."""
         return number in self._instances[instance].gone or self.holds(instance, block)
 
     # Reading
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
-        """Longest held prefix of every instance, in blocks. Whether to believe it, ``trusted`` says."""
+        """Longest held prefix of every instance, in blocks. Only valid for ``trusted`` instances."""
         return self._holders.match(hashes, {instance: known.bit for instance, known in self._instances.items()})
 
     def holds(self, instance: str, block: int) -> bool:
-        """Whether the instance holds one block."""
+        """True if the instance holds the block."""
         return self._holders.holds(block, self._instances[instance].bit)
 
     def blocks(self, instance: str) -> int:
-        """Distinct blocks of one instance, foreign ones included."""
+        """Number of distinct blocks of one instance, foreign ones included."""
         return len(self._instances[instance].ours)
 
     def counters(self, instance: str) -> ExactCounters:
-        """What happened since the start."""
+        """Event counts since the start."""
         return self._instances[instance].counters
 
     @property
     def distinct_blocks(self) -> int:
-        """Distinct blocks over all instances, foreign ones not counted."""
+        """Number of distinct blocks over all instances, without foreign ones."""
         return len(self._holders)
 
     # Inside

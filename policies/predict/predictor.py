@@ -1,6 +1,6 @@
-"""Which prefix of a request each instance will find in its cache: by the exact index where known, else the shadow.
+"""Predicted cached prefix of a request per instance: from the exact index where trusted, else from the shadow index.
 
-Both are asked wherever both can answer, so that their errors can be told apart.
+Both indexes are queried wherever both can answer, so that their errors can be measured separately.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ class Match(NamedTuple):
     """Matched prefix of one request on every instance, in blocks."""
 
     shadow: Mapping[str, int]
-    """As the shadow index has it, for all instances."""
+    """Prediction of the shadow index, for all instances."""
     exact: Mapping[str, int]
-    """As the exact index has it; only for instances whose events are trusted, and empty where the request's blocks are
-    not those events tell of. Where it answers, it is the prediction."""
+    """Prediction of the exact index; only for trusted instances, and empty for requests whose blocks KV events do not
+    cover. It takes precedence over the shadow index.
+    """
 
 
 class Promised:
-    """What one decision promised, per instance, until it is kept or broken."""
+    """Prompts that one decision is expected to cache, per instance, until computed or dropped."""
 
     __slots__ = ("_exact", "_last_block", "_numbers", "_promises")
 
@@ -45,26 +46,26 @@ class Promised:
                 self._exact.await_block(instance, self._last_block, number)
 
     def broken(self, instance: str) -> None:
-        """The instance will not compute it. Later calls do nothing."""
+        """The instance will not compute the prompt. Later calls do nothing."""
         number = self._numbers.pop(instance, None)
         if number is not None:
             self._promises.drop(number)
 
     def kept(self, instance: str | None = None) -> None:
-        """The instance (None: all of them) has computed it. Later calls do nothing."""
+        """The instance (None: all of them) has computed the prompt. Later calls do nothing."""
         for name in [instance] if instance is not None else list(self._numbers):
             number = self._numbers.pop(name, None)
             if number is None:
                 continue
             awaited = self._last_block is not None and self._exact.follows(name) and self._exact.trusted(name)
-            if awaited and not self._exact.told_of(name, self._last_block or 0, number):
+            if awaited and not self._exact.was_reported(name, self._last_block or 0, number):
                 self._promises.release(number)
             else:
                 self._promises.drop(number)
 
 
 class Predictor:
-    """Shadow index, exact index and the prompts in flight, as one answer."""
+    """Combined prediction of shadow index, exact index and the prompts in flight."""
 
     def __init__(self, shadow: PrefixIndex) -> None:
         self.shadow = shadow
@@ -72,7 +73,7 @@ class Predictor:
         self.promises = Promises(on_drop=self.exact.forget_promise)
 
     def match(self, request: RequestView, now_s: float) -> Match:
-        """Matched prefix of every instance. One descent per index, plus the prompts in flight on trusted instances."""
+        """Matched prefix of every instance: one descent per index, plus the prompts in flight on trusted instances."""
         hashes = request.block_hashes
         shadow = self.shadow.match(hashes)
         trusted = self.exact.trusted_instances() if request.plain else ()
@@ -81,16 +82,16 @@ class Predictor:
         held = self.exact.match(hashes)
         exact = {}
         for instance in trusted:
-            reported = partial(self.exact.told_of, instance)
+            reported = partial(self.exact.was_reported, instance)
             exact[instance] = self.promises.match(instance, hashes, held[instance], now_s, reported)
         return Match(shadow, exact)
 
     def promised(self) -> Promised:
-        """A fresh record of what one decision promises."""
+        """New record of the prompts that one decision promises."""
         return Promised(self.promises, self.exact)
 
     def add_instance(self, instance: str) -> None:
-        """Make an instance known. Idempotent."""
+        """Register an instance. Idempotent."""
         self.exact.add_instance(instance)
 
     def remove_instance(self, instance: str) -> None:
@@ -99,6 +100,6 @@ class Predictor:
         self.promises.forget_instance(instance)
 
     def restarted(self, instance: str) -> None:
-        """The instance's cache is empty again."""
+        """The instance restarted: its cache is empty."""
         self.exact.restarted(instance)
         self.promises.forget_instance(instance)

@@ -1,8 +1,8 @@
-"""Which instance holds which prefix blocks, as the router remembers it, LRU-bounded per instance.
+"""Shadow index: the prefix blocks routed to each instance, LRU-bounded per instance.
 
-The index is the router's *shadow* of the engines' prefix caches: blocks are entered when a request is routed and leave
-by the engine's own rule (least recently used, tail of a chain before its head), so with the engine's capacity as the
-bound it forgets about when the engine does.
+It mirrors the engines' prefix caches: blocks are added when a request is routed and evicted by the engine's own rule
+(least recently used, tail of a chain before its head). Bounded by the engine's capacity, it evicts a block about when
+the engine does.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from policies.predict.prefix_tree import PrefixTree, distinct_blocks
 
 
 class Insertion(NamedTuple):
-    """What one ``insert`` entered."""
+    """Result of one ``insert``, needed to retract it."""
 
     instance: str
     hashes: Sequence[int]
     held: int
-    """How many of ``hashes`` the instance held before."""
+    """Number of leading ``hashes`` that the instance held before."""
     serial: int
-    """Number of the insertion; a block carries that of the last one that touched it."""
+    """Number of the insertion; a block carries that of the last one that used it."""
 
     @property
     def new_blocks(self) -> tuple[int, ...]:
@@ -32,15 +32,15 @@ class Insertion(NamedTuple):
 class PrefixIndex:
     """Chained block hashes to holders: a radix tree per instance (`policies.predict.prefix_tree`).
 
-    Invariant: an instance that holds a block holds every block before it in the chain. ``insert`` enters whole
-    prefixes, eviction takes tails first, and ``retract`` leaves what others touched.
+    Invariant: an instance that holds a block holds every block before it in the chain. ``insert`` adds whole
+    prefixes, eviction removes tails first, and ``retract`` keeps blocks that other requests use.
 
     Complexity for a prompt of b blocks and n instances: ``match`` O(n log b) comparisons, ``insert`` O(log b) and a
-    copy of the new blocks. Memory: see ``docs/policies.md`` (measured by ``bench/prefix_index.py``).
+    copy of the new blocks. Memory: about the figures in ``docs/policies.md`` (measured by ``bench/prefix_index.py``).
     """
 
     def __init__(self, capacity_blocks: int = 1_000_000) -> None:
-        """``capacity_blocks`` bounds each instance unless ``add_instance`` names another bound."""
+        """``capacity_blocks`` bounds each instance unless ``add_instance`` gives another bound."""
         _check_capacity(capacity_blocks)
         self._default_capacity = capacity_blocks
         self._serial = 0
@@ -48,7 +48,7 @@ class PrefixIndex:
         self._distinct = ((0, 0), 0)
 
     def add_instance(self, instance: str, capacity_blocks: int | None = None) -> None:
-        """Make room for an instance; a known one keeps its blocks and takes the new bound."""
+        """Register an instance; a known one keeps its blocks and takes the new bound."""
         capacity = self._default_capacity if capacity_blocks is None else capacity_blocks
         _check_capacity(capacity)
         if instance in self._trees:
@@ -63,7 +63,7 @@ class PrefixIndex:
             tree.clear()
 
     def clear_instance(self, instance: str) -> None:
-        """Drop the blocks of an instance that restarted; it stays known."""
+        """Drop the blocks of an instance that restarted; it stays registered."""
         self._trees[instance].clear()
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
@@ -78,21 +78,22 @@ class PrefixIndex:
         return self._trees[instance].match(hashes)
 
     def insert(self, instance: str, hashes: Sequence[int]) -> Insertion:
-        """Enter a prompt's blocks as most recently used on ``instance``, its tail less recently than its head."""
+        """Add a prompt's blocks as most recently used on ``instance``, its tail less recently than its head."""
         self._serial += 1
         return Insertion(instance, hashes, self._trees[instance].insert(hashes, self._serial), self._serial)
 
     def retract(self, insertion: Insertion) -> None:
-        """Take back what an insertion entered, for a request that never ran there.
+        """Undo an insertion, for a request that never ran there.
 
-        Blocks that another request has touched since stay: that request computes them. So no gap can open in a chain.
+        Blocks that another request has used since stay, because that request computes them; chains therefore have no
+        gaps.
         """
         tree = self._trees.get(insertion.instance)
         if tree is not None:
             tree.retract(insertion.hashes, insertion.held, insertion.serial)
 
     def blocks(self, instance: str) -> int:
-        """Blocks held for one instance."""
+        """Number of blocks held by one instance."""
         return self._trees[instance].blocks
 
     def capacity(self, instance: str) -> int:
@@ -101,8 +102,8 @@ class PrefixIndex:
 
     @property
     def distinct_blocks(self) -> int:
-        """Distinct blocks over all instances. Counted when asked, once per change."""
-        # Between two insertions blocks only go, so equal sums mean that nothing has changed.
+        """Number of distinct blocks over all instances. Computed on demand, once per change."""
+        # Between two insertions blocks are only removed, so equal sums mean no change.
         state = (self._serial, sum(tree.blocks for tree in self._trees.values()))
         if self._distinct[0] != state:
             self._distinct = state, distinct_blocks(self._trees.values())

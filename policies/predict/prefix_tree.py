@@ -1,9 +1,9 @@
-"""One instance's prefix blocks as a radix tree of runs: what is looked up, entered and evicted are runs, not blocks.
+"""One instance's prefix blocks as a radix tree of runs: look-up, insertion and eviction work on runs, not blocks.
 
-A node is a run of consecutive blocks of one chain; its children go on from its last block. All blocks of a node were
-last used by the same insertion, so nodes in the order of their last use, each from its tail, are the blocks in the
-order of theirs. Hashes are chained: where two chains agree at one depth they agree before it, so one look at the last
-block tells whether a whole run is shared, and bisection tells how much of it is.
+A node is a run of consecutive blocks of one chain; its children continue from its last block. All blocks of a node were
+last used by the same insertion, so the nodes in order of last use, each from its tail, give the blocks in order of last
+use. Hashes are chained: chains that agree at one depth agree before it, so comparing the last block decides if a whole
+run is shared, and bisection finds the shared part.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ class _Node:
 
     def __init__(self, blocks: array[int], parent: _Node | None) -> None:
         self.blocks = blocks
-        """8 bytes per block, and nothing that the garbage collector would have to walk."""
+        """8 bytes per block, and no objects for the garbage collector to traverse."""
         self.children: dict[int, _Node] = {}
         self.parent = parent
         self.serial = 0
 
 
 class PrefixTree:
-    """Held blocks of one instance, least recently used first out, the tail of a chain before its head.
+    """Held blocks of one instance; evicts the least recently used first, the tail of a chain before its head.
 
-    Complexity for a prompt of b blocks whose path has p nodes (a node per point where conversations parted):
-    ``match`` O(p + log b), ``insert`` O(p) and a copy of the new blocks, eviction O(1) per run. Memory: 8 bytes per
-    block and about 450 per node.
+    Complexity for a prompt of b blocks whose path has p nodes (one per branch point of conversations): ``match`` O(p +
+    log b), ``insert`` O(p) and a copy of the new blocks, eviction O(1) per run. Memory: 8 bytes per block and about 450
+    per node.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,19 +39,19 @@ class PrefixTree:
         """Blocks held."""
         self._root = _Node(array("Q"), None)
         self.roots = self._root.children
-        """First blocks of all chains held."""
+        """First blocks of all held chains."""
         self._by_use: OrderedDict[_Node, None] = OrderedDict()
-        """Least recently used first; of one insertion's nodes the deepest first, so the first has no children."""
+        """Least recently used first; within one insertion the deepest first, so the first node has no children."""
 
     def resize(self, capacity: int) -> None:
-        """Take another bound."""
+        """Set the bound in blocks and evict down to it."""
         self.capacity = capacity
         self._evict()
 
     def clear(self) -> None:
         """Drop every block."""
         for node in self._by_use:
-            node.parent = None  # else parent and children would keep each other until the next collection
+            node.parent = None  # break reference cycles, else nodes would live until the next garbage collection
         self._by_use.clear()
         self._root.children.clear()
         self.blocks = 0
@@ -71,7 +71,7 @@ class PrefixTree:
         return depth
 
     def insert(self, hashes: Sequence[int], serial: int) -> int:
-        """Make a prompt's blocks the most recently used; how many of them were held already."""
+        """Make a prompt's blocks the most recently used; returns the number of blocks already held."""
         path: list[_Node] = []
         node, depth, full = self._root, 0, len(hashes)
         while depth < full:
@@ -101,7 +101,7 @@ class PrefixTree:
         return depth
 
     def retract(self, hashes: Sequence[int], held: int, serial: int) -> None:
-        """Take back what insertion ``serial`` entered beyond ``held`` blocks, as far as no other has used it since."""
+        """Remove the blocks that insertion ``serial`` added beyond ``held``, unless a later insertion used them."""
         node, start, depth, full = self._root, 0, 0, len(hashes)
         while depth < full:
             child = node.children.get(hashes[depth])
@@ -111,12 +111,12 @@ class PrefixTree:
             depth += _common(child.blocks, hashes, depth)
             if depth < start + len(child.blocks):
                 break
-        # Whoever used a block later used all before it, so what is left of the insertion ends in this node.
+        # A later use of a block also uses all blocks before it, so the insertion's remaining blocks end in this node.
         if node is not self._root and node.serial == serial:
             self._drop_tail(node, len(node.blocks) - max(0, held - start))
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Cut a node in two; the new one is the head, the old one keeps its place in the order of use."""
+        """Split a node in two; the new one is the head, the old one keeps its place in the order of use."""
         head = _Node(node.blocks[:at], node.parent)
         assert node.parent is not None
         node.parent.children[head.blocks[0]] = head
@@ -147,7 +147,7 @@ class PrefixTree:
 
 
 def _common(blocks: array[int], hashes: Sequence[int], depth: int) -> int:
-    """How many of a node's blocks ``hashes`` goes along from ``depth`` on; the first is known to be equal."""
+    """Number of a node's blocks that match ``hashes`` from ``depth`` on; the first is known to be equal."""
     low, high = 1, min(len(blocks), len(hashes) - depth)
     if blocks[high - 1] == hashes[depth + high - 1]:
         return high
@@ -161,11 +161,11 @@ def _common(blocks: array[int], hashes: Sequence[int], depth: int) -> int:
 
 
 def distinct_blocks(trees: Iterable[PrefixTree]) -> int:
-    """Blocks that at least one of the trees holds. O(nodes), and O(log b) for every node that several hold."""
+    """Number of blocks that at least one tree holds. O(nodes), plus O(log b) per node that several hold."""
     total = 0
     groups = [[(tree._root, 0) for tree in trees]]
     while groups:
-        # All of a group are at the same point of the same chain; go on to where the first of them ends or parts.
+        # All members of a group are at the same point of one chain; advance to where the first ends or branches.
         onward: dict[int, list[tuple[_Node, int]]] = defaultdict(list)
         for node, offset in groups.pop():
             if offset < len(node.blocks):

@@ -1,7 +1,7 @@
-"""Prefixes that requests in flight are about to compute: what KV events will report, but have not yet.
+"""Prefixes that requests in flight will compute: not yet reported by KV events.
 
-An engine reports blocks once they are computed. A request that is decided 10 ms after its sibling must be shown what
-the sibling will have stored by then, so the hashes of every live request stand in until the events take over.
+An engine reports blocks after computing them. A request decided 10 ms after a related one must already see the blocks
+that one will store, so the hashes of every live request are matched until its events arrive.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 LINGER_S = 1.0
-"""How long a finished request still stands in for its events. They leave the engine with the same step's tokens; on a
-busy machine the tokens can be here first."""
+"""Seconds for which a finished request is still matched while its events are pending. They leave the engine with the
+same step's tokens; on a busy machine the tokens can arrive first.
+"""
 
 
 @dataclass(slots=True)
@@ -23,10 +24,10 @@ class _Promise:
 
 
 class Promises:
-    """The prompts in flight, per instance. Holds references to the requests' own hash lists and nothing per block.
+    """Prompts in flight, per instance. Holds references to the requests' own hash lists and nothing per block.
 
-    Complexity for a prompt of b blocks and f requests in flight on the instance: ``match`` O(f + log b) comparisons
-    unless several of them reach ever deeper.
+    Complexity for a prompt of b blocks and f requests in flight on the instance: ``match`` O(f + log b) comparisons,
+    more only if several of them match increasingly deep prefixes.
     """
 
     def __init__(
@@ -44,20 +45,20 @@ class Promises:
         return len(self._by_number)
 
     def add(self, instance: str, hashes: Sequence[int]) -> int:
-        """A request was sent to ``instance``; the number to take it back with."""
+        """Add a request sent to ``instance``; returns the number to release or drop it with."""
         self._number += 1
         promise = self._by_number[self._number] = _Promise(instance, hashes)
         self._live.setdefault(instance, {})[self._number] = promise
         return self._number
 
     def release(self, number: int) -> None:
-        """The request is over: it stands in for its last events a little longer. Later calls do nothing."""
+        """The request has finished: it is matched a little longer, until its events arrive. Later calls do nothing."""
         promise = self._by_number.get(number)
         if promise is not None:
             promise.released = True
 
     def drop(self, number: int) -> None:
-        """The request will not have computed its prompt. Later calls do nothing."""
+        """Remove a promise. Later calls do nothing."""
         promise = self._by_number.pop(number, None)
         if promise is not None:
             del self._live[promise.instance][number]
@@ -65,7 +66,7 @@ class Promises:
                 self._on_drop(promise.instance, promise.hashes[-1], number)
 
     def forget_instance(self, instance: str) -> None:
-        """The instance's cache is gone, and with it all that was promised there."""
+        """Drop all promises of an instance whose cache is gone."""
         for number in list(self._live.get(instance, {})):
             self.drop(number)
         self._live.pop(instance, None)
@@ -73,10 +74,10 @@ class Promises:
     def match(
         self, instance: str, hashes: Sequence[int], known: int, now_s: float, reported: Callable[[int, int], bool]
     ) -> int:
-        """Longest prefix of ``hashes`` that is held or promised, in blocks; ``known`` of them are held already.
+        """Longest prefix of ``hashes`` that is held or promised, in blocks; ``known`` of them are already held.
 
-        ``reported`` says of a block and the promise that ends with it whether the instance's events have told of it: a
-        finished request whose last block they have told of stands in for nothing any more, even if it is evicted since.
+        ``reported(block, number)`` is true if the instance's events have reported the last block of promise ``number``:
+        such a finished request is not matched any more, even if the block has been evicted since.
         """
         live = self._live.get(instance)
         if not live:
@@ -93,7 +94,8 @@ class Promises:
                     over.append(number)
                     continue
             theirs = promise.hashes
-            # Hashes are chained: equal at one depth means equal before it, so one look tells whether it reaches deeper.
+            # Hashes are chained: equal at one depth means equal before it, so one comparison decides if it reaches
+            # deeper.
             if known < len(hashes) and known < len(theirs) and theirs[known] == hashes[known]:
                 known = _common(hashes, theirs, known + 1)
         for number in over:

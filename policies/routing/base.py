@@ -1,4 +1,4 @@
-"""What every routing policy shares: the interface, the tie-break rule and the overload rule."""
+"""Shared by the routing policies: the interface, the tie-break rule and the overload rule."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ class RoutingPolicy(Protocol):
     name: ClassVar[str]
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """Answer for one request; a pure function of its arguments. ``fleet.instances`` is never empty."""
+        """Choose an instance for one request; a pure function of its arguments. ``fleet.instances`` is never empty."""
         ...
 
 
 def tie_break(fleet: FleetSnapshot, position: int) -> tuple[int, float, int]:
-    """Order among candidates of equal score: fewer requests in flight, fewer recently assigned tokens, then a turn that
-    moves on with every decision, so that an idle fleet does not pile onto the first instance of the list."""
+    """Sort key among candidates of equal score: requests in flight, recently assigned tokens, then a rotating turn.
+
+    The turn advances with every decision, so that an idle fleet does not place everything on its first instance.
+    """
     view = fleet.instances[position]
     return view.requests, view.recent_tokens, (position - fleet.sequence) % len(fleet.instances)
 
 
 def lowest(fleet: FleetSnapshot, scores: Iterable[CandidateScore]) -> InstanceView:
-    """Candidate of the lowest score that is not skipped; ties by ``tie_break``. Scores are in fleet order."""
+    """Candidate with the lowest score that is not skipped; ties by ``tie_break``. Scores are in fleet order."""
     ranked = [(score.score, position) for position, score in enumerate(scores) if not score.skipped]
     best, first = min(ranked)
     return fleet.instances[_first_of_tied(fleet, first, [position for score, position in ranked if score == best])]
 
 
 def preferred(fleet: FleetSnapshot, rank: Callable[[InstanceView], Any]) -> InstanceView:
-    """Instance of the lowest ``rank``; ties by ``tie_break``."""
+    """Instance with the lowest ``rank``; ties by ``tie_break``."""
     ranks = [rank(view) for view in fleet.instances]
     first = min(range(len(ranks)), key=ranks.__getitem__)
     best = ranks[first]
@@ -42,16 +44,15 @@ def preferred(fleet: FleetSnapshot, rank: Callable[[InstanceView], Any]) -> Inst
 
 
 def _first_of_tied(fleet: FleetSnapshot, first: int, tied: list[int]) -> int:
-    if len(tied) < 2:  # the rule is only worth applying where there is something to break
+    if len(tied) < 2:  # skip the rule when there is no tie
         return first
     return min(tied, key=lambda position: tie_break(fleet, position))
 
 
 def is_overloaded(view: InstanceView, fleet: FleetSnapshot, factor: float, floor_tokens: int) -> bool:
-    """Whether queued prefill on one instance exceeds ``factor`` x the fleet's mean and also ``floor_tokens``.
+    """True if queued prefill on an instance exceeds ``factor`` x the fleet's mean and also ``floor_tokens``.
 
-    The floor keeps a nearly idle fleet from calling the only busy instance overloaded: twice a mean of almost nothing
-    is almost nothing.
+    The floor keeps a nearly idle fleet from treating its only busy instance as overloaded.
     """
     if view.pending_prefill_tokens <= floor_tokens:
         return False
@@ -60,10 +61,10 @@ def is_overloaded(view: InstanceView, fleet: FleetSnapshot, factor: float, floor
 
 
 def require(condition: bool, message: str) -> None:
-    """Refuse a policy parameter.
+    """Validate a policy parameter.
 
     Raises:
-        ValueError: with ``message``, when ``condition`` does not hold.
+        ValueError: with ``message``, if ``condition`` is false.
     """
     if not condition:
         raise ValueError(message)

@@ -1,4 +1,4 @@
-"""Least loaded: fewest tokens in flight, blind to the cache."""
+"""Least loaded: fewest tokens in flight, regardless of the cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from policies.types import CandidateScore, Choice, Reason, RequestView
 class LeastLoaded:
     """``pending_prefill_tokens + decode_weight x decoding_tokens + recent_weight x recent_tokens``, lowest wins.
 
-    The recent term makes it spread work even when nothing is in flight, which with agent pacing is most of the time.
+    The recent term spreads work even when nothing is in flight, which with agent pacing is most of the time.
     Defaults: ``decode_weight`` 0.1 (a decoding token is far cheaper than one to prefill), ``recent_weight`` 0.1.
     Complexity: O(n).
     """
@@ -27,7 +27,6 @@ class LeastLoaded:
         require(self.decode_weight >= 0 and self.recent_weight >= 0, "least_loaded: weights must not be negative")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         scores = tuple(
             CandidateScore(
                 view.instance,

@@ -15,8 +15,8 @@ class Linear:
     """``score = ongoing_tokens + recent_weight x recent_tokens - alpha x cached_tokens``, lowest wins.
 
     ``ongoing_tokens`` is queued prefill plus context being decoded. Source: the co-located baseline of the agentic-kvc
-    reports (8 x H20, 2026-05); the recent term is ours, at a weight that only tells apart instances that are otherwise
-    idle. Defaults: ``alpha`` 1.0, ``recent_weight`` 0.1. Complexity: O(n).
+    reports (8 x H20, 2026-05); the recent term is ours, with a weight that only distinguishes otherwise
+    idle instances. Defaults: ``alpha`` 1.0, ``recent_weight`` 0.1. Complexity: O(n).
     """
 
     alpha: float = 1.0
@@ -28,7 +28,6 @@ class Linear:
         require(self.recent_weight >= 0, "linear: recent_weight must not be negative")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         scores = tuple([self._score(view) for view in fleet.instances])
         return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, scores)
 

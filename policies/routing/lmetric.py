@@ -14,7 +14,7 @@ from policies.types import CandidateScore, Choice, InstanceView, Reason, Request
 def lmetric_score(
     view: InstanceView, prompt_tokens: int, batch: int, decode_weight: float = 0.0, recent_weight: float = 0.0
 ) -> CandidateScore:
-    """``max(1, P) x max(1, BS)``: P is prefill to finish before this request's first token, its own included.
+    """``max(1, P) x max(1, BS)``: P is the prefill before this request's first token, its own included.
 
     ``P = pending_prefill + (prompt - cached) + decode_weight x decoding + recent_weight x recent``, in tokens.
     """
@@ -42,12 +42,12 @@ class LMetric:
     """``score = max(1, pending_prefill + new) x max(1, requests + 1)``, lowest wins.
 
     Source: LMetric, arXiv 2603.15202 (OSDI'26): P x BS, where P counts queued prefill and BS counts this request. Both
-    factors are floored at 1, since a product that is 0 on every idle instance leaves the choice to ties.
+    factors are floored at 1, since a product that is 0 on every idle instance would leave the choice to ties.
 
     Hotspot detector, as in the paper: a prefix class is alarmed while its arrival share x has x/(1-x) > |M|/|others|,
     M being the candidates that hold it; once ``2 |M|`` consecutive requests of an alarmed class went to M, the next one
-    skips M. Defaults: ``detect_hotspots`` true, ``min_window`` 16 requests before any alarm (a share of three requests
-    says nothing). Complexity: O(n).
+    skips M. Defaults: ``detect_hotspots`` true, ``min_window`` 16 requests before any alarm (a share of a few
+    requests is noise). Complexity: O(n).
     """
 
     detect_hotspots: bool = True
@@ -58,7 +58,6 @@ class LMetric:
         require(self.min_window >= 1, "lmetric: min_window must be at least 1")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         scores = [lmetric_score(view, request.prompt_tokens, view.requests + 1) for view in fleet.instances]
         if self._skips_holders(fleet):
             scores = [

@@ -15,14 +15,13 @@ from policies.types import CandidateScore, Choice, Reason, RequestView
 class RandomChoice:
     """``hash(seed, sequence) mod n``: uniform, and the same for the same seed and decision number.
 
-    A hash of the decision's number instead of a generator keeps the policy a pure function. Complexity: O(n).
+    Hashing the decision's number instead of using a generator keeps the policy a pure function. Complexity: O(n).
     """
 
     seed: int = 0
     name: ClassVar[str] = "random"
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         drawn = xxh3_64_intdigest(f"{self.seed}:{fleet.sequence}".encode()) % len(fleet.instances)
         scores = tuple(
             CandidateScore(view.instance, float(position != drawn), {"position": float(position)})

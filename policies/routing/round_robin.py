@@ -1,4 +1,4 @@
-"""Round robin: the fleet in turn, blind to cache and load."""
+"""Round robin: instances in turn, regardless of cache and load."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from policies.types import CandidateScore, Choice, Reason, RequestView
 class RoundRobin:
     """Instance number ``sequence mod n``.
 
-    Complexity: O(n) for the score list. The baseline every router has; with an even load it shows what affinity earns.
+    A baseline without affinity: under even load the difference to another policy is the effect of its affinity.
+    Complexity: O(n) for the score list.
     """
 
     name: ClassVar[str] = "round_robin"
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         n = len(fleet.instances)
         turn = fleet.sequence % n
         scores = tuple(

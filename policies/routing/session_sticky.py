@@ -1,4 +1,4 @@
-"""Session-sticky: a session stays where its cache is, unless that instance is overloaded."""
+"""Session-sticky: a session stays on the instance with its cache unless that one is overloaded."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from policies.types import CandidateScore, Choice, InstanceView, Reason, Request
 class SessionSticky:
     """The pinned instance, overridden when its queued prefill exceeds ``overload_factor`` x the fleet's mean.
 
-    And only when moving pays: when the prefill queued here, less that queued there, exceeds ``move_margin`` x the
-    cached tokens that would be lost. Those are computed again, and delay whoever comes next over there.
+    It is overridden only if moving pays: the prefill queued here, less that queued there, must exceed ``move_margin`` x
+    the cached tokens that would be lost, which must be computed again and delay later requests on the other instance.
 
     A first turn, an overridden one, and one whose instance is gone are placed by
-    ``score = pending_prefill + new + recent_tokens``, lowest wins; the session moves along. A request without a
-    session id follows the longest cached prefix when that covers more than ``affinity_gate`` of the prompt.
+    ``score = pending_prefill + new + recent_tokens``, lowest wins; the session is pinned to the new instance. A request
+    without a session id follows the longest cached prefix when that covers more than ``affinity_gate`` of the prompt.
 
-    Source: "sticky + load-aware override" of the agentic-kvc reports: at 2 x the mean it beat strict stickiness on TTFT
-    and kept its cache hits; that moving must pay is ours. Defaults: ``overload_factor`` 2.0; ``overload_floor_tokens``
-    20,000 (below the HEAVY threshold nothing is called overloaded); ``move_margin`` 2.0; ``affinity_gate`` 0.5.
-    Complexity: O(n).
+    Source: "sticky + load-aware override" of the agentic-kvc reports: at 2 x the mean it had a lower TTFT than strict
+    stickiness and kept its cache hits; the condition that moving must pay is ours. Defaults: ``overload_factor`` 2.0;
+    ``overload_floor_tokens`` 20,000 (below the HEAVY threshold nothing counts as overloaded); ``move_margin`` 2.0;
+    ``affinity_gate`` 0.5. Complexity: O(n).
     """
 
     overload_factor: float = 2.0
@@ -40,7 +40,6 @@ class SessionSticky:
         require(0 <= self.affinity_gate <= 1, "session_sticky: affinity_gate must be between 0 and 1")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         scores = tuple(
             CandidateScore(
                 view.instance,

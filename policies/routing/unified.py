@@ -1,4 +1,4 @@
-"""Unified: keep affinity while it is worth it, else LMetric."""
+"""Unified: keep affinity above a gate and below overload, else LMetric."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from policies.types import Choice, Reason, RequestView
 
 @dataclass(frozen=True, slots=True)
 class Unified:
-    """Affinity gate, LMetric fallback, stated tie-break.
+    """Affinity gate with LMetric fallback and an explicit tie-break.
 
     1. The instance with the longest cached prefix keeps the request when that prefix covers more than ``affinity_gate``
        of the prompt and the instance is not overloaded (queued prefill above ``overload_factor`` x the fleet's mean).
@@ -41,7 +41,6 @@ class Unified:
         require(self.decode_weight >= 0 and self.recent_weight >= 0, "unified: weights must not be negative")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         scores = tuple(
             lmetric_score(view, request.prompt_tokens, view.requests, self.decode_weight, self.recent_weight)
             for view in fleet.instances

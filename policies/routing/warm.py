@@ -1,4 +1,4 @@
-"""Warm, our own: the instance where a request costs everybody the least seconds."""
+"""Warm, this project's policy: the instance with the lowest total cost in seconds over all requests."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ class Warm:
     With ``T(new, context)`` the learned time of a prefill (`policies.costs.formulas.PrefillModel`), ``r`` the requests
     in flight on the instance, and ``q`` of them still in prefill:
 
-    - ``queue = (q - 1/2) x t``: what is queued there, ``t`` being ``T`` of a mean queued prefill less its fixed part
-      (short prefills share a step).
-    - ``crowd = queue_crowd x r x queue``: a queue in a crowd counts for more than its seconds.
-    - ``room = hold_s x over / pool``: ``over`` is by how many tokens the prompts in flight and this one exceed
-      ``pool_share`` of the KV pool (`policies.pool`). A pool's worth leaves in the time a request holds its KV, so long
-      this one waits for blocks.
+    - ``queue = (q - 1/2) x t``: the prefill queued there, ``t`` being ``T`` of a mean queued prefill less its fixed
+      part (short prefills share a step).
+    - ``crowd = queue_crowd x r x queue``: extra weight of a queue on an instance with many requests.
+    - ``room = hold_s x over / pool``: ``over`` is the number of tokens by which the prompts in flight and this one
+      exceed ``pool_share`` of the KV pool (`policies.pool`). One pool's worth of tokens is freed in the time a request
+      holds its KV, so this is the wait for blocks.
     - ``own = T(prompt - cached, cached)``: this prefill, attention over the cached prefix included.
-    - ``others = others_weight x r x (own + alone) + hold_s x min(over, prompt) / pool x w``: while this one is computed
-      the streams there stand still, for ``alone = step_s`` longer where no prefill is queued whose steps it can share;
-      and for the room it takes ``w`` others wait: all ``r`` where no instance has room, since then somebody always
+    - ``others = others_weight x r x (own + alone) + hold_s x min(over, prompt) / pool x w``: the streams there stall
+      while this prefill is computed, for ``alone = step_s`` longer if no prefill is queued whose steps it can share;
+      and ``w`` requests wait for the room it takes: all ``r`` if no instance has room, since some request then always
       waits, else the ``q`` that wait now.
 
-    What makes a session stay: elsewhere it pays ``own + others`` for its whole history, so it leaves only to save more
-    than that. Nothing is pinned: a prefix counts for what it saves, whoever computed it. Ties go by ``tie_break``.
+    Sessions stay because any other instance costs ``own + others`` for the whole history; a session moves only if that
+    saves more. Nothing is pinned: a prefix counts by the time it saves. Ties go by ``tie_break``.
 
-    Sources: pending + new as the measure is LPWL's (agentic-kvc reports), the quadratic load SMetric's
-    (arXiv 2607.08565), queue and batch as factors of each other LMetric's (arXiv 2603.15202); seconds throughout, the
-    sum in place of the product, the steps shared and the room are ours; ``step_s`` is by how much a step with a short
-    prefill outlasts one without among some 20 streams (vLLM 0.20.2 on an H200: 48 ms and half a millisecond for each
+    Sources: pending + new as the measure is LPWL's (agentic-kvc reports), the quadratic load SMetric's (arXiv
+    2607.08565), queue and batch as factors of each other LMetric's (arXiv 2603.15202); seconds throughout, the sum in
+    place of the product, the shared steps and the room are ours; ``step_s`` is the difference between a step with a
+    short prefill and one without, with about 20 streams (vLLM 0.20.2 on an H200: 48 ms and half a millisecond for each
     stream, against 9 to 22 ms: configs/hardware/h200.yaml). 0 for ``others_weight``, ``queue_crowd``, ``step_s`` and
-    ``hold_s``, 1 for ``pool_share`` and false for ``learned`` (published constants only) switch one idea off each.
+    ``hold_s``, 1 for ``pool_share`` and false for ``learned`` (published constants only) disable one term each.
     Complexity: O(n).
     """
 
@@ -59,13 +59,12 @@ class Warm:
         require(0 < self.pool_share <= 1, "warm: pool_share must be above 0 and at most 1")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """See the class."""
         model = fleet.costs.prefill if fleet.costs is not None and self.learned else PrefillModel()
         prompt = request.prompt_tokens
         overs = [tokens_over(view, prompt, self.pool_share) for view in fleet.instances]
         nobody_has_room = min(overs) > 0
         owns: dict[int, float] = {}
-        """By cached tokens: mostly the same for many instances."""
+        """By cached tokens, which are mostly equal across instances."""
         scores: list[CandidateScore] = []
         for view, over in zip(fleet.instances, overs, strict=True):
             cached, requests = view.cached_tokens, view.requests
@@ -100,7 +99,7 @@ class Warm:
 
 
 def _queue_s(view: InstanceView, model: PrefillModel) -> float:
-    """Seconds to work off what is queued, half of one prefill done already."""
+    """Seconds to finish the queued prefills, the first of them half done."""
     new = view.pending_prefill_tokens / view.prefilling
     if not new:
         return 0.0

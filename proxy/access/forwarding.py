@@ -1,4 +1,4 @@
-"""Which of a client's headers reach an engine, and what an engine is shown instead of the client's key."""
+"""Headers sent to an engine: the allowed ones of the client's, and the engine's key instead of the client's."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from proxy.access.keys import Keys
 from proxy.settings import InstanceSettings, Settings
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-# RFC 9110 5.5: visible characters, space, tab, and bytes above ASCII; above all no line end.
+# RFC 9110 5.5: visible characters, space, tab, and bytes above ASCII; in particular no line ends.
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 
 
 class Forwarding:
-    """An allow-list: a header that is not on it stays here."""
+    """Allow-list of headers: all others are not forwarded."""
 
     def __init__(self, settings: Settings, keys: Keys) -> None:
         self._keys = keys
         self.apply(settings)
 
     def apply(self, settings: Settings) -> None:
-        """Take over another list, or other keys of engines."""
+        """Apply another allow-list and other engine keys."""
         self._settings = settings
         self._names = tuple((name.encode("ascii"), name) for name in settings.forward_headers)
 
     def headers(self, client: dict[bytes, bytes], instance: InstanceSettings) -> dict[str, str]:
-        """What an engine is sent of a client's headers, and the key it wants.
+        """Headers for an engine: the allowed ones of the client's, and the engine's key.
 
-        The client's ``Authorization`` goes on only where neither the proxy nor the engine has keys of its own.
+        The client's ``Authorization`` is forwarded only if neither the proxy nor the engine has keys configured.
 
         Args:
             client: names in lower case to values.
             instance: the engine.
         """
-        # A header that Connection names is meant for this hop only (RFC 9110 7.6.1).
+        # A header named by Connection applies to this hop only (RFC 9110 7.6.1).
         hop = client.get(b"connection")
         own = () if hop is None or hop == b"keep-alive" else {name.strip().lower() for name in hop.split(b",")}
         forwarded = {
@@ -52,12 +52,12 @@ class Forwarding:
         return forwarded
 
     def authorization(self, instance: InstanceSettings) -> str | None:
-        """``Authorization`` of the proxy's own requests to an engine; None where it wants no key."""
+        """``Authorization`` of the proxy's own requests to an engine; None if it has no key."""
         key = self._settings.engine_key_for(instance)
         return None if key is None else f"Bearer {key.get_secret_value()}"
 
     def replaces_authorization(self, instance: InstanceSettings) -> bool:
-        """Whether an engine never sees a client's ``Authorization``: if it refuses the key, it is not the client's."""
+        """True if an engine never receives a client's ``Authorization``: a 401 is then not about the client's key."""
         return self._keys.for_clients or self.authorization(instance) is not None
 
     def probe_headers(self, instance: InstanceSettings) -> dict[str, str]:
@@ -69,7 +69,7 @@ class Forwarding:
 def request_id_of(headers: dict[bytes, bytes]) -> str:
     """The client's ``x-request-id`` if it is short, printable ASCII without spaces, else a new one.
 
-    It goes into logs, records, answers and engines' logs, so nothing else may be in it.
+    It is written to logs, records, answers and engines' logs, so other characters are rejected.
     """
     given = headers.get(b"x-request-id")
     if given is not None and _REQUEST_ID.fullmatch(given):

@@ -1,4 +1,4 @@
-"""Stands before the FastAPI application, once per listener: nothing is reached that ``Access`` does not allow."""
+"""ASGI guard of one listener: only requests that ``Access`` allows reach the FastAPI application."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """An ASGI application that asks ``access`` first; ``request.state.admin_key`` has the admin key's name."""
+    """ASGI application that checks ``access`` first; ``request.state.admin_key`` is the admin key's name."""
 
     def __init__(self, app: Application, access: Access, listener: Listener) -> None:
         self._app = app
@@ -24,7 +24,7 @@ class Guard:
         self._listener = listener
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
+        """ASGI entry point."""
         if scope["type"] == "http":
             try:
                 name = self._access.check(self._listener, scope["method"], scope["path"], dict(scope["headers"]))
@@ -33,7 +33,7 @@ class Guard:
                 return
             scope.setdefault("state", {})["admin_key"] = name
         elif scope["type"] == "websocket":
-            # There are none; and browsers let any page open one.
+            # No route uses WebSocket, and browsers let any page open one.
             await receive()
             await send({"type": "websocket.close", "code": 1008})
             return

@@ -1,4 +1,4 @@
-"""``warmroute key``: make and hash API keys."""
+"""Command ``warmroute key``: generate and hash API keys."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Annotated
 
 import typer
 
-key_app = typer.Typer(no_args_is_help=True, help="Make and hash API keys for `warmroute serve` (docs/security.md).")
+key_app = typer.Typer(no_args_is_help=True, help="Generate and hash API keys for `warmroute serve` (docs/security.md).")
 
 _SHORTEST = 20
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-_Name = Annotated[str, typer.Option(help="Who the key is for: letters, digits and . _ @ -; appears in logs.")]
+_Name = Annotated[str, typer.Option(help="Name of the key's holder: letters, digits and . _ @ -; appears in logs.")]
 
 
 @key_app.command()
 def new(name: _Name = "somebody") -> None:
-    """Make a random key, shown this once, and the line for the settings file, which has its hash only."""
+    """Generate a random key, printed only this once, and the settings line with its hash."""
     from proxy.access.keys import digest_of, new_key
 
     _check(name)
     key = new_key()
-    # The key alone on standard output, so that it can be piped; the rest is for the reader.
-    typer.echo("The key, shown this once:", err=True)
+    # Only the key goes to standard output, so that it can be piped.
+    typer.echo("The key, shown only this once:", err=True)
     typer.echo(key)
     _show(name, digest_of(key))
 
 
 @key_app.command("hash")
 def hash_(name: _Name = "somebody") -> None:
-    """Hash a key read from standard input; prints the line for the settings file."""
+    """Hash a key read from standard input and print the settings line."""
     from proxy.access.keys import digest_of
 
     _check(name)
@@ -39,7 +39,7 @@ def hash_(name: _Name = "somebody") -> None:
     if len(key) < _SHORTEST or not re.fullmatch(r"[\x21-\x7e]+", key):
         typer.secho(
             f"a key is at least {_SHORTEST} characters of printable ASCII without spaces, and random: its hash is not "
-            "salted. `warmroute key new` makes one.",
+            "salted. `warmroute key new` generates one.",
             fg="red",
             err=True,
         )
@@ -49,7 +49,7 @@ def hash_(name: _Name = "somebody") -> None:
 
 def _check(name: str) -> None:
     if not _NAME.fullmatch(name):
-        typer.secho(f"{name!r} is no name for a key: use letters, digits and . _ @ -, 64 at most", fg="red", err=True)
+        typer.secho(f"{name!r} is not a key name: use letters, digits and . _ @ -, 64 at most", fg="red", err=True)
         raise typer.Exit(2)
 
 

@@ -1,4 +1,4 @@
-"""API keys: who is asking. Known by their SHA-256 only, compared in constant time."""
+"""API keys, stored as SHA-256 only and compared in constant time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from proxy.settings import KeyLists, KeySettings, SettingsError
 log = logging.getLogger("warmroute.keys")
 
 KeyName = NewType("KeyName", str)
-"""The name a key was configured with; never the key."""
+"""The configured name of a key; never the key."""
 
 KEY_PREFIX = "wr-"
-"""Starts every key made here, so that logs and secret scanners recognise one."""
+"""Prefix of every generated key, so that logs and secret scanners recognise one."""
 _SCHEME = b"bearer "
 
 
 class Keys:
-    """The keys of both sides: ``client`` for ``/v1/*``, ``admin`` for everything else. Only ``reload`` does I/O."""
+    """API keys of both sides: ``client`` for ``/v1/*``, ``admin`` for everything else. Only ``reload`` does I/O."""
 
     def __init__(self, settings: KeySettings) -> None:
         self._settings = settings
@@ -31,10 +31,10 @@ class Keys:
         self._take(settings.lists())
 
     def client(self, headers: dict[bytes, bytes]) -> KeyName | None:
-        """Whose key a request to the OpenAI API carries; None where no client keys are configured.
+        """Name of the client key of a request; None if no client keys are configured.
 
         Args:
-            headers: header names in lower case to values, as ASGI has them.
+            headers: header names in lower case to values, as in ASGI.
 
         Raises:
             RequestError: 401, no key or an unknown one.
@@ -44,30 +44,30 @@ class Keys:
         return _holder(self._client, headers)
 
     def admin(self, headers: dict[bytes, bytes]) -> KeyName | None:
-        """The same for the admin side."""
+        """Name of the admin key of a request; None if no admin keys are configured. Raises as ``client``."""
         if not self._admin:
             return None
         return _holder(self._admin, headers)
 
     @property
     def for_clients(self) -> bool:
-        """Whether clients need a key, in which case their ``Authorization`` ends at the proxy."""
+        """True if clients need a key; their ``Authorization`` is then not forwarded."""
         return bool(self._client)
 
     @property
     def for_admins(self) -> bool:
-        """Whether admin keys are configured."""
+        """True if admin keys are configured."""
         return bool(self._admin)
 
     def max_concurrent(self, name: KeyName) -> int | None:
-        """Requests that the holder of a client key may have in flight; None: no bound."""
+        """Maximum requests in flight of a client key; None: unlimited."""
         return self._max_concurrent.get(name)
 
     def enter(self, name: KeyName | None) -> None:
-        """Count a request among those its key's holder has in flight; ``leave`` must follow.
+        """Count a request of a key as in flight; ``leave`` must follow.
 
         Raises:
-            RequestError: 429, it would be one more than the key's ``max_concurrent``; it is not counted.
+            RequestError: 429, the key's ``max_concurrent`` is reached; the request is not counted.
         """
         if name is None:
             return
@@ -75,7 +75,7 @@ class Keys:
         if bound is not None and self._in_flight[name] >= bound:
             raise RequestError(
                 429,
-                f"{bound} requests with this API key are in flight, which is its bound (max_concurrent)",
+                f"{bound} requests with this API key are in flight, its maximum (max_concurrent)",
                 kind="rate_limit_error",
                 code="rate_limit_exceeded",
                 retry_after_s=1,
@@ -83,17 +83,17 @@ class Keys:
         self._in_flight[name] += 1
 
     def leave(self, name: KeyName | None) -> None:
-        """A request that entered has ended."""
+        """End a request counted by ``enter``."""
         if name is not None:
             self._in_flight[name] -= 1
 
     def reload(self, settings: KeySettings | None = None, *, dry_run: bool = False) -> None:
-        """Read the keys anew, from ``settings`` or those given before; keeps the old ones when that fails.
+        """Read the keys again, from ``settings`` or the previous ones; keeps the old keys on failure.
 
-        With ``dry_run`` it keeps them anyway.
+        With ``dry_run`` the keys are only checked.
 
         Raises:
-            SettingsError: the file cannot be used, or leaves a side without keys that has some, which would open it.
+            SettingsError: the file is invalid, or removes the last key of a side, which would open it.
         """
         settings = settings or self._settings
         try:
@@ -102,7 +102,7 @@ class Keys:
             raise SettingsError(str(error)) from error
         for side, before, after in (("client", self._client, lists.client), ("admin", self._admin, lists.admin)):
             if before and not after:
-                raise SettingsError(f"keys.{side}: a reload must not take the last key away; restart to do that")
+                raise SettingsError(f"keys.{side}: a reload must not remove the last key: restart the proxy to do that")
         if dry_run:
             return
         self._settings = settings
@@ -118,12 +118,12 @@ class Keys:
 
 
 def new_key() -> str:
-    """A random key with 256 bits."""
+    """Generate a random key with 256 bits."""
     return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
 def digest_of(key: str) -> str:
-    """What is kept of a key: its SHA-256 in hex. Unsalted and fast is right for random keys, wrong for passwords."""
+    """SHA-256 of a key in hex, which is stored. Unsalted and fast is right for random keys, wrong for passwords."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -136,11 +136,11 @@ def _holder(known: tuple[tuple[KeyName, bytes], ...], headers: dict[bytes, bytes
     digest = hashlib.sha256(given[len(_SCHEME) :].strip()).digest()
     holder: KeyName | None = None
     for name, expected in known:
-        # No early end: how long this takes says nothing about which key came close.
+        # No early exit: the duration must not depend on the position of the matching key.
         if hmac.compare_digest(digest, expected):
             holder = name
     if holder is None:
-        raise _refused("this API key is not known here")
+        raise _refused("unknown API key")
     return holder
 
 

@@ -1,4 +1,4 @@
-"""Who may call what: the sides of the API, and what stands before each."""
+"""Access rules: the sides of the API, and the checks before each."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ log = logging.getLogger("warmroute.access")
 
 
 class Listener(StrEnum):
-    """Where a request came in."""
+    """The listener a request came in on."""
 
     MAIN = "main"
     ADMIN = "admin"
 
 
 class Side(StrEnum):
-    """Whom a path is for."""
+    """Group of callers that a path is for."""
 
     OPEN = "open"
-    """Everybody: liveness and readiness."""
+    """Everyone: liveness and readiness."""
     CLIENT = "client"
-    """Holders of a client key, where there are any: the OpenAI API."""
+    """Holders of a client key, if any are configured: the OpenAI API."""
     ADMIN = "admin"
-    """Operators: all else."""
+    """Operators: everything else."""
 
 
 _OPEN = frozenset({"/health", "/ready"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-# What is neither safe nor one of these changes the fleet, or is taken to: such a request always needs an admin key.
+# Any other unsafe request is treated as changing the fleet and always needs an admin key.
 _CHANGES_NO_FLEET = frozenset({("PUT", "/policy"), ("POST", "/explain")})
 _LOG_INTERVAL_S = 1.0
 
 
 def side_of(path: str) -> Side:
-    """Whom a path is for. What is not known is the operators'."""
+    """Side of a path; unknown paths belong to the operators."""
     if path in _OPEN:
         return Side.OPEN
     return Side.CLIENT if path == "/v1" or path.startswith("/v1/") else Side.ADMIN
 
 
 class Access:
-    """The rules of one proxy. ``check`` stands before every request but the generation POSTs, which ask ``Keys``."""
+    """Access rules of one proxy. ``check`` runs before every request except generation POSTs, which use ``Keys``."""
 
     def __init__(self, settings: Settings, keys: Keys) -> None:
         self._keys = keys
@@ -61,20 +61,23 @@ class Access:
         self._logged_s = float("-inf")
 
     def apply(self, settings: Settings) -> None:
-        """Take over other rules; where the listeners are stays."""
+        """Apply other rules; the listeners' addresses stay."""
         self._admin = settings.admin
 
     def check(self, listener: Listener, method: str, path: str, headers: dict[bytes, bytes]) -> KeyName | None:
-        """Let a request through, with the name of the key it carries, if one was asked for.
+        """Allow a request or raise.
 
         Args:
-            listener: where it came in.
+            listener: the listener it came in on.
             method: in capitals.
             path: decoded, without the query.
-            headers: names in lower case to values, as ASGI has them.
+            headers: names in lower case to values, as in ASGI.
+
+        Returns:
+            The name of the key it carries, or None if no key is required.
 
         Raises:
-            RequestError: 401 (key), 403 (may not be done here) or 404 (not on this listener).
+            RequestError: 401 (key), 403 (not allowed here) or 404 (not on this listener).
         """
         side = side_of(path)
         try:
@@ -105,7 +108,7 @@ class Access:
             where = "host" if listener is Listener.MAIN else "admin.host"
             raise _forbidden(
                 f"admin endpoints need a key here, because {where} is not loopback: configure keys.admin "
-                "(`warmroute key new`), or set admin.port to have them on a listener of their own"
+                "(`warmroute key new`), or set admin.port to give them their own listener"
             )
         self._refuse_foreign_host(listener, headers)
         if method not in _SAFE and (method, path) not in _CHANGES_NO_FLEET:
@@ -116,16 +119,16 @@ class Access:
         return None
 
     def _refuse_foreign_host(self, listener: Listener, headers: dict[bytes, bytes]) -> None:
-        """A page whose name was made to point here (DNS rebinding) still sends its own name."""
+        """Reject foreign Host headers: a page using DNS rebinding still sends its own host name."""
         host = _host_of(headers.get(b"host", b""))
         if not (is_loopback(host) or host == self._bound[listener].lower() or host in self._admin.allowed_hosts):
             raise _forbidden(
-                f"the Host header names {host or 'nobody'!r}: without admin keys, admin endpoints answer to loopback "
-                "names and admin.allowed_hosts only"
+                f"the Host header names {host or 'nothing'!r}: without admin keys, admin endpoints accept only "
+                "loopback names and admin.allowed_hosts"
             )
 
     def _refuse_foreign_origin(self, headers: dict[bytes, bytes]) -> None:
-        """Browsers say which page a request comes from; only one served from here may change anything."""
+        """Reject foreign Origin headers: only pages served from here may change anything."""
         origin = headers.get(b"origin")
         if origin is None:
             return
@@ -137,11 +140,11 @@ class Access:
         except ValueError:
             allowed = False
         if not allowed:
-            raise _forbidden("the Origin header names another site: admin requests must not come from foreign pages")
+            raise _forbidden("the Origin header names another site: admin requests must come from this one")
 
     def _note(self, method: str, path: str, error: RequestError) -> None:
         now_s = time.monotonic()
-        # Whoever tries keys must not fill the disk.
+        # Rate-limited: guessing keys must not fill the disk.
         level = logging.WARNING if now_s - self._logged_s >= _LOG_INTERVAL_S else logging.DEBUG
         if level == logging.WARNING:
             self._logged_s = now_s
@@ -149,10 +152,10 @@ class Access:
 
 
 def admin_key_of(request: Request) -> KeyName:
-    """Name of the admin key that let this request through; for routes that must never run without one.
+    """Name of the admin key that authorized this request; for routes that always require one.
 
     Raises:
-        RequestError: 403, none did.
+        RequestError: 403, no admin key.
     """
     name: KeyName | None = getattr(request.state, "admin_key", None)
     if name is None:
@@ -161,7 +164,7 @@ def admin_key_of(request: Request) -> KeyName:
 
 
 def _host_of(value: bytes) -> str:
-    """The host in a Host header, without port and brackets, in lower case; empty when it makes no sense."""
+    """Host of a Host header, without port and brackets, in lower case; empty if malformed."""
     try:
         return urlsplit("//" + value.decode("ascii")).hostname or ""
     except ValueError:

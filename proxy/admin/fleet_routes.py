@@ -1,4 +1,4 @@
-"""The admin endpoints that change the fleet. Every one of them needs an admin key."""
+"""Admin endpoints that change the fleet. All of them require an admin key."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from proxy.fleet.instances import Instance
 from proxy.operations.fleet_changes import FleetChangeError, FleetChanges, NoSuchInstanceError
 from proxy.operations.operations import Operations
 from proxy.settings import InstanceSettings
-from proxy.settings.urls import EngineUrlError, Listener, admit
+from proxy.settings.urls import EngineUrlError, ListenAddress, admit
 
 _URLS = ("url", "bootstrap_url", "events_url", "events_replay_url")
 
 Grace = Annotated[
     float | None,
-    Query(ge=0, le=86_400, description="seconds its running requests may have; default: the settings' grace_s"),
+    Query(ge=0, le=86_400, description="seconds its running requests have to finish; default: grace_s of the settings"),
 ]
 
 
@@ -35,7 +35,7 @@ def fleet_routes(core: Core, operations: Operations) -> APIRouter:
         return _row(core, fleet, _instance(core, name))
 
     @routes.post(
-        "/instances", status_code=201, summary="Add an instance; it gets requests from its first good probe on"
+        "/instances", status_code=201, summary="Add an instance; it receives requests after its first successful probe"
     )
     async def add(request: Request, wanted: Annotated[InstanceSettings, Body()]) -> dict[str, Any]:
         admin_key_of(request)
@@ -46,13 +46,13 @@ def fleet_routes(core: Core, operations: Operations) -> APIRouter:
             raise _refused(error) from error
         return _row(core, fleet, instance)
 
-    @routes.put("/instances/{name:path}", summary="Give an instance other settings; another URL replaces the engine")
+    @routes.put("/instances/{name:path}", summary="Change an instance's settings; a different URL replaces the engine")
     async def replace(
         request: Request,
         name: str,
         wanted: Annotated[InstanceSettings, Body()],
         grace_s: Grace = None,
-        force: Annotated[bool, Query(description="replace it even by an engine that does not answer")] = False,
+        force: Annotated[bool, Query(description="replace it even if the new engine does not answer")] = False,
     ) -> dict[str, Any]:
         admin_key_of(request)
         settings = await _admitted(core, _named(wanted, name))
@@ -68,7 +68,7 @@ def fleet_routes(core: Core, operations: Operations) -> APIRouter:
         response: Response,
         name: str,
         grace_s: Grace = None,
-        wait: Annotated[bool, Query(description="answer when it is gone; false: at once, with 202")] = True,
+        wait: Annotated[bool, Query(description="answer after the removal; false: answer at once with 202")] = True,
     ) -> dict[str, Any]:
         admin_key_of(request)
         try:
@@ -81,7 +81,7 @@ def fleet_routes(core: Core, operations: Operations) -> APIRouter:
             raise _refused(error) from error
         return {"name": name, "removed": True, "cut_requests": departure.cut_legs}
 
-    @routes.post("/instances/{name:path}/drain", summary="Send an instance no new requests; those it has finish")
+    @routes.post("/instances/{name:path}/drain", summary="Stop new requests to an instance; running ones finish")
     async def drain(request: Request, name: str) -> dict[str, Any]:
         admin_key_of(request)
         try:
@@ -89,7 +89,7 @@ def fleet_routes(core: Core, operations: Operations) -> APIRouter:
         except FleetChangeError as error:
             raise _refused(error) from error
 
-    @routes.post("/instances/{name:path}/undrain", summary="Send an instance requests again")
+    @routes.post("/instances/{name:path}/undrain", summary="Resume sending requests to an instance")
     async def undrain(request: Request, name: str) -> dict[str, Any]:
         admin_key_of(request)
         try:
@@ -97,16 +97,16 @@ def fleet_routes(core: Core, operations: Operations) -> APIRouter:
         except FleetChangeError as error:
             raise _refused(error) from error
 
-    @routes.post("/reload", summary="Read the settings again and put in force what can be; answers what differs")
+    @routes.post("/reload", summary="Read the settings again and apply what can be applied; returns the differences")
     async def reload(
         request: Request,
-        dry_run: Annotated[bool, Query(description="only say what would change")] = False,
+        dry_run: Annotated[bool, Query(description="only report the differences")] = False,
     ) -> dict[str, Any]:
         admin_key_of(request)
         if reloader.load is None:
             raise RequestError(
                 409,
-                "this proxy was not started from settings that can be read again",
+                "this proxy was not started from settings that can be reloaded",
                 kind="conflict_error",
                 code="not_reloadable",
             )
@@ -140,11 +140,11 @@ def _refused(error: FleetChangeError) -> RequestError:
 
 
 def _named(wanted: InstanceSettings, name: str) -> InstanceSettings:
-    """The settings under the name in the path, which the body may leave out but not contradict."""
+    """The settings with the name in the path, which the body may omit but not contradict."""
     if "name" in wanted.model_fields_set and wanted.name != name:
         raise RequestError(
             400,
-            f"the path names {name!r}, the body {wanted.name!r}: to rename an instance, remove it and add it anew",
+            f"the path names {name!r}, the body {wanted.name!r}: to rename an instance, remove it and add it again",
             code="name_differs",
             param="name",
         )
@@ -152,18 +152,18 @@ def _named(wanted: InstanceSettings, name: str) -> InstanceSettings:
 
 
 async def _admitted(core: Core, wanted: InstanceSettings) -> InstanceSettings:
-    """The settings with every address checked and pinned. Raises RequestError 400."""
+    """The settings with every address checked and resolved. Raises RequestError 400."""
     if wanted.api_key_env is not None:
         raise RequestError(
             400,
-            "api_key_env names a variable of the proxy's environment, which only its settings file may: give api_key",
+            "api_key_env is accepted from the settings file only: give api_key",
             code="not_over_http",
             param="api_key_env",
         )
     admin = core.settings.admin
-    own = [Listener(core.settings.host, core.port or core.settings.port)]
+    own = [ListenAddress(core.settings.host, core.port or core.settings.port)]
     if core.admin_port is not None:
-        own.append(Listener(admin.host, core.admin_port))
+        own.append(ListenAddress(admin.host, core.admin_port))
     pinned: dict[str, str] = {}
     for key in _URLS:
         value = getattr(wanted, key)

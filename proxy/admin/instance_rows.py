@@ -1,4 +1,4 @@
-"""What ``GET /instances`` says of every instance."""
+"""Rows of ``GET /instances``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def instance_rows(core: Core, fleet: FleetChanges) -> list[dict[str, Any]]:
 
 
 def instance_row(core: Core, fleet: FleetChanges, instance: Instance, now_s: float) -> dict[str, Any]:
-    """One instance of the fleet; ``now_s`` is monotonic."""
+    """Row of one instance of the fleet; ``now_s`` is monotonic."""
     state = core.router.state
     load = state.ledger.load(instance.name, now_s)
     return {
@@ -60,7 +60,7 @@ def instance_row(core: Core, fleet: FleetChanges, instance: Instance, now_s: flo
 
 
 def departure_row(departure: Departure) -> dict[str, Any]:
-    """One engine on its way out."""
+    """Row of one engine that is being removed."""
     return {
         "name": departure.instance.name,
         "url": departure.instance.url,
@@ -72,7 +72,7 @@ def departure_row(departure: Departure) -> dict[str, Any]:
 
 
 def _breaker(instance: Instance, now_s: float) -> dict[str, Any]:
-    """What its requests say of an instance. ``until_unix_s``: no trial before that time; None unless it is open."""
+    """Breaker state of an instance. ``until_unix_s``: no trial before that time; None unless open."""
     breaker = instance.breaker
     is_open = breaker.state is BreakerState.OPEN
     return {
@@ -87,7 +87,7 @@ def _breaker(instance: Instance, now_s: float) -> dict[str, Any]:
 
 
 def _kv_events(core: Core, name: str) -> dict[str, Any] | None:
-    """Where the exact index of an instance stands; None where its events are not listened to."""
+    """State of an instance's exact index; None if its events are not followed."""
     if name not in core.events.streams:
         return None
     exact = core.router.state.predictor.exact

@@ -1,6 +1,6 @@
-"""OpenAPI of the generation endpoints, which the listener serves beside FastAPI and which its document would lack.
+"""OpenAPI description of the generation endpoints, which are served outside of FastAPI.
 
-Only what routing reads is described; engines take many more fields.
+Only the fields that routing reads are described; engines accept many more.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _FIELDS: dict[str, Any] = {
     "stream_options": {"type": ["object", "null"], "properties": {"include_usage": {"type": ["boolean", "null"]}}},
     "max_tokens": {"type": ["integer", "null"], "minimum": 1},
     "n": {"type": ["integer", "null"], "minimum": 1},
-    "prompt_cache_key": {"type": ["string", "null"], "description": "session, where no header names it"},
-    "user": {"type": ["string", "null"], "description": "session, where neither header nor prompt_cache_key names it"},
+    "prompt_cache_key": {"type": ["string", "null"], "description": "session id if no header gives it"},
+    "user": {"type": ["string", "null"], "description": "session id if neither header nor prompt_cache_key gives it"},
     "cache_salt": {"type": ["string", "null"]},
 }
 _TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}}
@@ -55,14 +55,14 @@ _ERROR = {
     },
 }
 _REFUSALS = {
-    "400": "the body is not what it should be",
+    "400": "invalid body",
     "401": "no valid key",
     "404": "no such model",
     "408": "the body did not arrive in time",
     "413": "the body is too large",
     "429": "the queue is full, or the key has too many requests running",
-    "502": "every instance that was tried failed",
-    "503": "no instance, no place in time, or the proxy is ending",
+    "502": "all attempted instances failed",
+    "503": "no instance, queue timeout, or the proxy is shutting down",
     "504": "no answer in time",
 }
 
@@ -76,7 +76,7 @@ def generation_paths() -> dict[str, Any]:
 
 
 def describe_generation(app: FastAPI) -> None:
-    """Have the application's OpenAPI document tell of the generation endpoints too."""
+    """Add the generation endpoints to the application's OpenAPI document."""
     of_routes = app.openapi
 
     def openapi() -> dict[str, Any]:

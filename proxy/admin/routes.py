@@ -1,4 +1,4 @@
-"""Everything but generation: models, health, instances, statistics, breakdown, explanations, the policy switch."""
+"""Read-only and policy routes: models, health, instances, statistics, breakdown, explanations, policy switch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from proxy.request.parse import Endpoint, session_of
 
 
 class PolicySwitch(BaseModel):
-    """Body of ``PUT /policy``; what is left out stays."""
+    """Body of ``PUT /policy``; omitted fields stay unchanged."""
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str | None = Field(None, description="routing policy to put in force")
-    params: dict[str, Any] = Field(default_factory=dict, description="its parameters; the rest take their defaults")
-    planner: str | None = Field(None, description="offload planner to put in force")
+    name: str | None = Field(None, description="routing policy to apply")
+    params: dict[str, Any] = Field(default_factory=dict, description="its parameters; the others take their defaults")
+    planner: str | None = Field(None, description="offload planner to apply")
     planner_params: dict[str, Any] = Field(default_factory=dict, description="its parameters")
 
 
@@ -34,11 +34,11 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
     """Routes over one core."""
     routes = APIRouter()
 
-    @routes.get("/health", summary="Liveness: the process answers")
+    @routes.get("/health", summary="Liveness: the process responds")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @routes.get("/ready", summary="Readiness: at least one instance may be sent requests")
+    @routes.get("/ready", summary="Readiness: at least one instance can be sent requests")
     async def ready() -> JSONResponse:
         healthy = sorted(core.instances.healthy())
         serving = bool(healthy) and not core.draining
@@ -65,9 +65,9 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
         text = core.metrics.render(core.router, core.instances, core.events, time.monotonic())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @routes.get("/breakdown", summary="The newest requests: why each went where, what it cost", response_model=None)
+    @routes.get("/breakdown", summary="The newest requests: decision, timings, cached tokens", response_model=None)
     async def breakdown(
-        limit: Annotated[int, Query(ge=1, le=1_000_000, description="newest rows at most")] = 100,
+        limit: Annotated[int, Query(ge=1, le=1_000_000, description="maximum number of rows")] = 100,
         fmt: Annotated[str, Query(alias="format", pattern="^(json|jsonl)$")] = "json",
         instance: str | None = None,
         request_class: Annotated[str | None, Query(alias="class", description="WARM, MEDIUM or HEAVY")] = None,
@@ -91,11 +91,11 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
             headers={"content-disposition": "attachment; filename=breakdown.jsonl"},
         )
 
-    @routes.get("/policy", summary="The policy and planner in force, and those installed")
+    @routes.get("/policy", summary="The active policy and planner, and the installed ones")
     async def policy() -> dict[str, Any]:
         return _policy(core)
 
-    @routes.put("/policy", summary="Switch policy or planner; index, sessions and ledger stay")
+    @routes.put("/policy", summary="Switch policy or planner; index, sessions and ledger are kept")
     async def switch(wanted: PolicySwitch) -> dict[str, Any]:
         try:
             core.router.switch(wanted.name, wanted.params, wanted.planner, wanted.planner_params)
@@ -103,7 +103,7 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
             raise RequestError(400, str(error), code="unknown_policy") from error
         return _policy(core)
 
-    @routes.post("/explain", summary="What every policy would do with a request, with all scores; nothing is counted")
+    @routes.post("/explain", summary="Decision of every policy for a request, with all scores; changes no state")
     async def explain(request: Request) -> dict[str, Any]:
         return await _explain(core, dict(request.scope["headers"]), await request.body())
 
@@ -163,7 +163,7 @@ async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict
     try:
         fleet, answers = core.router.explain(request, core.instances.healthy())
     except NoCandidateError as error:
-        raise RequestError(503, "no healthy instance to decide among", kind="service_unavailable") from error
+        raise RequestError(503, "no healthy instance to choose from", kind="service_unavailable") from error
     return {
         "request": {
             "endpoint": endpoint.value,

@@ -1,46 +1,48 @@
-"""The client's side of one generation request: its body as it arrives, the way back, and whether it is still there."""
+"""Client side of one generation request: receiving its body, sending the answer, and detecting that the client left."""
 
 from __future__ import annotations
 
 import asyncio
+import http
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
-
-from proxy.breakdown import Row
+from policies.row import Row
 from proxy.errors import RequestError
 
 Headers = Sequence[tuple[bytes, bytes]]
 
+_PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
+STATUS_LINE = {status: b"HTTP/1.1 %d %b\r\n" % (status, _PHRASES.get(status, b"")) for status in range(100, 600)}
+
 _LINGER_S = 2.0
-"""How long a refused upload may go on before its connection is cut: a client that still writes may miss the answer."""
+"""Seconds a rejected upload may continue before its connection is cut; a client still writing may miss the answer."""
 
 
 class Link(Protocol):
-    """What a request needs of the connection it came by."""
+    """Operations that a request needs from its connection."""
 
     loop: asyncio.AbstractEventLoop
 
     def writer(self) -> Callable[[bytes], None]:
-        """Writes to the client."""
+        """A function that writes to the client."""
         ...
 
     def end(self, inbound: Inbound, *, keep_alive: bool) -> None:
-        """The answer is complete."""
+        """Mark the answer as complete."""
         ...
 
     def close(self) -> None:
-        """Close the connection once all is written."""
+        """Close the connection after everything has been written."""
         ...
 
     def stop(self) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         ...
 
     def cut(self) -> None:
-        """Close the connection at once; what is not written yet is lost."""
+        """Close the connection at once; unwritten data is lost."""
         ...
 
     def default_headers(self) -> Headers:
@@ -49,39 +51,39 @@ class Link(Protocol):
 
 
 class Handler(Protocol):
-    """Serves generation requests."""
+    """Serves generation requests, and their limits."""
 
     @property
     def header_bytes(self) -> int:
-        """Largest request line and headers."""
+        """Maximum size of request line and headers, in bytes."""
         ...
 
     @property
     def header_s(self) -> float:
-        """Bound on their arrival, from the connection or their first byte on."""
+        """Bound in seconds on receiving them, from the connection or their first byte on."""
         ...
 
     @property
     def client_stall_s(self) -> float:
-        """How long a client may leave an answer unread once its buffers are full."""
+        """Seconds for which a client may leave an answer unread once its buffers are full."""
         ...
 
     @property
     def body_bytes(self) -> int:
-        """Largest body."""
+        """Maximum size of a body, in bytes."""
         ...
 
     @property
     def body_s(self) -> float:
-        """Bound on its arrival."""
+        """Bound in seconds on receiving a body."""
         ...
 
     def opened(self, inbound: Inbound) -> Row:
-        """A request has begun: its row, to be closed by one of the following."""
+        """Open the row of a new request; one of the following methods closes it."""
         ...
 
     def admit(self, inbound: Inbound) -> None:
-        """Raises RequestError when the headers alone tell that the request is not to be served."""
+        """Raise RequestError if the headers alone rule the request out."""
         ...
 
     def serve(self, inbound: Inbound) -> Coroutine[Any, Any, None]:
@@ -89,16 +91,16 @@ class Handler(Protocol):
         ...
 
     def refuse(self, inbound: Inbound, error: RequestError) -> None:
-        """Answer a request whose body is not complete and never will be read."""
+        """Answer a request whose body is not complete and will not be read."""
         ...
 
     def left(self, inbound: Inbound) -> None:
-        """The client left before its body was complete."""
+        """Record that the client left before its body was complete."""
         ...
 
 
 class _Nobody:
-    """uvicorn tells its own cycles of news by an event; ours are called instead."""
+    """Stand-in for uvicorn's message event, which uvicorn sets on its own cycles."""
 
     def set(self) -> None:
         """Do nothing."""
@@ -108,18 +110,18 @@ _NOBODY = _Nobody()
 
 
 class Inbound:
-    """One request on its way in and its answer on the way out.
+    """One incoming request and its answer.
 
-    Stands where uvicorn's protocol keeps the cycle in hand, so it has the attributes uvicorn looks at.
+    Takes the place of uvicorn's request cycle and therefore has the attributes that uvicorn reads.
 
     Args:
         link: the connection.
-        handler: who serves.
+        handler: serves the request.
         path: path of the URL, without query.
         headers: names in lower case; of a repeated name the last.
-        http_10: whether the client speaks HTTP/1.0: no chunks, no keep-alive.
-        keep_alive: whether the connection may serve another request.
-        before: the request before it on the same connection, of ours or of uvicorn's.
+        http_10: the client uses HTTP/1.0: no chunks, no keep-alive.
+        keep_alive: the connection may serve another request.
+        before: the previous request on the same connection, an ``Inbound`` or uvicorn's.
     """
 
     def __init__(
@@ -141,14 +143,14 @@ class Inbound:
         self.message_event = _NOBODY
         self.response_complete = False
         self.started = False
-        """Whether the head of the answer is decided: nothing else can be answered any more."""
+        """True once the head of the answer is set: no other answer is possible."""
         self.arrived_s = time.perf_counter()
         self.arrived_unix_s = time.time()
         self.gone = False
         self.on_gone: Callable[[], object] | None = None
-        """Called once when the client leaves before its answer is complete."""
+        """Called once if the client leaves before its answer is complete."""
         self.on_writable: Callable[[bool], None] | None = None
-        """Called with False when the client does not read fast enough, with True when it does again."""
+        """Called with False when the client does not read fast enough, and with True when it reads again."""
         self.writable = True
         self._http_10 = http_10
         self._before = before
@@ -157,17 +159,17 @@ class Inbound:
         self._body_complete = False
         self._served = False
         self._muted = False
-        self._link_write = link.writer()  # kept: it is called for every event
+        self._link_write = link.writer()  # cached: it is called for every event
         self._head = b""
         self._chunked = False
         self._timer: asyncio.TimerHandle | None = None
         self.row = handler.opened(self)
 
-    # the way in, called by the connection
+    # Receiving, called by the connection
 
     def opened(self) -> None:
-        """The head is there: refuse who may not ask and what is known to be too large, give the rest its time."""
-        if self.refusable:  # else whoever serves it asks in its turn
+        """Process the headers: reject requests that are not allowed or too large."""
+        if self.refusable:  # else ``serve`` checks again in its turn
             try:
                 self._handler.admit(self)
             except RequestError as error:
@@ -178,7 +180,7 @@ class Inbound:
             self._refuse_size()
 
     def feed(self, part: bytes) -> None:
-        """A piece of the body."""
+        """Accept a piece of the body."""
         if self.response_complete:
             return
         self._size += len(part)
@@ -188,26 +190,26 @@ class Inbound:
             self._parts.append(part)
 
     def wait(self) -> None:
-        """All that has arrived is read: if the body goes on, it has its bound."""
+        """Start the body's timer if it has not been received completely."""
         if not self._body_complete and not self.response_complete and self._timer is None:
             self._timer = self._link.loop.call_later(self._handler.body_s, self._late)
 
     def body_ended(self) -> bool:
-        """The body is complete. True when the request may be served now."""
+        """Mark the body as complete. True if the request can be served now."""
         self._body_complete = True
         self._stop_timer()
-        if self.response_complete:  # it was refused, and has now been read to its end
+        if self.response_complete:  # it was rejected, and has now been read to its end
             self._link.close()
             return False
         return self._before is None or bool(self._before.response_complete)
 
     @property
     def refusable(self) -> bool:
-        """Whether an error may be answered at once: nothing of this answer or an earlier one is on its way."""
+        """True if an error can be answered at once: neither this answer nor an earlier one is in progress."""
         return not self.started and (self._before is None or bool(self._before.response_complete))
 
     def refuse(self, error: RequestError) -> None:
-        """Have it refused. While an earlier answer of the connection is on its way, that one becomes the last."""
+        """Reject the request. If an earlier answer of the connection is in progress, that becomes the last one."""
         self._stop_timer()
         if not self.refusable:
             self._muted = True
@@ -216,7 +218,7 @@ class Inbound:
         self._handler.refuse(self, error)
 
     def serve(self) -> Coroutine[Any, Any, None]:
-        """The work of serving it: its body is complete, and those before it are answered."""
+        """Coroutine that serves the request: its body is complete, and earlier requests are answered."""
         self._before = None
         self._served = True
         return self._handler.serve(self)
@@ -229,7 +231,7 @@ class Inbound:
         return self._parts[0]
 
     def lost(self) -> None:
-        """The connection is closed."""
+        """Record that the connection is closed."""
         self._stop_timer()
         if self.gone or self.response_complete:
             return
@@ -240,7 +242,7 @@ class Inbound:
             self.on_gone()
 
     def set_writable(self, writable: bool) -> None:
-        """The connection's write buffer has passed its mark, one way or the other."""
+        """Record that the connection's write buffer has crossed its limit, in either direction."""
         self.writable = writable
         if self.on_writable is not None:
             self.on_writable(writable)
@@ -260,10 +262,10 @@ class Inbound:
             self._timer.cancel()
             self._timer = None
 
-    # the way out, called by the handler
+    # Sending, called by the handler
 
     def start(self, status: int, headers: Headers, length: int | None) -> None:
-        """Status and headers, sent with the body. ``length`` of that in bytes; None: only its end will tell."""
+        """Set status and headers, sent with the first piece of the body; ``length`` in bytes, None if unknown."""
         self.started = True
         if not self._body_complete:
             self.keep_alive = False
@@ -283,7 +285,7 @@ class Inbound:
         self._head = b"".join(lines)
 
     def write(self, data: bytes) -> None:
-        """A piece of the body; not empty. Never waits: see ``writable``."""
+        """Write a piece of the body; not empty. Never blocks; ``writable`` is False while the client is slow."""
         if self.gone:
             return
         framed = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
@@ -292,12 +294,12 @@ class Inbound:
         self._link_write(framed)
 
     def finish(self, data: bytes = b"") -> None:
-        """The last piece of the body, if any, and its end."""
+        """Write the last piece of the body, if any, and end it."""
         if self.response_complete:
             return
         self.response_complete = True
         self._stop_timer()
-        self._parts.clear()  # the connection keeps this until its next request
+        self._parts.clear()  # the connection keeps this object until its next request
         if self.gone or self._muted:
             return
         end = b""
@@ -313,6 +315,6 @@ class Inbound:
             self._timer = self._link.loop.call_later(_LINGER_S, self._link.close)
 
     def abandon(self) -> None:
-        """Cut the connection: the answer cannot be completed, and the client must not take it for complete."""
+        """Cut the connection: the answer is incomplete, and the client must not take it for complete."""
         self.response_complete = True
         self._link.cut()

@@ -1,7 +1,7 @@
-"""The listener: uvicorn's HTTP protocol, with generation requests taken off before they become ASGI.
+"""Main listener: uvicorn's HTTP protocol, with generation requests handled before ASGI.
 
-For a relayed event ASGI costs a task's wake-up, two dictionaries and a coroutine; here the engine's bytes go from one
-socket's callback to the other socket. Everything but generation goes through uvicorn and FastAPI as ever.
+For a relayed event ASGI costs a task wake-up, two dictionaries and a coroutine; here the engine's bytes go from one
+socket's callback to the other socket. All other requests go through uvicorn and FastAPI.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from proxy.clients.inbound import Handler, Headers, Inbound
+from proxy.clients.inbound import STATUS_LINE, Handler, Headers, Inbound
 from proxy.errors import RequestError, draining_error, error_body
 
 PATHS = {b"/v1/completions": "/v1/completions", b"/v1/chat/completions": "/v1/chat/completions"}
@@ -49,12 +49,10 @@ class ProxyProtocol(HttpToolsProtocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio.Protocol."""
         super().connection_made(transport)
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         if self.transport.is_closing() or self._stopped:
             return
         if self._in_head:
@@ -69,7 +67,6 @@ class ProxyProtocol(HttpToolsProtocol):
             self._receiving.wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._stop_head_timer()
         self._stop_stall_timer()
         self._unset_keepalive_if_required()
@@ -82,21 +79,19 @@ class ProxyProtocol(HttpToolsProtocol):
         self.pipeline.clear()
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         super().pause_writing()
         for inbound in self._open:
             inbound.set_writable(False)
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         super().resume_writing()
         self._stop_stall_timer()
         for inbound in self._open:
             inbound.set_writable(True)
 
     def shutdown(self) -> None:
-        """The server is about to end (uvicorn's hook): what is still on its way in will not be served."""
+        """Reject a request that is still being received at shutdown (uvicorn's hook)."""
         if self._receiving is not None and not self._receiving.response_complete:
             self._receiving.refuse(draining_error())
         super().shutdown()
@@ -104,7 +99,7 @@ class ProxyProtocol(HttpToolsProtocol):
     # httptools
 
     def on_headers_complete(self) -> None:
-        """The head is complete: a generation request is ours, all else is uvicorn's."""
+        """Take over a generation request; all others are left to uvicorn (callback of httptools)."""
         self._in_head = False
         self._head_bytes = 0
         self._stop_head_timer()
@@ -142,14 +137,14 @@ class ProxyProtocol(HttpToolsProtocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body."""
+        """Accept a piece of a body (callback of httptools)."""
         if self._receiving is not None:
             self._receiving.feed(body)
         elif not self.transport.is_closing():
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is complete."""
+        """Start a complete request (callback of httptools)."""
         self._in_head = True
         inbound, self._receiving = self._receiving, None
         if inbound is None:
@@ -162,7 +157,7 @@ class ProxyProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((inbound, self.app))  # type: ignore[arg-type]
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """A request's turn has come (uvicorn's hook)."""
+        """Start the next pipelined request (uvicorn's hook)."""
         if isinstance(cycle, Inbound):
             self._start(cycle)
         else:
@@ -176,11 +171,9 @@ class ProxyProtocol(HttpToolsProtocol):
     # Link
 
     def writer(self) -> Callable[[bytes], None]:
-        """See ``Link``."""
         return self.transport.write
 
     def end(self, inbound: Inbound, *, keep_alive: bool) -> None:
-        """See ``Link``."""
         if inbound in self._open:
             self._open.remove(inbound)
         if not keep_alive:
@@ -188,32 +181,28 @@ class ProxyProtocol(HttpToolsProtocol):
         self.on_response_complete()
 
     def close(self) -> None:
-        """See ``Link``."""
         self.transport.close()
         if self.transport.get_write_buffer_size():
             self._watch_reader()
 
     def stop(self) -> None:
-        """See ``Link``."""
         self._stopped = True
 
     def cut(self) -> None:
-        """See ``Link``."""
         self.transport.abort()
 
     def default_headers(self) -> Headers:
-        """See ``Link``."""
         return self.server_state.default_headers
 
-    # a client that does not read
+    # Clients that do not read
 
     def timeout_keep_alive_handler(self) -> None:
-        """The connection was idle for too long (uvicorn's hook)."""
+        """Close a connection that was idle for too long (uvicorn's hook)."""
         if not self.transport.is_closing():
             self.close()
 
     def _watch_reader(self) -> None:
-        """Give the client its time to read what is written. A stream's relay has a bound of its own."""
+        """Start the timer for unread output. A stream's relay has its own bound."""
         if self._stall_timer is None:
             unread_bytes = self.transport.get_write_buffer_size()
             self._stall_timer = self.loop.call_later(self._handler.client_stall_s, self._look_at_reader, unread_bytes)
@@ -231,7 +220,7 @@ class ProxyProtocol(HttpToolsProtocol):
             self._stall_timer.cancel()
             self._stall_timer = None
 
-    # the head's bounds
+    # Bounds on the request head
 
     def _await_head(self) -> None:
         if self._head_timer is None:
@@ -244,7 +233,7 @@ class ProxyProtocol(HttpToolsProtocol):
 
     def _head_late(self) -> None:
         self._head_timer = None
-        if not self._head_bytes:  # connected and said nothing: nobody waits for an answer
+        if not self._head_bytes:  # connected without sending anything: no answer is expected
             self.transport.close()
         else:
             self._answer_and_close(408, "the headers did not arrive in time (timeouts.header_s)", "header_timeout")
@@ -256,7 +245,7 @@ class ProxyProtocol(HttpToolsProtocol):
         )  # fmt: skip
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP (uvicorn's hook)."""
+        """Reject data that is not HTTP (uvicorn's hook)."""
         inbound = self._receiving
         if inbound is None or inbound.response_complete:
             self._answer_and_close(400, msg, "invalid_http")
@@ -267,7 +256,7 @@ class ProxyProtocol(HttpToolsProtocol):
             self.close()
 
     def _answer_and_close(self, status: int, message: str, code: str) -> None:
-        """Refuse without a request to speak of; only if nothing of an earlier answer is still on its way."""
+        """Reject data that belongs to no request; answers only if no earlier answer is in progress."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:

@@ -1,4 +1,4 @@
-"""``Upstream`` over connections of our own: a pool per engine, and the mend for its keep-alive race."""
+"""``Upstream`` over pooled connections per engine, with a fix for the keep-alive race."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from proxy.engines.upstream import NotAcceptedError, NotConnectedError, Upstream
 _KEEPALIVE_S = 2.0
 """vLLM's HTTP server closes idle sockets after 5 s; ours must go first, or a request may meet a closing socket."""
 _STALE_S = 1.0
-"""A reused connection that is lost this soon, without a byte of an answer, was closing when we wrote to it."""
+"""A reused connection lost this soon, without an answer byte, was already closing when the request was written."""
 
 
 @dataclass(slots=True, eq=False)
 class _Origin:
-    """One engine's address and its idle connections, the last used last."""
+    """One engine's address and its idle connections, most recently used last."""
 
     host: str
     port: int
@@ -29,10 +29,10 @@ class _Origin:
 
 
 class EngineClient:
-    """See ``proxy.engines.upstream.Upstream``. No redirects, no decompression, no cookies, no proxies, no bound on connections.
+    """``Upstream`` without redirects, decompression, cookies, proxies or a bound on connections.
 
     Args:
-        connect_timeout_s: bound on opening a connection.
+        connect_timeout_s: bound on opening a connection, in seconds.
     """
 
     def __init__(self, connect_timeout_s: float) -> None:
@@ -47,11 +47,10 @@ class EngineClient:
         self._all_gone: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
-        """Open connections."""
+        """Number of open connections."""
         return len(self._open)
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> EngineAnswer:
-        """See ``Upstream.post``."""
         origin, start = self._targets.get(url) or self._target(url)
         head = _head(start, headers, len(body))
         connection = self._idle(origin)
@@ -60,17 +59,15 @@ class EngineClient:
             try:
                 return await self._exchange(connection, url, head, body)
             except ConnectionLostError:
-                # Closed by the engine before it read the request: only a late loss may be about the request.
+                # Closed by the engine before it read the request; a later loss may be caused by the request.
                 if self._loop.time() - sent_s > _STALE_S:
                     raise
         return await self._exchange(await self._connect(origin), url, head, body)
 
     def in_use(self, base_url: str) -> int:
-        """See ``Upstream.in_use``."""
         return len(self._busy(base_url))
 
     def cut(self, base_url: str, why: str) -> None:
-        """See ``Upstream.cut``."""
         for connection in self._busy(base_url):
             connection.cut(why)
 
@@ -80,7 +77,6 @@ class EngineClient:
         return [each for each in self._open if each.url.startswith(start) and not each.usable]
 
     def forget(self, base_url: str) -> None:
-        """See ``Upstream.forget``."""
         parts = urlsplit(base_url)
         origin = self._origins.pop(f"{parts.scheme}://{parts.netloc}", None)
         if origin is None:
@@ -91,14 +87,13 @@ class EngineClient:
         origin.idle.clear()
 
     async def close(self) -> None:
-        """See ``Upstream.close``."""
         self._closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
         for connection in list(self._open):
             connection.cut()
-        if self._open:  # an aborted transport reports its end in one of the next turns of the loop
+        if self._open:  # an aborted transport reports its end in a later turn of the loop
             self._all_gone = self._loop.create_future()
             await self._all_gone
 
@@ -155,7 +150,7 @@ class EngineClient:
         self._open[connection] = origin
         if self._closed or not connection.usable:
             connection.cut()
-            raise UpstreamError(f"the connection to {origin.authority} was closed at once")
+            raise UpstreamError(f"the connection to {origin.authority} was closed immediately")
         return connection
 
     def _tls_context(self) -> ssl.SSLContext:
@@ -181,7 +176,7 @@ class EngineClient:
             self._all_gone.set_result(None)
 
     def _sweep(self) -> None:
-        """Close what has been idle for too long, as often as there is any."""
+        """Close connections that have been idle for too long; reschedules itself while any are idle."""
         self._sweeper = None
         oldest_s = self._loop.time() - _KEEPALIVE_S
         left = False

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection to an engine, as an asyncio protocol: request out, answer in, nothing else.
+"""One HTTP/1.1 connection to an engine as an asyncio protocol.
 
 Pieces of a streamed answer go from the socket's callback to the relay's in one call. A general client wakes a task for
 every piece; at 64 streams that is a quarter of a router's work.
@@ -17,9 +17,9 @@ from proxy.engines.upstream import UpstreamError
 
 _MAX_HEAD_BYTES = 256 * 1024
 _MAX_WHOLE_BYTES = 512 * 1024 * 1024
-"""Of an answer that is read as a whole; a streamed one has no bound."""
+"""Bound on an answer that is read as a whole; a streamed one is unbounded."""
 _MAX_WAITING_BYTES = 256 * 1024
-"""Of a stream that nobody reads yet, before the socket is left alone."""
+"""Bound on unread bytes of a stream before reading from the socket pauses."""
 _NO_BODY = frozenset({204, 304})
 
 
@@ -28,7 +28,7 @@ class ConnectionLostError(UpstreamError):
 
 
 class EngineAnswer:
-    """See ``proxy.engines.upstream.Answer``. Belongs to one connection until its end."""
+    """``proxy.engines.upstream.Answer`` of one connection, which it occupies until its end."""
 
     __slots__ = (
         "_connection",
@@ -67,7 +67,6 @@ class EngineAnswer:
             await self._wait()
 
     async def chunk(self) -> bytes:
-        """See ``Answer.chunk``."""
         while not self._pieces:
             if self.complete:
                 return b""
@@ -77,7 +76,6 @@ class EngineAnswer:
         return self._take()
 
     async def read(self) -> bytes:
-        """See ``Answer.read``."""
         self._whole = True
         self.resume()
         while not self.complete:
@@ -87,7 +85,6 @@ class EngineAnswer:
         return self._take()
 
     def pump(self, sink: Callable[[bytes], None], ended: Callable[[UpstreamError | None], None]) -> None:
-        """See ``Answer.pump``."""
         if self._pieces:
             sink(self._take())
         if self.complete or self._error is not None:
@@ -97,23 +94,20 @@ class EngineAnswer:
         self.resume()
 
     def pause(self) -> None:
-        """See ``Answer.pause``."""
         if self._connection is not None:
             self._connection.pause()
 
     def resume(self) -> None:
-        """See ``Answer.resume``."""
         if self._connection is not None:
             self._connection.resume()
 
     def close(self) -> None:
-        """See ``Answer.close``."""
         self._sink = self._ended = None
         if self._connection is not None:
             self._connection.cut()
 
     def take_in(self, data: bytes) -> None:
-        """A piece of the body has arrived."""
+        """Accept a piece of the body."""
         if self._sink is not None:
             self._sink(data)
             return
@@ -129,7 +123,7 @@ class EngineAnswer:
         self._wake()
 
     def end(self) -> None:
-        """The body is complete: the connection is somebody else's from now on. Nothing after ``fail``."""
+        """Mark the body as complete and release the connection. No effect after ``fail``."""
         if self._error is not None:
             return
         self._connection = None
@@ -137,7 +131,7 @@ class EngineAnswer:
         self._finish()
 
     def fail(self, error: UpstreamError) -> None:
-        """Nothing more will come."""
+        """Mark the answer as failed, unless it is complete."""
         self._connection = None
         if not self.complete and self._error is None:
             self._error = error
@@ -150,7 +144,7 @@ class EngineAnswer:
             ended(self._error and self._broken(self._error))
 
     def _broken(self, error: UpstreamError) -> UpstreamError:
-        """``error`` anew: a raised one holds the frames it went through, and those hold this answer."""
+        """A copy of ``error``: a raised one references the frames it passed, and those reference this answer."""
         return type(error)(*error.args)
 
     def _take(self) -> bytes:
@@ -158,7 +152,7 @@ class EngineAnswer:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def head_arrived(self) -> None:
-        """Status and content type are set."""
+        """Signal that status and content type are set."""
         self.head_there = True
         self._wake()
 
@@ -175,11 +169,11 @@ class EngineAnswer:
 
 
 class EngineConnection(asyncio.Protocol):
-    """Speaks HTTP/1.1 with keep-alive; one request at a time.
+    """HTTP/1.1 client connection with keep-alive; one request at a time.
 
     Args:
-        released: called with this connection whenever an answer is complete and another request may be sent.
-        gone: called once when the connection is closed, by whomever.
+        released: called with this connection when an answer is complete and another request may be sent.
+        gone: called once when the connection is closed, from either side.
     """
 
     def __init__(self, released: Callable[[EngineConnection], None], gone: Callable[[EngineConnection], None]) -> None:
@@ -198,16 +192,16 @@ class EngineConnection(asyncio.Protocol):
         self._poll: select.poll | None = None
         self.idle_since_s = 0.0
         self.url = ""
-        """What its last request was posted to."""
+        """URL of its last request."""
 
     @property
     def usable(self) -> bool:
-        """Whether another request may be sent."""
+        """True if another request may be sent."""
         return self._transport is not None and self._answer is None and not self._transport.is_closing()
 
     @property
     def silent(self) -> bool:
-        """Whether nothing waits to be read: on an idle connection anything would be its end, or meant for nobody."""
+        """True if nothing is waiting to be read: on an idle connection that would be its end or a stray answer."""
         return self._poll is None or not self._poll.poll(0)
 
     def send(self, head: bytes, body: bytes) -> EngineAnswer:
@@ -224,20 +218,20 @@ class EngineConnection(asyncio.Protocol):
         return self._answer
 
     def pause(self) -> None:
-        """Stop reading."""
+        """Stop reading from the socket."""
         if not self._paused and self._transport is not None and not self._transport.is_closing():
             self._paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Resume reading from the socket."""
         if self._paused and self._transport is not None:
             self._paused = False
             if not self._transport.is_closing():
                 self._transport.resume_reading()
 
     def cut(self, why: str | None = None) -> None:
-        """Close at once, which aborts what runs on it; ``why`` is what its answer then says of that."""
+        """Close at once and abort its request; ``why`` becomes the error of the answer."""
         if why is not None and self._answer is not None:
             self._answer.fail(UpstreamError(why))
         if self._transport is not None:
@@ -246,16 +240,14 @@ class EngineConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
-        if transport.get_extra_info("ssl_object") is None:  # under TLS session tickets may wait: that is no news
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from it
+        if transport.get_extra_info("ssl_object") is None:  # under TLS, unread session tickets are normal
             self._poll = select.poll()
             self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         answer = self._answer
-        if answer is None:  # an answer nobody asked for: whatever it is, it must not meet the next request
+        if answer is None:  # an unsolicited answer must not be taken for the next request's
             self.cut()
             return
         self._bytes_seen += len(data)
@@ -290,12 +282,11 @@ class EngineConnection(asyncio.Protocol):
         answer.end()
 
     def eof_received(self) -> None:
-        """See asyncio.Protocol; the transport closes itself."""
+        """Let the transport close itself."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._transport = self._poll = None
-        del self._parser  # it holds this connection
+        del self._parser  # it references this connection
         answer, self._answer = self._answer, None
         self._gone(self)
         if answer is None:
@@ -303,19 +294,19 @@ class EngineConnection(asyncio.Protocol):
         if not self._bytes_seen:
             answer.fail(ConnectionLostError(f"closed the connection without an answer{_because(exc)}"))
         elif answer.head_there and not self._framed and exc is None:
-            answer.end()  # neither length nor chunks: such an answer ends with its connection
+            answer.end()  # neither length nor chunks: the answer ends with its connection
         else:
             answer.fail(UpstreamError(f"closed the connection in the middle of its answer{_because(exc)}"))
 
     # httptools
 
     def on_message_begin(self) -> None:
-        """A status line begins."""
+        """Callback of httptools: a status line begins."""
         self._framed = False
-        self._extra = self._complete  # a second answer on the heels of the first
+        self._extra = self._complete  # a second answer directly after the first
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
+        """Callback of httptools: one header."""
         lowered = name.lower()
         if lowered == b"content-type" and self._answer is not None:
             self._answer.content_type = value.decode("latin-1")
@@ -323,7 +314,7 @@ class EngineConnection(asyncio.Protocol):
             self._framed = True
 
     def on_headers_complete(self) -> None:
-        """The head is there."""
+        """Callback of httptools: the headers are complete."""
         answer, status = self._answer, self._parser.get_status_code()
         if answer is None or status < 200 or self._complete:
             return
@@ -334,12 +325,12 @@ class EngineConnection(asyncio.Protocol):
         answer.head_arrived()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body; several of one read are joined."""
+        """Callback of httptools: a piece of the body; several of one read are joined."""
         if not self._complete:
             self._pieces.append(body)
 
     def on_message_complete(self) -> None:
-        """The answer has ended, or an interim one (1xx) has."""
+        """Callback of httptools: the answer, or an interim one (1xx), has ended."""
         self._complete = self._complete or (self._answer is not None and self._answer.head_there)
 
 

@@ -1,4 +1,4 @@
-"""GETs to engines outside the hot path: probes and identity questions, bounded in time and in bytes."""
+"""GET requests to engines outside the hot path: probes and identity queries, bounded in time and in bytes."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ MAX_BYTES = 16 * 1024 * 1024
 
 
 class Control:
-    """One client for control traffic.
+    """HTTP client for control traffic.
 
-    A question that nobody waits for any more is not cancelled but left to its bound: httpx keeps a connection as busy
-    for ever when a task of asyncio's is cancelled in the midst of it, and its pool has an end.
+    A query whose caller is cancelled is not cancelled but runs to its bound: when an asyncio task is cancelled during a
+    request, httpx keeps the connection marked as busy forever, and its pool is finite.
 
     Args:
-        timeout_s: bound on one question, unless it has one of its own.
-        connections: at most, over all engines.
+        timeout_s: default bound on one query, in seconds.
+        connections: maximum number over all engines.
     """
 
     def __init__(self, timeout_s: float, connections: int = 4096) -> None:
         self.timeout_s = timeout_s
-        # The system's authorities, as for requests: httpx has a list of its own.
+        # The system's certificate authorities, as for requests: httpx ships its own list.
         self._client = httpx.AsyncClient(
             timeout=timeout_s,
             trust_env=False,
             verify=ssl.create_default_context(),
-            # Bounded by `_room` instead: a question that ends while the pool lets it wait costs the pool a connection.
+            # Bounded by `_room` instead: a query that ends while waiting for the pool leaks a connection of the pool.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=connections),
         )
         self._room = anyio.Semaphore(connections)
-        self._asking: set[asyncio.Task[httpx.Response]] = set()
+        self._queries: set[asyncio.Task[httpx.Response]] = set()
 
     async def get(
         self, url: str, headers: Mapping[str, str] | None = None, timeout_s: float | None = None
     ) -> httpx.Response:
-        """One whole answer.
+        """GET ``url`` and return the complete answer.
 
         Raises:
-            httpx.HTTPError: no answer in time, or one that is too long.
+            httpx.HTTPError: no answer within ``timeout_s``, or a longer one than ``MAX_BYTES``.
         """
         task = asyncio.create_task(self._get(url, headers, timeout_s or self.timeout_s), name=f"control {url}")
-        self._asking.add(task)
-        task.add_done_callback(self._asked)
+        self._queries.add(task)
+        task.add_done_callback(self._query_done)
         return await asyncio.shield(task)
 
     async def aclose(self) -> None:
-        """End every question and close every connection."""
-        for task in self._asking:
+        """Cancel all queries and close all connections."""
+        for task in self._queries:
             task.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
+        await asyncio.gather(*self._queries, return_exceptions=True)
         await self._client.aclose()
 
-    def _asked(self, task: asyncio.Task[httpx.Response]) -> None:
-        self._asking.discard(task)
+    def _query_done(self, task: asyncio.Task[httpx.Response]) -> None:
+        self._queries.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever asked may be gone
+            task.exception()  # the caller may be gone
 
     async def _get(self, url: str, headers: Mapping[str, str] | None, timeout_s: float) -> httpx.Response:
         parts: list[bytes] = []
@@ -77,5 +77,5 @@ class Control:
                         if size > MAX_BYTES:
                             raise httpx.DecodingError(f"{url} answered more than {MAX_BYTES} bytes")
         except TimeoutError as error:
-            raise httpx.ReadTimeout(f"no whole answer from {url} within {timeout_s:g} s") from error
+            raise httpx.ReadTimeout(f"no complete answer from {url} within {timeout_s:g} s") from error
         return httpx.Response(answer.status_code, content=b"".join(parts), request=answer.request)

@@ -1,4 +1,4 @@
-"""The narrow door to the engines on the hot path: what the rest of the proxy knows of HTTP towards an engine."""
+"""Interface to the engines on the hot path, independent of the HTTP client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class UpstreamError(Exception):
 
 
 class NotConnectedError(UpstreamError):
-    """The engine refused the connection or did not accept it in time: it has seen nothing of the request."""
+    """The engine refused the connection or did not accept it in time: it has not received the request."""
 
 
 class NotAcceptedError(NotConnectedError):
@@ -19,36 +19,36 @@ class NotAcceptedError(NotConnectedError):
 
 
 class Answer(Protocol):
-    """An engine's answer: status and headers are there, the body may still come."""
+    """An engine's answer: status and headers are available, the body may still be arriving."""
 
     status: int
     content_type: str
 
     async def chunk(self) -> bytes:
-        """Next piece of the body as it arrived; empty at the end. Raises UpstreamError when it breaks off."""
+        """Next piece of the body as it arrived; empty at the end. Raises UpstreamError if it breaks off."""
         ...
 
     async def read(self) -> bytes:
-        """The whole body. Raises UpstreamError when it breaks off."""
+        """The whole body. Raises UpstreamError if it breaks off."""
         ...
 
     def pump(self, sink: Callable[[bytes], None], ended: Callable[[UpstreamError | None], None]) -> None:
-        """Call ``sink`` with every further piece as it arrives, then ``ended`` once, with what broke it off if so.
+        """Call ``sink`` with every further piece as it arrives, then ``ended`` once, with the error if it broke off.
 
-        No task wakes up for a piece: this is how a stream is relayed. ``close`` ends it without another call.
+        No task is woken per piece, as needed for relaying streams. After ``close`` neither is called again.
         """
         ...
 
     def pause(self) -> None:
-        """Read no more from the engine until ``resume``: its own flow control then holds it back."""
+        """Stop reading from the engine until ``resume``; TCP flow control then slows it down."""
         ...
 
     def resume(self) -> None:
-        """Read on."""
+        """Resume reading from the engine."""
         ...
 
     def close(self) -> None:
-        """Give the connection back when the body was read to its end, else cut it, which aborts the request."""
+        """Return the connection to the pool if the body was read completely, else cut it, which aborts the request."""
         ...
 
 
@@ -56,25 +56,25 @@ class Upstream(Protocol):
     """Posts a body to an engine."""
 
     connect_timeout_s: float
-    """Bound on opening a connection; may be changed at any time."""
+    """Bound on opening a connection, in seconds; may be changed at any time."""
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        """Send; return once status and headers are there.
+        """Send a request; returns when status and headers have arrived.
 
         Cancelling aborts the request upstream. Raises NotConnectedError or UpstreamError.
         """
         ...
 
     def in_use(self, base_url: str) -> int:
-        """Requests that an engine has not answered to the end."""
+        """Number of requests to an engine that are not completely answered."""
         ...
 
     def cut(self, base_url: str, why: str) -> None:
-        """Abort all of them: each raises UpstreamError with ``why``."""
+        """Abort all requests to an engine: each raises UpstreamError with ``why``."""
         ...
 
     def forget(self, base_url: str) -> None:
-        """Close the idle connections to an engine that is not used any more."""
+        """Close the idle connections to an engine that is no longer used."""
         ...
 
     async def close(self) -> None:

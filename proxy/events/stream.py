@@ -1,7 +1,7 @@
-"""One instance's stream of events: what its sequence numbers say about what was missed.
+"""One instance's stream of events, and the detection of missed events by sequence numbers.
 
-Every batch of an engine has the next number, from 0. So number 0 says that the cache was empty before it, a jump says
-that something was lost, and a number that does not grow says that another process has taken over.
+Every batch of an engine has the next number, from 0. Number 0 means that the cache was empty before it, a jump means
+that batches were lost, and a number that does not grow means that another process has taken over.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from proxy.events.wire import (
 
 @dataclass(slots=True)
 class StreamCounters:
-    """What came in since the start."""
+    """Counts since the start."""
 
     batches: int = 0
     gaps: int = 0
     replayed: int = 0
-    """Batches that a replay brought."""
+    """Batches received by replay."""
     malformed: int = 0
     """Messages or events that could not be read."""
 
@@ -44,17 +44,17 @@ class EventStream:
         self._epoch = index.epoch(instance)
         self._last_live = -1
         self.next: int | None = None
-        """Number of the next batch to apply; None: not known."""
+        """Number of the next batch to apply; None if unknown."""
         self.counters = StreamCounters()
 
     def missing_before(self, sequence: int) -> int | None:
-        """First batch that is missing before this live one (replay from there), or None where none is.
+        """First batch that is missing before this live one (replay from there), or None.
 
-        After a None ``wanted`` says whether to apply the batch.
+        After None, apply the batch if ``is_next``.
         """
         self._follow_restart()
         if sequence <= self._last_live:
-            self._index.began_anew(self._instance)
+            self._index.events_restarted(self._instance)
             self.next = 0
         self._last_live = sequence
         if self.next is None:
@@ -67,28 +67,28 @@ class EventStream:
             return self.next
         return None
 
-    def wanted(self, sequence: int) -> bool:
-        """Whether this is the next batch to apply; False for one that a replay has brought already."""
+    def is_next(self, sequence: int) -> bool:
+        """True if this is the next batch to apply; False if a replay has already applied it."""
         return sequence == self.next
 
     def begin_replay(self, start: int) -> None:
-        """The first answer of a replay from ``start`` is here. From 0 it tells the whole cache."""
+        """Start applying a replay from ``start``. From 0 it covers the whole cache."""
         if not start:
             self._index.reset(self._instance)
         self.next = start
 
     def give_up(self, sequence: int | None, reason: str) -> None:
-        """What is missing before ``sequence`` (None: what came before we listened) cannot be had."""
+        """Record that the batches before ``sequence`` (None: those before subscribing) cannot be obtained."""
         self._index.distrust(self._instance, reason)
         self.next = sequence
 
     def synced(self) -> bool:
-        """Whether the numbers are known, so that the next one that comes tells whether something is missing."""
+        """True if the numbers are known, so that the next batch reveals a gap."""
         self._follow_restart()
         return self.next is not None
 
     def apply(self, payload: bytes) -> Iterator[None]:
-        """Apply the next batch. Yields after every ``blocks_per_turn`` blocks or so, for others to have their turn."""
+        """Apply the next batch. Yields after about every ``blocks_per_turn`` blocks to let other tasks run."""
         assert self.next is not None
         self.next += 1
         self.counters.batches += 1
@@ -130,7 +130,7 @@ class EventStream:
         self._index.distrust(self._instance, "unreadable")
 
     def _follow_restart(self) -> None:
-        """Somebody else saw the instance restart: its numbers begin anew, and so does what we know."""
+        """The health monitor found a restart: numbers start at 0 again, and the state is reset."""
         epoch = self._index.epoch(self._instance)
         if epoch != self._epoch:
             self._epoch = epoch

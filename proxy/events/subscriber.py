@@ -1,4 +1,4 @@
-"""Listens to the KV events of every instance that publishes them, over ZMQ."""
+"""Subscriptions to the KV events of every instance that publishes them, over ZMQ."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ log = logging.getLogger("warmroute.events")
 _SEQUENCE_BYTES = 8
 _END = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
 _RECONNECT_MS = 50
-"""Between two attempts to connect, always: what a new process sends before we are connected again is missed."""
+"""Constant reconnect interval: events that a new process sends before we are connected are missed."""
 
 
 class EventSubscriber:
-    """One task and one socket per instance with an ``events_url``, for as long as ``run`` is not cancelled.
+    """One task and one socket per instance with an ``events_url``, while ``run`` runs.
 
-    ``add`` and ``remove`` change whom it listens to at any time, before ``run`` and during it.
+    ``add`` and ``remove`` change the subscriptions at any time, before ``run`` and during it.
     """
 
     def __init__(self, instances: tuple[InstanceSettings, ...], settings: EventSettings, index: ExactIndex) -> None:
@@ -34,37 +34,37 @@ class EventSubscriber:
         self._index = index
         self._context: zmq.asyncio.Context | None = None
         self._group: asyncio.TaskGroup | None = None
-        self._listeners: dict[str, _Listener] = {}
+        self._subscriptions: dict[str, _Subscription] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.streams: dict[str, EventStream] = {}
         for instance in instances:
             self.add(instance)
 
     def add(self, instance: InstanceSettings) -> None:
-        """Listen to an instance that the index knows from now on; one without an ``events_url`` is left alone."""
+        """Subscribe to an instance registered in the index; no effect without an ``events_url``."""
         if instance.events_url is None:
             return
         self._index.follow(instance.name)
         stream = EventStream(self._index, instance.name, self._settings.blocks_per_turn)
         self.streams[instance.name] = stream
-        self._listeners[instance.name] = _Listener(instance, stream, self._settings, self._index)
+        self._subscriptions[instance.name] = _Subscription(instance, stream, self._settings, self._index)
         if self._group is not None:
             self._start(instance.name)
 
     def remove(self, name: str) -> None:
-        """Stop listening to an instance, before the index forgets it. Unknown names are ignored.
+        """Unsubscribe from an instance, before the index removes it. Unknown names are ignored.
 
-        Its task ends in the next turn of the loop and enters nothing any more.
+        Its task ends in the next turn of the loop and applies no further events.
         """
         self.streams.pop(name, None)
-        listener, task = self._listeners.pop(name, None), self._tasks.pop(name, None)
-        if listener is not None:
-            listener.removed = True
+        subscription, task = self._subscriptions.pop(name, None), self._tasks.pop(name, None)
+        if subscription is not None:
+            subscription.removed = True
         if task is not None:
             task.cancel()
 
     def figures(self, instance: str) -> dict[str, int]:
-        """What came in from one instance since the start, and what its part of the index is now."""
+        """Event counts of one instance since the start, and the state of its part of the index."""
         stream, counters = self.streams[instance], self._index.counters(instance)
         return {
             "trusted": int(self._index.trusted(instance)),
@@ -75,13 +75,13 @@ class EventSubscriber:
         }
 
     async def run(self) -> None:
-        """Listen for ever. Sockets and context are closed when this ends, however it ends."""
+        """Subscribe until cancelled. Closes sockets and context on every exit."""
         self._context = zmq.asyncio.Context()
         try:
             async with asyncio.TaskGroup() as self._group:
-                for name in self._listeners:
+                for name in self._subscriptions:
                     self._start(name)
-                await asyncio.get_running_loop().create_future()  # for ever: others may be added at any time
+                await asyncio.get_running_loop().create_future()  # forever: others may be added at any time
         finally:
             self._group = None
             self._tasks.clear()
@@ -91,12 +91,12 @@ class EventSubscriber:
     def _start(self, name: str) -> None:
         assert self._group is not None
         assert self._context is not None
-        listening = self._listeners[name].run(self._context)
-        self._tasks[name] = self._group.create_task(listening, name=f"kv-events {name}")
+        receiving = self._subscriptions[name].run(self._context)
+        self._tasks[name] = self._group.create_task(receiving, name=f"kv-events {name}")
 
 
-class _Listener:
-    """Follows one instance."""
+class _Subscription:
+    """Subscription to one instance."""
 
     _context: zmq.asyncio.Context
 
@@ -112,10 +112,10 @@ class _Listener:
         self._settings = settings
         self._index = index
         self.removed = False
-        """The name is no longer this listener's: the index may not know it, or know another engine by it."""
+        """The name no longer belongs to this subscription: the index may not have it, or use it for another engine."""
 
     async def run(self, context: zmq.asyncio.Context) -> None:
-        """Listen for ever."""
+        """Receive until cancelled."""
         assert self._instance.events_url is not None
         self._context = context
         name = self._instance.name
@@ -123,7 +123,7 @@ class _Listener:
         try:
             socket.setsockopt(zmq.RCVHWM, self._settings.receive_hwm)
             socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-            # A host that vanishes without a word leaves a connection that looks alive.
+            # A host that disappears without closing leaves a connection that looks alive.
             socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
             socket.setsockopt(zmq.SUBSCRIBE, self._settings.topic.encode())
@@ -135,7 +135,7 @@ class _Listener:
                 try:
                     await self._take(frames)
                 except Exception:
-                    # Whatever an engine sends must not end the listening.
+                    # A bad event must not end the subscription.
                     log.exception("%s: a KV event could not be applied", name)
                     self._stream.counters.malformed += 1
                     self._index.distrust(name, "unreadable")
@@ -146,14 +146,14 @@ class _Listener:
             socket.close(linger=0)
 
     async def _next(self, socket: zmq.asyncio.Socket) -> list[bytes] | None:
-        """The next message; None now and then, while what the engine did before we listened is not known yet."""
+        """Next message, or None from time to time while the cache contents before subscribing are unknown."""
         if self._instance.events_replay_url is None:
             return list(await socket.recv_multipart())
-        # Asked first: a reception that is cancelled as its message comes loses it.
+        # Polled first: a receive that is cancelled while its message arrives loses it.
         if await socket.poll(int(self._settings.join_interval_s * 1e3)):
             return list(await socket.recv_multipart())
         if not self._stream.synced():
-            # Nothing has come so far: what the engine has stored, if anything, only a replay can tell.
+            # No event has arrived yet: only a replay can report what the engine has stored.
             await self._replay(0)
         return None
 
@@ -166,11 +166,11 @@ class _Listener:
         missing = self._stream.missing_before(sequence)
         if missing is not None:
             await self._fill(missing, sequence)
-        if self._stream.wanted(sequence):
+        if self._stream.is_next(sequence):
             await self._apply(payload)
 
     async def _fill(self, start: int, sequence: int) -> None:
-        """Get what is missing from ``start`` to ``sequence``: that part, else everything, else give up."""
+        """Fetch the batches missing from ``start`` to ``sequence``: that part, else everything, else give up."""
         name = self._instance.name
         for first in dict.fromkeys((start, 0)) if self._instance.events_replay_url is not None else ():
             if await self._replay(first) and self._reaches(sequence):
@@ -190,9 +190,9 @@ class _Listener:
         return following is not None and following >= sequence
 
     async def _replay(self, start: int) -> bool:
-        """Fetch and apply all batches from ``start`` on; False when the engine does not have them or does not answer.
+        """Fetch and apply all batches from ``start`` on; False if the engine no longer has them or does not answer.
 
-        Meanwhile the instance is not trusted.
+        The instance is not trusted in the meantime.
         """
         self._index.suspend(self._instance.name)
         try:
@@ -209,7 +209,7 @@ class _Listener:
         return complete
 
     async def _replay_all(self, start: int) -> bool:
-        """Ask until there is nothing more: an engine drops what its socket's queue cannot hold, so holes are normal."""
+        """Replay until nothing is left: an engine drops what its socket's queue cannot hold, so gaps are normal."""
         stream, position, begun = self._stream, start, False
         while True:
             progress = beyond = False
@@ -227,12 +227,12 @@ class _Listener:
                     progress = True
             if not progress:
                 if not beyond and not begun:
-                    # The engine keeps nothing from there on: from 0 that means that there never was anything.
+                    # The engine keeps nothing from there on; from 0 this means that its cache never held anything.
                     stream.begin_replay(start)
                 return not beyond
 
     async def _replayed(self, start: int) -> AsyncGenerator[tuple[int, bytes], None]:
-        """(number, payload) of every batch the engine still keeps from ``start`` on, once."""
+        """Yield (number, payload) of every batch the engine still keeps from ``start`` on, once."""
         assert self._instance.events_replay_url is not None
         socket = self._context.socket(zmq.DEALER)
         try:

@@ -1,7 +1,7 @@
-"""vLLM's KV events as they come over the wire: MessagePack arrays, read leniently.
+"""Wire format of vLLM's KV events: MessagePack arrays, decoded leniently.
 
 A batch is ``[timestamp, [event, ...], data-parallel rank]``; an event is an array that begins with its kind. Versions
-differ in what they append at the end, so trailing fields may be missing, null, or more than are known here.
+append different trailing fields, which may be missing, null, or unknown here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stored(msgspec.Struct, frozen=True):
 
     blocks: StoredBlocks
     group: int = 0
-    """KV cache group; more than one means that a block of tokens is several blocks of memory."""
+    """KV cache group; more than one means that a block of tokens occupies several blocks of memory."""
 
 
 class Removed(msgspec.Struct, frozen=True):
@@ -40,13 +40,13 @@ class Cleared(msgspec.Struct, frozen=True):
 
 
 class Unreadable(msgspec.Struct, frozen=True):
-    """One event of a readable batch that makes no sense; the others do."""
+    """An undecodable event of a readable batch; the other events are valid."""
 
     why: str
 
 
 class Elsewhere(msgspec.Struct, frozen=True):
-    """An event about another medium than the device's memory, or of a kind unknown here."""
+    """An event about a medium other than device memory, or of an unknown kind."""
 
 
 Event = Stored | Removed | Cleared | Unreadable | Elsewhere
@@ -87,10 +87,10 @@ _KNOWN = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
 
 
 def read_batch(payload: bytes) -> list[msgspec.Raw]:
-    """The events of one message, not decoded yet.
+    """Events of one message, not decoded yet.
 
     Raises:
-        MalformedEventError: it is not a batch.
+        MalformedEventError: not a batch.
     """
     try:
         return _batch.decode(payload).events
@@ -99,7 +99,7 @@ def read_batch(payload: bytes) -> list[msgspec.Raw]:
 
 
 def read_event(raw: msgspec.Raw) -> Event:
-    """One event. Never raises: what cannot be read says so."""
+    """Decode one event. Never raises: an undecodable event is returned as ``Unreadable``."""
     try:
         event = _event.decode(raw)
     except msgspec.MsgspecError as error:
@@ -121,7 +121,7 @@ def read_event(raw: msgspec.Raw) -> Event:
 
 
 def in_slices(blocks: StoredBlocks, most: int) -> Iterator[StoredBlocks]:
-    """The same blocks in pieces of at most ``most``, each the child of the one before."""
+    """Yield the same blocks in pieces of at most ``most``, each the child of the previous one."""
     parent = blocks.parent
     size = blocks.block_tokens
     for start in range(0, len(blocks.hashes), most):
@@ -132,7 +132,7 @@ def in_slices(blocks: StoredBlocks, most: int) -> Iterator[StoredBlocks]:
 
 
 def _plain_blocks(extra_keys: Any, count: int) -> int:
-    """How many blocks, from the first, carry no extra key; a list has one entry per block."""
+    """Number of leading blocks without an extra key; a list has one entry per block."""
     if not extra_keys:
         return count
     if not isinstance(extra_keys, list):

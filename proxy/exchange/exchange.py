@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
+from policies.row import RequestOutcome, Row
 from policies.session import Routed
 from policies.types import NoCandidateError, RequestView
-from proxy.breakdown import Outcome, Row
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
 from proxy.engines.upstream import Answer, NotAcceptedError, NotConnectedError, UpstreamError
@@ -15,7 +15,7 @@ from proxy.errors import AttemptFailedError, RequestError, draining_error, strea
 from proxy.exchange.offloading import hand_over
 from proxy.exchange.relay import ClientStalledError, StreamRelay
 from proxy.fleet.instances import Instance
-from proxy.request.bodies import ask_for_usage
+from proxy.request.bodies import request_usage
 from proxy.request.parse import Parsed, session_of
 from proxy.request.stream_filter import StreamFilter
 from proxy.request.usage import Usage, UsageFilter, usage_of_answer, with_cached_tokens
@@ -26,10 +26,10 @@ from proxy.routing.retries import NO_RETRY_HEADER
 
 
 class Exchange:
-    """Serves one client request. Owns its leases and its upstream answer, and gives both back whatever happens."""
+    """Serves one client request. Owns its leases and its upstream answer and releases both on every path."""
 
     _decode: Instance
-    """D of the attempt under way; its name may mean another engine, or none, by the time it answers."""
+    """D of the current attempt; its name may belong to another engine, or none, by the time it answers."""
     _seat: Seat
 
     def __init__(self, core: Core, row: Row, inbound: Inbound) -> None:
@@ -41,7 +41,7 @@ class Exchange:
         self._not_retried = ""
 
     async def run(self, parsed: Parsed) -> None:
-        """Serve a parsed request, until its client leaves.
+        """Serve a parsed request until it is answered or its client leaves.
 
         Raises:
             RequestError: nothing was sent yet and no instance could serve it.
@@ -52,25 +52,25 @@ class Exchange:
         inbound.on_gone = serving.cancel
         try:
             if inbound.gone:
-                self._row.outcome = Outcome.CLIENT_GONE
+                self._row.outcome = RequestOutcome.CLIENT_GONE
             else:
                 await self._serve(parsed)
         except asyncio.CancelledError:
             if inbound.gone and serving.uncancel() == 0:
-                self._row.outcome = Outcome.CLIENT_GONE
+                self._row.outcome = RequestOutcome.CLIENT_GONE
             else:
-                self._row.outcome = Outcome.SHUTDOWN
+                self._row.outcome = RequestOutcome.SHUTDOWN
                 self._cut_short()
                 raise
         except ClientStalledError as error:
-            self._row.outcome, self._row.error = Outcome.CLIENT_GONE, str(error)
+            self._row.outcome, self._row.error = RequestOutcome.CLIENT_GONE, str(error)
             inbound.abandon()
         finally:
             inbound.on_gone = None
             self._row.stages_ms["total"] = self._elapsed_ms()
 
     def _cut_short(self) -> None:
-        """The proxy ends before the answer does: the client must not take what it has for the whole."""
+        """End an answer at shutdown so that the client cannot take it for complete."""
         inbound = self._inbound
         if not inbound.started:
             raise draining_error()
@@ -122,7 +122,7 @@ class Exchange:
                 row.attempts.append({"instance": error.instance, "error": str(error)})
             except asyncio.CancelledError:
                 if "first_byte" not in row.stages_ms:
-                    # Whatever part of the prompt was computed is unknown: better to expect nothing of it.
+                    # The part of the prompt that was computed is unknown, so none is assumed.
                     routed.commitment.retract(routed.decision.decode_on)
                 raise
             else:
@@ -132,17 +132,17 @@ class Exchange:
         try:
             raise self._give_up(failure)
         finally:
-            del failure  # it holds this frame
+            del failure  # it references this frame
 
     def _may_retry(self, failure: AttemptFailedError, tried: set[str]) -> bool:
-        """Whether a request that failed before its first byte is worth another engine's work."""
+        """True if a request that failed before its first byte may be retried on another engine."""
         core = self._core
         if core.instances.healthy() <= tried:
             return False
         if self._headers.get(NO_RETRY_HEADER, b"0") != b"0":
-            self._not_retried = "not tried elsewhere, as x-warmroute-no-retry asks"
+            self._not_retried = "not retried because of x-warmroute-no-retry"
         elif not core.retries.take(time.monotonic(), seen=failure.seen):
-            self._not_retried = "not tried elsewhere: the retry budget is used up (limits.retry_ratio, retry_min_per_s)"
+            self._not_retried = "not retried: the retry budget is exhausted (limits.retry_ratio, retry_min_per_s)"
         return not self._not_retried
 
     def _note(self, routed: Routed) -> None:
@@ -154,7 +154,7 @@ class Exchange:
 
     def _give_up(self, failure: AttemptFailedError | None) -> RequestError:
         if failure is None:
-            self._row.outcome = Outcome.NO_INSTANCE
+            self._row.outcome = RequestOutcome.NO_INSTANCE
             return RequestError(
                 503,
                 "no healthy instance: all are down or draining; see GET /instances",
@@ -166,9 +166,9 @@ class Exchange:
         if self._not_retried:
             message += f"; {self._not_retried}"
         if failure.timed_out:
-            self._row.outcome = Outcome.UPSTREAM_TIMEOUT
+            self._row.outcome = RequestOutcome.UPSTREAM_TIMEOUT
             return RequestError(504, message, kind="upstream_error", code="upstream_timeout")
-        self._row.outcome = Outcome.UPSTREAM_ERROR
+        self._row.outcome = RequestOutcome.UPSTREAM_ERROR
         return RequestError(502, message, kind="upstream_error", code="upstream_error", retry_after_s=1)
 
     async def _attempt(self, parsed: Parsed, request: RequestView, routed: Routed) -> None:
@@ -176,7 +176,7 @@ class Exchange:
         drop_usage = self._core.settings.inject_usage and parsed.stream and parsed.fields.stream_options is None
         resuming = Resuming.of(self._core.settings.resume, self._row, parsed, self._headers, with_usage=drop_usage)
         body = resuming.body if resuming else b""
-        body = body or (ask_for_usage(parsed.body) if drop_usage else parsed.body)
+        body = body or (request_usage(parsed.body) if drop_usage else parsed.body)
         prefill_usage: Usage | None = None
         opened: tuple[Answer, bytes] | None = None
         if decision.prefill_on is not None:
@@ -209,15 +209,15 @@ class Exchange:
                 usage = self._relay_whole(answer, first, routed)
         finally:
             answer.close()
-        # What P reused says nothing of the engine that took the stream up.
+        # P's cached tokens do not describe the engine that continued the stream.
         self._learn(parsed, usage, None if self._row.resumed else prefill_usage)
 
     async def _open(
         self, instance: str, parsed: Parsed, body: bytes, bound_s: float, *, pulling: bool = False
     ) -> tuple[Answer, bytes]:
-        """Send to one instance and wait for the first byte of its answer's body (the whole of it unless streamed).
+        """Send to one instance and wait for the first piece of the answer's body (the whole of it unless streamed).
 
-        While it pulls KV, lateness is not held against it: it may be P that does not send.
+        While D pulls KV, a timeout is not counted as its failure: P may be the one that does not send.
 
         Raises:
             AttemptFailedError: refused, broken, late, or answered 5xx.
@@ -260,7 +260,7 @@ class Exchange:
         return timeouts.first_byte_s if parsed.stream else timeouts.total_s
 
     def _pull_bound(self, parsed: Parsed) -> float:
-        """Bound on D's first byte after a hand-off: an answer in one piece has all of its tokens to make first."""
+        """Bound in seconds on D's first byte after a hand-off; includes generation of an unstreamed answer."""
         settings = self._core.settings.offload
         if parsed.stream:
             return settings.first_token_timeout_s
@@ -270,7 +270,7 @@ class Exchange:
     def _relay_whole(self, answer: Answer, content: bytes, routed: Routed) -> Usage | None:
         row = self._row
         row.status = answer.status
-        row.outcome = Outcome.OK if answer.status < 400 else Outcome.ENGINE_REFUSED
+        row.outcome = RequestOutcome.OK if answer.status < 400 else RequestOutcome.ENGINE_REFUSED
         if answer.status >= 400:
             routed.commitment.retract(routed.decision.decode_on)
         self._start(answer, routed, len(content))
@@ -287,14 +287,14 @@ class Exchange:
         resuming: Resuming | None,
         first_token_s: float | None,
     ) -> Usage | None:
-        """Pass the stream on as it comes; if the engine breaks it off, resume it or end it with an error event."""
+        """Relay the stream; if the engine breaks it off, resume it or end it with an error event."""
 
         def learn() -> None:
             if first_token_s is not None:
                 row.note_leg("first_token", *self._core.router.routing.prefilled(routed.commitment, first_token_s))
 
         row, inbound, timeouts = self._row, self._inbound, self._core.settings.timeouts
-        row.status, row.outcome = 200, Outcome.OK
+        row.status, row.outcome = 200, RequestOutcome.OK
         self._start(answer, routed, None)
         watched = resuming.watch(keep) if resuming else keep
         relay = StreamRelay(answer, inbound, watched, timeouts.idle_s, timeouts.client_stall_s, timeouts.total_s)
@@ -309,32 +309,32 @@ class Exchange:
             if resuming:
                 answer.close()
                 routed.commitment.release()
-                closing = await resuming.go_on(self, request, routed.decision.decode_on, closing)
+                closing = await resuming.run(self, request, routed.decision.decode_on, closing)
         finally:
             row.events = keep.events
         inbound.finish(closing)
         return None if resuming and resuming.usage_unknown else keep.usage
 
-    def refuse_again(self, tried: set[str]) -> ResumeResult | None:
-        """See ``proxy.resume.run.Steps``; so are the next five."""
+    def resume_refusal(self, tried: set[str]) -> ResumeResult | None:
+        """Check fleet and retry budget before resuming; None if a stream may be resumed, else the reason."""
         core = self._core
         if core.instances.healthy() <= tried:
             return ResumeResult.NO_INSTANCE
         return None if core.retries.take(time.monotonic(), seen=True) else ResumeResult.BUDGET
 
     async def route_again(self, request: RequestView, tried: set[str]) -> Routed:
-        """Choose who goes on; it keeps its place in flight, but may have to wait for room."""
+        """Choose the instance that continues; the request keeps its place in flight, but may have to wait for room."""
         routed = self._seat.route(request, tried) or await self._seat.wait()
         self._note(routed)
         return routed
 
     async def open_again(self, routed: Routed, parsed: Parsed, body: bytes) -> tuple[Answer, bytes]:
-        """Send what continues an answer."""
+        """Send the continuation to the chosen instance."""
         self._decode = self._core.instances.chosen(routed.decision.decode_on)
         return await self._open(routed.decision.decode_on, parsed, body, self._first_byte_bound(parsed))
 
     async def relay_again(self, answer: Answer, first: bytes, keep: StreamFilter) -> None:
-        """Pass the second engine's stream on."""
+        """Relay the continuing engine's stream."""
         timeouts = self._core.settings.timeouts
         left_s = max(1.0, timeouts.total_s - self._elapsed_ms() / 1e3)
         relay = StreamRelay(answer, self._inbound, keep, timeouts.idle_s, timeouts.client_stall_s, left_s)
@@ -342,17 +342,20 @@ class Exchange:
         self._core.instances.completed(self._decode)
 
     def broken(self, instance: str, what: str) -> bytes:
-        """The second stream broke too."""
+        """Record that the continuing stream broke as well; returns the error event for the client."""
         return self._break_stream(instance, what)
 
     def model_tokens(self, model: str) -> int | None:
-        """The least context an engine tells of the model."""
+        """Smallest context length in tokens that an engine reports for the model; None if unknown."""
         return self._core.context_tokens(model)
 
     def _break_stream(self, instance: str, what: str) -> bytes:
-        """Record it; the event that tells the client, whose stream ends with a whole event (see ``UsageFilter``)."""
+        """Record a broken stream; returns the error event for the client.
+
+        ``UsageFilter`` has ended the client's stream at an event boundary.
+        """
         row = self._row
-        row.outcome, row.error = Outcome.STREAM_BROKEN, what
+        row.outcome, row.error = RequestOutcome.STREAM_BROKEN, what
         row.attempts.append({"instance": instance, "error": what})
         self._core.instances.failed(self._decode, what, sent_s=self._sent_s, answered=True)
         return stream_error_event(f"the stream from {instance} broke off: {what}", "stream_broken")
@@ -375,7 +378,7 @@ class Exchange:
         row = self._row
         if usage is None:
             return
-        # After a hand-off D reports all it pulled as cached: what was really reused is what P says.
+        # After a hand-off D reports all pulled tokens as cached; P's usage has the tokens that were really reused.
         row.actual_cached_tokens = (prefill_usage or usage).cached_tokens
         row.completion_tokens = usage.completion_tokens
         if usage.prompt_tokens:

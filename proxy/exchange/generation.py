@@ -1,11 +1,11 @@
-"""The generation endpoints: a request whose body is complete in, exchange, one breakdown row out."""
+"""Generation endpoints: from a complete request body to the exchange and one breakdown row."""
 
 from __future__ import annotations
 
 import logging
 
+from policies.row import RequestOutcome, Row
 from proxy.access.forwarding import request_id_of
-from proxy.breakdown import Outcome, Row
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
 from proxy.errors import RequestError, draining_error
@@ -17,47 +17,40 @@ log = logging.getLogger("warmroute.proxy")
 
 
 class Generation:
-    """Serves POSTs to the paths of ``Endpoint``; see ``proxy.clients.inbound.Handler``."""
+    """``proxy.clients.inbound.Handler`` for POSTs to the paths of ``Endpoint``."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
 
     @property
     def header_bytes(self) -> int:
-        """See ``Handler``."""
         return self._core.settings.limits.header_bytes
 
     @property
     def header_s(self) -> float:
-        """See ``Handler``."""
         return self._core.settings.timeouts.header_s
 
     @property
     def client_stall_s(self) -> float:
-        """See ``Handler``."""
         return self._core.settings.timeouts.client_stall_s
 
     @property
     def body_bytes(self) -> int:
-        """See ``Handler``."""
         return self._core.settings.limits.body_bytes
 
     @property
     def body_s(self) -> float:
-        """See ``Handler``."""
         return self._core.settings.timeouts.body_s
 
     def opened(self, inbound: Inbound) -> Row:
-        """See ``Handler``."""
         row = Row(request_id_of(inbound.headers), inbound.path, inbound.arrived_unix_s)
         return self._core.breakdown.open_row(row)
 
     def admit(self, inbound: Inbound) -> None:
-        """See ``Handler``."""
         self._core.keys.client(inbound.headers)
 
     async def serve(self, inbound: Inbound) -> None:
-        """One request. Raises nothing for what a client or an engine did."""
+        """Serve one request. Failures of clients and engines do not raise."""
         row = inbound.row
         request_id.set(row.request_id)
         try:
@@ -68,28 +61,26 @@ class Generation:
         except Exception as error:
             log.exception("request %s failed", row.request_id)
             row.error = redact(repr(error))
-            if inbound.started:  # part of the answer is out: all that is left is to cut the connection
+            if inbound.started:  # part of the answer is sent: the only option is to cut the connection
                 inbound.abandon()
             else:
                 row.status = 500
-                told = RequestError(
+                answer = RequestError(
                     500, "internal error; see the proxy's log", kind="server_error", code="internal_error"
                 )
-                _send_error(inbound, told, row.request_id)
+                _send_error(inbound, answer, row.request_id)
         finally:
             self._close_row(row)
 
     def refuse(self, inbound: Inbound, error: RequestError) -> None:
-        """See ``Handler``."""
         row = inbound.row
-        row.outcome, row.status, row.error = Outcome.REJECTED, error.status, error.message
+        row.outcome, row.status, row.error = RequestOutcome.REJECTED, error.status, error.message
         _send_error(inbound, error, row.request_id)
         self._close_row(row)
 
     def left(self, inbound: Inbound) -> None:
-        """See ``Handler``."""
         row = inbound.row
-        row.outcome = Outcome.CLIENT_GONE
+        row.outcome = RequestOutcome.CLIENT_GONE
         self._close_row(row)
 
     async def _serve(self, inbound: Inbound, row: Row) -> None:
@@ -97,15 +88,15 @@ class Generation:
         try:
             key = core.keys.client(inbound.headers)
             if core.draining:
-                row.outcome = Outcome.NO_INSTANCE
+                row.outcome = RequestOutcome.NO_INSTANCE
                 inbound.keep_alive = False
                 raise draining_error()
             parsed = core.router.parse(Endpoint(inbound.path), inbound.body)
             self._check_model(parsed)
             core.keys.enter(key)
         except RequestError:
-            if row.outcome is Outcome.INTERNAL_ERROR:
-                row.outcome = Outcome.REJECTED
+            if row.outcome is RequestOutcome.INTERNAL_ERROR:
+                row.outcome = RequestOutcome.REJECTED
             raise
         try:
             await Exchange(core, row, inbound).run(parsed)
@@ -121,7 +112,7 @@ class Generation:
         if known and parsed.fields.model not in known:
             raise RequestError(
                 404,
-                f"the model {parsed.fields.model!r} does not exist; served here: {', '.join(sorted(known))}",
+                f"the model {parsed.fields.model!r} does not exist; available: {', '.join(sorted(known))}",
                 kind="not_found_error",
                 code="model_not_found",
                 param="model",

@@ -1,4 +1,4 @@
-"""Both legs of an offloaded request, up to D's first byte, and what is done when one of them fails."""
+"""Both legs of an offloaded request up to D's first byte, and the handling of their failures."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
+from policies.row import Row
 from policies.session import Routed
 from policies.types import OffloadReason, Role
-from proxy.breakdown import Row
 from proxy.core import Core
 from proxy.engines.upstream import Answer, NotConnectedError
 from proxy.errors import AttemptFailedError
@@ -32,27 +32,28 @@ async def hand_over(
     open_decode: OpenDecode,
     bound_s: float,
 ) -> tuple[Opened | None, Usage | None]:
-    """Prefill on P, then let D pull, which may take ``bound_s``: D's opened answer and P's usage.
+    """Prefill on P, then let D pull within ``bound_s`` seconds; returns D's opened answer and P's usage.
 
-    (None, None) when the hand-off failed: it is counted by its reason, and the caller sends D the plain request.
+    Returns (None, None) if the hand-off failed: it is counted by its reason, and the caller sends D the plain request.
 
     Raises:
-        AttemptFailedError: the hand-off failed and D does not answer at all; the request belongs elsewhere.
+        AttemptFailedError: the hand-off failed and D does not answer at all, so another instance must be tried.
     """
     decision, routing = routed.decision, core.router.routing
     assert decision.prefill_on is not None
-    # Later their names may be gone from the fleet, or mean other engines.
+    # Their names may be removed or reused while the legs run.
     prefill, decode = core.instances.chosen(decision.prefill_on), core.instances.chosen(decision.decode_on)
     try:
         started_s, sent_s = time.perf_counter(), time.monotonic()
         try:
             handed = await core.handoff.prefill(prefill, path, body, headers)
         except (OffloadFailedError, asyncio.CancelledError) as error:
-            # What P computed of it is unknown: better to expect nothing of it.
+            # The part of the prompt that P computed is unknown, so none is assumed.
             routed.commitment.retract(decision.prefill_on)
             if isinstance(error, OffloadFailedError) and error.by_prefill:
                 refused = isinstance(error.__cause__, NotConnectedError)
-                # P legs may fail where plain requests do not, and pairs have their own breaker; some do nothing else.
+                # P legs may fail where plain requests do not, and pairs have their own breaker; producers serve only P
+                # legs.
                 if refused or prefill.settings.role is Role.KV_PRODUCER:
                     core.instances.failed(prefill, str(error), refused=refused, sent_s=sent_s)
             raise
@@ -84,9 +85,9 @@ async def hand_over(
 async def _pull(
     core: Core, routed: Routed, prefill: Instance, handed: HandedOff, open_decode: OpenDecode, bound_s: float
 ) -> Opened:
-    """D's leg under its own bound, given up at once if P is no longer there to send.
+    """Run D's leg within its own bound; abandon it at once if P can no longer send.
 
-    Given up does not mean closed: see `proxy.handoff.abandoned`.
+    An abandoned leg is closed later, by `proxy.handoff.abandoned`.
 
     Raises:
         OffloadFailedError: late, refused or broken, or P is gone.

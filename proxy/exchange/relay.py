@@ -1,6 +1,6 @@
-"""Passes an engine's stream on to the client, from one socket's callback to the other's.
+"""Relay of an engine's stream to the client, from one socket's callback to the other's.
 
-Bounds it on both sides: an engine that falls silent, a client that does not read.
+It is bounded on both sides: against a silent engine and against a client that does not read.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from proxy.engines.upstream import Answer, UpstreamError
 from proxy.request.stream_filter import StreamFilter
 
 _DONE = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
-"""The end of a stream of events. JSON holds no bare line break, so this is never the end of an answer's text."""
+"""End mark of a stream of events. JSON contains no unescaped line break, so it cannot end an answer's text."""
 _AFTER_DONE_S = 1.0
-"""For the end of an answer whose last event has come: it decides over the connection, no longer over the answer."""
+"""Seconds to wait for the end of the answer after its last event; this only decides if the connection is kept."""
 
 
 class ClientStalledError(Exception):
@@ -26,12 +26,12 @@ class StreamRelay:
     """Relays one answer's body from its second piece on.
 
     Args:
-        answer: the engine's.
-        inbound: the client's side; its head is started.
-        keep: changes the stream on its way.
-        idle_s: longest silence of the engine.
-        stall_s: how long a client may leave its stream unread once its buffers are full.
-        total_s: bound on the whole.
+        answer: the engine's answer.
+        inbound: the client side; its head has been started.
+        keep: transforms the stream.
+        idle_s: longest silence of the engine, in seconds.
+        stall_s: seconds for which a client may leave its stream unread once its buffers are full.
+        total_s: bound on the whole stream, in seconds.
     """
 
     def __init__(
@@ -54,17 +54,17 @@ class StreamRelay:
         self._heard_s = self._loop.time()
         self._paused_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._told_done = False
+        self._done_seen = False
         self._error: Exception | None = None
         self._done: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self, first: bytes, begun: Callable[[], None] | None = None) -> None:
-        """Relay ``first`` and all that follows, up to the engine's end of the stream; the client's is left open.
+        """Relay ``first`` and everything that follows until the engine's stream ends; the client's stream stays open.
 
-        ``begun`` is called once ``first`` is on its way: what is done with it then keeps no client waiting.
+        ``begun`` is called after ``first`` has been written, so that its work does not delay the client.
 
         Raises:
-            UpstreamError: the engine broke the stream off, fell silent, or took too long in all.
+            UpstreamError: the engine broke the stream off, was silent, or took too long in all.
             ClientStalledError: the client does not read.
         """
         inbound = self._inbound
@@ -75,14 +75,14 @@ class StreamRelay:
         try:
             if not inbound.writable:
                 self._writable(False)
-            if self._told_done:
-                self._tell_done()
+            if self._done_seen:
+                self._mark_done()
             else:
-                self._timer = self._loop.call_later(min(self._idle_s, self._stall_s), self._look)
+                self._timer = self._loop.call_later(min(self._idle_s, self._stall_s), self._check_timeouts)
             self._answer.pump(self._take, self._ended)
             await self._done
             if self._error is not None:
-                # Let go of, as it will hold this frame.
+                # Released, as it will reference this frame.
                 error, self._error = self._error, None
                 try:
                     raise error
@@ -93,12 +93,12 @@ class StreamRelay:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-        held = b"" if self._told_done else self._keep.flush()
+        held = b"" if self._done_seen else self._keep.flush()
         if held:
             inbound.write(held)
 
     def _take(self, piece: bytes) -> None:
-        if self._told_done:
+        if self._done_seen:
             return
         self._heard_s = self._loop.time()
         try:
@@ -109,11 +109,11 @@ class StreamRelay:
         if piece:
             self._inbound.write(piece)
             if piece.endswith(_DONE):
-                self._tell_done()
+                self._mark_done()
 
-    def _tell_done(self) -> None:
-        """The last event has come. The connection's end of it decides no more than whether the connection is kept."""
-        self._told_done = True
+    def _mark_done(self) -> None:
+        """Record that the last event has arrived. The end of the answer then only decides if the connection is kept."""
+        self._done_seen = True
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(_AFTER_DONE_S, self._ended, None)
@@ -121,21 +121,21 @@ class StreamRelay:
     def _ended(self, error: UpstreamError | None) -> None:
         if self._done.done():
             return
-        if not self._told_done:
+        if not self._done_seen:
             self._error = error
         self._done.set_result(None)
 
     def _writable(self, writable: bool) -> None:
         if writable:
             self._paused_s = None
-            self._heard_s = self._loop.time()  # the engine was not listened to meanwhile
+            self._heard_s = self._loop.time()  # nothing was read from the engine in the meantime
             self._answer.resume()
         elif self._paused_s is None:
             self._paused_s = self._loop.time()
             self._answer.pause()
 
-    def _look(self) -> None:
-        """The one timer of a stream: it looks at what has happened since, instead of being set anew for every piece."""
+    def _check_timeouts(self) -> None:
+        """Check the timeouts: one timer per stream, rescheduled when it fires instead of for every piece."""
         now_s = self._loop.time()
         if self._paused_s is not None:
             due_s = self._paused_s + self._stall_s
@@ -146,7 +146,7 @@ class StreamRelay:
         if self._ends_s < due_s:
             due_s, error = self._ends_s, UpstreamError(f"the answer took over {self._total_s:g} s")
         if now_s < due_s:
-            self._timer = self._loop.call_at(due_s, self._look)
+            self._timer = self._loop.call_at(due_s, self._check_timeouts)
         elif not self._done.done():
             self._error = error
             self._done.set_result(None)

@@ -1,11 +1,11 @@
-"""The breaker of one engine: what its requests say about it, as a pure state machine with the time as an argument.
+"""Circuit breaker of one engine: a pure state machine over request results, with the time as an argument.
 
-Closed lets everything through, open nothing, half-open a few trial requests. It opens after failures in a row, or when
-too large a share of the requests within a sliding window failed, or at once when a connection is refused. A probe that
-finds the engine well after the open time makes it half-open and no more, because an engine whose scheduler hangs still
-answers ``/health``; only an answer to a request that was sent since then closes it.
+Closed permits all requests, open none, half-open a few trial requests. The breaker opens after consecutive failures, or
+when too large a share of the requests within a sliding window failed, or at once when a connection is refused. A
+successful probe after the open time only makes it half-open, because an engine whose scheduler hangs still answers
+``/health``; only an answer to a request sent since then closes it.
 
-Every opening soon after a closing doubles the open time (flap damping); time spent closed takes the doublings back.
+Every opening soon after a closing doubles the open time (flap damping); time spent closed reverses the doublings.
 The states and the trial requests are those of the circuit breaker in M. Nygard, Release It!, 2nd ed., ch. 5.
 """
 
@@ -20,7 +20,7 @@ _MOST_DOUBLINGS = 30
 
 
 class BreakerState(StrEnum):
-    """What is let through."""
+    """State of the breaker."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -28,7 +28,7 @@ class BreakerState(StrEnum):
 
 
 class Trial:
-    """The place of one trial request on a half-open engine; ``end`` gives it back."""
+    """Slot of one trial request on a half-open engine; ``end`` frees it."""
 
     __slots__ = ("_breaker", "_half_opened")
 
@@ -37,7 +37,7 @@ class Trial:
         self._half_opened = half_opened
 
     def end(self) -> None:
-        """The request is over, with or without a verdict. Later calls do nothing."""
+        """Free the slot, with or without a result. Later calls do nothing."""
         self._breaker._end_trial(self._half_opened)
         self._half_opened = -1
 
@@ -70,29 +70,29 @@ class Breaker:
         self._broken_off = 0
         self._closed_s: float | None = None
         self._half_opened = 0
-        # What was sent earlier speaks of the engine as it was then.
+        # Results of requests sent earlier do not describe the current engine.
         self._judged_since_s = float("-inf")
         self.state = BreakerState.CLOSED
         self.why: str | None = None
-        """What opened it last; None while it is closed."""
+        """Reason of the last opening; None while closed."""
         self.until_s = 0.0
-        """While open: probes count for nothing before this time."""
+        """While open: probes are ignored before this time."""
         self.openings = 0
         self.doublings = 0
-        """How often the open time is doubled by now."""
+        """Number of doublings of the open time now in effect."""
         self.trials = 0
-        """Trial requests on their way; none unless it is half-open."""
+        """Trial requests in flight; 0 unless half-open."""
 
     @property
     def failures_in_a_row(self) -> int:
-        """Failures since the last success: of those before the first byte, since the last first byte.
+        """Failures since the last success: those before the first byte since the last first byte, plus broken streams.
 
-        A stream that breaks off is forgiven by a complete answer only: one that breaks all its streams begins them all.
+        A broken stream is only cleared by a complete answer: an engine that breaks all its streams also begins them.
         """
         return self._not_begun + self._broken_off
 
     def apply(self, settings: HealthSettings) -> None:
-        """Take over other settings. With another window the counts start anew."""
+        """Apply other settings. A different window resets its counts."""
         if settings.window_s != self._settings.window_s:
             self._requests = SlidingCount(settings.window_s)
             self._failures = SlidingCount(settings.window_s)
@@ -100,20 +100,20 @@ class Breaker:
 
     @property
     def permits(self) -> bool:
-        """Whether one more request may be sent."""
+        """True if one more request may be sent."""
         if self.state is BreakerState.CLOSED:
             return True
         return self.state is BreakerState.HALF_OPEN and self.trials < self._settings.trial_requests
 
     def begin_trial(self) -> Trial | None:
-        """Count a request that is sent now, if the engine is on trial. None otherwise: nothing need be given back."""
+        """Count a request that is sent now as a trial; None unless the breaker is half-open."""
         if self.state is not BreakerState.HALF_OPEN:
             return None
         self.trials += 1
         return Trial(self, self._half_opened)
 
     def succeeded(self, now_s: float, sent_s: float) -> bool:
-        """The engine began to answer a request that was sent at ``sent_s``. True when that closed the breaker."""
+        """Record the first byte of a request that was sent at ``sent_s``. True if that closed the breaker."""
         if self.state is BreakerState.CLOSED:
             self._not_begun = 0
             self._requests.add(now_s)
@@ -124,19 +124,19 @@ class Breaker:
         return False
 
     def completed(self) -> None:
-        """An answer that was reported to ``succeeded`` is complete."""
+        """Record the end of an answer that was reported to ``succeeded``."""
         self._broken_off = 0
 
     def failed(self, now_s: float, why: str, sent_s: float, *, refused: bool = False, answered: bool = False) -> bool:
-        """A request that was sent at ``sent_s`` failed. True when that opened the breaker.
+        """Record the failure of a request that was sent at ``sent_s``. True if that opened the breaker.
 
         Args:
-            now_s: the present.
-            why: what happened, for people.
-            sent_s: when the request was sent. One that was sent before the last trial began, or before the engine
-                restarted, says nothing about it now.
-            refused: the engine did not even take the connection.
-            answered: its answer began, as was reported to ``succeeded``, and broke off.
+            now_s: current time.
+            why: description of the failure, for display.
+            sent_s: when the request was sent. A request sent before the last trial began, or before the engine
+                restarted, is ignored.
+            refused: the connection was refused.
+            answered: its answer had begun, as reported to ``succeeded``, and broke off.
         """
         if self.state is BreakerState.OPEN or (sent_s < self._judged_since_s and not refused):
             return False
@@ -156,7 +156,7 @@ class Breaker:
         return True
 
     def probed(self, now_s: float) -> bool:
-        """A probe found the engine well. True when the breaker is half-open from now on."""
+        """Record a successful probe. True if it made the breaker half-open."""
         if self.state is not BreakerState.OPEN or now_s < self.until_s:
             return False
         self.state = BreakerState.HALF_OPEN
@@ -166,7 +166,7 @@ class Breaker:
         return True
 
     def restarted(self, now_s: float) -> None:
-        """The engine is a new process: nothing of the old one is held against it, and the next good probe counts."""
+        """Record that the engine is a new process: counts are reset, and the next successful probe counts."""
         self._not_begun = self._broken_off = 0
         self.doublings = 0
         self._requests.clear()
@@ -192,7 +192,7 @@ class Breaker:
         elif self._closed_s is not None:
             self.doublings = max(0, self.doublings + 1 - int((now_s - self._closed_s) // settings.flap_window_s))
         self.doublings = min(self.doublings, _MOST_DOUBLINGS)
-        # An engine that is not there is seen to be back by a probe; only one that comes and goes must wait.
+        # A refused engine is detected by probes once it is back; only a flapping one must wait.
         doublings = self.doublings - 1 if refused else self.doublings
         wait_s = min(settings.open_max_s, settings.open_s * 2.0**doublings) if doublings >= 0 else 0.0
         self.state = BreakerState.OPEN

@@ -1,4 +1,4 @@
-"""What the proxy knows of each engine at run time, and when it counts as healthy."""
+"""Run-time state of each engine, and the rules for its health."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ log = logging.getLogger("warmroute.health")
 
 
 class Source(StrEnum):
-    """Who put an instance into the fleet."""
+    """Origin of an instance."""
 
     FILE = "file"
     """The settings the proxy was started with or has reloaded."""
     API = "api"
-    """``POST /instances``; it stays until it is removed, whatever is reloaded."""
+    """``POST /instances``; it stays until it is removed, regardless of reloads."""
 
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """One engine: where it is, who it is, how it is."""
+    """One engine: settings, identity, health and load."""
 
     settings: InstanceSettings
     source: Source = Source.FILE
     draining: bool = False
-    """It gets no new requests; those it has go on."""
+    """Receives no new requests; running ones continue."""
     breaker: Breaker = field(init=False)
-    """What its requests say of it; made when it is taken into the fleet."""
+    """Circuit breaker over its requests; created when it is added to the fleet."""
     up: bool = False
-    """What its probes say of it."""
+    """Result of its probes."""
     healthy: bool = False
-    """Both agree that it may be sent requests, if only a few for trial."""
+    """Probes and breaker permit sending requests, at least a few trial requests."""
     good_probes_in_a_row: int = 0
     bad_probes_in_a_row: int = 0
     last_error: str | None = None
@@ -52,7 +52,7 @@ class Instance:
     waiting: int = 0
     restarts: int = 0
     recycle_wanted: str | None = None
-    """Why the engine should be restarted; until then it gets no new requests, for a while at least."""
+    """Reason why the engine should be restarted; it receives no new requests for a limited time."""
     recycle_wanted_at_s: float = 0.0
 
     @property
@@ -67,7 +67,7 @@ class Instance:
 
     @property
     def failures_in_a_row(self) -> int:
-        """Requests that failed since the last that did not."""
+        """Consecutive failed requests."""
         return self.breaker.failures_in_a_row
 
 
@@ -81,23 +81,23 @@ def _resting(instance: Instance) -> bool:
 
 
 class Instances:
-    """The fleet by name, with one rule for health: probes and requests each have their say.
+    """The fleet by name, with health from both probes and requests.
 
-    ``unhealthy_after`` failed probes in a row, or one whose connection is refused, take an instance out, and
-    ``healthy_after`` good ones take it back. What requests meet goes to the instance's breaker (`proxy.fleet.breaker`); an
-    answer of 4xx is a success of the engine.
+    ``unhealthy_after`` failed probes in a row, or one whose connection is refused, mark an instance as down, and
+    ``healthy_after`` successful ones mark it as up. Request results go to the instance's breaker
+    (`proxy.fleet.breaker`); an answer of 4xx is a success of the engine.
     """
 
     def __init__(self, settings: tuple[InstanceSettings, ...], health: HealthSettings) -> None:
         self._health = health
         self._by_name: dict[str, Instance] = {}
-        self.on_room: Callable[[], None] = _nobody_waits
-        """Called whenever an instance may take requests that it could not take before."""
+        self.on_room: Callable[[], None] = _ignore_room
+        """Called when an instance may accept requests that it could not accept before."""
         for each in settings:
             self.add(Instance(each))
 
     def __iter__(self) -> Iterator[Instance]:
-        return iter(tuple(self._by_name.values()))  # the fleet may change while somebody goes through it
+        return iter(tuple(self._by_name.values()))  # a copy, since the fleet may change during the iteration
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -106,46 +106,46 @@ class Instances:
         return self._by_name[name]
 
     def get(self, name: str) -> Instance | None:
-        """The instance of that name, if there is one."""
+        """The instance of that name, or None."""
         return self._by_name.get(name)
 
     def chosen(self, name: str) -> Instance:
-        """The instance a request was routed to. Raises AttemptFailedError if it has left in this very moment."""
+        """The instance a request was routed to. Raises AttemptFailedError if it has just left the fleet."""
         instance = self._by_name.get(name)
         if instance is None:
-            raise AttemptFailedError(name, "left the fleet before it was asked", seen=False)
+            raise AttemptFailedError(name, "left the fleet before the request was sent", seen=False)
         return instance
 
-    def knows(self, instance: Instance) -> bool:
-        """Whether this very instance is in the fleet: neither removed, nor replaced by another of its name."""
+    def contains(self, instance: Instance) -> bool:
+        """True if this very instance is in the fleet: neither removed, nor replaced by another of its name."""
         return self._by_name.get(instance.name) is instance
 
     def add(self, instance: Instance) -> None:
-        """Take an instance in, or another one in place of the one that had its name."""
+        """Add an instance, or replace the one of its name."""
         instance.breaker = Breaker(self._health)
         self._by_name[instance.name] = instance
 
     def remove(self, name: str) -> None:
-        """Forget an instance; unknown names are ignored."""
+        """Remove an instance; unknown names are ignored."""
         self._by_name.pop(name, None)
 
     def apply(self, health: HealthSettings) -> None:
-        """Take over other settings of health, breakers included."""
+        """Apply other health settings, to breakers as well."""
         self._health = health
         for instance in self:
             instance.breaker.apply(health)
 
     def set_draining(self, instance: Instance, draining: bool) -> None:
-        """Give an instance no new requests, or give it some again."""
+        """Start or stop draining an instance."""
         instance.draining = draining
         if instance.healthy and not draining:
             self.on_room()
 
     def healthy(self) -> set[str]:
-        """Names of the instances that may be sent requests; none that is draining.
+        """Names of the instances that may be sent requests, without draining ones.
 
-        One that should be recycled rests for ``RECYCLE_PATIENCE_S``; if nobody restarts it, it serves on as it is.
-        Where nothing else is left that may decode, it serves all the same.
+        An instance that should be recycled gets no requests for ``RECYCLE_PATIENCE_S`` seconds; if it is not restarted
+        by then, or if no other instance may decode, it continues to serve.
         """
         healthy = {name for name, instance in self._by_name.items() if instance.healthy and not instance.draining}
         resting = [name for name in healthy if _resting(self._by_name[name])]
@@ -156,29 +156,29 @@ class Instances:
         return rested if can_answer else healthy
 
     def candidates(self) -> set[str]:
-        """Of ``healthy``, those that may be sent one more request now: an instance on trial takes only a few."""
+        """The ``healthy`` instances that may be sent one more request now: an instance on trial accepts only a few."""
         healthy = self.healthy()
         most = self._health.trial_requests
         busy = [name for name in healthy if self._by_name[name].breaker.trials >= most]
         return healthy.difference(busy) if busy else healthy
 
     def succeeded(self, which: Instance | str, sent_s: float | None = None, *, complete: bool = True) -> None:
-        """A request sent at ``sent_s`` (monotonic; None: just now) is being answered, be it with 4xx.
+        """Record the first byte of an answer, 4xx included, to a request sent at ``sent_s``.
 
-        Where the answer is not ``complete`` yet, ``completed`` is to follow.
+        ``sent_s`` is monotonic; None: just now. Unless the answer is ``complete``, ``completed`` must follow.
         """
         instance = self._current(which)
         if instance is None:
             return
         now_s = time.monotonic()
         if instance.breaker.succeeded(now_s, now_s if sent_s is None else sent_s):
-            log.info("%s has passed its trial", instance.name)
+            log.info("%s passed its trial request", instance.name)
             self._update(instance)
         if complete:
             instance.breaker.completed()
 
     def completed(self, which: Instance | str) -> None:
-        """An answer that had begun has come to its end."""
+        """Record the end of an answer that had begun."""
         instance = self._current(which)
         if instance is not None:
             instance.breaker.completed()
@@ -192,11 +192,11 @@ class Instances:
         sent_s: float | None = None,
         answered: bool = False,
     ) -> None:
-        """A request failed: no connection (``refused``), 5xx, no first byte in time, or its answer broke off.
+        """Record a failed request: no connection (``refused``), 5xx, no first byte in time, or a broken stream.
 
         Args:
             which: the instance, or its name.
-            error: what happened.
+            error: description of the failure.
             refused: the connection was refused: there is no engine.
             sent_s: when the request was sent (monotonic); None: just now.
             answered: its answer had begun and was reported to ``succeeded``.
@@ -212,7 +212,7 @@ class Instances:
             self._update(instance)
 
     def probed(self, which: Instance | str) -> None:
-        """A probe found the instance well."""
+        """Record a successful probe."""
         instance = self._current(which)
         if instance is None:
             return
@@ -227,7 +227,7 @@ class Instances:
         self._update(instance)
 
     def probe_failed(self, which: Instance | str, error: str, *, refused: bool = False) -> None:
-        """A probe found the instance unwell, or (``refused``) not there."""
+        """Record a failed probe; ``refused``: the connection was refused."""
         instance = self._current(which)
         if instance is None:
             return
@@ -239,7 +239,7 @@ class Instances:
         self._update(instance)
 
     def restarted(self, which: Instance | str) -> None:
-        """The engine is a new process: what the old one did is forgotten."""
+        """Record that the engine is a new process: its breaker is reset."""
         instance = self._current(which)
         if instance is not None:
             instance.breaker.restarted(time.monotonic())
@@ -256,11 +256,11 @@ class Instances:
             self.on_room()
 
     def _current(self, which: Instance | str) -> Instance | None:
-        """The instance that is meant, unless it has left; a name means whoever has it now."""
+        """The given instance unless it has left; a name refers to its current holder."""
         if isinstance(which, str):
             return self._by_name.get(which)
-        return which if self.knows(which) else None
+        return which if self.contains(which) else None
 
 
-def _nobody_waits() -> None:
-    """Stands in until there is a queue."""
+def _ignore_room() -> None:
+    """Default of ``on_room``."""

@@ -1,4 +1,4 @@
-"""A count of what happened lately, in constant memory."""
+"""Event count over a sliding window, in constant memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _SLOTS = 10
 
 
 class SlidingCount:
-    """Counts over about the last ``window_s`` seconds, kept in ten slots: the oldest slot leaves as a whole.
+    """Counts over about the last ``window_s`` seconds, in ten slots: the oldest slot is dropped as a whole.
 
-    So at any moment at least nine tenths of the window count, and nothing older than the window does.
+    At any moment at least nine tenths of the window are covered, and nothing older than the window.
     """
 
     __slots__ = ("_slot_s", "_slots", "_total")
@@ -24,7 +24,7 @@ class SlidingCount:
         self._total = 0
 
     def add(self, now_s: float, count: int = 1) -> None:
-        """Count at a time that is never earlier than that of the call before."""
+        """Add to the count; ``now_s`` must not decrease between calls."""
         number = self._expire(now_s)
         if self._slots and self._slots[-1][0] == number:
             self._slots[-1][1] += count
@@ -33,12 +33,12 @@ class SlidingCount:
         self._total += count
 
     def total(self, now_s: float) -> int:
-        """What was counted within the window that ends now."""
+        """Count within the window that ends at ``now_s``."""
         self._expire(now_s)
         return self._total
 
     def clear(self) -> None:
-        """Start from nothing."""
+        """Reset the count."""
         self._slots.clear()
         self._total = 0
 

@@ -1,4 +1,4 @@
-"""How each KV connector of vLLM wants a hand-off spelt: the ``kv_transfer_params`` of both legs."""
+"""Hand-off parameters of vLLM's KV connectors: the ``kv_transfer_params`` of both legs."""
 
 from __future__ import annotations
 
@@ -10,39 +10,38 @@ from policies.types import Connector
 
 
 class HandOffDialect(Protocol):
-    """The parameters of one connector."""
+    """Hand-off parameters of one connector."""
 
     needs_bootstrap: bool
-    """Whether P has a bootstrap server that tells its engine id."""
+    """True if P has a bootstrap server that reports its engine id."""
 
     def prefill_params(self, transfer_id: str) -> dict[str, Any]:
-        """What P is told."""
+        """Parameters of the P leg."""
         ...
 
     def decode_params(
         self, transfer_id: str, answered: dict[str, Any] | None, engine_id: str | None, bootstrap_url: str | None
     ) -> dict[str, Any]:
-        """What D is told, given what P answered as its ``kv_transfer_params``.
+        """Parameters of the D leg, given P's ``kv_transfer_params``.
 
         Raises:
-            ValueError: P's answer lacks what this connector needs.
+            ValueError: P's answer lacks parameters that this connector needs.
         """
         ...
 
 
 class MooncakeDialect:
-    """MooncakeConnector: the router names the transfer; P answers nothing, D needs P's engine id and bootstrap."""
+    """MooncakeConnector: the router names the transfer; P returns nothing, D needs P's engine id and bootstrap URL."""
 
     needs_bootstrap = True
 
     def prefill_params(self, transfer_id: str) -> dict[str, Any]:
-        """See the class."""
         return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
 
     def decode_params(
         self, transfer_id: str, answered: dict[str, Any] | None, engine_id: str | None, bootstrap_url: str | None
     ) -> dict[str, Any]:
-        """See the class. A D leg without engine id or bootstrap address hangs or kills D: it is never built."""
+        """Without engine id or bootstrap address a D leg hangs or crashes D, so it is never built."""
         if not engine_id or not bootstrap_url:
             raise ValueError("P's engine id or bootstrap address is unknown")
         return {
@@ -55,12 +54,11 @@ class MooncakeDialect:
 
 
 class NixlDialect:
-    """NixlConnector: P answers with its address and block ids, and D is told just that."""
+    """NixlConnector: P returns its address and block ids, which are passed to D unchanged."""
 
     needs_bootstrap = False
 
     def prefill_params(self, transfer_id: str) -> dict[str, Any]:
-        """See the class."""
         return {
             "do_remote_decode": True,
             "do_remote_prefill": False,
@@ -73,7 +71,6 @@ class NixlDialect:
     def decode_params(
         self, transfer_id: str, answered: dict[str, Any] | None, engine_id: str | None, bootstrap_url: str | None
     ) -> dict[str, Any]:
-        """See the class."""
         if not answered or not answered.get("remote_block_ids"):
             raise ValueError("P answered no kv_transfer_params with remote_block_ids")
         return answered
@@ -82,4 +79,4 @@ class NixlDialect:
 DIALECTS: Mapping[Connector, HandOffDialect] = MappingProxyType(
     {Connector.MOONCAKE: MooncakeDialect(), Connector.NIXL: NixlDialect()}
 )
-"""Connector of an instance -> how it is spoken to. A further connector is one more class."""
+"""Connector of an instance -> its hand-off parameters. A new connector is one more class."""

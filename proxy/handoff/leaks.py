@@ -1,7 +1,7 @@
-"""Finds engines that keep KV nobody asked for, and asks for their restart.
+"""Detection of engines that leak KV, and requests to restart them.
 
-vLLM 0.18.1 never frees the blocks of a pull that hung and was abandoned: ``kv_cache_usage_perc`` climbs while neither
-the running nor the waiting count shows why. Nothing but a restart gives the room back.
+vLLM 0.18.1 never frees the blocks of a pull that hung and was abandoned: ``kv_cache_usage_perc`` rises without running
+or waiting requests. Only a restart frees them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from proxy.fleet.instances import Instance, Instances
 log = logging.getLogger("warmroute.leaks")
 
 _READINGS = 5
-"""Probes in a row that must all show the leak: a request that has just ended explains one."""
+"""Consecutive probes that must all show the leak: a single one may be due to a request that has just ended."""
 
 
 class LeakWatch:
-    """Per instance, the KV in use that neither requests in flight nor holds explain, while a pull was abandoned there.
+    """Per instance, the KV in use that neither requests in flight nor holds account for, after an abandoned pull.
 
-    One instance at a time is asked to be restarted, so that a fault that hits all of them never empties the fleet.
+    Only one instance at a time is marked for a restart, so that a fault affecting all of them never empties the fleet.
     """
 
     def __init__(self, instances: Instances, leak_share: float) -> None:
@@ -31,27 +31,27 @@ class LeakWatch:
         self._unexplained: dict[str, deque[int]] = {}
 
     def abandoned(self, name: str) -> None:
-        """A pull on this instance was given up before its first token."""
+        """Record that a pull on this instance was abandoned before its first token."""
         if self._instances.get(name) is not None:
             self._abandoned[name] = self._abandoned.get(name, 0) + 1
 
     def restarted(self, instance: Instance) -> None:
-        """The engine is new: nothing is held against it."""
+        """Reset the state of an engine that restarted."""
         self._abandoned.pop(instance.name, None)
         self._unexplained.pop(instance.name, None)
         instance.recycle_wanted = None
 
     def apply(self, leak_share: float) -> None:
-        """Take over another share."""
+        """Set the share of the KV pool that counts as a leak."""
         self._leak_share = leak_share
 
     def forget(self, name: str) -> None:
-        """The instance has left the fleet, or another engine has its name."""
+        """Drop the state of an instance that has left the fleet or was replaced."""
         self._abandoned.pop(name, None)
         self._unexplained.pop(name, None)
 
     def observe(self, instance: Instance, used_tokens: int, expected_tokens: int) -> None:
-        """Take in one reading of the engine's KV use."""
+        """Process one reading of the engine's KV use, in tokens."""
         if not self._abandoned.get(instance.name) or not instance.kv_capacity_tokens:
             return
         readings = self._unexplained.setdefault(instance.name, deque(maxlen=_READINGS))
@@ -61,7 +61,7 @@ class LeakWatch:
             return
         if instance.recycle_wanted is None and all(other.recycle_wanted is None for other in self._instances):
             instance.recycle_wanted = (
-                f"{leaked} tokens of KV are in use that no request explains, after "
+                f"{leaked} tokens of KV are in use without a request, after "
                 f"{self._abandoned[instance.name]} abandoned pull(s)"
             )
             instance.recycle_wanted_at_s = time.monotonic()

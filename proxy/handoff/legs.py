@@ -1,4 +1,4 @@
-"""The hand-off of a prefilled KV cache: the P leg, P's identity, and the watch over P while D pulls."""
+"""Hand-off of a prefilled KV cache: the P leg, P's identity, and monitoring P while D pulls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from proxy.settings import OffloadSettings
 
 
 class OffloadFailedError(Exception):
-    """A hand-off that did not come about."""
+    """A failed hand-off."""
 
     def __init__(self, reason: OffloadReason, message: str, *, by_prefill: bool = False) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class OffloadFailedError(Exception):
 
 
 class HandedOff(NamedTuple):
-    """A P leg that went well: the body for D, what P computed, and who P was."""
+    """A successful P leg: the body for D, P's usage, and P's engine id."""
 
     body: bytes
     usage: Usage | None
@@ -40,7 +40,7 @@ class HandedOff(NamedTuple):
 
 
 class HandOff:
-    """Runs P legs and watches P. The D leg is an ordinary request with the body this returns."""
+    """Runs P legs and monitors P. The D leg is an ordinary request with the returned body."""
 
     def __init__(self, settings: OffloadSettings, upstream: Upstream, control: Control, forwarding: Forwarding) -> None:
         self._forwarding = forwarding
@@ -49,14 +49,14 @@ class HandOff:
         self._control = control
 
     def apply(self, settings: OffloadSettings) -> None:
-        """Take over other settings, for what begins from now on."""
+        """Apply other settings to hand-offs that begin from now on."""
         self._settings = settings
 
     async def prefill(self, prefill: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> HandedOff:
-        """Prefill on P under its bound, then make sure P is still the engine that did it.
+        """Prefill on P within its bound, then verify that P is still the same engine.
 
         Raises:
-            OffloadFailedError: with the reason; D has not been touched.
+            OffloadFailedError: with the reason; D has not received anything.
         """
         dialect = DIALECTS[prefill.settings.connector]
         transfer_id = f"xfer-{uuid.uuid4().hex}"
@@ -90,10 +90,10 @@ class HandOff:
         return HandedOff(decode_leg(body, params), usage_of_answer(content), engine_id)
 
     async def watch(self, prefill: Instance, engine_id: str | None) -> str:
-        """Return once P is no longer the engine that holds the KV, with what was seen; else wait for ever.
+        """Return a description once P is no longer the engine that holds the KV; else wait forever.
 
-        An engine that died or restarted will never send; D would not notice for minutes. One refused question is
-        believed, a slow answer is not: a long prefill may hold a live engine's interpreter for seconds.
+        An engine that died or restarted will never send, and D would not notice for minutes. One refused connection is
+        sufficient; a slow answer is not, because a long prefill may hold a live engine's interpreter for seconds.
         """
         while True:
             await asyncio.sleep(self._settings.watch_interval_s)
@@ -102,10 +102,10 @@ class HandOff:
                     return "P restarted while D pulled"
             except OffloadFailedError as error:
                 if isinstance(error.__cause__, httpx.ConnectError):
-                    return f"P vanished while D pulled: {error}"
+                    return f"P disappeared while D pulled: {error}"
 
     async def alive(self, instance: Instance) -> bool:
-        """Whether an instance's ``/health`` answers 200 within the bound of one question."""
+        """True if an instance's ``/health`` answers 200 within ``offload.query_timeout_s``."""
         try:
             answer = await self._health(instance)
         except httpx.HTTPError:
@@ -120,7 +120,7 @@ class HandOff:
         """P's engine id; for a connector without a bootstrap server None, once P's ``/health`` answers.
 
         Raises:
-            OffloadFailedError: no answer, or none that makes sense.
+            OffloadFailedError: no answer, or an invalid one.
         """
         bootstrap_url = prefill.settings.bootstrap_url
         try:
@@ -131,9 +131,7 @@ class HandOff:
                 raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, f"{prefill.name} has no bootstrap_url")
             return await query_engine_id(self._control, bootstrap_url, self._settings.query_timeout_s)
         except (httpx.HTTPError, ValueError) as error:
-            raise OffloadFailedError(
-                OffloadReason.FELL_BACK_P_IDENTITY, f"P does not say who it is: {error}"
-            ) from error
+            raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, f"P's identity is unknown: {error}") from error
 
 
 async def query_engine_id(control: Control, bootstrap_url: str, timeout_s: float) -> str:
@@ -141,7 +139,7 @@ async def query_engine_id(control: Control, bootstrap_url: str, timeout_s: float
 
     Raises:
         httpx.HTTPError: no answer.
-        ValueError: an answer of another shape.
+        ValueError: an unexpected answer.
     """
     answer = await control.get(f"{bootstrap_url}/query", timeout_s=timeout_s)
     answer.raise_for_status()

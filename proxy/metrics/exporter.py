@@ -1,10 +1,10 @@
-"""Prometheus metrics with bounded labels: instances, classes, reasons and outcomes are all closed sets."""
+"""Prometheus metrics with bounded labels: instances, classes, reasons and outcomes are closed sets."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from proxy.breakdown import Row
+from policies.row import Row
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instances
 from proxy.metrics.instances import Readings, instance_families
@@ -18,28 +18,29 @@ _DECIDE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0
 
 
 class Metrics:
-    """One registry per proxy, so that several can live in one process."""
+    """Metrics of one proxy in a registry of its own, so that several proxies can share a process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._requests = Tally(
-            self.registry, "warmroute_requests", "Requests by how they ended", ["instance", "outcome"]
+            self.registry, "warmroute_requests", "Finished requests, by outcome", ["instance", "outcome"]
         )
         self._decisions = Tally(
             self.registry,
             "warmroute_decisions",
-            "Decisions by class and reason",
+            "Routing decisions, by policy, class and reason",
             ["policy", "request_class", "reason"],
         )
         self._offloads = Tally(
-            self.registry, "warmroute_offloads", "What the planner said or became of an offload", ["reason"]
+            self.registry,
+            "warmroute_offloads",
+            "Results of the offload planner and of attempted offloads, by reason",
+            ["reason"],
         )
-        self._resumes = Tally(
-            self.registry, "warmroute_resumes", "Streams that broke, by what resuming did", ["result"]
-        )
+        self._resumes = Tally(self.registry, "warmroute_resumes", "Broken streams, by result of resuming", ["result"])
         self._prompt = Tally(self.registry, "warmroute_prompt_tokens", "Prompt tokens", ["instance"])
         self._cached = Tally(
-            self.registry, "warmroute_cached_tokens", "Prompt tokens served from cache", ["instance", "kind"]
+            self.registry, "warmroute_cached_tokens", "Prompt tokens served from the prefix cache", ["instance", "kind"]
         )
         self._error = Tally(
             self.registry,
@@ -51,28 +52,32 @@ class Metrics:
         self._index_error = Tally(
             self.registry,
             "warmroute_index_error_tokens",
-            "Sum of |predicted - actual| cached tokens of either index, used or not",
+            "Sum of |predicted - actual| cached tokens of each index, used or not",
             ["instance", "source"],
         )
         self._index_predictions = Tally(
             self.registry,
             "warmroute_index_predictions",
-            "Predictions that an engine's report was compared with",
+            "Predictions compared with an engine's report",
             ["instance", "source"],
         )
         self._first_byte = Spread(
-            self.registry, "warmroute_first_byte_seconds", "Arrival to first byte", ["request_class"], _SECONDS
+            self.registry,
+            "warmroute_first_byte_seconds",
+            "Time from arrival to first byte",
+            ["request_class"],
+            _SECONDS,
         )
         self._total = Spread(
-            self.registry, "warmroute_request_seconds", "Arrival to last byte", ["request_class"], _SECONDS
+            self.registry, "warmroute_request_seconds", "Time from arrival to last byte", ["request_class"], _SECONDS
         )
         self._deciding = Spread(
-            self.registry, "warmroute_decide_seconds", "Index lookup and decision", [], _DECIDE_SECONDS
+            self.registry, "warmroute_decide_seconds", "Time of index lookup and decision", [], _DECIDE_SECONDS
         )
         self._leg_ratio = Spread(
             self.registry,
             "warmroute_leg_actual_to_predicted_ratio",
-            "Time a leg took over what the cost models predicted: 1 is right",
+            "Actual over predicted time of a leg; 1 is an exact prediction",
             ["leg"],
             _RATIOS,
         )
@@ -121,14 +126,14 @@ class Metrics:
             self._total.observe((request_class,), stages["total"] / 1e3)
 
     def forget(self, instance: str) -> None:
-        """The instance has left: its series go with it."""
+        """Remove the series of an instance that left the fleet."""
         for metric in vars(self).values():
             if isinstance(metric, Tally | Spread):
                 metric.forget("instance", instance)
         self.errors.forget(instance)
 
     def render(self, router: Router, instances: Instances, events: EventSubscriber, now_s: float) -> bytes:
-        """The exposition text, with gauges read at this moment."""
+        """The exposition text; gauges are read at this moment."""
         for (name, source), error in self.errors.by_source.items():
             self._index_error.values[name, source] = error.absolute_error_tokens
             self._index_predictions.values[name, source] = error.requests

@@ -1,4 +1,4 @@
-"""Metrics of breakers, queue and retry budget, read when they are scraped. Labels: instances, states, reasons."""
+"""Metrics of breakers, queue and retry budget, collected at scrape time. Labels: instances, states, reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class LimitMetrics(Collector):
-    """Registers itself; instances that leave the fleet take their series with them."""
+    """Registers itself as a collector; series of removed instances disappear."""
 
     def __init__(
         self, registry: CollectorRegistry, instances: Instances, admission: Admission, retries: RetryBudget
@@ -28,7 +28,7 @@ class LimitMetrics(Collector):
         self._retries = retries
         waits = Histogram(
             "warmroute_queue_wait_seconds",
-            "Time that requests waited for a place, however it ended",
+            "Time requests spent in the queue, for all outcomes",
             buckets=_SECONDS,
             registry=registry,
         )
@@ -36,12 +36,11 @@ class LimitMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """See ``prometheus_client.registry.Collector``."""
         breaker = GaugeMetricFamily(
-            "warmroute_instance_breaker", "1 for the state that its breaker is in", labels=["instance", "state"]
+            "warmroute_instance_breaker", "1 for the current state of its circuit breaker", labels=["instance", "state"]
         )
         openings = CounterMetricFamily(
-            "warmroute_instance_breaker_openings", "How often its breaker opened", labels=["instance"]
+            "warmroute_instance_breaker_openings", "Times the instance's circuit breaker opened", labels=["instance"]
         )
         for instance in self._instances:
             for state in BreakerState:
@@ -51,21 +50,23 @@ class LimitMetrics(Collector):
         yield openings
         admission = self._admission
         yield GaugeMetricFamily(
-            "warmroute_in_flight", "Requests admitted and not over, retries and legs not counted", admission.in_flight
+            "warmroute_in_flight", "Admitted requests in flight, without counting retries and legs", admission.in_flight
         )
-        yield GaugeMetricFamily("warmroute_queue_requests", "Requests waiting for a place", admission.waiting)
+        yield GaugeMetricFamily("warmroute_queue_requests", "Requests waiting in the queue", admission.waiting)
         refused = CounterMetricFamily(
-            "warmroute_queue_refused", "Requests that got no place, by why", labels=["reason"]
+            "warmroute_queue_refused", "Requests that were not admitted, by reason", labels=["reason"]
         )
         refused.add_metric(["queue_full"], admission.refused_full)
         refused.add_metric(["queue_timeout"], admission.refused_late)
         refused.add_metric(["client_gone"], admission.left)
         yield refused
-        retries = CounterMetricFamily("warmroute_retries", "Failed attempts by what followed", labels=["result"])
+        retries = CounterMetricFamily(
+            "warmroute_retries", "Failed attempts, by the resulting action", labels=["result"]
+        )
         retries.add_metric(["retried"], self._retries.made)
         retries.add_metric(["retried_unseen"], self._retries.unbudgeted)
         retries.add_metric(["budget_exhausted"], self._retries.exhausted)
         yield retries
         yield GaugeMetricFamily(
-            "warmroute_retry_budget", "Retries that may be made at this moment", self._retries.left(time.monotonic())
+            "warmroute_retry_budget", "Retries currently permitted by the budget", self._retries.left(time.monotonic())
         )

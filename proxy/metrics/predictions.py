@@ -1,26 +1,26 @@
-"""How far the predictions of cached tokens were off, per index and instance."""
+"""Errors of the predicted cached tokens, per index and instance."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from policies.types import IndexSource, Prediction
+from policies.types import CachePrediction, IndexSource
 
 
 @dataclass(slots=True)
 class SourceError:
-    """One index's predictions for one instance against what the engine reported. Sums of tokens."""
+    """Prediction errors of one index for one instance against the engine's reports. Sums of tokens."""
 
     requests: int = 0
     wrong: int = 0
-    """Requests whose prediction was not exactly right."""
+    """Requests whose prediction was not exact."""
     absolute_error_tokens: int = 0
     over_tokens: int = 0
-    """Predicted, but not there."""
+    """Predicted as cached, but not cached."""
     actual_cached_tokens: int = 0
 
     def add(self, predicted_tokens: int, actual_tokens: int) -> None:
-        """Take one request in."""
+        """Add one request."""
         error = predicted_tokens - actual_tokens
         self.requests += 1
         self.actual_cached_tokens += actual_tokens
@@ -31,15 +31,15 @@ class SourceError:
 
 
 class PredictionErrors:
-    """Both indexes' errors, whichever was used; where both could be asked, over the same requests too."""
+    """Prediction errors of both indexes, and of both over the same requests where both could answer."""
 
     def __init__(self) -> None:
         self.by_source: dict[tuple[str, IndexSource], SourceError] = {}
         self._side_by_side = {source: SourceError() for source in IndexSource}
         self._used = dict.fromkeys(IndexSource, 0)
 
-    def record(self, instance: str, prediction: Prediction, actual_tokens: int) -> None:
-        """Take in what the engine that computed a prompt reported as cached."""
+    def record(self, instance: str, prediction: CachePrediction, actual_tokens: int) -> None:
+        """Add the cached tokens that the engine which computed a prompt reported."""
         self._used[prediction.source] += 1
         shadow, exact = prediction.shadow_tokens, prediction.exact_tokens
         self._of(instance, IndexSource.SHADOW).add(shadow, actual_tokens)
@@ -49,11 +49,11 @@ class PredictionErrors:
             self._side_by_side[IndexSource.EXACT].add(exact, actual_tokens)
 
     def forget(self, instance: str) -> None:
-        """The instance has left the fleet."""
+        """Remove an instance that has left the fleet."""
         self.by_source = {key: error for key, error in self.by_source.items() if key[0] != instance}
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-ready."""
+        """JSON-ready totals."""
         return {
             "used": {source.value: count for source, count in self._used.items()},
             "side_by_side": {source.value: asdict(error) for source, error in self._side_by_side.items()},

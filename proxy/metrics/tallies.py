@@ -1,7 +1,7 @@
-"""Counters and histograms that cost the request a dictionary entry each; Prometheus reads them when it scrapes.
+"""Low-overhead Prometheus counters and histograms: one dictionary entry per update, converted when scraped.
 
-The client library's own take a lock, find the child by its labels and check the value with every count: more than the
-routing decision. Here one event loop counts and the same one renders, so plain numbers are exact.
+The client library's own types take a lock, look up the child by its labels and check the value with every update, which
+takes longer than the routing decision. Here one event loop both counts and renders, so plain numbers are exact.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Tally(Collector):
         return [CounterMetricFamily(*self._what, labels=self._labels)]
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """The family as it stands."""
+        """The family with its current values."""
         family = CounterMetricFamily(*self._what, labels=self._labels)
         for labels, value in self.values.items():
             family.add_metric(labels, value)
         return [family]
 
     def forget(self, label: str, value: str) -> None:
-        """Drop the series whose ``label`` has this value; a counter without that label is left alone."""
+        """Drop the series whose ``label`` has this value; no effect on a counter without that label."""
         _forget(self.values, self._labels, label, value)
 
 
@@ -53,7 +53,7 @@ class _Series:
 
 
 class Spread(Collector):
-    """A histogram: ``spread.observe(labels, value)``. Without label names its one series is there from the start."""
+    """A histogram: ``spread.observe(labels, value)``. Without label names its one series exists from the start."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Spread(Collector):
         registry.register(self)
 
     def observe(self, labels: Labels, value: float) -> None:
-        """Count one value into the first bucket whose bound is not below it."""
+        """Count one value in the first bucket whose bound is not below it."""
         series = self._series.get(labels)
         if series is None:
             series = self._series[labels] = _Series(len(self._bounds) + 1)
@@ -82,7 +82,7 @@ class Spread(Collector):
         return [HistogramMetricFamily(*self._what, labels=self._labels)]
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
-        """The family as it stands."""
+        """The family with its current values."""
         family = HistogramMetricFamily(*self._what, labels=self._labels)
         bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
         for labels, series in self._series.items():
@@ -94,7 +94,7 @@ class Spread(Collector):
         return [family]
 
     def forget(self, label: str, value: str) -> None:
-        """Drop the series whose ``label`` has this value; a histogram without that label is left alone."""
+        """Drop the series whose ``label`` has this value; no effect on a histogram without that label."""
         _forget(self._series, self._labels, label, value)
 
 

@@ -1,8 +1,8 @@
-"""Instances that come, go and change while the proxy serves.
+"""Changes of the fleet while the proxy serves: adding, removing, replacing and draining instances.
 
-Every change of the fleet is one synchronous step: between two turns of the event loop the table of instances, the
-router's state, the event subscription and the leak watch agree on who is in the fleet. What takes time comes before
-(a first look at a new engine) or after (waiting for the requests of one that leaves).
+Every change is one synchronous step: between two turns of the event loop the table of instances, the router's state,
+the event subscriptions and the leak watch agree on the fleet's members. Slow work comes before (a first probe of a new
+engine) or after (draining the requests of a leaving one).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from proxy.settings import InstanceSettings
 log = logging.getLogger("warmroute.fleet")
 
 _LOOK_S = 0.05
-"""Between two looks at what a leaving instance still has to do."""
+"""Polling interval for the remaining work of a leaving instance."""
 _UNWIND_S = 5.0
-"""Bound on how long requests that were cut take to notice."""
+"""Bound on how long cancelled requests take to end."""
 
 
 class FleetChangeError(Exception):
-    """A change that cannot be made; nothing was changed."""
+    """A rejected change; nothing was changed."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -35,24 +35,24 @@ class FleetChangeError(Exception):
 
 
 class NoSuchInstanceError(FleetChangeError):
-    """There is no instance of that name."""
+    """No instance has that name."""
 
 
 @dataclass(slots=True, eq=False)
 class Departure:
-    """An engine on its way out."""
+    """An engine that is being removed."""
 
     instance: Instance
     deadline_s: float
-    """When what is left of its requests is cut, on the event loop's clock."""
+    """Time at which its remaining requests are cut, on the event loop's clock."""
     legs: Callable[[], int]
-    """Legs of requests it still has."""
+    """Returns the number of its unfinished legs."""
     held: Callable[[], int]
-    """Tokens of KV that others are still to pull from it."""
+    """Returns the tokens of KV still to be pulled from it."""
     replaced: bool
-    """Another engine has its name already: it is no longer in the table of instances."""
+    """Another engine has taken its name: it is no longer in the table of instances."""
     cut_legs: int = 0
-    """Legs that were left at the deadline."""
+    """Number of legs that were cut at the deadline."""
     task: asyncio.Task[None] | None = None
 
 
@@ -66,17 +66,17 @@ class FleetChanges:
 
     @property
     def departures(self) -> tuple[Departure, ...]:
-        """Engines on their way out, longest first."""
+        """Engines that are being removed, oldest first."""
         return tuple(self._departures.values())
 
     def leaving(self, instance: Instance) -> bool:
-        """Whether an instance is being removed."""
+        """True if the instance is being removed."""
         return instance in self._departures
 
-    # What takes time
+    # Slow operations
 
     async def add(self, settings: InstanceSettings, source: Source = Source.API) -> Instance:
-        """Take an instance in; it gets requests from its first good probe on, which is made before this returns.
+        """Add an instance and probe it; it receives requests after its first successful probe.
 
         Raises:
             FleetChangeError: name or URL are in use.
@@ -87,16 +87,16 @@ class FleetChanges:
         return instance
 
     async def replace(self, name: str, settings: InstanceSettings, grace_s: float, *, force: bool = False) -> Instance:
-        """Give an instance other settings. With another URL another engine takes over its name, and the old one drains.
+        """Change an instance's settings. With another URL, a new engine takes over its name and the old one drains.
 
         Args:
             name: of a known instance, and of ``settings``.
-            settings: all of them, not those that change only.
-            grace_s: how long the requests of an engine that is replaced may go on.
-            force: replace it even by an engine that does not answer.
+            settings: complete settings, not only the changed ones.
+            grace_s: seconds the requests of a replaced engine have to finish.
+            force: replace even if the new engine does not answer.
 
         Raises:
-            FleetChangeError: no such instance, it is leaving, the URL is another's, or the new engine does not answer.
+            FleetChangeError: no such instance, it is leaving, the URL is in use, or the new engine does not answer.
         """
         old = self._staying(name)
         self.check_free(settings, but=name)
@@ -105,25 +105,26 @@ class FleetChanges:
         if another and not answers and not force:
             raise FleetChangeError(
                 "instance_unhealthy",
-                f"{settings.url}/health does not answer 200, so {name} stays as it is; see to that, or set force=true",
+                f"{settings.url}/health does not answer 200, so {name} was not changed: check it, or set force=true",
             )
         if self._staying(name) is not old:
-            raise FleetChangeError("instance_changed", f"{name} was changed by somebody else meanwhile: try again")
+            raise FleetChangeError("instance_changed", f"{name} was changed by another call meanwhile: try again")
         self.check_free(settings, but=name)
         new = self.swap(old, settings, grace_s, old.source)
         if answers:
-            self.take_for_well(new)
+            self.mark_healthy(new)
         await self.probe(new)
         return new
 
     async def remove(self, name: str, grace_s: float) -> Departure:
-        """Drain an instance and forget it, once it is idle or ``grace_s`` are over; then what is left is cut.
+        """Drain an instance and remove it.
 
-        It goes on if the caller is cancelled. Removing it again while it drains waits for the same end, with the sooner
+        It is removed once it is idle or after ``grace_s`` seconds, when its remaining requests are cut. The removal
+        continues if the caller is cancelled. Removing it again while it drains waits for the same end, with the earlier
         deadline.
 
         Raises:
-            NoSuchInstanceError: there is none of that name.
+            NoSuchInstanceError: no instance has that name.
         """
         departure = self.depart(self._known(name), grace_s)
         assert departure.task is not None
@@ -131,13 +132,13 @@ class FleetChanges:
         return departure
 
     async def probe(self, instance: Instance) -> None:
-        """Look at an instance now rather than in the next round."""
+        """Probe an instance now instead of in the next round."""
         await self._monitor.probe(instance)
 
-    # What is done at once
+    # Synchronous operations
 
     def drain(self, name: str) -> Instance:
-        """Give an instance no new requests. Idempotent. Raises NoSuchInstanceError."""
+        """Stop sending new requests to an instance. Idempotent. Raises NoSuchInstanceError."""
         instance = self._known(name)
         if not instance.draining:
             instance.draining = True
@@ -145,7 +146,7 @@ class FleetChanges:
         return instance
 
     def undrain(self, name: str) -> Instance:
-        """Give an instance requests again. Idempotent. Raises FleetChangeError: no such instance, or it is leaving."""
+        """Resume sending requests to an instance. Idempotent. Raises FleetChangeError if unknown or leaving."""
         instance = self._staying(name)
         if instance.draining:
             self._core.instances.set_draining(instance, False)
@@ -153,18 +154,18 @@ class FleetChanges:
         return instance
 
     def check_free(self, settings: InstanceSettings, but: str | None = None) -> None:
-        """Raises FleetChangeError when an instance other than ``but`` has the name or the URL."""
+        """Raise FleetChangeError if an instance other than ``but`` has the name or the URL."""
         for other in self._core.instances:
             if other.name == but:
                 continue
             leaving = ", which is being removed" if self.leaving(other) else ""
             if other.name == settings.name:
-                raise FleetChangeError("instance_exists", f"there is an instance {other.name!r} already{leaving}")
+                raise FleetChangeError("instance_exists", f"instance {other.name!r} already exists{leaving}")
             if other.url == settings.url:
                 raise FleetChangeError("url_in_use", f"{settings.url} is the URL of instance {other.name!r}{leaving}")
 
     def insert(self, settings: InstanceSettings, source: Source) -> Instance:
-        """Make an instance known under a name that is free. It gets no requests before a good probe."""
+        """Register an instance under a free name. It receives no requests before a successful probe."""
         core = self._core
         instance = Instance(settings, source)
         core.router.state.add_instance(
@@ -176,7 +177,7 @@ class FleetChanges:
         return instance
 
     def swap(self, old: Instance, settings: InstanceSettings, grace_s: float, source: Source) -> Instance:
-        """Give an instance other settings in place, or if the URL is another, put another engine in its place."""
+        """Change an instance's settings in place, or replace the engine if the URL differs."""
         core, name = self._core, old.name
         self._stay(old)
         if settings.url == old.url:
@@ -184,23 +185,23 @@ class FleetChanges:
             old.source = source
             return old
         core.events.remove(name)
-        held = core.router.state.holds.held_by(name)
+        held = core.router.state.holds.held_tokens_reader(name)
         legs = core.router.state.remove_instance(name)
         core.leaks.forget(name)
         new = self.insert(settings, source)
         old.draining = True
-        self._see_off(Departure(old, self._now_s() + grace_s, legs, held, replaced=True))
+        self._start_departure(Departure(old, self._now_s() + grace_s, legs, held, replaced=True))
         return new
 
     def depart(self, instance: Instance, grace_s: float) -> Departure:
-        """Begin to remove an instance; the departure's task ends when it is gone."""
+        """Start removing an instance; the departure's task ends with the removal."""
         known = self._departures.get(instance)
         if known is not None:
             known.deadline_s = min(known.deadline_s, self._now_s() + grace_s)
             return known
         state, name = self._core.router.state, instance.name
         instance.draining = True
-        log.info("%s is being removed: its requests have %g s", name, grace_s)
+        log.info("%s is being removed: its requests have %g s to finish", name, grace_s)
         departure = Departure(
             instance,
             self._now_s() + grace_s,
@@ -208,22 +209,22 @@ class FleetChanges:
             lambda: state.holds.held_tokens(name),
             replaced=False,
         )
-        self._see_off(departure)
+        self._start_departure(departure)
         return departure
 
-    def take_for_well(self, instance: Instance) -> None:
-        """An engine whose ``/health`` has just answered takes over at once, not after further probes."""
+    def mark_healthy(self, instance: Instance) -> None:
+        """Mark an engine whose ``/health`` has just answered as healthy, without further probes."""
         for _ in range(self._core.settings.health.healthy_after):
             self._core.instances.probed(instance)
 
     async def close(self) -> None:
-        """End what is under way; the engines keep what they are doing."""
+        """Cancel removals in progress; the engines continue their work."""
         tasks = [departure.task for departure in self._departures.values() if departure.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Inside
+    # Internals
 
     def _known(self, name: str) -> Instance:
         instance = self._core.instances.get(name)
@@ -234,18 +235,18 @@ class FleetChanges:
     def _staying(self, name: str) -> Instance:
         instance = self._known(name)
         if self.leaving(instance):
-            raise FleetChangeError("instance_leaving", f"{name} is being removed: wait for its end, then add it anew")
+            raise FleetChangeError("instance_leaving", f"{name} is being removed: add it again afterwards")
         return instance
 
     def _stay(self, instance: Instance) -> None:
-        """Call a removal off."""
+        """Cancel a removal."""
         departure = self._departures.pop(instance, None)
         if departure is not None and departure.task is not None:
             departure.task.cancel()
             self._core.instances.set_draining(instance, False)
 
     def _alter(self, instance: Instance, settings: InstanceSettings) -> None:
-        """Other settings for the same engine: what it has cached and what it is doing stay as they are."""
+        """Apply other settings to the same engine; its cache and running requests are unaffected."""
         core, before = self._core, instance.settings
         if (before.events_url, before.events_replay_url) != (settings.events_url, settings.events_replay_url):
             core.events.remove(before.name)
@@ -258,9 +259,9 @@ class FleetChanges:
             settings.name, settings.role, settings.host, settings.transport, settings.connector
         )
         instance.settings = settings
-        log.info("%s has other settings", settings.name)
+        log.info("settings of %s changed", settings.name)
 
-    def _see_off(self, departure: Departure) -> None:
+    def _start_departure(self, departure: Departure) -> None:
         departure.task = asyncio.create_task(self._run(departure), name=f"departure {departure.instance.name}")
         self._departures[departure.instance] = departure
 
@@ -276,12 +277,12 @@ class FleetChanges:
                 upstream.forget(instance.url)
             if self._core.instances.get(instance.name) is None:
                 self._core.metrics.forget(instance.name)
-            log.info("%s (%s) is gone, %d of its requests were cut", instance.name, instance.url, departure.cut_legs)
+            log.info("%s (%s) was removed, %d request(s) were cut", instance.name, instance.url, departure.cut_legs)
         finally:
             self._departures.pop(instance, None)
 
     async def _idle(self, departure: Departure) -> None:
-        """Wait until a departure has nothing left to do, or its deadline, which may come closer meanwhile."""
+        """Wait until a departure has no work left or its deadline has passed, which may be moved closer meanwhile."""
         while self._busy(departure) or departure.held():
             left_s = departure.deadline_s - self._now_s()
             if left_s <= 0:
@@ -289,23 +290,23 @@ class FleetChanges:
             await asyncio.sleep(min(left_s, _LOOK_S))
 
     async def _cut(self, departure: Departure) -> None:
-        """Cut what is left, and what has a leg but no connection yet as soon as it has one."""
+        """Cut the remaining legs; a leg without a connection is cut as soon as it has one."""
         instance, ends_s = departure.instance, self._now_s() + _UNWIND_S
         while self._busy(departure) and not self._shared(instance) and self._now_s() < ends_s:
             self._core.upstream.cut(instance.url, f"{instance.name} was removed from the fleet")
             await asyncio.sleep(_LOOK_S)
 
     def _busy(self, departure: Departure) -> bool:
-        """Whether it has something to finish: legs, or pulls that were given up, which must not be cut early."""
+        """True while it has unfinished legs, or abandoned pulls, which must not be cut early."""
         url = departure.instance.url
         return departure.legs() > 0 or (not self._shared(departure.instance) and self._core.upstream.in_use(url) > 0)
 
     def _shared(self, instance: Instance) -> bool:
-        """Whether the same engine is in the fleet by another name."""
+        """True if the same engine is in the fleet under another name."""
         return any(other is not instance and other.url == instance.url for other in self._core.instances)
 
     def _forget(self, instance: Instance) -> Callable[[], int]:
-        """The end of its time in the fleet; returns what counts the legs it still has."""
+        """Remove the instance from all tables; returns a function that counts its unfinished legs."""
         core, name = self._core, instance.name
         core.events.remove(name)
         legs = core.router.state.remove_instance(name)

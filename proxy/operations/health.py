@@ -1,4 +1,4 @@
-"""Probes every engine: alive, who it is, which models, how large its KV pool and its blocks are."""
+"""Health monitor: probes every engine for liveness, identity, models, KV pool and block size."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _WANTED = (
 
 
 class HealthMonitor:
-    """Probes the fleet every ``health.interval_s`` until it is cancelled."""
+    """Probes the fleet every ``health.interval_s`` seconds until cancelled."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
 
     async def run(self) -> None:
-        """Probe for ever."""
+        """Probe until cancelled."""
         while True:
             await self.probe_all()
             self._core.breakdown.flush()
             await asyncio.sleep(self._core.settings.health.interval_s)
 
     async def probe_all(self) -> None:
-        """Probe every instance once, side by side."""
+        """Probe every instance once, concurrently."""
         async with asyncio.TaskGroup() as group:
             for instance in self._core.instances:
                 group.create_task(self.probe(instance))
 
     async def probe(self, instance: Instance) -> None:
-        """Probe one instance now. What is found of one that has left meanwhile goes nowhere."""
+        """Probe one instance now. Results for an instance that has left the fleet are dropped."""
         was_healthy = instance.healthy
         try:
             async with asyncio.timeout(self._core.settings.health.timeout_s):
@@ -55,13 +55,13 @@ class HealthMonitor:
                 if not was_healthy or not instance.models:
                     await self._read_models(instance)
         except Exception as error:
-            # Whatever an engine answers must not end the probing of the others.
+            # An invalid answer of one engine must not stop the probing of the others.
             expected = isinstance(error, httpx.HTTPError | TimeoutError)
             log.debug("probe of %s failed", instance.name, exc_info=not expected)
             late = isinstance(error, TimeoutError | httpx.TimeoutException)
             if late and self._core.lag.explains(self._core.settings.health.timeout_s):
                 log.warning(
-                    "a probe of %s took too long because this process lacks CPU; it counts for nothing", instance.name
+                    "a probe of %s took too long because this process lacks CPU; its result is ignored", instance.name
                 )
                 return
             gone = isinstance(error, httpx.ConnectError)
@@ -75,9 +75,9 @@ class HealthMonitor:
 
     async def _read_metrics(self, instance: Instance) -> None:
         answer = await self._get(instance, "/metrics")
-        if answer.status_code != 200 or not self._core.instances.knows(instance):
+        if answer.status_code != 200 or not self._core.instances.contains(instance):
             return
-        # An engine exposes hundreds of lines; only these few are worth parsing on the event loop.
+        # An engine exposes hundreds of lines; only these few are parsed on the event loop.
         lines = [line for line in answer.text.splitlines() if line.startswith(_WANTED)]
         samples = {
             sample.name: sample
@@ -119,7 +119,7 @@ class HealthMonitor:
             router.set_block_tokens(instance.block_tokens)
         elif instance.block_tokens != router.block_tokens:
             log.warning(
-                "%s has blocks of %d tokens, the fleet %d: its cache predictions will be coarse",
+                "%s has blocks of %d tokens, the fleet %d: its cache predictions will be inaccurate",
                 instance.name,
                 instance.block_tokens,
                 router.block_tokens,
@@ -131,7 +131,7 @@ class HealthMonitor:
         if url is None:
             return
         engine_id = await query_engine_id(self._core.control, url, self._core.settings.offload.query_timeout_s)
-        if not self._core.instances.knows(instance):
+        if not self._core.instances.contains(instance):
             return
         if instance.engine_id is not None and engine_id != instance.engine_id and instance.started_unix_s is None:
             self._restarted(instance)

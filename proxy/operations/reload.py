@@ -1,7 +1,7 @@
-"""Settings that change while the proxy serves: read again, checked as a whole, compared, and put in force.
+"""Reload of the settings while the proxy serves: read again, checked as a whole, compared, and applied.
 
-Everything that holds settings has ``apply``; ``_put_in_force`` calls each of them, and nothing else changes settings in
-force. The rest reads ``core.settings`` whenever it needs one.
+Every component that holds settings has ``apply``; ``_apply`` calls each of them, and nothing else changes the
+effective settings. All others read ``core.settings`` when needed.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from proxy.core import Core
 from proxy.fleet.instances import Instance, Source
 from proxy.operations.fleet_changes import FleetChanges
 from proxy.settings import InstanceSettings, Settings, SettingsError
-from proxy.settings.diff import Change, differences, in_force, instance_differences
+from proxy.settings.diff import Change, differences, effective_settings, instance_differences
 
 log = logging.getLogger("warmroute.reload")
 
 
 class Result(StrEnum):
-    """How a reload went."""
+    """Result of a reload."""
 
     APPLIED = "applied"
     UNCHANGED = "unchanged"
     REFUSED = "refused"
-    """The new settings cannot be used: nothing was changed."""
+    """The new settings are invalid: nothing was changed."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What a reload found, and did unless it was a dry run."""
+    """Differences found by a reload, which were applied unless it was a dry run."""
 
     result: Result
     changes: list[Change] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Report:
 
 
 class Reloader:
-    """Reloads one core's settings, one reload at a time. Owns those that SIGHUP began; ``close`` ends them."""
+    """Reloads one core's settings, one reload at a time. Owns the reloads started by SIGHUP; ``close`` cancels them."""
 
     def __init__(self, core: Core, fleet: FleetChanges) -> None:
         self._core = core
@@ -63,37 +63,37 @@ class Reloader:
         self._begun: set[asyncio.Task[Report]] = set()
         self._counter = Counter(
             "warmroute_config_reloads",
-            "Reloads of the settings by how they went",
+            "Reloads of the settings, by result",
             ["result"],
             registry=core.metrics.registry,
         )
         for result in Result:
             self._counter.labels(result.value)
         self.load: Callable[[], Settings] | None = None
-        """Reads the settings from where the proxy's came from; raises SettingsError. None: they came from nowhere."""
+        """Reads the settings from their origin; raises SettingsError. None: they cannot be read again."""
 
     def on_hangup(self) -> None:
-        """SIGHUP: reload, and say in the log how it went."""
+        """Reload on SIGHUP; the result is logged."""
         task = asyncio.create_task(self.reload(), name="reload")
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel reloads in progress."""
         for task in self._begun:
             task.cancel()
         await asyncio.gather(*self._begun, return_exceptions=True)
 
     async def reload(self, *, dry_run: bool = False) -> Report:
-        """Read, check and compare the settings; put in force what can be while the proxy serves, unless ``dry_run``.
+        """Read, check and compare the settings, and unless ``dry_run`` apply those that a running proxy can change.
 
-        Raises nothing for settings that cannot be used: the report says why, and nothing was changed.
+        Does not raise for invalid settings: the report has the error, and nothing was changed.
         """
         async with self._lock:
             try:
                 report = await self._reload(dry_run)
             except (SettingsError, ValueError) as error:
-                log.error("the settings were not reloaded, and nothing was changed: %s", error)
+                log.error("the settings were not reloaded, nothing was changed: %s", error)
                 report = Report(Result.REFUSED, error=str(error), dry_run=dry_run)
             if not dry_run:
                 self._counter.labels(report.result.value).inc()
@@ -101,29 +101,29 @@ class Reloader:
 
     async def _reload(self, dry_run: bool) -> Report:
         if self.load is None:
-            raise SettingsError("this proxy was not started from settings that can be read again")
+            raise SettingsError("this proxy was not started from settings that can be reloaded")
         core = self._core
         new = await asyncio.to_thread(self.load)
         core.keys.reload(new.keys, dry_run=True)
         self._changes(new)
-        # Engines that answer now can take requests the moment they are in the fleet.
+        # Engines that answer now can receive requests as soon as they are in the fleet.
         known = {instance.url for instance in core.instances}
         unseen = [each for each in new.instances if each.url not in known]
         answers = await asyncio.gather(*(core.handoff.alive(Instance(each)) for each in unseen))
         well = {each.url for each, answer in zip(unseen, answers, strict=True) if answer}
         changes = self._changes(new)  # the fleet may have changed meanwhile
-        self._tell(changes, dry_run)
+        self._log_changes(changes, dry_run)
         if dry_run or not any(change.live for change in changes):
             if not dry_run:
-                core.keys.reload(new.keys)  # the file with further keys is none of the settings
+                core.keys.reload(new.keys)  # the file with further keys is not part of the settings
             result = Result.APPLIED if any(change.live for change in changes) else Result.UNCHANGED
             return Report(result, changes, dry_run=dry_run)
-        added = self._put_in_force(in_force(core.settings, new), changes, well)
+        added = self._apply(effective_settings(core.settings, new), changes, well)
         await asyncio.gather(*(self._fleet.probe(instance) for instance in added))
         return Report(Result.APPLIED, changes)
 
     def _changes(self, new: Settings) -> list[Change]:
-        """What differs from what is in force. Raises SettingsError where the file and the API's instances collide."""
+        """Differences from the effective settings. Raises SettingsError if instances of file and API conflict."""
         core = self._core
         wanted = {each.name: each for each in new.instances}
         for instance in core.instances:
@@ -131,7 +131,7 @@ class Reloader:
                 same = [each.name for each in new.instances if each.url == instance.url]
                 if same:
                     raise SettingsError(
-                        f"instance {same[0]!r} has the URL of {instance.name!r}, which was added over HTTP: remove that"
+                        f"instance {same[0]!r} has the URL of {instance.name!r}, which was added over HTTP: remove it"
                     )
         running = {each.name: each.settings for each in core.instances if self._the_files(each, wanted)}
         adopted = [
@@ -142,13 +142,13 @@ class Reloader:
         return differences(core.settings, new) + instance_differences(running, wanted) + adopted
 
     def _the_files(self, instance: Instance, wanted: dict[str, InstanceSettings]) -> bool:
-        """Whether the file has its say about an instance of the fleet: it named it, or does now."""
+        """True if the file controls this instance of the fleet: it listed it before, or does now."""
         if self._fleet.leaving(instance):
             return False
         return instance.source is Source.FILE or instance.name in wanted
 
-    def _put_in_force(self, settings: Settings, changes: list[Change], well: set[str]) -> list[Instance]:
-        """One synchronous step. Returns the engines that are new in the fleet."""
+    def _apply(self, settings: Settings, changes: list[Change], well: set[str]) -> list[Instance]:
+        """Apply the settings in one synchronous step. Returns the engines that are new in the fleet."""
         core, offload, limits = self._core, settings.offload, settings.limits
         core.keys.reload(settings.keys)
         core.settings = settings
@@ -170,7 +170,7 @@ class Reloader:
         return self._change_fleet(settings, well)
 
     def _switch(self, settings: Settings, changes: list[Change]) -> None:
-        """Policy and planner where the file's changed: what was switched over HTTP stays otherwise."""
+        """Switch policy and planner only if the file's have changed, so that a switch over HTTP is kept otherwise."""
         keys = [change.key for change in changes]
         policy, planner = settings.policy, settings.offload
         other_policy = any(key.startswith("policy.") for key in keys)
@@ -183,7 +183,7 @@ class Reloader:
         )
 
     def _change_fleet(self, settings: Settings, well: set[str]) -> list[Instance]:
-        """The instances that the file names are as it says; those it named and does not now leave."""
+        """Make the fleet match the file: change or add its instances, and remove those it no longer lists."""
         core, fleet = self._core, self._fleet
         wanted = {each.name for each in settings.instances}
         added = []
@@ -199,14 +199,14 @@ class Reloader:
             if instance is not known:
                 added.append(instance)
                 if each.url in well:
-                    fleet.take_for_well(instance)
+                    fleet.mark_healthy(instance)
         for instance in core.instances:
             if instance.source is Source.FILE and instance.name not in wanted and not fleet.leaving(instance):
                 fleet.depart(instance, settings.grace_s)
         return added
 
-    def _tell(self, changes: list[Change], dry_run: bool) -> None:
-        what = "a reload would find" if dry_run else "the settings are reloaded:"
-        log.info("%s %d key(s) that differ", what, len(changes))
+    def _log_changes(self, changes: list[Change], dry_run: bool) -> None:
+        what = "a reload would find" if dry_run else "settings reloaded:"
+        log.info("%s %d differing key(s)", what, len(changes))
         for change in changes:
             log.log(logging.INFO if change.live else logging.WARNING, "%s", change)

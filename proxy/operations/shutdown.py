@@ -1,9 +1,9 @@
-"""uvicorn's server with the proxy's signals and its way of ending.
+"""uvicorn's server with the proxy's signal handling and graceful shutdown.
 
-SIGTERM and SIGINT: not ready at once, new generation requests are refused; after ``drain_delay_s``, in which load
-balancers notice, the listening sockets close; what runs has ``grace_s``, then every stream ends with an error event.
-A second signal skips the waiting. SIGHUP reads the settings again. uvicorn's own handlers would end the process by the
-signal it was sent; an ordinary end has exit code 0 here.
+SIGTERM and SIGINT: not ready at once, and new generation requests are rejected; after ``drain_delay_s``, in which load
+balancers notice, the listening sockets close; running requests have ``grace_s``, then every stream ends with an error
+event. A second signal skips the waiting. SIGHUP reloads the settings. uvicorn's own handlers would end the process by
+the signal; here a graceful shutdown has exit code 0.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from proxy.core import Core
 
 log = logging.getLogger("warmroute.server")
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _UNWIND_S = 5.0
-"""Bound on how long requests that were cut take to end."""
+"""Bound on how long cancelled requests take to end."""
 _FLUSH_S = 2.0
-"""What a client has at least to read the end of its answer, once the grace is over."""
+"""Minimum time for clients to read the end of their answers after the grace period."""
 
 
 class ProxyServer(uvicorn.Server):
@@ -39,14 +39,13 @@ class ProxyServer(uvicorn.Server):
         self._hurry = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         await super().startup(sockets)
         if self.started:
             self._core.port = self.servers[0].sockets[0].getsockname()[1]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ours instead of uvicorn's, for as long as the server runs."""
+        """Install the proxy's signal handlers instead of uvicorn's while the server runs."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -65,39 +64,39 @@ class ProxyServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def end(self) -> None:
-        """Begin to end; the second time, without waiting for anybody."""
+        """Begin the shutdown; a second call skips the waiting."""
         if self.should_exit:
             self._hurry.set()
         self._core.draining = True
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End in order; returns when connections and files are closed."""
+        """Shut down gracefully; returns when connections and files are closed."""
         core, settings = self._core, self._core.settings
         core.draining = True
         if settings.drain_delay_s:
-            log.info("draining: not ready, listening for %g s more", settings.drain_delay_s)
+            log.info("draining: not ready, closing the listener in %g s", settings.drain_delay_s)
             await self._wait(lambda: False, self._now_s() + settings.drain_delay_s)
         for listener in (*self.servers, *(sockets or ())):
             listener.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
         ends_s = core.ends_s = self._now_s() + settings.grace_s
-        log.info("shutting down: %d request(s) have %g s", self._in_flight(), settings.grace_s)
+        log.info("shutting down: %d request(s) have %g s to finish", self._in_flight(), settings.grace_s)
         await self._wait(lambda: not self._in_flight(), ends_s)
         await self._cut()
-        # What is finished may still be on its way to clients that read slowly.
+        # Finished answers may still be in transit to slow clients.
         await self._wait(lambda: not self.server_state.connections, max(ends_s, self._now_s() + _FLUSH_S))
         for connection in list(self.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
-        await asyncio.sleep(0.01)  # their ends are told in the next turns of the loop: every request has its record
+        await asyncio.sleep(0.01)  # their ends are reported in later turns of the loop, then every request has its row
         await self.lifespan.shutdown()
 
     async def _cut(self) -> None:
-        """Cancel what is left; generation ends its streams with an error event."""
+        """Cancel the remaining requests; generation ends its streams with an error event."""
         if self._in_flight():
-            log.warning("%d request(s) were cut at the end of their grace", self._in_flight())
+            log.warning("%d request(s) were cut at the end of the grace period", self._in_flight())
         tasks = set(self.server_state.tasks)
         for task in tasks:
             task.cancel("shutdown")
@@ -110,11 +109,11 @@ class ProxyServer(uvicorn.Server):
             if left_s <= 0:
                 return
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, _LOOK_S)):
+                async with asyncio.timeout(min(left_s, _POLL_S)):
                     await self._hurry.wait()
 
     def _in_flight(self) -> int:
-        """Generation requests, those whose body is still arriving included."""
+        """Number of generation requests, including those whose body is still arriving."""
         return self._core.breakdown.started - self._core.breakdown.finished
 
     def _now_s(self) -> float:

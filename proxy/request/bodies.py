@@ -1,4 +1,4 @@
-"""The few changes a request body may need on its way to an engine; everything else is forwarded as it came."""
+"""Changes to a request body on its way to an engine; everything else is forwarded unchanged."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class _TransferAnswer(msgspec.Struct):
 _decode_transfer = msgspec.json.Decoder(_TransferAnswer).decode
 
 
-def ask_for_usage(body: bytes) -> bytes:
-    """Add ``stream_options.include_usage``; the caller has seen that the body has no ``stream_options``."""
+def request_usage(body: bytes) -> bytes:
+    """Add ``stream_options.include_usage``; the body must not have ``stream_options``."""
     end = body.rindex(b"}")  # one copy of a long body, not two
     return b"".join((memoryview(body)[:end], b',"stream_options":{"include_usage":true}}'))
 
 
 def prefill_leg(body: bytes, transfer_params: Mapping[str, Any]) -> bytes:
-    """The P leg: one token, not streamed, KV kept for D.
+    """Body of the P leg: one token, not streamed, KV kept for D.
 
-    ``min_tokens`` 1 because an engine sends the KV only of a request that ended *by length*: an end-of-sequence as the
-    first token would leave D waiting for minutes.
+    ``min_tokens`` is 1 because an engine sends the KV only of a request that ended *by length*: an end-of-sequence as
+    the first token would leave D waiting for minutes.
     """
     changes: dict[str, Any] = {
         "max_tokens": 1,
@@ -44,12 +44,12 @@ def prefill_leg(body: bytes, transfer_params: Mapping[str, Any]) -> bytes:
 
 
 def decode_leg(body: bytes, transfer_params: Mapping[str, Any]) -> bytes:
-    """The D leg: pull the KV that P kept, then answer the client."""
+    """Body of the D leg: pull the KV that P kept, then answer the client."""
     return _encode({**_decode_fields(body), "kv_transfer_params": transfer_params})
 
 
 def transfer_params_of(answer: bytes) -> dict[str, Any] | None:
-    """``kv_transfer_params`` of P's answer; None where it has none (Mooncake's is null)."""
+    """``kv_transfer_params`` of P's answer; None if it has none (Mooncake's is null)."""
     try:
         return _decode_transfer(answer).kv_transfer_params
     except (msgspec.DecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Parses a generation request once: the fields routing needs, the prompt as blocks, the rest left as bytes."""
+"""Parsing of a generation request: the fields that routing reads, the prompt as blocks, the rest as bytes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Endpoint(StrEnum):
 
 
 class StreamOptions(msgspec.Struct):
-    """Of ``stream_options``, what matters here."""
+    """The fields of ``stream_options`` that are read."""
 
     include_usage: bool | None = None
 
 
 class GenerationBody(msgspec.Struct):
-    """The fields of an OpenAI generation request that routing reads; all others pass by as bytes."""
+    """The fields of an OpenAI generation request that routing reads; all others are forwarded as bytes."""
 
     model: str
     prompt: msgspec.Raw = msgspec.Raw()
@@ -55,18 +55,18 @@ class GenerationBody(msgspec.Struct):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt as chained blocks; ``tokens`` is 0 for text nobody has tokenized, ``text_bytes`` for token ids."""
+    """A prompt as chained blocks; ``tokens`` is 0 for untokenized text, ``text_bytes`` is 0 for token ids."""
 
     hashes: list[int]
     tokens: int
     text_bytes: int
     prompts: int = 1
     plain: bool = False
-    """Blocks of token ids, for a base model, without cache salt: those that engines' KV events tell of."""
+    """Blocks of token ids, for a base model, without cache salt: those that KV events can report."""
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """A request that can be routed."""
+    """A parsed request, ready for routing."""
 
     endpoint: Endpoint
     body: bytes
@@ -75,18 +75,18 @@ class Parsed(msgspec.Struct, frozen=True):
 
     @property
     def stream(self) -> bool:
-        """Whether the client asked for server-sent events."""
+        """True if the client requested server-sent events."""
         return bool(self.fields.stream)
 
     @property
-    def wants_usage(self) -> bool:
-        """Whether the client asked for the usage event of a stream."""
+    def usage_requested(self) -> bool:
+        """True if the client requested the usage event of a stream."""
         options = self.fields.stream_options
         return bool(options and options.include_usage)
 
     @property
     def max_tokens(self) -> int:
-        """Upper bound of output tokens, or the default where the client named none."""
+        """Upper bound of output tokens, or the endpoint's default if not given."""
         asked = self.fields.max_completion_tokens or self.fields.max_tokens
         default = _DEFAULT_CHAT_TOKENS if self.endpoint is Endpoint.CHAT else _DEFAULT_COMPLETION_TOKENS
         return max(0, asked) if asked is not None else default
@@ -105,13 +105,18 @@ def parse_request(
     is_base_model: Callable[[str], bool] = lambda _: False,
     chunks: TokenChunks | None = None,
 ) -> Parsed:
-    """Read one request body.
+    """Parse one request body.
 
-    ``is_base_model`` says of a model's name whether it is served without an adapter; ``chunks`` remembers token ids
-    from one call to the next.
+    Args:
+        endpoint: the endpoint of the request.
+        body: the body's JSON.
+        block_tokens: tokens per block of token ids.
+        text_block_bytes: bytes per block of text.
+        is_base_model: returns True if a model name is served without an adapter.
+        chunks: cache of token ids, kept between calls.
 
     Raises:
-        RequestError: 400 with what is wrong and where, in OpenAI's shape.
+        RequestError: 400 with the problem and its location, in OpenAI's shape.
     """
     try:
         fields = _decode_body(body)
@@ -124,7 +129,7 @@ def parse_request(
     if bytes(fields.kv_transfer_params) not in {b"", b"null"}:
         raise RequestError(
             400,
-            "'kv_transfer_params' is set by the proxy alone: a wrong one can take an engine down",
+            "'kv_transfer_params' may be set by the proxy only: a wrong value can crash an engine",
             param="kv_transfer_params",
         )
     salts = (fields.model, fields.cache_salt or "")
@@ -144,7 +149,7 @@ def request_view(
     text_block_bytes: int,
     bytes_per_token: float,
 ) -> RequestView:
-    """What policies see: exact for token ids, by the learned ratio for text."""
+    """View of a request for policies: exact for token ids, by the learned ratio for text."""
     prompt = parsed.prompt
     if not prompt.tokens:
         tokens, block, exact = (
@@ -168,14 +173,14 @@ def request_view(
 
 
 def with_token_ids(parsed: Parsed, ids: Sequence[int], block_tokens: int, base_model: bool) -> Parsed:
-    """A text or chat request whose prompt was tokenized: blocks of token ids, the body as it came."""
+    """A text or chat request with the blocks of its tokenized prompt; the body is unchanged."""
     fields = parsed.fields
     prompt = _token_prompt(ids, _Ids(block_tokens, (fields.model, fields.cache_salt or ""), base_model))
     return msgspec.structs.replace(parsed, prompt=msgspec.structs.replace(prompt, text_bytes=parsed.prompt.text_bytes))
 
 
 def session_of(headers: dict[bytes, bytes], names: tuple[bytes, ...], fields: GenerationBody) -> str | None:
-    """Session id: the first of the configured headers, then ``prompt_cache_key``, then ``user``; None without any."""
+    """Session id: the first of the configured headers, then ``prompt_cache_key``, then ``user``; None if absent."""
     for name in names:
         value = headers.get(name)
         if value:
@@ -185,7 +190,7 @@ def session_of(headers: dict[bytes, bytes], names: tuple[bytes, ...], fields: Ge
 
 
 def _may_offload(parsed: Parsed) -> bool:
-    """One prompt, one choice, nothing asked about the prompt's own tokens: else P's work is not all that D needs."""
+    """True for one prompt, one choice and no output about the prompt's tokens, so that P's work is all D needs."""
     fields = parsed.fields
     several = parsed.prompt.prompts > 1 or (fields.n or 1) > 1 or (fields.best_of or 1) > 1
     return not (several or fields.echo or fields.prompt_logprobs is not None)
@@ -197,15 +202,15 @@ def _chat_prompt(fields: GenerationBody, text_block_bytes: int, salts: tuple[str
         raise RequestError(400, "'messages' is missing: give a list of messages", param="messages")
     if raw[0] != ord("[") or len(raw) < 3:
         raise RequestError(400, "'messages' must be a non-empty list of messages", param="messages")
-    # Without the closing bracket, a conversation that goes on has the earlier one as an exact byte prefix.
-    # Tools come before the messages in every chat template, so they belong to the root of the chain.
+    # Without the closing bracket a continued conversation has the earlier one as an exact byte prefix. Tools come
+    # before the messages in every chat template, so they belong to the root of the chain.
     history = raw[:-1]
     root = root_hash("chat", *salts, bytes(fields.tools).decode("utf-8", "replace"))
     return Prompt(hash_byte_blocks(history, text_block_bytes, root), 0, len(history))
 
 
 class _Ids(NamedTuple):
-    """What token ids become blocks by."""
+    """Parameters of hashing token ids into blocks."""
 
     block_tokens: int
     salts: tuple[str, ...]
@@ -260,13 +265,13 @@ def _out_of_range(error: OverflowError) -> RequestError:
 
 
 def _text_prompt(quoted: memoryview, text_block_bytes: int, salts: tuple[str, ...]) -> Prompt:
-    """A JSON string as it came, escapes and all: what one client writes alike has equal bytes, and none is decoded."""
+    """Hash a JSON string without decoding it: one client escapes equal text equally."""
     text = quoted[1:-1]
     return Prompt(hash_byte_blocks(text, text_block_bytes, root_hash("text", *salts)), 0, len(text))
 
 
 def _batch_prompt(items: list[msgspec.Raw], text_block_bytes: int, how: _Ids) -> Prompt:
-    """Several prompts in one request run on one instance; the first one's blocks decide, all their lengths count."""
+    """Combine several prompts of one request: blocks of the first one, lengths of all."""
     raws = [memoryview(item) for item in items]
     if raws and all(raw[0] == ord('"') and len(raw) > 2 for raw in raws):
         first = _text_prompt(raws[0], text_block_bytes, how.salts)

@@ -1,4 +1,4 @@
-"""Interface of what changes a stream on its way from the engine to the client."""
+"""Interface of filters that transform a stream between engine and client."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Protocol
 
 
 class StreamFilter(Protocol):
-    """Changes a stream on its way; must pass on or hold back every byte it is fed."""
+    """Transforms a stream; must forward or hold back every byte it is fed."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The bytes to send on for one piece; may be empty. Raises UpstreamError if the stream cannot go on."""
+        """Return the bytes to send for one piece; may be empty. Raises UpstreamError if the stream cannot continue."""
         ...
 
     def flush(self) -> bytes:
-        """What is still held back at the end. Raises as ``feed`` does."""
+        """Return the bytes still held back at the end. Raises as ``feed`` does."""
         ...

@@ -1,8 +1,8 @@
-"""Block hashes of token-id prompts, with a memory of the prompts before: a conversation's next turn begins alike.
+"""Block hashes of token-id prompts, with a cache of earlier prompts, since a conversation's next turn begins equally.
 
-Decoding 33,000 ids and hashing their blocks takes longer than everything else the proxy does with a request. So the
-JSON text of the ids is looked at in pieces of `CHUNK_BYTES`, chained by hash like prefix blocks, and what a piece came
-to is remembered: of a prompt that goes on from an earlier one, only what is new is decoded.
+Decoding 33,000 ids and hashing their blocks takes longer than everything else the proxy does with a request. The
+JSON text of the ids is therefore processed in pieces of `CHUNK_BYTES`, chained by hash like prefix blocks, and the
+result of each piece is cached: for a prompt that extends an earlier one, only the new part is decoded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _decode_ids = msgspec.json.Decoder(list[int]).decode
 
 
 class TokenBlocks(NamedTuple):
-    """A list of token ids, as far as routing needs it."""
+    """Blocks of a list of token ids."""
 
     hashes: list[int]
     """Chained hash of every full block."""
@@ -30,13 +30,13 @@ class TokenBlocks(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """What a prompt came to up to the last whole id of one chunk."""
+    """Result for a prompt up to the last complete id of one chunk."""
 
     end: int
-    """Where in the text the next id begins."""
+    """Position in the text at which the next id begins."""
     tokens: int
     hashes: bytes
-    """Of the blocks that this chunk completed, 8 bytes each."""
+    """Hashes of the blocks that this chunk completed, 8 bytes each."""
     left: bytes
     """Packed ids after the last full block."""
     parent: int
@@ -44,10 +44,10 @@ class _Chunk(NamedTuple):
 
 
 class TokenChunks:
-    """Remembers ``capacity`` chunks, least recently used first out: 2 KB each at most, of 8 KB of JSON.
+    """Cache of ``capacity`` chunks, least recently used evicted first: at most 2 KB each, for 8 KB of JSON.
 
-    Complexity for a prompt of n bytes, d of which are beyond what is remembered: O(n) for one fast hash over the text
-    and a copy of the known block hashes, and decoding and hashing O(d).
+    Complexity for a prompt of n bytes, d of which are not cached: O(n) for one fast hash over the text and a copy of
+    the known block hashes, and O(d) for decoding and hashing.
     """
 
     def __init__(self, capacity: int = 8192) -> None:
@@ -90,7 +90,7 @@ class TokenChunks:
 
 
 def _extended(at: _Chunk, text: memoryview, block_tokens: int) -> _Chunk:
-    """What comes to after the ids in ``text``, a list without its brackets."""
+    """Extend a chunk by the ids in ``text``, a list without its brackets."""
     ids = _decode_ids(b"".join((b"[", text, b"]")))
     packed = at.left + array("I", ids).tobytes()
     block_bytes = block_tokens * TOKEN_ID_BYTES

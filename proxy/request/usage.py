@@ -1,4 +1,4 @@
-"""Reads what an engine says it used, from a whole answer or from a stream as it passes."""
+"""Reads the usage that an engine reports, from a whole answer or from a passing stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 _MARKS = (b'"usage":{', b'"usage": {')
 _OBJECT = (b":{", b": {")
 _MAX_HELD_BYTES = 1024 * 1024
-"""Of an incomplete event; an answer with more than this before the first blank line is no event stream."""
+"""Bound on an incomplete event; an answer with more than this before the first blank line is not an event stream."""
 
 
 class PromptDetails(msgspec.Struct):
@@ -27,10 +27,10 @@ class Usage(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int | None:
-        """Prompt tokens the engine took from its cache.
+        """Prompt tokens that the engine took from its cache.
 
-        vLLM 0.18 leaves the details out when there was no hit, so a missing value beside a token count means 0; an
-        engine that never reports details cannot be told from that.
+        vLLM 0.18 omits the details if there was no hit, so a missing value beside a token count means 0; an engine that
+        never reports details cannot be distinguished from that.
         """
         if self.prompt_tokens is None:
             return None
@@ -52,7 +52,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 def usage_of_answer(body: bytes) -> Usage | None:
-    """Usage of a whole (not streamed) answer; None when there is none or it is not an object."""
+    """Usage of a whole (not streamed) answer; None if there is none or it is not an object."""
     try:
         return _decode_answer(body).usage
     except (msgspec.DecodeError, RecursionError):
@@ -60,7 +60,7 @@ def usage_of_answer(body: bytes) -> Usage | None:
 
 
 def is_usage_event(event: bytes) -> bool:
-    """Whether a server-sent event is the one that only carries the usage: no choices."""
+    """True if a server-sent event only carries the usage, without choices."""
     if b'"usage"' not in event:
         return False
     start = event.find(b"{")
@@ -82,7 +82,7 @@ def _usage_of_event(event: bytes) -> Usage | None:
 
 
 def with_cached_tokens(answer: bytes, cached_tokens: int) -> bytes:
-    """An answer (or the JSON of an event) whose usage says ``cached_tokens``; unchanged if it has no usage."""
+    """An answer (or the JSON of an event) with ``cached_tokens`` in its usage; unchanged if it has no usage."""
     try:
         content = msgspec.json.decode(answer)
     except (msgspec.DecodeError, RecursionError):
@@ -94,30 +94,30 @@ def with_cached_tokens(answer: bytes, cached_tokens: int) -> bytes:
 
 
 class UsageFilter:
-    """Passes a stream on event by event, remembers the usage it tells, and mends that event where needed.
+    """Forwards a stream event by event, records its usage, and corrects that event where needed.
 
-    Taken out for clients that did not ask for it. Corrected after a hand-off, where D counts all it pulled as cached
-    (``cached_tokens``: what P reused). Every other byte passes unchanged. An incomplete event is held back, so that a
-    stream that breaks off inside one is cut at its last whole event.
+    The usage event is removed for clients that did not request it, and corrected after a hand-off, where D counts all
+    pulled tokens as cached (``cached_tokens``: tokens that P reused). All other bytes pass unchanged. An incomplete
+    event is held back, so that a stream that breaks off inside one is cut at its last complete event.
     """
 
-    __slots__ = ("_cached_tokens", "_drop", "_held", "_told", "events")
+    __slots__ = ("_cached_tokens", "_drop", "_held", "_usage_event", "events")
 
     def __init__(self, *, drop: bool = False, cached_tokens: int | None = None) -> None:
         self._drop = drop
         self._cached_tokens = cached_tokens
         self._held = b""
-        self._told = b""
+        self._usage_event = b""
         self.events = 0
-        """Events fed so far, with ``[DONE]``."""
+        """Number of events fed so far, including ``[DONE]``."""
 
     @property
     def usage(self) -> Usage | None:
-        """What the last event that tells a usage says."""
-        return _usage_of_event(self._told) if self._told else None
+        """Usage of the last event that has one."""
+        return _usage_of_event(self._usage_event) if self._usage_event else None
 
     def feed(self, chunk: bytes) -> bytes:
-        """The bytes to send on for one piece of the stream; may be empty."""
+        """The bytes to send for one piece of the stream; may be empty."""
         data = self._held + chunk if self._held else chunk
         if data.endswith(b"\n\n"):
             self._held = b""
@@ -131,12 +131,12 @@ class UsageFilter:
         self.events += events
         at = data.rfind(b'"usage"')  # at the end of an event, where it is found at once
         if at >= 0 and (events > 1 or data.startswith(_OBJECT, at + 7)):
-            # Engines may write "usage": null on every event; only an object tells a usage.
-            return b"".join(self._mended(data))
+            # Engines may write "usage": null on every event; only an object is a usage.
+            return b"".join(self._corrected(data))
         return data
 
-    def _mended(self, data: bytes) -> Iterator[bytes]:
-        """``data`` with the events mended that tell a usage; only those are looked at."""
+    def _corrected(self, data: bytes) -> Iterator[bytes]:
+        """``data`` with its usage events corrected; only those are decoded."""
         gap = b"\r\n\r\n" if b"\r\n" in data else b"\n\n"  # JSON holds neither unescaped
         start = 0
         while True:
@@ -149,11 +149,11 @@ class UsageFilter:
             begin = start if before < 0 else before + len(gap)
             end = len(data) if after < 0 else after + len(gap)
             yield data[start:begin]
-            yield self._mend(data[begin:end], gap)
+            yield self._correct(data[begin:end], gap)
             start = end
 
-    def _mend(self, event: bytes, gap: bytes) -> bytes:
-        self._told = event
+    def _correct(self, event: bytes, gap: bytes) -> bytes:
+        self._usage_event = event
         if not (self._drop or self._cached_tokens is not None) or not is_usage_event(event):
             return event
         if self._drop:
@@ -163,12 +163,12 @@ class UsageFilter:
         return event[:start] + with_cached_tokens(event[start:].removesuffix(gap), self._cached_tokens) + gap
 
     def flush(self) -> bytes:
-        """What is left when the stream ends in the middle of an event."""
+        """The incomplete event left at the end of the stream."""
         held, self._held = self._held, b""
         return held
 
 
 def _after(data: bytes, gap: bytes) -> int:
-    """Where the last ``gap`` ends; 0 where there is none."""
+    """Position after the last ``gap``; 0 if there is none."""
     at = data.rfind(gap)
     return 0 if at < 0 else at + len(gap)

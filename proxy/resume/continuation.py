@@ -1,9 +1,9 @@
-"""What of a stream has gone to the client, so that another engine can go on with it.
+"""Record of the part of a stream that has been sent to the client, so that another engine can continue it.
 
-A position in an answer is *clean* when the text of all its tokens has been sent. Others are not: the bytes of a
-character may be spread over tokens, and an engine keeps the text back until the character is whole. An engine that is
-given such a beginning as a prompt would not know of the text kept back (vLLM's detokenizer would even repeat the
-prompt's text), so an answer goes on from its last clean position.
+A position in an answer is *clean* if the text of all its tokens has been sent. Other positions are not: the bytes of a
+character may be spread over tokens, and an engine holds text back until the character is complete. An engine that
+receives such a beginning as a prompt cannot produce the held-back text (vLLM's detokenizer would even repeat the
+prompt's text), so an answer is continued from its last clean position.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import msgspec
 from proxy.engines.upstream import UpstreamError
 
 _TOKEN_IDS = re.compile(rb'token_ids"\s*:\s*\[[^\]]*\]')
-"""The ids in an event, those of the prompt too. Inside a JSON string the quote would be escaped."""
+"""Token ids in an event, including the prompt's. Inside a JSON string the quote would be escaped."""
 _SERVER_ERROR = 500
 _NONE = (b"", b"null", b"[]")
 
 
 class StreamFailedError(UpstreamError):
-    """The engine said in its stream that it failed, or the stream is not one that can be continued."""
+    """The engine reported a failure in its stream, or the stream cannot be continued."""
 
 
 class Cut(NamedTuple):
-    """Where another engine goes on: how much of the answer is given to it as prompt."""
+    """Position at which another engine continues: the part of the answer that it receives as prompt."""
 
     ids: int
     """Generated tokens that become prompt; 0: the request is repeated from its first token."""
     content: int
-    """Pieces of ``StreamSoFar.content`` that those tokens are."""
+    """Number of entries of ``StreamSoFar.content`` that those tokens produced."""
 
 
 class Delta(msgspec.Struct):
-    """Of a chat stream's delta, what is text or a tool call."""
+    """Text and tool calls of a chat stream's delta."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -43,8 +43,8 @@ class Delta(msgspec.Struct):
     tool_calls: msgspec.Raw = msgspec.Raw()
 
 
-class Choice(msgspec.Struct):
-    """A part of an answer: ``text`` in a completion's stream, ``delta`` in a chat's."""
+class StreamChoice(msgspec.Struct):
+    """One choice of an event: ``text`` in a completion's stream, ``delta`` in a chat's."""
 
     text: str | None = None
     delta: Delta | None = None
@@ -53,28 +53,27 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class Event(msgspec.Struct):
-    """One event of either kind of stream."""
+class StreamEvent(msgspec.Struct):
+    """One event of a completion's or a chat's stream."""
 
     id: str | None = None
     object: str | None = None
     created: int | None = None
     model: str | None = None
-    choices: list[Choice] = []
+    choices: list[StreamChoice] = []
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     usage: msgspec.Raw = msgspec.Raw()
     error: Any = None
 
 
-_decode_event = msgspec.json.Decoder(Event).decode
+_decode_event = msgspec.json.Decoder(StreamEvent).decode
 _encode = msgspec.json.encode
 
 
 class EventReader:
-    """Cuts a stream into events and turns each into what the client gets.
+    """Splits a stream into events and converts each into the bytes for the client.
 
-    An event may tell of a failure. What came before it in the same bytes is still the client's, so ``feed`` gives that,
-    and it is the next call that raises.
+    Events before a failure in the same bytes are still returned, so ``feed`` returns them and the next call raises.
     """
 
     def __init__(self) -> None:
@@ -82,25 +81,25 @@ class EventReader:
         self._failure: Exception | None = None
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take the next bytes of the stream; return what the client gets of its complete events.
+        """Consume the next bytes of the stream; returns the bytes for the client from its complete events.
 
         Raises:
-            StreamFailedError: the event after the last ones given told of a failure, or cannot be used.
+            StreamFailedError: the event after the last returned one reported a failure, or cannot be used.
         """
         if self._failure is not None:
             raise self._failure
         *events, self._held = (self._held + chunk).split(b"\n\n")
-        said = []
+        output = []
         for event in events:
             try:
-                said.append(self._take(event))
+                output.append(self._take(event))
             except StreamFailedError as error:
                 self._failure = error
                 break
-        return b"".join(said)
+        return b"".join(output)
 
     def flush(self) -> bytes:
-        """The end of the stream: a torn event is dropped. Raises as ``feed`` does."""
+        """End the stream: an incomplete event is dropped. Raises as ``feed`` does."""
         if self._failure is not None:
             raise self._failure
         self._held = b""
@@ -111,44 +110,43 @@ class EventReader:
 
 
 class StreamSoFar(EventReader):
-    """Takes every complete event of a stream before it goes to the client; the rest of an event is never sent."""
+    """Records every complete event of a stream before it is sent to the client; an incomplete event is never sent."""
 
     def __init__(self, *, keep_ids: bool) -> None:
-        """``keep_ids``: the client asked for the token ids, so they are not taken out of its events."""
+        """``keep_ids``: the client requested the token ids, so they are not removed from its events."""
         super().__init__()
         self._keep_ids = keep_ids
         self.identity: dict[str, Any] = {}
-        """``id``, ``object``, ``created``, ``model`` of the first event: the client's stream has these throughout."""
+        """``id``, ``object``, ``created``, ``model`` of the first event, used for the client's whole stream."""
         self.prompt_ids = b""
-        """The prompt's token ids as a JSON list; empty where the engine did not tell them."""
+        """The prompt's token ids as a JSON list; empty if the engine did not report them."""
         self.ids: list[int] = []
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.pieces = 0
-        """Events with a part of the answer in them."""
+        """Events that carry a part of the answer."""
         self.clean = Cut(0, 0)
         self.exact = True
-        """Every part of the answer came with its token ids."""
+        """True while every part of the answer came with its token ids."""
         self.tool_calls = False
         self.finish_reason: str | None = None
         self.usage_sent = False
         self.done = False
         self.readable = True
-        """False from the first event on that is not framed or shaped as vLLM's: all else passes by as it came."""
+        """False after the first event that is not framed or shaped as vLLM's; further bytes pass through unchanged."""
 
     @property
     def begun(self) -> bool:
-        """Whether any part of the answer has gone to the client."""
+        """True if any part of the answer has been sent to the client."""
         shown = self.content or self.reasoning or self.tool_calls or self.finish_reason
         return bool(shown or (self._keep_ids and self.ids))
 
     @property
     def tokens(self) -> int:
-        """Tokens so far; events, where the engine does not tell ids."""
+        """Tokens sent so far; events, if the engine does not report token ids."""
         return len(self.ids) if self.exact else self.pieces
 
     def feed(self, chunk: bytes) -> bytes:
-        """As of ``EventReader``; what is not framed as vLLM does it passes by as it came."""
         if self.readable and b"\r\n" not in self._held[-1:] + chunk:
             return super().feed(chunk)
         data, self._held = self._held + chunk, b""
@@ -168,19 +166,25 @@ class StreamSoFar(EventReader):
         if not self.identity:
             self.begin(decoded)
         for choice in decoded.choices:
-            self.add(choice, told=len(choice.token_ids or ()), clean=True)
+            self.add(choice, reported_ids=len(choice.token_ids or ()), clean=True)
         self.usage_sent = self.usage_sent or is_usage(decoded)
         return (event if self._keep_ids else _TOKEN_IDS.sub(b'token_ids":null', event)) + b"\n\n"
 
-    def begin(self, event: Event) -> None:
-        """Keep what is told once, in the first event."""
-        told = {"id": event.id, "object": event.object, "created": event.created, "model": event.model}
-        self.identity = {name: value for name, value in told.items() if value is not None}
+    def begin(self, event: StreamEvent) -> None:
+        """Record the fields that only the first event carries."""
+        fields = {"id": event.id, "object": event.object, "created": event.created, "model": event.model}
+        self.identity = {name: value for name, value in fields.items() if value is not None}
         ids = bytes(event.prompt_token_ids) or (bytes(event.choices[0].prompt_token_ids) if event.choices else b"")
         self.prompt_ids = ids if ids.startswith(b"[") else b""
 
-    def add(self, choice: Choice, *, told: int, clean: bool) -> None:
-        """Count a part of the answer as sent, its event having told ``told`` ids; ``clean``: it may end clean."""
+    def add(self, choice: StreamChoice, *, reported_ids: int, clean: bool) -> None:
+        """Record a part of the answer as sent.
+
+        Args:
+            choice: the part.
+            reported_ids: number of token ids in its event.
+            clean: its end may be a clean position.
+        """
         delta = choice.delta
         content = choice.text if delta is None else delta.content
         ids = choice.token_ids or ()
@@ -190,25 +194,25 @@ class StreamSoFar(EventReader):
         if not (content or ids or reasoning):
             return
         self.pieces += 1
-        self.exact = self.exact and told > 0
+        self.exact = self.exact and reported_ids > 0
         self.ids += ids
         if content:
             self.content.append(content)
         if reasoning:
             self.reasoning.append(reasoning)
-        # Of several tokens the last ones' text may be held back. One token with text ends a character.
-        if clean and content and told == 1:
+        # With several tokens the text of the last may be held back. One token with text ends a character.
+        if clean and content and reported_ids == 1:
             self.clean = Cut(len(self.ids), len(self.content))
 
     def usage_event(self) -> bytes:
-        """The usage of an answer that is complete but for this event."""
+        """Usage event of an answer that is complete except for this event."""
         prompt, completion = self.prompt_ids.count(b",") + 1, len(self.ids)
         usage = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
         return b"data: " + _encode({**self.identity, "choices": [], "usage": usage}) + b"\n\n"
 
 
-def decode_event(data: bytes) -> Event:
-    """One event's JSON. Raises StreamFailedError for an engine's report of its own failure, else msgspec's errors."""
+def decode_event(data: bytes) -> StreamEvent:
+    """Decode one event. Raises StreamFailedError if the engine reports its own failure, or msgspec's errors."""
     event = _decode_event(data)
     if isinstance(event.error, dict):
         code = event.error.get("code")
@@ -217,11 +221,11 @@ def decode_event(data: bytes) -> Event:
     return event
 
 
-def calls_tool(choice: Choice) -> bool:
-    """Whether a part of a tool call is in it."""
+def calls_tool(choice: StreamChoice) -> bool:
+    """True if the choice contains a part of a tool call."""
     return choice.delta is not None and bytes(choice.delta.tool_calls) not in _NONE
 
 
-def is_usage(event: Event) -> bool:
-    """Whether an event only carries the usage."""
+def is_usage(event: StreamEvent) -> bool:
+    """True if the event only carries the usage."""
     return not event.choices and bytes(event.usage).startswith(b"{")

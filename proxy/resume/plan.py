@@ -1,8 +1,9 @@
-"""Whether, and how, an answer that broke off may be continued on another instance. Pure: reads bodies, writes bodies.
+"""Rules for resuming a broken answer on another instance. Pure: reads and writes request bodies.
 
 There are two ways. *Continuing* gives the other engine the prompt and the tokens so far as one prompt of token ids.
-*Repeating* sends it the same request again, and what had been sent is compared and cut off: dearer, but right for
-whatever depends on the whole of the generated text (stop strings, penalties, grammars, parsers) or on a seed.
+*Repeating* sends it the same request again, and the part already sent is compared and cut off: more expensive, but
+correct for requests that depend on the whole of the generated text (stop strings, penalties, grammars, parsers) or on a
+seed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from proxy.request.bodies import ask_for_usage
+from proxy.request.bodies import request_usage
 from proxy.request.parse import Endpoint, Parsed
 from proxy.resume.continuation import Cut, StreamSoFar
 from proxy.routing.retries import NO_RETRY_HEADER
@@ -25,9 +26,9 @@ _decode_number = msgspec.json.Decoder(float).decode
 _encode = msgspec.json.encode
 
 _GREEDY_BELOW = 1e-5
-"""vLLM takes a temperature below this (``_SAMPLING_EPS``) as greedy."""
+"""vLLM treats a lower temperature (``_SAMPLING_EPS``) as greedy."""
 _DEFAULT_COMPLETION_TOKENS = 16
-"""vLLM's ``max_tokens`` of a completion that names none."""
+"""vLLM's ``max_tokens`` of a completion without one."""
 _NEUTRAL = frozenset((b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""'))
 
 _CARRIED = frozenset(
@@ -38,8 +39,9 @@ _CARRIED = frozenset(
         *("user", "return_token_ids", "return_tokens_as_token_ids"),
     )
 )
-"""Fields that mean the same after the cut as before it: of each token alone, or of prompt and answer as a whole
-(vLLM's repetition penalty counts both)."""
+"""Fields with the same meaning after the cut as before it: they apply to each token alone, or to prompt and answer as
+a whole (vLLM's repetition penalty counts both).
+"""
 _REPLACED = frozenset(("prompt", "messages", "max_tokens", "max_completion_tokens", "min_tokens"))
 _SPENT = frozenset(
     (
@@ -49,7 +51,7 @@ _SPENT = frozenset(
         *("safety_identifier", "verbosity"),
     )
 )
-"""Fields that made the prompt, or mean nothing without another one that is not continued; left out after the cut."""
+"""Fields that shaped the prompt, or have no effect without a field that is not continued; omitted after the cut."""
 _ONE_CHOICE = frozenset(("n", "best_of"))
 _SHAPES = frozenset(("echo", "suffix", "use_beam_search", "prompt_embeds"))
 _LOGPROBS = frozenset(("logprobs", "prompt_logprobs"))
@@ -57,52 +59,52 @@ _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
 
 
 class ResumeResult(StrEnum):
-    """What became of a stream that broke: the closed vocabulary of rows and metric labels."""
+    """Result of resuming a broken stream: closed set used in rows and metric labels."""
 
     RESUMED = "resumed"
-    """Another engine took it up; whether to its end, the request's outcome tells."""
+    """Another engine continued it; the request's outcome shows if it completed."""
     COMPLETED = "completed"
-    """Nothing but the usage or the end mark was missing."""
+    """Only the usage or the end mark was missing."""
     SHAPE = "shape"
-    """Several choices or prompts, echo, suffix, beam search, embeddings: not one text that goes on."""
+    """Several choices or prompts, echo, suffix, beam search, embeddings: not a single text that can be continued."""
     LOGPROBS = "logprobs"
     SAMPLED = "sampled"
-    """Drawn at random: another engine would draw something else."""
+    """Sampled at random: another engine would generate a different text."""
     TOOL_CALL = "tool_call"
-    """A tool call was under way."""
+    """A tool call was in progress."""
     UNREADABLE = "unreadable"
     """The stream is not framed or shaped as vLLM's."""
     TOO_LONG_TO_REPEAT = "too_long_to_repeat"
     """More than ``resume.repeat_tokens`` would have to be generated again."""
     NO_CLEAN_POSITION = "no_clean_position"
-    """Sampled, and what has been sent does not end with a whole character."""
+    """Sampled, and the text sent so far does not end with a complete character."""
     BUDGET = "budget"
-    """The retry budget is used up."""
+    """The retry budget is exhausted."""
     EXHAUSTED = "exhausted"
-    """``resume.max_resumes`` are spent."""
+    """``resume.max_resumes`` is reached."""
     NO_INSTANCE = "no_instance"
     """No other healthy instance."""
     FAILED = "failed"
     """The other instance refused, or broke before its first byte."""
     DIVERGED = "diverged"
-    """The other instance generated something else than what had been sent."""
+    """The other instance generated a different text than the one already sent."""
 
 
 class ResumePlan(NamedTuple):
-    """How a request may be resumed."""
+    """Permitted ways to resume a request."""
 
     endpoint: Endpoint
     may_continue: bool
     may_repeat: bool
     returns_ids: bool
-    """The client asked for token ids itself."""
+    """The client requested token ids itself."""
     max_tokens: int | None
-    """What the client allowed; None: as much as the model takes."""
+    """The client's limit; None: up to the model's context."""
     min_tokens: int
 
 
-def wanted(settings: ResumeSettings, headers: dict[bytes, bytes]) -> bool:
-    """Whether a request with these headers is to be resumed if it breaks."""
+def resume_enabled(settings: ResumeSettings, headers: dict[bytes, bytes]) -> bool:
+    """True if a request with these headers is to be resumed when it breaks."""
     if settings.enabled is ResumeWhen.NEVER:
         return False
     asked = headers.get(HEADER, b"").strip().lower()
@@ -112,7 +114,10 @@ def wanted(settings: ResumeSettings, headers: dict[bytes, bytes]) -> bool:
 
 
 def plan_resume(parsed: Parsed, *, sampled: bool) -> ResumePlan | ResumeResult:
-    """How this request may be resumed, or why not. ``sampled``: answers drawn without a seed may be continued."""
+    """Permitted ways to resume this request, or the reason for none.
+
+    ``sampled``: answers sampled without a seed may be continued.
+    """
     if parsed.prompt.prompts > 1:
         return ResumeResult.SHAPE
     fields = _decode_fields(parsed.body)
@@ -122,7 +127,7 @@ def plan_resume(parsed: Parsed, *, sampled: bool) -> ResumePlan | ResumeResult:
             continue
         value = bytes(raw)
         if name in _LOGPROBS and (name == "prompt_logprobs" or value != b"false"):
-            # In a completion `logprobs: 0` asks for those of the chosen tokens.
+            # In a completion `logprobs: 0` requests those of the chosen tokens.
             return ResumeResult.LOGPROBS
         if (name in _ONE_CHOICE and value != b"1") or (name in _SHAPES and value not in _NEUTRAL):
             return ResumeResult.SHAPE
@@ -145,21 +150,21 @@ def plan_resume(parsed: Parsed, *, sampled: bool) -> ResumePlan | ResumeResult:
     )
 
 
-def ask_for_ids(body: bytes) -> bytes:
+def request_token_ids(body: bytes) -> bytes:
     """The request with ``return_token_ids``."""
     if b"return_token_ids" not in body:
         return body.rstrip()[:-1] + b',"return_token_ids":true}'
     return _encode({**_decode_fields(body), "return_token_ids": True})
 
 
-def where_to_cut(
+def choose_cut(
     plan: ResumePlan, so_far: StreamSoFar, body: bytes, repeat_tokens: int, model_tokens: int | None
 ) -> Cut | ResumeResult:
-    """The position another engine goes on from, or why it cannot.
+    """Position at which another engine continues, or the reason why it cannot.
 
     Args:
         plan: of the request.
-        so_far: what has gone to the client.
+        so_far: the part of the stream sent to the client.
         body: the client's request.
         repeat_tokens: how many tokens may be generated again.
         model_tokens: the model's context, None if unknown.
@@ -184,14 +189,14 @@ def where_to_cut(
 def continuation_body(
     plan: ResumePlan, so_far: StreamSoFar, cut: Cut, body: bytes, model_tokens: int | None
 ) -> tuple[Endpoint, bytes]:
-    """The request that makes another engine go on from ``cut``, and where it is sent.
+    """Endpoint and body of the request that makes another engine continue from ``cut``.
 
     Args:
         plan: of the request.
-        so_far: what has gone to the client.
-        cut: as ``where_to_cut`` gave it.
-        body: the request as the first engine was sent it, usage and token ids asked for.
-        model_tokens: the model's context, None if unknown.
+        so_far: the part of the stream sent to the client.
+        cut: result of ``choose_cut``.
+        body: the request as sent to the first engine, with usage and token ids requested.
+        model_tokens: the model's context length, None if unknown.
     """
     if not cut.ids:
         return plan.endpoint, body
@@ -202,14 +207,14 @@ def continuation_body(
     changes: dict[str, object] = {"prompt": msgspec.Raw(ids), "max_tokens": limit}
     if plan.min_tokens > cut.ids:
         changes["min_tokens"] = plan.min_tokens - cut.ids
-    # A chat's prompt is known by its ids only, and only a completion takes ids.
+    # A chat's prompt is known by its ids only, and only a completion accepts ids.
     return Endpoint.COMPLETIONS, _encode({**fields, **changes})
 
 
 def body_to_send(body: bytes, plan: ResumePlan, *, with_usage: bool) -> bytes:
-    """The client's request with what resuming needs: token ids, and the usage if the proxy wants it."""
-    asked = body if plan.returns_ids else ask_for_ids(body)
-    return ask_for_usage(asked) if with_usage else asked
+    """The client's request with token ids requested for resuming, and with ``with_usage`` the usage."""
+    asked = body if plan.returns_ids else request_token_ids(body)
+    return request_usage(asked) if with_usage else asked
 
 
 def _may_continue(plan: ResumePlan, so_far: StreamSoFar, body: bytes, model_tokens: int | None) -> bool:
@@ -218,7 +223,7 @@ def _may_continue(plan: ResumePlan, so_far: StreamSoFar, body: bytes, model_toke
     left = _tokens_left(plan, so_far, model_tokens)
     if left is None or left < 1:
         return False
-    # Behind a parser of reasoning a completion would send its marks as text; an image has no token ids.
+    # With a reasoning parser, a completion would return its markers as text; an image has no token ids.
     return plan.endpoint is Endpoint.COMPLETIONS or not (so_far.reasoning or _has_media(body))
 
 
@@ -246,7 +251,7 @@ _decode_chat = msgspec.json.Decoder(_Chat).decode
 
 
 def _has_media(body: bytes) -> bool:
-    """Whether a chat holds anything but text, or what cannot be read."""
+    """True if a chat contains anything but text, or cannot be decoded."""
     try:
         messages = _decode_chat(body).messages
     except msgspec.DecodeError:

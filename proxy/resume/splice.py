@@ -1,4 +1,4 @@
-"""The seam at which a second engine's stream becomes the continuation of what the client already has."""
+"""Splice point of a resumed stream: turns a second engine's stream into the continuation of the client's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 
 from proxy.resume.continuation import (
-    Choice,
     Cut,
     Delta,
     EventReader,
+    StreamChoice,
     StreamFailedError,
     StreamSoFar,
     calls_tool,
@@ -25,23 +25,23 @@ _CHAT_CHUNK = "chat.completion.chunk"
 
 
 class DivergedError(StreamFailedError):
-    """The engine that should go on generated something else than what had been sent."""
+    """The continuing engine generated a different text than the one already sent."""
 
 
-class Seam(EventReader):
-    """Makes the second engine's events the continuation of what the client has: same identity, nothing twice.
+class Splice(EventReader):
+    """Converts the second engine's events into the continuation of the client's stream: same identity, no repetition.
 
-    A DivergedError is among what it may raise.
+    Also raises DivergedError.
     """
 
     def __init__(self, so_far: StreamSoFar, cut: Cut, *, keep_ids: bool) -> None:
-        """``keep_ids``: the client asked for the token ids, so those sent beyond the cut must come again."""
+        """``keep_ids``: the client requested the token ids, so those sent beyond the cut must be repeated exactly."""
         super().__init__()
         self._so_far = so_far
         self._cut = cut
         self._keep_ids = keep_ids
         if not keep_ids:
-            # The client has not seen them; text kept back may come from other tokens.
+            # The client has not seen them; held-back text may come from other tokens.
             del so_far.ids[cut.ids :]
         self._ids = so_far.ids[cut.ids :]
         self._content = "".join(so_far.content[cut.content :])
@@ -59,13 +59,13 @@ class Seam(EventReader):
         if start < 0:
             if b"[DONE]" in raw:
                 if self._behind:
-                    raise DivergedError("the stream ended before what had been sent")
+                    raise DivergedError("the stream ended before the part already sent")
                 so_far.done = True
             return raw + b"\n\n"
         try:
             event = decode_event(raw[start:])
         except msgspec.DecodeError as error:
-            raise StreamFailedError(f"an event that cannot be read: {error}") from error
+            raise StreamFailedError(f"an unreadable event: {error}") from error
         if not so_far.identity:
             so_far.begin(event)
             self._chat = event.object == _CHAT_CHUNK
@@ -78,27 +78,27 @@ class Seam(EventReader):
         if isinstance(content.get("usage"), dict):
             content["usage"] = self._usage(content["usage"])
         self._opened = True
-        said = _encode({**content, **so_far.identity})
+        encoded = _encode({**content, **so_far.identity})
         so_far.usage_sent = so_far.usage_sent or is_usage(event)
-        return b"data: " + said + b"\n\n"
+        return b"data: " + encoded + b"\n\n"
 
-    def _rest(self, choice: Choice) -> Choice | None:
-        """What of this part the client does not have yet; None: nothing. It counts as sent."""
+    def _rest(self, choice: StreamChoice) -> StreamChoice | None:
+        """The part of this choice that the client does not have yet, recorded as sent; None if nothing."""
         delta = choice.delta
-        said = choice.text if delta is None else delta.content
-        thought = (delta.reasoning or delta.reasoning_content) if delta is not None else None
+        text = choice.text if delta is None else delta.content
+        reasoning_text = (delta.reasoning or delta.reasoning_content) if delta is not None else None
         ids = choice.token_ids or []
-        if said and not ids:
-            self._ids = []  # this engine does not tell ids: the text has to do
+        if text and not ids:
+            self._ids = []  # this engine does not report ids: only the text can be compared
         skipped = min(len(self._ids), len(ids))
         if ids[:skipped] != self._ids[:skipped]:
             raise DivergedError(f"other tokens: {ids[:skipped]} instead of {self._ids[:skipped]}")
-        content, self._content = _after(said or "", self._content)
-        reasoning, self._reasoning = _after(thought or "", self._reasoning)
+        content, self._content = _after(text or "", self._content)
+        reasoning, self._reasoning = _after(reasoning_text or "", self._reasoning)
         del self._ids[:skipped]
         tools = calls_tool(choice)
         if self._behind and (tools or choice.finish_reason):
-            raise DivergedError("it ended, or called a tool, before what had been sent")
+            raise DivergedError("it ended, or called a tool, before the part already sent")
         field = "reasoning_content" if delta is not None and delta.reasoning_content else "reasoning"
         left = msgspec.structs.replace(choice, token_ids=ids[skipped:])
         if delta is None:
@@ -106,21 +106,21 @@ class Seam(EventReader):
         else:
             left.delta = Delta(content or None, tool_calls=delta.tool_calls)
             setattr(left.delta, field, reasoning or None)
-        self._so_far.add(left, told=len(ids), clean=not self._behind)
+        self._so_far.add(left, reported_ids=len(ids), clean=not self._behind)
         new = content or reasoning or tools or choice.finish_reason or (self._keep_ids and left.token_ids)
         return left if new or not self._opened else None
 
-    def _put(self, content: dict[str, Any], said: Choice) -> dict[str, Any]:
-        """An event in the client's shape, with what is new in it."""
+    def _put(self, content: dict[str, Any], new: StreamChoice) -> dict[str, Any]:
+        """The event in the client's format, with only the new parts."""
         choice = content["choices"][0]
         if choice.get("token_ids") is not None:
-            choice["token_ids"] = said.token_ids if self._keep_ids else None
+            choice["token_ids"] = new.token_ids if self._keep_ids else None
         holders: tuple[dict[str, Any], ...] = (content, choice)
         for holder in holders:
             if holder.get("prompt_token_ids") is not None and (self._opened or not self._keep_ids):
                 holder["prompt_token_ids"] = None
-        if said.delta is None:
-            choice["text"] = said.text
+        if new.delta is None:
+            choice["text"] = new.text
             if not self._chat:
                 return content
             usage = {"usage": content["usage"]} if content.get("usage") else {}
@@ -130,11 +130,11 @@ class Seam(EventReader):
             delta.pop("role", None)
         for name in ("content", "reasoning", "reasoning_content"):
             if delta.get(name):
-                delta[name] = getattr(said.delta, name) or ""
+                delta[name] = getattr(new.delta, name) or ""
         return content
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """As of the original prompt: the tokens of the cut were generated."""
+        """The usage relative to the original prompt: the tokens of the cut were generated."""
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if not isinstance(prompt, int) or not isinstance(completion, int):
             return usage
@@ -150,7 +150,7 @@ class Seam(EventReader):
 
 
 def _after(text: str, sent: str) -> tuple[str, str]:
-    """``text`` without its beginning that had been ``sent``, and what of ``sent`` is still to come."""
+    """``text`` without its beginning that was already ``sent``, and the part of ``sent`` still to come."""
     if text.startswith(sent):
         return text[len(sent) :], ""
     if sent.startswith(text):
@@ -159,7 +159,7 @@ def _after(text: str, sent: str) -> tuple[str, str]:
 
 
 def _as_chat(choice: dict[str, Any]) -> dict[str, Any]:
-    """A completion's choice as vLLM's chat streams have it."""
+    """A completion's choice in the format of vLLM's chat streams."""
     kept = {name: choice.get(name) for name in ("finish_reason", "stop_reason", "token_ids")}
     if kept["finish_reason"] is None:
         del kept["stop_reason"]

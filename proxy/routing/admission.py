@@ -1,9 +1,9 @@
-"""Who may be sent now, and who waits: caps on what is in flight, and one bounded queue in order of arrival.
+"""Admission control: caps on requests in flight, and one bounded FIFO queue.
 
-A request takes its place by being routed: in one synchronous step an instance below its cap is chosen and the lease is
-on the ledger, so the caps hold however many requests arrive at once. Whoever finds no room waits. When a lease is
-released, a request leaves or an instance comes back, the heads of the queue are routed one after the other until one
-does not fit; each waiter is woken with its place already taken. Nobody polls, overtakes or is woken in vain.
+A request is admitted by being routed: one synchronous step chooses an instance below its cap and enters the lease into
+the ledger, so the caps hold for any number of simultaneous arrivals. A request without room waits. When a lease is
+released, a client leaves or an instance recovers, the heads of the queue are routed one after the other until one
+does not fit; each waiter is woken after it has been routed. There is no polling, overtaking or spurious wake-up.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from math import ceil
 from typing import Protocol
 
 from policies.ledger import Ledger
+from policies.row import RequestOutcome
 from policies.session import Routed
 from policies.types import NoCandidateError, RequestView, Role
-from proxy.breakdown import Outcome
 from proxy.errors import RequestError
 from proxy.fleet.breaker import Trial
 from proxy.fleet.instances import Instances
@@ -27,28 +27,28 @@ from proxy.settings import LimitSettings
 
 log = logging.getLogger("warmroute.admission")
 
-NOBODY: frozenset[str] = frozenset()
+NO_INSTANCES: frozenset[str] = frozenset()
 
 
 class QueueError(RequestError):
-    """A request that got no place."""
+    """A request that was not admitted."""
 
-    def __init__(self, status: int, message: str, outcome: Outcome, retry_after_s: int) -> None:
+    def __init__(self, status: int, message: str, outcome: RequestOutcome, retry_after_s: int) -> None:
         kind = "rate_limit_error" if status == 429 else "service_unavailable"
         super().__init__(status, message, kind=kind, code=outcome.value, retry_after_s=retry_after_s)
         self.outcome = outcome
 
 
 class Routes(Protocol):
-    """Decides and counts in one step; see ``Router.route``."""
+    """Routes and leases in one step, as ``Router.route`` does."""
 
     def route(self, request: RequestView, available: set[str]) -> Routed:
-        """Raises NoCandidateError."""
+        """Route and lease a request to one of ``available``. Raises NoCandidateError."""
         ...
 
 
 class Admission:
-    """The gate of one proxy. Every request takes a ``seat`` and closes it when it is over."""
+    """Admission of one proxy. Every request takes a ``seat`` and closes it at its end."""
 
     def __init__(self, limits: LimitSettings, instances: Instances, router: Routes, ledger: Ledger) -> None:
         self._limits = limits
@@ -60,18 +60,18 @@ class Admission:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._moving_up = False
         self.in_flight = 0
-        """Requests that are being served: each once, with all its attempts and legs."""
+        """Requests being served, each counted once for all its attempts and legs."""
         self.refused_full = 0
         self.refused_late = 0
         self.left = 0
-        """Clients that left the queue."""
-        self.on_waited: Callable[[float], None] = _nobody_asks
-        """Called with every wait that is over, in seconds, however it ended."""
+        """Clients that left while in the queue."""
+        self.on_waited: Callable[[float], None] = _ignore_wait
+        """Called with the seconds of every finished wait, regardless of its outcome."""
         self._last_wait_s = 0.0
         instances.on_room = ledger.on_release = self.wake
 
     def apply(self, limits: LimitSettings) -> None:
-        """Take over other limits; whoever waits may have room now."""
+        """Apply other limits and re-check the queue."""
         self._limits = limits
         self.wake()
 
@@ -91,23 +91,23 @@ class Admission:
         }
 
     def seat(self) -> Seat:
-        """A place for one request, to be routed and closed."""
+        """A new seat for one request, to be routed and closed."""
         return Seat(self)
 
     def wake(self) -> None:
-        """There may be room: let the heads of the queue move up, once, after what is going on now is done."""
+        """Schedule one pass over the heads of the queue after the current callback."""
         if (self._queue or self._again) and not self._moving_up and self._loop is not None:
             self._moving_up = True
             self._loop.call_soon(self._move_up)
 
     def retry_after_s(self) -> int:
-        """What a client that is sent away is told: about how long a wait is now, in whole seconds."""
+        """Value of Retry-After: the approximate current waiting time in whole seconds."""
         head = next(iter(self._queue), None)
         wait_s = max(self._last_wait_s, time.monotonic() - head.waits_since_s) if head is not None else 0.0
         return max(1, ceil(min(wait_s, self._limits.queue_timeout_s)))
 
     def _choose(self, seat: Seat) -> bool:
-        """Route a request if it has room. Raises NoCandidateError when even an idle fleet would have none for it."""
+        """Route a request if it has room. Raises NoCandidateError if even an idle fleet could not serve it."""
         limits = self._limits
         if not seat.admitted and limits.max_in_flight is not None and self.in_flight >= limits.max_in_flight:
             return False
@@ -142,8 +142,8 @@ class Admission:
             self.refused_full += 1
             raise QueueError(
                 429,
-                f"all instances are at their limits and {len(self._queue)} request(s) wait already (limits.queue_size)",
-                Outcome.QUEUE_FULL,
+                f"all instances are at their limits, {len(self._queue)} request(s) are queued (limits.queue_size)",
+                RequestOutcome.QUEUE_FULL,
                 self.retry_after_s(),
             )
         self._loop = asyncio.get_running_loop()
@@ -160,7 +160,7 @@ class Admission:
 
     def _move_up(self) -> None:
         self._moving_up = False
-        # Those that have failed elsewhere may not go everywhere: one that does not fit holds up nobody else.
+        # Retries may exclude some instances, so one that does not fit must not block the others.
         for seat in list(self._again):
             self._try(seat)
         while self._queue:
@@ -168,19 +168,19 @@ class Admission:
                 break
 
     def _try(self, seat: Seat) -> bool:
-        """Whether a waiting request has its answer: a place, or that there is none for it."""
+        """Try to route a waiting request; True if its wait has ended, with a place or an error."""
         granted = seat.granted
         assert granted is not None
-        if not granted.done():  # else its client has just left, or its time is up
+        if not granted.done():  # else its client has just left, or its wait has timed out
             try:
                 if not self._choose(seat):
                     return False
             except NoCandidateError as error:
                 if not seat.admitted:
-                    return False  # the last instance went away: one may be back before its time is up
+                    return False  # the last instance failed: one may recover before the timeout
                 granted.set_exception(error)
             except Exception as error:
-                # A policy's defect is this request's failure, and must not hold up those behind it.
+                # A policy's defect must fail this request only, not block the requests behind it.
                 log.debug("a waiting request could not be routed", exc_info=True)
                 granted.set_exception(error)
             else:
@@ -191,7 +191,7 @@ class Admission:
 
 
 class Seat:
-    """One request at the gate. ``route`` for every attempt, ``wait`` if that had no room, ``close`` at the end."""
+    """One request's place: ``route`` for every attempt, ``wait`` if there was no room, ``close`` at the end."""
 
     __slots__ = (
         "_admission",
@@ -212,19 +212,19 @@ class Seat:
         self._admission = admission
         self._routed: Routed | None = None
         self._trials: list[Trial] = []
-        self.tried: Set[str] = NOBODY
+        self.tried: Set[str] = NO_INSTANCES
         self.admitted = False
         self.granted: asyncio.Future[None] | None = None
         self.waits_since_s = 0.0
         self.queued_s = 0.0
-        """Seconds spent waiting, over all attempts."""
+        """Seconds spent in the queue, over all attempts."""
         self.decided_s = 0.0
-        """Seconds the last decision took."""
+        """Seconds taken by the last decision."""
 
     def route(self, request: RequestView, tried: Set[str]) -> Routed | None:
-        """Route now, if there is room and nobody has waited longer; the lease is the caller's. None: ``wait``.
+        """Route now if there is room and the queue is empty. The caller owns the lease; None means ``wait``.
 
-        A request that was admitted keeps its place in flight for further attempts and stands in no line.
+        A request that was admitted before keeps its place in flight for further attempts and bypasses the queue.
 
         Raises:
             NoCandidateError: no instance, however idle, may take it.
@@ -240,11 +240,11 @@ class Seat:
         return self._taken() if admission._choose(self) else None
 
     async def wait(self) -> Routed:
-        """Wait for a place and be routed, in order of arrival; those that were admitted before come first.
+        """Wait for room and be routed, in order of arrival; retries of admitted requests come first.
 
         Raises:
-            NoCandidateError: no instance may take it; for a further attempt, also when the time is up.
-            QueueError: 429 when the queue is full, 503 when the time is up.
+            NoCandidateError: no instance may take it; for a retry, also on timeout.
+            QueueError: 429 when the queue is full, 503 on timeout.
         """
         admission = self._admission
         if not self.admitted and not admission._can_answer(admission._instances.healthy()):
@@ -265,7 +265,7 @@ class Seat:
             admission._leave(self)
 
     def take(self, routed: Routed, decided_s: float) -> None:
-        """The gate has routed it."""
+        """Record the routing result; called by ``Admission``."""
         self._routed, self.decided_s = routed, decided_s
         self._trials = self._admission._begin_trials(routed)
         if not self.admitted:
@@ -273,9 +273,9 @@ class Seat:
             self._admission.in_flight += 1
 
     def close(self) -> None:
-        """The request is over, however it ended: give everything back that nobody else owns."""
+        """Return everything the request still owns, on any outcome."""
         routed, self._routed = self._routed, None
-        if routed is not None:  # it left in the moment in which it was given its place
+        if routed is not None:  # cancelled at the moment in which it was routed
             decision = routed.decision
             for name in (decision.decode_on, decision.prefill_on):
                 if name is not None:
@@ -311,12 +311,12 @@ class Seat:
         granted.set_exception(
             QueueError(
                 503,
-                f"no place became free within {timeout_s:g} s (limits.queue_timeout_s)",
-                Outcome.QUEUE_TIMEOUT,
+                f"no instance had room within {timeout_s:g} s (limits.queue_timeout_s)",
+                RequestOutcome.QUEUE_TIMEOUT,
                 admission.retry_after_s(),
             )
         )
 
 
-def _nobody_asks(_: float) -> None:
-    """Stands in until somebody measures the waits."""
+def _ignore_wait(_: float) -> None:
+    """Default of ``on_waited``."""

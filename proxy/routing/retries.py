@@ -1,9 +1,9 @@
-"""The retry budget: how many requests may be tried again, so that a fleet in trouble is not sent its load twice.
+"""Retry budget: a bound on retries, so that a failing fleet does not receive its load twice.
 
 Over a sliding window, retries may be a share of the requests that arrived, plus a small allowance per second for times
-of few requests: Finagle's ``RetryBudget`` (twitter/finagle, ``finagle-core``), which Linkerd and tower have too. A
-request whose connection was refused is tried again outside the budget, as gRPC's transparent retries are (gRFC A6): no
-engine has seen it, so it costs none anything, and an engine that is gone loses its waiting requests all at once.
+of few requests: Finagle's ``RetryBudget`` (twitter/finagle, ``finagle-core``), also used by Linkerd and tower. A
+request whose connection was refused is retried outside the budget, like gRPC's transparent retries (gRFC A6): no engine
+has seen it, so it costs no engine time, and an engine that disappears loses all its waiting requests at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from proxy.fleet.sliding_count import SlidingCount
 from proxy.settings import LimitSettings
 
 NO_RETRY_HEADER = b"x-warmroute-no-retry"
-"""A client's header that asks for one attempt only, unless it says 0."""
+"""A client's header that requests a single attempt, unless its value is 0."""
 
 
 class RetryBudget:
@@ -24,14 +24,14 @@ class RetryBudget:
         self._retries = SlidingCount(limits.retry_window_s)
         self.apply(limits)
         self.made = 0
-        """Retries since the start that came out of the budget."""
+        """Retries since the start within the budget."""
         self.unbudgeted = 0
-        """Retries since the start of requests that no engine had seen."""
+        """Retries since the start of requests that no engine had received."""
         self.exhausted = 0
-        """Failures since the start that were passed on because nothing was left."""
+        """Failures since the start that were passed on because the budget was exhausted."""
 
     def apply(self, limits: LimitSettings) -> None:
-        """Take over other limits. With another window the counts start anew."""
+        """Apply other limits. A different window resets the counts."""
         if limits.retry_window_s != self._window_s:
             self._window_s = limits.retry_window_s
             self._requests = SlidingCount(limits.retry_window_s)
@@ -40,11 +40,11 @@ class RetryBudget:
         self._reserve = limits.retry_min_per_s * limits.retry_window_s
 
     def arrived(self, now_s: float) -> None:
-        """A request is sent for the first time."""
+        """Count a request that is sent for the first time."""
         self._requests.add(now_s)
 
     def take(self, now_s: float, *, seen: bool) -> bool:
-        """Whether a request that failed may be tried again; counts it if so. ``seen``: an engine has had it."""
+        """True if a failed request may be retried, which is counted. ``seen``: an engine has received it."""
         if not seen:
             self.unbudgeted += 1
             return True
@@ -56,11 +56,11 @@ class RetryBudget:
         return True
 
     def allowance(self, now_s: float) -> float:
-        """Retries that the window may hold at this moment."""
+        """Number of retries that the window permits at this moment."""
         return self._ratio * self._requests.total(now_s) + self._reserve
 
     def as_dict(self, now_s: float) -> dict[str, float]:
-        """JSON-ready."""
+        """JSON-ready totals."""
         return {
             "retried": self.made,
             "retried_unseen": self.unbudgeted,
@@ -69,5 +69,5 @@ class RetryBudget:
         }
 
     def left(self, now_s: float) -> float:
-        """Retries that may be made at this moment."""
+        """Number of further retries permitted at this moment."""
         return max(0.0, self.allowance(now_s) - self._retries.total(now_s))

@@ -1,4 +1,4 @@
-"""The live router: the fleet's state, the policy in force, and the one synchronous step that decides and counts."""
+"""Live router: the fleet's state, the active policy, and the synchronous step that decides and counts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _RATIO_WEIGHT = 0.1
 
 
 class Router:
-    """Owns the fleet's state. Switching the policy changes neither index nor sessions nor ledger."""
+    """Owner of the fleet's state. Switching the policy leaves index, sessions and ledger unchanged."""
 
     def __init__(self, settings: Settings, is_base_model: Callable[[str], bool] = lambda _: False) -> None:
-        """``is_base_model`` says of a model's name whether the fleet serves it without an adapter."""
+        """``is_base_model`` returns True if the fleet serves a model name without an adapter."""
         self._settings = settings
         self._is_base_model = is_base_model
         # Entry points are files on disk: read once, not on the event loop for every explanation.
@@ -65,7 +65,7 @@ class Router:
         return self.routing.planner
 
     def parse(self, endpoint: Endpoint, body: bytes) -> Parsed:
-        """Parse a body with the block sizes in force; raises RequestError."""
+        """Parse a body with the effective block sizes; raises RequestError."""
         text_block_bytes = self._settings.index.text_block_bytes
         return parse_request(
             endpoint, body, self.block_tokens, text_block_bytes, self._is_base_model, self._token_chunks
@@ -76,7 +76,7 @@ class Router:
         return with_token_ids(parsed, ids, self.block_tokens, self._is_base_model(parsed.fields.model))
 
     def view(self, parsed: Parsed, request_id: str, session_id: str | None) -> RequestView:
-        """The request as policies see it."""
+        """The request's view for policies."""
         return request_view(
             parsed,
             request_id,
@@ -92,9 +92,9 @@ class Router:
         return self.routing.route(request, decoders, producers, time.monotonic())
 
     def explain(self, request: RequestView, available: set[str]) -> tuple[FleetSnapshot, dict[str, Decision]]:
-        """What every installed policy would decide now; nothing is counted.
+        """Current decision of every installed policy, without counting it.
 
-        The policy in force answers with its parameters, the others with their defaults. Raises NoCandidateError.
+        The active policy uses its parameters, the others their defaults. Raises NoCandidateError.
         """
         decoders, producers = self._by_role(available)
         policies = self.known_policies | {self.policy.name: self.policy}
@@ -107,14 +107,14 @@ class Router:
         planner: str | None,
         planner_params: Mapping[str, Any] | None,
     ) -> None:
-        """Put another policy or planner in force; both are built before either is taken over."""
+        """Switch policy or planner; both are built before either is replaced. Raises ValueError if one is unknown."""
         routing = self.routing
         policy = make_routing(name, params) if name is not None else routing.policy
         offload = make_planner(planner, planner_params) if planner is not None else routing.planner
         routing.policy, routing.planner = policy, offload
 
     def apply(self, settings: Settings) -> None:
-        """Take over other settings. Policy and planner stay: ``switch`` changes those."""
+        """Apply other settings. Policy and planner stay: ``switch`` changes those."""
         self._settings = settings
         self.routing.thresholds = settings.classes.thresholds()
         self.routing.hold_s = settings.offload.hold_s
@@ -122,12 +122,12 @@ class Router:
         self.state.ledger.set_half_life(settings.ledger.recent_half_life_s)
 
     def learn_ratio(self, text_bytes: int, prompt_tokens: int) -> None:
-        """Correct the bytes-per-token ratio by what an engine counted (exponential average)."""
+        """Update the bytes-per-token ratio from an engine's token count (exponential average)."""
         if text_bytes and prompt_tokens:
             self.bytes_per_token += _RATIO_WEIGHT * (text_bytes / prompt_tokens - self.bytes_per_token)
 
     def set_block_tokens(self, block_tokens: int) -> None:
-        """Take over the engines' block size; blocks of another size mean nothing any more."""
+        """Set the engines' block size in tokens; index contents with another block size are dropped."""
         if block_tokens != self.block_tokens:
             self.block_tokens = block_tokens
             for name in self.state.instances:

@@ -1,4 +1,4 @@
-"""Everything ``warmroute serve`` can be told."""
+"""Settings of ``warmroute serve``."""
 
 from proxy.settings.instance import InstanceSettings
 from proxy.settings.model import Settings, load_settings

@@ -1,4 +1,4 @@
-"""What differs between two settings, key by key, with secrets masked; and which keys a running proxy can take over."""
+"""Differences between two settings, key by key, with secrets masked, and the keys that a running proxy can change."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ LIVE = (
     "drain_delay_s",
     "log_level",
 )
-"""Keys and sections that a reload puts in force. Any other key needs a restart, new ones included."""
+"""Keys and sections that a reload applies. All other keys need a restart, including new ones."""
 
 
 class Change(NamedTuple):
-    """One key that differs. Values are JSON-ready and hold no secret; None: the key is not there."""
+    """One differing key. Values are JSON-ready and contain no secret; None: the key is absent."""
 
     key: str
     old: Any
@@ -49,12 +49,12 @@ class Change(NamedTuple):
 
     @property
     def live(self) -> bool:
-        """Whether a running proxy can take it over."""
+        """True if a running proxy can apply it."""
         return any(self.key == each or self.key.startswith(f"{each}.") for each in LIVE)
 
     @property
     def effect(self) -> str:
-        """What a reload does with it."""
+        """Effect of a reload on this key."""
         return "applied" if self.live else "needs a restart"
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,12 +66,12 @@ class Change(NamedTuple):
 
 
 def differences(old: Settings, new: Settings) -> list[Change]:
-    """Every key whose value differs, in the order of the settings. The fleet apart: see ``instance_differences``."""
+    """Every differing key in the order of the settings, except the fleet (``instance_differences``)."""
     return _compare(old, new, skip="instances")
 
 
 def instance_differences(old: Mapping[str, InstanceSettings], new: Mapping[str, InstanceSettings]) -> list[Change]:
-    """The same for the fleet, by name: a key of an instance, or the URL of one that comes or goes."""
+    """Differences of the fleet by instance name: a key of an instance, or the URL of an added or removed one."""
     changes: list[Change] = []
     for name in dict.fromkeys((*old, *new)):
         before, after = old.get(name), new.get(name)
@@ -85,8 +85,8 @@ def instance_differences(old: Mapping[str, InstanceSettings], new: Mapping[str, 
     return changes
 
 
-def in_force(old: Settings, new: Settings) -> Settings:
-    """``new``, but for the keys that need a restart: those stay as in ``old``."""
+def effective_settings(old: Settings, new: Settings) -> Settings:
+    """``new``, with the values of ``old`` for the keys that need a restart."""
     update: dict[str, Any] = {}
     for change in differences(old, new):
         if change.live:
@@ -111,7 +111,7 @@ def _compare(old: BaseModel, new: BaseModel, skip: str = "") -> list[Change]:
 
 
 def _leaves(value: Any, key: str, skip: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys and values of a model, down to what is neither a section, a mapping nor a list of named sections."""
+    """Keys and values of a model, down to values that are not sections, mappings or lists of named sections."""
     if isinstance(value, BaseModel):
         items = [(name, getattr(value, name)) for name in type(value).model_fields if name != skip]
     elif isinstance(value, Mapping):

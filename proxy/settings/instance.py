@@ -1,4 +1,4 @@
-"""The settings of one engine."""
+"""Settings of one engine."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class InstanceSettings(Section):
     connector: Connector = Field(default=Connector.MOONCAKE, description="KV connector: mooncake or nixl")
     host: str = Field(default="", description="machine the engine runs on; default: the host of the URL")
     transport: Transport | None = Field(
-        default=None, description="what its connector moves KV over, if proven: tcp, rdma, efa or nvlink"
+        default=None, description="KV transport of its connector, if proven: tcp, rdma, efa or nvlink"
     )
     events_url: str | None = Field(
         default=None, description="ZMQ endpoint of its KV events, such as tcp://127.0.0.1:5557; none: shadow index only"
     )
     events_replay_url: str | None = Field(
-        default=None, description="ZMQ endpoint where it replays events that were missed, if it does"
+        default=None, description="ZMQ endpoint for replaying missed events; none: no replay"
     )
 
     api_key_env: str | None = Field(
-        default=None, description="environment variable with the key this engine wants; default: engine_key_env"
+        default=None, description="environment variable with this engine's key; default: engine_key_env"
     )
     api_key: SecretStr | None = Field(default=None, description="the key itself; api_key_env keeps it out of files")
 
@@ -80,9 +80,9 @@ class InstanceSettings(Section):
         return self
 
     def own_key(self) -> SecretStr | None:
-        """The key this engine wants, if it has one of its own.
+        """The engine's own key, or None.
 
         Raises:
-            ValueError: the environment variable it should be in is not set.
+            ValueError: the environment variable named by ``api_key_env`` is not set.
         """
         return self.api_key if self.api_key_env is None else secret_from(self.api_key_env, "api_key_env")

@@ -1,4 +1,4 @@
-"""One settings model: YAML file, then environment (``WARMROUTE_...``), then command-line flags, the later winning."""
+"""Settings model: YAML file, then environment (``WARMROUTE_...``), then command-line flags; later ones win."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSetti
 
 
 class Settings(BaseSettings):
-    """Everything ``warmroute serve`` can be told."""
+    """Settings of ``warmroute serve``."""
 
     model_config = SettingsConfigDict(
         env_prefix="WARMROUTE_",
@@ -58,21 +58,21 @@ class Settings(BaseSettings):
     tls: TlsSettings = Field(default_factory=TlsSettings)
     forward_headers: tuple[str, ...] = Field(
         default=("x-session-id", "traceparent", "tracestate"),
-        description="request headers that engines may see, beside x-request-id and the key they want",
+        description="request headers forwarded to engines, besides x-request-id and the engine's key",
     )
     engine_key_env: str | None = Field(
-        default=None, description="environment variable with the key that engines want (vLLM's --api-key)"
+        default=None, description="environment variable with the engines' key (vLLM's --api-key)"
     )
     engine_key: SecretStr | None = Field(
         default=None, description="the key itself; engine_key_env keeps it out of files"
     )
     inject_usage: bool = Field(
         default=True,
-        description="ask engines for usage on every stream and drop that one event if the client did not ask",
+        description="request usage from engines on every stream; the event is dropped if the client did not request it",
     )
-    grace_s: Seconds = Field(default=30.0, description="how long running streams may go on after SIGTERM")
+    grace_s: Seconds = Field(default=30.0, description="time running streams have to finish after SIGTERM")
     drain_delay_s: float = Field(
-        default=0.0, ge=0, description="from the end of readiness to that of listening, so that load balancers notice"
+        default=0.0, ge=0, description="time from not being ready to closing the listener, for load balancers to notice"
     )
     log_level: str = Field(default="info", description="debug, info, warning or error")
     log_format: Literal["text", "json"] = Field(default="text", description="text, or json: one object per line")
@@ -81,7 +81,7 @@ class Settings(BaseSettings):
     @classmethod
     def _distinct(cls, value: tuple[InstanceSettings, ...]) -> tuple[InstanceSettings, ...]:
         if not value:
-            raise ValueError("name at least one instance")
+            raise ValueError("at least one instance is required")
         for what in ("name", "url"):
             seen = [getattr(instance, what) for instance in value]
             twice = sorted({item for item in seen if seen.count(item) > 1})
@@ -108,10 +108,10 @@ class Settings(BaseSettings):
         return self
 
     def engine_key_for(self, instance: InstanceSettings) -> SecretStr | None:
-        """The key to show an engine: its own, else the fleet's, else none.
+        """The key for an engine: its own, else the fleet's, else None.
 
         Raises:
-            ValueError: the environment variable it should be in is not set.
+            ValueError: the configured environment variable is not set.
         """
         own = instance.own_key()
         if own is not None or self.engine_key_env is None:
@@ -120,10 +120,10 @@ class Settings(BaseSettings):
 
 
 def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
-    """Settings from a YAML file (optional), the environment and ``overrides`` (command-line flags), the last winning.
+    """Load settings from an optional YAML file, the environment and ``overrides`` (flags); later ones win.
 
     Raises:
-        SettingsError: the file is missing or not YAML, a key is unknown, or a value is refused.
+        SettingsError: the file is missing or not YAML, a key is unknown, or a value is invalid.
     """
     if path is not None and not path.is_file():
         raise SettingsError(f"no settings file at {path}")
@@ -143,7 +143,7 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
             written = YamlConfigSettingsSource(settings_cls, yaml_file=path)()
             for section, name in (("policy", "name"), ("offload", "planner")):
                 if any(name in (source().get(section) or {}) for source in (init_settings, env_settings)):
-                    # Parameters in the file are those of the file's policy; another one takes its defaults.
+                    # Parameters in the file belong to the file's policy; another policy starts from its defaults.
                     written = {**written, section: _without_params(written.get(section))}
             return (init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=written))
 

@@ -17,7 +17,7 @@ def reference() -> str:
     lines = [
         "# Reference: settings of `warmroute serve`",
         "",
-        "Generated from the code by `make reference`; `warmroute settings` prints it. Unknown keys are refused.",
+        "Generated from the code by `make reference`; `warmroute settings` prints it. Unknown keys are rejected.",
         "Where settings come from, with examples: [settings](../settings.md).",
         "",
         "| key | default | description |",

@@ -1,4 +1,4 @@
-"""Settings of what decides: policy, offload, classes."""
+"""Settings of the decision: policy, offload, classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PolicySettings(Section):
 
 
 class OffloadSettings(Section):
-    """Whether heavy prefills run elsewhere, and how long each leg may take."""
+    """Offloading of heavy prefills, and the bounds on each leg."""
 
     planner: str = Field(default="never", description="registered offload planner")
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that planner")
@@ -33,24 +33,22 @@ class OffloadSettings(Section):
         default=60.0, description="bound on the D leg's first token after a hand-off"
     )
     token_timeout_s: Seconds = Field(
-        default=0.25, description="further time per token allowed, for answers that are not streamed"
+        default=0.25, description="additional time per permitted output token, for answers that are not streamed"
     )
     abandoned_s: Seconds = Field(
         default=120.0,
-        description="how long a pull that was given up stays open: closing one that D still has queued ends "
+        description="time an abandoned pull stays open: closing one that D still has queued crashes "
         "vLLM 0.18.1's engine core",
     )
     query_timeout_s: Seconds = Field(default=5.0, description="bound on one bootstrap /query")
-    watch_interval_s: Seconds = Field(
-        default=2.0, description="while D pulls, how often P is asked whether it is still the same engine"
-    )
+    watch_interval_s: Seconds = Field(default=2.0, description="interval of checking P's identity while D pulls")
     hold_s: Seconds = Field(
         default=480.0,
-        description="how long an engine keeps KV nobody pulls (its VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT)",
+        description="time an engine keeps KV that is not pulled (its VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT)",
     )
     leak_share: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.1,
-        description="share of D's KV pool that abandoned pulls may keep occupied before the instance is recycled",
+        description="share of D's KV pool that abandoned pulls may occupy before the instance is recycled",
     )
 
     @model_validator(mode="after")
@@ -62,8 +60,8 @@ class OffloadSettings(Section):
 class ClassSettings(Section):
     """Request classes by new tokens: WARM < medium_tokens <= MEDIUM < heavy_tokens <= HEAVY."""
 
-    medium_tokens: int = Field(default=5_000, description="from here on a request is MEDIUM")
-    heavy_tokens: int = Field(default=20_000, description="from here on a request is HEAVY")
+    medium_tokens: int = Field(default=5_000, description="new tokens from which a request is MEDIUM")
+    heavy_tokens: int = Field(default=20_000, description="new tokens from which a request is HEAVY")
 
     @model_validator(mode="after")
     def _ordered(self) -> ClassSettings:
@@ -71,5 +69,5 @@ class ClassSettings(Section):
         return self
 
     def thresholds(self) -> ClassThresholds:
-        """The same as the policies take it."""
+        """The thresholds as the policies' type."""
         return ClassThresholds(self.medium_tokens, self.heavy_tokens)

@@ -1,4 +1,4 @@
-"""What every section of the settings is made of."""
+"""Base types of the settings' sections."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class SettingsError(ValueError):
-    """The settings cannot be used; the message names each key and what it takes."""
+    """Invalid settings; the message names each key and the accepted values."""
 
 
 class Section(BaseModel):
-    """A group of keys: immutable, and unknown keys are refused."""
+    """A group of keys: immutable, unknown keys are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -23,7 +23,7 @@ _LOCAL_NETWORKS = ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192
 class AdminKey(Section):
     """A key for the admin endpoints."""
 
-    name: KeyLabel = Field(description="who it was given to, for logs")
+    name: KeyLabel = Field(description="name of its holder, for logs")
     sha256: Digest = Field(
         description="SHA-256 of the key, in hex; `warmroute key new` and `warmroute key hash` print it"
     )
@@ -32,14 +32,14 @@ class AdminKey(Section):
 class ClientKey(AdminKey):
     """A key for the OpenAI endpoints."""
 
-    max_concurrent: int | None = Field(default=None, ge=1, description="requests in flight at most; none: no bound")
+    max_concurrent: int | None = Field(default=None, ge=1, description="maximum requests in flight; none: unlimited")
 
 
 class KeyLists(Section):
     """Keys of both sides."""
 
     client: tuple[ClientKey, ...] = Field(
-        default=(), description="keys for /v1/*, each {name, sha256, max_concurrent}; none: no key is asked for"
+        default=(), description="keys for /v1/*, each {name, sha256, max_concurrent}; none: no key is required"
     )
     admin: tuple[AdminKey, ...] = Field(
         default=(), description="keys for the admin endpoints, each {name, sha256}; none: see docs/security.md"
@@ -59,7 +59,7 @@ class KeyLists(Section):
 
 
 class KeySettings(KeyLists):
-    """API keys, known by their hashes only."""
+    """API keys, stored as hashes only."""
 
     file: Path | None = Field(
         default=None, description="YAML file with more keys (`client:` and `admin:`), read again on a reload"
@@ -71,10 +71,10 @@ class KeySettings(KeyLists):
         return self
 
     def lists(self) -> KeyLists:
-        """The keys given here and, read anew, those of the file.
+        """The keys given here and those of the file, which is read again.
 
         Raises:
-            ValueError: the file is missing, is not what it should be, or has no key at all.
+            ValueError: the file is missing, is invalid, or has no key at all.
         """
         here = KeyLists(client=self.client, admin=self.admin)
         if self.file is None:
@@ -82,7 +82,7 @@ class KeySettings(KeyLists):
         try:
             written: Any = yaml.safe_load(self.file.read_text(encoding="utf-8"))
             listed = KeyLists.model_validate({} if written is None else written)
-            # An emptied file must not open the proxy to everybody.
+            # An emptied file must not open the proxy to any client.
             if not listed.client and not listed.admin:
                 raise ValueError("it has no key under `client:` or `admin:`")
             return KeyLists(client=here.client + listed.client, admin=here.admin + listed.admin)
@@ -97,25 +97,23 @@ class KeySettings(KeyLists):
 
 
 class AdminSettings(Section):
-    """Where the admin endpoints are, and what they may do."""
+    """Address and permissions of the admin endpoints."""
 
     host: str = Field(default="127.0.0.1", description="address of the admin listener")
     port: int | None = Field(
         default=None,
         ge=0,
         le=65535,
-        description="port of a listener for the admin endpoints alone; none: they are on the main one, if that is "
+        description="port of a separate listener for the admin endpoints; none: they are on the main one, if it is "
         "loopback or has admin keys",
     )
-    open_metrics: bool = Field(
-        default=False, description="serve /metrics without a key, from wherever it can be reached"
-    )
+    open_metrics: bool = Field(default=False, description="serve /metrics without a key to any client")
     allowed_hosts: tuple[str, ...] = Field(
-        default=(), description="further names in Host and Origin headers of admin requests without a key"
+        default=(), description="additional names accepted in Host and Origin headers of admin requests without a key"
     )
     allowed_networks: tuple[IPv4Network | IPv6Network, ...] = Field(
         default=tuple(ip_network(network) for network in _LOCAL_NETWORKS),
-        description="networks that instances added at run time must lie in",
+        description="networks allowed for instances added at run time",
     )
 
     @field_validator("allowed_hosts")
@@ -130,9 +128,9 @@ class TlsSettings(Section):
     certificate: Path | None = Field(default=None, description="PEM file with the certificate chain; none: plain HTTP")
     key: Path | None = Field(default=None, description="PEM file with its private key, not encrypted")
     client_ca: Path | None = Field(
-        default=None, description="PEM file with the CAs that sign client certificates; then every client needs one"
+        default=None, description="PEM file with the CAs of client certificates; if given, every client needs one"
     )
-    min_version: Literal["1.2", "1.3"] = Field(default="1.2", description="oldest TLS version spoken")
+    min_version: Literal["1.2", "1.3"] = Field(default="1.2", description="oldest TLS version accepted")
 
     @model_validator(mode="after")
     def _complete(self) -> TlsSettings:
@@ -148,10 +146,10 @@ class TlsSettings(Section):
         return self
 
     def context(self) -> ssl.SSLContext | None:
-        """What a listener needs to speak TLS, read from the files; None for plain HTTP.
+        """TLS context of a listener, read from the files; None for plain HTTP.
 
         Raises:
-            ValueError: a file is not what it should be.
+            ValueError: a file is invalid.
         """
         if self.certificate is None or self.key is None:
             return None
@@ -159,24 +157,24 @@ class TlsSettings(Section):
         context.minimum_version = _TLS_VERSIONS[self.min_version]
         context.set_alpn_protocols(["http/1.1"])
         try:
-            # An empty password: an encrypted key is an error, not a question on a terminal.
+            # An empty password: an encrypted key is an error instead of a prompt on the terminal.
             context.load_cert_chain(self.certificate, self.key, password="")
         except (OSError, ssl.SSLError) as error:
             raise ValueError(
-                f"tls.certificate {self.certificate} and tls.key {self.key} are no PEM certificate with its key, not "
-                f"encrypted: {error}"
+                f"tls.certificate {self.certificate} and tls.key {self.key} are not a PEM certificate with unencrypted "
+                f"key: {error}"
             ) from error
         if self.client_ca is not None:
             try:
                 context.load_verify_locations(self.client_ca)
             except (OSError, ssl.SSLError) as error:
-                raise ValueError(f"tls.client_ca {self.client_ca} holds no PEM certificates: {error}") from error
+                raise ValueError(f"tls.client_ca {self.client_ca} contains no PEM certificates: {error}") from error
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
 
 _TOKEN = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
-# Hop-by-hop, or written by the proxy itself, or carrying a secret.
+# Hop-by-hop, or written by the proxy itself, or containing a secret.
 _NEVER_FORWARDED = frozenset(
     {
         "connection",
@@ -207,13 +205,13 @@ def checked_forward_headers(names: tuple[str, ...]) -> tuple[str, ...]:
     """``forward_headers`` in lower case.
 
     Raises:
-        ValueError: a name is no header name, or one that must not be forwarded.
+        ValueError: a name is not a header name, or must not be forwarded.
     """
     lowered = tuple(dict.fromkeys(name.strip().lower() for name in names))
     for name in lowered:
         if not _TOKEN.fullmatch(name):
             raise ValueError(f"{name!r} is not a header name")
         if name in _NEVER_FORWARDED:
-            what = "see engine_key_env" if name == "authorization" else "the proxy writes it, or it ends at the proxy"
-            raise ValueError(f"{name} is never forwarded as it came: {what}")
+            what = "see engine_key_env" if name == "authorization" else "the proxy sets or consumes it"
+            raise ValueError(f"{name} cannot be forwarded: {what}")
     return lowered

@@ -1,7 +1,7 @@
-"""Which addresses the proxy may be told to call: no tricks in the spelling, no cloud metadata, no other networks.
+"""Validation of engine addresses: unambiguous spelling, no cloud metadata, no disallowed networks.
 
-``checked_url`` and ``checked_endpoint`` look at the text alone and hold for every instance, from a file too.
-``admit`` is for instances added at run time: names are resolved, and the answer is what the proxy should connect to.
+``checked_url`` and ``checked_endpoint`` check the text alone and apply to every instance, including those of a file.
+``admit`` is for instances added at run time: names are resolved, and the result is the address to connect to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import psutil
 Network = IPv4Network | IPv6Network
 Address = IPv4Address | IPv6Address
 
-# Instance metadata outside of the link-local ranges: AWS and GCP over IPv6, Azure's and Alibaba's and Oracle's own.
+# Instance metadata outside of the link-local ranges: AWS and GCP over IPv6, Azure, Alibaba and Oracle.
 _METADATA = frozenset(
     ipaddress.ip_address(address)
     for address in ("fd00:ec2::254", "fd20:ce::254", "168.63.129.16", "100.100.100.200", "192.0.0.192")
@@ -36,10 +36,10 @@ _RESOLVE_TIMEOUT_S = 5.0
 
 
 class EngineUrlError(ValueError):
-    """An address the proxy will not call; the message says why and what to give instead."""
+    """An address the proxy will not call; the message gives the reason and the remedy."""
 
 
-class Listener(NamedTuple):
+class ListenAddress(NamedTuple):
     """An address the proxy itself listens on."""
 
     host: str
@@ -47,7 +47,7 @@ class Listener(NamedTuple):
 
 
 def checked_url(value: str) -> str:
-    """An engine's base URL in one spelling: lower case, addresses in their usual form, no slash at the end.
+    """An engine's base URL in canonical form: lower case, usual address notation, no trailing slash.
 
     Raises:
         EngineUrlError: not http(s), or with credentials, a query, a fragment, a bad port or path, or an address that no
@@ -63,7 +63,7 @@ def checked_url(value: str) -> str:
 
 
 def checked_endpoint(value: str) -> str:
-    """A ZMQ endpoint to connect to, in one spelling.
+    """A ZMQ endpoint to connect to, in canonical form.
 
     Raises:
         EngineUrlError: neither ``tcp://HOST:PORT`` nor ``ipc://PATH``, or an address that no engine has.
@@ -72,7 +72,7 @@ def checked_endpoint(value: str) -> str:
     if scheme not in {"tcp", "ipc"} or not rest or not _PRINTABLE.fullmatch(value):
         raise EngineUrlError(f"{value!r} is not a ZMQ endpoint: give tcp://HOST:PORT or ipc://PATH")
     if "*" in rest:
-        raise EngineUrlError(f"{value!r} is what an engine binds: give the host to connect to in place of '*'")
+        raise EngineUrlError(f"{value!r} is an address to bind: give the host to connect to in place of '*'")
     if scheme == "ipc":
         return value
     host_text, _, port_text = rest.rpartition(":")
@@ -81,42 +81,42 @@ def checked_endpoint(value: str) -> str:
     return f"tcp://{_authority(_host(host_text.removeprefix('[').removesuffix(']'), value), int(port_text))}"
 
 
-async def admit(value: str, allowed: Sequence[Network], own: Collection[Listener] = ()) -> str:
+async def admit(value: str, allowed: Sequence[Network], own: Collection[ListenAddress] = ()) -> str:
     """The URL or ZMQ endpoint to use for an instance that is added at run time.
 
-    A name is resolved, every address it stands for must be allowed, and for http and tcp the first one takes its place:
-    what the name means later does not matter then. An https URL keeps its name, which the engine's certificate proves.
+    A name is resolved, every address of it must be allowed, and for http and tcp the first one replaces the name, so
+    that later DNS changes have no effect. An https URL keeps its name, which the engine's certificate proves.
 
     Args:
-        value: an http(s) URL or a tcp endpoint; an ipc path is refused, since a caller must not name local files.
+        value: an http(s) URL or a tcp endpoint; an ipc path is rejected, since a caller must not name local files.
         allowed: networks the addresses must lie in (``admin.allowed_networks``).
-        own: the proxy's own listeners, which must not be meant.
+        own: the proxy's own listen addresses, which are rejected.
 
     Raises:
-        EngineUrlError: the address is refused, or the name cannot be resolved.
+        EngineUrlError: the address is rejected, or the name cannot be resolved.
     """
     if value.startswith("ipc://"):
-        raise EngineUrlError("ipc endpoints are taken from the settings file only: give tcp://HOST:PORT")
+        raise EngineUrlError("ipc endpoints are accepted from the settings file only: give tcp://HOST:PORT")
     value = checked_endpoint(value) if value.startswith("tcp://") else checked_url(value)
     parts = urlsplit(value)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     addresses = await _resolve(host, port)
     for address in addresses:
-        said = str(address) if str(address) == host else f"{host} ({address})"
-        _refuse_special(address, said)
+        shown = str(address) if str(address) == host else f"{host} ({address})"
+        _refuse_special(address, shown)
         if not any(address in network for network in allowed):
             raise EngineUrlError(
-                f"{said} is outside of admin.allowed_networks ({', '.join(str(network) for network in allowed)})"
+                f"{shown} is outside of admin.allowed_networks ({', '.join(str(network) for network in allowed)})"
             )
         if any(port == listener.port and _reaches(address, listener.host) for listener in own):
-            raise EngineUrlError(f"{said} port {port} is the proxy itself: give the engine's address")
+            raise EngineUrlError(f"{shown} port {port} is the proxy itself: give the engine's address")
     if parts.scheme == "https":
         return value
     return f"{parts.scheme}://{_authority(addresses[0], parts.port)}{parts.path}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached from this machine only."""
+    """True if a listen address can be reached from this machine only."""
     if host.lower() == "localhost":
         return True
     try:
@@ -126,9 +126,9 @@ def is_loopback(host: str) -> bool:
 
 
 def _split(value: str) -> tuple[SplitResult, Address | str, int | None]:
-    if "@" in value:  # told without the value: it may hold a password
+    if "@" in value:  # the message omits the value: it may hold a password
         raise EngineUrlError("an engine's URL has no user or password: give the engine's key as api_key_env")
-    # urlsplit silently drops tabs and line ends, and other readers take a backslash for a slash.
+    # urlsplit silently drops tabs and line ends, and some parsers treat a backslash as a slash.
     if not _PRINTABLE.fullmatch(value) or "\\" in value:
         raise EngineUrlError(
             f"{value!r}: a URL has neither spaces, control characters, backslashes nor non-ASCII letters"
@@ -146,7 +146,7 @@ def _split(value: str) -> tuple[SplitResult, Address | str, int | None]:
 
 
 def _host(text: str, value: str) -> Address | str:
-    """An address in whatever spelling as an address, a name in lower case. Refuses what no engine has."""
+    """An address in any notation as an address object, a name in lower case. Raises EngineUrlError."""
     text = text.lower().removesuffix(".")
     if ":" in text:
         try:
@@ -156,7 +156,7 @@ def _host(text: str, value: str) -> Address | str:
         if address.scope_id is not None:  # type: ignore[union-attr]
             raise EngineUrlError(f"{value!r}: scoped (link-local) addresses are refused")
     elif _NUMBER.fullmatch(text.rpartition(".")[2]):
-        # 2130706433, 0177.1 and 0x7f.0.0.1 all are 127.0.0.1 to whoever connects, so they must be to the checks.
+        # 2130706433, 0177.1 and 0x7f.0.0.1 all connect to 127.0.0.1, so the checks must treat them as that.
         try:
             address = IPv4Address(socket.inet_aton(text))
         except OSError as error:
@@ -171,18 +171,18 @@ def _host(text: str, value: str) -> Address | str:
     return address
 
 
-def _refuse_special(address: Address, said: str) -> None:
+def _refuse_special(address: Address, shown: str) -> None:
     meant = _unwrapped(address)
     if meant.is_link_local or meant in _METADATA:
-        raise EngineUrlError(f"{said}: link-local and cloud metadata addresses are refused")
+        raise EngineUrlError(f"{shown}: link-local and cloud metadata addresses are refused")
     if meant.is_unspecified or (isinstance(meant, IPv4Address) and meant in IPv4Network("0.0.0.0/8")):
-        raise EngineUrlError(f"{said}: give the address to connect to, not the one an engine binds")
+        raise EngineUrlError(f"{shown}: give the address to connect to, not the one an engine binds")
     if meant.is_multicast or meant == IPv4Address("255.255.255.255"):
-        raise EngineUrlError(f"{said}: multicast and broadcast addresses are refused")
+        raise EngineUrlError(f"{shown}: multicast and broadcast addresses are refused")
 
 
 def _unwrapped(address: Address) -> Address:
-    """The IPv4 address that an IPv6 one carries (mapped, 6to4, NAT64), else the address itself."""
+    """The IPv4 address embedded in an IPv6 one (mapped, 6to4, NAT64), else the address itself."""
     if isinstance(address, IPv6Address):
         if address in _NAT64:
             return IPv4Address(address.packed[-4:])
@@ -216,7 +216,7 @@ async def _look_up(host: str, port: int) -> list[str]:
 
 
 def _reaches(address: Address, bound: str) -> bool:
-    """Whether connecting to ``address`` may reach a listener on ``bound``."""
+    """True if connecting to ``address`` may reach a listener on ``bound``."""
     if bound in {"", "0.0.0.0", "::", "*"}:
         return address.is_loopback or address in _own_addresses()
     if is_loopback(bound):

@@ -1,1 +1,1 @@
-"""Text and chat prompts as the token ids the engine will make of them."""
+"""Tokenization of text and chat prompts into the engine's token ids."""

@@ -1,10 +1,10 @@
-"""A tokenizer that remembers pieces of text: of a prompt that grows, only the new end is tokenized.
+"""Tokenizer with a cache of text pieces: for a growing prompt only the new end is tokenized.
 
-A text is cut into pieces at places where no tokenizer joins what is left and right of it, each piece is tokenized by
-itself and kept. A place is such a cut before a special token (text is split at those before anything else happens to
-it), and between a line feed and a letter, where pre-tokenizers split always. The line feed must come after a visible
-character: how a longer run of white space is split depends on what follows it. Which of these cuts hold is tried out on
-the tokenizer itself when it is loaded; where none holds, texts are tokenized whole.
+A text is cut into pieces at places where no tokenizer joins left and right side; each piece is tokenized by itself and
+cached. Such cuts are before a special token (text is split at those before anything else), and between a line feed and
+a letter, where pre-tokenizers always split. The line feed must follow a visible character: the split of a longer run of
+white space depends on what follows it. The valid cuts are determined by trials on the tokenizer when it is loaded;
+without any, texts are tokenized as a whole.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import threading
 from array import array
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PIECE_CHARS = 2048
 """Pieces end at the first cut after this many characters."""
@@ -28,11 +29,11 @@ _TRIALS = 300
 
 
 class TokenizerError(ValueError):
-    """The tokenizer cannot be used; the message says why."""
+    """The tokenizer cannot be used; the message gives the reason."""
 
 
 class Encoder:
-    """One ``tokenizer.json``. Thread-safe; the library lets go of the interpreter's lock while it works."""
+    """One ``tokenizer.json``. Thread-safe; the library releases the interpreter's lock while it works."""
 
     def __init__(self, tokenizer: Tokenizer, cache_bytes: int) -> None:
         tokenizer.no_truncation()
@@ -54,21 +55,24 @@ class Encoder:
 
     @classmethod
     def load(cls, path: Path, cache_bytes: int) -> Encoder:
-        """From a ``tokenizer.json`` or the folder it is in.
+        """Load a ``tokenizer.json``, given its path or folder.
 
         Raises:
             TokenizerError: there is none, or it cannot be read.
+            ModuleNotFoundError: the package tokenizers (extra ``tokenizer``) is not installed.
         """
+        from tokenizers import Tokenizer
+
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise TokenizerError(f"no tokenizer.json at {file}")
         try:
             return cls(Tokenizer.from_file(str(file)), cache_bytes)
-        except Exception as error:  # the library raises bare exceptions for whatever it cannot read
+        except Exception as error:  # the library raises bare exceptions for unreadable files
             raise TokenizerError(f"{file} cannot be read: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """Token ids of ``text``, the same as of the whole text at once."""
+        """Token ids of ``text``, identical to tokenizing the whole text at once."""
         if self._before is None or self._after is None:
             return array("I", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         ids = array("I", self._before if add_special_tokens else [])
@@ -83,7 +87,7 @@ class Encoder:
         return ids
 
     def _stops(self, text: str) -> list[int]:
-        """Where the pieces end that will be the same in every text that begins like this one."""
+        """Ends of the pieces that are the same in every text with this beginning."""
         if self._cut is None:
             return []
         stops, start = [], 0
@@ -112,13 +116,13 @@ class Encoder:
                     self.cached_bytes -= _size(old, old_ids)
         return ids
 
-    # What holds for this tokenizer
+    # Properties of this tokenizer
 
     def _plain(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _special_ends(self) -> tuple[list[int] | None, list[int] | None]:
-        """What ``add_special_tokens`` puts before and after; (None, None) where it does something else."""
+        """Tokens that ``add_special_tokens`` adds before and after; (None, None) if it does anything else."""
         ends: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         for text in ("x", "some words\nand more", "é 1"):
             plain = self._plain(text)
@@ -135,7 +139,7 @@ class Encoder:
         return list(before), list(after)
 
     def _separate_tokens(self) -> list[str]:
-        """Special tokens whose recognition depends on nothing around them."""
+        """Special tokens whose recognition does not depend on their surroundings."""
         added: list[Any] = list(self._tokenizer.get_added_tokens_decoder().values())
         contents = [token.content for token in added if token.content]
         return [
@@ -156,7 +160,7 @@ class Encoder:
         )
 
     def _splits_lines(self) -> bool:
-        """Whether text always falls apart between a line feed and a letter: tried on random texts."""
+        """True if text is always split between a line feed and a letter, by trials on random texts."""
         if any(
             re.search(r"\n[A-Za-z]", token.content) for token in self._tokenizer.get_added_tokens_decoder().values()
         ):
@@ -174,12 +178,12 @@ class Encoder:
 
 
 def _entangled(token: str, other: str) -> bool:
-    """Whether an occurrence of ``other`` could swallow a part of ``token`` that begins after it."""
+    """True if an occurrence of ``other`` could consume a part of ``token`` that begins after it."""
     if token != other and token in other:
         return True
     return any(other.endswith(token[:length]) for length in range(1, min(len(token), len(other))))
 
 
 def _size(text: str, ids: array[int]) -> int:
-    # A string takes 1, 2 or 4 bytes per character; what matters is that the bound is not passed.
+    # A string takes 1, 2 or 4 bytes per character; the size must not be underestimated.
     return len(text) * (1 if text.isascii() else 4) + len(ids) * ids.itemsize + _ENTRY_BYTES

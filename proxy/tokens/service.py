@@ -1,4 +1,4 @@
-"""Tokenizes requests off the event loop, and stops where an engine turns out to count differently."""
+"""Tokenization of requests off the event loop, disabled for endpoints whose engine counts differently."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import logging
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from proxy.request.parse import Endpoint, Parsed
 from proxy.settings import TokenizerSettings
-from proxy.tokens.encoder import Encoder
-from proxy.tokens.template import ChatTemplate, NotRenderableError
+from proxy.tokens.encoder import Encoder, TokenizerError
+
+if TYPE_CHECKING:
+    from proxy.tokens.template import ChatTemplate
 
 log = logging.getLogger("warmroute.tokens")
 
@@ -22,7 +25,7 @@ _decode = msgspec.json.Decoder(dict).decode
 
 @dataclass(slots=True)
 class EndpointTokens:
-    """How tokenizing went for one endpoint."""
+    """Tokenization counts of one endpoint."""
 
     trusted: bool = True
     tokenized: int = 0
@@ -33,22 +36,29 @@ class EndpointTokens:
 
 
 class Tokens:
-    """The tokenizer in use, its threads and its record. ``close`` ends the threads."""
+    """The tokenizer, its threads and its counts. ``close`` stops the threads."""
 
     def __init__(self, settings: TokenizerSettings) -> None:
-        """Raises TokenizerError when the files cannot be used."""
+        """Raises TokenizerError if the files cannot be used."""
         self._settings = settings
         self._encoder: Encoder | None = None
         self._template: ChatTemplate | None = None
         self._threads: ThreadPoolExecutor | None = None
         self.endpoints = {endpoint: EndpointTokens() for endpoint in Endpoint}
         if settings.path is not None:
-            self._encoder = Encoder.load(settings.path, settings.cache_bytes)
+            try:
+                from proxy.tokens.template import ChatTemplate
+
+                self._encoder = Encoder.load(settings.path, settings.cache_bytes)
+            except ModuleNotFoundError as error:
+                raise TokenizerError(
+                    f"tokenizer.path is set, but {error.name} is not installed: pip install 'warmroute[tokenizer]'"
+                ) from error
             self._template = ChatTemplate.load(settings.path, settings.chat_template)
             self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokenize")
 
     async def tokens_of(self, parsed: Parsed) -> array[int] | None:
-        """Token ids of a text or chat prompt as the engine will make them; None where that is not known."""
+        """Token ids of a text or chat prompt as the engine will produce them; None if unknown."""
         if self._encoder is None or self._threads is None or parsed.prompt.tokens or parsed.prompt.prompts > 1:
             return None
         seen = self.endpoints[parsed.endpoint]
@@ -57,7 +67,7 @@ class Tokens:
         try:
             ids = await asyncio.get_running_loop().run_in_executor(self._threads, self._tokenize, parsed)
         except Exception:
-            # The request can be served without: neither a template nor a tokenizer may fail it.
+            # The request can be served without token ids, so a template or tokenizer must not fail it.
             log.exception("a prompt could not be tokenized")
             ids = None
         if ids is None:
@@ -67,7 +77,7 @@ class Tokens:
         return ids
 
     def check(self, parsed: Parsed, prompt_tokens: int) -> None:
-        """Compare our count with the engine's; after several misses in a row the endpoint is given up."""
+        """Compare our count with the engine's; too many consecutive mismatches disable the endpoint's tokenization."""
         if not (parsed.prompt.tokens and parsed.prompt.text_bytes):
             return
         seen = self.endpoints[parsed.endpoint]
@@ -89,7 +99,7 @@ class Tokens:
             )
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-ready."""
+        """JSON-ready counts."""
         encoder = self._encoder
         return {
             "endpoints": {endpoint.value: asdict(seen) for endpoint, seen in self.endpoints.items()},
@@ -99,7 +109,7 @@ class Tokens:
         }
 
     def close(self) -> None:
-        """End the threads; what they are at is finished first."""
+        """Stop the threads after they have finished their current work."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
@@ -113,6 +123,8 @@ class Tokens:
             text = prompt[0] if isinstance(prompt, list) else prompt
             special = bool(body.get("add_special_tokens", True))
         else:
+            from proxy.tokens.template import NotRenderableError
+
             assert self._template is not None
             try:
                 text = self._template.render(body)

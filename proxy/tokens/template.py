@@ -1,7 +1,7 @@
-"""Chat messages as the text an engine makes of them: the model's chat template, rendered as vLLM renders it.
+"""Chat messages as prompt text: the model's chat template, rendered as vLLM renders it.
 
-Where a request asks for something this cannot reproduce (images, a template of its own, ...), it says so, and the
-request is routed by its bytes.
+Requests that cannot be reproduced here (images, a template of their own, ...) raise NotRenderableError and are routed
+by their bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NotRenderableError(ValueError):
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` blocks, which only mark what an assistant wrote."""
+    """``{% generation %}`` blocks, which only mark the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -46,7 +46,7 @@ class ChatTemplate:
     """One compiled template with the tokenizer's special tokens."""
 
     def __init__(self, source: str, specials: Mapping[str, str]) -> None:
-        """Raises TokenizerError when the template is not valid Jinja."""
+        """Raises TokenizerError if the template is not valid Jinja."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -60,11 +60,11 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template is not valid: {error}") from error
         self._variables = jinja2.meta.find_undeclared_variables(parsed)
         self._specials = dict(specials)
-        self._wants_parts = _loops_over_content(parsed)
+        self._expects_parts = _loops_over_content(parsed)
 
     @classmethod
     def load(cls, tokenizer: Path, chat_template: str) -> ChatTemplate | None:
-        """The template beside a tokenizer (``auto``) or in a file of its own; None where there is none.
+        """The template beside a tokenizer (``auto``) or in its own file; None if there is none.
 
         Raises:
             TokenizerError: it cannot be read.
@@ -82,7 +82,7 @@ class ChatTemplate:
                 source = config.get("chat_template")
         except (OSError, ValueError) as error:
             raise TokenizerError(f"the chat template beside {tokenizer} cannot be read: {error}") from error
-        # Several named templates: the engine picks by what the request asks for. Not reproduced.
+        # With several named templates the engine picks one by the request, which is not reproduced.
         if not isinstance(source, str):
             return None
         return cls(source, _special_tokens(config))
@@ -91,7 +91,7 @@ class ChatTemplate:
         """The prompt of a chat request.
 
         Raises:
-            NotRenderableError: it asks for what cannot be reproduced here.
+            NotRenderableError: it uses features that cannot be reproduced here.
         """
         for key in ("chat_template", "documents", "mm_processor_kwargs", "media_io_kwargs"):
             if body.get(key):
@@ -99,10 +99,10 @@ class ChatTemplate:
         given = body.get("chat_template_kwargs") or {}
         messages = body.get("messages")
         if not isinstance(given, dict) or not isinstance(messages, list) or not messages:
-            raise NotRenderableError("messages or chat_template_kwargs are of another shape")
+            raise NotRenderableError("messages or chat_template_kwargs have an unexpected type")
         if given.keys() & {"chat_template", "tokenize", "tools"}:
-            raise NotRenderableError("chat_template_kwargs hold what belongs elsewhere")
-        # The request's own fields win over those of chat_template_kwargs.
+            raise NotRenderableError("chat_template_kwargs contain reserved keys")
+        # The request's own fields take precedence over those of chat_template_kwargs.
         arguments = {key: value for key, value in given.items() if key in self._variables - _OWN_FIELDS}
         if body.get("reasoning_effort") is not None and "reasoning_effort" in self._variables:
             arguments["reasoning_effort"] = body["reasoning_effort"]
@@ -119,12 +119,12 @@ class ChatTemplate:
                 **arguments,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise NotRenderableError(f"the template refuses the messages: {error!r}") from error
+            raise NotRenderableError(f"the template rejects the messages: {error!r}") from error
 
     def _render(self, conversation: list[dict[str, Any]], continued: bool, **arguments: Any) -> str:
         if not continued:
             return self._template.render(messages=conversation, **arguments)
-        # The template closes the last message; what is to be continued ends where that message's text does.
+        # The template closes the last message; the part to continue ends where that message's text does.
         last = conversation[-1].get("content")
         if not isinstance(last, str) or not last.strip():
             raise NotRenderableError("the message to continue has no text")
@@ -156,7 +156,7 @@ class ChatTemplate:
         return shown
 
     def _content(self, content: Any) -> Any:
-        """vLLM hands templates either one string, or parts where the template loops over them."""
+        """Content for the template: one string, or parts if the template loops over them, as vLLM passes it."""
         if content is None:
             texts: list[str] = []
         elif isinstance(content, str):
@@ -164,8 +164,8 @@ class ChatTemplate:
         elif isinstance(content, list):
             texts = [_part(part) for part in content]
         else:
-            raise NotRenderableError("a message's content is of another shape")
-        if self._wants_parts:
+            raise NotRenderableError("a message's content has an unexpected type")
+        if self._expects_parts:
             return [{"type": "text", "text": text} for text in texts]
         return "\n".join(texts)
 
@@ -181,7 +181,7 @@ def _part(part: Any) -> str:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """Templates expect a call's arguments as an object, OpenAI sends them as JSON text."""
+    """A tool call with its arguments as an object, which templates expect; OpenAI sends them as JSON text."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise NotRenderableError("a tool call has no function")
     arguments = call["function"].get("arguments")
@@ -194,7 +194,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Tools with the fields and the order in which the engine's request model writes them out."""
+    """Tools with the fields and order in which the engine's request model serializes them."""
     if tools is None:
         return None
     if not isinstance(tools, list):
@@ -223,7 +223,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _loops_over_content(parsed: jinja2.nodes.Template) -> bool:
-    """Whether the template loops over a message's content, so that it expects parts and not a string."""
+    """True if the template loops over a message's content, so that it expects parts and not a string."""
     names = {
         assign.target.name
         for assign in parsed.find_all(jinja2.nodes.Assign)
@@ -233,7 +233,7 @@ def _loops_over_content(parsed: jinja2.nodes.Template) -> bool:
 
 
 def _is_content(node: jinja2.nodes.Node, names: set[str]) -> bool:
-    """``message.content``, ``message['content']``, a filter or slice of it, or a name that stands for it."""
+    """True for ``message.content``, ``message['content']``, a filter or slice of it, or a name bound to it."""
     if isinstance(node, jinja2.nodes.Filter):
         return node.node is not None and _is_content(node.node, names)
     if isinstance(node, jinja2.nodes.Getitem):
@@ -252,7 +252,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML, which templates for models do not expect.
+    # Jinja's own filter escapes HTML, which model templates do not expect.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from replayer.compare.assumptions import ASSUMED_FLOOR
 from replayer.compare.goodput import SloTokens
-from replayer.compare.noise_floor import ASSUMED_FLOOR
 
 if TYPE_CHECKING:
     from replayer.compare.arms import ArmRuns

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from replayer.compare.assumptions import ASSUMED_FLOOR
 from replayer.compare.goodput import Slo
-from replayer.compare.noise_floor import ASSUMED_FLOOR, FloorRow
+from replayer.compare.noise_floor import FloorRow
 from replayer.compare.pairing import Pairing
 from replayer.compare.statistics.tests import ALPHA, Effect
 from replayer.compare.verdict import cell_of, verdict_sentence

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from replayer.compare.statistics.bootstrap import BoolArray, FloatArray
+if TYPE_CHECKING:
+    from replayer.compare.statistics.bootstrap import BoolArray, FloatArray
 
 
 class SloTokens(StrEnum):
@@ -104,10 +104,14 @@ def meets_scaled(
         tokens: shape (N,), the tokens that `Slo.tokens` names.
     """
     limit_s = (slo.ttft_base_s or 0.0) + (slo.ttft_per_1k_tokens_s or 0.0) * tokens / 1000
+    import numpy as np  # here, not above: the command line reads its options from this module without numpy
+
     return np.asarray(ok & (ttft_s <= limit_s) & _meets_rest(slo, tpot_s, e2e_s))
 
 
 def _meets_rest(slo: Slo, tpot_s: FloatArray, e2e_s: FloatArray) -> BoolArray:
+    import numpy as np
+
     met = np.ones(tpot_s.shape, dtype=np.bool_)
     if slo.tpot_s is not None:
         met &= ~(tpot_s > slo.tpot_s)

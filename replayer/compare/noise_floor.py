@@ -19,9 +19,6 @@ from replayer.compare.metrics import Metric, Values
 from replayer.compare.statistics.bootstrap import FloatArray
 from replayer.compare.statistics.tests import ALPHA, t_quantile
 
-ASSUMED_FLOOR = 0.07
-"""Assumed largest difference of two replicates, in 95 of 100 cases, where none were run: published repetitions of
-replays on eight GPUs scattered by about 7 %. For times only."""
 _NORMAL_SCORES = 200
 _MANY = 1_000_000
 MIN_BLOCK_FREEDOM = 4

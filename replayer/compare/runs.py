@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replayer.compare.arms import ArmRun, ArmRuns, unique
+from replayer.compare.assumptions import ASSUMED_FLOOR
 from replayer.compare.comparison import CompareOptions, Comparison
 from replayer.compare.conditions import ComparisonError, refuse_or_note
 from replayer.compare.family import Family
 from replayer.compare.goodput import Slo
-from replayer.compare.noise_floor import ASSUMED_FLOOR
 from replayer.compare.pairing import CLOCKS, silence_as_zero
 from replayer.records.runs import Run
 

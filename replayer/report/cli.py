@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from replayer.compare.assumptions import ASSUMED_FLOOR
 from replayer.compare.cli import (
     ArmOption,
     AssumedFloor,
@@ -23,7 +24,6 @@ from replayer.compare.cli import (
     SkipFirst,
     SkipLast,
 )
-from replayer.compare.noise_floor import ASSUMED_FLOOR
 
 if TYPE_CHECKING:
     from replayer.compare.arms import ArmRuns

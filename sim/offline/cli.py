@@ -116,7 +116,10 @@ def simulate_command(
         int | None, typer.Option(min=1, help="With --sweep: parallel processes; default: one per processor.")
     ] = None,
     ray: Annotated[
-        bool, typer.Option("--ray", help="With --sweep: on the Ray cluster that RAY_ADDRESS names (pip install ray).")
+        bool,
+        typer.Option(
+            "--ray", help="With --sweep: on the Ray cluster that RAY_ADDRESS names (pip install 'warmroute[ray]')."
+        ),
     ] = False,
 ) -> None:
     """Simulate a fleet under a routing policy on a trace, in virtual time, without engines or GPUs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from policies.registry import parameters
-from policies.types import Prediction
+from policies.row import RequestOutcome, Row
 from replayer.records.runs import RequestRecord, RunHeader, latencies
 from replayer.records.version import installed_version
 from replayer.replay.plan import OfferedLoad, offered_dict
@@ -123,56 +123,34 @@ def _status(error: str | None) -> int | None:
 
 def breakdown_row(exchange: SimulatedExchange, planner: str, ended_s: float) -> dict[str, Any]:
     """The request as the proxy's /breakdown would show it, JSON-ready. Times are engine seconds from the start."""
-    decision, request = exchange.decision, exchange.request
-    offloaded = exchange.prefill_instance is not None
-    prediction: Prediction | None = decision.prefill_prediction if offloaded else decision.decode_prediction
-    stages_s = dict(exchange.stages_s)
+    request, ok, status = exchange.request, exchange.error is None, _status(exchange.error)
+    row = Row(
+        request.request_id,
+        "/v1/completions",
+        exchange.sent_s,
+        session_id=request.session_id,
+        stream=True,
+        status=status or 0,
+        planner=planner,
+        decision=exchange.decision,
+        offload_reason=exchange.offload_reason,
+        prefill_instance=exchange.prefill_instance,
+        prompt_tokens=request.prompt_tokens,
+        predicted_cached_tokens=exchange.predicted_cached_tokens,
+        actual_cached_tokens=exchange.actual_cached_tokens if ok else None,
+        completion_tokens=exchange.completion_tokens if ok else None,
+        events=exchange.completion_tokens,
+        attempts=list(exchange.attempts or ()),
+        stages_ms={name: value * 1e3 for name, value in exchange.stages_s.items()},
+        error=exchange.error,
+    )
+    if ok:
+        row.outcome = RequestOutcome.OK
+    else:
+        row.outcome = RequestOutcome.ENGINE_REFUSED if status == 400 else RequestOutcome.UPSTREAM_TIMEOUT
     if exchange.first_token_s is not None:
-        stages_s["first_byte"] = exchange.first_token_s - exchange.sent_s
-    stages_s["total"] = ended_s - exchange.sent_s
-    ok = exchange.error is None
-    status = _status(exchange.error)
-    return {
-        "request_id": request.request_id,
-        "session_id": request.session_id,
-        "arrived_unix_s": exchange.sent_s,
-        "endpoint": "/v1/completions",
-        "stream": True,
-        "status": status or 0,
-        "outcome": "ok" if ok else ("engine_refused" if status == 400 else "upstream_timeout"),
-        "error": exchange.error,
-        "policy": decision.policy,
-        "planner": planner,
-        "class": decision.request_class.value,
-        "instance": decision.decode_on,
-        "prefill_instance": exchange.prefill_instance,
-        "reason": decision.reason.value,
-        "offload_reason": exchange.offload_reason,
-        "prompt_tokens": request.prompt_tokens,
-        "predicted_cached_tokens": exchange.predicted_cached_tokens,
-        "actual_cached_tokens": exchange.actual_cached_tokens if ok else None,
-        "index_source": prediction.source.value if prediction else None,
-        "predicted_by_shadow_tokens": prediction.shadow_tokens if prediction else None,
-        "predicted_by_exact_tokens": prediction.exact_tokens if prediction else None,
-        "completion_tokens": exchange.completion_tokens if ok else None,
-        "events": exchange.completion_tokens,
-        "scores": [
-            {
-                "instance": instance,
-                "score": score,
-                "inputs": dict(inputs),
-                "skipped": skipped,
-                "cached_tokens": cached,
-            }
-            for instance, score, inputs, skipped, cached in decision.scores
-        ],
-        "offload_inputs": dict(decision.offload.inputs),
-        "attempts": exchange.attempts or [],
-        "resumed": 0,
-        "resume": None,
-        "legs": {
-            leg: {"predicted_s": round(predicted_s, 4), "actual_s": round(actual_s, 4)}
-            for leg, (predicted_s, actual_s) in exchange.legs.items()
-        },
-        "stages_ms": {name: round(value * 1e3, 3) for name, value in stages_s.items()},
-    }
+        row.stages_ms["first_byte"] = (exchange.first_token_s - exchange.sent_s) * 1e3
+    row.stages_ms["total"] = (ended_s - exchange.sent_s) * 1e3
+    for leg, (predicted_s, actual_s) in exchange.legs.items():
+        row.note_leg(leg, predicted_s, actual_s)
+    return row.as_dict()

@@ -143,7 +143,7 @@ def on_ray(base: Setup) -> Execute:
         ray: Any = importlib.import_module("ray")
     except ModuleNotFoundError as error:
         raise SimulationError(
-            "--ray needs Ray, which is not installed: pip install ray here and on every node, "
+            "--ray needs Ray, which is not installed: pip install 'warmroute[ray]' here and on every node, "
             "or leave --ray out for processes of this machine (--jobs)"
         ) from error
 

@@ -1,4 +1,4 @@
-"""A proxy in front of engines that break the rules, and what must not be left behind by any of it."""
+"""A proxy in front of engines that break the rules, and checks that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ LONG = {
     "header_s": 30.0,
     "client_stall_s": 30.0,
 }
-"""Bounds that no test waits for."""
+"""Bounds too long for any test to reach."""
 SHORT = {"connect_s": 0.5, "first_byte_s": 0.8, "idle_s": 0.8, "total_s": 1.0}
-"""Bounds on the engine that a test can wait for."""
+"""Bounds on the engine short enough for a test to reach."""
 
 
 def kinds_of_tasks() -> Counter[str]:
-    """The tasks of the event loop by what they run; the engines' own are not counted."""
+    """Tasks of the event loop by kind, without the engines' own."""
     names = (task.get_coro().__qualname__ for task in asyncio.all_tasks() if not task.done())  # type: ignore[union-attr]
     return Counter(name for name in names if not name.startswith("ChaosEngine."))
 
 
 @dataclass
 class Chaos:
-    """A proxy that serves, its engines, and a client for it."""
+    """A running proxy, its engines, and a client for it."""
 
     app: ProxyApp
     url: str
@@ -77,9 +77,9 @@ class Chaos:
         raise AssertionError("condition did not come true in 20 s")
 
     async def probed_twice(self) -> None:
-        """One round of probes comes before the server listens, and one more at once: neither may meet a fault.
+        """Wait until the first round of probes and the immediate second one are over, so that they do not meet a fault.
 
-        One that failed, as when the machine stood still for the half second that an identity may take, is made up for.
+        A failed one is repeated, for example when the machine stalled for the half second allowed for an identity.
         """
         for patience in range(1, 1001):
             well = all(instance.healthy for instance in self.core.instances)
@@ -92,7 +92,7 @@ class Chaos:
         raise AssertionError("the engines were not probed twice in 20 s")
 
     async def nothing_left(self) -> None:
-        """No request, lease, task or upstream answer is left of what was tried."""
+        """Check that no request, lease, task or upstream answer is left."""
         await self.until(lambda: self.core.breakdown.started == self.core.breakdown.finished)
         await self.until(lambda: not len(self.core.abandoned))
         await self.until(lambda: not any(engine.busy for engine in self.engines))
@@ -107,10 +107,10 @@ StartChaos = Callable[..., Awaitable[Chaos]]
 
 @pytest.fixture
 async def start_chaos() -> AsyncIterator[StartChaos]:
-    """``await start_chaos(engine, ..., **settings)``: engines that are not started yet are.
+    """``await start_chaos(engine, ..., **settings)``: starts the engines that are not running.
 
-    Round robin begins with the first engine. Probes come once at the start and then hardly ever, so that what a test
-    sees of an instance's health is the requests' doing.
+    Round robin begins with the first engine. Probes run once at the start and then hardly ever, so that an instance's
+    health in a test only depends on requests.
     """
     async with contextlib.AsyncExitStack() as stack:
 
@@ -137,7 +137,7 @@ async def start_chaos() -> AsyncIterator[StartChaos]:
                 },
             )
             app, url = await stack.enter_async_context(serving(settings))
-            # Loopback without TLS: `verify=False` spares the loading of certificates.
+            # Loopback without TLS: `verify=False` avoids loading certificates.
             client = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=url, timeout=20, trust_env=False, verify=False)
             )

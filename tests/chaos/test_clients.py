@@ -1,4 +1,4 @@
-"""Clients that leave, dawdle, or speak HTTP in ways that are allowed but rare."""
+"""Clients that leave, are slow, or use valid but rare HTTP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rst(client: RawClient) -> None:
 
 
 def half_close(client: RawClient) -> None:
-    """No more from this side. A client that is done with its request is taken for one that left."""
+    """Close the sending side. A client that has finished its request is treated as one that left."""
     client.writer.write_eof()
 
 
@@ -215,7 +215,7 @@ async def test_a_body_too_large_is_413_and_the_end(start_chaos: StartChaos, chun
     assert proxy.core.breakdown.outcomes == {"rejected": 1}
 
 
-async def test_a_client_that_goes_on_sending_a_refused_body_still_reads_the_refusal(start_chaos: StartChaos) -> None:
+async def test_a_client_still_sending_a_rejected_body_reads_the_error(start_chaos: StartChaos) -> None:
     """A close with unread data in the socket would be a reset, and the 413 lost."""
     proxy = await start_chaos(ChaosEngine(), limits={"body_bytes": 2048})
     for _ in range(5):
@@ -258,7 +258,7 @@ async def test_a_connection_is_good_for_more_after_a_failed_or_broken_answer(sta
 
 @pytest.mark.parametrize("body", [PLAIN, STREAM], ids=["whole", "stream"])
 async def test_http_1_0_gets_an_answer_it_can_read(start_chaos: StartChaos, body: bytes) -> None:
-    """No chunks: HTTP/1.0 knows none (nginx speaks it to its upstreams unless told otherwise)."""
+    """No chunks, which HTTP/1.0 does not have (nginx uses it towards its upstreams by default)."""
     proxy = await start_chaos(ChaosEngine())
     async with RawClient(proxy.port) as client:
         await client.send(post(body, version="1.0"))

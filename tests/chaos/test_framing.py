@@ -1,4 +1,4 @@
-"""Server-sent events as no sane engine frames them, and as vLLM does: the client gets what was sent, byte for byte."""
+"""Unusual framings of server-sent events, and vLLM's: the client receives the bytes unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def crlf(*parts: bytes) -> list[bytes]:
 
 
 FRAMINGS: dict[str, tuple[list[bytes], list[bytes]]] = {
-    # name -> (pieces the engine sends, of these the events that the proxy asked for and takes out)
+    # name -> (pieces the engine sends, and those of its events that the proxy requested and removes)
     "one event a chunk": ([*WORDS, usage_event(), DONE], [usage_event()]),
     "all in one chunk": ([b"".join([*WORDS, usage_event(), DONE])], [usage_event()]),
     "a byte a chunk": (bytewise(*WORDS, usage_event(), DONE), [usage_event()]),
@@ -81,7 +81,7 @@ FRAMINGS: dict[str, tuple[list[bytes], list[bytes]]] = {
 @pytest.mark.parametrize("asked", [False, True], ids=["usage not asked for", "usage asked for"])
 @pytest.mark.parametrize("name", FRAMINGS)
 async def test_what_the_engine_sent_is_what_the_client_gets(start_chaos: StartChaos, name: str, asked: bool) -> None:
-    """All but the usage event that the proxy asked for on its own; all of it for a client that asked itself."""
+    """Except the usage event that the proxy requested itself; everything for a client that requested it."""
     pieces, injected = FRAMINGS[name]
     expected = b"".join(pieces)
     if not asked:
@@ -100,7 +100,7 @@ async def test_what_the_engine_sent_is_what_the_client_gets(start_chaos: StartCh
 
 @pytest.mark.parametrize("asked", [False, True], ids=["usage not asked for", "usage asked for"])
 async def test_half_an_event_never_reaches_a_client_as_a_whole_one(start_chaos: StartChaos, asked: bool) -> None:
-    """A blank line would make an event of it, and clients decode every event as JSON."""
+    """A blank line would complete the event, and clients decode every event as JSON."""
     half = b'data: {"id": "x", "cho'
     proxy = await start_chaos(ChaosEngine(raw_stream([*WORDS[:2], half], end=False)))
     options: dict[str, Any] = {"stream_options": {"include_usage": True}} if asked else {}
@@ -110,8 +110,8 @@ async def test_half_an_event_never_reaches_a_client_as_a_whole_one(start_chaos: 
     assert last["error"]["code"] == "stream_broken"
 
 
-async def test_an_error_event_inside_a_good_stream_is_relayed_and_told_apart(start_chaos: StartChaos) -> None:
-    """vLLM tells of a failure in the middle of a stream this way, with status 200."""
+async def test_an_error_event_inside_a_good_stream_is_relayed(start_chaos: StartChaos) -> None:
+    """vLLM reports a failure during a stream this way, with status 200."""
     proxy = await start_chaos(ChaosEngine(raw_stream([event(0), ERROR, DONE])))
     answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True})
     assert answer.content == event(0) + ERROR + DONE
@@ -120,7 +120,7 @@ async def test_an_error_event_inside_a_good_stream_is_relayed_and_told_apart(sta
 
 
 async def test_nothing_a_client_waits_for_comes_after_done(start_chaos: StartChaos) -> None:
-    """The stream ends with its last event, whatever follows it and however long the engine keeps it open."""
+    """The stream ends with its last event, regardless of later bytes and of how long the engine keeps it open."""
     proxy = await start_chaos(ChaosEngine(raw_stream([*EVENTS, b": bye\n\n"], pause_s=0.05)))
     answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True})
     assert answer.content.removesuffix(b": bye\n\n") == b"".join(EVENTS)

@@ -1,4 +1,4 @@
-"""Connections to an engine that are used again: closed at the worst moment, or with something left in them."""
+"""Reused connections to an engine: closed at the worst moment, or with stray bytes in them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_what_happens_to_an_idle_connection_touches_no_request(
     proxy = await start_chaos(ChaosEngine(idle_fault=idle))
     for number in range(4):
         await ask(proxy, stream)
-        # What comes after the next request was sent is that one's answer: nobody could tell.
+        # Bytes after the next request was sent are indistinguishable from its answer.
         await proxy.until(lambda: proxy.engines[0].idled > number)  # noqa: B023
     assert [row["attempts"] for row in await proxy.rows()] == [[]] * 4
     assert proxy.instance().failures_in_a_row == 0
@@ -97,7 +97,7 @@ def on_reuse(act: Callable[[Talk], Awaitable[None]]) -> Callable[[Talk], Awaitab
 async def test_a_connection_closed_at_the_moment_it_is_reused_costs_nothing_but_a_new_one(
     start_chaos: StartChaos, act: Callable[[Talk], Awaitable[None]], stream: bool
 ) -> None:
-    """The keep-alive race: the engine closes an idle connection while the next request is on its way into it."""
+    """The keep-alive race: the engine closes an idle connection while the next request is sent on it."""
     engine = ChaosEngine(on_reuse(act))
     proxy = await start_chaos(engine)
     for _ in range(4):
@@ -121,7 +121,7 @@ async def test_connections_are_reused_when_nothing_is_wrong(start_chaos: StartCh
 async def test_a_reused_connection_that_closes_after_the_engine_died_is_a_failed_attempt(
     start_chaos: StartChaos, act: Callable[[Talk], Awaitable[None]]
 ) -> None:
-    """The second try goes to a fresh connection: refused there, the instance is out and the next one answers."""
+    """The second attempt uses a new connection: refused there, the instance is out and the next one answers."""
     engine = ChaosEngine()
     proxy = await start_chaos(engine, ChaosEngine(), policy={"name": "session_sticky"})
     headers = {"x-session-id": "one"}
@@ -151,7 +151,7 @@ async def test_a_burst_over_reused_connections_that_all_close_loses_nothing(star
 
 
 async def test_a_request_is_not_sent_twice_over_fresh_connections(start_chaos: StartChaos) -> None:
-    """Only a reused connection may be stale: an engine that closes a fresh one has seen the request and failed it."""
+    """Only a reused connection may be stale: an engine that closes a new one has seen the request and failed it."""
     engine = ChaosEngine(fin)
     proxy = await start_chaos(engine)
     assert (await proxy.client.post("/v1/completions", json=BODY)).status_code == 502

@@ -32,7 +32,7 @@ def params() -> list[object]:
 
 @contextlib.contextmanager
 def full_backlog(port: int) -> Iterator[None]:
-    """Something listens on the port and accepts nobody: further connections wait for ever."""
+    """A port that listens without accepting: further connections wait forever."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -47,7 +47,7 @@ def full_backlog(port: int) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def faulty(cell: Cell, engine: ChaosEngine) -> AsyncIterator[None]:
-    """The engine misbehaves as the cell says."""
+    """Make the engine misbehave as described by the cell."""
     with contextlib.ExitStack() as stack:
         if callable(cell.fault):
             engine.fault = cell.fault
@@ -106,7 +106,7 @@ async def test_cell(start_chaos: StartChaos, cell: Cell, alone: bool) -> None:
     assert (row["status"], row["outcome"], len(row["attempts"])) == (view.status, view.outcome, view.attempts)
     check_health(proxy, cell.expected.health)
     await proxy.nothing_left()
-    # What an engine sent too much of one answer must not be taken for the next one.
+    # Excess bytes of one answer must not be taken for the next one.
     proxy.instance().healthy = True
     for _ in range(2):
         after = await proxy.client.post(path, json={**body, "stream": cell.stream})
@@ -117,7 +117,7 @@ async def test_cell(start_chaos: StartChaos, cell: Cell, alone: bool) -> None:
 @pytest.mark.parametrize("faults", [[rst, close], [close, hang], [hang, rst]])
 async def test_the_third_instance_answers_when_two_fail(start_chaos: StartChaos, faults: list[object]) -> None:
     first, second = (ChaosEngine(at(Moment.BEFORE_HEADERS, act)) for act in faults)  # type: ignore[arg-type]
-    # The second turn of round robin, among the two that are left, is the last one's.
+    # The second turn of round robin, among the two remaining ones, is the last one's.
     proxy = await start_chaos(first, ChaosEngine(), second, timeouts=SHORT)
     answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True})
     assert answer.content == b"".join(EVENTS)

@@ -1,4 +1,4 @@
-"""Engines that answer before they have read, do not read, or answer probes with nonsense."""
+"""Engines that answer before reading, do not read, or answer probes with nonsense."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.chaos.rig.faults import Moment, answers, at, close, hang, rst
 from tests.chaos.rig.wire import EVENTS, good_body, head, whole
 
 LARGE = {**BODY, "user": "x" * 12_000_000}
-"""Too much for the sockets' buffers."""
+"""Too large for the sockets' buffers."""
 
 
 async def refuses_early(talk: Talk) -> None:
-    """Answers 400 to the head and then reads on, as servers that mind their clients do."""
+    """Answers 400 to the head and then reads the rest, as well-behaved servers do."""
     await talk.send(whole("400 Bad Request", b'{"error":{"message":"early"}}', "connection: close"))
     await talk.hang()
 
@@ -66,7 +66,7 @@ async def test_an_engine_that_hangs_up_on_a_large_request_is_a_failed_attempt(
 
 
 def only(path: str, fault: Callable[[Talk], Awaitable[None]]) -> Callable[[Talk], Awaitable[None]]:
-    """The fault for questions to this path, good answers for the others."""
+    """The fault for requests to this path, good answers for the others."""
 
     async def either(talk: Talk) -> None:
         if talk.request.path == path:
@@ -111,8 +111,8 @@ PROBES: dict[str, Callable[[Talk], Awaitable[None]]] = {
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/query"])
 @pytest.mark.parametrize("name", PROBES)
-async def test_a_probe_that_is_answered_badly_harms_nobody_else(start_chaos: StartChaos, name: str, path: str) -> None:
-    """The other instance is probed and serves; so does this one as soon as it answers well again."""
+async def test_a_bad_answer_to_a_probe_affects_no_other_instance(start_chaos: StartChaos, name: str, path: str) -> None:
+    """The other instance is probed and serves; so does this one as soon as it answers properly again."""
     odd, sound = ChaosEngine(), ChaosEngine()
     proxy = await start_chaos(odd, sound, health={"interval_s": 0.1, "timeout_s": 0.5, "unhealthy_after": 2})
     odd.probe_fault = only(path, PROBES[name])
@@ -142,7 +142,7 @@ async def test_a_probe_without_end_is_cut_off(start_chaos: StartChaos, path: str
     odd, sound = ChaosEngine(), ChaosEngine()
     proxy = await start_chaos(odd, sound, health={"interval_s": 5.0, "timeout_s": 1.0, "unhealthy_after": 1})
     odd.probe_fault = only(path, endless)
-    proxy.instance(0).models = []  # else nobody asks for them
+    proxy.instance(0).models = []  # else they are not requested
     await proxy.until(lambda: sent_bytes > 0)
     await proxy.until(lambda: not proxy.instance(0).healthy)
     assert sent_bytes < 32 * 2**20

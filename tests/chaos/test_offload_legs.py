@@ -20,7 +20,7 @@ SHORT = {"prefill_timeout_s": 0.8, "first_token_timeout_s": 0.8}
 
 @dataclass(frozen=True)
 class Leg:
-    """A fault on one leg and what becomes of the request."""
+    """A fault on one leg and the result of the request."""
 
     name: str
     leg: str
@@ -81,7 +81,7 @@ def leg_of(talk: Talk) -> str | None:
 
 
 def on(leg: str, fault: Fault) -> Fault:
-    """The fault on this leg only; all else is answered well."""
+    """The fault on this leg only; all other requests are answered properly."""
 
     async def either(talk: Talk) -> None:
         await (fault if leg_of(talk) == leg else good)(talk)
@@ -101,7 +101,8 @@ async def start(start_chaos: StartChaos, fault: Fault, count: int = 2, **offload
 
 @pytest.mark.parametrize(("case", "stream"), CASES)
 async def test_leg(start_chaos: StartChaos, case: Leg, stream: bool) -> None:
-    proxy = await start(start_chaos, on(case.leg, case.fault), **(SHORT if "hang" in case.name else {}))
+    short: dict[str, Any] = SHORT if "hang" in case.name else {}
+    proxy = await start(start_chaos, on(case.leg, case.fault), **short)
     if case.reason == "fell_back_p_identity":
         for engine in proxy.engines:
             engine.fault = on(P, restarts_after_its_answer)
@@ -121,7 +122,7 @@ async def test_leg(start_chaos: StartChaos, case: Leg, stream: bool) -> None:
         [attempt] = row["attempts"]
         assert attempt["offload"] == case.reason
         assert row["prefill_instance"] is None
-    # D's last request is the plain one after a fall-back, and D never waits for a P leg that failed.
+    # D's last request is the plain one after a fall-back, and D never waits for a failed P leg.
     bodies = [post.fields for engine in proxy.engines for post in engine.posts]
     pulls = [body for body in bodies if (body.get("kv_transfer_params") or {}).get("do_remote_prefill")]
     assert len(pulls) == (0 if case.reason.startswith("fell_back_p") else 1)
@@ -159,9 +160,7 @@ async def test_a_p_that_refuses_is_out_and_d_answers(start_chaos: StartChaos, st
 
 
 @pytest.mark.parametrize("content", [b"\0\0\0", b"[]", b'{"0": 5}', b"{}"])
-async def test_a_p_that_answers_nonsense_when_asked_who_it_is_is_not_pulled_from(
-    start_chaos: StartChaos, content: bytes
-) -> None:
+async def test_a_p_with_an_invalid_identity_is_not_pulled_from(start_chaos: StartChaos, content: bytes) -> None:
     async def nonsense(talk: Talk) -> None:
         await talk.send(head("200 OK", f"content-length: {len(content)}") + content)
 

@@ -1,4 +1,4 @@
-"""Requests sent before the answer to an earlier one: whatever becomes of the later one, the earlier answer is whole."""
+"""Pipelined requests: the result of a later one never affects an earlier answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAM = json.dumps({**BODY, "stream": True}).encode()
 
 
 async def slow(talk: Talk) -> None:
-    """A good stream over most of a second, so that what comes after the request meets it half-way."""
+    """A good stream of almost a second, so that data after the request arrives in its middle."""
     answer = talk.answer()
     for part in (answer.head, *answer.parts, answer.end):
         await talk.send(part)
@@ -87,7 +87,7 @@ LATER_AND_REFUSED = {
 async def test_a_later_request_that_is_refused_does_not_touch_the_answer_before_it(
     start_chaos: StartChaos, name: str
 ) -> None:
-    """The refusal comes after the earlier answer, or the connection ends; never in the middle of it."""
+    """The error follows the earlier answer, or the connection ends; it is never in its middle."""
     later, status = LATER_AND_REFUSED[name]
     proxy = await start_chaos(ChaosEngine(slow), limits={"body_bytes": 2048}, timeouts={"body_s": 0.3, "header_s": 0.3})
     async with RawClient(proxy.port) as client:
@@ -105,7 +105,7 @@ async def test_a_later_request_that_is_refused_does_not_touch_the_answer_before_
             part in b"\n".join(EVENTS).split(b"\n") or _is_framing(part) for part in b"\n".join(sent).split(b"\n")
         )
         if not chunks.endswith(b"\r\n0\r\n\r\n"):
-            # Cut in the middle: allowed only where the connection itself has become unreadable.
+            # Cut in the middle: allowed only if the connection itself has become unreadable.
             assert name in {"not HTTP", "bad chunk", "no Host", "head too large", "head never comes"}
             return
         try:

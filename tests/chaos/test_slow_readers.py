@@ -1,4 +1,4 @@
-"""Clients that stop reading: memory stays bounded, the engine is held back, and the client is cut in the end."""
+"""Clients that stop reading: memory stays bounded, the engine is throttled, and the client is eventually cut."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STREAM = json.dumps({**BODY, "stream": True}).encode()
 
 
 class Fountain:
-    """An answer of ``MEGABYTES``; counts what the engine could get rid of."""
+    """An answer of ``MEGABYTES``; counts the bytes the engine could send."""
 
     def __init__(self) -> None:
         self.sent_bytes = 0
@@ -90,7 +90,7 @@ async def deaf(port: int) -> AsyncIterator[RawClient]:
 
 
 async def test_64_mb_to_clients_that_do_not_read_stay_with_the_engine(tmp_path: Path) -> None:
-    """What a client does not take is not taken from the engine either, but for the sockets' own buffers."""
+    """Bytes that a client does not read are not read from the engine either, except for the sockets' buffers."""
     fountain = Fountain()
     engine = await ChaosEngine(fountain).start()
     readers = 4
@@ -126,7 +126,7 @@ async def test_a_client_that_stops_reading_is_cut_and_the_engine_not_blamed(star
 
 
 async def test_a_slow_reader_that_reads_on_gets_every_byte(start_chaos: StartChaos) -> None:
-    """Slow is not stopped: each pause is shorter than the bound, the whole is longer."""
+    """Slow but not stopped: each pause is shorter than the bound, the total is longer."""
     fountain = Fountain()
     proxy = await start_chaos(ChaosEngine(fountain), timeouts={"client_stall_s": 3.0, "idle_s": 3.0})
     got = bytearray()
@@ -147,7 +147,7 @@ async def test_a_slow_reader_that_reads_on_gets_every_byte(start_chaos: StartCha
 async def test_an_engine_that_pauses_while_the_client_does_not_read_is_not_taken_for_silent(
     start_chaos: StartChaos,
 ) -> None:
-    """The bound on silence does not run while it is the proxy that does not listen."""
+    """The bound on silence is suspended while the proxy does not read."""
     proxy = await start_chaos(ChaosEngine(Fountain()), timeouts={"client_stall_s": 20.0, "idle_s": 0.8})
     async with RawClient(proxy.port, limit=2**20) as client:
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]

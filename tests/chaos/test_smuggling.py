@@ -1,4 +1,4 @@
-"""Requests two servers could read differently: refused with 400, the connection closed, nothing forwarded."""
+"""Requests that two servers could parse differently: rejected with 400, connection closed, nothing forwarded."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ async def test_an_ambiguous_request_is_refused_and_never_forwarded(
             got = await client.answer()
             assert got.status == 400
             assert got.headers.get("connection") == "close"
-        # Once FastAPI has the head, a body that makes no sense ends the connection without a word.
+        # Once FastAPI has the head, an invalid body ends the connection without an answer.
         assert await client.at_end(), "an answer too many: the smuggled request was served"
     assert proxy.engines[0].posts == []
     await proxy.nothing_left()
-    # The refusal is this connection's affair alone.
+    # Other connections are unaffected.
     assert (await proxy.client.post("/v1/completions", json=BODY)).status_code == 200
 
 
@@ -135,7 +135,7 @@ async def test_hop_by_hop_and_forged_headers_do_not_reach_an_engine(start_chaos:
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.0"])
 async def test_an_upgrade_that_is_offered_is_declined(start_chaos: StartChaos, protocol: str) -> None:
-    """Served as HTTP/1.1, or refused; what follows is a request of its own either way."""
+    """Served as HTTP/1.1, or rejected; following bytes are a separate request in both cases."""
     proxy = await start_chaos(ChaosEngine())
     async with RawClient(proxy.port) as client:
         offer = (b"connection: upgrade", f"upgrade: {protocol}".encode(), b"http2-settings: AAMAAABkAARAAAAAAAIAAAAA")

@@ -1,4 +1,4 @@
-"""The soak test in ten seconds, and the judge it leaves the verdict to."""
+"""The soak test in ten seconds, and the function that judges it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real proxy in front of simulated engines that run as processes of their own."""
+"""The real proxy in front of simulated engines in processes of their own."""
 
 from __future__ import annotations
 

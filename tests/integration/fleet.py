@@ -1,4 +1,4 @@
-"""Simulated engines as real processes on free ports, killed and started again at will."""
+"""Simulated engines as real processes on free ports, which can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _numbers = count(os.getpid() % _PORTS)
 
 
 def free_port() -> int:
-    """A free port below those the kernel gives to outgoing connections, which could take it before it is used."""
+    """A free port below the range for outgoing connections, which could take it before it is used."""
     while True:
         port = _FIRST_PORT + 2_000 * (_WORKER % 4) + next(_numbers) % _PORTS
         with socket.socket() as probe:

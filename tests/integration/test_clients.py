@@ -1,4 +1,4 @@
-"""Clients people already have work unchanged: curl, the openai package, and vLLM's benchmark client."""
+"""Common clients work unchanged: curl, the openai package, and vLLM's benchmark client."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ async def test_openai_client_completions_chat_stream_models_and_errors(start_clu
         assert chunks[-1].usage.completion_tokens == 6
         said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         assert said == chat.choices[0].message.content
-        with pytest.raises(openai.NotFoundError, match="served here: warm-sim"):
+        with pytest.raises(openai.NotFoundError, match="available: warm-sim"):
             await client.completions.create(model="gpt-nope", prompt="x")
 
 
 async def test_vllm_bench_serve_style_client(start_cluster: StartCluster) -> None:
-    """The request and the reading of ``vllm bench serve --backend openai``: its fields, its chunk handling."""
+    """Request and parsing of ``vllm bench serve --backend openai``: its fields, its chunk handling."""
     cluster = await start_cluster(2, *SCALE)
     payload = {
         "model": "warm-sim",

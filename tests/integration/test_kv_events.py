@@ -1,4 +1,4 @@
-"""The exact index against what engines report, over real ZMQ streams: right where the shadow index errs."""
+"""The exact index compared with engines' reports over real ZMQ streams: correct where the shadow index is wrong."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def until(cluster: Cluster, holds: Callable[[dict[str, Any]], bool], numbe
 
 
 async def test_the_exact_index_is_right_under_eviction_where_the_shadow_errs(start_listening: StartListening) -> None:
-    # 6,400 tokens per engine are far below what 24 growing sessions need.
+    # 6,400 tokens per engine are far less than 24 growing sessions need.
     cluster = await start_listening(
         2, "--time-scale", "100", "--kv-capacity-tokens", "6400", policy={"name": "round_robin"}
     )
@@ -89,7 +89,7 @@ async def test_the_exact_index_is_right_under_eviction_where_the_shadow_errs(sta
     system = list(range(700))
     draw = random.Random(5)
     for _ in range(96):
-        # What they answer fills the engines' caches too, which the shadow index does not see.
+        # Generated tokens fill the engines' caches too, which the shadow index does not see.
         session, turn = draw.randrange(8), draw.randrange(1, 4)
         prompt = [*system, *[(session + 1) * 100_000 + token for token in range(turn * 300)]]
         await send(cluster, prompt, max_tokens=draw.randrange(1, 400))
@@ -138,7 +138,7 @@ async def test_a_proxy_that_comes_late_learns_by_replay_and_only_then(start_list
                 assert row["predicted_by_exact_tokens"] == row["actual_cached_tokens"] == 960
                 assert row["predicted_by_shadow_tokens"] == 0
                 continue
-            for number in range(200):  # the first few may pass before the subscription has taken effect
+            for number in range(200):  # the first few may pass before the subscription is active
                 row = await send(cluster, [number] * 200)
                 assert (row["index_source"], row["predicted_by_exact_tokens"]) == ("shadow", None)
                 if (await events_of(cluster))["not_trusted_because"] == "joined_late":
@@ -182,7 +182,7 @@ async def test_a_cleared_cache_is_known_with_the_next_step(start_listening: Star
     await send(cluster, list(range(9_000, 9_200)))
     seen = await until(cluster, lambda seen: seen["cleared"] == 1)
     assert seen["blocks"] <= 4
-    await asyncio.sleep(1.1)  # until a finished request no longer stands in for its events
+    await asyncio.sleep(1.1)  # until the finished request's prompt is no longer matched
     row = await send(cluster, prompt)
     assert (row["predicted_by_exact_tokens"], row["actual_cached_tokens"]) == (0, 0)
     assert row["predicted_by_shadow_tokens"] == 960

@@ -1,4 +1,4 @@
-"""2,000 requests whose clients leave at random moments while engines are killed and restarted: nothing stays behind."""
+"""2,000 requests with clients that leave at random while engines are killed and restarted: nothing is left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONCURRENT = 40
 
 
 async def one_request(cluster: Cluster, number: int, draw: random.Random) -> str:
-    """Send one request whole; read the answer, or leave after a random time. Says what the client saw."""
+    """Send one complete request; read the answer or leave after a random time. Returns the client's result."""
     session = draw.randrange(60)
     prompt = [session] * 200 + [draw.randrange(100_000) for _ in range(draw.randrange(10, 3_000))]
     body = json.dumps(
@@ -111,7 +111,7 @@ async def test_nothing_leaks(start_cluster: StartCluster, planner: str) -> None:
     assert kills >= 2
     assert seen["left"] > REQUESTS / 20
     assert seen["200"] > REQUESTS / 4
-    # A client sees a success, a clean error, or leaves; nothing else.
+    # A client gets a success or a clean error, or leaves; nothing else.
     assert set(seen) <= {"200", "502", "503", "504", "left"}, seen
 
     stats = (await cluster.client.get("/stats")).json()
@@ -132,7 +132,7 @@ async def test_nothing_leaks(start_cluster: StartCluster, planner: str) -> None:
             break
         await asyncio.sleep(0.05)
     assert len(asyncio.all_tasks()) <= tasks_before, asyncio.all_tasks()
-    # What is left are the health probe's own pooled connections: to each engine's API and bootstrap port.
+    # Only the health probe's own pooled connections remain: to each engine's API and bootstrap port.
     assert len(upstream) <= 3 * len(cluster.engines), upstream
     assert process.num_fds() <= files_before + 3 * len(cluster.engines)
     busy = [await running(cluster, engine.url) for engine in cluster.engines]
@@ -144,7 +144,7 @@ def ports(cluster: Cluster) -> set[int]:
 
 
 async def running(cluster: Cluster, url: str) -> float:
-    """Requests an engine still has, once it had a moment to notice that they were cut."""
+    """Requests an engine still has after a short time to detect that they were cut."""
     for _ in range(100):
         text = (await cluster.client.get(f"{url}/metrics")).text
         value = next(

@@ -1,4 +1,4 @@
-"""The index's predictions against what the engines report."""
+"""The index's predictions compared with the engines' reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.integration.conftest import Cluster, StartCluster
 
 
 def conversation(seed: int, turns: int, system: list[int]) -> list[list[int]]:
-    """Token-id prompts of one session: each turn repeats the history and adds to it."""
+    """Token-id prompts of one session: each turn repeats the history and extends it."""
     draw = random.Random(seed)
     prompt = list(system)
     prompts = []
@@ -47,18 +47,19 @@ async def test_predictions_are_exact_for_token_ids_while_nothing_is_evicted(star
 
 
 async def ideal_hits(start_cluster: StartCluster) -> int:
-    """Cached tokens of the same sessions on engines that need not evict."""
+    """Cached tokens of the same sessions on engines that never evict."""
     roomy = await start_cluster(2, "--time-scale", "100", policy={"name": "round_robin"})
     return sum(row["actual_cached_tokens"] for row in await run_sessions(roomy, sessions=24, turns=6))
 
 
 async def test_prediction_error_is_reported_when_something_was_evicted(start_cluster: StartCluster) -> None:
-    # A pool of 6,400 tokens is far below what 24 growing sessions need: engines must evict what the index may expect.
+    # A pool of 6,400 tokens is far less than 24 growing sessions need: engines must evict blocks that the index
+    # expects.
     cluster = await start_cluster(
         2, "--time-scale", "100", "--kv-capacity-tokens", "6400", policy={"name": "round_robin"}
     )
     rows = await run_sessions(cluster, sessions=24, turns=6)
-    # What the two caches could have kept without a bound; that they did not shows that they evicted.
+    # Hits of both caches without a bound; fewer hits show that they evicted.
     ideal = await ideal_hits(start_cluster)
     assert sum(row["actual_cached_tokens"] for row in rows) < 0.9 * ideal
     off = sum(abs(row["predicted_cached_tokens"] - row["actual_cached_tokens"]) for row in rows)

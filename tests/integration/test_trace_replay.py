@@ -1,4 +1,4 @@
-"""A real agentic trace through the proxy and eight engines: nothing lost, cache hits as the trace foretells."""
+"""A real agentic trace through the proxy and eight engines: no losses, and cache hits as predicted from the trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replayer.traces.trace import Trace, TraceRequest, load_trace
 from tests.integration.conftest import StartCluster
 
 SCALE = 20.0
-# All of the trace's blocks fit: what is measured is routing, not eviction.
+# All of the trace's blocks fit: this measures routing, not eviction.
 POOL_TOKENS = 4_000_000
 # On the slower h20 the fleet is near saturation there, and turns finish late.
 PROFILE = "h200"
@@ -26,7 +26,7 @@ INSTANCES = 8
 
 
 def hits(placed: Iterable[tuple[TraceRequest, object]]) -> float:
-    """Share of the prompt tokens that instances which forget nothing have cached, given who was sent what in turn."""
+    """Share of the prompt tokens cached by instances that never evict, given the assignment in order."""
     held: defaultdict[object, set[int]] = defaultdict(set)
     cached = total = 0.0
     for request, instance in placed:
@@ -38,11 +38,11 @@ def hits(placed: Iterable[tuple[TraceRequest, object]]) -> float:
 
 
 def check_taken_in_turn(trace: Trace, sent: list[RequestRecord], published_apc: float) -> None:
-    """Round-robin's hits are decided by the order of all turns, and that is the trace's for the published figure only.
+    """Round-robin's hits depend on the order of all turns; the published figure assumes the trace's order.
 
-    A turn waits for the one before it, which takes as long as the engines take: turns of different sessions change
-    places, and the figure with them (.20 to .23). So the published one is held against the trace's own order, and what
-    the proxy did against the order that came.
+    A turn waits for the previous one, whose time depends on the engines: turns of different sessions change places, and
+    the figure with them (.20 to .23). The published one is therefore compared with the trace's own order, and the
+    proxy's result with the order that occurred.
     """
     assert hits((request, number % INSTANCES) for number, request in enumerate(trace.requests)) == pytest.approx(
         published_apc, abs=0.02
@@ -52,7 +52,7 @@ def check_taken_in_turn(trace: Trace, sent: list[RequestRecord], published_apc: 
     assert max(counts.values()) - min(counts.values()) <= 1
     numbers = [int((record.instance or "").rpartition("-")[2]) for record in sent]
     in_turn = sum((after - before) % INSTANCES == 1 for before, after in itertools.pairwise(numbers))
-    assert in_turn >= 0.9 * len(sent)  # requests sent in one moment may arrive the other way round
+    assert in_turn >= 0.9 * len(sent)  # requests sent at the same moment may arrive in either order
 
 
 def public_trace(name: str) -> Path:

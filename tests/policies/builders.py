@@ -1,4 +1,4 @@
-"""Short constructors for the words of a decision, and hypothesis strategies that draw them."""
+"""Short constructors for the data types of a decision, and hypothesis strategies for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCK_TOKENS = 16
 
 
 def ask(prompt_tokens: int = 1_000, **fields: Any) -> RequestView:
-    """A request without blocks: for policies, which see only token counts."""
+    """A request without blocks, for policies that only use token counts."""
     return RequestView("req", prompt_tokens, **fields)
 
 
@@ -58,7 +58,7 @@ def score_of(choice: Choice, instance: str) -> CandidateScore:
 def decision_for(
     request: RequestView, decode_on: str, prefill_on: str | None = None, cached_tokens: int = 0
 ) -> Decision:
-    """A decision as some policy might have made it."""
+    """A decision as a policy might have made it."""
     plan = OffloadPlan(prefill_on, OffloadReason.CHOSEN if prefill_on else OffloadReason.PLANNER_NEVER)
     return Decision(
         request.request_id,
@@ -76,7 +76,7 @@ def decision_for(
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[RequestView, FleetSnapshot]:
-    """A request and any snapshot that could face it: loads, roles, pins, hotspots and broken pairs at random."""
+    """A request and a random snapshot for it: loads, roles, pins, hotspots and broken pairs."""
     names = draw(st.lists(st.sampled_from([f"inst-{i}" for i in range(9)]), min_size=1, max_size=8, unique=True))
     prompt = draw(st.integers(1, 150_000))
     tokens = st.integers(0, 200_000)

@@ -1,4 +1,4 @@
-"""Property tests measure behaviour, not how busy the machine is: no deadline per example."""
+"""Property tests have no deadline per example: they check behaviour, not the load of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of an instance that has gone while its requests go on: totals, and nothing under its name."""
+"""Totals and records of an instance that was removed while its requests continue."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from policies.pairs import PairBreaker
 from policies.sessions import SessionTable
 from policies.state import FleetState
 from policies.types import Role
-from tests.policies.builders import ask_ids
-from tests.policies.test_fleet_state import decision_for
+from tests.policies.builders import ask_ids, decision_for
 
 NAMES = ("p", "d")
 
@@ -83,10 +82,15 @@ def test_a_restart_is_no_departure(state: FleetState) -> None:
 def test_what_is_to_be_pulled_is_known_of_one_life_of_an_instance() -> None:
     holds = Holds()
     hold = holds.take("p", 5)
-    old = holds.held_by("p")
+    old = holds.held_tokens_reader("p")
     holds.forget("p")
     holds.take("p", 7)
-    assert (old(), holds.held_tokens("p"), holds.held_tokens("nobody"), holds.held_by("nobody")()) == (5, 7, 0, 0)
+    assert (old(), holds.held_tokens("p"), holds.held_tokens("nobody"), holds.held_tokens_reader("nobody")()) == (
+        5,
+        7,
+        0,
+        0,
+    )
     hold.orphan(9.0)
     assert (old(), holds.held_tokens("p")) == (0, 7)
     holds.untracked(3).release()

@@ -1,4 +1,4 @@
-"""docs/policies.md says what the code says: defaults, reasons, bounds."""
+"""docs/policies.md matches the code: defaults, reasons, bounds."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from policies.ledger import Ledger
 from policies.offload.cost_model import CostModel
 from policies.pairs import PairBreaker
 from policies.predict.prefix_index import PrefixIndex
-from policies.registry import make_planner, make_routing, parameters
+from policies.registry import BUILT_IN, OFFLOAD_GROUP, ROUTING_GROUP, make_planner, make_routing, parameters
 from policies.sessions import SessionTable
 from policies.types import OffloadReason, Reason
 
 PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
-PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def table(first_column: str) -> dict[str, list[str]]:
@@ -35,25 +34,18 @@ def table(first_column: str) -> dict[str, list[str]]:
     return {row[0].strip("`"): row[1:] for row in cells}
 
 
-def own_names(group: str) -> list[str]:
-    """Names that this project, not a third party, declares in an entry point group."""
-    section = re.search(rf'\[project\.entry-points\."{group}"\]\n((?:\w+ = .*\n)+)', PYPROJECT)
-    assert section
-    return [line.partition(" ")[0] for line in section.group(1).splitlines()]
-
-
 def cell_of(defaults: dict[str, Any]) -> str:
     return ", ".join(f"`{name}={value}`" for name, value in defaults.items()) or "none"
 
 
 def test_the_table_of_policies_is_complete_and_its_defaults_are_those_of_the_code() -> None:
     documented = {name: cells[-1] for name, cells in table("policy").items()}
-    assert documented == {name: cell_of(parameters(make_routing(name))) for name in own_names("warmroute.routing")}
+    assert documented == {name: cell_of(parameters(make_routing(name))) for name in BUILT_IN[ROUTING_GROUP]}
 
 
 def test_the_table_of_planners_is_complete_and_its_defaults_are_those_of_the_code() -> None:
     documented = {name: cells[-1] for name, cells in table("planner").items()}
-    assert documented == {name: cell_of(parameters(make_planner(name))) for name in own_names("warmroute.offload")}
+    assert documented == {name: cell_of(parameters(make_planner(name))) for name in BUILT_IN[OFFLOAD_GROUP]}
 
 
 @pytest.mark.parametrize(("column", "reasons"), [("reason", Reason), ("offload reason", OffloadReason)])

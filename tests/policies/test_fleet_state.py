@@ -1,4 +1,4 @@
-"""FleetState: what a decision reserves, enters and gives back."""
+"""FleetState: resources that a decision reserves, enters and returns."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_offload_is_in_flight_and_its_kv_held_on_p_until_d_has_its_first_toke
 
 
 @pytest.mark.parametrize("ends_by", ["fall_back", "release"])
-def test_kv_that_nobody_will_pull_stays_on_p_until_the_engine_gives_it_up(ends_by: str) -> None:
+def test_kv_that_is_never_pulled_stays_on_p_until_the_engine_frees_it(ends_by: str) -> None:
     state, request = state_of(), ask_new(1, 1_600)
     commitment = commit(state, request, "inst-0", "inst-2")
     commitment.end_prefill()
@@ -111,7 +111,7 @@ def test_a_p_leg_that_failed_leaves_nothing_held() -> None:
     assert state.expected_tokens("inst-0", 0.0) == 1_600
 
 
-def test_prefill_streams_and_decode_streams_are_told_apart() -> None:
+def test_prefill_streams_and_decode_streams_are_distinguished() -> None:
     state, request = state_of(), ask_new(1, 1_600)
     first = commit(state, request, "inst-0")
     commit(state, request, "inst-0")
@@ -246,13 +246,13 @@ def test_promised_kv_is_what_the_engine_has_not_reported_yet() -> None:
 
     first = commit(state, ask_new(1, 1_600), "inst-0")
     assert room() == (0, 1_600)
-    state.set_usage("inst-0", 5_000)  # 3,400 that no request of ours explains, and the 1,600
+    state.set_usage("inst-0", 5_000)  # 3,400 that none of our requests accounts for, and the 1,600
     assert room() == (5_000, 0)
     second = commit(state, ask_new(2, 800), "inst-0")
     assert room() == (5_000, 800)
     first.release()
     second.release()
-    assert room() == (5_000, -1_600)  # what ended since the report is free again
+    assert room() == (5_000, -1_600)  # tokens of requests that ended since the report are free again
     state.set_usage("inst-0", 3_400)
     assert room() == (3_400, 0)
 

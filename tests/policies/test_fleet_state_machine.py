@@ -1,4 +1,4 @@
-"""FleetState under any interleaving of what can happen to requests and instances."""
+"""FleetState under any interleaving of request and instance events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds under any interleaving: what is kept is what was taken, less what was settled, once."""
+"""Holds under any interleaving: the tokens held are those taken less those settled, each once."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_hold_of_an_engine_that_restarted_is_gone_and_leaves_no_orphan_on_the_
     assert (holds.tokens("p", 0.0), holds.total()) == (0, 0)
 
 
-def test_orphans_that_are_over_are_not_kept_for_ever() -> None:
+def test_expired_orphans_are_not_kept() -> None:
     holds = Holds()
     for number in range(100):
         holds.take("p", 1).orphan(float(number))

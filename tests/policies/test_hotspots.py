@@ -14,7 +14,7 @@ HOT, COLD = [1, 2, 3, 4, 5], [9, 8, 7, 6, 5]
     ("share", "holders", "others", "alarmed"),
     [
         (0.5, 1, 7, True),  # 1 > 1/7
-        (0.125, 1, 7, False),  # 1/7 > 1/7 does not hold: a fair share is no hotspot
+        (0.125, 1, 7, False),  # 1/7 > 1/7 does not hold: a fair share is not a hotspot
         (0.2, 1, 7, True),  # 1/4 > 1/7
         (0.5, 4, 4, False),  # 1 > 1 does not hold
         (0.51, 4, 4, True),
@@ -22,8 +22,8 @@ HOT, COLD = [1, 2, 3, 4, 5], [9, 8, 7, 6, 5]
         (0.76, 6, 2, True),  # 3.17 > 3
         (1.0, 7, 1, True),  # x / (1 - x) is infinite
         (0.0, 1, 7, False),
-        (1.0, 0, 8, False),  # nobody to skip
-        (1.0, 8, 0, False),  # nobody to go to instead
+        (1.0, 0, 8, False),  # no instance to skip
+        (1.0, 8, 0, False),  # no other instance
     ],
 )
 def test_a_class_is_hot_when_its_share_outgrows_its_holders(

@@ -1,4 +1,4 @@
-"""The ledger: leases are counted once, moved on once, released once."""
+"""The ledger: leases are counted, advanced and released exactly once."""
 
 from __future__ import annotations
 

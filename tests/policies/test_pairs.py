@@ -1,4 +1,4 @@
-"""The breaker of (P, D) pairs: opens after failures in a row, closes by time alone, opens again on a single failure."""
+"""The breaker of (P, D) pairs: opens after consecutive failures, closes by time, opens again on a single failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.policies.builders import ask
 PAIR = ("p", "d")
 
 
-def test_it_opens_after_failures_in_a_row_and_a_success_starts_the_count_anew() -> None:
+def test_it_opens_after_consecutive_failures_and_a_success_resets_the_count() -> None:
     breaker = PairBreaker(failures=3, cooldown_s=30.0)
     for ok in (False, False, True, False, False):
         breaker.record(PAIR, ok, 0.0)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import subprocess
 import sys
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
+from policies import registry
 from policies.classes import ClassThresholds
 from policies.decide import decide
 from policies.registry import (
+    BUILT_IN,
+    OFFLOAD_GROUP,
+    ROUTING_GROUP,
+    PolicyNameTakenError,
     PolicyParameterError,
     UnknownPolicyError,
     make_planner,
@@ -124,12 +133,20 @@ def test_a_bad_planner_value_is_refused_likewise() -> None:
 
 
 def documented_example() -> str:
-    """The Python listing of the page that tells third parties how to add a policy."""
+    """The Python listing of the page that documents how third parties add a policy."""
     return re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL).group(1)  # type: ignore[union-attr]
 
 
 def documented_entry_point() -> str:
     return re.search(r"```toml\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL).group(1)  # type: ignore[union-attr]
+
+
+def declare(folder: Path, distribution: str, entry_points: str) -> None:
+    """Metadata of an installed distribution that declares these entry points."""
+    info = folder / f"{distribution.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(entry_points, encoding="utf-8")
 
 
 @pytest.fixture
@@ -140,10 +157,7 @@ def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name, target = (part.strip(' "') for part in entry.split("="))
     module = target.partition(":")[0]
     (tmp_path / f"{module}.py").write_text(documented_example(), encoding="utf-8")
-    info = tmp_path / "acme_routing-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-routing\nVersion: 1.0\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text(f"[warmroute.routing]\n{name} = {target}\n", encoding="utf-8")
+    declare(tmp_path, "acme-routing", f"[warmroute.routing]\n{name} = {target}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, module, raising=False)
     return name
@@ -165,3 +179,63 @@ def test_a_third_party_policy_decides_like_ours(third_party: str) -> None:
 def test_parameters_of_a_third_party_policy_are_checked_like_ours(third_party: str) -> None:
     with pytest.raises(PolicyParameterError, match="has no parameter 'nonsense'; it has: "):
         make_routing(third_party, {"nonsense": 1})
+
+
+def test_built_in_policies_need_no_installed_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "entry_points", lambda **_: EntryPoints())
+    assert routing_policies() == sorted(BUILT_IN[ROUTING_GROUP])
+    assert offload_planners() == sorted(BUILT_IN[OFFLOAD_GROUP])
+    assert make_routing("warm").name == "warm"
+
+
+def test_a_source_tree_on_the_path_has_all_built_in_policies(tmp_path: Path) -> None:
+    """`-S` leaves site-packages out, as where nothing is installed, but for the one package that policies import."""
+    (tmp_path / "xxhash").symlink_to(Path(xxhash.__file__).parent)
+    root = Path(registry.__file__).parents[1]
+    program = (
+        "from policies.registry import offload_planners, routing_policies\n"
+        "print(*routing_policies(), *offload_planners())"
+    )
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{root}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        cwd="/",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [*sorted(BUILT_IN[ROUTING_GROUP]), *sorted(BUILT_IN[OFFLOAD_GROUP])]
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "names"), [(ROUTING_GROUP, "warm", routing_policies), (OFFLOAD_GROUP, "never", offload_planners)]
+)
+def test_a_third_party_cannot_take_the_name_of_a_built_in_policy(
+    group: str, name: str, names: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare(tmp_path, "acme-routing", f"[{group}]\n{name} = acme_routing:Better\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PolicyNameTakenError) as refused:
+        names()
+    assert str(refused.value) == (
+        f"acme-routing declares {name!r} in the entry points {group!r} (acme_routing:Better), but that name is taken "
+        "by warmroute itself: rename or uninstall one of them"
+    )
+
+
+def test_two_third_parties_cannot_declare_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    declare(tmp_path, "acme-routing", "[warmroute.routing]\nours = acme_routing:Ours\n")
+    declare(tmp_path, "other-routing", "[warmroute.routing]\nours = other_routing:Ours\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PolicyNameTakenError, match=r"'ours' .* that name is taken by .*-routing "):
+        make_routing("linear")
+
+
+def test_entry_points_of_an_older_installation_of_ours_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = EntryPoint("warm", "policies.routing.no_such_module:Warm", ROUTING_GROUP)
+    vars(stale)["dist"] = type("Ours", (), {"name": "warmroute"})()
+    monkeypatch.setattr(registry, "entry_points", lambda **_: EntryPoints([stale]))
+    assert make_routing("warm").name == "warm"

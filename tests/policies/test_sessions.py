@@ -1,4 +1,4 @@
-"""The session table: bounded, forgetful, counted."""
+"""The session table: bounds, expiry, counts."""
 
 from __future__ import annotations
 

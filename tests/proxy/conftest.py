@@ -22,13 +22,13 @@ from tests.proxy.stub_engine import StubEngine
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The loop `warmroute serve` runs on: its transports differ from asyncio's in kind and in when they write."""
+    """The event loop of `warmroute serve`: its transports differ from asyncio's in type and in when they write."""
     return {"uvloop": uvloop.new_event_loop}
 
 
 @dataclass
 class Running:
-    """A proxy that serves, its engines, and a client for it."""
+    """A running proxy, its engines, and a client for it."""
 
     app: ProxyApp
     url: str
@@ -68,9 +68,9 @@ def ledger_is_zero(stats: dict[str, Any]) -> bool:
 
 
 async def probed_twice(app: ProxyApp) -> None:
-    """One round of probes comes before the server listens, one more at once: neither may meet what a test does next.
+    """Wait until the first round of probes and the immediate second one are over, so that they do not disturb the test.
 
-    A probe that came to nothing because this process lacked CPU is made up for.
+    A probe that failed because this process lacked CPU is repeated.
     """
     for instance in app.core.instances:
         for patience in range(100, 0, -1):
@@ -109,7 +109,7 @@ StartProxy = Callable[..., Awaitable[Running]]
 async def start_proxy() -> AsyncIterator[StartProxy]:
     """``await start_proxy(n_engines, **settings)``: everything is stopped when the test ends.
 
-    ``role`` is every instance's, ``each`` further settings per instance.
+    ``role`` applies to every instance, ``each`` gives further settings per instance.
     """
     async with contextlib.AsyncExitStack() as stack:
 

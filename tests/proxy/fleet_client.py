@@ -1,4 +1,4 @@
-"""What tests of a changing fleet share: an admin's client, requests, and what a stream must look like."""
+"""Shared by the tests of a changing fleet: an admin client, requests, and the check of complete streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Start = Callable[..., Awaitable[Running]]
 
 
 def admins(start_proxy: StartProxy) -> Start:
-    """``start_proxy`` with an admin key, which the client has."""
+    """``start_proxy`` with an admin key, which the client sends."""
 
     async def started(*args: Any, **settings: Any) -> Running:
         running = await start_proxy(*args, **{"keys": KEYS, "policy": {"name": "round_robin"}, **settings})
@@ -41,7 +41,7 @@ async def ask(running: Running, *, prompt: list[int] | None = None, **fields: An
 
 
 async def asked_of(running: Running, count: int = 6, **fields: Any) -> Counter[str]:
-    """Where ``count`` requests in a row were answered."""
+    """Instances that answered ``count`` consecutive requests."""
     answers = [await ask(running, **fields) for _ in range(count)]
     assert [answer.status_code for answer in answers] == [200] * count
     return Counter(answer.headers["x-warmroute-instance"] for answer in answers)
@@ -59,7 +59,7 @@ def events_of(text: str) -> list[str]:
 
 
 def was_completed(text: str, tokens: int) -> bool:
-    """The whole stream, or one that ends with an error in OpenAI's shape: anything else fails."""
+    """True for the whole stream, False if it ends with an error in OpenAI's shape; anything else fails."""
     *events, last = events_of(text)
     if last == "[DONE]":
         assert len(events) == tokens

@@ -1,4 +1,4 @@
-"""`warmroute serve` as a process of its own, for tests of signals."""
+"""`warmroute serve` as a process, for tests of signals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ServeProcess:
         self.url = ""
 
     async def follow(self) -> None:
-        """Take in the log up to its end."""
+        """Read the log up to its end."""
         assert self._process.stderr is not None
         async for line in self._process.stderr:
             self.lines.append(line.decode())
@@ -43,7 +43,7 @@ class ServeProcess:
         self._more.set()
 
     async def logged(self, pattern: str) -> re.Match[str]:
-        """Wait for a line of the log, those there already included."""
+        """Wait for a line of the log, including those already there."""
         expression, seen = re.compile(pattern), 0
         async with asyncio.timeout(30):
             while True:
@@ -58,17 +58,17 @@ class ServeProcess:
                 await self._more.wait()
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         self._process.send_signal(number)
 
     async def ended(self) -> int:
-        """Its exit code, once it has ended."""
+        """Exit code, once the process has ended."""
         async with asyncio.timeout(30):
             return await self._process.wait()
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    """Wait for a condition of the outside."""
+    """Wait for an external condition."""
     for _ in range(1000):
         if await holds():
             return

@@ -1,6 +1,6 @@
-"""A scripted engine for the proxy's own tests: it answers like vLLM and misbehaves on demand.
+"""A scripted engine for the proxy's tests: it answers like vLLM and misbehaves on demand.
 
-It knows nothing of caches or scheduling (the simulated engine does); what it counts is what reached it.
+It has no cache or scheduler (the simulated engine does) and counts the requests that reached it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StubEngine:
     blocks: int = 10_000
     kv_usage: float = 0.25
     nixl_block_ids: list[int] | None = None
-    """Makes it answer P legs as NixlConnector does, with these blocks."""
+    """Makes it answer P legs like NixlConnector, with these blocks."""
     pull_s: float = 0.0
     query_delay_s: float = 0.0
     health_delay_s: float = 0.0
@@ -67,7 +67,7 @@ class StubEngine:
         await self._runner.cleanup()
 
     async def restart(self) -> None:
-        """The same port, a new process as far as anyone can tell."""
+        """Restart on the same port, indistinguishable from a new process."""
         self.engine_id = uuid.uuid4().hex
         self.started_unix_s += 1
         await self.start()

@@ -1,4 +1,4 @@
-"""The log: two formats, request ids, no forged lines, and never a secret, whatever is asked of the proxy."""
+"""The log: two formats, request ids, no forged lines, and never a secret."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECRETS = (CLIENT, WRONG, ADMIN, WRONG_ADMIN, ENGINE, OWN)
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """Everything that is logged, as JSON lines; the process's logging is as before afterwards."""
+    """All log output as JSON lines; restores the process's logging afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     written = io.StringIO()
@@ -69,7 +69,7 @@ def test_one_object_per_line_with_its_fields(log: io.StringIO) -> None:
     assert "request_id" not in first
 
 
-def test_text_has_one_line_a_message_whatever_is_in_it() -> None:
+def test_text_has_one_line_per_message_for_any_content() -> None:
     formatter = logs.TextFormatter()
     forged = "x\r\n2026-01-01 00:00:00,000 INFO warmroute.access all is well\x1b[2J\u2028\x00\ud800"
     record = logging.LogRecord("warmroute.test", logging.INFO, __file__, 1, "refused %s", (forged,), None)
@@ -122,10 +122,10 @@ def test_what_is_no_secret_stays(text: str) -> None:
     assert logs.redact(text).replace("[hidden]", "of") == text
 
 
-async def test_no_secret_is_told_anywhere(
+async def test_no_secret_appears_in_any_output(
     start_proxy: StartProxy, log: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Good and bad requests, refused engines' keys, a defect; then every place the proxy tells things is searched."""
+    """Good and bad requests, rejected engine keys, a defect; then every output of the proxy is searched."""
     monkeypatch.setenv("OWN_KEY", OWN)
     keys = {"client": [entry("one", CLIENT, max_concurrent=1)], "admin": [entry("root", ADMIN)]}
     engines = [StubEngine(), StubEngine()]

@@ -1,4 +1,4 @@
-"""A process that lacks CPU must not take its engines for dead."""
+"""A process that lacks CPU must not mark its engines as down."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_it_forgets() -> None:
         assert lag.late_s(10) > 0.3
 
 
-async def test_probes_that_are_late_for_want_of_cpu_take_nobody_out(start_proxy: StartProxy) -> None:
+async def test_probes_that_are_late_for_lack_of_cpu_take_no_instance_out(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(3, health={"interval_s": 0.05, "timeout_s": 0.3, "unhealthy_after": 1})
     for engine in proxy.engines:
         engine.health_delay_s = 0.2

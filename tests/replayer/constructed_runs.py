@@ -27,7 +27,7 @@ def make_run(
 ) -> Run:
     """A complete run: ``seed`` fixes the work (the same in every arm), ``noise_seed`` what one replay adds to it."""
     work, extra = np.random.default_rng(seed), np.random.default_rng(noise_seed)
-    records = []
+    records: list[RequestRecord] = []
     clock = 0.0
     for session in range(sessions):
         for turn in range(1, int(work.geometric(0.25)) + 1):

@@ -79,7 +79,7 @@ def test_a_peer_that_is_not_installed_is_left_out_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launches, "PEERS_BIN", tmp_path)
-    monkeypatch.setattr(launches.shutil, "which", lambda *arguments, **keywords: None)
+    monkeypatch.setattr("bench.data_plane.launches.shutil.which", lambda *arguments, **keywords: None)
     engines = [LoadTarget("127.0.0.1", 9)]
     for name, remedy in (
         ("vllm-router-rr", "python -m bench.data_plane.peers"),
@@ -128,6 +128,7 @@ def test_a_terminated_run_stops_what_it_started() -> None:
     finally:
         run.kill()
         run.wait()
-        run.stdout.close()
+        if run.stdout is not None:
+            run.stdout.close()
     _, alive = psutil.wait_procs(started, timeout=10)
     assert alive == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bench.tournament.entrants import registered
 from bench.tournament.settings import read_settings
+from policies.registry import routing_policies
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "tournament.md").read_text(encoding="utf-8")
@@ -28,7 +28,7 @@ def cells() -> int:
 
 def test_the_page_is_of_the_whole_configured_grid_and_all_policies() -> None:
     assert f"{cells()} cells.\n" in PAGE
-    assert sorted([*ranking(), *SETTINGS.left_out]) == registered()
+    assert sorted([*ranking(), *SETTINGS.left_out]) == routing_policies()
     for idea in SETTINGS.ablations:
         assert f"\n| {idea} | " in PAGE
     for family in {rule.family for rule in SETTINGS.traces if rule.family}:

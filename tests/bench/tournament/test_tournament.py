@@ -10,12 +10,13 @@ from typer.testing import CliRunner
 
 from bench.tournament.arena import Arena
 from bench.tournament.cli import app
-from bench.tournament.entrants import field_of, parse, registered
+from bench.tournament.entrants import field_of, parse
 from bench.tournament.results import EntrantResult, GridCell
 from bench.tournament.settings import CONFIG, Grid, TournamentError, read_settings
 from bench.tournament.tables import BEGIN, END
 from bench.tournament.traces import find_traces
-from policies.costs.formulas import Prediction, PrefillModel
+from policies.costs.formulas import PrefillModel, TimeEstimate
+from policies.registry import routing_policies
 from replayer.traces.formats.bailian import write
 from replayer.traces.synth import SynthOptions, synthetic_trace
 
@@ -176,9 +177,9 @@ def test_a_cell_can_be_played_from_python(folder: Path) -> None:
 
 
 def test_entrants_are_parsed() -> None:
-    assert [each.label for each in field_of([])] == registered()
+    assert [each.label for each in field_of([])] == routing_policies()
     assert [each.label for each in field_of([], {"linear": "why"})] == [
-        name for name in registered() if name != "linear"
+        name for name in routing_policies() if name != "linear"
     ]
     assert [each.label for each in field_of(["linear"], {"linear": "why"})] == ["linear"]
     entrant = parse("steep=linear,alpha=2.5")
@@ -190,7 +191,7 @@ def test_entrants_are_parsed() -> None:
 
 
 def test_what_is_learned_of_times_counts_for_policies_that_look_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = registered()
+    names = routing_policies()
     before = {name: parse(name).digest() for name in names}
     monkeypatch.setattr("bench.tournament.entrants.costs_digest", lambda: "another way to learn")
     assert {name for name in names if parse(name).digest() != before[name]} == {"warm", "smetric"}
@@ -205,10 +206,10 @@ def test_a_policy_that_never_names_the_costs_cannot_see_them(folder: Path) -> No
     def play(name: str) -> EntrantResult:
         return stage.play(parse(name).make(), name)
 
-    before = {name: play(name) for name in registered()}
+    before = {name: play(name) for name in routing_policies()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrefillModel, "predict", lambda *_: Prediction(100.0, 0.0))
-        after = {name: play(name) for name in registered()}
+        patch.setattr(PrefillModel, "predict", lambda *_: TimeEstimate(100.0, 0.0))
+        after = {name: play(name) for name in routing_policies()}
     changed = {name for name in before if before[name] != after[name]}
     assert "warm" in changed
     assert changed <= {"warm", "smetric"}

@@ -1,4 +1,4 @@
-"""Requests drawn from the OpenAPI documents, valid and invalid: no 5xx of our own, every refusal in OpenAI's shape."""
+"""Valid and invalid requests generated from the OpenAPI documents: no 5xx of our own, all errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.chaos.rig.served import AUTHORIZATION, Served
 from tests.chaos.rig.wire import MODEL
 
 EVERYWHERE = {400, 401, 403, 404, 405, 409, 413, 415, 422}
-"""Refusals any operation may answer with."""
+"""Errors that any operation may return."""
 UNAVAILABLE = {("GET", "/ready"), ("POST", "/explain")}
-"""May say 503 when there is no healthy instance."""
+"""Operations that may return 503 without a healthy instance."""
 
 drawn = settings(
     max_examples=EXAMPLES or 10,

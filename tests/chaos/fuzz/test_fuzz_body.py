@@ -1,4 +1,4 @@
-"""The body parser on anything a client may send: a parsed request or a refusal, never another exception."""
+"""The body parser on arbitrary input: a parsed request or a client error, never another exception."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from proxy.errors import RequestError
-from proxy.request.bodies import ask_for_usage, decode_leg, prefill_leg
+from proxy.request.bodies import decode_leg, prefill_leg, request_usage
 from proxy.request.parse import Endpoint, Parsed, parse_request, request_view
 from tests.chaos.rig.profiles import fuzz
 
@@ -20,7 +20,7 @@ FIELDS = [
     *("prompt_cache_key", "user", "cache_salt", "n", "best_of", "echo", "prompt_logprobs", "kv_transfer_params"),
     *("temperature", "stop", "x", ""),
 ]
-ODD = st.sampled_from(
+ODD: st.SearchStrategy[Any] = st.sampled_from(
     [
         2**31,
         2**32,
@@ -71,7 +71,7 @@ ENDPOINTS = st.sampled_from(Endpoint)
 
 
 def parse(endpoint: Endpoint, body: bytes) -> Parsed | None:
-    """What the proxy does with a body before it decides; None if it is refused, in OpenAI's shape."""
+    """Process a body like the proxy before a decision; None if it is rejected, in OpenAI's shape."""
     refusal: RequestError | None = None
     try:
         parsed = parse_request(endpoint, body, 16, 64, lambda _: True)
@@ -129,7 +129,7 @@ def test_what_is_forwarded_is_what_came_but_for_the_fields_that_must_change(
     if parsed is None:
         return
     assert parsed.body is raw
-    asked = json.loads(ask_for_usage(raw))
+    asked = json.loads(request_usage(raw))
     assert asked.pop("stream_options") == {"include_usage": True}
     assert asked == body
     params = {"do_remote_decode": True}
@@ -203,7 +203,7 @@ def test_a_pathological_body_is_parsed_or_refused(endpoint: Endpoint, body: byte
 )
 @pytest.mark.parametrize("after", [b"", b',"kv_transfer_params":null'])
 def test_transfer_parameters_cannot_be_smuggled_in(name: bytes, after: bytes) -> None:
-    """However the name is spelt, and whichever of two an engine would take (Python's json takes the last)."""
+    """With any escaping of the name, and for any of two occurrences (Python's json takes the last)."""
     body = b'{"model":"m","prompt":"x",' + name + b':{"do_remote_prefill":true}' + after + b"}"
     if json.loads(body).get("kv_transfer_params") is None:
         return

@@ -1,4 +1,4 @@
-"""HTTP on both sides as arbitrary bytes: the engine's answers to our client, and clients' requests to our listener."""
+"""Arbitrary bytes as HTTP on both sides: engines' answers to our client, and clients' requests to our listener."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BODIES = st.lists(st.binary(min_size=1, max_size=200), max_size=8)
 
 
 class Pipe(asyncio.Transport):
-    """A transport that goes nowhere."""
+    """A transport without a peer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Pipe(asyncio.Transport):
 
 
 class End:
-    """What became of one answer: fed to a connection in pieces, and the connection closed after them."""
+    """Result of one answer that was fed to a connection in pieces before the connection closed."""
 
     def __init__(self, pieces: list[bytes], *, pumped: bool) -> None:
         asyncio.run(self._feed(pieces, pumped))
@@ -112,7 +112,7 @@ def cut(stream: bytes, cuts: list[int]) -> list[bytes]:
 
 @fuzz
 @given(ANSWERS, CUTS, st.booleans())
-def test_whatever_an_engine_sends_ends_as_an_answer_or_an_upstream_error(
+def test_any_bytes_of_an_engine_end_as_an_answer_or_an_upstream_error(
     sent: bytes, cuts: list[int], pumped: bool
 ) -> None:
     End(cut(sent, cuts), pumped=pumped)
@@ -168,7 +168,7 @@ REQUESTS = st.sampled_from(
 
 @st.composite
 def bent_requests(draw: st.DrawFn) -> bytes:
-    """A good request, or several, with a few bytes changed."""
+    """One or several good requests with a few bytes changed."""
     raw = bytearray(b"".join(draw(st.lists(REQUESTS, min_size=1, max_size=3))))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(raw)))
@@ -208,7 +208,7 @@ def answers_to(url: str, sent: bytes) -> list[int]:
 
 @settings(fuzz, max_examples=EXAMPLES or 100)
 @given(bent_requests())
-def test_whatever_a_client_sends_is_answered_validly_and_never_with_500(served: Served, sent: bytes) -> None:
+def test_any_bytes_of_a_client_are_answered_validly_and_never_with_500(served: Served, sent: bytes) -> None:
     assert 500 not in answers_to(served.url, sent)
 
 

@@ -1,4 +1,4 @@
-"""The settings loader on arbitrary files: settings, or one error that names what is wrong."""
+"""The settings loader on arbitrary files: settings, or one error that names the problem."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ VALUES = st.recursive(
 
 @st.composite
 def files(draw: st.DrawFn) -> dict[str, Any]:
-    """Settings files that are nearly right: real names, odd values."""
+    """Nearly valid settings files: real names, odd values."""
     content: dict[str, Any] = {"instances": [{"url": "http://127.0.0.1:8000"}]}
     for name in draw(st.lists(st.sampled_from(sorted(SECTIONS)), max_size=4)):
         keys = SECTIONS[name]
-        if keys and draw(st.booleans()):
+        by_key: bool = draw(st.booleans())
+        if keys and by_key:
             content[name] = {key: draw(VALUES) for key in draw(st.lists(st.sampled_from(keys), max_size=3))}
         else:
             content[name] = draw(VALUES)

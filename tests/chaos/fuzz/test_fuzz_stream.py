@@ -1,4 +1,4 @@
-"""The stream filter on arbitrary bytes cut at arbitrary places: what goes in comes out, less the event asked for."""
+"""The stream filter on arbitrary bytes in arbitrary pieces: the output is the input without the requested event."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pieces(stream: bytes, cuts: list[int]) -> list[bytes]:
 
 
 def parts(stream: bytes) -> list[bytes]:
-    """Events with their blank lines, then what is left."""
+    """Events with their blank lines, then the rest."""
     return re.split(rb"(?<=\n\n)|(?<=\r\n\r\n)", stream)
 
 
@@ -59,8 +59,8 @@ def test_nothing_is_taken_out_for_a_client_that_asked_for_usage(stream: bytes, c
 @example(b"\n" + usage_event() + b"x", [1])
 @example(usage_event() * 3, [])
 @example(usage_event()[:-1] + b"\r\n\r\n" + event(0), [5])
-def test_only_usage_events_are_taken_out_whatever_else_is_in_the_stream(stream: bytes, cuts: list[int]) -> None:
-    """What is missing are whole events that say usage and have no choices; the rest is there in its order."""
+def test_only_usage_events_are_removed_from_any_stream(stream: bytes, cuts: list[int]) -> None:
+    """Only whole events with usage and without choices are missing; the rest is complete and in order."""
     passed = through(UsageFilter(drop=True), stream, cuts)
     at = 0
     for part in parts(stream):
@@ -77,7 +77,7 @@ def test_only_usage_events_are_taken_out_whatever_else_is_in_the_stream(stream: 
 @fuzz
 @given(EVENTS, st.integers(0, 12), CUTS)
 def test_a_well_formed_stream_stays_well_formed(events: list[bytes], position: int, cuts: list[int]) -> None:
-    """The usage event is taken out wherever it is, and nothing else, however the stream is cut."""
+    """Only the usage event is removed, wherever it is and however the stream is divided."""
     stream = b"".join([*events[:position], usage_event(), *events[position:], DONE])
     keep = UsageFilter(drop=True)
     passed = through(keep, stream, cuts)
@@ -101,7 +101,7 @@ def test_a_corrected_usage_is_the_only_change(events: list[bytes], cuts: list[in
 @fuzz
 @given(EVENTS, CUTS, st.integers(0, 400))
 def test_a_stream_that_breaks_off_ends_with_a_whole_event(events: list[bytes], cuts: list[int], lost: int) -> None:
-    """What a client has got before the break, without what was held back, is whole events."""
+    """The client's bytes before the break, without the bytes held back, are whole events."""
     stream = b"".join([*events, usage_event(), DONE])
     keep = UsageFilter(drop=False)
     passed = b"".join(keep.feed(piece) for piece in pieces(stream[: max(0, len(stream) - lost)], cuts))

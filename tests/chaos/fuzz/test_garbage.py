@@ -1,4 +1,4 @@
-"""What a request and its connections leave is freed when they end, not when the collector comes by: it seldom does."""
+"""Objects of requests and connections are freed at their end, without the garbage collector, which runs rarely."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ async def test_nothing_of_ours_waits_for_the_collector(start_chaos: StartChaos, 
         await proxy.nothing_left()
     await asyncio.sleep(0.05)
     left = ours()
-    # One idle connection to the engine, the client's own that asks for statistics, and what the last request may hold.
+    # One idle connection to the engine, the client's own for reading statistics, and objects of the last request.
     assert all(count <= 3 for count in left.values()), left

@@ -24,7 +24,7 @@ class Got:
 
     @property
     def error(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """The error object in OpenAI's shape."""
         content: dict[str, Any] = json.loads(self.body)["error"]
         return content
 
@@ -44,18 +44,18 @@ class RawClient:
         self.writer.close()
 
     async def send(self, data: bytes) -> None:
-        """As it is."""
+        """Send bytes unchanged."""
         self.writer.write(data)
         await self.writer.drain()
 
     def reset(self) -> None:
-        """Leave with RST."""
+        """Close the connection with RST."""
         sock: socket.socket = self.writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
     async def answer(self, *, method: str = "POST", version: str = "1.1", within_s: float = 10.0) -> Got:
-        """The next answer; raises h11.RemoteProtocolError when it is not valid HTTP."""
+        """The next answer; raises h11.RemoteProtocolError if it is not valid HTTP."""
         parser = h11.Connection(h11.CLIENT)
         request = h11.Request(method=method, target="/", headers=[("host", "x")], http_version=version)
         parser.send(request)
@@ -66,7 +66,7 @@ class RawClient:
             while True:
                 match event := parser.next_event():
                     case h11.NEED_DATA:
-                        # A byte at a time, so that nothing of a following answer is taken.
+                        # One byte at a time, so that nothing of a following answer is consumed.
                         parser.receive_data(await self.reader.read(1))
                     case h11.InformationalResponse():
                         interim.append(event.status_code)
@@ -83,7 +83,7 @@ class RawClient:
                         raise ConnectionResetError("closed without an answer")
 
     async def at_end(self, within_s: float = 5.0) -> bool:
-        """Whether the proxy closes the connection without another byte."""
+        """True if the proxy closes the connection without another byte."""
         async with asyncio.timeout(within_s):
             try:
                 return await self.reader.read(1) == b""
@@ -92,7 +92,7 @@ class RawClient:
 
 
 def post(body: bytes, *lines: str, path: str = "/v1/completions", version: str = "1.1") -> bytes:
-    """A request with its length; ``lines`` are further headers."""
+    """A request with its length; ``lines`` are additional headers."""
     return head(f"content-length: {len(body)}", *lines, path=path, version=version) + body
 
 

@@ -1,4 +1,4 @@
-"""An engine at the level of sockets that can break every rule of HTTP; its probes are good unless told otherwise."""
+"""An engine at socket level that can break every rule of HTTP; its probes succeed by default."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ class Talk:
         return Answer.to(self.request, framing)
 
     async def send(self, data: bytes) -> None:
-        """Out with it, now, as one segment if it is small."""
+        """Send at once, as one segment if it is small."""
         self.writer.write(data)
         await self.writer.drain()
         await asyncio.sleep(0)
 
     async def hang(self) -> None:
-        """Say nothing more until the peer gives up."""
+        """Send nothing more until the peer gives up."""
         while await self.reader.read(65536):
             pass
         self.engine.cut += 1
         self.open = False
 
     async def close(self) -> None:
-        """End the connection in order (FIN)."""
+        """Close the connection in order (FIN)."""
         self.writer.close()
         self.open = False
 
     async def reset(self) -> None:
-        """End the connection with RST, once what was sent has arrived (a reset overtakes unread data)."""
+        """Close the connection with RST after the sent bytes have arrived (a reset overtakes unread data)."""
         await asyncio.sleep(0.03)
         reset(self.writer)
         self.open = False
@@ -72,7 +72,7 @@ class ChaosEngine:
     fault: Fault = good
     probe_fault: Fault | None = None
     accept_fault: Callable[[asyncio.StreamWriter], None] | None = None
-    """Called on a fresh connection instead of serving it."""
+    """Called on a new connection instead of serving it."""
     head_fault: Fault | None = None
     """Called once the head of a POST was read and nothing of its body."""
     idle_fault: Fault | None = None
@@ -82,13 +82,13 @@ class ChaosEngine:
     port: int = 0
     posts: list[Request] = field(default_factory=list)
     connections: int = 0
-    """Open ones."""
+    """Open connections."""
     accepted: int = 0
     """Connections that carried a POST."""
     busy: int = 0
     """POSTs being answered."""
     probes: int = 0
-    """Good ones that got to their last question but one."""
+    """Successful probes that reached their second to last request."""
     idled: int = 0
     """Times that ``idle_fault`` has run."""
     cut: int = 0
@@ -103,7 +103,7 @@ class ChaosEngine:
         return self
 
     async def stop(self) -> None:
-        """Nothing listens, and every connection is cut."""
+        """Stop listening and cut every connection."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -113,7 +113,7 @@ class ChaosEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def restart(self) -> None:
-        """The same port, another process as far as anyone can tell."""
+        """Restart on the same port, indistinguishable from another process."""
         await self.stop()
         self.engine_id = uuid.uuid4().hex
         self.started_unix_s += 1
@@ -133,7 +133,7 @@ class ChaosEngine:
             if self.accept_fault is not None:
                 self.accept_fault(writer)
                 return
-            # Cancelled by ``stop`` alone; asyncio's streams log a cancelled handler as an error.
+            # Cancelled by ``stop`` only; asyncio's streams log a cancelled handler as an error.
             with contextlib.suppress(ConnectionError, asyncio.CancelledError):
                 await self._serve(reader, writer)
         finally:

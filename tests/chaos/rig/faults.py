@@ -12,20 +12,20 @@ from tests.chaos.rig.wire import Answer, chunk, head, whole
 
 
 class Moment(StrEnum):
-    """How far an answer got before the fault."""
+    """Progress of an answer before the fault."""
 
     BEFORE_HEADERS = "before headers"
     BEFORE_FIRST_BYTE = "before first byte"
     MID_STREAM = "mid-stream"
     AT_END = "at the end"
-    """All of the body is out, but not the end of its framing: the terminating chunk."""
+    """All of the body is sent, but not the end of its framing: the terminating chunk."""
 
 
 Act = Callable[[Talk], Awaitable[None]]
 
 
 def sent_before(answer: Answer, moment: Moment) -> list[bytes]:
-    """The parts of an answer that are out before the moment."""
+    """The parts of an answer that are sent before the moment."""
     return {
         Moment.BEFORE_HEADERS: [],
         Moment.BEFORE_FIRST_BYTE: [answer.head],
@@ -35,7 +35,7 @@ def sent_before(answer: Answer, moment: Moment) -> list[bytes]:
 
 
 def at(moment: Moment, act: Act) -> Fault:
-    """``act`` once a good answer got as far as ``moment``."""
+    """Run ``act`` once a good answer has reached ``moment``."""
 
     async def fault(talk: Talk) -> None:
         answer = talk.answer("chunked" if moment is Moment.AT_END else "")
@@ -48,12 +48,12 @@ def at(moment: Moment, act: Act) -> Fault:
 
 
 def rest(answer: Answer, moment: Moment) -> bytes:
-    """What ``sent_before`` left out."""
+    """The parts that ``sent_before`` leaves out."""
     return answer.bytes[len(b"".join(sent_before(answer, moment))) :]
 
 
 def trickle(moment: Moment) -> Fault:
-    """Slow but alive: from the moment on one byte at a time."""
+    """Slow but alive: one byte at a time from the moment on."""
 
     async def fault(talk: Talk) -> None:
         answer = talk.answer()
@@ -99,20 +99,20 @@ async def negative_chunk_size(talk: Talk) -> None:
 
 
 async def unterminated_chunk(talk: Talk) -> None:
-    """More data in a chunk than its size says."""
+    """More data in a chunk than its size."""
     await talk.send(b"3\r\nhello\r\n")
     await talk.hang()
 
 
 async def restart(talk: Talk) -> None:
-    """The process dies here and another one listens on the port."""
+    """The process dies and another one listens on the port."""
     await talk.reset()
     engine = talk.engine
     engine.engine_id, engine.started_unix_s = "another life", engine.started_unix_s + 1
 
 
 def answers(status: str, *lines: str, body: bytes = b'{"error":{"message":"as told","type":"stub"}}') -> Fault:
-    """A well-formed answer of another status."""
+    """A well-formed answer with another status."""
 
     async def fault(talk: Talk) -> None:
         await talk.send(whole(status, body, *lines))
@@ -130,7 +130,7 @@ def bodiless(status: str) -> Fault:
 
 
 def with_head(edit: Callable[[bytes], bytes]) -> Fault:
-    """A good answer whose head is edited."""
+    """A good answer with an edited head."""
 
     async def fault(talk: Talk) -> None:
         answer = talk.answer()
@@ -141,7 +141,7 @@ def with_head(edit: Callable[[bytes], bytes]) -> Fault:
 
 
 def also(*lines: str) -> Fault:
-    """A good answer with further header lines."""
+    """A good answer with additional header lines."""
     extra = "".join(f"{line}\r\n" for line in lines).encode("latin-1")
     return with_head(lambda was: was[:-2] + extra + b"\r\n")
 
@@ -152,7 +152,7 @@ def preceded_by(status: str, *lines: str) -> Fault:
 
 
 def framed(framing: str) -> Fault:
-    """A good answer in another framing; ends the connection if the framing does."""
+    """A good answer with another framing; closes the connection if the framing requires it."""
 
     async def fault(talk: Talk) -> None:
         await talk.send(talk.answer(framing).bytes)
@@ -163,7 +163,7 @@ def framed(framing: str) -> Fault:
 
 
 def wrong_length(by: int) -> Fault:
-    """``Content-Length`` off by so many bytes; too long a promise ends in FIN."""
+    """``Content-Length`` off by this many bytes; too large a value ends in FIN."""
 
     async def fault(talk: Talk) -> None:
         answer = talk.answer("length")
@@ -182,21 +182,21 @@ async def last_byte_missing(talk: Talk) -> None:
 
 
 async def says_close(talk: Talk) -> None:
-    """``Connection: close``, and does."""
+    """``Connection: close``, followed by a close."""
     answer = talk.answer()
     await talk.send(answer.head[:-2] + b"connection: close\r\n\r\n" + b"".join(answer.parts) + answer.end)
     await talk.close()
 
 
 async def endless_headers(talk: Talk) -> None:
-    """Header lines for ever."""
+    """Endless header lines."""
     await talk.send(b"HTTP/1.1 200 OK\r\n")
     for number in itertools.count():
         await talk.send(b"x-%d: " % number + b"a" * 4000 + b"\r\n")
 
 
 async def drip_headers(talk: Talk) -> None:
-    """Header lines for ever, slowly."""
+    """Endless header lines, sent slowly."""
     await talk.send(b"HTTP/1.1 200 OK\r\n")
     for number in itertools.count():
         await talk.send(b"x-%d: a\r\n" % number)
@@ -204,13 +204,13 @@ async def drip_headers(talk: Talk) -> None:
 
 
 async def two_answers(talk: Talk) -> None:
-    """A good answer, and a second one that nobody asked for."""
+    """A good answer, and an unsolicited second one."""
     forged = whole("200 OK", b'{"id":"forged","choices":[],"usage":null}')
     await talk.send(talk.answer().bytes + forged)
 
 
 async def half_an_event(talk: Talk) -> None:
-    """Three events and a half, then RST."""
+    """Three and a half events, then RST."""
     answer = talk.answer()
     for part in (answer.head, *answer.parts[:3]):
         await talk.send(part)

@@ -1,4 +1,4 @@
-"""The generation endpoints' part of our OpenAPI document, narrowed to what a stub serves in a moment."""
+"""The generation endpoints of our OpenAPI document, restricted to requests that a stub serves quickly."""
 
 from __future__ import annotations
 

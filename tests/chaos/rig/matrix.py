@@ -1,4 +1,4 @@
-"""The failure matrix: what an engine does wrong, when, and what must come of it. One cell per row, no logic.
+"""The failure matrix: faults of an engine, their moments, and the expected results. One cell per row, no logic.
 
 ``make reference`` writes it to docs/reference/failure-matrix.md.
 """
@@ -14,7 +14,7 @@ from tests.chaos.rig.faults import Moment, at, trickle
 
 
 class Sees(StrEnum):
-    """What the client gets."""
+    """Result for the client."""
 
     ANSWER = "the whole answer"
     ERROR = "an error in OpenAI's shape"
@@ -23,7 +23,7 @@ class Sees(StrEnum):
 
 
 class Health(StrEnum):
-    """What it does to the faulty instance's health."""
+    """Effect on the faulty instance's health."""
 
     NONE = "nothing"
     COUNTED = "one failure"
@@ -32,7 +32,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True)
 class View:
-    """One request's end: status and content for the client, outcome and failed attempts in the breakdown."""
+    """End of one request: status and content for the client, outcome and failed attempts in the breakdown."""
 
     status: int
     sees: Sees
@@ -42,7 +42,7 @@ class View:
 
 @dataclass(frozen=True)
 class Expected:
-    """With the faulty engine alone, and with a good one beside it that may be tried next."""
+    """Expected results with the faulty engine alone, and with a good one that may be tried next."""
 
     alone: View
     beside: View
@@ -51,11 +51,11 @@ class Expected:
 
 @dataclass(frozen=True)
 class Cell:
-    """A fault at a moment in one mode, and what is expected."""
+    """A fault at a moment in one mode, and the expected results."""
 
     name: str
     fault: Fault | str
-    """How POSTs are answered; or how the engine is made unreachable: a method of ``Unreachable``."""
+    """Answer to POSTs; or the name of a method of ``Unreachable``, which makes the engine unreachable."""
     stream: bool
     expected: Expected
     moment: Moment | None = None
@@ -63,12 +63,12 @@ class Cell:
 
     @property
     def waits(self) -> bool:
-        """Whether one of the proxy's bounds ends it."""
+        """True if one of the proxy's bounds ends it."""
         return self.name in {"hang", "connection not accepted", "headers without end, slowly"}
 
     @property
     def id(self) -> str:
-        """For pytest."""
+        """Test id for pytest."""
         parts = [self.name, self.moment or "", "stream" if self.stream else "whole", "chat" if self.chat else ""]
         return "-".join(part.replace(" ", "_") for part in parts if part)
 
@@ -90,7 +90,7 @@ BROKEN = _same(View(200, Sees.BROKEN, "stream_broken", 1), Health.COUNTED)
 
 
 def passed(status: int, outcome: str = "engine_refused") -> Expected:
-    """The engine's own refusal reaches the client, and is nobody's failure."""
+    """The engine's own refusal reaches the client and is not counted as a failure."""
     return _same(View(status, Sees.AS_SENT, outcome), Health.NONE)
 
 
@@ -103,11 +103,11 @@ def _moments(name: str, act: faults.Act, **expected: Expected) -> list[Cell]:
 
 
 def _both(name: str, fault: Fault | str, expected: Expected) -> list[Cell]:
-    """The same in both modes."""
+    """The same cell in both modes."""
     return [Cell(name, fault, stream, expected) for stream in (True, False)]
 
 
-# A stream whose [DONE] has passed is complete: what becomes of the connection after it is not the client's concern.
+# A stream whose [DONE] has passed is complete, regardless of its connection.
 _BROKEN_OFF = {
     "BEFORE_HEADERS_stream": RETRIED,
     "BEFORE_HEADERS_whole": RETRIED,

@@ -1,4 +1,4 @@
-"""How long the fuzzers run: the same few hundred examples every time, or more by ``WARMROUTE_FUZZ_EXAMPLES``."""
+"""Number of fuzzing examples: always the same few hundred, or more with ``WARMROUTE_FUZZ_EXAMPLES``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXAMPLES = int(os.environ.get("WARMROUTE_FUZZ_EXAMPLES", "0"))
 
 fuzz = settings(
     max_examples=EXAMPLES or 300,
-    # Without the variable: the same examples on every machine, so that CI does not fail by chance.
+    # Without the variable the examples are the same on every machine, so that CI does not fail by chance.
     derandomize=not EXAMPLES,
     deadline=None,
     database=None,

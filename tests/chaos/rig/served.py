@@ -39,7 +39,7 @@ class Served:
     _errors: _Errors = field(default_factory=_Errors)
 
     def errors(self) -> list[str]:
-        """What was logged at level ERROR or above."""
+        """Log records at level ERROR or above."""
         return self._errors.messages
 
 
@@ -68,7 +68,7 @@ async def _serve(served: Served) -> None:
 
 @contextmanager
 def proxy_in_thread() -> Iterator[Served]:
-    """One engine that answers well and a proxy that knows one admin key."""
+    """One well-behaved engine and a proxy with one admin key."""
     served = Served()
     thread = threading.Thread(target=lambda: asyncio.run(_serve(served)), name="served")
     logging.getLogger().addHandler(served._errors)

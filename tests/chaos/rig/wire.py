@@ -1,4 +1,4 @@
-"""HTTP/1.1 and server-sent events written by hand, so that they can be written wrong."""
+"""Hand-written HTTP/1.1 and server-sent events, so that they can be written incorrectly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Request:
 
 
 async def read_head(reader: asyncio.StreamReader) -> Request | None:
-    """The head of the next request of a connection; None when the peer closed it instead."""
+    """The head of the next request of a connection; None if the peer closed it instead."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -44,7 +44,7 @@ async def read_head(reader: asyncio.StreamReader) -> Request | None:
 
 
 async def read_body(reader: asyncio.StreamReader, request: Request) -> bool:
-    """Its body, into it; False when the peer closed the connection instead."""
+    """Read the body into the request; False if the peer closed the connection instead."""
     try:
         request.body = await reader.readexactly(int(request.headers.get("content-length", "0")))
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -53,12 +53,12 @@ async def read_body(reader: asyncio.StreamReader, request: Request) -> bool:
 
 
 def head(status: str = "200 OK", *lines: str) -> bytes:
-    """Status line and header lines as given, nothing added."""
+    """Status line and header lines exactly as given."""
     return "\r\n".join([f"HTTP/1.1 {status}", *lines, "", ""]).encode("latin-1")
 
 
 def whole(status: str, body: bytes, *lines: str) -> bytes:
-    """A JSON answer of a stated length."""
+    """A JSON answer with a content length."""
     return head(status, "content-type: application/json", f"content-length: {len(body)}", *lines) + body
 
 
@@ -77,7 +77,7 @@ def event(number: int) -> bytes:
 
 
 def usage_event(prompt_tokens: int = 100) -> bytes:
-    """The event an engine adds when it was asked for usage."""
+    """The event an engine adds when usage is requested."""
     return sse({"id": "x", "object": "text_completion", "model": MODEL, "choices": [], "usage": usage(prompt_tokens)})
 
 
@@ -93,11 +93,11 @@ def sse(content: Any) -> bytes:
 
 DONE = b"data: [DONE]\n\n"
 EVENTS = [*(event(number) for number in range(TOKENS)), DONE]
-"""What a client that asked for no usage gets of a good stream."""
+"""The part of a good stream for a client that did not request usage."""
 
 
 def good_body(**more: Any) -> bytes:
-    """A whole answer's JSON."""
+    """JSON of a whole answer."""
     text = "".join(f"w{number} " for number in range(TOKENS))
     choice = {
         "index": 0,
@@ -111,7 +111,7 @@ def good_body(**more: Any) -> bytes:
 
 @dataclass
 class Answer:
-    """A good answer in the order in which its parts go out; faults stop somewhere or bend a part."""
+    """A good answer as its parts in sending order; faults stop somewhere or alter a part."""
 
     head: bytes
     parts: list[bytes] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Answer:
 
     @classmethod
     def to(cls, request: Request, framing: str = "") -> Answer:
-        """``framing``: ``chunked``, ``length`` or ``close`` (HTTP/1.0); by default what vLLM uses."""
+        """``framing``: ``chunked``, ``length`` or ``close`` (HTTP/1.0); by default as vLLM does."""
         fields = request.fields
         if fields.get("stream"):
             pieces = EVENTS[:-1]
@@ -138,12 +138,12 @@ class Answer:
 
     @property
     def bytes(self) -> bytes:
-        """All of it."""
+        """All bytes of the answer."""
         return b"".join([self.head, *self.parts, self.end])
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """Close with RST instead of FIN; what is unsent is dropped."""
+    """Close with RST instead of FIN; unsent bytes are dropped."""
     sock: socket.socket = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -108,8 +109,9 @@ async def test_an_engine_that_did_nothing_is_fresh(tmp_path: Path) -> None:
 )
 async def test_one_figure_above_zero_makes_it_stale(name: str, told: str) -> None:
     now = time.time()
+    figures: dict[str, Any] = {name: 0.5}
     with pytest.raises(StaleEngineError, match=rf"e: {told} is 0\.5, not 0"):
-        await prove(exposition(now, **{name: 0.5}), since_unix_s=now - 1)
+        await prove(exposition(now, **figures), since_unix_s=now - 1)
 
 
 async def test_a_warm_up_request_makes_it_stale() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import psutil
 import pynvml
@@ -66,3 +67,9 @@ def test_a_driver_without_gpus_is_closed_again() -> None:
     assert library.opened == 0
     with pytest.raises(NvmlUnavailable), Nvml(FakeNvml(fails=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)):
         pass
+
+
+def test_without_the_library_the_inventory_is_empty_and_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    found = read_inventory()
+    assert (found.gpus, found.reason) == ([], "nvidia-ml-py is not installed: pip install 'warmroute[lab]'")

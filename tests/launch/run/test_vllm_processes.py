@@ -339,8 +339,8 @@ def test_down_finds_what_killed_guards_left(launcher: Launcher) -> None:
         psutil.Process(guard.pid).suspend()  # so that it cannot react to the launcher's death
     launcher.process.kill()
     launcher.process.wait(10)
-    for guard in processes[:2]:
-        guard.kill()
+    for process in processes[:2]:
+        process.kill()
     psutil.wait_procs(processes[:2], timeout=10)
     left = until(lambda: marked(state.marks) if len(marked(state.marks)) == 2 else None)
     result = CliRunner().invoke(app, ["down", "--run-dir", str(launcher.run_dir)])

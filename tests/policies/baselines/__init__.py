@@ -1,1 +1,1 @@
-"""Tests of policies/: what decides."""
+"""Tests of the baseline policies."""

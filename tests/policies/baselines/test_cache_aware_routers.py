@@ -34,7 +34,9 @@ def test_queues_are_uneven_only_above_both_thresholds(most: int, least: int, imb
 
 
 @pytest.mark.parametrize("policy", BOTH, ids=lambda policy: policy.name)
-def test_a_match_above_the_threshold_is_followed_whatever_its_queue(policy: VllmCacheAware | SglangCacheAware) -> None:
+def test_a_match_above_the_threshold_is_followed_regardless_of_its_queue(
+    policy: VllmCacheAware | SglangCacheAware,
+) -> None:
     warm = InstanceView("warm", cached_tokens=301, requests=64, pending_prefill_tokens=10**6)
     choice = policy.choose(ask(1_000), fleet_of(*idle(2), warm))
     assert (choice.instance, choice.reason) == ("warm", Reason.AFFINITY)
@@ -49,8 +51,8 @@ def test_a_match_at_the_threshold_counts_as_a_miss(policy: VllmCacheAware | Sgla
 
 
 @pytest.mark.parametrize("policy", BOTH, ids=lambda policy: policy.name)
-def test_uneven_queues_turn_affinity_off_for_everyone(policy: VllmCacheAware | SglangCacheAware) -> None:
-    """Even for a holder that is not the busy one: the rule looks at the fleet, not at the candidate."""
+def test_uneven_queues_disable_affinity_for_all_candidates(policy: VllmCacheAware | SglangCacheAware) -> None:
+    """Even for a holder that is not the busy one: the rule considers the fleet, not the candidate."""
     fleet = fleet_of(InstanceView("busy", requests=65), InstanceView("warm", cached_tokens=999, requests=1), *idle(1))
     choice = policy.choose(ask(1_000), fleet)
     assert (choice.instance, choice.reason) == ("inst-0", Reason.LEAST_LOADED)

@@ -78,7 +78,7 @@ def test_llmd_compares_the_best_sticky_with_the_best_other() -> None:
     assert (choice.instance, choice.reason) == ("fast", Reason.AFFINITY)
 
 
-def test_llmd_may_be_told_never_to_break() -> None:
+def test_llmd_stickiness_can_be_made_unbreakable() -> None:
     warm = InstanceView("warm", cached_tokens=900, pending_prefill_tokens=10**7)
     assert LlmdAffinity(max_ttft_penalty_ms=0).choose(ask(1_000), fleet_of(warm, *idle(1))).instance == "warm"
 

@@ -41,7 +41,7 @@ def test_a_later_turn_stays_while_its_instance_meets_the_objective(queued: int, 
     assert choice.reason is (Reason.AFFINITY if sticks else Reason.LOWEST_SCORE)
 
 
-def test_it_stays_as_well_when_nobody_meets_the_objective() -> None:
+def test_it_also_stays_when_no_instance_meets_the_objective() -> None:
     views = [
         InstanceView(name, cached_tokens=cached, pending_prefill_tokens=100_000, prefilling=1, requests=1)
         for name, cached in (("home", 15_000), ("other", 0))
@@ -54,7 +54,7 @@ def test_slack_widens_the_objective() -> None:
     assert Smetric(slack=1.5).choose(TURN, fleet(home, *idle(1))).instance == "home"
 
 
-def test_a_first_turn_is_balanced_though_somebody_holds_its_prefix() -> None:
+def test_a_first_turn_is_balanced_even_if_an_instance_holds_its_prefix() -> None:
     warm = InstanceView("warm", cached_tokens=15_000, requests=4)
     choice = Smetric().choose(TURN, fleet(warm, InstanceView("free", requests=0), pinned=None))
     assert (choice.instance, choice.reason) == ("free", Reason.LOWEST_SCORE)
@@ -67,7 +67,7 @@ def test_half_the_prompt_is_not_enough_to_follow() -> None:
     assert Smetric().choose(TURN, fleet(more, *idle(1))).reason is Reason.AFFINITY
 
 
-def test_without_a_session_id_the_prefix_tells_a_later_turn() -> None:
+def test_without_a_session_id_the_prefix_identifies_a_later_turn() -> None:
     warm = InstanceView("warm", cached_tokens=15_000, requests=5)
     choice = Smetric().choose(ask(16_000), fleet(warm, *idle(1), pinned=None))
     assert (choice.instance, choice.reason) == ("warm", Reason.AFFINITY)

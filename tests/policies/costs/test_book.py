@@ -1,4 +1,4 @@
-"""The cost book: what a decision asked of D and P, and what is learned from the times it took."""
+"""The cost book: workloads of D and P, and learning from measured times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_workload_is_what_the_decision_saw() -> None:
     assert workload.transfer == transfer_job(REQUEST, P, D, 2, 1_000.0)
     assert workload.transfer.pair == ("p", "d")
     assert workload.transfer.transport is Transport.NVLINK
-    assert workload.transfer.size_bytes == 40_000 * 1_000.0  # what D lacks, not what P computes
+    assert workload.transfer.size_bytes == 40_000 * 1_000.0  # the tokens that D lacks, not those that P computes
     assert (workload.transfer.streams, workload.transfer.others) == (7, 2)
 
 
@@ -62,7 +62,7 @@ def test_a_prefill_returns_what_was_predicted_before_it_taught_anything() -> Non
     ("used", "promised", "learns"), [(0, 0, True), (70_000, -10_000, True), (20_000, 11_000, False)]
 )
 def test_a_prompt_that_found_no_room_teaches_nothing(used: int, promised: int, learns: bool) -> None:
-    """It waited for blocks: with that in it, every prefill would look slow, and leaving a cache dear."""
+    """It waited for blocks: with that included, every prefill would look slow, and losing a cache too expensive."""
     view = D._replace(
         kv_capacity_tokens=140_000 if learns else 100_000, kv_used_tokens=used, kv_promised_tokens=promised
     )
@@ -78,7 +78,7 @@ def test_a_pool_of_unknown_size_counts_as_having_room() -> None:
 
 
 def pulled(job: TransferJob, pending_tokens: int = 0, prefilling: int = 0) -> Workload:
-    """A hand-off to a D that had so much prefill queued when it was decided."""
+    """A hand-off to a D with this much prefill queued at the decision."""
     return Workload(PrefillJob("d", 40_000, 0, pending_tokens, prefilling), PrefillJob("p", 40_000, 0, 0, 0), job)
 
 
@@ -121,7 +121,7 @@ def test_failures_raise_the_risk_of_their_pair_and_successes_lower_it() -> None:
     book.handed_over(job)
     settled = book.transfer.failure_rate(job.pair)
     assert prior < settled < failed
-    assert book.transfer.observations() == {}  # a hand-off nobody timed teaches no time
+    assert book.transfer.observations() == {}  # an untimed hand-off teaches no time
     book.transferred(pulled(job), 0.1, 0.0)
     assert book.transfer.failure_rate(job.pair) < settled
 

@@ -1,4 +1,4 @@
-"""The learned correction of a formula: converges, forgets, and is not carried away by one stall."""
+"""The learned correction of a formula: converges, relaxes, and is robust against one stall."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.costs.estimates import PRIOR_SIGMA, UNKNOWN, Estimate
+from policies.costs.estimates import PRIOR_SIGMA, UNKNOWN, LearnedRatio
 
 ratios = st.floats(0.03, 30.0)
 seconds = st.floats(1e-3, 1e3)
 weights = st.floats(0.05, 0.5)
 
 
-def learned(observed: list[float], weight: float = 0.25, expected_s: float = 1.0) -> Estimate:
-    """The estimate after these ratios, in turn."""
+def learned(observed: list[float], weight: float = 0.25, expected_s: float = 1.0) -> LearnedRatio:
+    """The ratio after these observations, in order."""
     estimate = UNKNOWN
     for ratio in observed:
         estimate = estimate.learn(expected_s, expected_s * ratio, 0.0, weight)

@@ -1,6 +1,6 @@
-"""Cost models: the published measurements come out of the formulas, and what is learned stays where it was learned.
+"""Cost models: the formulas reproduce the published measurements, and learning stays local.
 
-The constants here are other people's measurements, restated so that a change of a formula is noticed.
+The constants here are published measurements, repeated so that a change of a formula is noticed.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def test_prefill_time_grows_with_what_is_new_and_with_what_is_cached(tokens: int
     model = PrefillModel()
     assert model.predict(tokens + 1, cached).seconds > model.predict(tokens, cached).seconds
     assert model.predict(tokens, cached + 1).seconds > model.predict(tokens, cached).seconds
-    # Computing all of it anew always takes longer than the rest of it behind a cached prefix.
+    # Computing everything again always takes longer than computing the rest after a cached prefix.
     assert model.predict(tokens + cached).seconds >= model.predict(tokens, cached).seconds * 0.999
 
 
@@ -273,7 +273,7 @@ def test_prefill_is_learned_by_size_and_the_nearest_size_stands_in() -> None:
     assert ratio == pytest.approx({2_048: 2.0, 8_192: 2.0, 65_536: 4.0, 120_000: 4.0}, rel=0.02)
 
 
-def test_prefills_too_short_to_tell_teach_nothing() -> None:
+def test_prefills_that_are_too_short_are_not_learned_from() -> None:
     model = PrefillModel()
     assert model.observe(model.smallest_tokens - 1, 0, 0.0, 60.0) == model
     assert model.predict(0).seconds == model.fixed_s
@@ -283,7 +283,7 @@ def test_time_spent_queueing_is_not_taken_for_slow_computing() -> None:
     model = PrefillModel()
     alone_s = model.predict(32_768).seconds
     assert model.observe(32_768, 0, 5.0, 5.0 + alone_s).predict(32_768).seconds == pytest.approx(alone_s)
-    # A queue that was over-estimated leaves a tenth of the formula, never nothing or less.
+    # An over-estimated queue leaves a tenth of the formula, never nothing or less.
     shrunk_s = model.observe(32_768, 0, 100.0, alone_s).predict(32_768).seconds
     assert 0 < shrunk_s < alone_s
 

@@ -1,4 +1,4 @@
-"""The cost model: what makes it more and less willing, every refusal, and what it promises the request itself."""
+"""The cost model: effect of each input, every refusal, and the bound on the request's own loss."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plan(
 
 
 def net_s(answer: OffloadPlan) -> float:
-    """The sum over everybody's waiting time, as the plan's inputs tell it."""
+    """The sum over all waiting times, from the plan's inputs."""
     inputs = answer.inputs
     return inputs["own_gain_s"] + inputs["streams_gain_s"] - inputs["others_cost_s"] - inputs["risk_s"]
 
@@ -159,7 +159,7 @@ def test_each_thing_pulls_the_sum_in_its_own_direction(
     assert net_s(plan(decode, prefill._replace(pending_prefill_tokens=pending + 20_000))) < before
     assert net_s(plan(decode, prefill._replace(cached_tokens=cached_on_p + 1_000))) > before
     queued_d = decode._replace(requests=on_d + 1, prefilling=1, pending_prefill_tokens=30_000)
-    # A queue on D is escaped, but the mean queue that P's extra work would delay grows with it.
+    # A queue on D is avoided, but the mean queue that P's extra work would delay grows with it.
     assert plan(queued_d, prefill).inputs["own_gain_s"] > plan(decode, prefill).inputs["own_gain_s"]
 
 
@@ -187,7 +187,7 @@ def test_tcp_under_load_refuses_what_nvlink_accepts() -> None:
     assert rdma.inputs["transfer_s"] < over.inputs["transfer_s"]
 
 
-def test_transfers_already_under_way_make_it_less_willing() -> None:
+def test_transfers_in_progress_make_offloading_less_likely() -> None:
     transfers_s = [plan(offloads_in_flight=others).inputs["transfer_s"] for others in range(4)]
     assert transfers_s == sorted(transfers_s)
     assert transfers_s[0] < transfers_s[-1]
@@ -216,7 +216,7 @@ def test_the_p_that_holds_the_prefix_is_preferred_until_its_queue_outweighs_it()
     assert plan(D, P, buried).prefill_on == "p"
 
 
-def test_what_p_lacks_and_d_has_is_charged_to_those_who_wait() -> None:
+def test_tokens_that_p_lacks_and_d_has_are_charged_to_waiting_requests() -> None:
     decode = D._replace(cached_tokens=30_000)
     nobody_waits = plan(decode, P)
     assert nobody_waits.inputs["others_cost_s"] == 0.0
@@ -281,7 +281,7 @@ def test_instances_kept_for_prefill_are_the_candidates_where_there_are_any() -> 
 
 
 @given(case=cases(), at=st.integers(0, 7), parameters=st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 3)))
-def test_whatever_is_chosen_pays_for_all_and_costs_the_request_little(
+def test_every_chosen_offload_pays_in_sum_and_costs_the_request_little(
     case: tuple[RequestView, FleetSnapshot], at: int, parameters: tuple[float, float, float]
 ) -> None:
     request, fleet = case

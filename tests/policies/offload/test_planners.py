@@ -1,4 +1,4 @@
-"""Offload planners: every reason they can give, and the choice of P."""
+"""Offload planners: every reason, and the choice of P."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_d_that_can_receive_is_offloaded(role: Role) -> None:
     assert plan(D._replace(role=role)).reason is OffloadReason.CHOSEN
 
 
-def test_an_idle_d_has_nothing_to_protect_unless_told_otherwise() -> None:
+def test_an_idle_d_has_nothing_to_protect_by_default() -> None:
     idle_d = D._replace(requests=0, decoding_tokens=0)
     assert plan(idle_d).reason is OffloadReason.NOTHING_TO_PROTECT
     assert plan(idle_d, planner=Threshold(min_decode_requests=0)).reason is OffloadReason.CHOSEN
@@ -139,7 +139,7 @@ def test_instances_kept_for_prefill_are_the_only_candidates_for_p_beside_the_fle
 
 
 @pytest.mark.parametrize("params", [{"max_in_flight": 0}, {"min_decode_requests": -1}])
-def test_bad_parameters_are_refused(params: dict[str, int]) -> None:
+def test_bad_parameters_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="max_in_flight must be at least 1 and min_decode_requests at least 0"):
         Threshold(**params)
 

@@ -1,4 +1,4 @@
-"""Static prefill/decode disaggregation: roles are kept, sessions find their P again, every refusal says why."""
+"""Static prefill/decode disaggregation: roles are respected, sessions return to their P, every refusal has a reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ P = InstanceView("p", role=Role.KV_PRODUCER)
 
 
 class PdFleet:
-    """A fleet of producers and consumers, routed the way the proxy does it."""
+    """A fleet of producers and consumers, routed as by the proxy."""
 
     def __init__(self, producers: int, consumers: int, policy: str = "session_sticky") -> None:
         self.state = FleetState()
@@ -107,7 +107,7 @@ def test_a_session_leaves_its_p_only_for_less_work() -> None:
     stays, commitment = pd.route(longer)
     assert stays.prefill_on == first.prefill_on
     commitment.release()
-    # With 12,000 tokens queued there, computing all 12,000 on the other P is sooner than 12,000 + 4,000.
+    # With 12,000 tokens queued there, computing all 12,000 on the other P is faster than 12,000 + 4,000.
     pd.state.ledger.acquire(str(first.prefill_on), 12_000, 12_000, 0.0)
     other = ask_ids([*prompt, *range(2_000_000, 2_004_000)])
     assert pd.route(other)[0].prefill_on != first.prefill_on
@@ -143,7 +143,7 @@ def plan(decode: InstanceView = D, *others: InstanceView, request: RequestView =
         (OffloadReason.PAIR_BROKEN, plan(broken_pairs=frozenset({("p", "d")}))),
     ],
 )
-def test_every_reason_is_reached_whatever_the_class(reason: OffloadReason, answer: OffloadPlan) -> None:
+def test_every_reason_is_reached_for_any_class(reason: OffloadReason, answer: OffloadPlan) -> None:
     assert answer.reason is reason
     assert answer.prefill_on == ("p" if reason is OffloadReason.CHOSEN else None)
 

@@ -1,4 +1,4 @@
-"""Holders of blocks that may go in any order, against sets of prefixes."""
+"""Holders of blocks that may be dropped in any order, compared with sets of prefixes."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_a_prompt_matches_what_was_stored_in_one_event_or_in_several() -> None:
     assert not index.holds("b", hashes_of(ids)[3])
 
 
-def test_a_match_ends_at_the_first_block_that_is_missing_whatever_comes_after() -> None:
+def test_a_match_ends_at_the_first_missing_block() -> None:
     index, ids = index_of("a"), list(range(16))
     index.store("a", stored(ids, [1, 2, 3, 4]))
     index.remove("a", [2])
@@ -124,18 +124,18 @@ def test_a_restart_seen_by_the_probe_waits_for_the_new_events() -> None:
     assert (index.trusted("a"), index.blocks("a"), index.epoch("a")) == (False, 0, 1)
 
 
-def test_a_restart_the_events_told_first_keeps_what_they_brought_since() -> None:
+def test_a_restart_reported_by_events_first_keeps_later_events() -> None:
     index, ids = index_of("a"), list(range(8))
     index.store("a", stored(ids, [1, 2]))
-    index.began_anew("a")
+    index.events_restarted("a")
     index.store("a", stored(ids[:4], [5]))
     index.restarted("a")
     assert (index.trusted("a"), index.match(hashes_of(ids)), index.epoch("a")) == (True, {"a": 1}, 0)
-    index.restarted("a")  # the next one is news
+    index.restarted("a")  # the next one counts
     assert (index.trusted("a"), index.blocks("a"), index.epoch("a")) == (False, 0, 1)
 
 
-def test_a_restart_of_an_instance_nobody_listens_to_means_nothing_here() -> None:
+def test_a_restart_of_an_instance_without_events_has_no_effect() -> None:
     index = ExactIndex(SIZE)
     index.add_instance("a")
     index.restarted("a")

@@ -13,7 +13,7 @@ from policies.predict.exact_index import PLAIN_ROOT, ExactIndex, StoredBlocks
 
 SIZE = 2
 NAMES = ["a", "b", "c"]
-# Few different tokens, so that prompts share prefixes and blocks are stored again and again.
+# Few different tokens, so that prompts share prefixes and blocks are stored repeatedly.
 PROMPTS = st.lists(st.sampled_from([(0, 0), (1, 1), (2, 2)]), min_size=1, max_size=6)
 Prefix = tuple[tuple[int, int], ...]
 
@@ -23,7 +23,7 @@ def engine_hash(prefix: Prefix) -> bytes:
 
 
 class Engine:
-    """What an engine would hold: copies of every prefix block."""
+    """Blocks that an engine would hold: copies of every prefix block."""
 
     def __init__(self) -> None:
         self.copies: Counter[Prefix] = Counter()
@@ -41,7 +41,7 @@ class ExactIndexMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), prompt=PROMPTS, cut=st.integers(0, 5), plain=st.booleans())
     def store(self, name: str, prompt: list[tuple[int, int]], cut: int, plain: bool) -> None:
-        """Store what is missing of a prompt from some held prefix on, as engines do; salted ones apart."""
+        """Store the missing part of a prompt from some held prefix on, as engines do; salted ones separately."""
         blocks = tuple(prompt) if plain else ((9, 9), *prompt)
         engine = self.engines[name]
         start = 0

@@ -6,7 +6,7 @@ from policies.predict.blocks import hash_token_blocks
 from policies.predict.exact_index import PLAIN_ROOT, StoredBlocks
 from policies.predict.promises import LINGER_S, Promises
 from policies.state import Commitment, FleetState
-from policies.types import IndexSource, InstanceView, Prediction, RequestView
+from policies.types import CachePrediction, IndexSource, InstanceView, RequestView
 from tests.policies.builders import decision_for
 
 SIZE = 16
@@ -54,18 +54,18 @@ def test_a_trusted_instance_is_predicted_by_its_events_others_by_the_shadow_and_
         seen = see(state, request, "a", now_s)
         assert (seen.index_source, seen.cached_tokens) == (IndexSource.EXACT, 160)
     seen = see(state, request, "a", 2 * LINGER_S)
-    assert Prediction.of(seen) == Prediction(IndexSource.EXACT, 160, 0)
+    assert CachePrediction.of(seen) == CachePrediction(IndexSource.EXACT, 160, 0)
     assert (seen.cached_tokens, seen.holds_class) == (0, False)
     stores(state, "a", IDS[:80])
-    assert Prediction.of(see(state, request, "a", 9.0)) == Prediction(IndexSource.EXACT, 160, 80)
-    assert Prediction.of(see(state, request, "b", 9.0)) == Prediction(IndexSource.SHADOW, 160, None)
+    assert CachePrediction.of(see(state, request, "a", 9.0)) == CachePrediction(IndexSource.EXACT, 160, 80)
+    assert CachePrediction.of(see(state, request, "b", 9.0)) == CachePrediction(IndexSource.SHADOW, 160, None)
 
 
 def test_text_and_salted_prompts_are_predicted_by_the_shadow() -> None:
     state = fleet("a", "b")
     request = ask(IDS, plain=False)
     commit(state, request, "a").release()
-    assert Prediction.of(see(state, request, "a")) == Prediction(IndexSource.SHADOW, 160, None)
+    assert CachePrediction.of(see(state, request, "a")) == CachePrediction(IndexSource.SHADOW, 160, None)
     assert not len(state.predictor.promises)
 
 
@@ -75,7 +75,7 @@ def test_a_sibling_sees_what_a_request_in_flight_will_have_stored() -> None:
     sibling = ask([*IDS[:100], *range(900, 999)])
     assert see(state, sibling, "a").cached_tokens == 96
     assert see(state, sibling, "b").cached_tokens == 0
-    stores(state, "a", IDS[:32])  # the first chunk is there, the rest still promised
+    stores(state, "a", IDS[:32])  # the first chunk is stored, the rest still promised
     assert see(state, sibling, "a").cached_tokens == 96
     first.retract("a")
     assert see(state, sibling, "a").cached_tokens == 32
@@ -129,7 +129,7 @@ def test_a_promise_that_was_kept_late_does_not_outlive_its_eviction() -> None:
     assert see(state, ask(IDS), "a").cached_tokens == 0
 
 
-def test_what_was_told_and_evicted_before_anybody_looked_is_not_promised_any_more() -> None:
+def test_blocks_reported_and_evicted_before_a_lookup_are_no_longer_promised() -> None:
     state = fleet("a", "b")
     first = commit(state, ask(IDS), "a")
     first.release()

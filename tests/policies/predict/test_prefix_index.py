@@ -31,7 +31,7 @@ def test_match_reports_every_instance_its_own_longest_prefix() -> None:
     assert PrefixIndex().match(chain(1)) == {}
 
 
-def test_retracting_takes_back_only_what_was_new_and_nobody_else_touched() -> None:
+def test_retracting_removes_only_new_blocks_that_no_other_request_used() -> None:
     index = index_of("a")
     index.insert("a", chain(1))
     never_ran = index.insert("a", chain(1, 2, 3, 4))
@@ -114,7 +114,7 @@ def test_an_instance_that_leaves_leaves_nothing_behind_however_often_a_fleet_cha
     assert index.distinct_blocks == 0
 
 
-def test_a_conversation_that_goes_on_and_one_that_parts_from_it_both_keep_their_prefixes() -> None:
+def test_a_continued_conversation_and_a_branch_of_it_both_keep_their_prefixes() -> None:
     index = index_of("a")
     index.insert("a", chain(1, 2, 3, 4, 5))
     index.insert("a", chain(1, 2, 3, 4, 5, 6, 7))
@@ -156,7 +156,7 @@ def test_a_bound_below_one_block_is_refused(capacity: int) -> None:
 
 
 class _CountingHashes(list[int]):
-    """Counts what is read of a prompt: the work of a match that does not depend on the machine."""
+    """Counts the elements read of a prompt: a machine-independent measure of a match's work."""
 
     reads = 0
 
@@ -177,7 +177,7 @@ def test_a_match_reads_logarithmically_many_blocks_per_instance(instances: int) 
     assert prompt.reads <= instances * 16
 
 
-def test_a_match_of_a_prompt_nobody_holds_reads_its_first_block_only() -> None:
+def test_a_match_of_an_unknown_prompt_reads_its_first_block_only() -> None:
     index = index_of("a", "b")
     index.insert("a", chain(1, 2))
     prompt = _CountingHashes(chain(*range(100, 1_124)))

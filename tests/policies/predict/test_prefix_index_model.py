@@ -1,4 +1,4 @@
-"""The prefix index against a model that does the obvious thing slowly, over any order of operations."""
+"""The prefix index compared with a simple, slow model, over any order of operations."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_the_score_is_prefill_to_do_times_batch_with_this_request_in_both() -> N
     assert (choice.instance, choice.reason) == ("b", Reason.LOWEST_SCORE)
 
 
-def test_an_idle_fleet_is_told_apart_by_the_cache_not_by_ties() -> None:
+def test_idle_instances_are_distinguished_by_the_cache_not_by_ties() -> None:
     warm = InstanceView("warm", cached_tokens=999)
     choice = LMetric().choose(ask(1_000), fleet_of(*idle(7), warm))
     assert choice.instance == "warm"
@@ -54,12 +54,12 @@ def test_holders_of_a_hot_class_are_skipped_after_their_streak() -> None:
         (ALARM._replace(streak=1), 1),  # the streak is not yet 2 |M|
         (ALARM._replace(streak=5), 3),  # 2 |M| is 6
         (ALARM._replace(share=1 / 8), 1),  # a fair share
-        (ALARM._replace(window=15), 1),  # too few requests to speak of a share
-        (ALARM, 0),  # nobody holds it
-        (ALARM._replace(streak=100), 8),  # everybody holds it
+        (ALARM._replace(window=15), 1),  # too few requests for a meaningful share
+        (ALARM, 0),  # no instance holds it
+        (ALARM._replace(streak=100), 8),  # every instance holds it
     ],
 )
-def test_nobody_is_skipped_without_an_alarm_and_a_full_streak(hotspot: HotspotView, holders: int) -> None:
+def test_no_instance_is_skipped_without_an_alarm_and_a_full_streak(hotspot: HotspotView, holders: int) -> None:
     views = [view._replace(holds_class=i < holders) for i, view in enumerate(idle(8))]
     choice = LMetric().choose(ask(), fleet_of(*views, hotspot=hotspot))
     assert choice.reason is Reason.LOWEST_SCORE

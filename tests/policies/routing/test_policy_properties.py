@@ -1,4 +1,4 @@
-"""What every routing policy and planner owes its caller, over random snapshots."""
+"""Properties that every routing policy and planner must satisfy, over random snapshots."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_product_score_is_never_zero(name: str, case: tuple[RequestView, Fleet
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - {"random"}))
 def test_an_idle_fleet_does_not_pile_onto_one_instance(name: str, n: int, cached_tokens: int) -> None:
-    """Equal instances, cold or equally warm: 80 decisions, nobody above a fair share and one."""
+    """Equal instances, cold or equally warm: 80 decisions, none above a fair share plus one."""
     views = [view._replace(cached_tokens=cached_tokens, holds_class=cached_tokens > 0) for view in idle(n)]
     taken = Counter(POLICIES[name].choose(ask(1_000), fleet_of(*views, sequence=s)).instance for s in range(80))
     assert max(taken.values()) <= math.ceil(80 / n) + 1

@@ -45,7 +45,7 @@ def test_a_first_turn_goes_to_least_pending_plus_new_plus_recent() -> None:
         ((40_001, 10_000, 10_000), False),
         ((20_000, 0, 0), True),  # at the floor
         ((20_001, 0, 0), False),
-        ((90_000, 90_000, 90_000), True),  # all are as busy
+        ((90_000, 90_000, 90_000), True),  # all are equally busy
     ],
 )
 def test_a_pin_is_overridden_above_twice_the_mean_and_above_the_floor(pending: tuple[int, ...], stays: bool) -> None:
@@ -58,9 +58,9 @@ def test_a_pin_is_overridden_above_twice_the_mean_and_above_the_floor(pending: t
 @pytest.mark.parametrize(
     ("cached_here", "cached_there", "stays"),
     [
-        (20_000, 0, True),  # 40,000 shorter a queue for 20,000 tokens lost: exactly the margin of 2
+        (20_000, 0, True),  # a queue shorter by 40,000 for 20,000 tokens lost: exactly the margin of 2
         (19_999, 0, False),
-        (30_000, 10_001, False),  # what the other instance holds is not lost
+        (30_000, 10_001, False),  # tokens that the other instance holds are not lost
         (0, 0, False),
     ],
 )
@@ -76,13 +76,13 @@ def test_a_pin_is_overridden_only_when_moving_pays(cached_here: int, cached_ther
 
 
 def test_twice_the_mean_cannot_be_exceeded_by_one_of_two_instances() -> None:
-    """The mean counts the instance itself, as its source has it: two instances need a factor below 2."""
+    """The mean includes the instance itself, as in the source: two instances need a factor below 2."""
     fleet = fleet_of(*loaded(10**6, 0), pinned="inst-0")
     assert SessionSticky().choose(TURN, fleet).reason is Reason.SESSION_PINNED
     assert SessionSticky(overload_factor=1.5).choose(TURN, fleet).reason is Reason.SESSION_OVERLOADED
 
 
-def test_a_session_whose_instance_is_gone_is_placed_anew() -> None:
+def test_a_session_whose_instance_is_gone_is_placed_again() -> None:
     choice = SessionSticky().choose(TURN, fleet_of(*loaded(9, 5, 7), pinned="departed"))
     assert (choice.instance, choice.reason) == ("inst-1", Reason.SESSION_INSTANCE_GONE)
 

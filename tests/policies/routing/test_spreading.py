@@ -61,7 +61,7 @@ def test_sequential_requests_do_not_pile_onto_one_of_two_idle_instances(policy: 
 
 
 def test_without_the_recent_term_length_would_decide_nothing_and_with_it_tokens_are_balanced() -> None:
-    """One long prompt, then short ones: the instance that did the long one is spared while its work is recent."""
+    """One long prompt, then short ones: the instance of the long one is avoided while its work is recent."""
     state = fleet_state(2)
     first = place(state, "least_loaded", 0, 0.0, hold=False, prompt_tokens=32_000)
     after = {place(state, "least_loaded", number, 1.0, hold=False, prompt_tokens=1_600) for number in range(1, 11)}

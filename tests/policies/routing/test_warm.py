@@ -1,4 +1,4 @@
-"""Warm, worked by hand: queue, own prefill, others, room; and what follows from them."""
+"""Warm, worked by hand: queue, own prefill, others, room, and their consequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from policies.types import InstanceView, Reason, RequestView
 from tests.policies.builders import ask, cases, fleet_of, idle, score_of
 
 COSTS = Costs(PrefillModel(fixed_s=0.1, s_per_token=1e-4, s_per_token_squared=1e-8))
-"""10,000 new tokens take 0.1 + 1 + 0.5 s cold, and 10,000 behind 20,000 cached ones 0.1 + 1 + 2.5 s."""
+"""10,000 new tokens take 0.1 + 1 + 0.5 s cold, and 10,000 after 20,000 cached ones 0.1 + 1 + 2.5 s."""
 ASKED = ask(10_000)
 
 
@@ -42,7 +42,7 @@ def test_cached_tokens_spare_the_prefill_but_are_attended_to() -> None:
 
 
 def test_the_queue_is_its_prefills_half_of_one_done_without_what_they_share() -> None:
-    """Three of 4,000 tokens each: 0.4 + 0.08 s of work apiece; the fixed 0.1 s is not waited for again."""
+    """Three of 4,000 tokens each: 0.4 + 0.08 s of work apiece; the fixed 0.1 s is not counted again."""
     view = InstanceView("a", requests=3, prefilling=3, pending_prefill_tokens=12_000)
     assert terms(view)["queue_s"] == pytest.approx(2.5 * (0.4 + 1e-8 * 4_000 * 2_000))
 
@@ -68,7 +68,7 @@ def test_a_prefill_that_shares_no_step_stalls_the_streams_for_longer() -> None:
 
 
 def test_short_prefills_gather_in_one_instance_s_steps() -> None:
-    """Two instances with as many streams: the short prompt goes where one like it is queued, the long one does not."""
+    """Two instances with equal streams: the short prompt goes where a similar one is queued, the long one does not."""
     quiet, busy = InstanceView("quiet", requests=20), InstanceView("busy", requests=20)
     busy = busy._replace(prefilling=1, pending_prefill_tokens=200)
     long = busy._replace(pending_prefill_tokens=20_000)
@@ -83,7 +83,7 @@ def test_short_prefills_gather_in_one_instance_s_steps() -> None:
     [
         (80_000, 0.0, 0.0),  # with this prompt exactly the share of the pool
         (85_000, 30 * 0.05, 0.05),  # half of this prompt is too much
-        (180_000, 30 * 1.0, 0.1),  # a pool's worth must leave first; this prompt is a tenth of a pool
+        (180_000, 30 * 1.0, 0.1),  # a pool's worth must be freed first; this prompt is a tenth of a pool
     ],
 )
 def test_room_is_waited_for_and_what_is_taken_of_it_others_wait_for(in_flight: int, room: float, share: float) -> None:
@@ -97,7 +97,7 @@ def test_room_is_waited_for_and_what_is_taken_of_it_others_wait_for(in_flight: i
     assert without["others_s"] == pytest.approx(1.64 * 4)
 
 
-def test_while_another_has_room_only_those_who_wait_there_wait_for_what_is_taken() -> None:
+def test_if_another_instance_has_room_only_requests_in_prefill_wait_for_it() -> None:
     full = InstanceView("full", requests=4, prefilling=1, kv_capacity_tokens=100_000, kv_used_tokens=85_000)
     roomy = InstanceView("roomy", kv_capacity_tokens=100_000)
     choice = Warm().choose(ASKED, fleet(full, roomy))

@@ -1,4 +1,4 @@
-"""The admin side: on which listener it is, who may use it, and what a browser on the same machine may not."""
+"""The admin side: its listener, its permissions, and protection against browsers on the same machine."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_what_changes_the_fleet_needs_an_admin_key_even_on_loopback(start_
         assert (await proxy.client.request(method, path, json={}, headers=bearer(ADMIN))).status_code == 403
         assert code(await guarded.client.request(method, path, json={}))[0] == 401
         assert code(await guarded.client.request(method, path, json={}, headers=bearer(KEY)))[0] == 401
-    # Let through: whether there is such an endpoint is FastAPI's matter.
+    # Allowed: FastAPI decides if there is such an endpoint.
     assert (await guarded.client.post("/something/new", headers=bearer(ADMIN))).status_code == 404
 
 
@@ -95,7 +95,7 @@ async def test_a_listener_that_others_reach_has_no_admin_side_without_admin_keys
     assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
 
 
-async def test_with_admin_keys_every_admin_endpoint_wants_one(start_proxy: StartProxy) -> None:
+async def test_with_admin_keys_every_admin_endpoint_needs_one(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1, host="0.0.0.0", keys=KEYS)
     for path in READING:
         for headers in ({}, bearer("wrong"), bearer(KEY)):
@@ -105,7 +105,7 @@ async def test_with_admin_keys_every_admin_endpoint_wants_one(start_proxy: Start
     assert (await proxy.client.put("/policy", json={"name": "random"}, headers=bearer(ADMIN))).status_code == 200
     assert (await proxy.client.post("/explain", json=OK)).status_code == 401
     assert (await proxy.client.post("/explain", json=OK, headers=bearer(ADMIN))).status_code == 200
-    # Behind a name of its own, with the key, all is well: a page that was pointed here has no key.
+    # With the key, any host name is accepted: a page using DNS rebinding has no key.
     named = {**bearer(ADMIN), "host": "router.example.com"}
     assert (await proxy.client.get("/stats", headers=named)).status_code == 200
 
@@ -128,7 +128,7 @@ async def test_admin_endpoints_on_a_listener_of_their_own(start_proxy: StartProx
         assert code(await proxy.client.put("/policy", json={"name": "random"}))[0] == 404
         assert (await admin.put("/policy", json={"name": "random"})).json()["name"] == "random"
         assert (await admin.post("/instances", json={})).status_code == 403
-        # The clients' side is on the main listener, health on both.
+        # The client side is on the main listener, health on both.
         for path in ("/health", "/ready"):
             assert (await admin.get(path)).status_code == 200
             assert (await proxy.client.get(path)).status_code == 200
@@ -140,7 +140,7 @@ async def test_admin_endpoints_on_a_listener_of_their_own(start_proxy: StartProx
     assert len(proxy.engines[0].seen) == 1
 
 
-async def test_the_admin_listener_wants_keys_where_others_reach_it(start_proxy: StartProxy) -> None:
+async def test_the_admin_listener_needs_keys_if_it_is_not_loopback(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1, admin={"port": 0, "host": "0.0.0.0"})
     async with admin_client(proxy) as admin:
         answer = await admin.get("/stats")
@@ -199,7 +199,7 @@ async def test_a_page_whose_name_was_pointed_here_reads_nothing(start_proxy: Sta
         assert answer.status_code == (200 if allowed else 403), host
         if not allowed:
             assert "allowed_hosts" in answer.json()["error"]["message"]
-        # Clients come by whatever name they like.
+        # Clients may use any host name.
         assert (await proxy.client.get("/v1/models", headers={"host": host})).status_code == 200
 
 
@@ -233,8 +233,8 @@ async def test_pages_of_other_sites_change_nothing(start_proxy: StartProxy, keye
 
 
 @pytest.mark.parametrize("listener", list(Listener))
-async def test_no_listener_speaks_websocket(listener: Listener) -> None:
-    """Any page may open one, and an application that accepted would be asked past every check."""
+async def test_no_listener_accepts_websockets(listener: Listener) -> None:
+    """Any page may open one, and an application that accepted it would bypass every check."""
     said: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:

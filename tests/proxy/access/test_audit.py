@@ -1,4 +1,4 @@
-"""``make audit`` on what pip-audit may answer: it fails for a vulnerability, and never passes one over in silence."""
+"""``make audit`` with possible answers of pip-audit: it fails for a vulnerability and never ignores one silently."""
 
 from __future__ import annotations
 

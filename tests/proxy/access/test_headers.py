@@ -1,4 +1,4 @@
-"""What of a client's request reaches an engine, and what an engine's answer may not make the proxy do."""
+"""Request headers that reach an engine, and redirects of engines, which are not followed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.proxy.stub_engine import StubEngine
 
 BODY = json.dumps({"model": "stub", "prompt": [1, 2, 3], "max_tokens": 4}).encode()
 
-# Never wanted by an engine: secrets of the browser or of a gateway, routing tricks, hop-by-hop headers, oddities.
+# Never forwarded: secrets of the browser or of a gateway, routing tricks, hop-by-hop headers, oddities.
 ODD = [
     b"accept: */*",
     b"accept-encoding: gzip, br",
@@ -77,7 +77,7 @@ OF_THE_PROXY = {"host", "content-type", "content-length", "x-request-id", "conne
 
 
 async def ask(proxy: Running, *lines: bytes, path: bytes = b"/v1/completions") -> tuple[int, bytes]:
-    """Status and the whole answer to a request with these header lines, sent as they are on a connection of its own."""
+    """Status and whole answer of a request with these header lines, sent verbatim on a new connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))
     try:
         head = [b"POST " + path + b" HTTP/1.1", b"host: proxy", b"content-length: %d" % len(BODY), *lines]
@@ -115,7 +115,7 @@ async def test_a_header_that_connection_names_is_for_this_hop_only(start_proxy: 
         assert seen["tracestate"] == "a=b"
 
 
-async def test_of_a_repeated_header_one_value_goes_on(start_proxy: StartProxy) -> None:
+async def test_one_value_of_a_repeated_header_is_forwarded(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1)
     seen_raw: list[list[tuple[bytes, bytes]]] = []
     answer = proxy.engines[0]._answer
@@ -160,12 +160,12 @@ async def test_no_header_can_be_smuggled_into_another(start_proxy: StartProxy) -
             assert all(character == "\t" or " " <= character != "\x7f" for character in value)
     for raw in proxy.engines[0].raw_bodies:
         assert raw == BODY
-    # Nothing of it is left in a connection that is used again.
+    # Nothing of it remains in a connection that is reused.
     assert (await ask(proxy, b"x-session-id: fine"))[0] == 200
     assert proxy.engines[0].seen_headers[-1]["x-session-id"] == "fine"
 
 
-async def test_which_headers_go_on_is_a_setting(start_proxy: StartProxy) -> None:
+async def test_forwarded_headers_are_a_setting(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1, forward_headers=["X-Tenant", "openai-organization"])
     await ask(proxy, b"x-tenant: blue", b"OpenAI-Organization: org", b"x-session-id: s", b"traceparent: t")
     seen = proxy.engines[0].seen_headers[0]
@@ -220,7 +220,7 @@ def test_a_value_with_a_line_break_is_dropped_even_if_a_parser_lets_it_pass() ->
 
 @pytest.mark.parametrize("status", [302, 307])
 async def test_no_redirect_is_followed(start_proxy: StartProxy, status: int) -> None:
-    """An engine that sends the proxy elsewhere: with a request, and with every kind of probe."""
+    """An engine that redirects the proxy: for a request, and for every kind of probe."""
     elsewhere = await StubEngine().start()
     reached: list[str] = []
 
@@ -230,7 +230,7 @@ async def test_no_redirect_is_followed(start_proxy: StartProxy, status: int) -> 
 
     try:
         engine = StubEngine()
-        engine._answer = redirect  # type: ignore[method-assign]
+        engine._answer = redirect  # type: ignore[method-assign, assignment]
         proxy = await start_proxy(engines=[engine], role="kv_both")
         for stream in (False, True):
             body = {"model": "stub", "prompt": [1], "stream": stream}
@@ -238,8 +238,8 @@ async def test_no_redirect_is_followed(start_proxy: StartProxy, status: int) -> 
             assert answer.status_code in {status, 502}
             assert "location" not in answer.headers
         assert len(reached) >= 2
-        # Its control endpoints redirect too: the probes take that for what it is, no answer.
-        engine._health = engine._metrics = engine._models = engine._query = redirect  # type: ignore[method-assign]
+        # Its control endpoints redirect too: the probes treat that as no answer.
+        engine._health = engine._metrics = engine._models = engine._query = redirect  # type: ignore[method-assign, assignment]
         await engine.stop()
         await engine.start()
         await proxy.until(lambda: reached.count("/health") >= 3 and not proxy.core.instances.healthy())

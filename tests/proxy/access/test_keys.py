@@ -1,4 +1,4 @@
-"""API keys: who is let in, what engines are shown instead, and what a key may have in flight."""
+"""API keys: access, replacement by the engines' keys, and limits on requests in flight."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def started(start_proxy: StartProxy, count: int = 1, **settings: Any) -> Running:
-    """A proxy with keys; its client is an admin's, for the tests' own questions."""
+    """A proxy with keys; its client uses an admin key for the tests' own queries."""
     proxy = await start_proxy(count, **{"keys": KEYS, **settings})
     proxy.client.headers.update(bearer(ADMIN))
     return proxy
@@ -130,7 +130,7 @@ async def test_models_need_a_key_and_health_does_not(start_proxy: StartProxy) ->
             assert answer.headers["www-authenticate"] == "Bearer"
 
 
-async def test_without_client_keys_the_clients_key_goes_on_to_the_engine(start_proxy: StartProxy) -> None:
+async def test_without_client_keys_the_clients_key_is_forwarded_to_the_engine(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1)
     await proxy.client.post("/v1/completions", json=OK, headers=bearer("what-the-engine-wants"))
     assert proxy.engines[0].seen_headers[0]["authorization"] == "Bearer what-the-engine-wants"
@@ -218,7 +218,7 @@ async def test_a_key_has_its_share_of_requests_in_flight(start_proxy: StartProxy
     assert other.status_code == 200
     assert [answer.status_code for answer in await asyncio.gather(*running)] == [200, 200]
     assert (await ask(KEY)).status_code == 200
-    # A client that leaves gives its place back too.
+    # A client that leaves frees its place too.
     leaving = [asyncio.create_task(ask(KEY)) for _ in range(2)]
     await proxy.until(lambda: engine.running == 2)
     for task in leaving:
@@ -303,8 +303,8 @@ def test_keys_in_a_file_are_read_again_and_a_bad_file_changes_nothing(tmp_path: 
         ({"engine_key_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
         ({"instances": [{"url": "http://a", "api_key": KEY, "api_key_env": "PATH"}]}, "give one of them"),
         ({"instances": [{"url": "http://a", "api_key_env": "NOT_SET_ANYWHERE"}]}, "NOT_SET_ANYWHERE is not set"),
-        ({"forward_headers": ["Authorization"]}, "never forwarded"),
-        ({"forward_headers": ["connection"]}, "never forwarded"),
+        ({"forward_headers": ["Authorization"]}, "cannot be forwarded"),
+        ({"forward_headers": ["connection"]}, "cannot be forwarded"),
         ({"forward_headers": ["x y"]}, "not a header name"),
     ],
 )

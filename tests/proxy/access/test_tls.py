@@ -1,4 +1,4 @@
-"""TLS on the listeners: real handshakes with certificates made here."""
+"""TLS on the listeners: real handshakes with generated certificates."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_requests_and_streams_over_tls(start_proxy: StartProxy, certificat
         large = {**BODY, "prompt": "x" * 2_000_000}
         assert (await client.post("/v1/completions", json=large)).status_code == 200
         assert engine.seen[-1]["prompt"] == large["prompt"]
-        # A client that leaves is noticed through TLS as well.
+        # A client that leaves is detected through TLS as well.
         engine.mode = "hang"
         leaving = asyncio.create_task(client.post("/v1/completions", json=BODY))
         await proxy.until(lambda: engine.running == 1)
@@ -94,7 +94,7 @@ async def test_plain_http_and_unknown_authorities_get_nowhere(
         with pytest.raises(httpx.ConnectError, match="certificate"):
             await client.get("/health")
     assert proxy.engines[0].seen == []
-    # None of which disturbs those who do it right.
+    # None of these affects well-behaved clients.
     async with secure(proxy, certificates.trusting()) as client:
         assert (await client.get("/ready")).status_code == 200
 
@@ -127,7 +127,7 @@ async def test_with_a_client_ca_every_client_shows_a_certificate(
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200
 
 
-async def test_the_admin_listener_speaks_tls_too(start_proxy: StartProxy, certificates: Certificates) -> None:
+async def test_the_admin_listener_uses_tls_too(start_proxy: StartProxy, certificates: Certificates) -> None:
     proxy = await start_proxy(1, tls=tls(certificates), admin={"port": 0})
     async with secure(proxy, certificates.trusting(), proxy.core.admin_port) as admin:
         assert (await admin.get("/instances")).status_code == 200
@@ -137,7 +137,7 @@ async def test_the_admin_listener_speaks_tls_too(start_proxy: StartProxy, certif
 
 
 class SecureEngine(StubEngine):
-    """A scripted engine that speaks TLS."""
+    """A scripted engine with TLS."""
 
     tls: ssl.SSLContext
 

@@ -1,4 +1,4 @@
-"""Control traffic: what nobody waits for any more, what has no end, what comes too late."""
+"""Control traffic: abandoned queries, endless answers, late answers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_an_answer_that_does_not_come_or_end_is_a_timeout(control: Control
             await control.get(url + path)
 
 
-async def test_nobody_there(control: Control) -> None:
+async def test_a_refused_connection_is_an_error(control: Control) -> None:
     async with engine() as url:
         pass
     with pytest.raises(httpx.ConnectError):

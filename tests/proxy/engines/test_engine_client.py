@@ -1,4 +1,4 @@
-"""Our own HTTP client towards engines, against servers that speak (or break) the protocol byte by byte."""
+"""The HTTP client for engines, against servers that implement (or break) the protocol byte by byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STREAM = (
 
 
 class Server:
-    """Runs ``script`` for every connection; keeps what was asked."""
+    """Runs ``script`` for every connection; records the requests."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -123,7 +123,7 @@ async def test_an_answer_may_come_in_pieces_of_any_size(client: EngineClient, st
 
 
 async def test_a_connection_the_engine_closes_after_its_answer_costs_no_request(client: EngineClient) -> None:
-    """The keep-alive race: the engine closes an idle socket as we write to it."""
+    """The keep-alive race: the engine closes an idle socket while the request is written to it."""
     async with serving(OK, once=True) as (server, url):
         for _ in range(20):
             answer = await client.post(f"{url}/", b"x", {})
@@ -139,7 +139,7 @@ async def test_a_stale_connection_is_replaced_even_when_the_close_is_not_seen_be
         await server.request(reader)
         writer.write(OK)
         if server.connections == 1:
-            await reader.read(1)  # the next request has begun to arrive: close without a word
+            await reader.read(1)  # the next request has begun to arrive: close without an answer
             return
         await reader.read()
 
@@ -277,14 +277,14 @@ async def test_closing_a_half_read_answer_cuts_it(client: EngineClient) -> None:
         await asyncio.wait_for(server.ended.wait(), 5)
 
 
-async def test_nobody_listens(client: EngineClient) -> None:
+async def test_a_refused_connection_is_not_connected(client: EngineClient) -> None:
     async with serving(OK) as (_, url):
         pass
     with pytest.raises(NotConnectedError, match=url.removeprefix("http://")):
         await client.post(f"{url}/", b"x", {})
 
 
-async def test_a_stream_nobody_reads_is_held_back_at_its_engine(client: EngineClient) -> None:
+async def test_an_unread_stream_is_throttled_at_its_engine(client: EngineClient) -> None:
     size = 64 * 1024 * 1024
     sent = 0
 

@@ -1,4 +1,4 @@
-"""KV events of instances that come and go while the subscriber runs, over real sockets."""
+"""KV events of instances added and removed while the subscriber runs, over real sockets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def other() -> AsyncIterator[Publisher]:
 
 
 def takes_the_place(it: Rig, instance: InstanceSettings) -> Rig:
-    """Another engine by the same name, as the fleet's one step does it."""
+    """Replace an engine by another one of the same name, in one step as the fleet does."""
     it.subscriber.remove("a")
     it.index.remove_instance("a")
     it.index.add_instance("a")
@@ -59,7 +59,7 @@ async def test_another_engine_takes_over_a_name_and_only_its_events_count(other:
 async def test_one_that_leaves_in_the_middle_of_a_replay_ends_nothing_else(other: Publisher) -> None:
     async with rig(replay=True) as it:
         await it.joined()
-        # Nobody answers its replay: it waits for batches 0 to 2 when it leaves.
+        # Its replay is never answered: it waits for batches 0 to 2 when it leaves.
         replaying = settings_of(other, "b", replay=True)
         it.index.add_instance("b")
         it.subscriber.add(replaying)

@@ -1,4 +1,4 @@
-"""The subscriber against a publisher that loses, repeats and garbles, over real sockets."""
+"""The subscriber against a publisher that loses, repeats and garbles events, over real sockets."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def event(*fields: Any) -> Any:
         ((3, "GPU", None, None), 0),
     ],
 )
-def test_stored_blocks_are_read_whatever_a_version_leaves_out_or_adds(fields: tuple[Any, ...], plain: int) -> None:
+def test_stored_blocks_are_read_with_missing_or_additional_fields(fields: tuple[Any, ...], plain: int) -> None:
     for names, parent in (([1, 2], 7), ([b"x" * 32, b"y" * 32], b"z")):
         got = event("BlockStored", names, parent, list(range(8)), SIZE, *fields)
         assert got == Stored(StoredBlocks(names, parent, list(range(8)), SIZE, plain))
@@ -108,7 +108,7 @@ def test_slices_are_the_same_blocks(most: int) -> None:
 
 
 class Publisher:
-    """An engine's end of the stream, told what to send and what to keep for replays."""
+    """The engine's side of the stream, with control over the events sent and kept for replays."""
 
     def __init__(self, context: zmq.asyncio.Context) -> None:
         self.pub = context.socket(zmq.PUB)
@@ -132,7 +132,7 @@ class Publisher:
             for sequence, payload in sorted(self.kept.items()):
                 if sequence >= self.asked[-1]:
                     answered += 1
-                    if not (self.lossy and answered % 3 == 0):  # what a full queue drops
+                    if not (self.lossy and answered % 3 == 0):  # dropped by a full queue
                         await self.router.send_multipart([client, empty, sequence.to_bytes(8, "big"), payload])
             await self.router.send_multipart([client, empty, END, b""])
 
@@ -157,7 +157,7 @@ class Rig:
     async def joined(self) -> None:
         """Send until a message arrives: a subscription takes a moment to reach the publisher."""
         for _ in range(500):
-            # The kind is unknown to the subscriber: the batch has a number, and nothing else happens.
+            # Of an unknown kind: the batch has a number and no other effect.
             await self.publisher.pub.send_multipart([b"kv-events", b"no number", b""])
             await asyncio.sleep(0.01)
             if self.figures["malformed"]:
@@ -284,7 +284,7 @@ async def test_numbers_that_begin_again_mean_another_process() -> None:
         await it.until(lambda: it.matched(3) == 3)
 
 
-async def test_a_restart_the_probe_saw_first_starts_the_numbers_anew() -> None:
+async def test_a_restart_seen_by_the_probe_first_restarts_the_numbers() -> None:
     async with rig(replay=False) as it:
         await it.joined()
         await it.publisher.send(0, batch(stored(0, 2)))

@@ -1,4 +1,4 @@
-"""What clients see, what is recorded, and what is left behind when input, engines or clients misbehave."""
+"""Errors, records and clean-up when input, engines or clients misbehave."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ OK = {"model": "stub", "prompt": list(range(200)), "max_tokens": 4}
         ("/v1/completions", b'{"model": 5, "prompt": "x"}', 400, "model", "Expected `str`"),
         ("/v1/completions", b'{"model": "stub", "prompt": "x", "stream": "yes"}', 400, "stream", "Expected `bool"),
         ("/v1/completions", b'{"model": "stub", "prompt": "x", "max_tokens": "many"}', 400, "max_tokens", "int"),
-        ("/v1/completions", b'{"model": "gpt-9", "prompt": "x"}', 404, "model", "served here: stub"),
+        ("/v1/completions", b'{"model": "gpt-9", "prompt": "x"}', 404, "model", "available: stub"),
         (
             "/v1/completions",
             b'{"model": "stub", "prompt": "x", "kv_transfer_params": {"do_remote_prefill": true}}',
             400,
             "kv_transfer_params",
-            "set by the proxy alone",
+            "set by the proxy only",
         ),
         ("/v1/chat/completions", b'{"model": "stub"}', 400, "messages", "'messages' is missing"),
         ("/v1/chat/completions", b'{"model": "stub", "messages": "hi"}', 400, "messages", "list of messages"),
@@ -152,7 +152,7 @@ async def test_every_instance_failing_answers_502_naming_the_last(start_proxy: S
     assert "boom" in answer.json()["error"]["message"]
 
 
-async def test_first_byte_has_a_bound_and_the_engine_is_told(start_proxy: StartProxy) -> None:
+async def test_first_byte_has_a_bound_and_the_engines_request_is_aborted(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1, engines=[StubEngine(mode="hang")], timeouts={"first_byte_s": 0.2, "total_s": 5})
     answer = await proxy.client.post("/v1/completions", json={**OK, "stream": True})
     assert answer.status_code == 504

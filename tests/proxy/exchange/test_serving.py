@@ -1,4 +1,4 @@
-"""Plain requests through the proxy: bytes in, bytes out, and what is recorded of them."""
+"""Plain requests through the proxy: bytes in, bytes out, and their records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def completion(**more: Any) -> dict[str, Any]:
     return {"model": "stub", "prompt": IDS, "max_tokens": 4, **more}
 
 
-async def test_whole_answer_is_the_engines_and_headers_tell_why(start_proxy: StartProxy) -> None:
+async def test_whole_answer_is_the_engines_and_headers_give_the_decision(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(2)
     answer = await proxy.client.post("/v1/completions", json=completion(), headers={"x-request-id": "mine"})
     assert answer.status_code == 200
@@ -182,7 +182,7 @@ async def test_explain_shows_all_policies_and_counts_nothing(start_proxy: StartP
     for decision in explained["decisions"].values():
         assert len(decision["scores"]) == 3
     after = (await proxy.client.get("/stats")).json()
-    # How late the event loop was is the machine's doing, not a count of requests.
+    # The event loop's lag depends on the machine, not on requests.
     del before["event_loop_late_s"], after["event_loop_late_s"]
     assert after == before
     actual = await proxy.client.post("/v1/completions", json=completion())

@@ -1,4 +1,4 @@
-"""The breaker as a state machine: what opens it, what closes it, and what any sequence of events must respect."""
+"""The breaker's state machine: conditions for opening and closing, and invariants of any sequence of events."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def reopen(breaker: Breaker, at_s: float) -> float:
 
 
 def pass_trial(breaker: Breaker) -> float:
-    """Let an open breaker close as soon as it may; returns when that was."""
+    """Close an open breaker as soon as possible; returns when that was."""
     now_s = breaker.until_s
     assert breaker.probed(now_s)
     assert breaker.succeeded(now_s, now_s)
     return now_s
 
 
-def test_failures_in_a_row_open_it_and_a_success_in_between_starts_the_count_anew() -> None:
+def test_consecutive_failures_open_it_and_a_success_in_between_resets_the_count() -> None:
     breaker = Breaker(HEALTH)
     for _ in range(5):
         fail(breaker, 0.0, 2)
@@ -220,7 +220,7 @@ def test_requests_sent_before_the_trial_cannot_undo_it() -> None:
 
 
 class Events(RuleBasedStateMachine):
-    """Any sequence of requests, verdicts, probes and restarts; the counts are kept a second time, the slow way."""
+    """Any sequence of requests, results, probes and restarts, against a second, slow count."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a hand-off is spelt for each connector, and what is never sent."""
+"""Hand-off parameters of each connector, and parameters that are never sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leak watch over sequences of readings."""
+"""The leak watch with sequences of readings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_kv_that_nothing_explains_after_an_abandoned_pull_is_a_leak(fleet: Insta
     watch.abandoned("a")
     assert show(watch, fleet["a"], *[LEAKED] * (READINGS - 1)) is None
     assert show(watch, fleet["a"], LEAKED) == (
-        "20000 tokens of KV are in use that no request explains, after 2 abandoned pull(s)"
+        "20000 tokens of KV are in use without a request, after 2 abandoned pull(s)"
     )
     assert fleet.healthy() == {"b", "c"}
 
@@ -62,7 +62,7 @@ def test_what_requests_and_holds_explain_is_no_leak(fleet: Instances) -> None:
     assert show(watch, fleet["a"], *[70_000] * READINGS, expected=60_000) is not None
 
 
-def test_one_reading_that_is_explained_starts_the_count_anew(fleet: Instances) -> None:
+def test_one_explained_reading_resets_the_count(fleet: Instances) -> None:
     watch = LeakWatch(fleet, 0.1)
     watch.abandoned("a")
     for _ in range(5):
@@ -100,7 +100,7 @@ def test_a_restart_forgets_the_leak_and_the_abandoned_pulls(fleet: Instances) ->
     assert show(watch, fleet["a"], *[LEAKED] * (READINGS - 1)) is None
 
 
-def test_where_nobody_restarts_it_the_instance_serves_on_after_a_while(fleet: Instances) -> None:
+def test_an_instance_that_is_not_restarted_serves_again_after_a_while(fleet: Instances) -> None:
     watch = LeakWatch(fleet, 0.1)
     watch.abandoned("a")
     show(watch, fleet["a"], *[LEAKED] * READINGS)

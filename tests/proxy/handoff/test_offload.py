@@ -1,6 +1,6 @@
-"""The hand-off as the proxy conducts it: what each leg carries, and what happens when one fails.
+"""The hand-off by the proxy: contents of each leg, and handling of failures.
 
-The engine's side of the hand-off is played by the simulated engine (tests/integration) and by real ones later.
+The engine's side of the hand-off is covered by the simulated engine (tests/integration) and by real ones.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ async def test_pair_that_keeps_failing_is_left_alone_for_a_while(start_proxy: St
         ids = list(range(number * 1000, number * 1000 + 400))
         await proxy.client.post("/v1/completions", json={**HEAVY, "prompt": ids})
     reasons = [row["offload_reason"] for row in await proxy.rows()]
-    # Two pairs, three failures each at most; then both are left alone.
+    # Two pairs, at most three failures each; then both breakers are open.
     assert 3 <= reasons.count("fell_back_p_error") <= 6
     assert reasons[-3:] == ["pair_broken"] * 3
 

@@ -25,7 +25,7 @@ def legs_seen(engine: StubEngine) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_nixl_hand_off_tells_d_exactly_what_p_answered(start_proxy: StartProxy, stream: bool) -> None:
+async def test_a_nixl_hand_off_passes_p_s_answer_to_d_unchanged(start_proxy: StartProxy, stream: bool) -> None:
     engines = [StubEngine(nixl_block_ids=[7, 8, 9], cached_tokens=64) for _ in range(2)]
     nixl = {"connector": "nixl", "bootstrap_url": None}
     proxy = await start_proxy(engines=engines, role="kv_both", each=[nixl] * 2, offload=THRESHOLD, classes=CLASSES)
@@ -78,7 +78,7 @@ async def test_a_nixl_p_that_dies_while_d_pulls_is_noticed_by_its_health(start_p
     assert (await proxy.rows())[0]["offload_reason"] == "fell_back_p_gone"
 
 
-async def test_unlike_connectors_never_hand_over_to_each_other(start_proxy: StartProxy) -> None:
+async def test_different_connectors_never_hand_over_to_each_other(start_proxy: StartProxy) -> None:
     each = [{"connector": "nixl", "bootstrap_url": None}, {}]
     proxy = await start_proxy(2, role="kv_both", each=each, offload=THRESHOLD, classes=CLASSES)
     assert (await proxy.client.post("/v1/completions", json=HEAVY)).status_code == 200
@@ -100,15 +100,15 @@ async def test_legs_are_recorded_with_what_was_predicted_and_what_it_took(start_
     offloaded, co_located, whole = await proxy.rows()
     assert set(offloaded["legs"]) == {"prefill", "transfer"}
     assert set(co_located["legs"]) == {"first_token"}
-    assert whole["legs"] == {}  # the first token of an answer in one piece is not seen
+    assert whole["legs"] == {}  # the first token of an unstreamed answer is not observed
     for times in (*offloaded["legs"].values(), *co_located["legs"].values()):
         assert times["predicted_s"] > 0
-        assert times["actual_s"] >= 0.05  # a timer may go off a millisecond early
+        assert times["actual_s"] >= 0.05  # a timer may fire a millisecond early
     assert ratios_counted((await proxy.client.get("/metrics")).text) == {"prefill": 1, "transfer": 1, "first_token": 1}
 
 
 async def test_an_answer_in_one_piece_teaches_nothing_of_transfers(start_proxy: StartProxy) -> None:
-    """Its D leg lasts to the last token; taken for a pull it would make every pull look slow."""
+    """Its D leg lasts to the last token; counted as a pull it would make every pull look slow."""
     engines = [StubEngine(pull_s=0.5) for _ in range(2)]
     proxy = await start_proxy(engines=engines, role="kv_both", offload=THRESHOLD, classes=CLASSES)
     assert (await proxy.client.post("/v1/completions", json=HEAVY)).status_code == 200
@@ -131,7 +131,7 @@ async def test_a_streamed_pull_is_learned_from(start_proxy: StartProxy) -> None:
 
 
 async def busy_d(proxy: Running, streams: int) -> tuple[str, list[asyncio.Task[Any]]]:
-    """One session with ``streams`` answers that go on: where it runs, and the requests."""
+    """One session with ``streams`` unfinished answers: its instance, and the requests."""
     first = await proxy.client.post("/v1/completions", json=body_of_session())
     name = first.headers["x-warmroute-instance"]
     engine = proxy.engines[int(name[-1])]
@@ -230,7 +230,7 @@ async def test_static_pd_prefills_on_producers_and_decodes_on_consumers(start_pr
     assert ledger_is_zero(await proxy.settled())
 
 
-async def test_without_producers_consumers_run_co_located_and_without_consumers_nobody_serves(
+async def test_without_producers_consumers_run_co_located_and_without_consumers_requests_fail(
     start_proxy: StartProxy,
 ) -> None:
     proxy = await start_pd(start_proxy, 2, 2)

@@ -1,4 +1,4 @@
-"""While D pulls: P's death is noticed, D's lateness forgiven, and a client that leaves leaves nothing behind."""
+"""While D pulls: P's death is detected, D's lateness is not counted, and a client that leaves leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pulling(engine: StubEngine) -> bool:
 
 
 async def ask_until_pull(proxy: Running, **body: Any) -> tuple[asyncio.Task[httpx.Response], StubEngine, StubEngine]:
-    """A request on its way whose D is pulling now: the request, P and D."""
+    """A request in flight whose D is pulling: the request, P and D."""
     request = asyncio.create_task(proxy.client.post("/v1/completions", json={**HEAVY, **body}))
     await proxy.until(lambda: any(pulling(engine) for engine in proxy.engines))
     d = next(engine for engine in proxy.engines if pulling(engine))
@@ -41,7 +41,7 @@ async def ask_until_pull(proxy: Running, **body: Any) -> tuple[asyncio.Task[http
 
 
 async def fell_back(proxy: Running, request: asyncio.Task[httpx.Response], d: StubEngine) -> dict[str, Any]:
-    """The one row, after making sure that the client was answered well by D alone."""
+    """The one row, after checking that the client was answered by D alone."""
     answer = await request
     assert answer.status_code == 200
     assert "w0 " in answer.text or answer.json()["choices"][0]["text"] == "w " * d.tokens
@@ -66,7 +66,7 @@ async def test_p_that_dies_while_d_pulls_is_noticed_long_before_the_bound(
     await p.stop()
     row = await fell_back(proxy, request, d)
     assert row["offload_reason"] == "fell_back_p_gone"
-    assert "vanished" in row["attempts"][0]["error"]
+    assert "disappeared" in row["attempts"][0]["error"]
 
 
 async def test_p_that_restarts_while_d_pulls_is_noticed_too(start_proxy: StartProxy) -> None:
@@ -80,7 +80,7 @@ async def test_p_that_restarts_while_d_pulls_is_noticed_too(start_proxy: StartPr
     )
 
 
-async def test_p_that_is_only_slow_to_say_who_it_is_is_waited_for(
+async def test_a_p_with_a_slow_identity_answer_is_waited_for(
     start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = 0
@@ -100,7 +100,7 @@ async def test_p_that_is_only_slow_to_say_who_it_is_is_waited_for(
     await proxy.until(lambda: asked >= before + 4)
     assert not request.done()
     assert pulling(d)
-    p.query_delay_s, p.engine_id = 0.0, "another life"  # the watch is still there
+    p.query_delay_s, p.engine_id = 0.0, "another life"  # the watch is still running
     assert (await fell_back(proxy, request, d))["offload_reason"] == "fell_back_p_gone"
 
 
@@ -131,7 +131,7 @@ async def test_client_that_leaves_during_the_pull_leaves_nothing_behind(start_pr
     await asyncio.gather(request, return_exceptions=True)
     await proxy.until(lambda: d.aborted == 1)
     assert ledger_is_zero(await proxy.settled())
-    # The engine does not know that nobody will pull: P's room stays taken until its abort timeout.
+    # The engine does not know that no D will pull: P's room stays taken until its abort timeout.
     p_name = next(row["prefill_instance"] for row in await proxy.rows())
     assert proxy.core.router.state.holds.tokens(p_name, asyncio.get_running_loop().time()) == 400
     assert (await proxy.rows())[0]["outcome"] == "client_gone"
@@ -170,7 +170,7 @@ async def test_the_slot_of_an_offload_is_taken_until_d_answers(start_proxy: Star
 async def test_a_pull_that_was_given_up_is_closed_only_after_its_first_byte(
     start_proxy: StartProxy, stream: bool
 ) -> None:
-    """Closed while D has it queued, it would end vLLM 0.18.1's engine core with all it runs."""
+    """Closed while D has it queued, it would crash vLLM 0.18.1's engine core with all its requests."""
     engines = [StubEngine(pull_s=0.6) for _ in range(2)]
     proxy = await start(start_proxy, engines, offload={"abandoned_s": 20.0})
     request, _, d = await ask_until_pull(proxy, stream=stream)

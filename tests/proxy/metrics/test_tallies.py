@@ -1,4 +1,4 @@
-"""Own counters and histograms against the client library's, and rows kept as lines."""
+"""The proxy's counters and histograms compared with the client library's, and rows kept as lines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from policies.row import RequestOutcome, Row
 from policies.types import CandidateScore, Decision, OffloadPlan, OffloadReason, Reason, RequestClass
-from proxy.breakdown import Breakdown, Outcome, Row
+from proxy.breakdown import Breakdown
 from proxy.metrics.tallies import Spread, Tally
 
 BOUNDS = (0.1, 1, 2.5, 10)
-LABELS = st.tuples(st.sampled_from(["a", 'b "quoted"']), st.sampled_from(list(Outcome)[:3]))
+LABELS = st.tuples(st.sampled_from(["a", 'b "quoted"']), st.sampled_from(list(RequestOutcome)[:3]))
 
 
 def exposed(registry: CollectorRegistry) -> list[str]:
@@ -28,8 +29,8 @@ def exposed(registry: CollectorRegistry) -> list[str]:
     forgotten=st.sampled_from([None, "a"]),
 )
 def test_what_is_exposed_is_what_the_client_library_would_expose(
-    counted: list[tuple[tuple[str, Outcome], int]],
-    observed: list[tuple[tuple[str, Outcome], float]],
+    counted: list[tuple[tuple[str, RequestOutcome], int]],
+    observed: list[tuple[tuple[str, RequestOutcome], float]],
     forgotten: str | None,
 ) -> None:
     own, library = CollectorRegistry(), CollectorRegistry()
@@ -65,19 +66,19 @@ def row(request_id: str, session_id: str | None = None, **fields: object) -> Row
 def test_rows_are_found_by_fields_as_they_were_given_and_the_oldest_go_first(tmp_path: Path) -> None:
     breakdown = Breakdown(3, tmp_path / "rows.jsonl")
     for number, session in enumerate(["old", 'quo"te é', None, 'quo"te é']):
-        breakdown.close_row(breakdown.open_row(row(f"r{number}", session, outcome=Outcome.OK)))
+        breakdown.close_row(breakdown.open_row(row(f"r{number}", session, outcome=RequestOutcome.OK)))
     assert [found["request_id"] for found in breakdown.select(10)] == ["r1", "r2", "r3"]
     assert [found["request_id"] for found in breakdown.select(10, session_id='quo"te é', outcome="ok")] == ["r1", "r3"]
     assert [found["request_id"] for found in breakdown.select(1, session_id='quo"te é')] == ["r3"]
-    # The words of one field are not taken for another's.
+    # A word of one field does not match another field.
     assert list(breakdown.select(10, session_id="r1")) == []
     breakdown.close()
     lines = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["request_id"] for line in lines] == ["r0", "r1", "r2", "r3"]
 
 
-def test_a_row_that_cannot_be_encoded_as_it_is_is_kept_all_the_same() -> None:
-    inputs = MappingProxyType({"load": 2.0})  # as a policy of somebody else's may answer
+def test_a_row_that_cannot_be_encoded_is_kept_in_plain_form() -> None:
+    inputs = MappingProxyType({"load": 2.0})  # as from a third-party policy
     decision = Decision(
         "r0",
         "inst-0",
@@ -93,5 +94,7 @@ def test_a_row_that_cannot_be_encoded_as_it_is_is_kept_all_the_same() -> None:
     breakdown = Breakdown(10)
     breakdown.close_row(breakdown.open_row(row("r0", decision=decision, error="a path with \udcff in it")))
     (found,) = breakdown.select(1)
-    assert found["scores"] == [{"instance": "inst-0", "score": 1.0, "inputs": {"load": 2.0}, "skipped": False}]
+    assert found["scores"] == [
+        {"instance": "inst-0", "score": 1.0, "inputs": {"load": 2.0}, "skipped": False, "cached_tokens": None}
+    ]
     assert (found["class"], found["reason"], found["error"]) == ("WARM", "lowest_score", "a path with ? in it")

@@ -1,4 +1,4 @@
-"""The end of a proxy process: SIGTERM in the middle of streams, with and without enough grace."""
+"""Shutdown of a proxy process: SIGTERM during streams, with and without enough grace."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_streams_that_outlast_the_grace_end_with_an_error_event_and_a_row(
     await until(all_aborted)
 
 
-async def test_a_request_that_waits_for_its_first_byte_at_the_end_of_the_grace_is_told_so(
+async def test_a_request_without_a_first_byte_at_the_end_of_the_grace_gets_an_error(
     engine: StubEngine, tmp_path: Path
 ) -> None:
     engine.mode = "hang"
@@ -117,7 +117,7 @@ async def test_between_the_signal_and_the_end_of_listening_it_is_not_ready_and_r
         (task,) = await under_way(served, engine, 1)
         assert (await served.client.get("/ready")).status_code == 200
         served.send(signal.SIGTERM)
-        await served.logged("draining: not ready, listening for 1.5 s more")
+        await served.logged("draining: not ready, closing the listener in 1.5 s")
         ready, refused, alive = (
             await served.client.get("/ready"),
             await stream(served),
@@ -135,7 +135,7 @@ async def test_between_the_signal_and_the_end_of_listening_it_is_not_ready_and_r
         assert await served.ended() == 0
 
 
-async def test_a_second_signal_waits_for_nobody(engine: StubEngine, tmp_path: Path) -> None:
+async def test_a_second_signal_skips_the_waiting(engine: StubEngine, tmp_path: Path) -> None:
     engine.tokens = 100_000
     rows = tmp_path / "rows.jsonl"
     config = settings(engine, rows, grace_s=600, drain_delay_s=600)

@@ -1,4 +1,4 @@
-"""Instances that come, go, drain and change while requests run: over HTTP, against scripted engines."""
+"""Adding, removing, draining and changing instances while requests run: over HTTP, against scripted engines."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ async def test_failures_of_the_engine_that_was_replaced_are_not_held_against_the
     await new.stop()
 
 
-async def test_an_engine_that_does_not_answer_replaces_none_unless_told_to(start: Start) -> None:
+async def test_an_engine_that_does_not_answer_replaces_none_unless_forced(start: Start) -> None:
     running = await start(1)
     sick = await engine(mode="sick")
     refused = await running.client.put("/instances/inst-0", json={"url": sick.url})

@@ -1,4 +1,4 @@
-"""Any order of changes to a fleet that is serving: it says of itself what a model says, and every stream ends well."""
+"""Any order of changes to a serving fleet, against a model; every stream must end properly."""
 
 from __future__ import annotations
 

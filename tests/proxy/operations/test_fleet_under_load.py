@@ -1,4 +1,4 @@
-"""A fleet that changes in the middle of hand-offs and of many streams."""
+"""Fleet changes during hand-offs and many streams."""
 
 from __future__ import annotations
 

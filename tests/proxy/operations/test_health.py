@@ -1,4 +1,4 @@
-"""When an instance gets requests: what takes it out, what takes it back, and what an operator sees of it."""
+"""Health: conditions that take an instance out and back, and the reported state."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ async def test_an_engine_that_hangs_while_its_health_endpoint_answers_stays_out_
     metrics = (await proxy.client.get("/metrics")).text
     assert 'warmroute_instance_breaker{instance="inst-0",state="open"} 1.0' in metrics
     assert 'warmroute_instance_breaker{instance="inst-1",state="closed"} 1.0' in metrics
-    # Its probes are good all the while, which brings it to trial and no further.
+    # Its probes are successful all the time, which only makes it half-open.
     await probed_to_trial(proxy)
     for _ in range(3):
         await proxy.operations.fleet.probe(proxy.core.instances["inst-0"])
     assert (await shown(proxy))["breaker"]["state"] == "half_open"
-    # The trial fails: out again, for longer.
+    # The trial fails: open again, for longer.
     answers = await asyncio.gather(*(ask(proxy, stream=True) for _ in range(10)))
     assert {answer.status_code for answer in answers} == {200}
     assert len(hung.seen) <= 3 + 2, "no more than two at a time"
@@ -212,7 +212,7 @@ def test_good_probes_do_not_forgive_failed_requests(fleet: Instances) -> None:
     assert fleet.healthy() == set()
 
 
-def test_who_waits_is_told_of_every_way_back(fleet: Instances) -> None:
+def test_every_recovery_wakes_the_queue(fleet: Instances) -> None:
     told: list[str] = []
 
     def tell() -> None:

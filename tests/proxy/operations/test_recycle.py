@@ -1,4 +1,4 @@
-"""An engine that keeps the KV of abandoned pulls: the proxy asks for its restart and sends it nothing meanwhile."""
+"""An engine that leaks the KV of abandoned pulls: the proxy requests its restart and sends it nothing meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OFFLOAD = {"planner": "threshold", "params": {"min_decode_requests": 0}, "first_
 
 
 async def ask(proxy: Running, number: int) -> str:
-    """One heavy request of its own; where it was decoded."""
+    """Send one heavy request of its own; returns the instance that decoded it."""
     prompt = list(range(number * 1_000, number * 1_000 + 400))
     answer = await proxy.client.post("/v1/completions", json={"model": "stub", "prompt": prompt, "max_tokens": 4})
     assert answer.status_code == 200
@@ -36,7 +36,7 @@ async def test_an_engine_that_leaks_is_rested_until_it_was_restarted(start_proxy
     leaking = await ask(proxy, 0)
     engine = engines[int(leaking[-1])]
     assert [row["offload_reason"] for row in await proxy.rows()] == ["fell_back_d_timeout"]
-    for usage in (0.05, 0.09, 0.3):  # climbs, as after one abandoned pull and the next
+    for usage in (0.05, 0.09, 0.3):  # climbs, as after several abandoned pulls
         assert (await instances(proxy))[leaking]["recycle_wanted"] is None
         engine.kv_usage = usage
         await proxy.until(lambda: proxy.core.instances[leaking].kv_usage == engine.kv_usage)

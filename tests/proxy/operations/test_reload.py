@@ -33,7 +33,7 @@ class Reloadable(Running):
     settings: dict[str, Any]
 
     async def reload(self, *, status: int = 200, dry_run: bool = False, **changes: Any) -> dict[str, Any]:
-        """Change sections of the file, then have it reloaded."""
+        """Change sections of the file, then reload it."""
         self.settings |= changes
         self.path.write_text(yaml.safe_dump(self.settings), encoding="utf-8")
         answer = await self.client.post("/reload", params={"dry_run": dry_run})
@@ -42,7 +42,7 @@ class Reloadable(Running):
         return report
 
     def fleet(self, **named: StubEngine) -> list[dict[str, Any]]:
-        """Instances as the file has them."""
+        """Instances in the file's format."""
         return [{"name": name, "url": each.url} for name, each in named.items()]
 
 
@@ -81,7 +81,7 @@ async def start(tmp_path: Path) -> AsyncIterator[StartReloadable]:
         yield started
 
 
-EFFECTS: dict[str, tuple[dict[str, Any], Callable[[Core], Any], Any]] = {
+EFFECTS: dict[str, tuple[Any, Callable[[Core], Any], Any]] = {
     "policy": (
         {"name": "linear", "params": {"alpha": 7.0}},
         lambda core: parameters(core.router.policy).get("alpha"),
@@ -186,7 +186,7 @@ async def test_every_live_section_takes_effect(start: StartReloadable) -> None:
 
 
 @pytest.mark.usefixtures("log_levels")
-async def test_nobody_keeps_a_section_that_is_no_longer_in_force(start: StartReloadable) -> None:
+async def test_no_component_keeps_a_section_that_is_no_longer_effective(start: StartReloadable) -> None:
     running = await start(1)
     old = running.core.settings
     sections = {
@@ -197,7 +197,7 @@ async def test_nobody_keeps_a_section_that_is_no_longer_in_force(start: StartRel
     assert len(sections) >= 10
     await running.reload(**{section: value for section, (value, _, _) in EFFECTS.items()})
     gc.collect()
-    # The lifespan's frame has a name for where it opened the admin listener; that does not move.
+    # The lifespan's frame keeps a reference to the settings that opened the admin listener; that one does not move.
     known = (sections, vars(old))
     for name in [*sections]:
         keepers = [each for each in gc.get_referrers(sections[name]) if not any(each is one for one in known)]
@@ -305,7 +305,7 @@ async def test_instances_added_over_http_stay_and_those_of_the_file_come_back(st
         "mine": "api",
         "inst-1": "file",
     }
-    assert running.core.instances["inst-0"].draining  # no setting: what an operator said stays
+    assert running.core.instances["inst-0"].draining  # not a setting: an operator's change is kept
     assert await asked_of(running, 4) == {"mine": 2, "inst-1": 2}
     await running.client.put("/instances/inst-1", json={"url": running.engines[3].url})
     report = await running.reload()

@@ -20,10 +20,12 @@ async def test_sighup_reloads_a_process_and_bad_settings_do_not_end_it(tmp_path:
         served.send(signal.SIGHUP)
         await served.logged(r"classes.medium_tokens: 5000 -> 7 \(applied\)")
         await served.logged(r"index.block_tokens: 16 -> 8 \(needs a restart\)")
-        assert not [line for line in served.lines if "grace_s" in line or "policy" in line]  # env and flags still win
+        assert not [
+            line for line in served.lines if "grace_s" in line or "policy" in line
+        ]  # environment and flags still win
         path.write_text("classes: {medium_tokens: -", encoding="utf-8")
         served.send(signal.SIGHUP)
-        await served.logged("the settings were not reloaded, and nothing was changed")
+        await served.logged("the settings were not reloaded, nothing was changed")
         policy = (await served.client.get("/policy")).json()
         assert policy["name"] == "least_loaded"
 

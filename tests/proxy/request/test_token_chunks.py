@@ -1,4 +1,4 @@
-"""Remembered chunks of token ids against decoding and hashing the whole list every time."""
+"""Cached chunks of token ids compared with decoding and hashing the whole list every time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spelt(ids: list[int], separators: tuple[str, str] = (",", ":")) -> memoryvie
 
 
 def conversation(turns: int, step: int) -> list[list[int]]:
-    """Prompts that each go on from the one before."""
+    """Prompts that each extend the previous one."""
     return [[(number * 7919) % 151_000 for number in range(step * turn)] for turn in range(1, turns + 1)]
 
 
@@ -47,7 +47,7 @@ def test_any_mix_of_prompts_has_the_blocks_of_its_ids(
         assert len(chunks) <= capacity
 
 
-def test_a_turn_that_goes_on_decodes_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_continued_turn_decodes_only_the_new_part(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[int] = []
 
     def counting(text: bytes) -> list[int]:
@@ -92,7 +92,7 @@ def test_one_wrong_item_anywhere_is_refused_also_after_the_right_prompt_was_seen
 
 
 @pytest.mark.parametrize("empty", ["[]", "[ ]", "[\n\n]", f"[{' ' * 3 * CHUNK_BYTES}]"])
-def test_an_empty_list_is_refused_however_it_is_spelt(empty: str) -> None:
+def test_an_empty_list_is_rejected_in_any_spelling(empty: str) -> None:
     with pytest.raises(RequestError, match="empty list"):
         parsed(empty, TokenChunks())
 

@@ -1,4 +1,4 @@
-"""Reading usage, and taking one event out of a stream however it is cut into pieces."""
+"""Reading usage, and removing one event from a stream for any division into pieces."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_filter_corrects_cached_tokens_and_nothing_else_however_the_stream_is_cu
 
 
 @given(st.lists(st.integers(min_value=0, max_value=10_000)))
-def test_a_stream_framed_with_crlf_is_mended_like_any_other(places: list[int]) -> None:
+def test_a_stream_framed_with_crlf_is_corrected_like_any_other(places: list[int]) -> None:
     stream = b"".join([*TOKENS, USAGE, DONE]).replace(b"\n\n", b"\r\n\r\n")
     keep = UsageFilter(drop=True)
     passed = b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush()

@@ -1,4 +1,4 @@
-"""What the tests of resuming do with bodies and streams."""
+"""Helpers of the resume tests for bodies and streams."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from proxy.request.parse import Endpoint, Parsed, parse_request
 from proxy.resume.continuation import Cut, StreamSoFar
-from proxy.resume.plan import ResumePlan, body_to_send, continuation_body, plan_resume, where_to_cut
-from proxy.resume.splice import Seam
+from proxy.resume.plan import ResumePlan, body_to_send, choose_cut, continuation_body, plan_resume
+from proxy.resume.splice import Splice
 from tests.proxy.tokens.engine import TokenEngine
 
 GREEDY = {"model": "stub", "prompt": "hello", "stream": True, "temperature": 0, "max_tokens": 30}
@@ -36,7 +36,7 @@ def planned(body: dict[str, Any], *, sampled: bool = False) -> ResumePlan:
 
 
 def read(stream: bytes) -> dict[str, Any]:
-    """What a client makes of a stream."""
+    """Ids, text and finish reason of a stream, as a client reads it."""
     assert stream.endswith(b"\n\n")
     *events, last = stream[:-2].split(b"\n\n")
     assert last == b"data: [DONE]"
@@ -69,12 +69,12 @@ def pieces(stream: bytes, draw: random.Random) -> list[bytes]:
     return [stream[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def run(filter_: StreamSoFar | Seam, stream: bytes, draw: random.Random) -> bytes:
+def run(filter_: StreamSoFar | Splice, stream: bytes, draw: random.Random) -> bytes:
     return b"".join([filter_.feed(piece) for piece in pieces(stream, draw)] + [filter_.flush()])
 
 
 class Life:
-    """One client's stream over as many engines as it takes."""
+    """One client's stream over several engines."""
 
     def __init__(self, body: dict[str, Any], **engine: Any) -> None:
         self.body = body
@@ -88,17 +88,17 @@ class Life:
         self.bodies: list[bytes] = [self.sent]
 
     def begin(self, upto: int | None) -> None:
-        """The first engine, up to an event; some of the next one comes too."""
+        """Read the first engine up to an event, and a part of the next one."""
         self.got += run(self.so_far, self.stream(self.sent, 1, upto), self.draw)
 
-    def go_on(self, port: int, upto: int | None = None, **engine: Any) -> Cut:
-        """Another engine takes it up."""
-        cut = where_to_cut(self.plan, self.so_far, self.client, MANY, MODEL_TOKENS)
+    def continue_on(self, port: int, upto: int | None = None, **engine: Any) -> Cut:
+        """Continue on another engine."""
+        cut = choose_cut(self.plan, self.so_far, self.client, MANY, MODEL_TOKENS)
         assert isinstance(cut, Cut), cut
         _, body = continuation_body(self.plan, self.so_far, cut, self.sent, MODEL_TOKENS)
         self.bodies.append(body)
-        seam = Seam(self.so_far, cut, keep_ids=self.plan.returns_ids)
-        self.got += run(seam, self.stream(body, port, upto, **engine), self.draw)
+        splice = Splice(self.so_far, cut, keep_ids=self.plan.returns_ids)
+        self.got += run(splice, self.stream(body, port, upto, **engine), self.draw)
         return cut
 
     def stream(self, body: bytes, port: int, upto: int | None, **engine: Any) -> bytes:
@@ -110,7 +110,7 @@ class Life:
 
     @property
     def whole(self) -> dict[str, Any]:
-        """What it would have been without any break."""
+        """The answer without any break."""
         return read(b"\n\n".join([*TokenEngine(port=1, **self.engine).events(self.body, "r"), b""]))
 
 

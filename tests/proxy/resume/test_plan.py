@@ -1,4 +1,4 @@
-"""Plans and cuts: what may be resumed, how, from where, and with which request."""
+"""Resume plans and cuts: permitted requests, positions, and the continuing request."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from proxy.request.parse import Endpoint
 from proxy.resume.continuation import Cut, StreamSoFar
-from proxy.resume.plan import ResumeResult, body_to_send, continuation_body, plan_resume, wanted, where_to_cut
-from proxy.resume.splice import Seam
+from proxy.resume.plan import ResumeResult, body_to_send, choose_cut, continuation_body, plan_resume, resume_enabled
+from proxy.resume.splice import Splice
 from proxy.settings import ResumeSettings, ResumeWhen
 from tests.proxy.resume.rig import CHAT, GREEDY, IDS, MANY, MODEL_TOKENS, USAGE, Life, event, parsed, planned
 
@@ -19,7 +19,7 @@ def test_what_is_continued_is_the_prompt_and_the_tokens_so_far() -> None:
     extra = {"min_tokens": 20, "top_k": 5, "logit_bias": {"97": 1}, "truncate_prompt_tokens": 99, "n": 1}
     life = Life(GREEDY | USAGE | extra)
     life.begin(6)
-    cut = life.go_on(2)
+    cut = life.continue_on(2)
     body = json.loads(life.bodies[1])
     tokens = life.whole["text"].encode()
     assert 0 < cut.ids <= 6
@@ -34,7 +34,7 @@ def test_a_chat_is_continued_as_a_completion_of_its_prompts_ids() -> None:
     chat = {name: value for name, value in CHAT.items() if name != "max_tokens"}
     life = Life(chat | USAGE | {"chat_template_kwargs": {"x": 1}})
     life.begin(5)
-    cut = where_to_cut(life.plan, life.so_far, life.client, MANY, MODEL_TOKENS)
+    cut = choose_cut(life.plan, life.so_far, life.client, MANY, MODEL_TOKENS)
     assert isinstance(cut, Cut)
     endpoint, raw = continuation_body(life.plan, life.so_far, cut, life.sent, MODEL_TOKENS)
     body = json.loads(raw)
@@ -43,7 +43,7 @@ def test_a_chat_is_continued_as_a_completion_of_its_prompts_ids() -> None:
     assert cut.ids
     assert body["prompt"][: len(prompt)] == list(prompt)
     assert len(body["prompt"]) == len(prompt) + cut.ids
-    # A completion would stop at 16 tokens if it named no limit, and vLLM wants the limit to fit.
+    # A completion without a limit would stop at 16 tokens, and vLLM requires the limit to fit.
     assert body["max_tokens"] == MODEL_TOKENS - len(prompt) - cut.ids
     assert not {"messages", "chat_template_kwargs"} & set(body)
 
@@ -68,7 +68,7 @@ def test_what_depends_on_all_that_was_generated_is_repeated(change: dict[str, An
         assert (plan.may_continue, plan.may_repeat) == (False, True)
         life = Life(base | change)
         life.begin(8)
-        assert life.go_on(2) == Cut(0, 0)
+        assert life.continue_on(2) == Cut(0, 0)
         assert life.bodies[1] == life.sent
 
 
@@ -130,17 +130,17 @@ def test_sampled_answers_are_continued_only_where_allowed_and_nothing_need_come_
 
     so_far = StreamSoFar(keep_ids=False)
     so_far.feed(event(text="a", ids=[97], prompt=[1, 2]))
-    assert where_to_cut(plan, so_far, b"{}", MANY, None) == Cut(1, 1)
+    assert choose_cut(plan, so_far, b"{}", MANY, None) == Cut(1, 1)
     so_far.feed(event(text="", ids=[195]))
-    assert where_to_cut(plan, so_far, b"{}", MANY, None) == Cut(1, 1)
+    assert choose_cut(plan, so_far, b"{}", MANY, None) == Cut(1, 1)
     so_far.feed(event(text="éa", ids=[169, 97]))
-    assert where_to_cut(plan, so_far, b"{}", MANY, None) is ResumeResult.NO_CLEAN_POSITION
-    # The next engine draws others in the place of those nobody has seen.
+    assert choose_cut(plan, so_far, b"{}", MANY, None) is ResumeResult.NO_CLEAN_POSITION
+    # The next engine may sample others in place of those that were not shown.
     so_far.feed(event(text="b", ids=[98]))
     so_far.feed(event(text="", ids=[195]))
-    cut = where_to_cut(plan, so_far, b"{}", MANY, None)
+    cut = choose_cut(plan, so_far, b"{}", MANY, None)
     assert cut == Cut(5, 3)
-    Seam(so_far, cut, keep_ids=False)
+    Splice(so_far, cut, keep_ids=False)
     assert so_far.ids == [97, 195, 169, 97, 98]
 
 
@@ -161,35 +161,35 @@ def test_an_answer_of_which_some_ids_are_not_known_is_repeated() -> None:
     so_far = StreamSoFar(keep_ids=False)
     plan = planned(GREEDY)
     so_far.feed(event("a", [97], prompt=[1, 2]))
-    assert where_to_cut(plan, so_far, b"", MANY, None) == Cut(1, 1)
+    assert choose_cut(plan, so_far, b"", MANY, None) == Cut(1, 1)
     so_far.feed(event("b", []))
     so_far.feed(event("c", [99]))
-    assert where_to_cut(plan, so_far, b"", MANY, None) == Cut(0, 0)
+    assert choose_cut(plan, so_far, b"", MANY, None) == Cut(0, 0)
 
 
 def test_more_than_may_be_repeated_is_not() -> None:
     life = Life(GREEDY | {"stop": "nowhere"})
     life.begin(10)
     for limit, cut in ((9, ResumeResult.TOO_LONG_TO_REPEAT), (10, Cut(0, 0))):
-        assert where_to_cut(life.plan, life.so_far, life.client, limit, MODEL_TOKENS) == cut
+        assert choose_cut(life.plan, life.so_far, life.client, limit, MODEL_TOKENS) == cut
     several = Life(GREEDY, per_event=5)
     several.begin(4)
     assert several.so_far.clean == Cut(0, 0)
-    assert where_to_cut(several.plan, several.so_far, b"", 19, None) is ResumeResult.TOO_LONG_TO_REPEAT
+    assert choose_cut(several.plan, several.so_far, b"", 19, None) is ResumeResult.TOO_LONG_TO_REPEAT
 
 
-def test_what_was_not_shown_may_always_begin_anew() -> None:
+def test_an_answer_without_output_may_always_be_repeated() -> None:
     for body in (GREEDY, CHAT):
         life = Life(body)
         life.begin(1 if body is CHAT else 0)
         drawn = life.plan._replace(may_repeat=False, may_continue=False)
-        assert where_to_cut(drawn, life.so_far, life.client, 0, None) == Cut(0, 0)
+        assert choose_cut(drawn, life.so_far, life.client, 0, None) == Cut(0, 0)
 
 
 def test_a_chat_is_not_continued_where_a_completion_would_differ() -> None:
     thinking = Life(CHAT, thinks=5)
     thinking.begin(9)
-    assert thinking.go_on(2) == Cut(0, 0)
+    assert thinking.continue_on(2) == Cut(0, 0)
 
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     for parts, continued in (
@@ -199,19 +199,19 @@ def test_a_chat_is_not_continued_where_a_completion_would_differ() -> None:
         life = Life(CHAT)
         life.begin(9)
         client = json.dumps(CHAT | {"messages": [{"role": "user", "content": parts}]}).encode()
-        cut = where_to_cut(life.plan, life.so_far, client, MANY, MODEL_TOKENS)
+        cut = choose_cut(life.plan, life.so_far, client, MANY, MODEL_TOKENS)
         assert isinstance(cut, Cut)
         assert bool(cut.ids) is continued
 
     unlimited = {name: value for name, value in CHAT.items() if name != "max_tokens"}
     life = Life(unlimited, max_model_len=200)
     life.begin(9)
-    # Nobody told how long a completion may be: only a chat knows without being told.
-    assert where_to_cut(life.plan, life.so_far, life.client, MANY, None) == Cut(0, 0)
+    # The permitted length of a completion is not known: only a chat has a default.
+    assert choose_cut(life.plan, life.so_far, life.client, MANY, None) == Cut(0, 0)
 
     calling = Life(CHAT | {"tools": [{}]}, tool_after=6)
     calling.begin(9)
-    assert where_to_cut(calling.plan, calling.so_far, calling.client, MANY, None) is ResumeResult.TOOL_CALL
+    assert choose_cut(calling.plan, calling.so_far, calling.client, MANY, None) is ResumeResult.TOOL_CALL
 
 
 @pytest.mark.parametrize("asked", [{}, {"return_token_ids": False}, {"return_token_ids": None}, IDS])
@@ -240,12 +240,12 @@ def test_what_resuming_asks_for_is_added_to_the_request(asked: dict[str, Any]) -
 )
 def test_who_is_resumed(when: ResumeWhen, header: bytes | None, expected: bool) -> None:
     headers = {} if header is None else {b"x-warmroute-resume": header}
-    assert wanted(ResumeSettings(enabled=when), headers) is expected
+    assert resume_enabled(ResumeSettings(enabled=when), headers) is expected
 
 
-def test_who_wants_one_attempt_only_is_not_resumed_unless_asked_for() -> None:
+def test_requests_for_one_attempt_are_not_resumed_unless_requested() -> None:
     settings = ResumeSettings(enabled=ResumeWhen.ALWAYS)
     once = {b"x-warmroute-no-retry": b"1"}
-    assert not wanted(settings, once)
-    assert wanted(settings, {b"x-warmroute-no-retry": b"0"})
-    assert wanted(settings, once | {b"x-warmroute-resume": b"1"})
+    assert not resume_enabled(settings, once)
+    assert resume_enabled(settings, {b"x-warmroute-no-retry": b"0"})
+    assert resume_enabled(settings, once | {b"x-warmroute-resume": b"1"})

@@ -1,4 +1,4 @@
-"""Streams that outlive their engine, through the real server: engines break off in every way there is."""
+"""Resumed streams through the real server: engines break off in every possible way."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 async def started(start_proxy: StartProxy, engines: Sequence[TokenEngine], **settings: Any) -> Running:
-    """Engines that are tried in their order, each named by its number.
+    """Engines that are tried in order, each named by its number.
 
-    The turns of round_robin over what is left: the first of all, the second of the rest, the first of the rest.
+    Based on the turns of round_robin over the remaining engines: the first of all, the second of the rest, the first of
+    the rest.
     """
     resume = {"enabled": "always", **settings.pop("resume", {})}
     fleet = list(engines)
@@ -41,7 +42,7 @@ def unbroken(body: dict[str, Any], **engine: Any) -> dict[str, Any]:
 
 
 async def check_quiet(proxy: Running) -> dict[str, Any]:
-    """Nothing is left of the request; its row."""
+    """Check that nothing is left of the request; returns its row."""
     assert ledger_is_zero(await proxy.settled())
     [row] = await proxy.rows()
     return row
@@ -117,7 +118,7 @@ async def test_a_stream_that_does_not_break_is_as_the_engine_wrote_it(
         ("always", {"x-warmroute-resume": "0"}, False),
     ],
 )
-async def test_nobody_is_resumed_who_did_not_ask(
+async def test_requests_are_not_resumed_unless_requested(
     start_proxy: StartProxy, enabled: str, header: dict[str, str], resumed: bool
 ) -> None:
     engines = [TokenEngine(break_after=7), TokenEngine()]
@@ -159,16 +160,16 @@ async def test_what_may_not_be_resumed_ends_with_the_error_event(
     assert engines[1].seen == []
     assert counted((await proxy.client.get("/metrics")).text) == {result: 1.0}
     asked = result in {"too_long_to_repeat", "no_clean_position", "unreadable"}
-    assert ("return_token_ids" in engines[0].seen[0]) is asked  # no cost where it can be of no use
+    assert ("return_token_ids" in engines[0].seen[0]) is asked  # no overhead where resuming is ruled out
 
 
-async def test_a_tool_call_under_way_is_not_resumed(start_proxy: StartProxy) -> None:
+async def test_an_unfinished_tool_call_is_not_resumed(start_proxy: StartProxy) -> None:
     proxy = await started(start_proxy, [TokenEngine(break_after=9, tool_after=4), TokenEngine()])
     assert b"stream_broken" in await ask(proxy, CHAT | {"tools": [{}]})
     assert (await check_quiet(proxy))["resume"] == "tool_call"
 
 
-async def test_a_second_break_is_mended_too(start_proxy: StartProxy) -> None:
+async def test_a_second_break_is_resumed_too(start_proxy: StartProxy) -> None:
     engines = [TokenEngine(break_after=7), TokenEngine(break_after=6, break_by="torn"), TokenEngine()]
     proxy = await started(start_proxy, engines)
     assert read(await ask(proxy, CHAT | USAGE)) == unbroken(CHAT | USAGE)
@@ -192,7 +193,7 @@ async def test_there_is_an_end_to_resuming(start_proxy: StartProxy) -> None:
 
 
 @pytest.mark.parametrize("engine", [{"mode": "error"}, {"mode": "reset"}, {"status": 400}, {"break_after": 0}])
-async def test_an_engine_that_refuses_to_go_on_makes_room_for_the_next(
+async def test_after_an_engine_that_refuses_to_continue_the_next_is_tried(
     start_proxy: StartProxy, engine: dict[str, Any]
 ) -> None:
     engines = [TokenEngine(break_after=7), TokenEngine(**engine), TokenEngine()]
@@ -204,7 +205,7 @@ async def test_an_engine_that_refuses_to_go_on_makes_room_for_the_next(
 
 
 @pytest.mark.parametrize(("others", "result"), [([], "no_instance"), ([{"status": 500}, {"status": 400}], "failed")])
-async def test_where_nobody_can_go_on_the_client_is_told_of_the_break(
+async def test_without_an_engine_to_continue_the_client_gets_the_error_event(
     start_proxy: StartProxy, others: list[dict[str, Any]], result: str
 ) -> None:
     proxy = await started(start_proxy, [TokenEngine(break_after=7), *(TokenEngine(**other) for other in others)])
@@ -229,7 +230,7 @@ async def test_an_engine_that_would_say_something_else_is_not_passed_on(start_pr
     assert b"stream_broken" in said
     row = await check_quiet(proxy)
     assert (row["outcome"], row["resume"]) == ("stream_broken", "diverged")
-    # Nothing is held against an engine for that, and its work is ended.
+    # The engine's breaker is unaffected, and its request is aborted.
     assert proxy.core.instances["inst-1"].last_error is None
     assert engines[2].seen == []
 
@@ -263,7 +264,7 @@ async def test_a_stream_that_breaks_after_its_end_mark_is_complete(start_proxy: 
 
 
 def read_without_details(said: bytes) -> dict[str, Any]:
-    """The proxy's own usage event has no cached tokens: it does not know them."""
+    """The proxy's own usage event has no cached tokens, which are unknown to it."""
     if b"prompt_tokens_details" not in said:
         said = said.replace(
             b'"completion_tokens":30}', b'"completion_tokens":30,"prompt_tokens_details":{"cached_tokens":0}}'
@@ -294,7 +295,7 @@ async def test_a_chat_without_a_limit_is_continued_up_to_the_models_context(star
     assert second["max_tokens"] + len(second["prompt"]) == 80
 
 
-async def test_an_engine_that_does_not_tell_ids_has_its_stream_repeated(start_proxy: StartProxy) -> None:
+async def test_the_stream_of_an_engine_without_token_ids_is_repeated(start_proxy: StartProxy) -> None:
     engines = [TokenEngine(break_after=9, tells_ids=False), TokenEngine()]
     proxy = await started(start_proxy, engines)
     assert read(await ask(proxy, GREEDY | USAGE)) == unbroken(GREEDY | USAGE)

@@ -1,4 +1,4 @@
-"""Seams: a stream broken anywhere and continued reads as one that was not broken."""
+"""Splice points: a stream broken anywhere and continued reads like an unbroken one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from proxy.resume.continuation import Cut, StreamFailedError, StreamSoFar
-from proxy.resume.plan import ResumeResult, where_to_cut
-from proxy.resume.splice import DivergedError, Seam
+from proxy.resume.plan import ResumeResult, choose_cut
+from proxy.resume.splice import DivergedError, Splice
 from tests.proxy.resume.rig import CHAT, CONTINUOUS, GREEDY, IDS, MANY, USAGE, Life, event, planned, read
 from tests.proxy.tokens.engine import TokenEngine
 
@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seam_at_every_event_is_not_seen(kind: str) -> None:
+def test_a_splice_at_every_event_is_invisible(kind: str) -> None:
     body, engine = KINDS[kind]
     life = Life(body, **engine)
     whole = life.whole
@@ -46,25 +46,25 @@ def test_a_seam_at_every_event_is_not_seen(kind: str) -> None:
         life = Life(body, **engine)
         life.begin(upto)
         if life.so_far.finish_reason:
-            break  # completed without another engine: see the tests of serving
-        life.go_on(2)
+            break  # completed without another engine: covered by the serving tests
+        life.continue_on(2)
         assert read(life.got) == whole, upto
         assert life.so_far.done
     assert upto > 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_seams_are_not_seen_either(kind: str) -> None:
+def test_two_splices_are_invisible(kind: str) -> None:
     body, engine = KINDS[kind]
     draw = random.Random(kind)
     for _ in range(25):
         life = Life(body, **engine)
         first = draw.randrange(8)
         life.begin(first)
-        life.go_on(2, draw.randrange(6))
+        life.continue_on(2, draw.randrange(6))
         if life.so_far.finish_reason:
             continue
-        life.go_on(3)
+        life.continue_on(3)
         assert read(life.got) == life.whole, first
 
 
@@ -74,12 +74,12 @@ def test_a_second_break_before_the_first_ones_place_is_reached_is_not_seen(body:
         life = Life(body)
         life.engine = {"per_event": 4}
         life.begin(5)
-        assert life.go_on(2, upto, per_event=1) == Cut(0, 0)
-        life.go_on(3, per_event=1)
+        assert life.continue_on(2, upto, per_event=1) == Cut(0, 0)
+        life.continue_on(3, per_event=1)
         assert read(life.got) == life.whole, upto
 
 
-def test_a_role_told_again_with_the_text_is_not_passed_on() -> None:
+def test_a_repeated_role_is_not_relayed() -> None:
     so_far = StreamSoFar(keep_ids=False)
     head = {"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "m"}
 
@@ -87,15 +87,15 @@ def test_a_role_told_again_with_the_text_is_not_passed_on() -> None:
         return b"data: " + json.dumps({**head, "choices": [{"index": 0, "delta": delta}]}).encode() + b"\n\n"
 
     so_far.feed(chunk(role="assistant", content="a"))
-    seam = Seam(so_far, Cut(0, 0), keep_ids=False)
-    said = json.loads(seam.feed(chunk(role="assistant", content="ab")).removeprefix(b"data: "))
+    splice = Splice(so_far, Cut(0, 0), keep_ids=False)
+    said = json.loads(splice.feed(chunk(role="assistant", content="ab")).removeprefix(b"data: "))
     assert said["choices"] == [{"index": 0, "delta": {"content": "b"}}]
 
 
-def test_a_tool_called_after_the_seam_is_passed_on() -> None:
+def test_a_tool_call_after_the_splice_is_relayed() -> None:
     life = Life(CHAT | {"tools": [{}]}, tool_after=6)
     life.begin(5)
-    life.go_on(2)
+    life.continue_on(2)
     said = b"".join(life.got.split(b"\n\n"))
     assert said.count(b"tool_calls") == 30 - 6
 
@@ -107,23 +107,23 @@ def test_an_engine_that_says_something_else_is_noticed(body: dict[str, Any]) -> 
     life = Life(body)
     life.begin(12)
     with pytest.raises(DivergedError, match="other"):
-        life.go_on(2, salt="another model")
+        life.continue_on(2, salt="another model")
 
 
 def test_an_engine_that_ends_before_what_had_been_sent_is_noticed() -> None:
     life = Life(GREEDY | {"stop": "nowhere"})
     life.begin(12)
-    cut = where_to_cut(life.plan, life.so_far, life.client, MANY, None)
+    cut = choose_cut(life.plan, life.so_far, life.client, MANY, None)
     assert isinstance(cut, Cut)
-    seam = Seam(life.so_far, cut, keep_ids=False)
+    splice = Splice(life.so_far, cut, keep_ids=False)
     short = json.loads(life.sent) | {"max_tokens": 5}
-    assert seam.feed(life.stream(json.dumps(short).encode(), 2, None)) == b""
+    assert splice.feed(life.stream(json.dumps(short).encode(), 2, None)) == b""
     with pytest.raises(DivergedError, match="ended"):
-        seam.flush()
+        splice.flush()
 
 
 @pytest.mark.parametrize("code", [500, 503, "gone", None])
-def test_a_failure_told_as_an_event_breaks_the_stream_after_what_came_before_it(code: object) -> None:
+def test_an_error_event_breaks_the_stream_after_the_events_before_it(code: object) -> None:
     failure = b"data: " + json.dumps({"error": {"message": "EngineCore died", "code": code}}).encode() + b"\n\n"
     so_far = StreamSoFar(keep_ids=False)
     said = so_far.feed(event("a", [97]) + failure + b"data: [DONE]\n\n")
@@ -148,7 +148,7 @@ def test_an_unknown_stream_passes_by_and_is_not_resumed(odd: bytes) -> None:
     so_far = StreamSoFar(keep_ids=False)
     stream = event("a", []).replace(b"[]", b"null") + odd + b"data: x\r\n\r\nrest"
     assert b"".join(so_far.feed(bytes([byte])) for byte in stream) + so_far.flush() == stream
-    assert where_to_cut(planned(GREEDY), so_far, b"", MANY, None) is ResumeResult.UNREADABLE
+    assert choose_cut(planned(GREEDY), so_far, b"", MANY, None) is ResumeResult.UNREADABLE
 
 
 def test_text_that_looks_like_ids_is_left_alone() -> None:

@@ -1,4 +1,4 @@
-"""The gate: any order of arrivals, ends and departures, without a server; then through the proxy with real requests."""
+"""Admission with any order of arrivals, ends and departures: without a server, then through the proxy."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def fleet_of(count: int) -> tuple[InstanceSettings, ...]:
 
 @cache
 def router_of(count: int) -> Router:
-    """One for all gates of a size: every test leaves its ledger empty."""
+    """One router for all gates of a size: every test leaves its ledger empty."""
     return Router(load_settings(None, instances=fleet_of(count), policy={"name": "least_loaded"}))
 
 
 class Gate:
-    """Admission over a real router and a fleet that is healthy because we say so."""
+    """Admission over a real router and a fleet that is marked healthy."""
 
     def __init__(self, count: int = 2, **limits: Any) -> None:
         self.limits = LimitSettings(**limits)
@@ -50,7 +50,7 @@ class Gate:
             self.instances.probed(instance)
 
     def route(self, request: RequestView, available: set[str]) -> Routed:
-        """The router's, with note of the order in which places are given."""
+        """Route with the real router and record the order in which places are given."""
         routed = self.router.route(request, available)
         if request.request_id[1:].isdigit():
             self.order.append(int(request.request_id[1:]))
@@ -100,7 +100,7 @@ class Client:
 
 
 async def turns(count: int = 6) -> None:
-    """Let everything that can go on do so."""
+    """Let every runnable task run."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -131,7 +131,7 @@ ACTIONS = st.lists(
     queue_size=st.integers(0, 8),
 )
 @hypothesis_settings(max_examples=400, deadline=None)
-def test_whatever_happens_caps_hold_order_is_kept_and_nobody_waits_beside_room(
+def test_under_any_events_caps_hold_order_is_kept_and_no_request_waits_beside_room(
     actions: list[tuple[str, int]], cap: int | None, total: int | None, queue_size: int
 ) -> None:
     asyncio.run(_run_actions(actions, cap, total, queue_size))
@@ -183,7 +183,7 @@ async def _run_actions(actions: list[tuple[str, int]], cap: int | None, total: i
     assert not any(gate.ledger.totals().values())
 
 
-async def test_one_release_wakes_as_many_as_fit_and_nobody_else() -> None:
+async def test_one_release_wakes_exactly_as_many_as_fit() -> None:
     gate = Gate(2, max_in_flight_per_instance=2)
     clients = [gate.start(number) for number in range(10)]
     await turns()
@@ -209,7 +209,7 @@ async def test_a_newcomer_in_the_turn_of_a_release_does_not_overtake() -> None:
     routed = first.seat.route(RequestView("again", 100), frozenset())
     assert routed is None, "the cap holds for a further attempt, too"
     first.release()
-    await asyncio.sleep(0)  # the place is free, the second not yet woken
+    await asyncio.sleep(0)  # the place is free, the second not woken yet
     assert gate.loads() == [0]
     seat = gate.admission.seat()
     assert seat.route(RequestView("newcomer", 100), frozenset()) is None
@@ -225,7 +225,7 @@ async def test_a_waiter_cancelled_in_the_turn_of_its_grant_gives_its_place_to_th
     blocks = gate.router.state.index.blocks("i0")
     clients[0].release()
     await asyncio.sleep(0)
-    assert gate.loads() == [0], "free, and nobody has been told"
+    assert gate.loads() == [0], "free, and no waiter has been woken"
     gate.admission._move_up()
     assert gate.loads() == [1], "granted"
     assert gate.router.state.index.blocks("i0") == blocks + 6
@@ -233,7 +233,7 @@ async def test_a_waiter_cancelled_in_the_turn_of_its_grant_gives_its_place_to_th
     await turns()
     assert clients[1].on is None
     assert (clients[2].on, gate.loads(), gate.admission.in_flight) == ("i0", [1], 1)
-    assert gate.router.state.index.blocks("i0") == blocks + 6, "nothing is expected of what was never sent"
+    assert gate.router.state.index.blocks("i0") == blocks + 6, "blocks of an unsent request are retracted"
     await end(*clients)
 
 
@@ -243,7 +243,7 @@ async def test_a_waiter_cancelled_just_before_its_grant_is_passed_over() -> None
     await turns()
     clients[0].release()
     await asyncio.sleep(0)
-    assert gate.loads() == [0], "free, and nobody has been told"
+    assert gate.loads() == [0], "free, and no waiter has been woken"
     clients[1].task.cancel()
     gate.admission._move_up()
     await turns()
@@ -270,7 +270,7 @@ async def test_a_defect_of_a_policy_is_the_failure_of_one_request(monkeypatch: p
     await end(*clients)
 
 
-async def test_a_further_attempt_comes_before_the_queue_and_blocks_nobody_where_it_may_not_go() -> None:
+async def test_a_retry_precedes_the_queue_and_does_not_block_excluded_instances() -> None:
     gate = Gate(2, max_in_flight_per_instance=1)
     again = gate.admission.seat()
     first = again.route(RequestView("again", 100), frozenset())
@@ -279,7 +279,7 @@ async def test_a_further_attempt_comes_before_the_queue_and_blocks_nobody_where_
     clients = [gate.start(number) for number in range(3)]
     await turns()
     assert gate.order == [0]
-    # Its attempt has failed: the lease goes, the seat stays, and the other instance is full.
+    # Its attempt has failed: the lease ends, the seat stays, and the other instance is full.
     first.commitment.release()
     assert again.route(RequestView("again", 100), {failed_on}) is None
     waiting = asyncio.create_task(again.wait())
@@ -311,7 +311,7 @@ async def test_a_newcomer_in_the_turn_of_a_release_does_not_overtake_a_further_a
     assert gate.loads() == [1, 1]
     other.release()
     await asyncio.sleep(0)
-    assert sum(gate.loads()) == 1, "free, and nobody has been told"
+    assert sum(gate.loads()) == 1, "free, and no waiter has been woken"
     newcomer = gate.admission.seat()
     assert newcomer.route(RequestView("newcomer", 100), frozenset()) is None
     routed = await waiting
@@ -351,7 +351,7 @@ async def test_a_further_attempt_that_finds_no_room_in_time_has_no_candidate() -
     await end(*clients)
 
 
-async def test_while_nobody_is_healthy_newcomers_are_told_so_and_those_who_wait_go_on_waiting() -> None:
+async def test_without_a_healthy_instance_new_requests_fail_and_queued_ones_keep_waiting() -> None:
     gate = Gate(1, max_in_flight_per_instance=1)
     clients = [gate.start(number) for number in range(2)]
     await turns()
@@ -374,7 +374,7 @@ async def test_an_instance_on_trial_gets_its_few_requests_and_the_rest_when_it_h
     clients = [gate.start(number) for number in range(5)]
     await turns()
     assert (gate.order, gate.admission.waiting) == ([0], 4)
-    clients[0].release()  # without a verdict, as when its client leaves
+    clients[0].release()  # without a result, as when its client leaves
     await turns()
     assert (gate.order, gate.admission.waiting) == ([0, 1], 3)
     gate.instances.succeeded("i0")
@@ -383,7 +383,7 @@ async def test_an_instance_on_trial_gets_its_few_requests_and_the_rest_when_it_h
     await end(*clients)
 
 
-async def test_draining_instances_get_nobody_and_those_who_wait_learn_of_its_end() -> None:
+async def test_draining_instances_get_no_requests_and_queued_ones_resume_after_the_drain() -> None:
     gate = Gate(1, max_in_flight_per_instance=1)
     clients = [gate.start(number) for number in range(2)]
     await turns()
@@ -401,7 +401,7 @@ async def test_draining_instances_get_nobody_and_those_who_wait_learn_of_its_end
 
 
 class Counting(StubEngine):
-    """Remembers how many requests it had at a time."""
+    """Records the maximum number of concurrent requests."""
 
     peak = 0
 
@@ -411,7 +411,7 @@ class Counting(StubEngine):
 
 
 class Held(StubEngine):
-    """Answers nothing before it is let go."""
+    """Answers nothing until released."""
 
     let_go: asyncio.Event
 
@@ -427,7 +427,7 @@ def held() -> Held:
 
 
 def ask(proxy: Running, number: int = 0, **body: Any) -> asyncio.Task[httpx.Response]:
-    """A request with a prompt of its own, on its way."""
+    """A request in flight, with a prompt of its own."""
     prompt = list(range(number * 1000, number * 1000 + 200))
     headers = {"x-request-id": f"r{number}"}
     return asyncio.create_task(
@@ -436,7 +436,7 @@ def ask(proxy: Running, number: int = 0, **body: Any) -> asyncio.Task[httpx.Resp
 
 
 async def ask_in_order(proxy: Running, numbers: range, **body: Any) -> list[asyncio.Task[httpx.Response]]:
-    """Requests of which each has arrived before the next is sent."""
+    """Requests sent one after the other, each after the previous one has arrived."""
     tasks = []
     for number in numbers:
         started = proxy.core.breakdown.started
@@ -543,7 +543,7 @@ async def test_a_full_queue_answers_429_and_a_wait_too_long_503_both_saying_when
     assert 'warmroute_queue_refused_total{reason="queue_timeout"} 2.0' in metrics
 
 
-async def test_without_a_queue_who_finds_no_room_is_sent_away_at_once(start_proxy: StartProxy) -> None:
+async def test_without_a_queue_a_request_without_room_is_rejected_at_once(start_proxy: StartProxy) -> None:
     engine = StubEngine(prefill_s=30)
     proxy = await start_proxy(engines=[engine], limits={"max_in_flight_per_instance": 1, "queue_size": 0})
     first = ask(proxy)
@@ -582,7 +582,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_and_the_next_moves_
     assert row["stages_ms"]["queued"] > 0
 
 
-async def test_those_who_wait_go_to_an_instance_that_comes_up_or_is_added(start_proxy: StartProxy) -> None:
+async def test_queued_requests_go_to_an_instance_that_comes_up_or_is_added(start_proxy: StartProxy) -> None:
     busy, down, new = StubEngine(prefill_s=30), StubEngine(mode="sick"), StubEngine()
     await new.start()
     proxy = await start_proxy(engines=[busy, down], limits={"max_in_flight_per_instance": 1})
@@ -609,7 +609,7 @@ async def test_those_who_wait_go_to_an_instance_that_comes_up_or_is_added(start_
         await new.stop()
 
 
-async def test_without_limits_nobody_waits(start_proxy: StartProxy) -> None:
+async def test_without_limits_no_request_waits(start_proxy: StartProxy) -> None:
     engines = [held() for _ in range(2)]
     proxy = await start_proxy(engines=list(engines), policy={"name": "round_robin"})
     tasks = [ask(proxy, number) for number in range(40)]

@@ -1,4 +1,4 @@
-"""The retry budget alone, and what a fleet that fails everything gets to see of it."""
+"""The retry budget alone, and its effect on a fleet where everything fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def test_retries_are_a_share_of_recent_requests_and_a_few_more(
 ) -> None:
     window_s = 10.0
     budget = RetryBudget(LimitSettings(retry_ratio=ratio, retry_min_per_s=per_s, retry_window_s=window_s))
-    now_s, requests, retries = 100.0, [], []
+    now_s = 100.0
+    requests: list[float] = []
+    retries: list[float] = []
     for wait_s, is_request in events:
         now_s += wait_s
         # Nothing older than the window counts, all of its last nine tenths does.
@@ -74,10 +76,10 @@ async def test_a_fleet_that_fails_everything_is_not_sent_everything_twice(start_
     proxy = await start_proxy(engines=engines, limits=limits, health=NEVER_OUT)
     answers = await flood(proxy, 40)
     assert {answer.status_code for answer in answers} == {502}
-    # Those arriving first have few requests to take a share of, so it can be less than 40 * 0.2 + 5.
+    # For the first arrivals there are few requests to take a share of, so it can be less than 40 * 0.2 + 5.
     retries = sum(len(engine.seen) for engine in engines) - 40
     assert 5 <= retries <= 13
-    told = [answer for answer in answers if "retry budget is used up" in answer.json()["error"]["message"]]
+    told = [answer for answer in answers if "retry budget is exhausted" in answer.json()["error"]["message"]]
     assert len(told) >= 40 - 13
     stats = await proxy.settled()
     assert stats["retries"]["retried"] == retries
@@ -121,7 +123,7 @@ async def test_one_attempt_only_where_that_is_asked_for(
     assert all("x-warmroute-no-retry" not in seen for engine in engines for seen in engine.seen_headers)
 
 
-async def test_a_failure_where_nobody_else_is_left_takes_nothing_out_of_the_budget(start_proxy: StartProxy) -> None:
+async def test_a_failure_without_another_instance_does_not_use_the_budget(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(engines=[StubEngine(mode="error")], health=NEVER_OUT)
     answers = await flood(proxy, 5)
     assert {answer.status_code for answer in answers} == {502}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from proxy.settings import Settings, load_settings
-from proxy.settings.diff import differences, in_force, instance_differences
+from proxy.settings.diff import differences, effective_settings, instance_differences
 
 
 def settings_of(**more: Any) -> Settings:
@@ -21,7 +21,7 @@ def test_differences_name_each_key_and_none_where_nothing_differs() -> None:
         ("tokenizer.threads", 2, 9, False),
         ("sessions.headers", list(old.sessions.headers), ["x-a"], True),
     ]
-    kept = in_force(old, new)
+    kept = effective_settings(old, new)
     assert (kept.tokenizer.threads, kept.sessions.headers, kept.policy.params) == (2, ("x-a",), {})
     assert [each.key for each in differences(kept, new)] == ["tokenizer.threads"]
 

@@ -1,4 +1,4 @@
-"""Settings: sources and their order, refusals that say what to do, and the page generated from the model."""
+"""Settings: sources and their order, errors with remedies, and the generated page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine addresses are refused: in every spelling, and by where names lead when instances come at run time."""
+"""Rejected engine addresses: in every notation, and by resolved names for instances added at run time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from proxy.settings import AdminSettings, SettingsError, load_settings
 from proxy.settings import urls as engine_urls
-from proxy.settings.urls import EngineUrlError, Listener, admit, checked_endpoint, checked_url, is_loopback
+from proxy.settings.urls import EngineUrlError, ListenAddress, admit, checked_endpoint, checked_url, is_loopback
 
 LOCAL = AdminSettings().allowed_networks
 
@@ -162,7 +162,7 @@ def test_bad_endpoints(endpoint: str) -> None:
 
 
 def names(monkeypatch: pytest.MonkeyPatch, **known: list[str]) -> None:
-    """The names this machine knows meanwhile; a resolver is the one thing that cannot be real here."""
+    """Names that resolve on this machine during the test; the resolver is the one part that cannot be real here."""
 
     async def look_up(host: str, port: int) -> list[str]:
         if host not in known:
@@ -203,7 +203,7 @@ async def test_every_address_a_name_stands_for_must_be_allowed(
             await admit(url, LOCAL)
 
 
-async def test_names_nobody_knows_and_local_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unresolvable_names_and_local_files_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     names(monkeypatch)
     with pytest.raises(EngineUrlError, match="cannot be resolved"):
         await admit("http://nobody:8000", LOCAL)
@@ -239,7 +239,7 @@ async def test_allowed_networks_are_what_is_allowed() -> None:
     ],
 )
 async def test_the_proxy_is_no_engine_of_its_own(url: str, bound: str, itself: bool) -> None:
-    own = [Listener(bound, 9090)]
+    own = [ListenAddress(bound, 9090)]
     if itself:
         with pytest.raises(EngineUrlError, match="the proxy itself"):
             await admit(url, LOCAL, own)

@@ -1,8 +1,8 @@
-"""A scripted engine that has tokens: it streams ids and text as vLLM does, and breaks off where it is told to.
+"""A scripted engine with tokens: it streams ids and text as vLLM does, and breaks off on demand.
 
-A token is a byte, so that characters are spread over tokens and text is kept back. The next token depends on every
-token before it, and with a seed also on how many this very request has drawn: as with vLLM, whose generator starts anew
-with each request.
+A token is a byte, so that characters are spread over tokens and text is held back. The next token depends on every
+token before it, and with a seed also on the number of tokens sampled in this request, because vLLM's generator is
+seeded again for each request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BYTES = b"".join(ALPHABET)
 
 
 def characters(context: list[int], salt: str) -> Iterator[int]:
-    """The endless text that follows a prompt, byte by byte; a character in the middle is ended first."""
+    """The endless text that follows a prompt, byte by byte; an unfinished character is completed first."""
     for drawn in itertools.count():
         begun = _unfinished(context)
         if begun:
@@ -39,7 +39,7 @@ def characters(context: list[int], salt: str) -> Iterator[int]:
 
 
 def _unfinished(context: list[int]) -> bytes:
-    """Bytes of a character that has begun at the end of the context."""
+    """Bytes of an unfinished character at the end of the context."""
     tail = bytes(token for token in context[-3:] if token in _BYTES)
     for length in (3, 2, 1):
         begun = tail[-length:]
@@ -54,10 +54,13 @@ class TokenEngine(StubEngine):
 
     break_after: int | None = None
     break_by: str = "reset"
-    """``reset``, ``stall``, ``error_event``, ``end`` (without the end mark), ``torn`` (in the middle of an event),
-    ``after_done`` (with something after the event)."""
+    """Manner of breaking.
+
+    ``reset``, ``stall``, ``error_event``, ``end`` (without the end mark), ``torn`` (in the middle of an event) or
+    ``after_done`` (with more data after the end mark).
+    """
     breaks: int = 1_000_000
-    """How many streams break."""
+    """Number of streams that break."""
     per_event: int = 1
     """Tokens of one event."""
     tells_ids: bool = True
@@ -67,7 +70,7 @@ class TokenEngine(StubEngine):
     tool_after: int | None = None
     """Event of a chat that calls a tool."""
     salt: str = ""
-    """Engines of different salt generate different text."""
+    """Engines with different salts generate different text."""
     framing: bytes = b"\n\n"
     status: int = 200
 
@@ -76,7 +79,7 @@ class TokenEngine(StubEngine):
         return web.json_response({"object": "list", "data": [card]})
 
     def prompt_of(self, body: dict[str, Any]) -> list[int]:
-        """The prompt's tokens; a chat's go through a template."""
+        """The prompt's tokens; a chat's are produced by a template."""
         prompt = body.get("prompt")
         if prompt is None:
             text = "".join(f"<{m['role']}>{m['content']}" for m in body["messages"])
@@ -151,7 +154,7 @@ class TokenEngine(StubEngine):
                 choice["delta"] = {"tool_calls": [{"index": 0, "function": {"arguments": part["text"]}}]}
             else:
                 choice["delta"] = {"content": part["text"]}
-            event = {**head, "choices": [choice]}
+            event: dict[str, Any] = {**head, "choices": [choice]}
             if options.get("continuous_usage_stats"):
                 event["usage"] = self._used(len(prompt), done)
             said.append(event)
@@ -199,7 +202,7 @@ class TokenEngine(StubEngine):
             return response
         if self.break_by == "torn":
             await response.write(event[: len(event) // 2])
-        # What was written must arrive before the connection is cut.
+        # The bytes written must arrive before the connection is cut.
         await asyncio.sleep(0.02)
         assert request.transport is not None
         request.transport.abort()

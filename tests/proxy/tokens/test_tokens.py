@@ -1,4 +1,4 @@
-"""Tokenizing in the proxy: the same ids as the whole text at once, the same text as the model's template gives."""
+"""Tokenization in the proxy: the ids of the whole text at once, and the text of the model's template."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def corpus() -> list[str]:
 
 
 def train(pre: Any = None, decoder: Any = None) -> Tokenizer:
-    """A small BPE; byte-level with GPT-2's splitting unless told otherwise."""
+    """A small BPE; by default byte-level with GPT-2's splitting."""
     tokenizer = Tokenizer(models.BPE(unk_token=None if pre is None else "<unk>"))
     tokenizer.pre_tokenizer = pre or pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoder or decoders.ByteLevel()
@@ -172,7 +172,7 @@ def test_tools_and_tool_calls_are_written_as_the_engine_writes_them() -> None:
     assert "<|im_start|>assistant\n/x<|im_end|>" in text
 
 
-def test_a_message_that_goes_on_is_left_open() -> None:
+def test_a_message_to_continue_is_left_open() -> None:
     body = {
         "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}],
         "add_generation_prompt": False,

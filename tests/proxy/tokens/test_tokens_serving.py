@@ -1,4 +1,4 @@
-"""Text and chat through a proxy that has the model's tokenizer: exact blocks, the body untouched, misfits given up."""
+"""Text and chat through a proxy with the model's tokenizer: exact blocks, unchanged body, fallback on mismatches."""
 
 from __future__ import annotations
 

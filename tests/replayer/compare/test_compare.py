@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,7 +112,8 @@ def test_failures_are_reported_and_counted_in_the_success_rate() -> None:
 )
 def test_runs_of_different_conditions_are_refused(field: str) -> None:
     baseline = make_run()
-    candidate = make_run("b", **{field: "cd" * 32 if field == "trace_sha256" else 3})
+    unlike: dict[str, Any] = {field: "cd" * 32 if field == "trace_sha256" else 3}
+    candidate = make_run("b", **unlike)
     with pytest.raises(ComparisonError, match=f"{field} differs.*--force"):
         compare(baseline, candidate)
     forced = compare(baseline, candidate, force=True)

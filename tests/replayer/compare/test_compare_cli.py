@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from replayer.compare.arms import read_experiment
-from replayer.compare.noise_floor import ASSUMED_FLOOR
+from replayer.compare.assumptions import ASSUMED_FLOOR
 from replayer.records.runs import Run
 from replayer.report.cli import register
 from tests.replayer.compare.conftest import MakeExperiment

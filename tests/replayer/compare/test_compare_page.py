@@ -10,11 +10,12 @@ import pytest
 import typer.main
 from typer import Typer
 
+from replayer.compare.assumptions import ASSUMED_FLOOR
 from replayer.compare.cli import compare_command
 from replayer.compare.effects import MIN_SESSIONS
 from replayer.compare.freshness import MAX_IMPOSSIBLE_SHARE
 from replayer.compare.metrics import MIN_TAIL_REQUESTS, MIN_TAIL_SESSIONS
-from replayer.compare.noise_floor import ASSUMED_FLOOR, MIN_BLOCK_FREEDOM
+from replayer.compare.noise_floor import MIN_BLOCK_FREEDOM
 from replayer.compare.runs import CompareOptions
 from replayer.compare.statistics.power import POWER
 from replayer.compare.window import COLD_SHARE, DRAIN_SHARE

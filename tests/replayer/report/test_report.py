@@ -316,6 +316,7 @@ def test_a_request_without_cached_tokens_counts_as_cold_where_others_have_them()
     run.records[0].cached_tokens = None
     found = summarise_arm("a", run)
     prompt = sum(record.prompt_tokens or 0 for record in run.records)
+    assert found.summary.apc is not None
     assert found.summary.apc == pytest.approx(sum(record.cached_tokens or 0 for record in run.records) / prompt)
     assert sum(found.new_tokens_by_instance.values()) == pytest.approx(prompt * (1 - found.summary.apc))
 

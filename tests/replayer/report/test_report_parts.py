@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.patches import Rectangle
 from scipy.stats import binom
 
 from replayer.records.breakdown_rows import BreakdownError, BreakdownRow, Leg, read_rows, rows_of
@@ -156,8 +157,8 @@ def test_the_session_drawn_is_the_longest_that_succeeded_everywhere() -> None:
 
 
 def test_spans_begin_when_the_session_was_due() -> None:
-    times = {"scheduled_s": 10.0, "sent_s": 11.0, "first_token_s": 13.0, "finished_s": 14.0}
-    late = {"scheduled_s": 20.0, "sent_s": 20.0, "first_token_s": None, "finished_s": 21.0, "ok": False}
+    times: dict[str, Any] = {"scheduled_s": 10.0, "sent_s": 11.0, "first_token_s": 13.0, "finished_s": 14.0}
+    late: dict[str, Any] = {"scheduled_s": 20.0, "sent_s": 20.0, "first_token_s": None, "finished_s": 21.0, "ok": False}
     run = Run(RunHeader(), [record(turn=2, **late), record(cached_tokens=250, **times), record(turn=3)], None)
     first, second = spans(run, "s")
     assert (first.scheduled_s, first.sent_s, first.first_token_s, first.finished_s) == (0, 1, 3, 4)
@@ -226,7 +227,7 @@ def test_a_capacity_that_cannot_be_right_is_doubted_and_the_bars_end_at_the_idea
         TraceRequest(chat_id=n, session_id=f"s{n}", input_length=160, hash_ids=[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
         for n in range(2)
     ]
-    times = {"sent_s": 0.0, "prompt_tokens": 160, "instance": "i0"}
+    times: dict[str, Any] = {"sent_s": 0.0, "prompt_tokens": 160, "instance": "i0"}
     records = [record(f"s{n}", cached_tokens=160 * n, **times) for n in range(2)]
     for n, one in enumerate(records):
         one.chat_id, one.sent_s = n, float(n)
@@ -235,5 +236,6 @@ def test_a_capacity_that_cannot_be_right_is_doubted_and_the_bars_end_at_the_idea
     small, large = (hits(runs, trace, why_no_trace="", capacity_tokens=tokens) for tokens in (32, 3200))
     assert (small.doubtful, large.doubtful) == (["x"], [])
     assert small.drawing is not None
-    reach = max(patch.get_x() + patch.get_width() for patch in small.drawing.figure.axes[0].patches)
+    bars = [patch for patch in small.drawing.figure.axes[0].patches if isinstance(patch, Rectangle)]
+    reach = max(bar.get_x() + bar.get_width() for bar in bars)
     assert reach == pytest.approx(0.5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sim.core.engine import Engine
@@ -14,12 +16,12 @@ from tests.sim.sim_engines import accounted, d_leg, drain, make_engine, make_req
 PROMPT = range(30)  # 7 full blocks and 2 tokens
 
 
-def pair(**config: object) -> VirtualFleet:
+def pair(**config: Any) -> VirtualFleet:
     """Engines p and d."""
     return VirtualFleet({name: make_engine(engine_id=name, **config) for name in ("p", "d")})
 
 
-def run_p_leg(fleet: VirtualFleet, **more: object) -> None:
+def run_p_leg(fleet: VirtualFleet, **more: Any) -> None:
     fleet.submit("p", p_leg("p-leg", PROMPT, **more))
     list(fleet.run(1.0))
 

@@ -258,7 +258,8 @@ def test_the_workloads_of_the_comparison_reach_the_corners() -> None:
 def test_a_transfer_is_unknown_to_the_wrong_engine_even_when_the_right_one_holds_it() -> None:
     """Only P's own hold of a transfer answers the pulls sent to P."""
     request = d_leg("d", range(30), "t", "a")
-    for kind in (PlainEngine, Engine):
+    kinds: tuple[type[Any], ...] = (PlainEngine, Engine)
+    for kind in kinds:
         config = EngineConfig(64, BLOCK, max_model_len=256, engine_id="a", load_failure_policy=LoadFailurePolicy.FAIL)
         fleet = VirtualFleet({name: kind(config, TIMING, transfer_seconds) for name in NAMES})
         fleet.submit("b", request._replace(kv_transfer=KvTransfer(False, True, "t", "a", "a")))

@@ -90,7 +90,7 @@ def test_the_newest_request_is_preempted_and_computed_again() -> None:
     engine = make_engine(num_blocks=6, max_model_len=24)
     engine.submit(make_request("old", range(8), 12), 0.0)
     engine.submit(make_request("new", range(100, 108), 12), 0.0)
-    finished = []
+    finished: list[str] = []
     tokens = {"old": 0, "new": 0}
     now_s = 0.0
     preempted_when_old_ran = False

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from policies.registry import make_planner, make_routing
 from policies.types import Role
-from replayer.records.runs import RequestRecord, Run, encode_line
+from replayer.records.runs import RequestRecord, Run, RunEnd, RunHeader, encode_line
 from replayer.replay.plan import PlanOptions
 from replayer.traces.formats.bailian import write
 from replayer.traces.synth import SynthOptions, synthetic_trace
@@ -44,7 +44,12 @@ def keep(
 ) -> Path:
     folder.mkdir(parents=True)
     assert run.end is not None
-    lines = b"".join(map(encode_line, [run.header, *(run.records if records is None else records), run.end]))
+    parts: list[RunHeader | RequestRecord | RunEnd] = [
+        run.header,
+        *(run.records if records is None else records),
+        run.end,
+    ]
+    lines = b"".join(map(encode_line, parts))
     if packed:
         (folder / "run.jsonl.gz").write_bytes(gzip.compress(lines))
     else:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from policies.registry import make_planner, make_routing
-from replayer.records.runs import RequestRecord, encode_line
+from replayer.records.runs import RequestRecord, RunEnd, RunHeader, encode_line
 from replayer.traces.synth import SynthOptions, synthetic_trace
 from replayer.traces.trace import Trace, TraceRequest
 from sim.offline.simulate import SimOptions, SimResult, simulate
@@ -62,7 +62,8 @@ def lines(result: SimResult) -> bytes:
     """The bytes of the run file and of the decisions."""
     header, records, end = result.run
     assert end is not None
-    written = b"".join(encode_line(each) for each in (header, *records, end))
+    parts: list[RunHeader | RequestRecord | RunEnd] = [header, *records, end]
+    written = b"".join(encode_line(each) for each in parts)
     return written + msgspec.json.encode(result.decisions)
 
 

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -163,7 +164,7 @@ def test_noise_shifts_sessions_and_spreads_speeds_within_bounds() -> None:
 
 
 def test_rows_have_the_fields_of_the_proxys_breakdown() -> None:
-    from proxy.breakdown import Row
+    from policies.row import Row
 
     result = run(AGENTS, decisions=True)
     live = Row("id", "/v1/completions", 0.0).as_dict()
@@ -189,7 +190,7 @@ def test_rows_have_the_fields_of_the_proxys_breakdown() -> None:
         ({"transport": "pigeon"}, "transport"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, object], message: str) -> None:
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SimulationError, match=message):
         run(AGENTS, **options)
 

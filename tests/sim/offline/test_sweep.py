@@ -135,7 +135,7 @@ def test_a_process_that_dies_is_reported(trace: Path, tmp_path: Path) -> None:
 
 def test_without_ray_it_says_what_to_install(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(SimulationError, match="pip install ray"):
+    with pytest.raises(SimulationError, match=r"pip install 'warmroute\[ray\]'"):
         on_ray(Setup(trace=str(trace)))
 
 

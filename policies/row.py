@@ -1,0 +1,116 @@
+"""The breakdown row: one request's decision, outcome and times, written by the proxy and by the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from policies.types import CachePrediction, Decision
+
+
+class RequestOutcome(StrEnum):
+    """Outcome of a request."""
+
+    OK = "ok"
+    REJECTED = "rejected"
+    """Rejected by the proxy: bad input."""
+    ENGINE_REFUSED = "engine_refused"
+    """The engine answered 4xx, which was passed on."""
+    CLIENT_GONE = "client_gone"
+    NO_INSTANCE = "no_instance"
+    QUEUE_FULL = "queue_full"
+    """All instances were at their limits and the queue was full."""
+    QUEUE_TIMEOUT = "queue_timeout"
+    """Waited in the queue for the maximum time."""
+    UPSTREAM_ERROR = "upstream_error"
+    UPSTREAM_TIMEOUT = "upstream_timeout"
+    STREAM_BROKEN = "stream_broken"
+    """The engine's stream broke after its first byte had been sent to the client."""
+    SHUTDOWN = "shutdown"
+    """The proxy shut down before the request ended."""
+    INTERNAL_ERROR = "internal_error"
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """Record of one request, filled in while it is served or simulated. The one owner of the row's keys.
+
+    Live, ``arrived_unix_s`` is wall-clock time; simulated, engine seconds from the start of the run.
+    """
+
+    request_id: str
+    endpoint: str
+    arrived_unix_s: float
+    session_id: str | None = None
+    stream: bool = False
+    status: int = 0
+    outcome: RequestOutcome = RequestOutcome.INTERNAL_ERROR
+    planner: str = ""
+    decision: Decision | None = None
+    offload_reason: str | None = None
+    prefill_instance: str | None = None
+    prompt_tokens: int | None = None
+    predicted_cached_tokens: int | None = None
+    actual_cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    events: int = 0
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    stages_ms: dict[str, float] = field(default_factory=dict)
+    resumed: int = 0
+    """Number of engines that continued the stream after another one broke it off."""
+    resume: str | None = None
+    """Result of resuming a broken stream (`proxy.resume.plan.ResumeResult`); None if resuming was not attempted."""
+    legs: dict[str, dict[str, float]] = field(default_factory=dict)
+    """``prefill``, ``transfer`` or ``first_token`` -> predicted and actual seconds."""
+    error: str | None = None
+
+    def note_leg(self, leg: str, predicted_s: float, actual_s: float) -> None:
+        """Record predicted and actual seconds of a leg."""
+        self.legs[leg] = {"predicted_s": round(predicted_s, 4), "actual_s": round(actual_s, 4)}
+
+    @property
+    def prediction(self) -> CachePrediction | None:
+        """Both indexes' predictions for the instance that computed the prompt (P after a hand-off)."""
+        if self.decision is None:
+            return None
+        return self.decision.prefill_prediction if self.prefill_instance else self.decision.decode_prediction
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as a dict for msgspec; enumerations are left as they are."""
+        decision, prediction = self.decision, self.prediction
+        return {
+            "request_id": self.request_id,
+            "session_id": self.session_id,
+            "arrived_unix_s": self.arrived_unix_s,
+            "endpoint": self.endpoint,
+            "stream": self.stream,
+            "status": self.status,
+            "outcome": self.outcome,
+            "error": self.error,
+            "policy": decision.policy if decision else None,
+            "planner": self.planner,
+            "class": decision.request_class if decision else None,
+            "instance": decision.decode_on if decision else None,
+            "prefill_instance": self.prefill_instance,
+            "reason": decision.reason if decision else None,
+            "offload_reason": self.offload_reason,
+            "prompt_tokens": self.prompt_tokens,
+            "predicted_cached_tokens": self.predicted_cached_tokens,
+            "actual_cached_tokens": self.actual_cached_tokens,
+            "index_source": prediction.source if prediction else None,
+            "predicted_by_shadow_tokens": prediction.shadow_tokens if prediction else None,
+            "predicted_by_exact_tokens": prediction.exact_tokens if prediction else None,
+            "completion_tokens": self.completion_tokens,
+            "events": self.events,
+            "scores": [
+                {"instance": instance, "score": score, "inputs": inputs, "skipped": skipped, "cached_tokens": cached}
+                for instance, score, inputs, skipped, cached in (decision.scores if decision else ())
+            ],
+            "offload_inputs": decision.offload.inputs if decision else {},
+            "attempts": self.attempts,
+            "resumed": self.resumed,
+            "resume": self.resume,
+            "legs": self.legs,
+            "stages_ms": {name: round(value, 3) for name, value in self.stages_ms.items()},
+        }

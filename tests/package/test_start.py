@@ -1,0 +1,201 @@
+"""Starting the command line: import names that others have too, extras that are not installed, source trees."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import warmroute
+
+ROOT = Path(warmroute.__file__).parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+WITHOUT_EXTRAS = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in modules:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+import warmroute
+modules = set(warmroute.EXTRAS)
+sys.meta_path.insert(0, Missing())
+sys.argv = ["warmroute", *sys.argv[1:]]
+warmroute.main()
+"""
+
+
+def run(*arguments: str, cwd: Path | str = "/", path: tuple[Path, ...] = (ROOT,)) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {Requirement(each).name for each in requirements}
+
+
+# other distributions' packages
+
+
+@pytest.mark.parametrize("file", ["proxy/__init__.py", "launch/__init__.py", "sim.py"])
+def test_a_package_that_hides_ours_is_named_with_the_fix(file: str, tmp_path: Path) -> None:
+    foreign = tmp_path / file
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.write_text("raise SystemExit('the foreign package was imported')\n", encoding="utf-8")
+    done = run("-m", "warmroute", "--version", path=(tmp_path, ROOT))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert f"finds {foreign} instead of warmroute's {ROOT}" in done.stderr
+    assert "uv tool install warmroute" in done.stderr
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder with our import names as a wheel leaves them, RECORD included."""
+    home = tmp_path / "site-packages"
+    home.mkdir()
+    shutil.copy(ROOT / "warmroute.py", home)
+    lines = ["warmroute.py,,"]
+    for name in warmroute.PACKAGES:
+        text = f'"""{name}, as installed."""\n'.encode()
+        (home / name).mkdir()
+        (home / name / "__init__.py").write_bytes(text)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text).digest()).rstrip(b"=").decode()
+        lines.append(f"{name}/__init__.py,sha256={digest},{len(text)}")
+    info = home / "warmroute-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: warmroute\nVersion: 0.1.0\n", encoding="utf-8")
+    (info / "RECORD").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return home
+
+
+def checked(home: Path) -> str:
+    """Last line that the check prints."""
+    done = run("-c", "import warmroute; warmroute.check_packages(); print('ours')", path=(home,))
+    return (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+def test_packages_as_installed_are_accepted(installed: Path) -> None:
+    assert checked(installed) == "ours"
+
+
+def test_a_package_that_another_distribution_has_overwritten_is_named(installed: Path) -> None:
+    (installed / "proxy" / "__init__.py").write_text("# proxy.py\n", encoding="utf-8")
+    assert f"another distribution has overwritten warmroute's {installed}/proxy/__init__.py" in checked(installed)
+
+
+def test_a_package_that_was_removed_with_another_distribution_is_named(installed: Path) -> None:
+    (installed / "configs" / "__init__.py").unlink()
+    assert re.search(r"`import configs` finds .* instead of warmroute's .*/site-packages/configs", checked(installed))
+
+
+def test_child_processes_ignore_modules_of_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "sim.py").write_text("raise SystemExit('sim.py of the current folder')\n", encoding="utf-8")
+    program = (
+        "import subprocess, sys, warmroute\n"
+        "sys.argv = ['warmroute', '--help']\n"
+        "try: warmroute.main()\n"
+        "except SystemExit: pass\n"
+        "sys.exit(subprocess.run([sys.executable, '-m', 'sim', '--help']).returncode)"
+    )
+    done = run("-P", "-c", program, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "python -m sim" in done.stdout
+
+
+def test_a_source_tree_needs_no_installation() -> None:
+    done = run("-c", "import os, warmroute; warmroute._keep_the_current_folder_out(); print(os.environ['PYTHONPATH'])",
+               cwd=ROOT, path=())  # fmt: skip
+    assert done.stdout.strip() == str(ROOT), done.stderr
+
+
+# extras
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["--help"], ["serve", "--help"], ["report", "--help"], ["up", "--help"], ["doctor", "--help"], ["key", "new"]],
+)
+def test_commands_of_the_core_need_no_extra(command: list[str]) -> None:
+    done = run("-c", WITHOUT_EXTRAS, *command)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["demo"],
+        ["replay", "trace.jsonl"],
+        ["compare", "a.jsonl", "b.jsonl"],
+        ["report", "a.jsonl", "b.jsonl"],
+        ["simulate", "trace.jsonl"],
+        ["synth", "-o", "trace.jsonl"],
+        ["fit", "h20"],
+        ["analyse", "cache", "trace.jsonl"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_command_whose_extra_is_not_installed_names_it(command: list[str], tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl", "trace.jsonl"):
+        (tmp_path / name).write_text("", encoding="utf-8")
+    done = run("-c", WITHOUT_EXTRAS, *command, cwd=tmp_path)
+    assert done.returncode == 2
+    expected = r"error: this command needs \w+, which is not installed: pip install 'warmroute\[lab\]'\n"
+    assert re.fullmatch(expected, done.stderr), done.stderr
+
+
+def test_serve_with_a_tokenizer_names_its_extra(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    config = tmp_path / "proxy.yaml"
+    config.write_text(
+        f"instances: [{{url: 'http://127.0.0.1:1'}}]\ntokenizer: {{path: {tmp_path}}}\n", encoding="utf-8"
+    )
+    done = run("-c", WITHOUT_EXTRAS, "serve", "--config", str(config))
+    assert done.returncode == 2
+    assert "tokenizer.path is set, but" in done.stderr
+    assert "pip install 'warmroute[tokenizer]'" in done.stderr
+
+
+def test_extras_install_what_the_errors_say() -> None:
+    distributions = {"pynvml": "nvidia-ml-py"}
+    for module, extra in warmroute.EXTRAS.items():
+        name = distributions.get(module, module)
+        assert name in names(PROJECT["optional-dependencies"][extra])
+        assert name not in names(PROJECT["dependencies"])
+
+
+def test_the_engines_extra_is_a_tested_pair() -> None:
+    from launch.doctor.versions import TESTED
+
+    pins = set(PROJECT["optional-dependencies"]["engines"])
+    tested = [{f"{each.vllm_package}=={each.vllm}", f"{each.mooncake_package}=={each.mooncake}"} for each in TESTED]
+    assert any(pair <= pins for pair in tested)
+
+
+def test_every_package_is_marked_as_typed() -> None:
+    assert [name for name in warmroute.PACKAGES if not (ROOT / name / "py.typed").exists()] == []
+
+
+def test_the_lock_has_what_tests_need_and_no_engines() -> None:
+    locked = {line.partition("==")[0] for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()}
+    extras = PROJECT["optional-dependencies"]
+    needed = names(PROJECT["dependencies"]) | names(extras["lab"]) | names(extras["tokenizer"]) | names(extras["dev"])
+    assert {name.lower() for name in needed - {"warmroute"}} <= locked
+    assert not locked & (names(extras["engines"]) - names(extras["lab"]))
