@@ -79,7 +79,7 @@ class LoadRow(_Strict):
 
 
 class SpreadPoint(_Strict):
-    """How far repeated transfers of one size lie apart, as multiples of the median."""
+    """Spread of repeated transfers of one size, as multiples of the median."""
 
     size_bytes: float = Field(gt=0)
     fastest: float = Field(gt=0, le=1)

@@ -53,7 +53,7 @@ class TransferPoint(_Strict):
 
 
 class LoadFactor(_Strict):
-    """How many times longer a transfer takes with ``streams`` decoding on each side."""
+    """Factor on a transfer's time with ``streams`` decoding on each side."""
 
     streams: int = Field(gt=0)
     factor: float = Field(gt=0)
