@@ -43,8 +43,8 @@ def demo(
     """Compare routing policies on simulated engines, in about three minutes.
 
     Generates a trace of agentic sessions; then, for each policy, starts fresh simulated engines and a proxy, proves
-    them fresh, replays the trace and stops everything; then prints one table and one verdict for each policy, and
-    writes an HTML report. Ctrl-C stops everything at once (exit status 130).
+    them fresh, replays the trace and stops everything; then prints a matrix of policies and metrics, and writes an
+    HTML report. Ctrl-C stops everything at once (exit status 130).
     """
     if quick:
         arms, requests = arms or "round_robin,warm", requests or 80

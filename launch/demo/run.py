@@ -1,4 +1,4 @@
-"""The demonstration: one trace, one fresh simulated fleet for each policy, one table, one verdict, one page."""
+"""The demonstration: one trace, one fresh simulated fleet for each policy, one matrix of verdicts, one page."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from launch.arm import ArmResult, run_arm
 from launch.demo.settings import ArmSettings, DemoSettings
 from replayer.compare.runs import Comparison
+from replayer.compare.tables import print_verdict
 from replayer.records.runs import RequestRecord
 from replayer.replay.plan import Plan, PlanOptions
 from replayer.replay.replay import ReplayOptions
-from replayer.report.cli import arms_table
-from replayer.report.page import Arm, Extras, against_leader, compare_all, render, summarise_arm, write_report
+from replayer.report.page import Arm, Extras, against_leader, compare_all, render, write_report
 from replayer.traces.formats import bailian
 from replayer.traces.loading import load
 from replayer.traces.synth import SynthOptions, synthesise
@@ -53,18 +54,24 @@ async def run_demo(settings: DemoSettings, run_dir: Path, base_port: int, consol
     shown = [Arm(result.label, result.run, result.breakdown, result.warnings) for result in results]
     extras = Extras(trace=trace, pool_tokens=results[0].kv_capacity_tokens)
     comparisons, among_the_best = await asyncio.to_thread(_report, shown, settings, run_dir, extras)
-    console.print(arms_table([summarise_arm(one.label, one.run) for one in shown], title="Arms (engine seconds)"))
-    for comparison in comparisons:
-        console.print(escape(comparison.sentence), soft_wrap=True)
-    if among_the_best:
-        console.print(f"lowest E2E p50: {escape(among_the_best[0].baseline_label)}; against it:", style="bold")
-    for comparison in among_the_best:
-        console.print(escape(comparison.sentence), soft_wrap=True)
-    for one in shown:
-        for warning in one.warnings:
-            console.print(f"warning: {escape(one.label)}: {escape(warning)}", style="red", soft_wrap=True)
-    console.print(f"took {time.monotonic() - began:.0f} s; report: {escape(str(page))}", soft_wrap=True)
+    console.print(f"took {time.monotonic() - began:.0f} s\n")
+    if comparisons:
+        print_verdict(console, comparisons, among_the_best)
+        console.print(Text(f"Every metric and fine print: the report, or {run_dir / COMPARISON_FILE}"), style="dim")
+    for line in _warnings(shown):
+        console.print(Text(line), style="red")
+    console.print(Text(f"Open the report: {page}"), soft_wrap=True)
     return 0
+
+
+def _warnings(arms: list[Arm]) -> list[str]:
+    """The first warning and how many arms have one; the report has them all."""
+    warned = [(arm.label, warning) for arm in arms for warning in arm.warnings]
+    if not warned:
+        return []
+    labels = list(dict.fromkeys(label for label, _ in warned))
+    more = f" (and {len(warned) - 1} more, in the report)" if len(warned) > 1 else ""
+    return [f"warning for {len(labels)} of {len(arms)} arms: {warned[0][0]}: {warned[0][1]}{more}"]
 
 
 async def _measure(
@@ -88,8 +95,8 @@ async def _measure(
     def on_record(record: RequestRecord) -> None:
         nonlocal failed
         failed += not record.ok
-        told = f", {failed} failed" if failed else ""
-        progress.update(task, advance=1, description=f"{escape(arm.name)}: replaying{told}")
+        suffix = f", {failed} failed" if failed else ""
+        progress.update(task, advance=1, description=f"{escape(arm.name)}: replaying{suffix}")
 
     result = await run_arm(
         arm.name,
@@ -102,8 +109,8 @@ async def _measure(
         on_start=on_start,
         on_record=on_record,
     )
-    told = f", {failed} failed" if failed else ""
-    progress.update(task, description=f"{escape(arm.name)}: done, processors {result.processors.mean:.0%}{told}")
+    suffix = f", {failed} failed" if failed else ""
+    progress.update(task, description=f"{escape(arm.name)}: done, processors {result.processors.mean:.0%}{suffix}")
     return result
 
 
@@ -121,12 +128,12 @@ def replay_options(settings: DemoSettings) -> ReplayOptions:
 
 def make_trace(settings: DemoSettings, path: Path) -> Trace:
     """Generate the trace and keep it beside the results, so that any arm can be replayed again."""
-    wanted = settings.trace
+    chosen = settings.trace
     options = SynthOptions(
-        requests=wanted.requests,
-        seed=wanted.seed,
-        rate_per_s=wanted.rate_per_s,
-        length_scale=wanted.length_scale,
+        requests=chosen.requests,
+        seed=chosen.seed,
+        rate_per_s=chosen.rate_per_s,
+        length_scale=chosen.length_scale,
         block_tokens=settings.fleet_of(settings.arms[0]).sim.block_size,
     )
     bailian.write(path, synthesise(options))
@@ -153,6 +160,6 @@ def _report(
         extras=extras,
     )
     write_report(run_dir / REPORT_FILE, page)
-    told = msgspec.json.encode([comparison.as_json() for comparison in [*comparisons, *among_the_best]])
-    (run_dir / COMPARISON_FILE).write_bytes(msgspec.json.format(told, indent=2) + b"\n")
+    encoded = msgspec.json.encode([comparison.as_json() for comparison in [*comparisons, *among_the_best]])
+    (run_dir / COMPARISON_FILE).write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")
     return comparisons, among_the_best

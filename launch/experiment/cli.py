@@ -219,6 +219,7 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
     from launch.experiment.records.state import DONE
     from launch.experiment.run.runner import Runner
     from launch.run.signals import run_until_signal
+    from replayer.compare.tables import print_verdict
     from replayer.records.runs import RecordError
 
     console = Console(highlight=False)
@@ -240,14 +241,19 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
         )
         return code
     try:
-        sentences = write_comparison(directory, state)
+        found, refusals = write_comparison(directory, state)
     except (RecordError, OSError) as error:
         typer.echo(f"error: the runs cannot be compared: {error}", err=True)
         return 1
-    for sentence in sentences:
-        console.print(sentence, markup=False, soft_wrap=True)
+    if found:
+        print_verdict(console, found)
+    for refusal in refusals:
+        console.print(refusal, markup=False, soft_wrap=True)
     console.print(
-        f"tables: warmroute compare {directory}; page: warmroute report {directory}", markup=False, soft_wrap=True
+        f"Details: warmroute compare {directory} --details\n"
+        f"Write the report: warmroute report {directory} --output {directory / 'report.html'}",
+        markup=False,
+        soft_wrap=True,
     )
     return code
 

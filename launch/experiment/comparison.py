@@ -14,6 +14,7 @@ from replayer.compare.arms import ArmError, read_experiment
 from replayer.compare.comparison import CompareOptions
 from replayer.compare.conditions import ComparisonError
 from replayer.compare.goodput import Slo, SloTokens
+from replayer.compare.matrix import matrix_of
 from replayer.compare.runs import compare_arms
 from replayer.traces.loading import load_trace
 from replayer.traces.trace import TraceError
@@ -98,17 +99,24 @@ def _options(state: ExperimentState) -> CompareOptions:
     )
 
 
-def write_comparison(directory: Path, state: ExperimentState) -> list[str]:
-    """Compare, write ``comparison.json``, and return the sentences to print.
+def write_comparison(directory: Path, state: ExperimentState) -> tuple[list[Comparison], list[str]]:
+    """Compare and write ``comparison.json``.
+
+    Returns:
+        The comparisons, and which runs were not compared for which reason.
 
     Raises:
         RecordError, OSError: the records of a run cannot be read.
     """
     found, refusals = compare_experiment(directory, state)
     rows: list[dict[str, Any]] = [comparison.as_json() for comparison in found]
-    write_json(
-        directory / COMPARISON_FILE,
-        {"experiment": state.name, "baseline": state.baseline, "comparisons": rows, "refused": refusals},
-    )
-    notes = dict.fromkeys(note for comparison in found for note in comparison.notes)
-    return [*(comparison.sentence for comparison in found), *(f"note: {note}" for note in notes), *refusals]
+    content: dict[str, Any] = {
+        "experiment": state.name,
+        "baseline": state.baseline,
+        "comparisons": rows,
+        "refused": refusals,
+    }
+    if found:
+        content["matrix"] = matrix_of(found).as_json()
+    write_json(directory / COMPARISON_FILE, content)
+    return found, refusals

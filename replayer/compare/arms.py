@@ -1,4 +1,4 @@
-"""The arms of a comparison: one or several runs of the same thing, from run files or from an experiment's directory."""
+"""The arms of a comparison: each one or several replicates, from run files or from an experiment's directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DONE = "done"
 
 
 class ArmError(ValueError):
-    """Arms that cannot be read; the message says why and what to do."""
+    """Arms that cannot be read; the message has reason and remedy."""
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,22 @@ class ArmRun:
     repeat: str = ""
     """Name of the repeat; runs of different arms with the same name correspond to each other."""
     needs_proof: bool = False
-    """Whether the run must have a proof of freshness beside it."""
+    """The run must have a proof of freshness beside it."""
 
 
 @dataclass(frozen=True)
 class ArmRuns:
-    """Runs of the same thing."""
+    """Replicates: runs of one configuration."""
 
     label: str
     runs: list[ArmRun]
     configuration: str = ""
-    """Arms with the same configuration, where it is known, are the same thing (A/A); empty: unknown."""
+    """Arms with equal configurations are replicates of each other (A/A); empty: unknown."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What an experiment's directory holds for a comparison."""
+    """Contents of an experiment's directory for a comparison."""
 
     arms: list[ArmRuns]
     """The baseline first."""
@@ -128,12 +128,12 @@ def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
         state = planned.get("state", _DONE)
         if state != _DONE:
             why = "; ".join(planned.get("reasons") or []) or "it was never finished"
-            told = f"run {repeat} of arm '{name}' is {state}: {why}"
+            unfinished = f"run {repeat} of arm '{name}' is {state}: {why}"
             if not force:
                 raise ArmError(
-                    f"{directory}: {told}. Resume the experiment, or pass --force to compare the runs that are done."
+                    f"{directory}: {unfinished}. Resume the experiment, or pass --force to compare the finished runs."
                 )
-            notes.append(f"{told}; it is left out")
+            notes.append(f"{unfinished}; it is left out")
             continue
         path = directory / (planned.get("path") or f"arms/{name}/{repeat}")
         if path.is_dir() or path.suffix != ".jsonl":
@@ -148,8 +148,8 @@ def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
         ArmRuns(name, runs, _as_text(configurations[name]) if name in configurations else "")
         for name, runs in by_arm.items()
     ]
-    told_trace = (plan.get("trace") or {}).get("path") if isinstance(plan.get("trace"), dict) else plan.get("trace")
-    return Experiment(arms, directory / told_trace if told_trace else None, notes)
+    stored_trace = (plan.get("trace") or {}).get("path") if isinstance(plan.get("trace"), dict) else plan.get("trace")
+    return Experiment(arms, directory / stored_trace if stored_trace else None, notes)
 
 
 def _plan(directory: Path) -> dict[str, Any]:

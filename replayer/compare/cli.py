@@ -1,4 +1,4 @@
-"""Command ``compare``: verdicts in the terminal, or everything as JSON."""
+"""Command ``compare``: the matrix of verdicts, its details, or everything as JSON."""
 
 from __future__ import annotations
 
@@ -118,6 +118,10 @@ Force = Annotated[
         help="Compare anyway, and print the reasons against it: other trace or load, warm fleet, missing runs.",
     ),
 ]
+Details = Annotated[
+    bool,
+    typer.Option("--details", help="Print every metric with values, p-value and noise floor, and the notes."),
+]
 
 
 def compare_command(
@@ -140,6 +144,7 @@ def compare_command(
     assumed_noise: AssumedFloor = ASSUMED_FLOOR,
     trace: TraceFile = None,
     force: Force = False,
+    details: Details = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Compare runs of one trace, paired by request, with 95 % intervals.
@@ -148,7 +153,7 @@ def compare_command(
     are compared over requests that succeeded in every run of both arms. The cold start and the drain at the end of the
     plan are left out of all arms by one rule. A metric is called better or worse when its p-value, corrected by Holm
     over all metrics of all candidates, is below 0.05 and the change is not below the noise floor. An arm that was
-    measured on a warm fleet is refused. See docs/compare.md.
+    measured on a warm fleet is refused.
     """
     from replayer.compare.comparison import CompareOptions
     from replayer.compare.conditions import ComparisonError
@@ -179,16 +184,16 @@ def compare_command(
     except ComparisonError as error:
         _stop(str(error))
     if as_json:
-        told = [{**found.as_json(), "notes": [*notes, *found.notes]} for found in comparisons]
-        sys.stdout.write(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+        rows = [{**found.as_json(), "notes": [*notes, *found.notes]} for found in comparisons]
+        sys.stdout.write(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
         return
-    _print(comparisons, notes, options.slo)
+    _print(comparisons, notes, options.slo, details=details)
 
 
 def _read(
     runs: list[Path], specs: list[str], same: list[str], trace: Path | None, *, force: bool
 ) -> tuple[list[ArmRuns], list[ArmRuns], Trace | None, list[str]]:
-    """Arms, A/A groups, the trace where there is one, and notes; what cannot be read ends the command, status 2."""
+    """Arms, A/A groups, the trace where there is one, and notes; an unreadable input ends the command, status 2."""
     from replayer.compare.arms import ArmError, parse_arm, read_arm, read_experiment, unique
     from replayer.records.runs import RecordError
     from replayer.traces.loading import load_trace
@@ -212,7 +217,7 @@ def _read(
         ]
         for group in groups:
             if len(group.runs) < 2:
-                _stop("--aa needs at least two runs of the same thing: --aa RUN.jsonl,RUN.jsonl[,...]")
+                _stop("--aa needs at least two replicates: --aa RUN.jsonl,RUN.jsonl[,...]")
         if len(arms) < 2:
             _stop(
                 "compare needs two arms: BASELINE.jsonl CANDIDATE.jsonl [...], --arm twice, or an experiment's folder"
@@ -224,26 +229,24 @@ def _read(
         _stop(f"{error.filename or ''}: {error.strerror}")
 
 
-def _print(comparisons: list[Comparison], notes: list[str], slo: Slo) -> None:
+def _print(comparisons: list[Comparison], notes: list[str], slo: Slo, *, details: bool) -> None:
     from rich.console import Console
-    from rich.markup import escape
+    from rich.text import Text
 
-    from replayer.compare.tables import effects_table, floor_table, goodput_lines
+    from replayer.compare.tables import goodput_lines, print_details, print_verdict
 
-    console = Console()
+    console = Console(highlight=False)
     for note in notes:
-        console.print(escape(note), style="red")
-    if comparisons[0].noise_floor:
-        console.print(floor_table(comparisons[0]))
-        console.print()
+        console.print(Text(note), style="red")
+    print_verdict(console, comparisons)
     for found in comparisons:
-        console.print(effects_table(found))
         for line in goodput_lines(found, slo):
-            console.print(escape(line))
-        for note in found.notes:
-            console.print(f"[dim]{escape(note)}[/dim]")
-        console.print(escape(found.sentence), style="bold")
-        console.print()
+            console.print(Text(line))
+    console.print()
+    if details:
+        print_details(console, comparisons)
+    else:
+        console.print("Every metric, p-values, noise floor and fine print: --details, or --json.", style="dim")
 
 
 def _stop(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What a comparison is asked for, and what it found."""
+"""Options and result of a comparison."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from replayer.compare.goodput import Slo
 from replayer.compare.noise_floor import FloorRow
 from replayer.compare.pairing import Pairing
 from replayer.compare.statistics.tests import ALPHA, Effect
-from replayer.compare.verdict import verdict_sentence
+from replayer.compare.verdict import cell_of, verdict_sentence
 from replayer.compare.window import Window
 from replayer.traces.trace import Trace
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """How arms are compared."""
+    """Options of a comparison."""
 
     resamples: int = 2000
     """Bootstrap resamples."""
     seed: int = 0
     """Of the resamples."""
     force: bool = False
-    """Compare runs of unlike conditions or warm fleets all the same; the reasons become notes."""
+    """Compare runs of different conditions or of warm fleets anyway; the reasons become warnings."""
     skip_first_s: float | None = 0.0
     """Engine seconds left out at the start of the plan; None: the rule of `replayer.compare.window`."""
     skip_last_s: float | None = 0.0
     """Engine seconds left out at the end of the plan; None: the rule of `replayer.compare.window`."""
     clock: str = "sent"
-    """Where TTFT and E2E start: "sent" or "scheduled"."""
+    """Start of TTFT and E2E: "sent" or "scheduled"."""
     slo: Slo = field(default_factory=Slo)
     """Objectives for goodput."""
     assumed_floor: float = ASSUMED_FLOOR
-    """By how much two runs of the same thing differ in their times at most (95 of 100 cases), as a fraction, where
-    neither repeats nor A/A runs tell; 0: runs repeat exactly."""
+    """Largest difference of two replicates in their times (95 of 100 cases), as a fraction, where there are neither
+    repeats nor A/A runs to measure it; 0: runs repeat exactly."""
     trace: Trace | None = None
-    """What was replayed; with it, cache hits are checked request by request (`replayer.compare.freshness`)."""
+    """The replayed trace; with it, cache hits are checked request by request (`replayer.compare.freshness`)."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,15 @@ class Comparison:
     family: int
     """Tests that were corrected together: all judged metrics of all candidates."""
     noise_floor: list[FloorRow]
-    """What runs of the same thing differ by; empty where there are none."""
+    """Differences between replicates; empty where there are none."""
     goodput_per_s: dict[str, tuple[float, float]]
     """Goodput metric -> requests per second that met the objectives, baseline and candidate."""
     notes: list[str] = field(default_factory=list)
-    """What a reader must know: conditions that differ, unmatched or failed requests."""
+    """Fine print: conditions that differ, unmatched or failed requests, the window, the noise between runs."""
+    warnings: list[str] = field(default_factory=list)
+    """Those of the notes that are about the conditions: a forced comparison, another model or version."""
+    assumed_noise: float = 0.0
+    """The noise floor that is assumed where ``noise_floor`` is empty, as a fraction."""
 
     @property
     def sentence(self) -> str:
@@ -95,10 +99,13 @@ class Comparison:
             "correction": "holm",
             "family": self.family,
             "alpha": ALPHA,
+            "assumed_noise": self.assumed_noise,
             "effects": [effect.as_json() for effect in self.effects],
+            "cells": [cell_of(effect).as_json() for effect in self.effects],
             "noise_floor": [{name: getattr(row, name) for name in row.__slots__} for row in self.noise_floor],
             "goodput_per_s": {
                 name: {"baseline": before, "candidate": after} for name, (before, after) in self.goodput_per_s.items()
             },
             "notes": self.notes,
+            "warnings": self.warnings,
         }

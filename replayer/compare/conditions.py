@@ -16,7 +16,7 @@ _WORTH_TELLING = ("model", "warmroute_version")
 
 
 class ComparisonError(ValueError):
-    """Runs that must not be compared; the message says why and what to do."""
+    """Runs that must not be compared; the message has reason and remedy."""
 
 
 def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool) -> list[str]:
@@ -24,11 +24,11 @@ def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool)
 
     Args:
         arms: the baseline, candidates, and A/A groups.
-        trace: what was replayed, where it is at hand.
+        trace: the replayed trace, where it is available.
         force: do not refuse.
 
     Returns:
-        What a reader must know, the reasons against comparing included when ``force`` overrides them.
+        Warnings for the reader, with the reasons against comparing when ``force`` overrides them.
 
     Raises:
         ComparisonError: there are reasons against it and ``force`` is False.
@@ -44,13 +44,13 @@ def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool)
     if unlike and not force:
         raise ComparisonError(
             f"{_listed(named)} are not runs of the same experiment: {'; '.join(unlike)}. "
-            "Replay all under the same conditions, or pass --force to compare all the same."
+            "Replay all under the same conditions, or pass --force to compare anyway."
         )
     warm = [*chain.from_iterable(_warm(name, one, trace) for name, one in named), *_reused(named)]
     if warm and not force:
         raise ComparisonError(
-            f"{'; '.join(warm)}. A warm arm's figures are not a policy's: start its engines anew and replay it, "
-            "or pass --force to compare all the same."
+            f"{'; '.join(warm)}. A warm arm's figures are not a policy's: restart its engines and replay it, "
+            "or pass --force to compare anyway."
         )
     return [*unlike, *warm, *_worth_telling(named)]
 

@@ -30,7 +30,7 @@ _MIN_SHARE_OF_RESAMPLES = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class EffectEstimate:
     """A difference between two arms on a metric's working scale."""
 
     difference: float
@@ -47,7 +47,7 @@ def two_level_draws(
 
     Args:
         sessions: shape (B,), the difference in every resample of sessions.
-        noise: between runs of the same thing; None: unknown.
+        noise: between replicates; None: unknown.
         runs: how many runs the baseline and the candidate have.
         generator: seeded.
 
@@ -69,13 +69,13 @@ def estimate(
     candidate: Values,
     noise: RunNoise | None,
     generator: np.random.Generator,
-) -> Estimate | str:
-    """The difference of two arms, or why it cannot be judged.
+) -> EffectEstimate | str:
+    """The difference of two arms, or the reason why it cannot be judged.
 
     Args:
         baseline: of the arm's runs, on the pair's requests.
         candidate: likewise.
-        noise: between runs of the same thing; None: unknown, then it is not in the result.
+        noise: between replicates; None: unknown, then it is not in the result.
         generator: seeded, for the draws of runs.
     """
     if baseline.sessions < MIN_SESSIONS:
@@ -99,10 +99,10 @@ def estimate(
         [(other, max(1.0, baseline.effective_sessions - 1)), (by_run, noise.degrees_of_freedom if noise else 1.0)]
     )
     floor = design_floor(noise, *runs) if noise else 0.0
-    return Estimate(difference, standard_error, freedom, floor)
+    return EffectEstimate(difference, standard_error, freedom, floor)
 
 
-def effect_of(metric: Metric, baseline: Values, candidate: Values, found: Estimate | str) -> Effect:
+def effect_of(metric: Metric, baseline: Values, candidate: Values, found: EffectEstimate | str) -> Effect:
     """The effect before correction; `judge` completes it.
 
     Args:
@@ -154,9 +154,9 @@ def as_change(metric: Metric, difference: float, baseline: float) -> float:
 
 
 def judge(
-    metrics: Sequence[Metric], family: Sequence[Sequence[Effect]], estimates: Sequence[Sequence[Estimate | str]]
+    metrics: Sequence[Metric], family: Sequence[Sequence[Effect]], estimates: Sequence[Sequence[EffectEstimate | str]]
 ) -> list[list[Effect]]:
-    """Correct by Holm over everything judged, and say what may be said.
+    """Correct by Holm over everything judged, and reach the verdicts.
 
     Args:
         metrics: of each comparison's effects, in order.

@@ -10,7 +10,7 @@ import numpy as np
 from replayer.compare.arms import ArmRuns
 from replayer.compare.comparison import CompareOptions, Comparison
 from replayer.compare.conditions import ComparisonError
-from replayer.compare.effects import Estimate, effect_of, estimate, judge
+from replayer.compare.effects import EffectEstimate, effect_of, estimate, judge
 from replayer.compare.metrics import Evaluator, Metric, Values, metrics_of
 from replayer.compare.noise_floor import FloorRow, RunNoise, assumed_noise, between_runs, floor_row
 from replayer.compare.pairing import Pairing, align, pair
@@ -19,7 +19,7 @@ from replayer.compare.statistics.tests import Effect
 from replayer.compare.window import choose_window
 
 _FEW = 4
-"""Below so many degrees of freedom of the noise between runs, the reader is told."""
+"""Below so many degrees of freedom, a note states that the noise between runs is poorly known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class _Pair:
     pairing: Pairing
     kept: BoolArray
     effects: list[Effect]
-    estimates: list[Estimate | str]
+    estimates: list[EffectEstimate | str]
 
 
 class Family:
@@ -39,9 +39,9 @@ class Family:
 
     Args:
         arms: the baseline, then the candidates.
-        same: groups of runs of the same thing that are in no arm.
+        same: groups of replicates that are in no arm.
         options: how to compare.
-        notes: what a reader must know, repeated in every comparison.
+        notes: warnings about the conditions, repeated in every comparison.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Family:
                 )
                 + ": check that all runs replay the same trace."
             )
-        # Seeded anew for each candidate: an arm's result does not depend on the arms beside it.
+        # Seeded again for each candidate: an arm's result does not depend on the arms beside it.
         generator = np.random.default_rng([options.seed, 1])
         effects, estimates = [], []
         for metric in self._metrics:
@@ -161,10 +161,12 @@ class Family:
             family=tests,
             noise_floor=floor,
             goodput_per_s=self._goodput(one),
+            warnings=list(self._notes),
+            assumed_noise=options.assumed_floor,
             notes=[
                 *self._notes,
                 *_left_over(one.pairing, (self._labels[0], one.label)),
-                *([told] if (told := self._window.describe()) else []),
+                *([left_out] if (left_out := self._window.describe()) else []),
                 *_about_noise(options.assumed_floor, known, (len(before), len(one.runs))),
             ],
         )
@@ -200,7 +202,7 @@ def _alike(arms: Sequence[ArmRuns]) -> list[list[int]]:
 
 
 def _same_repeats(arms: Sequence[ArmRuns]) -> bool:
-    """Whether the runs of all arms correspond one to one by the name of their repeat, in the same order."""
+    """True if the runs of all arms correspond one to one by the name of their repeat, in the same order."""
     repeats = [[one.repeat for one in arm.runs] for arm in arms]
     return all(repeats[0]) and len(set(repeats[0])) == len(repeats[0]) and all(r == repeats[0] for r in repeats)
 
@@ -221,12 +223,14 @@ def _left_over(pairing: Pairing, names: tuple[str, str]) -> list[str]:
 def _about_noise(assumed_floor: float, noise: Sequence[RunNoise], runs: tuple[int, int]) -> list[str]:
     known = [found for found in noise if not found.assumed]
     if not known:
-        told = "no arm was repeated, so how runs of the same thing differ is unknown"
+        assumption = "no arm was repeated, so the noise between runs is not known"
         if assumed_floor > 0:
-            told += f": two runs are assumed to differ by up to {assumed_floor:.0%} in their times (--assumed-noise)"
+            assumption += (
+                f": two runs are assumed to differ by up to {assumed_floor:.0%} in their times (--assumed-noise)"
+            )
         else:
-            told += " and assumed to be nothing"
-        return [f"{told}. Repeat the arms, or give runs of the same thing with --aa"]
+            assumption += " and assumed to be zero"
+        return [f"{assumption}. Repeat the arms, or give replicates with --aa"]
     freedom = known[0].degrees_of_freedom
     if freedom < _FEW:
         return [

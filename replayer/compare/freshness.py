@@ -1,4 +1,4 @@
-"""Was a run's fleet fresh? What the run's own files say, and what its cache hits give away.
+"""Freshness of a run's fleet, by the run's own files and by its cache hits.
 
 A baseline measured on engines that had replayed the same trace before once faked a 44 % gain. The proof that the
 launcher keeps (``fresh.json``) is read where there is one; and since a proof can be missing, the hits themselves are
@@ -18,21 +18,21 @@ from replayer.traces.trace import Trace
 
 FRESH_FILE = "fresh.json"
 SLACK_TOKENS = 64
-"""What templates and rounding may add to the hits of one request."""
+"""Allowance for templates and rounding in the hits of one request."""
 MAX_IMPOSSIBLE_SHARE = 0.001
 """Share of all prompt tokens that may be cached beyond the bound before the run counts as warm."""
 MAX_APC_ABOVE_IDEAL = 0.01
 
 
 def stale_reasons(run: Run, *, directory: Path | None = None, trace: Trace | None = None) -> list[str]:
-    """Why the run must count as measured on a warm fleet; empty when nothing says so.
+    """Reasons to count the run as measured on a warm fleet; empty when there are none.
 
     Args:
         run: the run.
         directory: where its file lies; a ``fresh.json`` there is read.
         trace: the trace it replayed; without it the hits are checked less closely.
     """
-    reasons = _told(run)
+    reasons = _stated(run)
     if directory is not None:
         reasons += _proof(directory / FRESH_FILE)
     records = silence_as_zero(run.records)
@@ -44,7 +44,7 @@ def stale_reasons(run: Run, *, directory: Path | None = None, trace: Trace | Non
 
 
 def engines_of(directory: Path) -> set[str]:
-    """What identifies the engines of a run by the proof beside it: engine ids, and processes by pid and start."""
+    """Identities of a run's engines by the proof beside it: engine ids, and processes by pid and start."""
     try:
         proof: Any = msgspec.json.decode((directory / FRESH_FILE).read_bytes())
     except (OSError, msgspec.MsgspecError):
@@ -57,17 +57,17 @@ def engines_of(directory: Path) -> set[str]:
     return names
 
 
-def _told(run: Run) -> list[str]:
-    """What the run's header says: options.fresh is false, or an object with "fresh" false and "reason"."""
-    told: Any = run.header.options.get("fresh")
-    if isinstance(told, dict):
-        reason = told.get("reason") or "no reason given"
-        return [] if told.get("fresh", True) else [f"its header says the fleet was not fresh ({reason})"]
-    return ["its header says the fleet was not fresh"] if told is False else []
+def _stated(run: Run) -> list[str]:
+    """Reasons in the run's header: options.fresh is false, or an object with "fresh" false and "reason"."""
+    stated: Any = run.header.options.get("fresh")
+    if isinstance(stated, dict):
+        reason = stated.get("reason") or "no reason given"
+        return [] if stated.get("fresh", True) else [f"its header says the fleet was not fresh ({reason})"]
+    return ["its header says the fleet was not fresh"] if stated is False else []
 
 
 def _proof(path: Path) -> list[str]:
-    """What the launcher's proof says; a missing one says nothing."""
+    """Reasons in the launcher's proof; none where it is missing."""
     try:
         proof: Any = msgspec.json.decode(path.read_bytes())
     except FileNotFoundError:

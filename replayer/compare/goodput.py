@@ -25,8 +25,8 @@ class SloTokens(StrEnum):
 
     PROMPT = "prompt"
     NEW = "new"
-    """What the client adds to the turn before it, by the trace (`replayer.compare.pairing`): equal in both arms, unlike what
-    an engine had to compute, which would forgive an arm its own cache misses."""
+    """Tokens that the client adds to the turn before, by the trace (`replayer.compare.pairing`): equal in both arms.
+    Tokens that an engine had to compute would excuse an arm's own cache misses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class Slo:
 
     @property
     def fixed(self) -> bool:
-        """Whether any objective is the same for all requests."""
+        """True if any objective is the same for all requests."""
         return any(limit is not None for limit in (self.ttft_s, self.tpot_s, self.e2e_s))
 
     @property
     def scaled(self) -> bool:
-        """Whether TTFT is also judged by length."""
+        """True if TTFT is also judged by length."""
         return self.ttft_base_s is not None or self.ttft_per_1k_tokens_s is not None
 
     def describe_fixed(self) -> str:
@@ -60,9 +60,9 @@ class Slo:
     def describe_scaled(self) -> str:
         """The objectives of which TTFT grows with length, in words."""
         base_s, per_1k_s = self.ttft_base_s or 0.0, self.ttft_per_1k_tokens_s or 0.0
-        told = f"TTFT ≤ {base_s:g} s + {per_1k_s:g} s per 1,000 {self.tokens.value} tokens"
+        scaled = f"TTFT ≤ {base_s:g} s + {per_1k_s:g} s per 1,000 {self.tokens.value} tokens"
         others = Slo(tpot_s=self.tpot_s, e2e_s=self.e2e_s).describe_fixed()
-        return f"{told}, {others}" if others else told
+        return f"{scaled}, {others}" if others else scaled
 
     def check(self) -> None:
         """Refuse limits that cannot be meant.

@@ -56,7 +56,7 @@ class Values:
     sessions: int
     effective_sessions: float
     note: str
-    """Why the metric says too little to be judged; empty otherwise."""
+    """Reason why the metric is not judged; empty otherwise."""
 
     def part(self, start: int, end: int) -> Values:
         """Some of the runs."""

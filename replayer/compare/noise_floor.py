@@ -1,8 +1,8 @@
-"""How much runs of the same thing differ: the variance between repeats, and the noise floor that follows from it.
+"""Noise between replicates: the variance between repeats, and the noise floor that follows from it.
 
-The bootstrap over sessions says how a result would vary with other sessions. It does not say how it varies when the
-same thing is run again: the clocks of the GPUs, the neighbours on the host, the order in which requests happen to
-arrive move *all* sessions of a run together. That part is estimated from runs of the same thing: the repeats of each
+The bootstrap over sessions shows how a result would vary with other sessions. It does not show how it varies when the
+same configuration is run again: the clocks of the GPUs, other processes on the host, the order in which requests
+happen to arrive move *all* sessions of a run together. That part is estimated from replicates: the repeats of each
 arm, arms of equal configuration, and A/A runs given for this purpose.
 """
 
@@ -27,12 +27,12 @@ MIN_BLOCK_FREEDOM = 4
 
 @dataclass(frozen=True, eq=False)
 class RunNoise:
-    """One metric's variance between runs of the same thing, on its working scale (`replayer.compare.metrics.Values`)."""
+    """One metric's variance between replicates, on its working scale (`replayer.compare.metrics.Values`)."""
 
     variance: float
     """Of one run's value about the value of its arm; unbiased."""
     session_part: float
-    """The part of it that the bootstrap over sessions knows already."""
+    """The part of it that the bootstrap over sessions covers already."""
     degrees_of_freedom: int
     residuals: FloatArray
     """Shape (runs,): each run's value less its arm's mean (and less its block's, where blocks are used)."""
@@ -54,15 +54,15 @@ class FloorRow:
     groups: int
     degrees_of_freedom: int
     scatter: float
-    """Standard deviation between runs of the same thing, relative."""
+    """Standard deviation between replicates, relative."""
     largest: float
-    """Largest difference seen between two runs of the same thing, relative."""
+    """Largest difference seen between two replicates, relative."""
     two_runs: float
-    """Two single runs of the same thing differ by less than this in 95 of 100 cases: t(0.975) sqrt(2) x scatter."""
+    """Two replicates differ by less than this in 95 of 100 cases: t(0.975) sqrt(2) x scatter."""
 
 
 def between_runs(groups: Sequence[Values], *, blocks: bool) -> RunNoise | None:
-    """The variance between runs, pooled over groups of runs of the same thing.
+    """The variance between runs, pooled over groups of replicates.
 
     Args:
         groups: one metric's values for each group, on the group's own requests.
@@ -110,7 +110,7 @@ def block_freedom(repeats: Sequence[int]) -> int:
 
 
 def _finite(resampled: FloatArray) -> FloatArray:
-    """Resamples whose quantile is a failed request say nothing of the variance: NaN, which is left out."""
+    """Values with infinite ones as NaN, which is left out: a quantile at a failed request has no variance."""
     return np.where(np.isfinite(resampled), resampled, np.nan)
 
 
@@ -122,7 +122,7 @@ def _without_blocks(values: FloatArray) -> FloatArray:
 
 
 def floor_row(metric: Metric, groups: Sequence[Values]) -> FloorRow | None:
-    """What the table of the noise floor says of one metric; None when no group has two runs with a value."""
+    """One metric's row in the table of the noise floor; None when no group has two runs with a value."""
     noise = between_runs(groups, blocks=False)
     if noise is None:
         return None
@@ -144,6 +144,6 @@ def floor_row(metric: Metric, groups: Sequence[Values]) -> FloorRow | None:
 
 
 def design_floor(noise: RunNoise, baseline_runs: int, candidate_runs: int) -> float:
-    """Arms of these many runs of the same thing differ by less than this in 95 of 100 cases (working scale)."""
+    """Arms of these many replicates differ by less than this in 95 of 100 cases (working scale)."""
     spread = np.sqrt(noise.variance * (1 / baseline_runs + 1 / candidate_runs))
     return t_quantile(1 - ALPHA / 2, noise.degrees_of_freedom) * float(spread)

@@ -18,7 +18,7 @@ from replayer.records.runs import RequestRecord, Run
 Key = tuple[str, int, int, int]
 """(session_id, turn, chat_id, occurrence)."""
 CLOCKS = ("sent", "scheduled")
-"""Where TTFT and E2E start: when the client sent the request, or when the plan wanted it sent."""
+"""Start of TTFT and E2E: when the client sent the request, or when it was due by the plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """Every request of any of the runs, in the order of the keys, and what the plan says of it: shape (N,) each."""
+    """Every request of any of the runs, in the order of the keys, with its plan: shape (N,) each."""
 
     keys: list[Key]
     session_of: IntArray
@@ -47,7 +47,7 @@ class Requests:
     planned_s: FloatArray
     input_tokens: FloatArray
     added_tokens: FloatArray
-    """What the client adds to the turn before it, by the trace: input - (input + output of that turn), or the whole
+    """Tokens that the client adds to the turn before, by the trace: input - (input + output of that turn), or the whole
     input for a first turn and where the prompt does not hold its history."""
 
 
@@ -64,7 +64,7 @@ def keyed(run: Run) -> dict[Key, RequestRecord]:
 
 
 def silence_as_zero(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """The records with unknown cached tokens as 0, provided the engines told them for some request.
+    """The records with unknown cached tokens as 0, provided the engines reported them for some request.
 
     vLLM up to 0.18 leaves zero out of its usage; otherwise misses would drop out of every hit rate.
     """
@@ -85,7 +85,7 @@ def align(runs: Sequence[Run], *, clock: str) -> tuple[Requests, list[Columns]]:
     """
     by_run = [keyed(run._replace(records=silence_as_zero(run.records))) for run in runs]
     keys = sorted(set().union(*by_run))
-    # The plan is the same in every run; the first that has a request speaks for all.
+    # The plan is the same in every run: take it from the first that has the request.
     planned: dict[Key, RequestRecord] = {}
     for records in reversed(by_run):
         planned.update(records)

@@ -1,12 +1,12 @@
-"""Runs of one trace, request by request: what changed, how surely, and one sentence about it.
+"""Comparison of runs of one trace, request by request: changes, intervals, verdicts.
 
 Rules
 - Requests are matched by (session_id, turn, chat_id); see `replayer.compare.pairing`.
 - The start and the end of the plan are left out of every arm by rule; see `replayer.compare.window`.
 - Times are compared over requests that succeeded in every run of both arms; how many did not is part of the result,
   and the success rate and goodput are compared over all matched requests.
-- APC is cached prompt tokens over prompt tokens. An engine that says nothing about a request's cached tokens counts as
-  zero for it, provided it said something for others (vLLM up to 0.18 omits zero).
+- APC is cached prompt tokens over prompt tokens. A request without reported cached tokens counts as zero, provided its
+  engine reported them for others (vLLM up to 0.18 omits zero).
 - A run on a fleet that was not fresh is refused; see `replayer.compare.freshness`.
 - A difference smaller than the noise floor is never called one; see `replayer.compare.noise_floor`.
 """
@@ -75,7 +75,7 @@ def compare_arms(
     Args:
         arms: the baseline, then at least one candidate.
         options: see `CompareOptions`.
-        same: groups of runs of the same thing that are in no arm (A/A runs): they only tell the noise floor.
+        same: groups of replicates that are in no arm (A/A runs), used for the noise floor only.
 
     Returns:
         One comparison for each candidate; all of them are one family for the correction.

@@ -1,69 +1,144 @@
-"""Tables of a comparison for the terminal."""
+"""A comparison in the terminal: the matrix of verdicts, and the tables of its details."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from replayer.compare.goodput import Slo
-from replayer.compare.statistics.tests import Effect
-from replayer.report.page import format_percent, format_seconds
+from replayer.compare.matrix import Matrix, leader_sentence, matrix_of
+from replayer.compare.verdict import Cell, baseline_value, cell_of
+from replayer.records.readable import format_points
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from replayer.compare.comparison import Comparison
 
 _COLOURS = {"better": "green", "worse": "red"}
+_PLAIN: Any = {"box": None, "pad_edge": False, "padding": (0, 1, 0, 0)}
+
+
+def print_verdict(
+    console: Console, comparisons: Sequence[Comparison], among_the_best: Sequence[Comparison] = ()
+) -> Matrix:
+    """Print headline, markers, matrix and legend; returns the matrix.
+
+    Args:
+        console: 80 columns are enough.
+        comparisons: at least one, of one family.
+        among_the_best: the candidates against the fastest of them, for one more sentence.
+    """
+    from rich.text import Text
+
+    matrix = matrix_of(comparisons)
+    console.print(Text(matrix.headline), style="bold")
+    if among_the_best:
+        console.print(Text(leader_sentence(among_the_best)))
+    for marker in matrix.markers:
+        console.print(Text(f"! {marker}"), style="yellow")
+    console.print()
+    console.print(matrix_table(matrix))
+    console.print(Text(matrix.legend), style="dim")
+    for line in matrix.also:
+        console.print(Text(line))
+    return matrix
+
+
+def matrix_table(matrix: Matrix) -> Table:
+    """The matrix as a Rich table: arms down, metrics across, change over interval in each cell."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0, header_style="bold", leading=1)
+    table.add_column("arm", overflow="fold", min_width=8)
+    for name in matrix.metrics:
+        table.add_column(name, overflow="fold")
+    table.add_row(Text(f"{matrix.baseline}\n(baseline)"), *map(Text, matrix.reference))
+    for row in matrix.rows:
+        table.add_row(Text(row.arm), *map(_cell, row.cells))
+    return table
+
+
+def _cell(cell: Cell) -> Text:
+    from rich.text import Text
+
+    return Text(cell.head, style=_COLOURS.get(cell.word, "")).append(f"\n{cell.interval}", style="not bold")
+
+
+def print_details(console: Console, comparisons: Sequence[Comparison]) -> None:
+    """Print the table of replicates, every comparison with all its metrics, its fine print and its sentence."""
+    from rich.text import Text
+
+    if comparisons[0].noise_floor:
+        console.print(floor_table(comparisons[0]))
+        console.print()
+    for found in comparisons:
+        console.print(effects_table(found))
+        for note in [*_remarks(found), *found.notes]:
+            console.print(Text(note), style="dim")
+        console.print(Text(found.sentence), style="bold")
+        console.print()
 
 
 def effects_table(comparison: Comparison) -> Table:
-    """One comparison as a Rich table."""
-    from rich.markup import escape
+    """One comparison as a Rich table: every metric, within 80 columns."""
     from rich.table import Table
+    from rich.text import Text
 
-    title = f"{comparison.candidate_label} against {comparison.baseline_label}"
-    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    table.add_column("metric", no_wrap=True)
-    for name in (comparison.baseline_label, comparison.candidate_label):
-        table.add_column(escape(name), justify="right", overflow="fold")
-    table.add_column("change (95 % interval)", justify="right", no_wrap=True)
-    table.add_column("p, Holm", justify="right", no_wrap=True)
-    table.add_column("floor", justify="right", no_wrap=True)
-    table.add_column("smallest seen", justify="right", no_wrap=True)
-    table.add_column("verdict", overflow="fold")
+    pairing, runs = comparison.pairing, comparison.runs
+    title = Text(f"{comparison.candidate_label} against {comparison.baseline_label}")
+    table = Table(title=title, title_justify="left", caption_justify="left", header_style="bold", **_PLAIN)
+    table.add_column("metric", overflow="fold")
+    for name in ("baseline", "candidate"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("change, %", no_wrap=True)
+    for name in ("95 % interval", "p", "floor", "smallest"):
+        table.add_column(name, justify="right", no_wrap=True)
     for effect in comparison.effects:
-        show = format_seconds if effect.unit == "s" else format_percent
-        interval = "" if effect.note else f" ({effect.low * 100:+.1f} … {effect.high * 100:+.1f})"
+        cell = cell_of(effect)
         table.add_row(
             effect.metric,
-            show(effect.baseline),
-            show(effect.candidate),
-            f"{format_percent(effect.change)}{interval}",
+            baseline_value(effect),
+            baseline_value(replace(effect, baseline=effect.candidate)),
+            cell.head,
+            cell.interval,
             "–" if effect.note else f"{effect.p_adjusted:.4f}",
-            _around(effect.noise_floor),
-            _around(effect.smallest_detectable),
-            escape(_verdict(effect)),
-            style=_COLOURS.get(effect.verdict.value, ""),
+            format_points(effect.noise_floor, signed=False),
+            format_points(effect.smallest_detectable, signed=False),
+            style=_COLOURS.get(cell.word, ""),
         )
-    pairing, runs = comparison.pairing, comparison.runs
     repeated = f"{runs[0]} and {runs[1]} runs, " if max(runs) > 1 else ""
     table.caption = (
         f"{repeated}{pairing.both_ok} of {len(pairing.keys)} pairs OK in {'all' if repeated else 'both'}, "
-        f"{comparison.sessions} sessions; ≈ not distinguishable; floor: smaller changes are not called different; "
-        "smallest seen: found in 80 of 100 such experiments"
+        f"{comparison.sessions} sessions. p: corrected by Holm over {comparison.family} tests; floor: smaller changes "
+        "(in %) are not called different; smallest: change found in 80 of 100 such experiments"
     )
     return table
 
 
+def _remarks(comparison: Comparison) -> list[str]:
+    """Reasons for metrics that are not judged or lie below the noise floor, equal ones together."""
+    by_note: dict[str, list[str]] = {}
+    for cell in map(cell_of, comparison.effects):
+        if cell.note:
+            by_note.setdefault(f"{cell.verdict}: {cell.note}", []).append(cell.metric)
+    return [f"{', '.join(metrics)} {note}" for note, metrics in by_note.items()]
+
+
 def floor_table(comparison: Comparison) -> Table:
-    """What runs of the same thing differ by, as a Rich table."""
+    """Differences between replicates as a Rich table."""
     from rich.table import Table
 
-    table = Table(title="Runs of the same thing", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(title="Replicates", title_justify="left", header_style="bold", **_PLAIN)
     table.add_column("metric", no_wrap=True)
-    for name in ("runs", "of things", "scatter (1 SD)", "largest difference", "two runs, 95 %"):
+    for name in ("runs", "of arms", "scatter (1 SD)", "largest difference", "two runs, 95 %"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in comparison.noise_floor:
         table.add_row(
@@ -77,19 +152,11 @@ def floor_table(comparison: Comparison) -> Table:
 
 def goodput_lines(comparison: Comparison, slo: Slo) -> list[str]:
     """Goodput per second of both arms, with the objectives in words."""
-    told = {"goodput": slo.describe_fixed(), "goodput, scaled SLO": slo.describe_scaled() if slo.scaled else ""}
+    objectives = {"goodput": slo.describe_fixed(), "goodput, scaled SLO": slo.describe_scaled() if slo.scaled else ""}
     return [
-        f"{name} ({told[name]}): {before:.3f} requests/s against {after:.3f} requests/s"
+        f"{name} ({objectives[name]}): {before:.3f} requests/s against {after:.3f} requests/s"
         for name, (before, after) in comparison.goodput_per_s.items()
     ]
-
-
-def _verdict(effect: Effect) -> str:
-    if effect.note:
-        return f"not judged: {effect.note}"
-    if effect.verdict.value in _COLOURS:
-        return effect.verdict.value
-    return "≈, below the noise floor" if effect.below_floor else "≈"
 
 
 def _around(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Which part of a run is compared: the start of cold caches and the tail of a draining fleet are left out by rule.
+"""The compared part of a run: the start with cold caches and the tail of a draining fleet are left out by rule.
 
 The rule looks at the plan only, never at an outcome, so that it is the same for every run of every arm: a request's
 *planned time* is its time in the trace, from the first request on, divided by ``time_scale``. (When a later turn was
@@ -40,7 +40,7 @@ class Window:
     drain: int
     """Requests left out at the end."""
     automatic: bool
-    """Whether the automatic rule set either end."""
+    """True if the automatic rule set either end."""
 
     def describe(self) -> str:
         """One sentence on what was left out; empty when nothing was."""

@@ -25,6 +25,20 @@ def format_change(value: float | None, digits: int = 1) -> str:
     return DASH if value is None or not np.isfinite(value) else f"{value * 100:+.{digits}f} %"
 
 
+def format_points(value: float | None, *, signed: bool = True) -> str:
+    """A relative change in percent without the unit, in two digits below 10 and whole numbers above; a dash if unknown.
+
+    Args:
+        value: a fraction, 0.123 for 12 %.
+        signed: print the sign of a rise too.
+    """
+    if value is None or not np.isfinite(value):
+        return DASH
+    points = round(value * 100, 1) + 0.0  # no "-0.0"
+    digits = 1 if abs(points) < 9.95 else 0
+    return f"{points:{'+' if signed and points else ''},.{digits}f}"
+
+
 def format_number(value: float | None, digits: int = 0) -> str:
     """A number with separators, a dash when unknown."""
     return DASH if value is None or not np.isfinite(value) else f"{value:,.{digits}f}"

@@ -1,22 +1,22 @@
-"""Hit-rate anatomy: what prefix sharing a run could have used, what it used, and where the rest went.
+"""Hit-rate anatomy: the prefix sharing that a run could have used, the part that it used, and the losses.
 
-Every request asks for the leading full blocks of its prompt. In the order in which the run sent its requests, and at
-the moment each was sent, the models below say how many of these tokens
+Every request looks up the leading full blocks of its prompt. In the order in which the run sent its requests, and at
+the moment each was sent, the models below count how many of these tokens
 
 * **ideal, infinite**: any earlier request of the fleet had computed (one cache for all that never forgets);
 * **ideal, finite**: one LRU cache of the whole fleet's capacity would have held;
 * **routed, infinite**: an earlier request on the *chosen* instance had computed (the placement as it was, no eviction);
 * **best placed**: some instance still held, under LRU caches of the instances' own size and the placement as it was;
 * **routed, finite**: the chosen instance still held, under the same caches;
-* **actual**: the engine said it had cached.
+* **actual**: the engine reported as cached.
 
 The loss, ideal infinite minus actual, is the sum of three parts for every single request:
 
 * **eviction** = ideal infinite - best placed: computed before, but no instance holds it any more;
 * **routing** = best placed - routed finite: another instance held it, the chosen one did not. What the router predicted
   for each candidate divides it: up to (largest prediction - prediction for the chosen one) was given up *knowingly*,
-  for load for example; the rest is **prediction error**, the router did not know;
-* **not delivered** = routed finite - actual: the model holds it, the engine computed it all the same. Blocks still
+  for load for example; the rest is **prediction error**;
+* **not delivered** = routed finite - actual: the model holds it, the engine computed it anyway. Blocks still
   being computed when the request came, room taken by running requests and by outputs; below zero where the engine's
   blocks are smaller than the trace's, or its eviction kinder than LRU.
 
@@ -41,7 +41,7 @@ Beliefs = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Sums over requests, in tokens of the trace. None: cannot be told, see `Anatomy.left_out`."""
+    """Sums over requests, in tokens of the trace. None: unknown, see `Anatomy.left_out`."""
 
     prompt: int = 0
     ideal_infinite: int = 0
@@ -51,7 +51,7 @@ class Tokens:
     routed_finite: int | None = None
     actual: int | None = None
     known: int | None = None
-    """Of the routing loss: given up although the router knew. None without predictions for every candidate."""
+    """Of the routing loss: given up although it was predicted. None without predictions for every candidate."""
     unknown: int | None = None
     """Of the routing loss: prediction error."""
     untold: int | None = None
@@ -89,9 +89,9 @@ class Anatomy:
     """Requests counted."""
     instances: int
     capacity_tokens: int | None
-    """Of one instance; None when nobody told it."""
+    """Of one instance; None when unknown."""
     left_out: list[str] = field(default_factory=list)
-    """Requests and figures that are missing, and why."""
+    """Requests and figures that are missing, with the reason."""
 
     @property
     def losses(self) -> list[Part]:
@@ -125,7 +125,7 @@ class Anatomy:
         return parts
 
 
-class Outcome:
+class TokenSums:
     """Sums up a request at a time, as integers."""
 
     __slots__ = ("sums",)
@@ -139,7 +139,7 @@ class Outcome:
 
 
 class TracePaths:
-    """A trace made ready: what each request asks for, as paths of segments. Made once for all runs of the trace."""
+    """The blocks of each request of a trace as paths of segments. Made once for all runs of the trace."""
 
     def __init__(self, trace: Trace) -> None:
         size = trace.block_tokens
@@ -169,7 +169,7 @@ def anatomy(
 
     Args:
         paths: what was replayed.
-        records: the run's requests. Those that failed, were served by nobody knows whom, or are not in the trace are
+        records: the run's requests. Those that failed, have no instance, or are not in the trace are
             left out, and what they left in the engines' caches with them.
         capacity_tokens: KV pool of one instance, tokens; None leaves out what needs it.
         instances: names of all instances; those that served nothing count for the fleet's capacity.
@@ -184,8 +184,8 @@ def anatomy(
     infinite = {name: InfiniteCache(blocks) for name in names}
     finite = {} if capacity is None else {name: LruCache(blocks, capacity) for name in names}
     predicted = any(record.predicted_cached_tokens is not None for record, *_ in found)
-    told = [record.cached_tokens is not None and record.prompt_tokens is not None for record, *_ in found]
-    sums = Outcome()
+    reported = [record.cached_tokens is not None and record.prompt_tokens is not None for record, *_ in found]
+    sums = TokenSums()
     split = any(beliefs.get(record.request_id) for record, *_ in found) if beliefs else False
     for record, path, input_length in found:
         places = _places(record)
@@ -203,7 +203,7 @@ def anatomy(
             sums.add("routed_finite", here * size)
         if split:
             _split_routing(sums, (best - here) * size, places[0], (beliefs or {}).get(record.request_id))
-        if all(told):
+        if all(reported):
             sums.add("actual", _in_trace_tokens(record, input_length))
             if predicted:
                 error = (record.predicted_cached_tokens or 0) - (record.cached_tokens or 0)
@@ -216,10 +216,12 @@ def anatomy(
         left_out.append("ideal finite, best placed and routed finite: the KV capacity of an instance is not known")
     if not split:
         left_out.append("the split of the routing loss: no record of what the router predicted for each candidate")
-    if found and not all(told):
-        left_out.append(f"actual: the engines told no cached tokens for {told.count(False)} of {len(found)} requests")
-    names_told = _names(capacity is not None, split, bool(found) and all(told), predicted)
-    figures = Tokens(**{name: sums.sums.get(name, 0) for name in names_told})
+    if found and not all(reported):
+        left_out.append(
+            f"actual: the engines reported no cached tokens for {reported.count(False)} of {len(found)} requests"
+        )
+    known = _names(capacity is not None, split, bool(found) and all(reported), predicted)
+    figures = Tokens(**{name: sums.sums.get(name, 0) for name in known})
     return Anatomy(figures, len(found), len(names), capacity_tokens, left_out)
 
 
@@ -234,7 +236,7 @@ def total(parts: Sequence[Anatomy]) -> Anatomy:
 
 
 def _names(capacity: bool, split: bool, actual: bool, predicted: bool) -> list[str]:
-    """The figures that can be told."""
+    """Names of the figures that are known."""
     names = ["prompt", "ideal_infinite", "routed_infinite"]
     names += ["ideal_finite", "best_placed", "routed_finite"] if capacity else []
     names += ["known", "unknown", "untold"] if split else []
@@ -270,7 +272,7 @@ def _matched(
 
 
 def _places(record: RequestRecord) -> tuple[str, ...]:
-    """Where the prompt was computed, first, and where else its KV went."""
+    """The instance that computed the prompt, then the one that its KV went to."""
     assert record.instance is not None
     if record.prefill_instance is None or record.prefill_instance == record.instance:
         return (record.instance,)
@@ -278,7 +280,7 @@ def _places(record: RequestRecord) -> tuple[str, ...]:
 
 
 def _best(caches: Mapping[str, PrefixCache], path: Sequence[int], here: int, most: int) -> int:
-    """What the best instance holds; nobody holds more than ``most``."""
+    """Blocks that the best instance holds; no instance holds more than ``most``."""
     best = here
     for cache in caches.values():
         if best == most:
@@ -287,7 +289,7 @@ def _best(caches: Mapping[str, PrefixCache], path: Sequence[int], here: int, mos
     return best
 
 
-def _split_routing(sums: Outcome, lost: int, chosen: str, predicted: Mapping[str, float] | None) -> None:
+def _split_routing(sums: TokenSums, lost: int, chosen: str, predicted: Mapping[str, float] | None) -> None:
     if not predicted or chosen not in predicted:
         sums.add("untold", lost)
         return
@@ -297,7 +299,7 @@ def _split_routing(sums: Outcome, lost: int, chosen: str, predicted: Mapping[str
 
 
 def _in_trace_tokens(record: RequestRecord, input_length: int) -> int:
-    """Cached tokens as told, scaled where the engine counts the prompt differently from the trace (replays of text)."""
+    """Reported cached tokens, scaled where the engine counts the prompt differently from the trace (text replays)."""
     cached, prompt = record.cached_tokens or 0, record.prompt_tokens or 0
     if not prompt or prompt == input_length:
         return cached

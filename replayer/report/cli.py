@@ -26,11 +26,8 @@ from replayer.compare.cli import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from replayer.compare.arms import ArmRuns
-    from replayer.records.summary import Quantiles
-    from replayer.report.page import Arm, ArmSummary, Extras
+    from replayer.report.page import Arm, Extras
 
 
 def report_command(
@@ -85,9 +82,13 @@ def report_command(
     It has verdicts, tables, figures and conditions.
     Takes run files of `warmroute replay` and `warmroute simulate`, or the directory of an experiment. The page refers
     to nothing outside itself and can be printed. Runs that must not be compared (other trace, scale or limit, a warm
-    fleet) are shown side by side without a verdict, and the page says why. See docs/reports.md.
+    fleet) are shown side by side without a verdict, and the page says why.
     """
+    from rich.console import Console
+    from rich.text import Text
+
     from replayer.compare.comparison import CompareOptions
+    from replayer.compare.tables import print_verdict
     from replayer.report.figures.style import save_all
     from replayer.report.page import BreakdownError, against_leader, compare_all, make_page, write_report
 
@@ -107,7 +108,7 @@ def report_command(
     )
     try:
         comparisons, refusals = compare_all(arms, options, same=_same(aa or []))
-        # What the trace says of each arm's hits has just been checked.
+        # Each arm's hits have just been checked against the trace.
         among_the_best = against_leader(arms, options if refusals else replace(options, trace=None))
         page = make_page(arms, comparisons, title=title, remarks=refusals, among_the_best=among_the_best, extras=extras)
     except BreakdownError as error:
@@ -119,17 +120,20 @@ def report_command(
         drawn = save_all(page.drawings, figures) if figures is not None else []
     except OSError as error:
         _stop(f"cannot write {error.filename or output}: {error.strerror}")
-    for found in comparisons:
-        typer.echo(found.sentence)
+    console = Console(highlight=False)
+    if comparisons:
+        print_verdict(console, comparisons, among_the_best)
     for refusal in refusals:
         typer.echo(refusal, err=True)
-    typer.echo(f"report: {output}" + (f"; {len(drawn)} files of figures in {figures}" if drawn else ""))
+    if drawn:
+        console.print(Text(f"{len(drawn)} files of figures: {figures}"), soft_wrap=True)
+    console.print(Text(f"Open the report: {output}"), soft_wrap=True)
 
 
 def _read(
     runs: Sequence[Path], specs: Sequence[str], trace: Path | None, pool_tokens: int | None, session: str | None
 ) -> tuple[list[Arm], Extras]:
-    """Arms and what goes with them; what cannot be read ends the command with status 2."""
+    """Arms with trace and environment; an unreadable input ends the command with status 2."""
     from replayer.compare.arms import ArmError
     from replayer.records.runs import RecordError
     from replayer.report.inputs import ReportError, read_inputs
@@ -147,7 +151,7 @@ def _read(
 
 
 def _same(specs: Sequence[str]) -> list[ArmRuns]:
-    """A/A groups: runs of the same thing."""
+    """A/A groups, each of replicates."""
     from replayer.compare.arms import ArmError, read_arm
     from replayer.records.runs import RecordError
 
@@ -160,7 +164,7 @@ def _same(specs: Sequence[str]) -> list[ArmRuns]:
     except OSError as error:
         _stop(f"{error.filename or ''}: {error.strerror}")
     if any(len(group.runs) < 2 for group in groups):
-        _stop("--aa needs at least two runs of the same thing: --aa RUN.jsonl,RUN.jsonl[,...]")
+        _stop("--aa needs at least two replicates: --aa RUN.jsonl,RUN.jsonl[,...]")
     return groups
 
 
@@ -187,41 +191,6 @@ def _with_breakdowns(arms: list[Arm], given: Sequence[str]) -> list[Arm]:
             _stop(f"--breakdown {spec}: {error}")
         arms[by_label[label]] = replace(arms[by_label[label]], breakdown=rows)
     return arms
-
-
-def arms_table(summaries: Sequence[ArmSummary], *, title: str = "Arms") -> Table:
-    """The arms side by side as a Rich table; times in engine seconds."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from replayer.records.readable import format_percent
-
-    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    table.add_column("arm", overflow="fold")
-    for column in ("OK/N", "TTFT s", "TPOT ms", "E2E s"):
-        table.add_column(f"{column}\np50/p90/p99" if column != "OK/N" else column, justify="right", no_wrap=True)
-    table.add_column("APC", justify="right", no_wrap=True)
-    for found in summaries:
-        total = found.summary.total
-        table.add_row(
-            escape(found.label),
-            f"{total.ok}/{total.requests}",
-            _three(total.ttft_s),
-            _three(total.tpot_s, 1000),
-            _three(total.e2e_s),
-            format_percent(found.summary.apc),
-        )
-    return table
-
-
-def _three(quantiles: Quantiles, factor: float = 1.0) -> str:
-    """p50/p90/p99 with three digits each."""
-    values = (quantiles.p50, quantiles.p90, quantiles.p99)
-    return "/".join("–" if value is None else _digits(value * factor) for value in values)
-
-
-def _digits(value: float) -> str:
-    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def _stop(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The conditions a page's figures hold under: headers, machine and versions, proof of freshness, what was left out."""
+"""Conditions of a page's figures: headers, machine and versions, proof of freshness."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("vllm", "torch", "numpy", "scipy", "uvloop", "httptools", "aiohttp"
 
 @dataclass(frozen=True)
 class Freshness:
-    """What proves that one run began with empty engines."""
+    """Proof that one run began with empty engines."""
 
     label: str
     repeat: str
@@ -72,13 +72,13 @@ def _freshness(label: str, one: OneRun) -> Freshness:
         problems.append("the proof names no engine")
     if problems:
         return Freshness(label, one.repeat, file, "not fresh", "; ".join(problems))
-    told = f"{len(engines)} engines started for this run, caches and counters empty"
-    told += f"; GPUs: {gpus['status']}" if gpus.get("status") else ""
-    return Freshness(label, one.repeat, file, "fresh", told)
+    proof = f"{len(engines)} engines started for this run, caches and counters empty"
+    proof += f"; GPUs: {gpus['status']}" if gpus.get("status") else ""
+    return Freshness(label, one.repeat, file, "fresh", proof)
 
 
 def machine(environment: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """What an experiment's environment.json says, in a few lines; empty without one."""
+    """An experiment's environment.json in a few lines; empty without one."""
     if environment is None:
         return []
     software, hardware, clocks = (_part(environment, name) for name in ("software", "hardware", "clocks"))

@@ -1,4 +1,4 @@
-"""What the router decided and how it came out: reasons, classes expected against computed, stages, outcomes."""
+"""The router's decisions and their results: reasons, classes expected against computed, stages, outcomes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from replayer.records.breakdown_rows import BreakdownRow
 from replayer.records.runs import RequestRecord
 from replayer.records.summary import CLASSES, Quantiles, classify, quantiles
 
-NOT_TOLD = "not told"
+NOT_REPORTED = "not reported"
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ReasonRow:
     share: float
     ttft_s: Quantiles
     apc: float | None
-    """Cached over prompt tokens, as the engines told."""
+    """Cached over prompt tokens, as the engines reported."""
     error_tokens: Quantiles
     """Predicted - actual cached tokens, with sign."""
 
@@ -39,7 +39,7 @@ class ClassMatrix:
 
 @dataclass(frozen=True)
 class BreakdownSummary:
-    """What the proxy's rows add."""
+    """Figures from the proxy's breakdown rows."""
 
     rows: int
     retried: int
@@ -52,7 +52,7 @@ def reasons(records: Sequence[RequestRecord]) -> list[ReasonRow]:
     """One row for each reason, the most frequent one first."""
     groups: dict[str, list[RequestRecord]] = {}
     for record in records:
-        groups.setdefault(record.reason or NOT_TOLD, []).append(record)
+        groups.setdefault(record.reason or NOT_REPORTED, []).append(record)
     return [
         _reason(name, group, len(records))
         for name, group in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
@@ -61,17 +61,17 @@ def reasons(records: Sequence[RequestRecord]) -> list[ReasonRow]:
 
 def _reason(name: str, group: Sequence[RequestRecord], requests: int) -> ReasonRow:
     good = [record for record in group if record.ok]
-    told = [record for record in good if record.cached_tokens is not None and record.prompt_tokens]
-    prompt = sum(record.prompt_tokens or 0 for record in told)
+    reported = [record for record in good if record.cached_tokens is not None and record.prompt_tokens]
+    prompt = sum(record.prompt_tokens or 0 for record in reported)
     return ReasonRow(
         reason=name,
         requests=len(group),
         share=len(group) / requests,
         ttft_s=quantiles(record.ttft_s for record in good),
-        apc=sum(record.cached_tokens or 0 for record in told) / prompt if prompt else None,
+        apc=sum(record.cached_tokens or 0 for record in reported) / prompt if prompt else None,
         error_tokens=quantiles(
             record.predicted_cached_tokens - (record.cached_tokens or 0)
-            for record in told
+            for record in reported
             if record.predicted_cached_tokens is not None
         ),
     )

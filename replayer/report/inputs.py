@@ -1,4 +1,4 @@
-"""What a report is made from: run files with what lies beside them, or the directory of an experiment."""
+"""Inputs of a report: run files with the files beside them, or the directory of an experiment."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _CAPACITY = ("kv_capacity_tokens", "pool_tokens")
 
 
 class ReportError(ValueError):
-    """What a report cannot be made from; the message says what to do."""
+    """Inputs that no report can be made from; the message has the remedy."""
 
 
 @dataclass(frozen=True)
 class OneRun:
-    """One run of an arm and what is known of it besides."""
+    """One run of an arm with the files beside it."""
 
     run: Run
     """Silent engines count as zero cached tokens, see `replayer.compare.pairing.silence_as_zero`."""
@@ -41,27 +41,27 @@ class OneRun:
     fresh: Mapping[str, Any] | None = None
     """The proof of freshness beside the run."""
     arm: Mapping[str, Any] = field(default_factory=dict)
-    """What the experiment kept of the run (arm.json)."""
+    """The experiment's record of the run (arm.json)."""
 
     @property
     def capacity_tokens(self) -> int | None:
-        """KV pool of one instance as the run's header or the experiment says; None when neither does."""
-        for told in (self.run.header.options, self.arm):
+        """KV pool of one instance from the run's header or the experiment; None when neither has it."""
+        for source in (self.run.header.options, self.arm):
             for name in _CAPACITY:
-                if isinstance(value := told.get(name), int) and value > 0:
+                if isinstance(value := source.get(name), int) and value > 0:
                     return value
         return None
 
     @property
     def instances(self) -> list[str]:
-        """Names of all instances anybody mentions; where the fleet is told to be larger, invented ones for the rest."""
+        """Names of all instances in rows, records and proof; where the fleet is larger, made-up names for the rest."""
         engines = (self.fresh or {}).get("engines") or []
         names = [str(engine["instance"]) for engine in engines if isinstance(engine, dict) and "instance" in engine]
         names += [name for row in self.rows for name in row.candidates]
         for record in self.run.records:
             names += [name for name in (record.instance, record.prefill_instance) if name is not None]
         known = list(dict.fromkeys(names))
-        counts = [told.get("instances") for told in (self.run.header.options, self.arm)]
+        counts = [source.get("instances") for source in (self.run.header.options, self.arm)]
         missing = max((count for count in counts if isinstance(count, int)), default=0) - len(known)
         return known + [f"unnamed-{number}" for number in range(1, missing + 1)]
 
@@ -81,7 +81,7 @@ class Arm:
     arm: Mapping[str, Any] = field(default_factory=dict)
     repeat: str = ""
     repeats: tuple[Arm, ...] = ()
-    """Further runs of the same thing."""
+    """Further replicates."""
 
     def runs(self) -> list[OneRun]:
         """All runs, the first one first.
@@ -92,8 +92,8 @@ class Arm:
         return [self._own(), *(run for repeat in self.repeats for run in repeat.runs())]
 
     def _own(self) -> OneRun:
-        told = self.run._replace(records=silence_as_zero(self.run.records))
-        return OneRun(told, rows_of(self.breakdown or ()), self.path, self.repeat, self.fresh, self.arm)
+        run = self.run._replace(records=silence_as_zero(self.run.records))
+        return OneRun(run, rows_of(self.breakdown or ()), self.path, self.repeat, self.fresh, self.arm)
 
     def compared(self) -> ArmRuns:
         """The arm as `replayer.compare.runs` takes it."""
@@ -126,7 +126,7 @@ class Inputs:
     """The baseline first."""
     trace: Trace | None = None
     why_no_trace: str = ""
-    """Said in the page where an experiment's trace cannot be used; empty otherwise."""
+    """Shown in the page where an experiment's trace cannot be used; empty otherwise."""
     environment: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -150,7 +150,7 @@ def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | N
             raise ReportError(f"{directory}: an experiment's directory holds all arms; give it alone")
         experiment = read_experiment(directory, force=True)
         found, own = experiment.arms, experiment.trace
-        # What the reader must know first: which runs are not in the figures.
+        # First on the page: which runs are not in the figures.
         notes = [note[:1].upper() + note[1:] + "." for note in experiment.notes]
         environment = read_environment(directory)
     else:
@@ -204,8 +204,8 @@ def _beside(label: str, one: ArmRun) -> Arm:
     rows = read_rows(folder / BREAKDOWN_FILE) if alone and (folder / BREAKDOWN_FILE).exists() else None
     fresh = _read_json(folder / FRESH_FILE) if alone else None
     arm = (_read_json(folder / ARM_FILE) if alone else None) or {}
-    told = f"run {one.repeat}: " if one.repeat else ""
-    warnings = [f"{told}{warning}" for warning in arm.get("warnings") or []]
+    prefix = f"run {one.repeat}: " if one.repeat else ""
+    warnings = [f"{prefix}{warning}" for warning in arm.get("warnings") or []]
     return Arm(label, one.run, rows, warnings, one.path, fresh, arm, one.repeat)
 
 

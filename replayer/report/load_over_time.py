@@ -1,6 +1,6 @@
-"""Load of every instance over time, reconstructed from a run's records, and how uneven it was.
+"""Load of every instance over time, reconstructed from a run's records, and its imbalance.
 
-A request is in flight on its instance from sent to finished. Its new tokens (prompt - cached, as the engine told) are
+A request is in flight on its instance from sent to finished. Its new tokens (prompt - reported cached) are
 pending from sent to first token, on the instance that computed them: P where the prefill was offloaded. The client's
 clock is used, so the way there and back is included; work the engine had from elsewhere is not known.
 """
@@ -41,7 +41,7 @@ class LoadOverTime:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """How uneven a load was over the whole run: moments weighted by the load of the fleet at that moment."""
+    """Imbalance of a load over the whole run: moments weighted by the load of the fleet at that moment."""
 
     largest_over_mean: float
     """1 is even; the number of instances is the worst."""
@@ -52,7 +52,7 @@ class Imbalance:
 def load_over_time(
     records: Sequence[RequestRecord], *, instances: Iterable[str] = (), bins: int = BINS
 ) -> LoadOverTime | None:
-    """Load of every instance; None when no record says when and where it ran.
+    """Load of every instance; None when no record has times and instance.
 
     Args:
         records: requests of one run; failed ones count for as long as they were in flight.

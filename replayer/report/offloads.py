@@ -14,7 +14,7 @@ from replayer.records.runs import RequestRecord
 from replayer.records.summary import Quantiles, quantiles
 
 FALL_BACK = "fell_back"
-"""How reasons of hand-offs that failed begin."""
+"""Prefix of the reasons of hand-offs that failed."""
 LEGS = {
     "prefill": "P leg: prefill on P, until its answer",
     "transfer": "D leg: pull and first token on D",
@@ -56,17 +56,17 @@ class Offloads:
     offloaded: int
     """Requests whose prompt another instance computed."""
     reasons: list[tuple[str, int]]
-    """What the planner said, most frequent first; fall-backs are in `fallbacks`."""
+    """The planner's reasons, most frequent first; fall-backs are in `fallbacks`."""
     fallbacks: list[tuple[str, int]]
     legs: list[LegSummary]
     ttft_offloaded_s: Quantiles
     ttft_colocated_s: Quantiles
     from_rows: bool
-    """Whether the proxy's rows were there; without them there are neither reasons nor legs."""
+    """False without the proxy's rows: then there are neither reasons nor legs."""
 
     @property
     def tried(self) -> bool:
-        """Whether any offload was tried: else there is nothing to show."""
+        """True if any offload was tried: else there is nothing to show."""
         return bool(self.offloaded or self.fallbacks)
 
 

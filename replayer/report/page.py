@@ -1,4 +1,4 @@
-"""One self-contained HTML page about one or more runs: tables, verdicts, figures and the conditions they hold under."""
+"""One self-contained HTML page about one or more runs: verdicts, figures, tables and the conditions they hold under."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from markupsafe import Markup
 from replayer.compare.arms import ArmRuns
 from replayer.compare.comparison import CompareOptions, Comparison
 from replayer.compare.conditions import refuse_or_note
+from replayer.compare.matrix import leader_sentence, matrix_of
 from replayer.compare.runs import ComparisonError, compare_arms
+from replayer.compare.verdict import cell_of
 from replayer.records.breakdown_rows import BreakdownError, BreakdownRow
 from replayer.records.breakdown_rows import read_objects as read_breakdown
 from replayer.records.readable import format_change, format_number, format_percent, format_seconds
@@ -38,8 +40,6 @@ __all__ = [
     "Row",
     "against_leader",
     "compare_all",
-    "format_percent",
-    "format_seconds",
     "make_page",
     "read_breakdown",
     "render",
@@ -51,13 +51,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Extras:
-    """What a page may show besides its runs."""
+    """Contents of a page besides its runs."""
 
     trace: Trace | None = None
-    """What was replayed: the hit anatomy needs its block ids."""
+    """The replayed trace: the hit anatomy needs its block ids."""
     why_no_trace: str = "it needs the trace for its block ids: give --trace FILE"
     pool_tokens: int | None = None
-    """KV pool of one instance, where the runs do not tell it."""
+    """KV pool of one instance, where the runs do not have it."""
     session: str | None = None
     """The session to draw; None: the longest."""
     environment: Mapping[str, Any] | None = None
@@ -77,12 +77,12 @@ class Page:
 def compare_all(
     arms: Sequence[Arm], options: CompareOptions | None = None, *, same: Sequence[ArmRuns] = (), **fields: Any
 ) -> tuple[list[Comparison], list[str]]:
-    """Every arm against the first: the comparisons, and why the others could not be made.
+    """Every arm against the first: the comparisons, and the reasons why others could not be made.
 
     Args:
         arms: the baseline first.
         options: how to compare.
-        same: groups of runs of the same thing, which tell the noise floor.
+        same: groups of replicates, used for the noise floor.
         fields: of `CompareOptions`, instead of ``options``.
     """
     chosen = options or CompareOptions(**fields)
@@ -94,7 +94,7 @@ def compare_all(
     except ComparisonError as error:
         if len(others) == 1:
             return [], [str(error)]
-    # Something speaks against some arm: which, and the others all the same.
+    # Some arm must not be compared: find which, and compare the others.
     comparable, refusals = [base], []
     for other in others:
         try:
@@ -111,7 +111,7 @@ def compare_all(
 
 
 def against_leader(arms: Sequence[Arm], options: CompareOptions | None = None, **fields: Any) -> list[Comparison]:
-    """The arms after the first against the one of them with the lowest E2E p50: who is really ahead.
+    """The arms after the first against the one of them with the lowest E2E p50.
 
     Empty with fewer than two such arms, or when they cannot be compared. Arguments as for `compare_all`.
     """
@@ -133,7 +133,7 @@ def render(
     among_the_best: Sequence[Comparison] = (),
     extras: Extras | None = None,
 ) -> str:
-    """The page as HTML text; see `make_page`."""
+    """HTML text of `make_page`."""
     return make_page(arms, comparisons, title=title, remarks=remarks, among_the_best=among_the_best, extras=extras).html
 
 
@@ -150,10 +150,10 @@ def make_page(
 
     Args:
         arms: the runs, baseline first.
-        comparisons: what `compare_all` or `compare` found.
+        comparisons: from `compare_all` or `compare`.
         title: heading of the page.
         remarks: sentences shown above the tables, for example why a comparison was refused.
-        among_the_best: the arms against the leader (`against_leader`); only their verdicts are shown.
+        among_the_best: the arms against the leader (`against_leader`), shown as a second, folded matrix.
         extras: trace, pool, session and environment.
 
     Raises:
@@ -195,7 +195,8 @@ def make_page(
         arms=arms,
         summaries=summaries,
         comparisons=comparisons,
-        among_the_best=among_the_best,
+        matrix=matrix_of(comparisons) if comparisons else None,
+        leader=_leader(among_the_best),
         remarks=[*extras.notes, *remarks],
         warnings=[(arm.label, warning) for arm in arms for warning in arm.warnings],
         latency=latency,
@@ -226,6 +227,17 @@ def write_report(path: str | Path, html: str) -> Path:
     return path
 
 
+def _leader(among_the_best: Sequence[Comparison]) -> dict[str, Any] | None:
+    """The candidates against the fastest of them."""
+    if not among_the_best:
+        return None
+    return {
+        "sentence": leader_sentence(among_the_best),
+        "matrix": matrix_of(among_the_best),
+        "sentences": [found.sentence for found in among_the_best],
+    }
+
+
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("replayer.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -235,6 +247,7 @@ def _environment() -> Environment:
         percent=format_percent,
         change=format_change,
         number=format_number,
+        cell=cell_of,
         inline=lambda drawing: Markup(drawing.inline()),
     )
     return environment

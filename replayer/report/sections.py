@@ -21,7 +21,7 @@ Runs = Mapping[str, Sequence[OneRun]]
 _MAX_CELLS = 1200
 _MIN_BINS = 24
 _MAX_SURPLUS = 0.01
-"""Share of the prompt tokens that may be cached beyond the model before the page doubts the capacity."""
+"""Share of the prompt tokens that may be cached beyond the model before the page warns about the capacity."""
 
 LEVELS = {
     "ideal_infinite": ("ideal, infinite", "one cache for the fleet that never forgets"),
@@ -29,7 +29,7 @@ LEVELS = {
     "routed_infinite": ("routed, infinite", "instances that never forget, the placement as it was"),
     "best_placed": ("best placed", "LRU caches of the instances' size: the one that held most of the prompt"),
     "routed_finite": ("routed, finite", "LRU caches of the instances' size: the chosen one"),
-    "actual": ("actual", "as the engines told"),
+    "actual": ("actual", "as the engines reported"),
 }
 
 
@@ -53,7 +53,7 @@ class HitRow:
 
 @dataclass(frozen=True)
 class Hits:
-    """The anatomy of all arms, or why there is none."""
+    """The anatomy of all arms, or the reason why there is none."""
 
     why_missing: str = ""
     arms: dict[str, Anatomy] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Hits:
 
     @property
     def doubtful(self) -> list[str]:
-        """Arms in which more was cached than the caches of the capacity told can hold."""
+        """Arms in which more was cached than caches of the given capacity can hold."""
         return [
             label
             for label, one in self.arms.items()
@@ -75,7 +75,7 @@ class Hits:
 
     @property
     def left_out(self) -> dict[str, list[str]]:
-        """What is missing and why -> in which arms."""
+        """Missing figure with its reason -> arms without it."""
         missing: dict[str, list[str]] = {}
         for label, one in self.arms.items():
             for why in one.left_out:
@@ -88,9 +88,9 @@ def hits(arms: Runs, trace: Trace | None, *, why_no_trace: str, capacity_tokens:
 
     Args:
         arms: their runs.
-        trace: what was replayed.
-        why_no_trace: said where ``trace`` is None.
-        capacity_tokens: KV pool of one instance, where the runs do not tell it.
+        trace: the replayed trace.
+        why_no_trace: shown where ``trace`` is None.
+        capacity_tokens: KV pool of one instance, where the runs do not have it.
     """
     if trace is None:
         return Hits(why_no_trace)
@@ -149,7 +149,7 @@ def _loss(one: Anatomy, name: str) -> int | None:
 
 @dataclass(frozen=True)
 class LoadRow:
-    """How uneven one arm's loads were; with repeats the mean of them."""
+    """Imbalance of one arm's loads; with repeats the mean of them."""
 
     label: str
     requests: Imbalance

@@ -80,7 +80,7 @@ def _cut_after(block: NDArray[np.int64], last: NDArray[np.int64], count: int) ->
 
 
 class PrefixCache(Protocol):
-    """What a model of one instance's prefix cache offers."""
+    """Interface of a model of one instance's prefix cache."""
 
     def held(self, path: Path) -> int:
         """Leading blocks of the path that the cache holds."""
@@ -90,14 +90,14 @@ class PrefixCache(Protocol):
 
 
 class InfiniteCache:
-    """Never forgets."""
+    """A cache without eviction."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
         self._blocks = blocks
         self._seen: set[int] = set()
 
     def held(self, path: Path) -> int:
-        """See `PrefixCache`."""
+        """Leading blocks of the path in the cache."""
         total = 0
         for segment in path:
             if segment not in self._seen:
@@ -106,15 +106,15 @@ class InfiniteCache:
         return total
 
     def add(self, path: Path) -> None:
-        """See `PrefixCache`."""
+        """Take in all blocks of the path."""
         self._seen.update(path)
 
 
 class LruCache:
-    """Holds at most ``capacity_blocks`` and forgets the least recently used one; of one prompt its last block first.
+    """Holds at most ``capacity_blocks`` and evicts the least recently used one; of one prompt its last block first.
 
     That is the order of vLLM V1's free queue, with two simplifications: blocks count as used when their request was
-    sent (not when it ended), and requests under way pin nothing.
+    sent (not when it ended), and requests in flight pin nothing.
     """
 
     def __init__(self, blocks: Sequence[int], capacity_blocks: int) -> None:
@@ -130,7 +130,7 @@ class LruCache:
         return self._used
 
     def held(self, path: Path) -> int:
-        """See `PrefixCache`."""
+        """Leading blocks of the path in the cache."""
         total = 0
         for segment in path:
             here = self._held.get(segment, 0)
@@ -140,7 +140,7 @@ class LruCache:
         return total
 
     def add(self, path: Path) -> None:
-        """See `PrefixCache`. Constant amortised cost for each segment."""
+        """Take in all blocks of the path, constant amortised cost for each segment."""
         for segment in reversed(path):
             size = self._blocks[segment]
             self._used += size - self._held.pop(segment, 0)
@@ -157,5 +157,5 @@ class LruCache:
 
 
 def most_held(caches: Iterable[PrefixCache], path: Path) -> int:
-    """What the cache that holds most of the path holds of it; 0 without caches."""
+    """Blocks of the path in the cache that holds most of it; 0 without caches."""
     return max((cache.held(path) for cache in caches), default=0)

@@ -27,7 +27,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class ClassShare:
-    """How much of an arm's work one class is."""
+    """Share of one class in an arm's work."""
 
     requests: float
     """Of all requests."""
@@ -67,7 +67,7 @@ def summarise_arm(label: str, run: Run, *, runs: int = 1, intervals: bool = Fals
 
     Args:
         label: name of the arm.
-        run: its requests; of several runs pooled, ``runs`` says how many they are.
+        run: its requests; of several runs pooled, ``runs`` is their number.
         runs: number of runs.
         intervals: whether to compute intervals of the medians.
     """

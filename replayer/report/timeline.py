@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from replayer.records.runs import RequestRecord, Run
 
 MAX_TURNS = 26
-"""More turns than fit a page are cut; the page says so."""
+"""More turns than fit a page are cut, with a remark on the page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One request; engine seconds from the moment the session's first request was wanted."""
+    """One request; engine seconds from the moment the session's first request was due."""
 
     turn: int
     scheduled_s: float
-    """When the plan, or the end of the turn before plus think time, wanted it sent."""
+    """Due time by the plan, or the end of the turn before plus think time."""
     sent_s: float
     first_token_s: float | None
     finished_s: float
     instance: str
     prefill_instance: str | None
     cached_share: float | None
-    """Cached over prompt tokens, as the engine told."""
+    """Cached over prompt tokens, as the engine reported."""
     prompt_tokens: int
     ok: bool
 

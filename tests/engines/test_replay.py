@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from replayer.records.readable import format_percent
 from replayer.records.runs import Run, read_run
 from replayer.records.summary import summarise
-from replayer.report.page import format_percent
 from replayer.traces.ideal import ideal
 from replayer.traces.loading import load_trace
 from tests.engines.conftest import ROOT, StartProxy

@@ -19,7 +19,7 @@ from launch.experiment.definition.file import ExperimentSettings
 _INTRODUCTION = """# Reference: keys of an experiment file
 
 Generated from the code by `make reference`. Unknown keys are refused. Explanations and examples:
-[experiments](../experiments.md).
+[compare](../compare.md).
 """
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", ExperimentSettings),

@@ -71,14 +71,14 @@ class SessionBootstrap:
         return np.asarray(np.einsum("s,sb->b", per_session, self.counts.T), dtype=np.float64)
 
     def sessions_in(self, keep: BoolArray) -> int:
-        """How many sessions the kept requests, shape (N,), come from."""
+        """Number of sessions that the kept requests, shape (N,), come from."""
         return int(np.count_nonzero(np.bincount(self.session_of[keep], minlength=self.sessions)))
 
     def effective_sessions(self, keep: BoolArray) -> float:
         """Sessions that would carry as much information if all were equally long: (sum n)^2 / sum n^2, 0 for none.
 
-        A few long sessions among many short ones are nearly the whole of a quantile; what they leave to chance is that
-        of a small sample (Carter, Schnepel & Steigerwald, "Asymptotic behavior of a t-test robust to cluster
+        A few long sessions among many short ones are nearly the whole of a quantile; their sampling error is that of a
+        small sample (Carter, Schnepel & Steigerwald, "Asymptotic behavior of a t-test robust to cluster
         heterogeneity", 2017).
         """
         sizes = np.bincount(self.session_of[keep], minlength=self.sessions).astype(np.float64)

@@ -1,4 +1,4 @@
-"""What may be said of one metric: Student's t on a bootstrap standard error, Holm's correction, the verdict's words."""
+"""Tests of one metric: Student's t on a bootstrap standard error, Holm's correction, the possible verdicts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGE_DF = 1e6
 
 
 class Verdict(StrEnum):
-    """What may be said of one metric."""
+    """Verdict on one metric."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -51,14 +51,14 @@ class Effect:
     lower_is_better: bool = True
     unit: str = "s"
     note: str = ""
-    """Why the metric is not judged; empty otherwise."""
+    """Reason why the metric is not judged; empty otherwise."""
     standard_error: float = np.nan
     """Of the difference of logarithms for times, of the plain difference for ratios."""
     degrees_of_freedom: float = np.nan
     noise_floor: float = np.nan
     """Smaller changes are never called a difference; NaN where nothing is known or assumed of run-to-run noise."""
     below_floor: bool = False
-    """Whether the change passes the test and is smaller than the noise floor all the same."""
+    """The change passes the test but is smaller than the noise floor."""
     smallest_detectable: float = np.nan
     """The change that this design finds with 80 % probability (`replayer.compare.statistics.power`)."""
 

@@ -71,13 +71,13 @@ def hits(arms: Mapping[str, Anatomy]) -> Drawing | None:
         axes.grid(axis="y", visible=False)
         handles, names = axes.get_legend_handles_labels()
         figure.legend(handles[::-1], names[::-1], loc="outside upper center", ncols=4, fontsize=8, frameon=False)
-    told = "; ".join(
+    values = "; ".join(
         f"{label}: " + ", ".join(f"{name} {share:.1%}" for name, share in _shares(found).items())
         for label, found in arms.items()
     )
     return Drawing(
         "hits",
-        f"Hit-rate anatomy. {told}.",
+        f"Hit-rate anatomy. {values}.",
         figure,
         "Where the prompt tokens' prefix hits went. Thick line: what one LRU cache as large as the fleet would hold.",
     )
@@ -219,7 +219,7 @@ def fleet_load(arms: Mapping[str, LoadOverTime]) -> Drawing | None:
 
 
 def unevenness(arms: Mapping[str, LoadOverTime], figure: str) -> Drawing | None:
-    """How uneven the requests in flight were over time.
+    """Imbalance of the requests in flight over time.
 
     Args:
         arms: loads by arm.

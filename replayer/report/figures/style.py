@@ -1,4 +1,4 @@
-"""What every figure of a report shares: style, colours that print, and the ways out: inline, or as files."""
+"""Common parts of a report's figures: style, colours that print, output inline or as files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STYLE: Any = {
     "hatch.linewidth": 0.6,
     "figure.constrained_layout.use": True,
 }
-# Okabe & Ito's palette (told apart by colour-blind readers), with line styles and hatches as a second sign in print.
+# Okabe & Ito's palette (safe for colour-blind readers), with line styles and hatches as a second sign in print.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 _LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)))
 # Straight lines only: a hatch of dots or circles is 200 kB of SVG.
@@ -41,7 +41,7 @@ _HATCHES = ("", "////", "||||", "\\\\\\\\", "xxxx", "----", "++++", "//")
 _FILLS = ("#4d4d4d", "#e6e6e6", "#b3b3b3", "#ffffff", "#cccccc", "#f2f2f2", "#999999", "#d9d9d9")
 MARKERS = ("o", "s", "^", "D", "v", "x", "+", "*")
 SMALL = (4.6, 2.7)
-"""Inches of a figure of which two stand side by side on paper."""
+"""Inches of a figure of which two stand side by side in print."""
 WIDE = 9.6
 """Inches of a figure as wide as the page."""
 _PNG_DPI = 160
@@ -68,8 +68,8 @@ class Drawing:
         # Ids are unique within one figure only; several share a page.
         prefix = f"f{zlib.crc32(f'{self.name} {text}'.encode()):08x}-"
         rest = _IDENTIFIER.sub(lambda match: f"{match.group(1)}{prefix}{match.group(2)}", rest)
-        told = html.escape(printable(self.description), quote=True)
-        return f'{head} role="img" aria-label="{told}"><title>{told}</title>{_TAG.sub(_shorten, rest)}'
+        label = html.escape(printable(self.description), quote=True)
+        return f'{head} role="img" aria-label="{label}"><title>{label}</title>{_TAG.sub(_shorten, rest)}'
 
     def save(self, directory: str | Path, name: str = "") -> list[Path]:
         """Write ``NAME.png`` and ``NAME.svg``; returns their paths."""
@@ -132,7 +132,7 @@ def line(position: int) -> dict[str, Any]:
 
 
 def bar(position: int) -> dict[str, Any]:
-    """Fill and hatch of an arm, or of a part: told apart without colour."""
+    """Fill and hatch of an arm, or of a part: distinguishable without colour."""
     return {
         "facecolor": _FILLS[position % len(_FILLS)],
         "hatch": _HATCHES[position % len(_HATCHES)],

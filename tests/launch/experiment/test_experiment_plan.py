@@ -340,7 +340,7 @@ def test_changes_are_reported_by_key() -> None:
 
 
 class TestGuide:
-    GUIDE = (EXPERIMENTS.parents[1] / "docs" / "experiments.md").read_text()
+    GUIDE = (EXPERIMENTS.parents[1] / "docs" / "compare.md").read_text()
 
     def test_its_keys_are_the_models(self) -> None:
         page = EXPERIMENTS.parents[1] / "docs" / "reference" / "experiment-file.md"
@@ -360,7 +360,7 @@ class TestGuide:
         assert list(parse_experiment(example).arms) == ["linear", "eager", "elastic"]
 
     def test_it_lists_the_shipped_experiments_with_their_backend(self) -> None:
-        table = self.GUIDE.split("| file | backend | what |\n| --- | --- | --- |\n", 1)[1].split("\n\n", 1)[0]
+        table = self.GUIDE.split("| file | backend | content |\n| --- | --- | --- |\n", 1)[1].split("\n\n", 1)[0]
         listed = {row.split("|")[1].strip(" `"): row.split("|")[2].strip() for row in table.splitlines()}
         assert listed == {
             path.stem: yaml.safe_load(path.read_text())["backend"]["kind"] for path in EXPERIMENTS.glob("*.yaml")

@@ -69,7 +69,7 @@ def test_order_of_lines_does_not_matter() -> None:
     assert compare(baseline, candidate).as_json() == compare(baseline, candidate._replace(records=mixed)).as_json()
 
 
-def told(found: Comparison, words: str) -> bool:
+def noted(found: Comparison, words: str) -> bool:
     return any(words in note for note in found.notes)
 
 
@@ -78,7 +78,7 @@ def test_pairing_is_by_session_turn_and_chat() -> None:
     candidate = candidate._replace(records=candidate.records[:-3])
     found = compare(baseline, candidate)
     assert (found.pairing.unmatched_baseline, found.pairing.unmatched_candidate) == (3, 0)
-    assert told(found, "3 requests of 'baseline' are not in the other run")
+    assert noted(found, "3 requests of 'baseline' are not in the other run")
     # Had a request been paired with another, the ratio of its times would not be two.
     assert {key[:3] for key in found.pairing.keys} == {(r.session_id, r.turn, r.chat_id) for r in candidate.records}
     assert next(effect for effect in found.effects if effect.metric == "TPOT p50").change == pytest.approx(1.0)
@@ -93,12 +93,12 @@ def test_a_key_that_occurs_twice_is_paired_in_order() -> None:
     assert all(effect.change == 0 for effect in found.effects)
 
 
-def test_failures_are_told_and_counted_in_the_success_rate() -> None:
+def test_failures_are_reported_and_counted_in_the_success_rate() -> None:
     baseline, candidate = make_run(), make_run("flaky", fail_every=3)
     found = compare(baseline, candidate)
     failed = sum(not record.ok for record in candidate.records)
     assert found.pairing.failed_candidate == failed
-    assert told(found, f"{failed} paired requests failed in 'flaky'")
+    assert noted(found, f"{failed} paired requests failed in 'flaky'")
     by_name = {effect.metric: effect for effect in found.effects}
     assert by_name["success rate"].candidate == pytest.approx(1 - failed / len(candidate.records))
     assert by_name["success rate"].verdict is Verdict.WORSE
@@ -110,7 +110,7 @@ def test_failures_are_told_and_counted_in_the_success_rate() -> None:
 @pytest.mark.parametrize(
     "field", ["trace_sha256", "time_scale", "clock_scale", "request_limit", "max_inflight_sessions"]
 )
-def test_unlike_runs_are_refused(field: str) -> None:
+def test_runs_of_different_conditions_are_refused(field: str) -> None:
     baseline = make_run()
     unlike: dict[str, Any] = {field: "cd" * 32 if field == "trace_sha256" else 3}
     candidate = make_run("b", **unlike)
@@ -169,24 +169,24 @@ def test_a_tail_of_few_requests_is_shown_but_not_judged() -> None:
 
 
 def test_silent_engines_make_apc_unknown_and_partly_silent_ones_zero() -> None:
-    silent, told = make_run(), make_run("b")
+    silent, reporting = make_run(), make_run("b")
     for record in silent.records:
         record.cached_tokens = None
-    apc = next(effect for effect in compare(silent, told).effects if effect.metric == "APC")
+    apc = next(effect for effect in compare(silent, reporting).effects if effect.metric == "APC")
     assert apc.note == "an engine did not report cached tokens"
-    for record in told.records[::2]:
+    for record in reporting.records[::2]:
         record.cached_tokens = None
-    apc = next(effect for effect in compare(make_run(), told).effects if effect.metric == "APC")
-    prompts = np.array([record.prompt_tokens for record in told.records])
-    cached = np.array([record.cached_tokens or 0 for record in told.records])
+    apc = next(effect for effect in compare(make_run(), reporting).effects if effect.metric == "APC")
+    prompts = np.array([record.prompt_tokens for record in reporting.records])
+    cached = np.array([record.cached_tokens or 0 for record in reporting.records])
     assert apc.candidate == pytest.approx(cached.sum() / prompts.sum())
 
 
 def test_command_line_prints_verdicts_and_json(app: typer.Typer, stored: Store) -> None:
     baseline, candidate = stored(make_run()), stored(make_run("[red]slow", slower=1.2, noise_seed=5))
-    printed = CliRunner().invoke(app, ["compare", str(baseline), str(candidate)])
+    printed = CliRunner().invoke(app, ["compare", str(baseline), str(candidate), "--details"])
     assert printed.exit_code == 0, printed.output
-    # The label is no markup.
+    # The label is not markup.
     assert re.search(r"\[red\]slow against baseline:[\s\d–]+% worse on", printed.output)
     as_json = CliRunner().invoke(app, ["compare", str(baseline), str(candidate), "--json", "--resamples", "1000"])
     [found] = json.loads(as_json.output)
@@ -209,7 +209,7 @@ def test_command_line_names_the_bad_file(app: typer.Typer, tmp_path: Path, conte
     assert "bad.jsonl" in result.output
 
 
-def test_command_line_refuses_unlike_runs(app: typer.Typer, stored: Store) -> None:
+def test_command_line_refuses_runs_of_different_conditions(app: typer.Typer, stored: Store) -> None:
     paths = [str(stored(make_run())), str(stored(make_run("b", time_scale=2.0)))]
     refused = CliRunner().invoke(app, ["compare", *paths])
     assert refused.exit_code == 2

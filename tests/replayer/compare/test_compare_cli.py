@@ -45,9 +45,9 @@ Store = Callable[[Run], Path]
 
 def test_an_experiment_in_one_argument(invoke: Invoke, experiment: MakeExperiment) -> None:
     root = experiment(repeats=3)
-    shown = invoke(root)
+    shown = invoke(root, "--details")
     assert shown.exit_code == 0, shown.output
-    assert "Runs of the same thing" in shown.output
+    assert "Replicates" in shown.output
     assert "lmetric against linear: " in shown.output
     assert "3 and 3 runs" in shown.output
     [found] = json.loads(invoke(root, "--json", "--baseline", "lmetric").output)
@@ -68,7 +68,7 @@ def test_arms_by_name_and_a_a_runs(invoke: Invoke, store: Store) -> None:
     assert {(row["runs"], row["degrees_of_freedom"]) for row in found["noise_floor"]} == {(4, 2)}
 
 
-def test_the_start_and_the_end_are_left_out_unless_told_otherwise(invoke: Invoke, store: Store) -> None:
+def test_the_start_and_the_end_are_left_out_by_default(invoke: Invoke, store: Store) -> None:
     paths = [store(make_run()), store(make_run("b"))]
     total = len(make_run().records)
     pairs = {
@@ -78,7 +78,7 @@ def test_the_start_and_the_end_are_left_out_unless_told_otherwise(invoke: Invoke
     assert pairs[()] < total
     assert pairs["--keep-all",] == pairs["--skip-first-s", "0", "--skip-last-s", "0"] == total
     assert pairs["--skip-first-s", "20"] < pairs[()]
-    assert "--keep-all keeps them" in invoke(*paths).output
+    assert "--keep-all keeps them" in invoke(*paths, "--details").output
 
 
 def test_goodput_on_request(invoke: Invoke, store: Store) -> None:
@@ -130,7 +130,7 @@ def test_the_run_that_a_forced_experiment_leaves_out_is_named(invoke: Invoke, ex
         (["{run}", "{run}", "--baseline", "nobody"], "there is no such arm; there are baseline, baseline (2)"),
         (["{run}", "{run}", "--keep-all", "--skip-last-s", "3"], "--keep-all leaves nothing out"),
         (["{run}", "--arm", "x"], "expected NAME=RUN.jsonl"),
-        (["{run}", "{run}", "--aa", "{run}"], "--aa needs at least two runs"),
+        (["{run}", "{run}", "--aa", "{run}"], "--aa needs at least two replicates"),
         (["{run}", "{folder}"], "give it alone"),
         (["{run}", "{folder}/none.jsonl"], "No such file"),
         (["{run}", "{run}", "--trace", "{folder}/none.jsonl"], "no such file"),

@@ -51,7 +51,7 @@ def test_a_replay_on_engines_that_replayed_it_before_is_refused(fresh: Run, trac
     for known in (None, trace):
         options = CompareOptions(resamples=1000, trace=known)
         arms = [ArmRuns("fresh", [ArmRun(fresh)]), ArmRuns("warm", [ArmRun(warm)])]
-        with pytest.raises(ComparisonError, match=r"'warm' was measured on a warm fleet.*start its engines anew"):
+        with pytest.raises(ComparisonError, match=r"'warm' was measured on a warm fleet.*restart its engines"):
             compare_arms(arms, options)
         with pytest.raises(ComparisonError, match="'warm' was measured"):
             compare_arms(arms[::-1], options)
@@ -116,7 +116,7 @@ def test_engines_that_tell_no_hits_cannot_be_judged_by_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("stated", "expected"),
     [
         (False, "its header says the fleet was not fresh"),
         ({"fresh": False, "reason": "old engines"}, "its header says the fleet was not fresh (old engines)"),
@@ -124,8 +124,8 @@ def test_engines_that_tell_no_hits_cannot_be_judged_by_them() -> None:
         (True, None),
     ],
 )
-def test_the_header_is_believed(told: object, expected: str | None) -> None:
-    run = make_run(options={"fresh": told})
+def test_the_header_is_believed(stated: object, expected: str | None) -> None:
+    run = make_run(options={"fresh": stated})
     assert stale_reasons(run) == ([expected] if expected else [])
 
 

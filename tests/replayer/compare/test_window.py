@@ -1,4 +1,4 @@
-"""What is left out at the start and the end: by the plan, the same in every arm."""
+"""Requests left out at the start and the end: by the plan, the same in every arm."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def record(number: int, word: str, instance: str | None, cached: int | None, **m
 
 
 def anatomy_of(*requests: tuple[str, str, int], **options: Any) -> Anatomy:
-    """(word, instance, cached tokens told) in the order in which they were sent."""
+    """(word, instance, cached tokens reported) in the order in which they were sent."""
     records = [record(number, word, place, cached) for number, (word, place, cached) in enumerate(requests)]
     return anatomy(TracePaths(trace_of([word for word, _, _ in requests])), records, **options)
 
@@ -176,10 +176,10 @@ def test_what_cannot_count_is_left_out_and_told() -> None:
     ]
     found = anatomy(TracePaths(trace_of(["ab"] * 4)), records, capacity_tokens=1000)
     assert found.requests == 1
-    told = " ".join(found.left_out)
-    assert "1 of 4 requests: they failed" in told
-    assert "which instance" in told
-    assert "not in the trace" in told
+    reasons = " ".join(found.left_out)
+    assert "1 of 4 requests: they failed" in reasons
+    assert "which instance" in reasons
+    assert "not in the trace" in reasons
 
 
 def test_an_engine_that_tells_no_cached_tokens_leaves_no_actual() -> None:

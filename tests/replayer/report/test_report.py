@@ -162,11 +162,43 @@ def test_the_page_can_be_printed(three_arms: Page) -> None:
     assert "section.page { break-before: page; }" in printed
     assert re.search(r"tr, figure[^}]*break-inside: avoid", printed)
     assert "table-header-group" in printed
-    assert "background: #fff" in three_arms.html
+    assert "--page: #fff" in three_arms.html
+    assert "background: var(--page)" in three_arms.html
     assert three_arms.html.count('class="page"') >= 5
 
 
-def test_what_was_left_out_and_how_sure_it_is_is_told(three_arms: Page) -> None:
+def test_the_verdict_comes_first_then_figures_then_tables_and_the_fine_print_is_folded(three_arms: Page) -> None:
+    html = three_arms.html
+    places = [html.index(f'id="{name}"') for name in ("verdict", "latency", "arms", "changes", "hits")]
+    assert places == sorted(places)
+    assert html.index('class="matrix"') < html.index("<svg") < html.index("<table>")
+    folded = " ".join(re.findall(r"<details>.*?</details>", html, flags=re.DOTALL))
+    for fine_print in ("p (Holm)", "smallest effect found", "No arm was repeated", "lmetric against round_robin: "):
+        assert fine_print in folded
+        assert fine_print not in re.sub(r"<details>.*?</details>", "", html, flags=re.DOTALL)
+    assert "<details open" not in html
+    assert "Single runs: ±7 % between runs is assumed, not measured." in html[: places[1]]
+
+
+def test_folded_parts_are_printed_and_paper_is_white_in_either_scheme(three_arms: Page) -> None:
+    styles = three_arms.html.split("<style>")[1].split("</style>")[0]
+    screen, printed = styles.split("@media print {")
+    assert "details::details-content { content-visibility: visible;" in printed
+    assert "--page: #fff" in printed
+    assert "@media screen and (prefers-color-scheme: dark)" in screen
+    assert "figure svg { background: #fff;" in screen
+
+
+def test_several_warnings_are_folded_into_one(three_arms: Page) -> None:
+    arms = [Arm("a", make_run("a"), warnings=["one", "two"]), Arm("b", make_run("b"), warnings=["three"])]
+    html = make_page(arms, []).html
+    [folded] = re.findall(r'<details class="warning">.*?</details>', html, flags=re.DOTALL)
+    assert "3 warnings for a, b" in folded
+    assert all(f"</strong> {warning}" in folded for warning in ("one", "two", "three"))
+    assert '<details class="warning">' not in three_arms.html
+
+
+def test_what_was_left_out_and_how_sure_it_is_is_stated(three_arms: Page) -> None:
     text = plain(three_arms)
     assert "No request is left out for warm-up or as an outlier." in text
     assert "No arm was repeated" in text
@@ -174,7 +206,7 @@ def test_what_was_left_out_and_how_sure_it_is_is_told(three_arms: Page) -> None:
     assert re.search(r"\d s \d\.\d{3} s … \d\.\d{3} s", text)
 
 
-def test_conditions_warnings_and_failures_are_told(three_arms: Page) -> None:
+def test_conditions_warnings_and_failures_are_shown(three_arms: Page) -> None:
     text = plain(three_arms)
     for condition in ("trace_sha256", "ab" * 32, "clock_scale", "seed", "warmroute_version", "0.1.0"):
         assert condition in text
@@ -210,7 +242,9 @@ def test_hostile_text_is_shown_as_text(awkward: Page) -> None:
     assert plain(awkward).count("alert('x')") > 15
 
 
-def test_unlike_runs_and_one_in_which_all_failed_stand_side_by_side_and_the_page_says_why(awkward: Page) -> None:
+def test_runs_of_different_conditions_and_one_in_which_all_failed_stand_side_by_side_and_the_page_says_why(
+    awkward: Page,
+) -> None:
     assert "time_scale differs" in plain(awkward)
     assert 'id="verdict"' not in awkward.html
     assert "ReadTimeout" in awkward.html
@@ -233,8 +267,8 @@ def test_one_arm_that_cannot_be_compared_does_not_cost_the_others_their_verdict(
 def test_verdicts_are_those_of_the_compare_command() -> None:
     runs = [make_run("a"), make_run("b", slower=1.3, noise_seed=2)]
     [shown], _ = compare_all([Arm(run.header.label, run) for run in runs], resamples=1000)
-    told: Comparison = compare(*runs, resamples=1000)
-    assert shown.as_json() == told.as_json()
+    expected: Comparison = compare(*runs, resamples=1000)
+    assert shown.as_json() == expected.as_json()
     with pytest.raises(ComparisonError):
         compare(runs[0], make_run("c", time_scale=2.0), resamples=1000)
 

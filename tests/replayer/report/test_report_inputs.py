@@ -45,7 +45,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trace]:
 
 
 def replayed(trace: Trace, label: str, *, scattered: bool, repeat: int = 1) -> Run:
-    """What engines that never evict would tell of the trace: sessions kept together, or requests scattered."""
+    """Runs as engines that never evict would report them: sessions kept together, or requests scattered."""
     homes: dict[str, int] = {}
 
     def place(number: int, session: str) -> int:
@@ -147,10 +147,12 @@ def reported(app: typer.Typer, experiment: Path, tmp_path_factory: pytest.TempPa
 
 def test_an_experiment_is_reported_with_its_baseline_repeats_and_verdict(reported: tuple[str, str, Path]) -> None:
     printed, text, _ = reported
-    assert re.search(r"sticky against scattered: .*% better on", printed)
+    assert re.match(r"sticky against scattered: better on \d+ and worse on none of \d+ metrics", printed)
+    assert re.search(r"▲ \d+ better", printed)
+    assert printed.splitlines()[-1].startswith("Open the report: ")
     assert re.search(r"sticky against scattered: .*% better on", text)
     assert "2 and 2 runs" in text
-    assert "What runs of the same thing differ by" in text
+    assert "Replicates: differences between runs of one arm" in text
     assert "The figures show repeat 1; the table is the mean over repeats." in text
 
 
@@ -161,8 +163,8 @@ def test_runs_that_are_not_done_are_left_out_by_name(reported: tuple[str, str, P
 
 def test_machine_and_proofs_of_freshness_are_told(reported: tuple[str, str, Path]) -> None:
     _, text, _ = reported
-    for told in ("lab-1", "EPYC", "16.0 GiB", "3.11.7"):
-        assert told in text
+    for value in ("lab-1", "EPYC", "16.0 GiB", "3.11.7"):
+        assert value in text
     assert text.count("fresh a process of its own") == 4
 
 
@@ -203,12 +205,13 @@ def test_run_files_with_a_breakdown_each(app: typer.Typer, stored: Store, tmp_pa
     options = ["--output", str(output), "--breakdown", f"slow={rows}", "--resamples", "1000"]
     result = CliRunner().invoke(app, ["report", *paths, *options])
     assert result.exit_code == 0, result.output
-    assert re.search(r"slow against baseline: [\d–]+ % worse on", result.output)
+    assert re.search(r"slow against baseline: better on none and worse on \d+ of \d+ metrics", result.output)
+    assert re.search(r"▲ \d+ worse", result.output)
     assert "Proxy breakdown: slow, 1 rows" in output.read_text()
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--breakdown", "nobody=rows.jsonl"], "ARM one of baseline"),
         (["--session", "nowhere"], "--session nowhere: no run has a session of that id"),
@@ -219,13 +222,13 @@ def test_run_files_with_a_breakdown_each(app: typer.Typer, stored: Store, tmp_pa
     ],
 )
 def test_what_cannot_be_done_is_said(
-    app: typer.Typer, stored: Store, trace: tuple[Path, Trace], options: list[str], told: str, tmp_path: Path
+    app: typer.Typer, stored: Store, trace: tuple[Path, Trace], options: list[str], message: str, tmp_path: Path
 ) -> None:
     options = [str(trace[0]) if option == "OTHER" else option for option in options]
     run = str(stored(make_run(sessions=3)))
     result = CliRunner().invoke(app, ["report", run, "-o", str(tmp_path / "x.html"), *options])
     assert result.exit_code == 2
-    assert told in result.output
+    assert message in result.output
 
 
 def test_a_directory_that_is_no_experiment_and_no_runs_at_all_are_refused(app: typer.Typer, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the sections of a page are computed from: turns, decisions, offloads, one session, rows, conditions."""
+"""Figures that the sections of a page show: turns, decisions, offloads, one session, rows, conditions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_reasons_by_hand() -> None:
         record(reason="affinity", ttft_s=3.0, cached_tokens=700, predicted_cached_tokens=600),
         record(ok=False),
     ])  # fmt: skip
-    assert [(row.reason, row.requests) for row in found] == [("affinity", 2), ("not told", 1)]
+    assert [(row.reason, row.requests) for row in found] == [("affinity", 2), ("not reported", 1)]
     assert found[0].share == pytest.approx(2 / 3)
     assert found[0].ttft_s.p50 == 2.0
     assert found[0].apc == 0.6
