@@ -65,7 +65,7 @@ bench-data-plane: $(READY) ## our proxy beside vLLM Router, SGLang's gateway and
 tournament: $(READY) ## rank all routing policies over traces, loads, pools and fleets, into docs/tournament.md (hours)
 	$(BIN)/python -m bench.tournament --jobs $$(nproc) --ablations --folds --document docs/tournament.md
 
-analysis-docs: $(READY) ## write the tables of docs/analysis.md anew
+analysis-docs: $(READY) ## regenerate the tables of docs/analysis.md
 	$(BIN)/python -m bench.analysis.document
 
 reference: $(READY) ## generate the pages of docs/reference from the code
@@ -73,7 +73,7 @@ reference: $(READY) ## generate the pages of docs/reference from the code
 
 test: lint types imports unit ## formatting, types, imports and all tests that need no engine
 
-lock: $(READY) ## write requirements.lock anew from pyproject.toml
+lock: $(READY) ## regenerate requirements.lock from pyproject.toml
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements.lock
 

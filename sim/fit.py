@@ -15,7 +15,7 @@ from scipy.optimize import least_squares
 
 from policies.costs.published import RDMA_SLOWDOWNS, RDMA_STEADY_BYTES, RDMA_TRANSFERS
 from sim.core.timing import StepTiming
-from sim.hardware import HardwareProfile, LoadRow, SpreadPoint, StepCosts, Transport
+from sim.hardware import HardwareProfile, LoadedTransferRow, SpreadPoint, StepCosts, TransportProfile
 from sim.points import DecodePoint, InterferencePoint, Points, PrefillPoint, TransferPoint, TransportPoints
 
 _DECODE_START = {"decode_s": 8e-3, "decode_experts_s": 1e-2, "decode_context_s": 2e-8}
@@ -169,10 +169,10 @@ def _leg_overhead(timing: StepTiming, point: TransferPoint, context: int) -> flo
     return timing.frontend(point.tokens) + timing.decode(point.streams + 1, point.tokens + point.streams * context)
 
 
-def _published_transport(contention: float, bytes_per_token: int) -> Transport:
-    def row(streams: float, factor: float) -> LoadRow:
+def _published_transport(contention: float, bytes_per_token: int) -> TransportProfile:
+    def row(streams: float, factor: float) -> LoadedTransferRow:
         times = [(float(each.tokens * bytes_per_token), _rounded(each.median_s * factor)) for each in RDMA_TRANSFERS]
-        return LoadRow(streams=streams, points=tuple(times))
+        return LoadedTransferRow(streams=streams, points=tuple(times))
 
     spread = [SpreadPoint(size_bytes=RDMA_STEADY_BYTES, fastest=1.0, slowest=1.0)]
     for each in RDMA_TRANSFERS:
@@ -180,19 +180,19 @@ def _published_transport(contention: float, bytes_per_token: int) -> Transport:
             fastest, slowest = (_rounded(bound_s / each.median_s) for bound_s in each.range_s)
             spread.append(SpreadPoint(size_bytes=each.size_bytes, fastest=fastest, slowest=slowest))
     loaded = [row(each.streams, each.factor) for each in RDMA_SLOWDOWNS]
-    return Transport(contention=contention, rows=(row(0, 1.0), *loaded), spread=tuple(spread))
+    return TransportProfile(contention=contention, rows=(row(0, 1.0), *loaded), spread=tuple(spread))
 
 
-def _fit_transport(timing: StepTiming, points: TransportPoints, bytes_per_token: int, context: int) -> Transport:
+def _fit_transport(timing: StepTiming, points: TransportPoints, bytes_per_token: int, context: int) -> TransportProfile:
     if points.published:
         return _published_transport(points.contention or 0.0, bytes_per_token)
     if points.transfers:
         idle = tuple((float(each.tokens * bytes_per_token), each.seconds) for each in points.transfers)
-        rows = [LoadRow(streams=0, points=idle)]
+        rows = [LoadedTransferRow(streams=0, points=idle)]
         for load in points.load_factors:
             loaded = tuple((size, _rounded(seconds * load.factor)) for size, seconds in idle)
-            rows.append(LoadRow(streams=load.streams, points=loaded))
-        return Transport(contention=points.contention or 0.0, rows=tuple(rows))
+            rows.append(LoadedTransferRow(streams=load.streams, points=loaded))
+        return TransportProfile(contention=points.contention or 0.0, rows=tuple(rows))
     table: dict[int, list[tuple[float, float]]] = {}
     shared = []
     raw_bytes_per_s = (points.raw_gb_per_s or math.inf) * 1e9
@@ -203,27 +203,27 @@ def _fit_transport(timing: StepTiming, points: TransportPoints, bytes_per_token:
         size = float(leg.tokens * bytes_per_token)
         seconds = max(leg.seconds - _leg_overhead(timing, leg, context), size / raw_bytes_per_s)
         table.setdefault(leg.streams, []).append((size, _rounded(seconds)))
-    fitted_rows = tuple(LoadRow(streams=streams, points=tuple(row)) for streams, row in sorted(table.items()))
+    fitted_rows = tuple(LoadedTransferRow(streams=streams, points=tuple(row)) for streams, row in sorted(table.items()))
     if points.contention is not None or not shared:
-        return Transport(contention=points.contention or 0.0, rows=fitted_rows)
+        return TransportProfile(contention=points.contention or 0.0, rows=fitted_rows)
 
     def errors(logs: Iterable[float]) -> list[float]:
         (contention,) = map(math.exp, logs)
-        trial = Transport(contention=contention, rows=fitted_rows)
+        trial = TransportProfile(contention=contention, rows=fitted_rows)
         return [math.log(_leg_model(timing, trial, leg, bytes_per_token, context) / leg.seconds) for leg in shared]
 
     result = least_squares(errors, [0.0], xtol=1e-12, ftol=1e-12)
-    return Transport(contention=_rounded(math.exp(result.x[0])), rows=fitted_rows)
+    return TransportProfile(contention=_rounded(math.exp(result.x[0])), rows=fitted_rows)
 
 
 def _leg_model(
-    timing: StepTiming, transport: Transport, leg: TransferPoint, bytes_per_token: int, context: int
+    timing: StepTiming, transport: TransportProfile, leg: TransferPoint, bytes_per_token: int, context: int
 ) -> float:
     moved = transport.seconds(leg.tokens * bytes_per_token, leg.streams, leg.transfers)
     return _leg_overhead(timing, leg, context) + moved
 
 
-def _leg_residuals(timing: StepTiming, name: str, transport: Transport, points: Points) -> list[Residual]:
+def _leg_residuals(timing: StepTiming, name: str, transport: TransportProfile, points: Points) -> list[Residual]:
     size, context = points.kv.bytes_per_token, points.background_context_tokens
     return [
         Residual(

@@ -52,14 +52,14 @@ class KvPool(_Strict):
     """Share of the pool that a KV connector (any role but ``none``) takes away."""
 
 
-class LoadRow(_Strict):
+class LoadedTransferRow(_Strict):
     """Transfer times with ``streams`` decode streams running on each side: (bytes, seconds), bytes increasing."""
 
     streams: float = Field(ge=0)
     points: tuple[tuple[float, float], ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _increasing(self) -> LoadRow:
+    def _increasing(self) -> LoadedTransferRow:
         sizes = [size for size, _ in self.points]
         if sizes != sorted(set(sizes)) or sizes[0] <= 0:
             raise ValueError("transfer points need increasing sizes above 0")
@@ -86,17 +86,17 @@ class SpreadPoint(_Strict):
     slowest: float = Field(ge=1)
 
 
-class Transport(_Strict):
+class TransportProfile(_Strict):
     """One way to move KV between instances: measured times by size and by load on both sides."""
 
     contention: float = Field(ge=0)
     """Each further transfer in flight adds this share of the unshared time (1: they share one link fairly)."""
-    rows: tuple[LoadRow, ...] = Field(min_length=1)
+    rows: tuple[LoadedTransferRow, ...] = Field(min_length=1)
     spread: tuple[SpreadPoint, ...] = ()
     """By size; none below the first, none at all without any."""
 
     @model_validator(mode="after")
-    def _increasing(self) -> Transport:
+    def _increasing(self) -> TransportProfile:
         loads = [row.streams for row in self.rows]
         if loads != sorted(set(loads)):
             raise ValueError("transfer rows need increasing numbers of streams")
@@ -161,7 +161,7 @@ class HardwareProfile(_Strict):
     step: StepCosts
     kv: KvPool
     default_transport: str
-    transports: dict[str, Transport]
+    transports: dict[str, TransportProfile]
 
     @model_validator(mode="after")
     def _default_exists(self) -> HardwareProfile:
@@ -174,7 +174,7 @@ class HardwareProfile(_Strict):
         """The step coefficients as the engine core takes them."""
         return StepTiming(**self.step.model_dump())
 
-    def transport(self, name: str | None = None) -> Transport:
+    def transport(self, name: str | None = None) -> TransportProfile:
         """The named transport, or the default one.
 
         Raises:

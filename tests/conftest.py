@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Shared fixtures: entry points are read once per session."""
 
 from __future__ import annotations
 

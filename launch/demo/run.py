@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from launch.arm import ArmResult, run_arm
-from launch.demo.settings import ArmSettings, DemoSettings
+from launch.demo.settings import DemoArmSettings, DemoSettings
 from replayer.compare.runs import Comparison
 from replayer.compare.tables import print_verdict
 from replayer.records.runs import RequestRecord
@@ -75,7 +75,7 @@ def _warnings(arms: list[Arm]) -> list[str]:
 
 
 async def _measure(
-    arm: ArmSettings,
+    arm: DemoArmSettings,
     settings: DemoSettings,
     trace: Trace,
     run_dir: Path,

@@ -20,7 +20,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ArmSettings(_Section):
+class DemoArmSettings(_Section):
     """One arm: a routing policy and, if wanted, an offload planner."""
 
     policy: str = Field(description="registered routing policy")
@@ -50,7 +50,7 @@ class LoadSettings(_Section):
     seed: int = Field(default=0, description="chooses the tokens that block ids stand for")
 
 
-class TraceSettings(_Section):
+class DemoTraceSettings(_Section):
     """The generated trace; see `warmroute trace synth`."""
 
     requests: int = Field(default=500, ge=10, description="requests")
@@ -62,9 +62,9 @@ class TraceSettings(_Section):
 class DemoSettings(_Section):
     """All settings of ``warmroute demo``."""
 
-    arms: tuple[ArmSettings, ...] = Field(min_length=1, description="the first is the baseline")
+    arms: tuple[DemoArmSettings, ...] = Field(min_length=1, description="the first is the baseline")
     clock_scale: float = Field(gt=0, description="speed of engines and replay relative to real time")
-    trace: TraceSettings = Field(default_factory=TraceSettings)
+    trace: DemoTraceSettings = Field(default_factory=DemoTraceSettings)
     load: LoadSettings = Field(default_factory=LoadSettings)
     fleet: dict[str, Any] = Field(
         description="a fleet file without the keys that arms set (policy, offload, time_scale)"
@@ -73,7 +73,7 @@ class DemoSettings(_Section):
 
     @field_validator("arms")
     @classmethod
-    def _distinct(cls, value: tuple[ArmSettings, ...]) -> tuple[ArmSettings, ...]:
+    def _distinct(cls, value: tuple[DemoArmSettings, ...]) -> tuple[DemoArmSettings, ...]:
         names = [arm.name for arm in value]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -82,7 +82,7 @@ class DemoSettings(_Section):
             raise ValueError("an arm's name becomes a folder: no '/' and no leading '.'")
         return value
 
-    def fleet_of(self, arm: ArmSettings, base_port: int | None = None) -> FleetFile:
+    def fleet_of(self, arm: DemoArmSettings, base_port: int | None = None) -> FleetFile:
         """The fleet an arm runs on.
 
         Args:

@@ -79,7 +79,7 @@ class Efa(msgspec.Struct, frozen=True, kw_only=True):
     """Path of the libfabric that would be loaded."""
 
 
-class Engine(msgspec.Struct, frozen=True, kw_only=True):
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One engine of the fleet as it would be started."""
 
     name: str
@@ -95,11 +95,11 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """cuda or cpu."""
 
 
-class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+class FleetFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet file with all instances expanded."""
 
     source: str
-    engines: list[Engine]
+    engines: list[EngineFacts]
     busy_ports: list[str] = []
     """Sentences from the launcher's port check."""
     start_problems: list[str] = []
@@ -127,15 +127,15 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     efa: Efa = Efa()
     environment: dict[str, str] = {}
     """The doctor's own, which engines started from this shell would inherit."""
-    fleet: Fleet | None = None
+    fleet: FleetFacts | None = None
     clocks: list[Clock] = []
 
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[EngineFacts]:
         """The fleet's engines; without a fleet one that stands for any engine started from this shell."""
         if self.fleet is not None:
             return self.fleet.engines
         device = "cuda" if self.gpus.gpus else "cpu"
-        return [Engine(name="an engine started from this shell", environment=self.environment, device=device)]
+        return [EngineFacts(name="an engine started from this shell", environment=self.environment, device=device)]
 
     def protocols(self) -> set[str]:
         """Transports configured in the fleet."""

@@ -172,8 +172,8 @@ def _efa(environment: Mapping[str, str]) -> facts.Efa:
     )
 
 
-def _fleet(fleet: FleetFile, source: str, inherited: Mapping[str, str]) -> facts.Fleet:
-    return facts.Fleet(
+def _fleet(fleet: FleetFile, source: str, inherited: Mapping[str, str]) -> facts.FleetFacts:
+    return facts.FleetFacts(
         source=source,
         engines=[_engine(fleet, spec, inherited) for spec in engine_specs(fleet)],
         busy_ports=ports_in_use(fleet),
@@ -181,12 +181,12 @@ def _fleet(fleet: FleetFile, source: str, inherited: Mapping[str, str]) -> facts
     )
 
 
-def _engine(fleet: FleetFile, spec: ProcessSpec, inherited: Mapping[str, str]) -> facts.Engine:
+def _engine(fleet: FleetFile, spec: ProcessSpec, inherited: Mapping[str, str]) -> facts.EngineFacts:
     kept = {name: value for name, value in inherited.items() if name not in spec.drop_environment}
     member = spec.member
     role = member.role if member is not None else Role.NONE
     real = fleet.kind == "vllm" and member is not None
-    return facts.Engine(
+    return facts.EngineFacts(
         name=spec.name,
         kind=spec.kind,
         command=list(spec.command),

@@ -19,7 +19,7 @@ SCHEMA = 2
 _STYLES = {Status.OK: "green", Status.NOTE: "", Status.WARNING: "yellow", Status.PROBLEM: "bold red"}
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """JSON document of ``--json``."""
 
     schema: int = SCHEMA
@@ -30,9 +30,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     findings: list[Finding]
 
 
-def make_report(findings: Sequence[Finding]) -> Report:
+def make_report(findings: Sequence[Finding]) -> DoctorReport:
     """The findings with their count."""
-    return Report(
+    return DoctorReport(
         checked_unix_s=time.time(),
         machine=platform.node(),
         problems=count(findings, Status.PROBLEM),

@@ -10,7 +10,7 @@ from launch.arm import RUN_FILE
 from launch.experiment.definition.sections import ComparisonSettings
 from launch.experiment.records.freshness import Known, read_proof
 from launch.experiment.records.state import DONE, ExperimentState, RunState, write_json
-from replayer.compare.arms import ArmError, read_experiment
+from replayer.compare.arms import ArmFilesError, read_experiment
 from replayer.compare.comparison import CompareOptions
 from replayer.compare.conditions import ComparisonError
 from replayer.compare.goodput import Slo, SloTokens
@@ -60,7 +60,7 @@ def compare_experiment(directory: Path, state: ExperimentState) -> tuple[list[Co
     paths = {directory / run.path / RUN_FILE for run in good}
     try:
         found = read_experiment(directory, force=True)
-    except ArmError as error:
+    except ArmFilesError as error:
         return [], [*refusals, str(error)]
     arms: list[ArmRuns] = []
     for arm in found.arms:

@@ -34,7 +34,7 @@ class Result(StrEnum):
 
 
 @dataclass(slots=True)
-class Report:
+class ReloadReport:
     """Differences found by a reload, which were applied unless it was a dry run."""
 
     result: Result
@@ -60,7 +60,7 @@ class Reloader:
         self._core = core
         self._fleet = fleet
         self._lock = asyncio.Lock()
-        self._begun: set[asyncio.Task[Report]] = set()
+        self._begun: set[asyncio.Task[ReloadReport]] = set()
         self._counter = Counter(
             "warmroute_config_reloads",
             "Reloads of the settings, by result",
@@ -84,7 +84,7 @@ class Reloader:
             task.cancel()
         await asyncio.gather(*self._begun, return_exceptions=True)
 
-    async def reload(self, *, dry_run: bool = False) -> Report:
+    async def reload(self, *, dry_run: bool = False) -> ReloadReport:
         """Read, check and compare the settings, and unless ``dry_run`` apply those that a running proxy can change.
 
         Does not raise for invalid settings: the report has the error, and nothing was changed.
@@ -94,12 +94,12 @@ class Reloader:
                 report = await self._reload(dry_run)
             except (SettingsError, ValueError) as error:
                 log.error("the settings were not reloaded, nothing was changed: %s", error)
-                report = Report(Result.REFUSED, error=str(error), dry_run=dry_run)
+                report = ReloadReport(Result.REFUSED, error=str(error), dry_run=dry_run)
             if not dry_run:
                 self._counter.labels(report.result.value).inc()
             return report
 
-    async def _reload(self, dry_run: bool) -> Report:
+    async def _reload(self, dry_run: bool) -> ReloadReport:
         if self.load is None:
             raise SettingsError("this proxy was not started from settings that can be reloaded")
         core = self._core
@@ -117,10 +117,10 @@ class Reloader:
             if not dry_run:
                 core.keys.reload(new.keys)  # the file with further keys is not part of the settings
             result = Result.APPLIED if any(change.live for change in changes) else Result.UNCHANGED
-            return Report(result, changes, dry_run=dry_run)
+            return ReloadReport(result, changes, dry_run=dry_run)
         added = self._apply(effective_settings(core.settings, new), changes, well)
         await asyncio.gather(*(self._fleet.probe(instance) for instance in added))
-        return Report(Result.APPLIED, changes)
+        return ReloadReport(Result.APPLIED, changes)
 
     def _changes(self, new: Settings) -> list[Change]:
         """Differences from the effective settings. Raises SettingsError if instances of file and API conflict."""

@@ -17,7 +17,7 @@ RUN_FILE = "run.jsonl"
 _DONE = "done"
 
 
-class ArmError(ValueError):
+class ArmFilesError(ValueError):
     """Arms that cannot be read; the message has reason and remedy."""
 
 
@@ -66,14 +66,14 @@ def read_arm(label: str, paths: Sequence[Path]) -> ArmRuns:
         paths: of its repeats.
 
     Raises:
-        ArmError: no path, a path twice, or a file without a request.
+        ArmFilesError: no path, a path twice, or a file without a request.
         RecordError, OSError: a file cannot be read.
     """
     if not paths:
-        raise ArmError(f"arm '{label}' has no run: give --arm {label or 'NAME'}=RUN.jsonl[,RUN.jsonl...]")
+        raise ArmFilesError(f"arm '{label}' has no run: give --arm {label or 'NAME'}=RUN.jsonl[,RUN.jsonl...]")
     repeated = [path for path, count in Counter(path.resolve() for path in paths).items() if count > 1]
     if repeated:
-        raise ArmError(f"{repeated[0]} is given twice: the same file is not a repetition")
+        raise ArmFilesError(f"{repeated[0]} is given twice: the same file is not a repetition")
     runs = [ArmRun(_read(path), path) for path in paths]
     return ArmRuns(label or runs[0].run.header.label or "run", runs)
 
@@ -82,13 +82,13 @@ def parse_arm(text: str) -> ArmRuns:
     """``NAME=RUN.jsonl,RUN.jsonl`` as an arm.
 
     Raises:
-        ArmError: not of that form.
+        ArmFilesError: not of that form.
         RecordError, OSError: a file cannot be read.
     """
     label, separator, files = text.partition("=")
     paths = [Path(one.strip()) for one in files.split(",") if one.strip()]
     if not separator or not label.strip() or not paths:
-        raise ArmError(f"--arm {text}: expected NAME=RUN.jsonl[,RUN.jsonl...], one file for each repeat")
+        raise ArmFilesError(f"--arm {text}: expected NAME=RUN.jsonl[,RUN.jsonl...], one file for each repeat")
     return read_arm(label.strip(), paths)
 
 
@@ -111,7 +111,7 @@ def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
         force: leave out runs that are not done, with a note, instead of refusing.
 
     Raises:
-        ArmError: not an experiment, or a run that is not done.
+        ArmFilesError: not an experiment, or a run that is not done.
         RecordError, OSError: a run file cannot be read.
     """
     plan = _plan(directory)
@@ -124,13 +124,13 @@ def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
     for planned in sorted(plan.get("runs") or [], key=lambda one: one.get("order") or 0):
         name, repeat = _name(planned.get("arm")), str(planned.get("repeat", ""))
         if name not in by_arm:
-            raise ArmError(f"{directory / EXPERIMENT_FILE}: a run names arm '{name}', which is not among its arms")
+            raise ArmFilesError(f"{directory / EXPERIMENT_FILE}: a run names arm '{name}', which is not among its arms")
         state = planned.get("state", _DONE)
         if state != _DONE:
             why = "; ".join(planned.get("reasons") or []) or "it was never finished"
             unfinished = f"run {repeat} of arm '{name}' is {state}: {why}"
             if not force:
-                raise ArmError(
+                raise ArmFilesError(
                     f"{directory}: {unfinished}. Resume the experiment, or pass --force to compare the finished runs."
                 )
             notes.append(f"{unfinished}; it is left out")
@@ -141,7 +141,7 @@ def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
         by_arm[name].append(ArmRun(_read(path), path, repeat, needs_proof=plan.get("backend") == "live"))
     for name in [name for name, runs in by_arm.items() if not runs]:
         if not force:
-            raise ArmError(f"{directory}: arm '{name}' has no finished run; resume the experiment")
+            raise ArmFilesError(f"{directory}: arm '{name}' has no finished run; resume the experiment")
         notes.append(f"arm '{name}' has no finished run")
         del by_arm[name]
     arms = [
@@ -157,14 +157,14 @@ def _plan(directory: Path) -> dict[str, Any]:
     try:
         plan = msgspec.json.decode(path.read_bytes())
     except FileNotFoundError as error:
-        raise ArmError(
+        raise ArmFilesError(
             f"{directory} is a directory without {EXPERIMENT_FILE}: give run files, or the directory of "
             "`warmroute experiment run`"
         ) from error
     except msgspec.MsgspecError as error:
-        raise ArmError(f"{path}: not JSON ({error})") from error
+        raise ArmFilesError(f"{path}: not JSON ({error})") from error
     if not isinstance(plan, dict) or not plan.get("arms"):
-        raise ArmError(f"{path}: names no arms; is it the file of `warmroute experiment run`?")
+        raise ArmFilesError(f"{path}: names no arms; is it the file of `warmroute experiment run`?")
     return plan
 
 
@@ -179,5 +179,5 @@ def _as_text(configuration: Any) -> str:
 def _read(path: Path) -> Run:
     run = read_run(path)
     if not run.records:
-        raise ArmError(f"{path}: holds no request; replay again")
+        raise ArmFilesError(f"{path}: holds no request; replay again")
     return run

@@ -194,7 +194,7 @@ def _read(
     runs: list[Path], specs: list[str], same: list[str], trace: Path | None, *, force: bool
 ) -> tuple[list[ArmRuns], list[ArmRuns], Trace | None, list[str]]:
     """Arms, A/A groups, the trace where there is one, and notes; an unreadable input ends the command, status 2."""
-    from replayer.compare.arms import ArmError, parse_arm, read_arm, read_experiment, unique
+    from replayer.compare.arms import ArmFilesError, parse_arm, read_arm, read_experiment, unique
     from replayer.records.runs import RecordError
     from replayer.traces.loading import load_trace
     from replayer.traces.trace import TraceError
@@ -223,7 +223,7 @@ def _read(
                 "compare needs two arms: BASELINE.jsonl CANDIDATE.jsonl [...], --arm twice, or an experiment's folder"
             )
         return arms, groups, load_trace(trace) if trace is not None else None, notes
-    except (ArmError, RecordError, TraceError) as error:
+    except (ArmFilesError, RecordError, TraceError) as error:
         _stop(str(error))
     except OSError as error:
         _stop(f"{error.filename or ''}: {error.strerror}")

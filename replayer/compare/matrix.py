@@ -11,7 +11,7 @@ from typing import Any
 
 from replayer.compare.comparison import Comparison
 from replayer.compare.statistics.tests import Effect, Verdict
-from replayer.compare.verdict import Cell, baseline_value, cell_of
+from replayer.compare.verdict import VerdictCell, baseline_value, cell_of
 
 MAIN_METRICS = ("TTFT p50", "TTFT p90", "TPOT p50", "E2E p50", "APC")
 """Columns of the matrix: as many as fit into 80 columns of text. The details have every metric."""
@@ -19,12 +19,12 @@ LEADING_METRIC = "E2E p50"
 
 
 @dataclass(frozen=True)
-class Row:
+class MatrixRow:
     """One candidate."""
 
     arm: str
-    cells: list[Cell]
-    also: list[Cell]
+    cells: list[VerdictCell]
+    also: list[VerdictCell]
     """Metrics outside the columns on which the candidate is better or worse."""
 
 
@@ -40,7 +40,7 @@ class Matrix:
     metrics: list[str]
     reference: list[str]
     """The baseline's value of each metric; a range where candidates are paired on different requests."""
-    rows: list[Row]
+    rows: list[MatrixRow]
     legend: str
 
     @property
@@ -151,10 +151,10 @@ def _one(found: Comparison) -> str:
     )
 
 
-def _row(found: Comparison, columns: Sequence[str]) -> Row:
+def _row(found: Comparison, columns: Sequence[str]) -> MatrixRow:
     cells = {effect.metric: cell_of(effect) for effect in found.effects}
     also = [cell for name, cell in cells.items() if name not in columns and cell.word]
-    return Row(found.candidate_label, [cells[name] for name in columns], also)
+    return MatrixRow(found.candidate_label, [cells[name] for name in columns], also)
 
 
 def _markers(comparisons: Sequence[Comparison]) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from replayer.compare.goodput import Slo
 from replayer.compare.matrix import Matrix, leader_sentence, matrix_of
-from replayer.compare.verdict import Cell, baseline_value, cell_of
+from replayer.compare.verdict import VerdictCell, baseline_value, cell_of
 from replayer.records.readable import format_points
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def matrix_table(matrix: Matrix) -> Table:
     return table
 
 
-def _cell(cell: Cell) -> Text:
+def _cell(cell: VerdictCell) -> Text:
     from rich.text import Text
 
     return Text(cell.head, style=_COLOURS.get(cell.word, "")).append(f"\n{cell.interval}", style="not bold")

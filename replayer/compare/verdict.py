@@ -16,7 +16,7 @@ RAISED, LOWERED, SAME, UNJUDGED = "▲", "▼", "≈", "–"
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class VerdictCell:
     """One metric of one candidate, ready to print."""
 
     metric: str
@@ -42,7 +42,7 @@ class Cell:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def cell_of(effect: Effect) -> Cell:
+def cell_of(effect: Effect) -> VerdictCell:
     """The cell of one effect."""
     note = effect.note or ("below the noise floor" if effect.below_floor else "")
     if effect.verdict is Verdict.NOT_JUDGED:
@@ -54,7 +54,7 @@ def cell_of(effect: Effect) -> Cell:
     if effect.verdict in (Verdict.BETTER, Verdict.WORSE):
         symbol, word = RAISED if effect.change > 0 else LOWERED, effect.verdict.value
         change = format_points(abs(effect.change), signed=False)
-    return Cell(effect.metric, symbol, change, word, interval, effect.verdict.value, note)
+    return VerdictCell(effect.metric, symbol, change, word, interval, effect.verdict.value, note)
 
 
 def baseline_value(effect: Effect) -> str:

@@ -134,7 +134,7 @@ def _read(
     runs: Sequence[Path], specs: Sequence[str], trace: Path | None, pool_tokens: int | None, session: str | None
 ) -> tuple[list[Arm], Extras]:
     """Arms with trace and environment; an unreadable input ends the command with status 2."""
-    from replayer.compare.arms import ArmError
+    from replayer.compare.arms import ArmFilesError
     from replayer.records.runs import RecordError
     from replayer.report.inputs import ReportError, read_inputs
     from replayer.report.page import BreakdownError, Extras
@@ -142,7 +142,7 @@ def _read(
 
     try:
         found = read_inputs(runs, specs, trace)
-    except (ArmError, RecordError, TraceError, ReportError, BreakdownError) as error:
+    except (ArmFilesError, RecordError, TraceError, ReportError, BreakdownError) as error:
         _stop(str(error))
     except OSError as error:
         _stop(f"{error.filename or ''}: {error.strerror}")
@@ -152,14 +152,14 @@ def _read(
 
 def _same(specs: Sequence[str]) -> list[ArmRuns]:
     """A/A groups, each of replicates."""
-    from replayer.compare.arms import ArmError, read_arm
+    from replayer.compare.arms import ArmFilesError, read_arm
     from replayer.records.runs import RecordError
 
     try:
         groups = [
             read_arm(f"A/A {number}", [Path(one) for one in spec.split(",")]) for number, spec in enumerate(specs, 1)
         ]
-    except (ArmError, RecordError) as error:
+    except (ArmFilesError, RecordError) as error:
         _stop(str(error))
     except OSError as error:
         _stop(f"{error.filename or ''}: {error.strerror}")

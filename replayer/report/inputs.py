@@ -119,7 +119,7 @@ def unique_labels(runs: Sequence[Run]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ReportInputs:
     """Everything a page is made from."""
 
     arms: list[Arm]
@@ -131,7 +131,7 @@ class Inputs:
     notes: list[str] = field(default_factory=list)
 
 
-def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | None = None) -> Inputs:
+def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | None = None) -> ReportInputs:
     """Run files, arms of several run files, or the directory of one experiment.
 
     Args:
@@ -168,16 +168,18 @@ def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | N
                 f"--trace {trace} is not the trace that was replayed (SHA-256 {loaded.sha256[:12]}, the runs say "
                 f"{replayed[:12]}); give the file that was"
             )
-        return Inputs(arms, loaded, "", environment, notes)
+        return ReportInputs(arms, loaded, "", environment, notes)
     if own is None:
-        return Inputs(arms, None, "", environment, notes)
+        return ReportInputs(arms, None, "", environment, notes)
     if not own.exists():
-        return Inputs(arms, None, f"the experiment's trace {own} is not there: give --trace FILE", environment, notes)
+        return ReportInputs(
+            arms, None, f"the experiment's trace {own} is not there: give --trace FILE", environment, notes
+        )
     loaded = load_trace(own)
     if replayed and loaded.sha256 != replayed:
         why = f"the experiment's trace {own} is not the one that was replayed: give --trace FILE"
-        return Inputs(arms, None, why, environment, notes)
-    return Inputs(arms, loaded, "", environment, notes)
+        return ReportInputs(arms, None, why, environment, notes)
+    return ReportInputs(arms, loaded, "", environment, notes)
 
 
 def arm_of(found: ArmRuns) -> Arm:

@@ -34,7 +34,7 @@ LEVELS = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class SectionCell:
     """One figure of the anatomy."""
 
     share: float | None
@@ -48,7 +48,7 @@ class HitRow:
 
     name: str
     meaning: str
-    cells: list[Cell]
+    cells: list[SectionCell]
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,10 @@ def _anatomy(paths: TracePaths, trace: Trace, one: OneRun, capacity_tokens: int 
     )
 
 
-def _cell(one: Anatomy, tokens: int | None) -> Cell:
+def _cell(one: Anatomy, tokens: int | None) -> SectionCell:
     if tokens is None or not one.tokens.prompt:
-        return Cell(None, None)
-    return Cell(tokens / one.tokens.prompt, tokens)
+        return SectionCell(None, None)
+    return SectionCell(tokens / one.tokens.prompt, tokens)
 
 
 def _loss(one: Anatomy, name: str) -> int | None:
@@ -148,7 +148,7 @@ def _loss(one: Anatomy, name: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class LoadRow:
+class LoadSectionRow:
     """Imbalance of one arm's loads; with repeats the mean of them."""
 
     label: str
@@ -161,24 +161,24 @@ class LoadRow:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadSection:
     """Load over time of all arms."""
 
-    rows: list[LoadRow] = field(default_factory=list)
+    rows: list[LoadSectionRow] = field(default_factory=list)
     lines: list[Drawing] = field(default_factory=list)
     maps: list[Drawing] = field(default_factory=list)
     repeat: str = ""
     """Which repeat the figures show, where there are several."""
 
 
-def load(arms: Runs) -> Load:
+def load(arms: Runs) -> LoadSection:
     """Load over time: tables over all repeats, figures of each arm's first run."""
     every = {label: [one for one in map(_load, runs) if one is not None] for label, runs in arms.items()}
     first = {label: loads[0] for label, loads in every.items() if loads}
     if not first:
-        return Load()
+        return LoadSection()
     rows = [
-        LoadRow(
+        LoadSectionRow(
             label,
             _mean([imbalance(one.requests) for one in loads]),
             _mean([imbalance(one.pending_tokens) for one in loads]),
@@ -197,7 +197,7 @@ def load(arms: Runs) -> Load:
     tops = [(float(one.requests.max()), float(one.pending_tokens.max())) for one in first.values()]
     largest = (max(top[0] for top in tops), max(top[1] for top in tops))
     several = next((runs[0].repeat for runs in arms.values() if len(runs) > 1), "")
-    return Load(
+    return LoadSection(
         rows,
         [drawing for drawing in drawn if drawing is not None],
         [figures_fleet.load_map(label, one, largest) for label, one in first.items()],

@@ -15,7 +15,14 @@ from sim.core.timing import StepRun
 from sim.core.types import EngineConfig
 from sim.fit import Fit, fit, model_prefill
 from sim.fit_report import by_kind, profile_yaml
-from sim.hardware import HARDWARE_FOLDER, HardwareProfile, LoadRow, ProfileError, Transport, load_profile
+from sim.hardware import (
+    HARDWARE_FOLDER,
+    HardwareProfile,
+    LoadedTransferRow,
+    ProfileError,
+    TransportProfile,
+    load_profile,
+)
 from sim.points import load_points
 from sim.virtual import VirtualFleet
 
@@ -163,9 +170,9 @@ def test_runs_of_decode_steps_are_counted_right(growth_s: float, seconds: float)
 
 
 def test_transfers_are_interpolated_by_size_and_load() -> None:
-    idle = LoadRow(streams=0, points=((100.0, 1.0), (200.0, 3.0)))
-    busy = LoadRow(streams=8, points=((100.0, 2.0), (200.0, 6.0)))
-    transport = Transport(contention=0.5, rows=(idle, busy))
+    idle = LoadedTransferRow(streams=0, points=((100.0, 1.0), (200.0, 3.0)))
+    busy = LoadedTransferRow(streams=8, points=((100.0, 2.0), (200.0, 6.0)))
+    transport = TransportProfile(contention=0.5, rows=(idle, busy))
     assert transport.seconds(50, 0, 1) == pytest.approx(0.5)
     assert transport.seconds(150, 0, 1) == pytest.approx(2.0)
     assert transport.seconds(400, 0, 1) == pytest.approx(6.0)

@@ -83,7 +83,7 @@ class TraceState(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
 
-class Runner(msgspec.Struct, frozen=True, kw_only=True):
+class RunnerProcess(msgspec.Struct, frozen=True, kw_only=True):
     """The process that runs the experiment, or ran it last."""
 
     pid: int
@@ -111,7 +111,7 @@ class ExperimentState(msgspec.Struct, kw_only=True):
     """SHA-256 of every input of the experiment, by kind."""
     trace: TraceState
     clock_scale: float = 1.0
-    runner: Runner | None = None
+    runner: RunnerProcess | None = None
     started_unix_s: float = 0.0
     finished_unix_s: float | None = None
     runs: list[RunState]

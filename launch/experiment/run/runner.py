@@ -102,7 +102,7 @@ class Runner:
 
         A cancelled experiment is left in state "interrupted", with all its processes stopped.
         """
-        self._state.runner = states.Runner(pid=os.getpid(), created_unix_s=creation_time(os.getpid()) or 0.0)
+        self._state.runner = states.RunnerProcess(pid=os.getpid(), created_unix_s=creation_time(os.getpid()) or 0.0)
         self._state.state = states.RUNNING
         self._state.finished_unix_s = None
         left = self._state.left

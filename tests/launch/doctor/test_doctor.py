@@ -11,7 +11,7 @@ import pytest
 
 from launch.doctor import report
 from launch.doctor.checks import all_checks
-from launch.doctor.facts import Clock, Efa, Engine, EnginePython, Facts, Fleet, Host, Limit, Rdma
+from launch.doctor.facts import Clock, Efa, EngineFacts, EnginePython, Facts, FleetFacts, Host, Limit, Rdma
 from launch.doctor.findings import Finding, Status, examine
 from launch.doctor.versions import TESTED
 from launch.hardware.gpus import GpuInventory, read_inventory
@@ -56,7 +56,7 @@ def h200(**values: Any) -> Facts:
     return Facts(**{**usual, **values})
 
 
-def fleet(protocol: str | None = "nvlink", count: int = 2, **values: Any) -> Fleet:
+def fleet(protocol: str | None = "nvlink", count: int = 2, **values: Any) -> FleetFacts:
     transfer = json.dumps({"kv_connector": "MooncakeConnector", "kv_load_failure_policy": "recompute"})
     usual: dict[str, Any] = {
         "role": "kv_both" if protocol else "none",
@@ -67,10 +67,12 @@ def fleet(protocol: str | None = "nvlink", count: int = 2, **values: Any) -> Fle
     if protocol == "nvlink":
         environment["MC_INTRANODE_NVLINK"] = "1"
     engines = [
-        Engine(name=f"inst-{n}", environment={"CUDA_VISIBLE_DEVICES": str(n), **environment}, **{**usual, **values})
+        EngineFacts(
+            name=f"inst-{n}", environment={"CUDA_VISIBLE_DEVICES": str(n), **environment}, **{**usual, **values}
+        )
         for n in range(count)
     ]
-    return Fleet(source="fleet.yaml", engines=engines)
+    return FleetFacts(source="fleet.yaml", engines=engines)
 
 
 def found(facts: Facts) -> list[Finding]:

@@ -25,7 +25,7 @@ from launch.experiment.records.state import read_experiment
 from launch.experiment.verify import verify
 from launch.freshness.proof import FreshProof, prove_fresh
 from launch.run.state import ProcessState, read_state
-from replayer.compare.arms import ArmError
+from replayer.compare.arms import ArmFilesError
 from replayer.compare.arms import read_experiment as read_arms
 from replayer.records.runs import read_run
 from tests.launch.conftest import REPOSITORY, free_base, until
@@ -211,7 +211,7 @@ def test_a_warm_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "three, repeat 1 is not compared: pending",
     ]
     assert json.loads((directory / "comparison.json").read_text())["comparisons"] == []
-    with pytest.raises(ArmError, match="run 1 of arm 'warmed' is refused: the fleet is not fresh"):
+    with pytest.raises(ArmFilesError, match="run 1 of arm 'warmed' is refused: the fleet is not fresh"):
         read_arms(directory)
     assert f"warmed, repeat 1: refused ({reason})" in verify(directory).problems
     assert "warmed, repeat 1 is not compared: refused" in ended.output

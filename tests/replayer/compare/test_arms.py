@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replayer.compare.arms import ArmError, ArmRuns, parse_arm, read_arm, read_experiment, single, unique
+from replayer.compare.arms import ArmFilesError, ArmRuns, parse_arm, read_arm, read_experiment, single, unique
 from replayer.compare.conditions import refuse_or_note
 from replayer.compare.runs import ComparisonError, compare_arms
 from tests.replayer.compare.conftest import MakeExperiment
@@ -43,7 +43,7 @@ def test_only_runs_that_are_done_are_measurements(experiment: MakeExperiment, st
     plan = json.loads((root / "experiment.json").read_text())
     plan["runs"][1] |= {"state": state, "reasons": ["inst-0 is stale"]}
     (root / "experiment.json").write_text(json.dumps(plan))
-    with pytest.raises(ArmError, match=f"run 1 of arm 'lmetric' is {state}: inst-0 is stale.*--force"):
+    with pytest.raises(ArmFilesError, match=f"run 1 of arm 'lmetric' is {state}: inst-0 is stale.*--force"):
         read_experiment(root)
     forced = read_experiment(root, force=True)
     assert [len(arm.runs) for arm in forced.arms] == [2, 1]
@@ -52,7 +52,7 @@ def test_only_runs_that_are_done_are_measurements(experiment: MakeExperiment, st
 
 def test_an_arm_without_a_finished_run_is_refused(experiment: MakeExperiment) -> None:
     root = experiment(arms=["linear", "lmetric", "warm"])
-    with pytest.raises(ArmError, match="arm 'warm' has no finished run"):
+    with pytest.raises(ArmFilesError, match="arm 'warm' has no finished run"):
         read_experiment(root)
 
 
@@ -71,12 +71,12 @@ def test_a_live_experiment_needs_proofs(experiment: MakeExperiment) -> None:
 def test_what_is_no_experiment_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / "experiment.json").write_text(text)
-    with pytest.raises(ArmError, match=message):
+    with pytest.raises(ArmFilesError, match=message):
         read_experiment(tmp_path)
 
 
 def test_a_run_of_an_unknown_arm_is_refused(experiment: MakeExperiment) -> None:
-    with pytest.raises(ArmError, match="arm 'lmetric', which is not among its arms"):
+    with pytest.raises(ArmFilesError, match="arm 'lmetric', which is not among its arms"):
         read_experiment(experiment(arms=["linear"]))
 
 
@@ -85,16 +85,16 @@ def test_an_arm_from_files(tmp_path: Path) -> None:
     arm = parse_arm(f" two = {paths[0]} , {paths[1]}")
     assert (arm.label, len(arm.runs)) == ("two", 2)
     assert read_arm("", paths[:1]).label == "baseline"
-    with pytest.raises(ArmError, match="is given twice"):
+    with pytest.raises(ArmFilesError, match="is given twice"):
         read_arm("x", [paths[0], paths[0]])
     empty = write_run(tmp_path / "empty.jsonl", make_run()._replace(records=[]))
-    with pytest.raises(ArmError, match="holds no request"):
+    with pytest.raises(ArmFilesError, match="holds no request"):
         read_arm("x", [empty])
 
 
 @pytest.mark.parametrize("text", ["linear", "=a.jsonl", "linear=", "linear= , "])
 def test_an_arm_must_be_named_and_have_runs(text: str) -> None:
-    with pytest.raises(ArmError, match=r"expected NAME=RUN\.jsonl"):
+    with pytest.raises(ArmFilesError, match=r"expected NAME=RUN\.jsonl"):
         parse_arm(text)
 
 
