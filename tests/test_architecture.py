@@ -11,7 +11,7 @@ import subprocess
 import sys
 import types
 import typing
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -129,6 +129,21 @@ def test_the_check_for_kept_state_sees_lists_and_class_attributes() -> None:
     vars(module)["A"].__module__ = "example"
     kept = dict(values_kept_by(module))
     assert kept == {"example.seen": [], "example.A.table": {}, "example.LIMIT": 3}
+
+
+SAME_MEANING_TWICE = {"Section", "StreamOptions"}
+"""A configuration section that refuses unknown keys; the API's ``stream_options``, in the proxy and the simulated engine."""
+
+
+def test_class_names_have_one_meaning() -> None:
+    """Two public classes of one name make every log, trace back and page about them ambiguous."""
+    places: dict[str, set[str]] = defaultdict(set)
+    for path in SOURCES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].add(name_of(path))
+    twice = {name: sorted(paths) for name, paths in places.items() if len(paths) > 1}
+    assert {name: paths for name, paths in twice.items() if name not in SAME_MEANING_TWICE} == {}
 
 
 def test_no_folder_is_wide() -> None:

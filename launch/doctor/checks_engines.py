@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from launch.doctor.facts import EngineFacts, Facts
+from launch.doctor.facts import Facts, FleetEngineFacts
 from launch.doctor.findings import Result, check, note, ok, problem, warning
 from launch.doctor.versions import (
     NVLINK_SINCE,
@@ -130,7 +130,7 @@ def vllm_behaviour(facts: Facts) -> Iterator[Result]:
             yield from _engine_traits(engine, version)
 
 
-def _engine_traits(engine: EngineFacts, version: str) -> Iterator[Result]:
+def _engine_traits(engine: FleetEngineFacts, version: str) -> Iterator[Result]:
     recent = release(version) >= REFUSES_FAILED_PULLS_SINCE
     block_size = flag(engine.command, "--block-size")
     if recent and engine.device == "cpu" and block_size is not None and int(block_size) % 32:

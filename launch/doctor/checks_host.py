@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launch.doctor.facts import EngineFacts, Facts
+from launch.doctor.facts import Facts, FleetEngineFacts
 from launch.doctor.findings import Result, check, gibibytes, note, ok, problem, warning
 from launch.fleet.checks import ALLOCATOR_VARIABLES, NVLINK_VARIABLE
 
@@ -93,7 +93,7 @@ def memory(facts: Facts) -> Iterator[Result]:
         yield ok(summary)
 
 
-def _needed_bytes(engine: EngineFacts) -> int:
+def _needed_bytes(engine: FleetEngineFacts) -> int:
     if engine.device != "cpu":
         return _GPU_ENGINE_BYTES
     pool_gib = engine.environment.get("VLLM_CPU_KVCACHE_SPACE", "1")

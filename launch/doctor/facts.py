@@ -79,7 +79,7 @@ class Efa(msgspec.Struct, frozen=True, kw_only=True):
     """Path of the libfabric that would be loaded."""
 
 
-class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+class FleetEngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One engine of the fleet as it would be started."""
 
     name: str
@@ -99,7 +99,7 @@ class FleetFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet file with all instances expanded."""
 
     source: str
-    engines: list[EngineFacts]
+    engines: list[FleetEngineFacts]
     busy_ports: list[str] = []
     """Sentences from the launcher's port check."""
     start_problems: list[str] = []
@@ -130,12 +130,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     fleet: FleetFacts | None = None
     clocks: list[Clock] = []
 
-    def engines(self) -> list[EngineFacts]:
+    def engines(self) -> list[FleetEngineFacts]:
         """The fleet's engines; without a fleet one that stands for any engine started from this shell."""
         if self.fleet is not None:
             return self.fleet.engines
         device = "cuda" if self.gpus.gpus else "cpu"
-        return [EngineFacts(name="an engine started from this shell", environment=self.environment, device=device)]
+        return [FleetEngineFacts(name="an engine started from this shell", environment=self.environment, device=device)]
 
     def protocols(self) -> set[str]:
         """Transports configured in the fleet."""

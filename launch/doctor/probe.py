@@ -181,12 +181,12 @@ def _fleet(fleet: FleetFile, source: str, inherited: Mapping[str, str]) -> facts
     )
 
 
-def _engine(fleet: FleetFile, spec: ProcessSpec, inherited: Mapping[str, str]) -> facts.EngineFacts:
+def _engine(fleet: FleetFile, spec: ProcessSpec, inherited: Mapping[str, str]) -> facts.FleetEngineFacts:
     kept = {name: value for name, value in inherited.items() if name not in spec.drop_environment}
     member = spec.member
     role = member.role if member is not None else Role.NONE
     real = fleet.kind == "vllm" and member is not None
-    return facts.EngineFacts(
+    return facts.FleetEngineFacts(
         name=spec.name,
         kind=spec.kind,
         command=list(spec.command),

@@ -40,7 +40,7 @@ Beliefs = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
+class AnatomyTokens:
     """Sums over requests, in tokens of the trace. None: unknown, see `Anatomy.left_out`."""
 
     prompt: int = 0
@@ -62,13 +62,13 @@ class Tokens:
     underpredicted: int | None = None
     """Sum of max(0, actual - predicted): there and not promised."""
 
-    def __add__(self, other: Tokens) -> Tokens:
+    def __add__(self, other: AnatomyTokens) -> AnatomyTokens:
         """Sums of two sets of requests; a figure one of them lacks is lacking."""
         summed: dict[str, Any] = {}
         for one in fields(self):
             left, right = getattr(self, one.name), getattr(other, one.name)
             summed[one.name] = None if left is None or right is None else left + right
-        return Tokens(**summed)
+        return AnatomyTokens(**summed)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Part:
 class Anatomy:
     """The figures of one run, or of several of one arm."""
 
-    tokens: Tokens
+    tokens: AnatomyTokens
     requests: int
     """Requests counted."""
     instances: int
@@ -221,7 +221,7 @@ def anatomy(
             f"actual: the engines reported no cached tokens for {reported.count(False)} of {len(found)} requests"
         )
     known = _names(capacity is not None, split, bool(found) and all(reported), predicted)
-    figures = Tokens(**{name: sums.sums.get(name, 0) for name in known})
+    figures = AnatomyTokens(**{name: sums.sums.get(name, 0) for name in known})
     return Anatomy(figures, len(found), len(names), capacity_tokens, left_out)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from replayer.report.anatomy import Anatomy, Tokens, TracePaths, anatomy, total
+from replayer.report.anatomy import Anatomy, AnatomyTokens, TracePaths, anatomy, total
 from replayer.report.figures import fleet as figures_fleet
 from replayer.report.figures import latency as figures_latency
 from replayer.report.figures.style import Drawing, natural
@@ -126,7 +126,7 @@ def _told(rows: Sequence[HitRow]) -> list[HitRow]:
 def _anatomy(paths: TracePaths, trace: Trace, one: OneRun, capacity_tokens: int | None) -> Anatomy:
     replayed = one.run.header.trace_sha256
     if replayed and trace.sha256 and replayed != trace.sha256:
-        return Anatomy(Tokens(), 0, 0, None, ["everything: it replayed another trace"])
+        return Anatomy(AnatomyTokens(), 0, 0, None, ["everything: it replayed another trace"])
     beliefs = {row.request_id: row.believed for row in one.rows if row.believed}
     return anatomy(
         paths,

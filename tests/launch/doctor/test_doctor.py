@@ -11,7 +11,7 @@ import pytest
 
 from launch.doctor import report
 from launch.doctor.checks import all_checks
-from launch.doctor.facts import Clock, Efa, EngineFacts, EnginePython, Facts, FleetFacts, Host, Limit, Rdma
+from launch.doctor.facts import Clock, Efa, EnginePython, Facts, FleetEngineFacts, FleetFacts, Host, Limit, Rdma
 from launch.doctor.findings import Finding, Status, examine
 from launch.doctor.versions import TESTED
 from launch.hardware.gpus import GpuInventory, read_inventory
@@ -67,7 +67,7 @@ def fleet(protocol: str | None = "nvlink", count: int = 2, **values: Any) -> Fle
     if protocol == "nvlink":
         environment["MC_INTRANODE_NVLINK"] = "1"
     engines = [
-        EngineFacts(
+        FleetEngineFacts(
             name=f"inst-{n}", environment={"CUDA_VISIBLE_DEVICES": str(n), **environment}, **{**usual, **values}
         )
         for n in range(count)
