@@ -13,7 +13,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from bench.data_plane.launches import LAUNCHES, StackError
+from bench.data_plane.launches import BASELINE, LAUNCHES, StackError
 from bench.data_plane.measure import DataPlaneRecord, memory_after, run
 from bench.data_plane.processes import ChildError
 from bench.data_plane.quantities import FULL, QUICK, SIZES, measurements
@@ -46,6 +46,10 @@ def main(
     profile: Annotated[
         Path | None, typer.Option(help="Run warmroute under cProfile (py-spy for .svg) and write this.")
     ] = None,
+    baseline_tree: Annotated[
+        Path | None,
+        typer.Option(help="Also measure warmroute from this source tree, as the stack `baseline`.", exists=True),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--output", "-o", help="Write all samples to this JSON file.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a target is missed.")] = False,
     table: Annotated[
@@ -64,7 +68,7 @@ def main(
     else:
         scale = QUICK if quick else FULL
         chosen_sizes = _chosen(sizes, list(SIZES), "--sizes")
-        names = _chosen(only, list(STACKS), "--only")
+        names = _chosen(only, list(STACKS), "--only") + ([] if baseline_tree is None else [BASELINE])
         known = [each.name for each in measurements(scale, chosen_sizes)]
         chosen = _chosen(measure, known, "--measure")
 
@@ -82,6 +86,7 @@ def main(
                 chosen_sizes,
                 only_measurements=chosen,
                 profile=profile,
+                baseline_tree=baseline_tree,
                 progress=progress,
             )
             if memory:

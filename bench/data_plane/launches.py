@@ -18,6 +18,8 @@ from bench.data_plane.peers import PEERS_BIN, peer_version
 
 HOST = "127.0.0.1"
 OURS = "warmroute"
+BASELINE = "baseline"
+"""Our proxy from another source tree, to measure a change against what was there before in one interleaved run."""
 
 
 class StackError(Exception):
@@ -49,8 +51,14 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-def warmroute(port: int, engines: Sequence[LoadTarget], folder: Path, profile: Path | None = None) -> Launch:
-    """Our proxy with every feature of a plain deployment: index, ledger, breakdown with its file, metrics, health."""
+def warmroute(
+    port: int, engines: Sequence[LoadTarget], folder: Path, profile: Path | None = None, tree: Path | None = None
+) -> Launch:
+    """Our proxy with every feature of a plain deployment: index, ledger, breakdown with its file, metrics, health.
+
+    Args:
+        tree: source tree to run it from; None: the one this benchmark runs from.
+    """
     config = folder / "warmroute.yaml"
     settings = {
         "host": HOST,
@@ -65,9 +73,12 @@ def warmroute(port: int, engines: Sequence[LoadTarget], folder: Path, profile: P
     }
     config.write_text(yaml.safe_dump(settings), encoding="utf-8")
     serve = ["-m", "warmroute", "serve", "--config", str(config)]
-    return Launch(
-        command=_profiled(serve, profile), note=f"warmroute {version('warmroute')}, policy linear, breakdown file on"
-    )
+    note = f"warmroute {version('warmroute')}, policy linear, breakdown file on"
+    if tree is not None:
+        # -P: the current folder must not come before the tree.
+        command = ["env", f"PYTHONPATH={tree.resolve()}", sys.executable, "-P", *serve]
+        return Launch(command=command, note=f"{note}, from {tree.name}")
+    return Launch(command=_profiled(serve, profile), note=note)
 
 
 def _profiled(arguments: list[str], profile: Path | None) -> list[str]:

@@ -92,6 +92,7 @@ def run(
     *,
     only_measurements: Sequence[str] = (),
     profile: Path | None = None,
+    baseline_tree: Path | None = None,
     progress: Progress = lambda line: None,
 ) -> DataPlaneRecord:
     """Measure these stacks in ``rounds`` shuffled rounds.
@@ -112,7 +113,7 @@ def run(
         left_out: dict[str, str] = {}
         for name in names:
             try:
-                stack = start(name, bench.stub.engines, scratch, profile if name == OURS else None)
+                stack = start(name, bench.stub.engines, scratch, profile if name == OURS else None, baseline_tree)
             except NotInstalledError as error:
                 left_out[name] = str(error)
                 progress(f"{name} is left out: {error}")

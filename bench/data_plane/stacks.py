@@ -15,7 +15,7 @@ import httpx
 import psutil
 
 from bench.data_plane import cpu
-from bench.data_plane.launches import HOST, LAUNCHES, OURS, StackError, free_ports, warmroute
+from bench.data_plane.launches import BASELINE, HOST, LAUNCHES, OURS, Launch, StackError, free_ports, warmroute
 from bench.data_plane.load.client import LoadTarget
 from bench.data_plane.stub.answers import MODEL
 
@@ -77,8 +77,10 @@ class Stack:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def start(name: str, engines: list[LoadTarget], folder: Path, profile: Path | None = None) -> Stack:
-    """Start one stack and wait until it answers a request.
+def start(
+    name: str, engines: list[LoadTarget], folder: Path, profile: Path | None = None, baseline_tree: Path | None = None
+) -> Stack:
+    """Start one stack and wait until it answers a request; ``baseline_tree`` is the source of the stack ``baseline``.
 
     Raises:
         NotInstalledError: its program is not installed.
@@ -89,7 +91,11 @@ def start(name: str, engines: list[LoadTarget], folder: Path, profile: Path | No
     folder = folder / name
     folder.mkdir(parents=True)
     port = free_ports(1)[0]
-    launch = warmroute(port, engines, folder, profile) if name == OURS else LAUNCHES[name](port, engines, folder)
+    launch: Launch
+    if name in {OURS, BASELINE}:
+        launch = warmroute(port, engines, folder, profile, baseline_tree if name == BASELINE else None)
+    else:
+        launch = LAUNCHES[name](port, engines, folder)
     log_path = folder / "log.txt"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
