@@ -132,7 +132,7 @@ def test_the_check_for_kept_state_sees_lists_and_class_attributes() -> None:
 
 
 SAME_MEANING_TWICE = {"Section", "StreamOptions"}
-"""A configuration section that refuses unknown keys; ``stream_options`` as the proxy and the simulated engine read it."""
+"""A configuration section that refuses unknown keys; ``stream_options`` as proxy and simulated engine read it."""
 
 
 def test_class_names_have_one_meaning() -> None:
