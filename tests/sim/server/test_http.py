@@ -125,14 +125,19 @@ def test_a_completion_and_its_usage(engine: EngineProcess) -> None:
 
 def test_streaming_gives_the_same_text_in_pieces(engine: EngineProcess) -> None:
     whole = engine.complete("a stream", max_tokens=300).json()
-    events = engine.events(prompt="a stream", max_tokens=300, stream_options={"include_usage": True})
-    *pieces, last = events
-    assert last["choices"] == []
-    assert last["usage"] == {**whole["usage"], "prompt_tokens_details": None}
-    assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole["choices"][0]["text"]
-    assert [piece["choices"][0]["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-    assert len(pieces[0]["choices"][0]["text"]) == 4  # the first token is sent at once
-    assert len(pieces) > 2
+
+    def first_token_came_alone() -> bool:
+        events = engine.events(prompt="a stream", max_tokens=300, stream_options={"include_usage": True})
+        *pieces, last = events
+        assert last["choices"] == []
+        assert last["usage"] == {**whole["usage"], "prompt_tokens_details": None}
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole["choices"][0]["text"]
+        assert [piece["choices"][0]["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+        return len(pieces) > 2 and len(pieces[0]["choices"][0]["text"]) == 4
+
+    # The engine's clock runs faster than this machine's: an engine that was not scheduled for some milliseconds sends
+    # the tokens of that time in one piece, so a single stream proves nothing on a loaded machine.
+    assert any(first_token_came_alone() for _ in range(20))
     assert not any("usage" in event for event in engine.events(prompt="a stream", max_tokens=3))
 
 
