@@ -105,9 +105,9 @@ def test_a_folder_without_arms_is_refused(tmp_path: Path) -> None:
 def test_the_script_says_how_it_is_used() -> None:
     script = REPOSITORY / "bench" / "gpu" / "elastic_ab.sh"
     assert os.access(script, os.X_OK)
-    told = subprocess.run([str(script)], capture_output=True, text=True, timeout=30, check=False)
-    assert told.returncode == 2
-    assert "elastic_ab.sh TRACE OUTPUT" in told.stdout
+    reported = subprocess.run([str(script)], capture_output=True, text=True, timeout=30, check=False)
+    assert reported.returncode == 2
+    assert "elastic_ab.sh TRACE OUTPUT" in reported.stdout
 
 
 @pytest.mark.parametrize(

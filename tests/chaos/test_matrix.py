@@ -75,7 +75,7 @@ def check_content(answer: httpx.Response, cell: Cell, view: View) -> None:
             assert set(error) == {"message", "type", "param", "code"}
             assert error["code"] in {"upstream_error", "upstream_timeout"}
         case Sees.AS_SENT:
-            assert answer.content in {b'{"error":{"message":"as told","type":"stub"}}', b""}
+            assert answer.content in {b'{"error":{"message":"as reported","type":"stub"}}', b""}
         case Sees.BROKEN:
             events = [event for event in answer.text.split("\n\n") if event]
             assert events[0] == EVENTS[0].decode().strip()

@@ -76,10 +76,10 @@ def test_what_does_not_hold_is_a_violation(change: dict[str, Any], says: str) ->
 
 @pytest.mark.parametrize("kind", ["wrong answer", "cut without an error event"])
 def test_a_wrong_answer_is_a_violation(kind: str) -> None:
-    told = clean()
-    told["seen"].ends[kind] += 1
-    told["seen"].wrong.append("r: what")
-    assert kind in violations(**told)[0]
+    reported = clean()
+    reported["seen"].ends[kind] += 1
+    reported["seen"].wrong.append("r: what")
+    assert kind in violations(**reported)[0]
 
 
 def test_memory_that_grows_and_descriptors_that_stay_are_violations() -> None:

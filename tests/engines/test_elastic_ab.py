@@ -78,7 +78,7 @@ async def test_two_planners_on_fresh_engines_give_a_table(
     arguments = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     arguments += ["--planner", "never", "--planner", "threshold", "--load", "1", "--skip-first-s", "0"]
     arguments += ["--token-low", "10", "--token-high", "2000", "--max-output-tokens", "40", "--timeout-s", "100"]
-    told = await run(
+    reported = await run(
         str(ROOT / "bench" / "gpu" / "elastic_ab.sh"),
         str(trace),
         str(output),
@@ -97,12 +97,12 @@ async def test_two_planners_on_fresh_engines_give_a_table(
     ]
     assert all(record.ok for arm in arms for record in arm.run.records)
     assert [len(arm.run.records) for arm in arms] == [REQUESTS, REQUESTS]
-    assert markdown(kept) in told
-    assert f"| `threshold` | {arms[1].repeat} | {REQUESTS}/{REQUESTS} |" in told
+    assert markdown(kept) in reported
+    assert f"| `threshold` | {arms[1].repeat} | {REQUESTS}/{REQUESTS} |" in reported
     reasons = [[row["offload_reason"] for row in arm.rows] for arm in arms]
     assert "chosen" not in reasons[0]
     assert reasons[1].count("chosen") >= 3, reasons[1]
-    assert "transfer leg median" in told
+    assert "transfer leg median" in reported
     fresh = [msgspec.json.decode((kept / arm.note.label / "fresh.json").read_bytes()) for arm in arms]
     ids = [engine["engine_ids"][0] for proof in fresh for engine in proof["engines"]]
     assert len(set(ids)) == 4, "every arm has separate engines"

@@ -137,16 +137,16 @@ async def test_sticky_sessions_hit_more_than_turns_dealt_round(
 async def check_what_is_told(folder: Path, apc: dict[str, float]) -> None:
     """`warmroute summary` and `warmroute report` agree on these runs."""
     for policy in POLICIES:
-        told = json.loads(await warmroute("summary", str(folder / f"{policy}.jsonl"), "--json"))
-        assert told["apc"] == apc[policy]
-        assert told["predicted_error_tokens"]["p99"] == told["predicted_bias_tokens"] == 0
+        reported = json.loads(await warmroute("summary", str(folder / f"{policy}.jsonl"), "--json"))
+        assert reported["apc"] == apc[policy]
+        assert reported["predicted_error_tokens"]["p99"] == reported["predicted_bias_tokens"] == 0
     breakdowns = [
         part for policy in POLICIES for part in ("--breakdown", f"{policy}={folder / policy}-breakdown.jsonl")
     ]
     runs = [str(folder / f"{policy}.jsonl") for policy in POLICIES]
     # Each run has different tokens, so only --force compares them.
-    told = await warmroute("report", *runs, *breakdowns, "--force", "--output", str(folder / "report.html"))
-    assert "report.html" in told
+    reported = await warmroute("report", *runs, *breakdowns, "--force", "--output", str(folder / "report.html"))
+    assert "report.html" in reported
     page = (folder / "report.html").read_text()
     for policy in POLICIES:
         assert policy in page

@@ -107,9 +107,9 @@ class FakeNvml:
         return self._told(gpu, 3000 + counter)
 
     def nvmlDeviceGetFieldValues(self, gpu: FakeGpu, fields: list[Any]) -> Any:
-        told = gpu.nvlink_kib
-        code = pynvml.NVML_SUCCESS if told is not None else pynvml.NVML_ERROR_NOT_SUPPORTED
-        values = dict(zip((138, 139), told or (0, 0), strict=True))
+        reported = gpu.nvlink_kib
+        code = pynvml.NVML_SUCCESS if reported is not None else pynvml.NVML_ERROR_NOT_SUPPORTED
+        values = dict(zip((138, 139), reported or (0, 0), strict=True))
         return [
             SimpleNamespace(nvmlReturn=code, value=SimpleNamespace(ullVal=values[number])) for number, _scope in fields
         ]

@@ -157,8 +157,8 @@ def test_a_real_fleet_detached_proved_used_and_stopped(tmp_path: Path) -> None:
             asyncio.run(prove_fresh(state.processes, since_unix_s=since))
         assert ({"inst-0", "inst-1"} - {served}).pop() not in str(stale.value)
     finally:
-        code, told = cli("down", *directory)
-    assert (code, told) == (0, f"{launcher.run_dir}: stopped 3 processes\n")
+        code, reported = cli("down", *directory)
+    assert (code, reported) == (0, f"{launcher.run_dir}: stopped 3 processes\n")
     assert not state.running
     assert not state.supervised
 

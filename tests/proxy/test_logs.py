@@ -133,11 +133,11 @@ async def test_no_secret_appears_in_any_output(
         engines=engines, keys=keys, engine_key=ENGINE, each=[{"api_key_env": "OWN_KEY"}, {}], log_level="debug"
     )
     client, admin = bearer(CLIENT), bearer(ADMIN)
-    told = io.StringIO()
+    reported = io.StringIO()
 
     async def ask(method: str, path: str, **more: Any) -> httpx.Response:
         answer = await proxy.client.request(method, path, **more)
-        told.write(f"{answer.status_code} {dict(answer.headers)} {answer.text}\n")
+        reported.write(f"{answer.status_code} {dict(answer.headers)} {answer.text}\n")
         return answer
 
     for headers in (client, bearer(WRONG), admin, {}, {"authorization": f"Basic {WRONG}"}, {"x-api-key": WRONG}):
@@ -170,8 +170,8 @@ async def test_no_secret_appears_in_any_output(
     written = entries(log)
     assert any("defect with Bearer [hidden]" in entry.get("exception", "") for entry in written)
     settings = proxy.core.settings
-    told.write(f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()} {settings.instances}")
-    for where, text in (("the log", log.getvalue()), ("answers and dumps", told.getvalue())):
+    reported.write(f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()} {settings.instances}")
+    for where, text in (("the log", log.getvalue()), ("answers and dumps", reported.getvalue())):
         for secret in SECRETS:
             assert secret not in text, f"{secret} in {where}"
     assert "root" in log.getvalue()

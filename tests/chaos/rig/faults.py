@@ -111,7 +111,7 @@ async def restart(talk: Talk) -> None:
     engine.engine_id, engine.started_unix_s = "another life", engine.started_unix_s + 1
 
 
-def answers(status: str, *lines: str, body: bytes = b'{"error":{"message":"as told","type":"stub"}}') -> Fault:
+def answers(status: str, *lines: str, body: bytes = b'{"error":{"message":"as reported","type":"stub"}}') -> Fault:
     """A well-formed answer with another status."""
 
     async def fault(talk: Talk) -> None:

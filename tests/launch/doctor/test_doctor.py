@@ -85,24 +85,24 @@ def found(facts: Facts) -> list[Finding]:
 
 def bad(facts: Facts) -> dict[str, str]:
     """Texts of warnings and problems, by check."""
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     for one in found(facts):
         if one.status in {Status.WARNING, Status.PROBLEM}:
-            told[one.check] = f"{told.get(one.check, '')}{one.status}: {one.found} -> {one.fix}\n"
-    return told
+            reported[one.check] = f"{reported.get(one.check, '')}{one.status}: {one.found} -> {one.fix}\n"
+    return reported
 
 
-def told(facts: Facts, check: str) -> str:
+def reported(facts: Facts, check: str) -> str:
     return "\n".join(f"{one.status}: {one.found}" for one in found(facts) if one.check == check)
 
 
 def test_an_h200_host_with_an_nvlink_fleet_has_nothing_to_fix() -> None:
     facts = h200(fleet=fleet())
     assert bad(facts) == {}
-    assert "tested on H200 over TCP, intra-node NVLink" in told(facts, "engine-versions")
-    assert told(facts, "nvidia-driver") == "ok: driver 580.95.05, CUDA up to 13.0; torch is built for CUDA 13.0"
-    assert told(facts, "gpu-topology") == "ok: NVLink connects all 2 GPUs (18 lanes up)"
-    assert told(facts, "nvlink-variable") == "ok: MC_INTRANODE_NVLINK is set for all 2 engines"
+    assert "tested on H200 over TCP, intra-node NVLink" in reported(facts, "engine-versions")
+    assert reported(facts, "nvidia-driver") == "ok: driver 580.95.05, CUDA up to 13.0; torch is built for CUDA 13.0"
+    assert reported(facts, "gpu-topology") == "ok: NVLink connects all 2 GPUs (18 lanes up)"
+    assert reported(facts, "nvlink-variable") == "ok: MC_INTRANODE_NVLINK is set for all 2 engines"
 
 
 def test_a_machine_without_gpus_is_no_problem_for_cpu_engines() -> None:
@@ -112,8 +112,8 @@ def test_a_machine_without_gpus_is_no_problem_for_cpu_engines() -> None:
     engines = fleet("tcp", device="cpu")
     facts = h200(gpus=GpuInventory(reason="no NVIDIA driver"), engine_python=python, fleet=engines)
     assert bad(facts) == {}
-    assert told(facts, "nvidia-driver") == "note: no NVIDIA driver: simulated and CPU engines only"
-    assert "hangs" in told(facts, "vllm-behaviour")
+    assert reported(facts, "nvidia-driver") == "note: no NVIDIA driver: simulated and CPU engines only"
+    assert "hangs" in reported(facts, "vllm-behaviour")
     gone = bad(h200(gpus=GpuInventory(reason="no NVIDIA driver"), fleet=fleet()))
     assert gone["nvidia-driver"].startswith("problem: no NVIDIA driver, but the fleet's engines need GPUs")
 
@@ -215,7 +215,7 @@ def test_a_broken_host() -> None:
     assert "GPU 1: 9.0 GiB in use, by no process that NVML shows here" in wrong["gpu-users"]
     assert "GPU 1 has NVLink lanes down" in wrong["gpu-topology"]
     assert "ports" not in wrong  # a process of the fleet answers, so it may be this fleet
-    assert "1 of the fleet's ports are in use, and far, near, right answer there" in told(facts, "ports")
+    assert "1 of the fleet's ports are in use, and far, near, right answer there" in reported(facts, "ports")
     quiet = msgspec.structs.replace(facts, clocks=[])
     assert "problem: port 8101 for inst-0 is not free" in bad(quiet)["ports"]
 
@@ -248,9 +248,9 @@ def test_the_nvlink_variable_is_on_whatever_its_value() -> None:
 def test_what_each_mooncake_can_carry(package: str, version: str, status: str, words: str) -> None:
     packages = {"vllm": "0.20.2", "torch": "2.11.0", package: version}
     facts = h200(engine_python=EnginePython(executable="p", packages=packages))
-    assert f"{status}: {package} {version}" in told(facts, "mooncake-transports")
-    assert words in told(facts, "mooncake-transports")
-    torn = "may report a TCP write done too early" in told(facts, "mooncake-transports")
+    assert f"{status}: {package} {version}" in reported(facts, "mooncake-transports")
+    assert words in reported(facts, "mooncake-transports")
+    torn = "may report a TCP write done too early" in reported(facts, "mooncake-transports")
     assert torn == (version == "0.3.10.post2")
 
 
@@ -268,12 +268,12 @@ def test_vllm_0_32_needs_blocks_of_32_and_recompute_on_the_cpu() -> None:
 def test_every_tested_row_is_reported_as_tested_and_any_change_as_untested() -> None:
     for row in TESTED:
         packages = {row.vllm_package: row.vllm, "torch": row.torch, row.mooncake_package: row.mooncake}
-        assert f"tested on {row.hardware}" in told(
+        assert f"tested on {row.hardware}" in reported(
             h200(engine_python=EnginePython(executable="p", packages=packages)), "engine-versions"
         )
         for name in packages:
             other = {**packages, name: "9.9.9"}
-            assert "untested" in told(
+            assert "untested" in reported(
                 h200(engine_python=EnginePython(executable="p", packages=other)), "engine-versions"
             )
 
@@ -283,7 +283,7 @@ def test_a_python_that_cannot_be_asked_and_one_without_engines() -> None:
         "problem: nopy: cannot be run -> give the engines' Python with --engine-python"
     )
     bare = EnginePython(executable="p", python="3.11.7")
-    assert told(h200(engine_python=bare), "engine-python") == (
+    assert reported(h200(engine_python=bare), "engine-python") == (
         "note: p (Python 3.11.7) has no vLLM: simulated engines only"
     )
     assert "problem: p (Python 3.11.7) has no vLLM" in bad(h200(engine_python=bare, fleet=fleet()))["engine-python"]
@@ -300,9 +300,9 @@ def test_rdma() -> None:
     assert "libibverbs does not show mlx5_1 of mlx5_0, mlx5_1" in bad(h200(rdma=hidden))["rdma"]
     well = Rdma(kernel_devices=["mlx5_0"], active_devices=["mlx5_0"], verbs_devices=["mlx5_0"])
     assert bad(h200(rdma=well, fleet=fleet("rdma"))) == {}
-    assert "Mooncake may use the adapter anyway" in told(h200(rdma=well, fleet=fleet("tcp")), "rdma")
+    assert "Mooncake may use the adapter anyway" in reported(h200(rdma=well, fleet=fleet("tcp")), "rdma")
     held = fleet("tcp", environment={"MC_FORCE_TCP": "1"})
-    assert "use the adapter" not in told(h200(rdma=well, fleet=held), "rdma")
+    assert "use the adapter" not in reported(h200(rdma=well, fleet=held), "rdma")
 
 
 def test_no_check_exceeds_its_worst_status_and_each_status_is_reached() -> None:

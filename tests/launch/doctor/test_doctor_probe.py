@@ -146,10 +146,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(yaml.safe_dump(values))
     code, output = doctor("--fleet", str(path), "--json")
-    told = json.loads(output)
-    assert (told["schema"], told["problems"]) == (2, sum(one["status"] == "problem" for one in told["findings"]))
-    assert code == (1 if told["problems"] else 0)
-    ports = [one for one in told["findings"] if one["check"] == "ports"]
+    reported = json.loads(output)
+    assert (reported["schema"], reported["problems"]) == (
+        2,
+        sum(one["status"] == "problem" for one in reported["findings"]),
+    )
+    assert code == (1 if reported["problems"] else 0)
+    ports = [one for one in reported["findings"] if one["check"] == "ports"]
     assert [one["status"] for one in ports] == ["ok"]
 
     with socket.create_server(("127.0.0.1", values["base_port"] + 1)):

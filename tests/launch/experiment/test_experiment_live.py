@@ -123,8 +123,8 @@ def test_killed_resumed_and_verified(tmp_path: Path) -> None:
     found = verify(directory)
     assert found.problems == []
     assert (found.runs, found.requests) == (4, 120)
-    told = json.loads((directory / "comparison.json").read_text())
-    assert [(one["candidate"], one["runs"]) for one in told["comparisons"]] == [
+    reported = json.loads((directory / "comparison.json").read_text())
+    assert [(one["candidate"], one["runs"]) for one in reported["comparisons"]] == [
         ("sticky", {"baseline": 2, "candidate": 2})
     ]
     assert CliRunner().invoke(app, ["experiment", "status", str(directory)]).exit_code == 0

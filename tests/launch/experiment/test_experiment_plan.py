@@ -283,11 +283,11 @@ class TestShipped:
 
 def test_plan_starts_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    told = CliRunner().invoke(app, ["experiment", "plan", "elastic-live"])
-    assert told.exit_code == 0, told.output
-    assert "elastic-live: 9 runs, randomised" in told.output
-    assert "never (baseline)" in told.output
-    assert "expected time: at least" in told.output
+    reported = CliRunner().invoke(app, ["experiment", "plan", "elastic-live"])
+    assert reported.exit_code == 0, reported.output
+    assert "elastic-live: 9 runs, randomised" in reported.output
+    assert "never (baseline)" in reported.output
+    assert "expected time: at least" in reported.output
     assert list(tmp_path.iterdir()) == []
     as_json = CliRunner().invoke(app, ["experiment", "plan", "aa-simulated", "--json", "--set", "repeats=1"])
     planned = msgspec.json.decode(as_json.output)

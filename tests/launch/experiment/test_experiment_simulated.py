@@ -81,8 +81,8 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
         assert {"run.jsonl", "breakdown.jsonl", "fresh.json", "arm.json"} == set(run.files)
     assert len(seeds) == 4
     assert verify(directory).problems == []
-    told = json.loads((directory / "comparison.json").read_text())["comparisons"][0]
-    change = {effect["metric"]: effect["change"] for effect in told["effects"]}
+    reported = json.loads((directory / "comparison.json").read_text())["comparisons"][0]
+    change = {effect["metric"]: effect["change"] for effect in reported["effects"]}
     assert change["TPOT p50"] > 0.2
     _environment_was_noted(directory)
 
@@ -181,11 +181,11 @@ class TestEnvironment:
         packages = {**before.packages, "msgspec": "0.0.1", "newcomer": "1"}
         git = environment.GitState(root="/x", commit="0" * 40, dirty=True)
         now = msgspec.structs.replace(before, packages=packages, git=git, sources_sha256="f" * 64)
-        told = environment.differences(before, now)
-        assert f"packages.msgspec: {msgspec.__version__}, now 0.0.1" in told
-        assert "packages.newcomer: absent, now 1" in told
-        assert any(change.startswith("git.commit:") and change.endswith("now " + "0" * 12) for change in told)
-        assert f"sources_sha256: {before.sources_sha256[:12]}, now {'f' * 12}" in told
+        reported = environment.differences(before, now)
+        assert f"packages.msgspec: {msgspec.__version__}, now 0.0.1" in reported
+        assert "packages.newcomer: absent, now 1" in reported
+        assert any(change.startswith("git.commit:") and change.endswith("now " + "0" * 12) for change in reported)
+        assert f"sources_sha256: {before.sources_sha256[:12]}, now {'f' * 12}" in reported
         assert environment.differences(before, before) == []
 
     def test_commit_and_dirty_flag_of_a_checkout(self, tmp_path: Path) -> None:

@@ -126,9 +126,9 @@ def test_the_launcher_finds_the_admin_side_of_a_proxy_that_others_reach() -> Non
     assert (exposed.proxy_url(), exposed.admin_url()) == ("http://10.0.0.1:32000", "http://127.0.0.1:32001")
     assert load_settings(**exposed.proxy_config()).admin.port == 32001
     assert (32001, "the proxy's admin listener") in exposed.ports()
-    told = fleet(host="10.0.0.1", proxy={"port": 32000, "admin": {"port": 40000, "open_metrics": True}})
-    assert told.admin_url() == "http://127.0.0.1:40000"
-    assert load_settings(**told.proxy_config()).admin.open_metrics
+    reported = fleet(host="10.0.0.1", proxy={"port": 32000, "admin": {"port": 40000, "open_metrics": True}})
+    assert reported.admin_url() == "http://127.0.0.1:40000"
+    assert load_settings(**reported.proxy_config()).admin.open_metrics
 
 
 @pytest.mark.parametrize(

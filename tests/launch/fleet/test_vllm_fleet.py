@@ -327,8 +327,8 @@ def test_what_this_machine_lacks_is_reported_before_the_start(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     vllm = {"device": "cpu", "python": "./none/python", "cpu": {"preload": ["./none.so"]}}
     fleet = parse_fleet({**GOOD, "model": "./none", "vllm": vllm})
-    told = KINDS["vllm"].problems(fleet, {})
-    assert [problem.split(":")[0] for problem in told] == ["vllm.python", "model", "vllm.cpu.preload"]
+    reported = KINDS["vllm"].problems(fleet, {})
+    assert [problem.split(":")[0] for problem in reported] == ["vllm.python", "model", "vllm.cpu.preload"]
     nvlink = parse_fleet({**GOOD, "vllm": {"python": "sh", "transfer": {"protocol": "nvlink"}}})
     assert KINDS["vllm"].problems(nvlink, {}) == []
     [problem] = KINDS["vllm"].problems(nvlink, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
@@ -338,9 +338,9 @@ def test_what_this_machine_lacks_is_reported_before_the_start(tmp_path: Path, mo
 @pytest.mark.parametrize(("visible", "problems"), [(None, 0), ("0,1", 0), ("1,0,7", 0), ("4,5", 1), ("", 1)])
 def test_gpus_that_the_caller_may_not_use_are_reported(visible: str | None, problems: int) -> None:
     fleet = parse_fleet({**GOOD, "vllm": {"python": "sh"}})
-    told = KINDS["vllm"].problems(fleet, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    assert len(told) == problems
-    assert all(", but the fleet uses GPUs 0, 1; name the allowed GPUs" in problem for problem in told)
+    reported = KINDS["vllm"].problems(fleet, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert len(reported) == problems
+    assert all(", but the fleet uses GPUs 0, 1; name the allowed GPUs" in problem for problem in reported)
 
 
 def test_paths_are_found_from_here_then_from_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ def test_times_are_divided_and_nothing_else() -> None:
 
 def test_the_load_s_half_life_is_one_of_them() -> None:
     assert in_wall_time({}, 20.0) == {"ledger": {"recent_half_life_s": 1.5}}
-    told = in_wall_time({"ledger": {"recent_half_life_s": 60.0}, "port": 1}, 2.0)
-    assert told == {"ledger": {"recent_half_life_s": 30.0}, "port": 1}
+    reported = in_wall_time({"ledger": {"recent_half_life_s": 60.0}, "port": 1}, 2.0)
+    assert reported == {"ledger": {"recent_half_life_s": 30.0}, "port": 1}
 
 
 def test_at_the_wall_s_own_pace_nothing_is_spelt_out() -> None:

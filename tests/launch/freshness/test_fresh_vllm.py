@@ -102,15 +102,15 @@ async def test_an_engine_that_did_nothing_is_fresh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [(name, f"vllm:{name}") for name in GAUGES]
     + [(name, f"vllm:{name}_total") for name in COUNTERS]
     + [("success_abort", "vllm:request_success_total")],
 )
-async def test_one_figure_above_zero_makes_it_stale(name: str, told: str) -> None:
+async def test_one_figure_above_zero_makes_it_stale(name: str, reported: str) -> None:
     now = time.time()
     figures: dict[str, Any] = {name: 0.5}
-    with pytest.raises(StaleEngineError, match=rf"e: {told} is 0\.5, not 0"):
+    with pytest.raises(StaleEngineError, match=rf"e: {reported} is 0\.5, not 0"):
         await prove(exposition(now, **figures), since_unix_s=now - 1)
 
 
@@ -119,8 +119,8 @@ async def test_a_warm_up_request_makes_it_stale() -> None:
     warm = exposition(now, prefix_cache_queries=8, prompt_tokens=8, generation_tokens=1, success_length=1)
     with pytest.raises(StaleEngineError) as caught:
         await prove(warm, since_unix_s=now - 1)
-    for told in ("prefix_cache_queries_total is 8", "prompt_tokens_total is 8", "request_success_total is 1"):
-        assert told in str(caught.value)
+    for reported in ("prefix_cache_queries_total is 8", "prompt_tokens_total is 8", "request_success_total is 1"):
+        assert reported in str(caught.value)
 
 
 async def test_what_may_be_absent_and_what_may_not() -> None:

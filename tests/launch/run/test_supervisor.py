@@ -51,12 +51,12 @@ async def test_start_state_and_stop(small_fleet: MakeFleet, tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("stubs")
 async def test_an_unexpected_exit_is_noticed(small_fleet: MakeFleet, tmp_path: Path) -> None:
-    told: list[str] = []
-    async with Fleet(small_fleet(), tmp_path, with_proxy=False, notify=told.append) as fleet:
+    reported: list[str] = []
+    async with Fleet(small_fleet(), tmp_path, with_proxy=False, notify=reported.append) as fleet:
         os.kill(fleet.state.processes[1].pid, signal.SIGKILL)
-        await soon(lambda: told)
-        assert told == fleet.unexpected_exits
-        assert "inst-1 ended unexpectedly with code -9" in told[0]
+        await soon(lambda: reported)
+        assert reported == fleet.unexpected_exits
+        assert "inst-1 ended unexpectedly with code -9" in reported[0]
         assert read_state(tmp_path).processes[1].status == "exited"
         assert read_state(tmp_path).processes[0].status == "ready"
         os.kill(fleet.state.processes[0].pid, signal.SIGKILL)
@@ -240,11 +240,11 @@ def test_state_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.fleet
-@pytest.mark.parametrize(("told", "known"), [("nvlink", "nvlink"), (None, None)])
+@pytest.mark.parametrize(("reported", "known"), [("nvlink", "nvlink"), (None, None)])
 async def test_a_simulated_transport_is_known_if_it_was_named(
-    small_fleet: MakeFleet, tmp_path: Path, told: str | None, known: str | None
+    small_fleet: MakeFleet, tmp_path: Path, reported: str | None, known: str | None
 ) -> None:
-    async with Fleet(small_fleet(sim={"profile": "h200", "transport": told}), tmp_path) as fleet:
+    async with Fleet(small_fleet(sim={"profile": "h200", "transport": reported}), tmp_path) as fleet:
         assert [process.transport for process in fleet.state.processes if process.kind != "proxy"] == [known, known]
         settings = yaml.safe_load((tmp_path / PROXY_CONFIG).read_text())
         assert [each.get("transport") for each in settings["instances"]] == [known, known]

@@ -120,16 +120,16 @@ async def test_an_unproven_transport_is_refused(
 
 
 async def test_an_unproven_transport_may_be_reported_only(make_fleet: Callable[..., FleetFile], tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     values = make_fleet(
         vllm={"transfer": {"protocol": "nvlink", "transport_proof": "report"}}, env={"STUB_SILENT": "1"}
     )
-    async with Fleet(values, tmp_path / "run", with_proxy=False, notify=told.append) as fleet:
+    async with Fleet(values, tmp_path / "run", with_proxy=False, notify=reported.append) as fleet:
         assert fleet.state.processes[0].transport is None
         output = CliRunner().invoke(app, ["status", "--run-dir", str(tmp_path / "run")], env={"COLUMNS": "160"}).output
     assert "nvlink?" in output
-    assert len(told) == 1
-    assert "its log does not show any transport" in told[0]
+    assert len(reported) == 1
+    assert "its log does not show any transport" in reported[0]
 
 
 async def test_a_variable_lost_on_the_way_to_the_engine_core_is_named(
@@ -144,7 +144,7 @@ async def test_a_variable_lost_on_the_way_to_the_engine_core_is_named(
 
 async def test_engines_that_differ_in_fact_are_refused(make_fleet: Callable[..., FleetFile], tmp_path: Path) -> None:
     """A peer is checked like an own engine; one that does not answer gives a warning."""
-    told: list[str] = []
+    reported: list[str] = []
     mine = make_fleet(name_prefix="mine-")
     async with Fleet(mine, tmp_path / "a", with_proxy=False):
         peer = {"name": "far", "url": mine.url(0), "role": "kv_both", "bootstrap_url": mine.bootstrap_url(0)}
@@ -153,8 +153,8 @@ async def test_engines_that_differ_in_fact_are_refused(make_fleet: Callable[...,
             async with Fleet(other, tmp_path / "b", with_proxy=False):
                 pytest.fail("started")
         away = make_fleet(peers=[peer, {**peer, "name": "gone", "url": "http://127.0.0.1:9"}])
-        async with Fleet(away, tmp_path / "c", with_proxy=False, notify=told.append):
-            assert [line.split(" does not")[0] for line in told] == ["warning: gone (http://127.0.0.1:9)"]
+        async with Fleet(away, tmp_path / "c", with_proxy=False, notify=reported.append):
+            assert [line.split(" does not")[0] for line in reported] == ["warning: gone (http://127.0.0.1:9)"]
 
 
 async def test_an_inherited_nvlink_variable_is_dropped(
@@ -195,9 +195,9 @@ async def test_the_proxys_request_recycles_up_to_a_limit(
         return ProcessSpec("proxy", "proxy", command, ready_urls=(f"{fleet.proxy_url()}/ready",))
 
     monkeypatch.setattr("launch.run.supervisor.proxy_spec", stub_proxy)
-    told: list[str] = []
+    reported: list[str] = []
     answer()
-    async with Fleet(make_fleet(2, max_recycles=1), tmp_path / "run", notify=told.append) as fleet:
+    async with Fleet(make_fleet(2, max_recycles=1), tmp_path / "run", notify=reported.append) as fleet:
         before = [process.pid for process in fleet.state.processes]
         found = fleet.state.processes[1]
         answer(recycle_wanted="leaked blocks")
@@ -205,13 +205,13 @@ async def test_the_proxys_request_recycles_up_to_a_limit(
         answer()  # the proxy has noticed
         await asyncio.sleep(2.5)  # two checks
         answer(recycle_wanted="leaked blocks")
-        await soon(lambda: any("not recycled" in line for line in told))
+        await soon(lambda: any("not recycled" in line for line in reported))
         assert found.status == "ready"
         assert (found.recycles, found.restarts) == (1, 0)
         after = [process.pid for process in fleet.state.processes]
         assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
         assert fleet.unexpected_exits == []
-        assert "inst-1 is recycled (recycle 1): leaked blocks" in told
+        assert "inst-1 is recycled (recycle 1): leaked blocks" in reported
 
 
 def test_a_recycle_request_waits_for_idleness_but_not_forever() -> None:

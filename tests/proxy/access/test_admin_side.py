@@ -270,6 +270,6 @@ def test_refusals_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None
     for _ in range(50):
         with pytest.raises(RequestError):
             rules.check(Listener.MAIN, "GET", "/stats", {b"authorization": b"Bearer guessing-guessing"})
-    told = [record for record in caplog.records if record.name == "warmroute.access"]
-    assert len([record for record in told if record.levelname == "WARNING"]) == 1
+    reported = [record for record in caplog.records if record.name == "warmroute.access"]
+    assert len([record for record in reported if record.levelname == "WARNING"]) == 1
     assert "guessing" not in caplog.text

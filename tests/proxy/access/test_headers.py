@@ -192,14 +192,14 @@ async def test_a_request_id_is_short_and_printable_or_a_new_one(start_proxy: Sta
     for given, kept in IDS:
         status, answer = await ask(proxy, b"x-request-id: " + given)
         assert status == 200
-        told = answer.lower().partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
+        reported = answer.lower().partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
         if kept:
-            assert told == given.decode().lower()
+            assert reported == given.decode().lower()
         else:
-            assert told.startswith("req-")
-            assert len(told) == 36
-        assert proxy.engines[0].seen_headers[-1]["x-request-id"].lower() == told
-        assert (await proxy.rows())[-1]["request_id"].lower() == told
+            assert reported.startswith("req-")
+            assert len(reported) == 36
+        assert proxy.engines[0].seen_headers[-1]["x-request-id"].lower() == reported
+        assert (await proxy.rows())[-1]["request_id"].lower() == reported
     for forged in (b"a\nb", b"a\x1b[31m", b"a\x00", b"a\x7f"):
         assert request_id_of({b"x-request-id": forged}).startswith("req-")
     assert request_id_of({}) != request_id_of({})

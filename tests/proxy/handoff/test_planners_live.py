@@ -221,9 +221,9 @@ async def test_static_pd_prefills_on_producers_and_decodes_on_consumers(start_pr
     for producer, consumer in zip(proxy.engines[:2], proxy.engines[2:], strict=True):
         assert set(legs_seen(producer)) == {"P"}
         assert set(legs_seen(consumer)) == {"D"}
-    told = (await proxy.client.post("/explain", json=HEAVY)).json()
-    assert [view["instance"] for view in told["prefill_only"]] == ["inst-0", "inst-1"]
-    assert [view["instance"] for view in told["fleet"]] == ["inst-2", "inst-3"]
+    reported = (await proxy.client.post("/explain", json=HEAVY)).json()
+    assert [view["instance"] for view in reported["prefill_only"]] == ["inst-0", "inst-1"]
+    assert [view["instance"] for view in reported["fleet"]] == ["inst-2", "inst-3"]
     first = {row["session_id"]: row["prefill_instance"] for row in rows[:4]}
     assert {row["session_id"]: row["prefill_instance"] for row in rows[4:]} == first
     assert all(row["predicted_cached_tokens"] == 592 for row in rows[4:])

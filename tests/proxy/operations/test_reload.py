@@ -384,10 +384,10 @@ async def test_secrets_are_in_neither_report_nor_log(start: StartReloadable, cap
         keys={"admin": [*KEYS["admin"], {"name": "more", "sha256": "ab" * 32}]},
         log_level="debug",
     )
-    told = str(report) + caplog.text
+    reported = str(report) + caplog.text
     assert {change["key"] for change in report["changes"]} >= {"engine_key", "instances.inst-0.api_key"}
     for secret in ("engine-secret", "own-secret", "ab" * 32):
-        assert secret not in told
+        assert secret not in reported
     await running.until(lambda: bool(running.engines[0].probes))
 
 

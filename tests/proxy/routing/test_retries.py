@@ -79,14 +79,14 @@ async def test_a_fleet_that_fails_everything_is_not_sent_everything_twice(start_
     # For the first arrivals there are few requests to take a share of, so it can be less than 40 * 0.2 + 5.
     retries = sum(len(engine.seen) for engine in engines) - 40
     assert 5 <= retries <= 13
-    told = [answer for answer in answers if "retry budget is exhausted" in answer.json()["error"]["message"]]
-    assert len(told) >= 40 - 13
+    reported = [answer for answer in answers if "retry budget is exhausted" in answer.json()["error"]["message"]]
+    assert len(reported) >= 40 - 13
     stats = await proxy.settled()
     assert stats["retries"]["retried"] == retries
-    assert stats["retries"]["budget_exhausted"] == len(told)
+    assert stats["retries"]["budget_exhausted"] == len(reported)
     metrics = (await proxy.client.get("/metrics")).text
     assert f'warmroute_retries_total{{result="retried"}} {retries}.0' in metrics
-    assert f'warmroute_retries_total{{result="budget_exhausted"}} {len(told)}.0' in metrics
+    assert f'warmroute_retries_total{{result="budget_exhausted"}} {len(reported)}.0' in metrics
     assert ledger_is_zero(stats)
 
 
