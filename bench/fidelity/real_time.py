@@ -148,7 +148,7 @@ def _placed(folder: Path, trace: Trace, fleet: FleetFile) -> MeasuredSide:
     records = []
     for sent in recording.sent:
         outcome = outcomes[sent.record.request_id]
-        figures = {name: getattr(outcome, name) for name in ("ttft_s", "tpot_s", "e2e_s", "cached_tokens")}
+        figures = {**outcome.latencies._asdict(), "cached_tokens": outcome.cached_tokens}
         records.append(msgspec.structs.replace(sent.record, **figures))
     return side(records)
 
