@@ -22,10 +22,15 @@ EngineHash: TypeAlias = "int | bytes"
 """An engine's own identifier of a block: opaque here."""
 
 PLAIN_ROOT = root_hash("ids")
-"""Root of the chains of a base model's token ids without adapter or cache salt: the only blocks KV events can match."""
+"""``plain_root`` of seed 0."""
 
 _FOREIGN = -1
 """Placeholder for our hash: a block that no plain prompt can match (adapter, cache salt, multimodal)."""
+
+
+def plain_root(seed: int) -> int:
+    """Root of the chains of a base model's token ids without adapter or cache salt: all that KV events can match."""
+    return root_hash("ids", seed=seed)
 
 
 class StoredBlocks(NamedTuple):
@@ -89,8 +94,9 @@ class ExactIndex:
     own entries (measured by the command in ``docs/kv-events.md``).
     """
 
-    def __init__(self, block_tokens: int = 16) -> None:
+    def __init__(self, block_tokens: int = 16, seed: int = 0) -> None:
         self.block_tokens = block_tokens
+        self._root = plain_root(seed)
         self._holders = BlockHolders()
         self._instances: dict[str, _Instance] = {}
 
@@ -124,6 +130,12 @@ class ExactIndex:
         for instance, known in self._instances.items():
             if known.ours:
                 self.distrust(instance, "block_size")
+
+    def set_seed(self, seed: int) -> None:
+        """Set the seed of the hashes, before anything is stored."""
+        if len(self._holders):
+            raise ValueError("the seed cannot change once blocks are stored")
+        self._root = plain_root(seed)
 
     # Trust
 
@@ -207,7 +219,7 @@ class ExactIndex:
         count = len(stored.hashes)
         if len(stored.token_ids) != count * stored.block_tokens:
             raise ValueError(f"{count} blocks of {stored.block_tokens} tokens with {len(stored.token_ids)} token ids")
-        parent = PLAIN_ROOT if stored.parent is None else known.ours.get(stored.parent)
+        parent = self._root if stored.parent is None else known.ours.get(stored.parent)
         if parent is None:
             known.counters.unknown_parent += 1
             self.distrust(instance, "unknown_parent")

@@ -67,9 +67,10 @@ class Promised:
 class Predictor:
     """Combined prediction of shadow index, exact index and the prompts in flight."""
 
-    def __init__(self, shadow: PrefixIndex) -> None:
+    def __init__(self, shadow: PrefixIndex, seed: int = 0) -> None:
+        """``seed`` is that of the requests' block hashes."""
         self.shadow = shadow
-        self.exact = ExactIndex()
+        self.exact = ExactIndex(seed=seed)
         self.promises = Promises(on_drop=self.exact.forget_promise)
 
     def match(self, request: RequestView, now_s: float) -> Match:
