@@ -63,6 +63,8 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
                 asyncio.create_task(core.events.run(), name="kv-events"),
             ]
             try:
+                answering = [instance.name for instance in core.instances if instance.good_probes_in_a_row]
+                await core.events.caught_up(answering, core.settings.events.replay_at_start_s)
                 async with _admin_listener(app, core):
                     yield
             finally:

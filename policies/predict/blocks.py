@@ -5,8 +5,8 @@ The chain is ``h[i] = xxh3_64(block[i], seed=h[i-1])``, so equal hashes mean equ
 blocks.
 
 xxh3 is not cryptographic: with a known root, colliding prompts take no effort to construct. The root is therefore
-hashed with a secret seed, and every hash of a chain depends on it. Accidental collisions: n different blocks contain one
-with probability n² / 2^65, which is 3e-8 for a million.
+hashed with a secret seed, and every hash of a chain depends on it. Accidental collisions: n different blocks contain
+one with probability n² / 2^65, which is 3e-8 for a million.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKEN_ID_BYTES = 4
 
 
 def root_hash(*namespace: str, seed: int = 0) -> int:
-    """Root of the chains of one namespace (model, adapter, cache salt), both it and ``seed`` unsigned 64-bit integers."""
+    """Root of the chains of one namespace (model, adapter, cache salt); it and ``seed`` are unsigned 64-bit integers."""
     # Length-prefixed parts: a client chooses its salt and must not be able to collide with another namespace.
     framed = "".join(f"{len(part)}:{part}" for part in namespace)
     return xxh3_64_intdigest(framed.encode("utf-8", "surrogatepass"), seed)

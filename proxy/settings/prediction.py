@@ -30,6 +30,9 @@ class EventSettings(Section):
     receive_hwm: int = Field(default=100_000, ge=1, description="batches queued per instance before some are dropped")
     blocks_per_turn: int = Field(default=256, ge=1, description="blocks applied before yielding to other tasks")
     replay_timeout_s: Seconds = Field(default=5.0, description="bound on fetching missed batches")
+    replay_at_start_s: float = Field(
+        default=5.0, ge=0, description="time that the start of the proxy waits for the replay of past events"
+    )
     join_interval_s: Seconds = Field(
         default=2.0, description="interval between attempts to replay what was stored before the proxy subscribed"
     )
