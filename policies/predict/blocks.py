@@ -21,7 +21,7 @@ TOKEN_ID_BYTES = 4
 
 
 def root_hash(*namespace: str, seed: int = 0) -> int:
-    """Root of the chains of one namespace (model, adapter, cache salt); it and ``seed`` are unsigned 64-bit integers."""
+    """Root of the chains of one namespace (model, adapter, cache salt), like ``seed`` an unsigned 64-bit integer."""
     # Length-prefixed parts: a client chooses its salt and must not be able to collide with another namespace.
     framed = "".join(f"{len(part)}:{part}" for part in namespace)
     return xxh3_64_intdigest(framed.encode("utf-8", "surrogatepass"), seed)

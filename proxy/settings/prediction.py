@@ -68,6 +68,21 @@ class LedgerSettings(Section):
     recent_half_life_s: Seconds = Field(default=30.0, description="half-life of the recently-assigned term")
 
 
+class SnapshotSettings(Section):
+    """Shadow index and sessions on disk, for the next process."""
+
+    path: Path | None = Field(
+        default=None, description="file, readable by its owner only; none: a restarted proxy starts without them"
+    )
+    interval_s: Seconds = Field(default=30.0, description="time between two snapshots; the last is written at the end")
+    max_bytes: int = Field(
+        default=256 * 1024 * 1024,
+        ge=65_536,
+        description="maximum size of the file, shared equally by the instances and the sessions, the most recent first",
+    )
+    max_age_s: Seconds = Field(default=600.0, description="age beyond which a snapshot is ignored at the start")
+
+
 class SessionSettings(Section):
     """The session table."""
 
