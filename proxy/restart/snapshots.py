@@ -136,10 +136,14 @@ class Snapshots:
             raise SnapshotError("it has text blocks of another size (index.text_block_bytes)")
         if header.block_tokens != router.block_tokens:
             raise SnapshotError(f"it has blocks of {header.block_tokens} tokens, the engines {router.block_tokens}")
-        kept, dropped = [], []
+        kept: list[tuple[str, list[tuple[int, bytes]]]] = []
+        dropped: list[str] = []
         for part, runs in contents.engines:
             instance = core.instances.get(part.name)
-            (kept if instance is not None and _part(instance) == part else dropped).append((part.name, runs))
+            if instance is not None and _part(instance) == part:
+                kept.append((part.name, runs))
+            else:
+                dropped.append(part.name)
         if kept:
             router.set_seed(header.seed)
         try:
@@ -158,7 +162,7 @@ class Snapshots:
             sum(router.state.index.blocks(name) for name, _ in kept),
             len(kept),
             sessions,
-            ", ".join(name for name, _ in dropped) or "none",
+            ", ".join(dropped) or "none",
         )
 
     def _restore_pins(self, contents: SnapshotContents, names: set[str], age_s: float) -> int:

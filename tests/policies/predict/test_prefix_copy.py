@@ -64,9 +64,8 @@ def test_blocks_held_throughout_are_in_a_copy_that_took_a_while(
 ) -> None:
     index, again = index_of(capacity, *prompts), index_of(1_000)
     always = ever = blocks_of(index)
-    copy, runs = index.runs("a"), []
-    last = None
-    runs += islice(copy, 1)
+    last, copy = None, index.runs("a")
+    runs = list(islice(copy, 1))
     for change in changes:
         if isinstance(change, list):
             last = index.insert("a", hash_token_blocks(change, 1))
