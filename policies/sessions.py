@@ -44,7 +44,7 @@ class SessionTable:
 
     def pins(self, now_s: float) -> Iterator[tuple[str, str, float]]:
         """Yield session id, instance and idle time in seconds, most recently used first; the table may change."""
-        # Every pin is inserted anew, so a dict's own order is that of use; listing it is 10 times as fast.
+        # Pins are removed and inserted again, so a dict's own order is that of use; listing it is 10 times as fast.
         for session in reversed(list(dict.keys(self._pins))):
             pin = self._pins.get(session)
             if pin is not None:
