@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ class Router:
 
     def __init__(self, settings: Settings, is_base_model: Callable[[str], bool] = lambda _: False) -> None:
         """``is_base_model`` returns True if the fleet serves a model name without an adapter."""
+        self.seed = secrets.randbits(64)
+        """Secret seed of the block hashes: clients must not be able to construct colliding prompts."""
         self._settings = settings
         self._is_base_model = is_base_model
         # Entry points are files on disk: read once, not on the event loop for every explanation.
@@ -42,6 +45,7 @@ class Router:
             Ledger(settings.ledger.recent_half_life_s),
             SessionTable(settings.sessions.capacity, settings.sessions.ttl_s),
             HotspotTracker(),
+            self.seed,
         )
         self.state.predictor.exact.set_block_tokens(self.block_tokens)
         self.routing = RoutingSession(
@@ -68,12 +72,13 @@ class Router:
         """Parse a body with the effective block sizes; raises RequestError."""
         text_block_bytes = self._settings.index.text_block_bytes
         return parse_request(
-            endpoint, body, self.block_tokens, text_block_bytes, self._is_base_model, self._token_chunks
+            endpoint, body, self.block_tokens, text_block_bytes, self._is_base_model, self._token_chunks, self.seed
         )
 
     def tokenized(self, parsed: Parsed, ids: Sequence[int]) -> Parsed:
         """A text or chat request with the token ids of its prompt, so that its blocks are exact."""
-        return with_token_ids(parsed, ids, self.block_tokens, self._is_base_model(parsed.fields.model))
+        base_model = self._is_base_model(parsed.fields.model)
+        return with_token_ids(parsed, ids, self.block_tokens, base_model, self.seed)
 
     def view(self, parsed: Parsed, request_id: str, session_id: str | None) -> RequestView:
         """The request's view for policies."""
@@ -125,6 +130,11 @@ class Router:
         """Update the bytes-per-token ratio from an engine's token count (exponential average)."""
         if text_bytes and prompt_tokens:
             self.bytes_per_token += _RATIO_WEIGHT * (text_bytes / prompt_tokens - self.bytes_per_token)
+
+    def set_seed(self, seed: int) -> None:
+        """Take over the seed of an earlier process, before the first request."""
+        self.state.predictor.exact.set_seed(seed)
+        self.seed = seed
 
     def set_block_tokens(self, block_tokens: int) -> None:
         """Set the engines' block size in tokens; index contents with another block size are dropped."""
