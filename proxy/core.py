@@ -65,7 +65,7 @@ class Core:
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
         self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)
         self.retries = RetryBudget(settings.limits)
-        LimitMetrics(self.metrics.registry, self.instances, self.admission, self.retries)
+        LimitMetrics(self.metrics.registry, self.instances, self.admission, self.retries, self.router.watch)
         self.lag = LoopLag()
         self.draining = False
         self.ends_s: float | None = None
