@@ -39,7 +39,7 @@ async def test_a_long_model_name_is_refused_and_not_repeated(start_chaos: StartC
 
 async def test_an_unknown_model_is_named_in_an_answer_of_bounded_size(start_chaos: StartChaos) -> None:
     proxy = await start_chaos(ChaosEngine())
-    adapters = [{"id": f"adapter-{number}"} for number in range(10_000)]
+    adapters: list[dict[str, object]] = [{"id": f"adapter-{number}"} for number in range(10_000)]
     proxy.instance().models = adapters
     answer = await proxy.client.post("/v1/completions", json={**BODY, "model": "\x01" * 256})
     assert answer.status_code == 404

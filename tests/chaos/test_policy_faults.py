@@ -7,7 +7,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -26,7 +26,7 @@ class Odd:
     """A policy, and a planner, that gives a scripted answer."""
 
     answer: Answers
-    name: str = "odd"
+    name: ClassVar[str] = "odd"
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         choice: Choice = self.answer(fleet)
