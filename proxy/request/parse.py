@@ -16,6 +16,7 @@ from proxy.errors import RequestError
 from proxy.request.token_chunks import TokenChunks
 
 _MAX_SESSION_ID = 256
+_MAX_MODEL_NAME = 256
 _DEFAULT_COMPLETION_TOKENS = 16
 _DEFAULT_CHAT_TOKENS = 1024
 
@@ -134,6 +135,8 @@ def parse_request(
             "'kv_transfer_params' may be set by the proxy only: a wrong value can crash an engine",
             param="kv_transfer_params",
         )
+    if len(fields.model) > _MAX_MODEL_NAME:
+        raise RequestError(400, f"'model' is longer than {_MAX_MODEL_NAME} characters", param="model")
     salts = (fields.model, fields.cache_salt or "")
     if endpoint is Endpoint.CHAT:
         prompt = _chat_prompt(fields, text_block_bytes, salts, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,10 @@ from policies.state import FleetState
 from policies.types import Decision, RequestView, Role
 from proxy.request.parse import Endpoint, Parsed, parse_request, request_view, with_token_ids
 from proxy.request.token_chunks import TokenChunks
+from proxy.routing.policy_watch import PolicyWatch
 from proxy.settings import Settings
+
+log = logging.getLogger("warmroute.policy")
 
 _RATIO_WEIGHT = 0.1
 
@@ -35,7 +39,14 @@ class Router:
         self._settings = settings
         self._is_base_model = is_base_model
         # Entry points are files on disk: read once, not on the event loop for every explanation.
-        self.known_policies = all_routing()
+        installed = all_routing()
+        self.known_policies = installed.usable
+        self.broken_policies = installed.broken
+        """Name -> reason, of installed policies that cannot be used."""
+        for error in installed.broken.values():
+            log.warning("%s", error)
+        self.watch = PolicyWatch()
+        self._slow_s = settings.limits.slow_decision_s
         self.known_planners = offload_planners()
         self.block_tokens = settings.index.block_tokens
         self.bytes_per_token = settings.index.bytes_per_token
@@ -54,6 +65,7 @@ class Router:
             make_planner(settings.offload.planner, settings.offload.params),
             settings.classes.thresholds(),
             settings.offload.hold_s,
+            guarded=True,
         )
         for instance in settings.instances:
             self.state.add_instance(instance.name, instance.role, instance.host, instance.transport, instance.connector)
@@ -94,7 +106,14 @@ class Router:
     def route(self, request: RequestView, available: set[str]) -> Routed:
         """Decide and count, without an await in between. Raises NoCandidateError."""
         decoders, producers = self._by_role(available)
-        return self.routing.route(request, decoders, producers, time.monotonic())
+        now_s = time.monotonic()
+        routed = self.routing.route(request, decoders, producers, now_s)
+        if routed.decision.failures:
+            self.watch.failed(routed.decision.failures, routed.decision.policy)
+        took_s = time.monotonic() - now_s
+        if took_s > self._slow_s:
+            self.watch.was_slow(self.policy.name, took_s)
+        return routed
 
     def explain(self, request: RequestView, available: set[str]) -> tuple[FleetSnapshot, dict[str, Decision]]:
         """Current decision of every installed policy, without counting it.
@@ -123,6 +142,7 @@ class Router:
         self._settings = settings
         self.routing.thresholds = settings.classes.thresholds()
         self.routing.hold_s = settings.offload.hold_s
+        self._slow_s = settings.limits.slow_decision_s
         self.state.sessions.set_bounds(settings.sessions.capacity, settings.sessions.ttl_s)
         self.state.ledger.set_half_life(settings.ledger.recent_half_life_s)
 
