@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.soak.phases import Phase, PhaseTally, phase_at
+from bench.soak.phases import SliceKind, SliceTally, kind_at
 from bench.soak.plan import POLITE_KEY, SoakPlan
 from bench.soak.requests import KnownRequest, text_of_choice
 
@@ -38,7 +38,7 @@ class Seen:
     finished_ids: set[str] = field(default_factory=set)
     left_ids: set[str] = field(default_factory=set)
     """Requests whose clients disconnected, perhaps before the proxy had the head of the request."""
-    phases: dict[Phase, PhaseTally] = field(default_factory=lambda: {phase: PhaseTally() for phase in Phase})
+    phases: dict[SliceKind, SliceTally] = field(default_factory=lambda: {phase: SliceTally() for phase in SliceKind})
     """Of requests whose clients stay."""
     sent: int = 0
     events: int = 0
@@ -86,8 +86,8 @@ class Clients:
             if end == "refused":
                 await asyncio.sleep(draw.uniform(0.2, 0.6))
 
-    def _tally(self) -> PhaseTally | None:
-        phase = phase_at(self._plan, time.perf_counter() - self._started_s)
+    def _tally(self) -> SliceTally | None:
+        phase = kind_at(self._plan, time.perf_counter() - self._started_s)
         return None if phase is None else self.seen.phases[phase]
 
     async def _leave(self, visit: Coroutine[Any, Any, str], request_id: str, after_s: float) -> None:
@@ -108,7 +108,7 @@ class Clients:
         known: KnownRequest,
         request_id: str,
         stream: bool,
-        tally: PhaseTally | None,
+        tally: SliceTally | None,
     ) -> str:
         headers = {
             "x-request-id": request_id,
@@ -116,7 +116,7 @@ class Clients:
             "authorization": f"Bearer {POLITE_KEY}",
         }
         body = {**known.body, "stream": True} if stream else known.body
-        tally = tally or PhaseTally()
+        tally = tally or SliceTally()
         tally.requests += 1
         sent_s = time.perf_counter()
         try:
@@ -148,7 +148,7 @@ class Clients:
         return "ok"
 
     async def _read_stream(
-        self, answer: aiohttp.ClientResponse, expected: str, tally: PhaseTally, sent_s: float
+        self, answer: aiohttp.ClientResponse, expected: str, tally: SliceTally, sent_s: float
     ) -> str:
         """``ok`` for the whole expected text and [DONE]; ``broken`` for a prefix of it and an error event."""
         held, text, end = b"", "", ""

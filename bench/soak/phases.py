@@ -14,7 +14,7 @@ _ENOUGH = 200
 """First events in each phase for a 99th percentile that two of them do not decide."""
 
 
-class Phase(StrEnum):
+class SliceKind(StrEnum):
     """Presence of hostile clients."""
 
     WITHOUT = "without"
@@ -22,7 +22,7 @@ class Phase(StrEnum):
 
 
 @dataclass
-class PhaseTally:
+class SliceTally:
     """Counts of one phase."""
 
     requests: int = 0
@@ -32,7 +32,7 @@ class PhaseTally:
     """Seconds from sending a request to the first event of its stream."""
 
 
-class PhaseFigures(msgspec.Struct, frozen=True):
+class SliceFigures(msgspec.Struct, frozen=True):
     """Figures of one phase."""
 
     requests: int
@@ -41,29 +41,29 @@ class PhaseFigures(msgspec.Struct, frozen=True):
     ttft_p99_ms: float
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class SliceComparison(msgspec.Struct, frozen=True):
     """Both phases."""
 
-    without: PhaseFigures
-    with_hostile: PhaseFigures
+    without: SliceFigures
+    with_hostile: SliceFigures
     ttft_p50_ratio: float
     ttft_p99_ratio: float
 
 
-def phase_at(plan: SoakPlan, at_s: float) -> Phase | None:
-    """Phase ``at_s`` seconds after the start; None near its beginning, after the end, and without hostile clients."""
+def kind_at(plan: SoakPlan, at_s: float) -> SliceKind | None:
+    """Kind of the slice ``at_s`` seconds after the start; None near its beginning, and without hostile clients."""
     number, within_s = divmod(at_s, plan.slice_s)
     if not plan.hostile_share or within_s < plan.settle_share * plan.slice_s or at_s >= plan.duration_s:
         return None
-    return Phase.WITH if number % 2 else Phase.WITHOUT
+    return SliceKind.WITH if number % 2 else SliceKind.WITHOUT
 
 
-def compare(phases: dict[Phase, PhaseTally]) -> Comparison | None:
+def compare(phases: dict[SliceKind, SliceTally]) -> SliceComparison | None:
     """Ratios of TTFT with hostile clients to that without; None for too few requests."""
     if any(len(tally.ttft_s) < _ENOUGH for tally in phases.values()):
         return None
-    without, with_hostile = (_figures(phases[phase]) for phase in (Phase.WITHOUT, Phase.WITH))
-    return Comparison(
+    without, with_hostile = (_figures(phases[phase]) for phase in (SliceKind.WITHOUT, SliceKind.WITH))
+    return SliceComparison(
         without,
         with_hostile,
         round(with_hostile.ttft_p50_ms / without.ttft_p50_ms, 3),
@@ -71,6 +71,6 @@ def compare(phases: dict[Phase, PhaseTally]) -> Comparison | None:
     )
 
 
-def _figures(tally: PhaseTally) -> PhaseFigures:
+def _figures(tally: SliceTally) -> SliceFigures:
     p50, p99 = np.percentile(tally.ttft_s, (50, 99))
-    return PhaseFigures(tally.requests, tally.refused, round(1e3 * float(p50), 2), round(1e3 * float(p99), 2))
+    return SliceFigures(tally.requests, tally.refused, round(1e3 * float(p50), 2), round(1e3 * float(p99), 2))

@@ -13,7 +13,7 @@ import msgspec
 
 from bench.soak.hostile import HostileCounts, HostileOrder, hostile_slice
 from bench.soak.load import Clients
-from bench.soak.phases import Comparison, compare
+from bench.soak.phases import SliceComparison, compare
 from bench.soak.plan import SoakPlan
 from bench.soak.processes import Reaper, SoakError, engine_process, free_port, proxy_process, stop, until_ready
 from bench.soak.requests import known_requests
@@ -39,7 +39,7 @@ class SoakResult(msgspec.Struct):
     outcomes: dict[str, int]
     """Requests by outcome, as counted by the proxy."""
     hostile: HostileCounts
-    comparison: Comparison | None
+    comparison: SliceComparison | None
     """Polite clients without and with hostile ones; None for a run without, or one too short."""
     figures: SoakTrends
     stats: dict[str, Any]

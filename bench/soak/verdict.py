@@ -11,7 +11,7 @@ import msgspec
 
 from bench.soak.hostile import SILENT, HostileCounts
 from bench.soak.load import Seen
-from bench.soak.phases import Comparison
+from bench.soak.phases import SliceComparison
 from bench.soak.plan import SoakPlan
 from bench.soak.samples import ProcessSample, Trend, trend
 
@@ -69,7 +69,7 @@ def violations(
     ]
 
 
-def hostile_violations(hostile: HostileCounts, comparison: Comparison | None, plan: SoakPlan) -> list[str]:
+def hostile_violations(hostile: HostileCounts, comparison: SliceComparison | None, plan: SoakPlan) -> list[str]:
     """Violated checks of a run with hostile clients; empty for one without."""
     found = []
     for kind, ends in hostile.items():

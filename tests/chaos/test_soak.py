@@ -12,7 +12,7 @@ import pytest
 from bench.soak.attacks import KINDS
 from bench.soak.hostile import SILENT
 from bench.soak.load import Seen, WrongAnswerError, _read_event
-from bench.soak.phases import Phase, PhaseTally, compare, phase_at
+from bench.soak.phases import SliceKind, SliceTally, compare, kind_at
 from bench.soak.plan import SoakPlan
 from bench.soak.run import soak
 from bench.soak.samples import ProcessSample, trend
@@ -107,8 +107,8 @@ def test_rows_of_hostile_clients_are_not_compared_with_those_of_polite_ones() ->
     assert len(violations(**run)) == 2
 
 
-def tallies(slow_s: float) -> dict[Phase, PhaseTally]:
-    return {Phase.WITHOUT: PhaseTally(300, 0, [0.1] * 300), Phase.WITH: PhaseTally(300, 2, [slow_s] * 300)}
+def tallies(slow_s: float) -> dict[SliceKind, SliceTally]:
+    return {SliceKind.WITHOUT: SliceTally(300, 0, [0.1] * 300), SliceKind.WITH: SliceTally(300, 2, [slow_s] * 300)}
 
 
 @pytest.mark.parametrize(
@@ -130,13 +130,16 @@ def test_hostile_clients_must_be_answered_and_must_not_slow_polite_ones(
 
 def test_slices_alternate_and_their_beginnings_are_not_compared() -> None:
     plan = replace(QUICK, duration_s=80.0, slice_pairs=2, settle_share=0.1)
-    phases = [phase_at(plan, at_s) for at_s in (1.0, 3.0, 19.0, 21.0, 23.0, 45.0, 65.0, 80.5)]
-    assert phases == [None, *[Phase.WITHOUT] * 2, None, Phase.WITH, Phase.WITHOUT, Phase.WITH, None]
-    assert phase_at(replace(plan, hostile_share=0.0), 3.0) is None
+    phases = [kind_at(plan, at_s) for at_s in (1.0, 3.0, 19.0, 21.0, 23.0, 45.0, 65.0, 80.5)]
+    assert phases == [None, *[SliceKind.WITHOUT] * 2, None, SliceKind.WITH, SliceKind.WITHOUT, SliceKind.WITH, None]
+    assert kind_at(replace(plan, hostile_share=0.0), 3.0) is None
 
 
 def test_few_requests_are_not_compared() -> None:
-    assert compare({Phase.WITHOUT: PhaseTally(10, 0, [0.1] * 10), Phase.WITH: tallies(1.0)[Phase.WITH]}) is None
+    assert (
+        compare({SliceKind.WITHOUT: SliceTally(10, 0, [0.1] * 10), SliceKind.WITH: tallies(1.0)[SliceKind.WITH]})
+        is None
+    )
 
 
 def test_memory_that_grows_and_descriptors_that_stay_are_violations() -> None:
