@@ -29,7 +29,10 @@ _VALUE = re.compile(
 def may_have_media(body: bytes) -> bool:
     """False for almost every text: a medium is a long run without a space. Reads a few bytes of each 4 KB."""
     find = body.find
-    return any(find(b" ", at, at + _WINDOW) < 0 for at in range(0, len(body) - _WINDOW, _WINDOW))
+    for at in range(0, len(body) - _WINDOW, _WINDOW):
+        if find(b" ", at, at + _WINDOW) < 0:
+            return True
+    return False
 
 
 def without_media(messages: bytes) -> Steps[tuple[bytes, int]]:
@@ -52,7 +55,8 @@ def without_media(messages: bytes) -> Steps[tuple[bytes, int]]:
     yield
     if not spans:
         return messages, 0
-    parts, begin = [], 0
+    parts: list[bytes] = []
+    begin = 0
     for start, end in sorted(spans.items()):
         parts += (messages[begin:start], xxh3_128_digest(messages[start:end]) * (STAND_IN_BYTES // 16))
         begin = end

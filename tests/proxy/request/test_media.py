@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def image(content: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": URI + content}}
 
 
-PARTS = {
+PARTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "image": image,
     "image with detail first": lambda data: {"type": "image_url", "image_url": {"detail": "low", "url": URI + data}},
     "image as a string": lambda data: {"type": "image_url", "image_url": URI + data},
