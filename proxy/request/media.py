@@ -31,8 +31,10 @@ def may_have_media(body: bytes) -> bool:
     find = body.find
     for at in range(0, len(body) - _WINDOW, _WINDOW):
         if find(b" ", at, at + _WINDOW) < 0:
-            return True
-    return False
+            break
+    else:
+        return False
+    return True
 
 
 def without_media(messages: bytes) -> Steps[tuple[bytes, int]]:
