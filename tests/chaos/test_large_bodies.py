@@ -42,7 +42,7 @@ async def test_more_prompts_than_allowed_are_refused(start_chaos: StartChaos, it
     assert proxy.engines[0].posts == []
 
 
-async def test_the_number_of_prompts_is_a_setting_that_a_reload_applies(start_chaos: StartChaos) -> None:
+async def test_the_number_of_prompts_is_a_setting(start_chaos: StartChaos) -> None:
     proxy = await start_chaos(ChaosEngine(), limits={"prompts": 2})
     for count, status in ((2, 200), (3, 400)):
         answer = await proxy.client.post("/v1/completions", json={**BODY, "prompt": ["a"] * count})
