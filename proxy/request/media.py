@@ -37,7 +37,7 @@ def may_have_media(body: bytes) -> bool:
     return True
 
 
-def without_media(messages: bytes) -> Steps[tuple[bytes, int]]:
+def without_media(messages: bytes, seed: int = 0) -> Steps[tuple[bytes, int]]:
     """Messages with a stand-in for each medium, derived from its content, and the number of media."""
     spans: dict[int, int] = {}
     found = 0
@@ -60,7 +60,7 @@ def without_media(messages: bytes) -> Steps[tuple[bytes, int]]:
     parts: list[bytes] = []
     begin = 0
     for start, end in sorted(spans.items()):
-        parts += (messages[begin:start], xxh3_128_digest(messages[start:end]) * (STAND_IN_BYTES // 16))
+        parts += (messages[begin:start], xxh3_128_digest(messages[start:end], seed) * (STAND_IN_BYTES // 16))
         begin = end
         yield
     return b"".join((*parts, messages[begin:])), len(spans)

@@ -11,7 +11,7 @@ import msgspec
 from xxhash import xxh3_128_hexdigest
 
 from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
-from policies.predict.exact_index import PLAIN_ROOT
+from policies.predict.exact_index import plain_root
 from policies.types import RequestView
 from proxy.errors import RequestError
 from proxy.request.fields import check_fields
@@ -28,6 +28,7 @@ _OFFLOADED_BYTES = 8 * 1024 * 1024
 """Both legs of a hand-off write the body again; the prompt of a longer one does not fit any model."""
 _SMALL_BYTES = 64 * 1024
 _MAX_SESSION_ID = 256
+_MAX_MODEL_NAME = 256
 _DEFAULT_COMPLETION_TOKENS = 16
 _DEFAULT_CHAT_TOKENS = 1024
 
@@ -115,6 +116,8 @@ class ParseRules(NamedTuple):
     max_prompts: int = 1024
     allowed_fields: Set[str] = frozenset()
     """Guarded fields that clients may send."""
+    seed: int = 0
+    """Secret seed of the block hashes."""
 
 
 _PROMPTS = frozenset(("prompt", "messages", "tools"))
@@ -136,9 +139,10 @@ def parse_request(
     text_block_bytes: int,
     is_base_model: Callable[[str], bool] = lambda _: False,
     chunks: TokenChunks | None = None,
+    seed: int = 0,
 ) -> Parsed:
     """Parse one request body at once; arguments and errors as of ``parse_steps``."""
-    rules = ParseRules(block_tokens, text_block_bytes)
+    rules = ParseRules(block_tokens, text_block_bytes, seed=seed)
     return at_once(parse_steps(endpoint, body, rules, is_base_model, TokenChunks(1) if chunks is None else chunks))
 
 
@@ -173,12 +177,14 @@ def parse_steps(
     fields.prompt = given.get("prompt", _NOTHING)
     fields.messages = given.get("messages", _NOTHING)
     fields.tools = given.get("tools", _NOTHING)
+    if len(fields.model) > _MAX_MODEL_NAME:
+        raise RequestError(400, f"'model' is longer than {_MAX_MODEL_NAME} characters", param="model")
     salts = (fields.model, fields.cache_salt or "")
     if endpoint is Endpoint.CHAT:
-        prompt = yield from _chat_prompt(fields, rules.text_block_bytes, salts, may_have_media(body))
+        prompt = yield from _chat_prompt(fields, rules, salts, may_have_media(body))
     else:
         prompt = yield from _completion_prompt(
-            fields, rules, _Ids(rules.block_tokens, salts, is_base_model(fields.model)), chunks
+            fields, rules, _Ids(rules.block_tokens, salts, is_base_model(fields.model), rules.seed), chunks
         )
     return Parsed(endpoint, body, fields, prompt)
 
@@ -214,10 +220,10 @@ def request_view(
     )
 
 
-def with_token_ids(parsed: Parsed, ids: Sequence[int], block_tokens: int, base_model: bool) -> Parsed:
+def with_token_ids(parsed: Parsed, ids: Sequence[int], block_tokens: int, base_model: bool, seed: int = 0) -> Parsed:
     """A text or chat request with the blocks of its tokenized prompt; the body is unchanged."""
     fields = parsed.fields
-    prompt = _token_prompt(ids, _Ids(block_tokens, (fields.model, fields.cache_salt or ""), base_model))
+    prompt = _token_prompt(ids, _Ids(block_tokens, (fields.model, fields.cache_salt or ""), base_model, seed))
     return msgspec.structs.replace(parsed, prompt=msgspec.structs.replace(prompt, text_bytes=parsed.prompt.text_bytes))
 
 
@@ -241,7 +247,7 @@ def _may_offload(parsed: Parsed) -> bool:
 
 
 def _chat_prompt(
-    fields: GenerationBody, text_block_bytes: int, salts: tuple[str, ...], look_for_media: bool
+    fields: GenerationBody, rules: ParseRules, salts: tuple[str, ...], look_for_media: bool
 ) -> Steps[Prompt]:
     raw = memoryview(fields.messages)
     if not raw:
@@ -253,18 +259,19 @@ def _chat_prompt(
     history: bytes | memoryview = raw[:-1]
     media = 0
     if look_for_media:
-        history, media = yield from without_media(bytes(history))
-    root = root_hash("chat", *salts, xxh3_128_hexdigest(fields.tools))
-    return Prompt(_text_blocks(history, text_block_bytes, root), 0, len(history), media=media)
+        history, media = yield from without_media(bytes(history), rules.seed)
+    root = root_hash("chat", *salts, xxh3_128_hexdigest(fields.tools, rules.seed), seed=rules.seed)
+    return Prompt(_text_blocks(history, rules.text_block_bytes, root), 0, len(history), media=media)
 
 
 class _Ids(NamedTuple):
-    """Parameters of hashing token ids into blocks."""
+    """Parameters of hashing a completion's prompt into blocks."""
 
     block_tokens: int
     salts: tuple[str, ...]
     """Model and cache salt."""
     base_model: bool
+    seed: int
 
     @property
     def plain(self) -> bool:
@@ -272,7 +279,7 @@ class _Ids(NamedTuple):
 
     @property
     def root(self) -> int:
-        return PLAIN_ROOT if self.plain else root_hash("ids", *self.salts)
+        return plain_root(self.seed) if self.plain else root_hash("ids", *self.salts, seed=self.seed)
 
 
 def _completion_prompt(fields: GenerationBody, rules: ParseRules, ids: _Ids, chunks: TokenChunks) -> Steps[Prompt]:
@@ -291,7 +298,7 @@ def _completion_prompt(fields: GenerationBody, rules: ParseRules, ids: _Ids, chu
         return Prompt(blocks.hashes, blocks.tokens, 0, plain=ids.plain)
     if raw[0] != ord('"') or len(raw) < 3:
         raise RequestError(400, "'prompt' must be a non-empty string or list of token ids", param="prompt")
-    return _text_prompt(raw, rules.text_block_bytes, ids.salts)
+    return _text_prompt(raw, rules.text_block_bytes, ids)
 
 
 def _token_prompt(ids: Sequence[int], how: _Ids) -> Prompt:
@@ -313,10 +320,10 @@ def _out_of_range(error: OverflowError) -> RequestError:
     return RequestError(400, f"'prompt' holds a token id out of range: {error}", param="prompt")
 
 
-def _text_prompt(quoted: memoryview, text_block_bytes: int, salts: tuple[str, ...]) -> Prompt:
+def _text_prompt(quoted: memoryview, text_block_bytes: int, how: _Ids) -> Prompt:
     """Hash a JSON string without decoding it: one client escapes equal text equally."""
     text = quoted[1:-1]
-    return Prompt(_text_blocks(text, text_block_bytes, root_hash("text", *salts)), 0, len(text))
+    return Prompt(_text_blocks(text, text_block_bytes, root_hash("text", *how.salts, seed=how.seed)), 0, len(text))
 
 
 def _text_blocks(text: bytes | memoryview, text_block_bytes: int, root: int) -> list[int]:
@@ -340,7 +347,7 @@ def _batch_prompt(raw: memoryview, rules: ParseRules, how: _Ids, chunks: TokenCh
             400, f"'prompt' has more than {rules.max_prompts} prompts (limits.prompts)", param="prompt"
         ) from error
     if items and all(item[0] == ord('"') and len(item) > 2 for item in items):
-        first = _text_prompt(items[0], rules.text_block_bytes, how.salts)
+        first = _text_prompt(items[0], rules.text_block_bytes, how)
         return Prompt(first.hashes, 0, sum(len(item) - 2 for item in items), len(items))
     if items and all(item[0] == ord("[") for item in items):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,8 @@ class Router:
 
     def __init__(self, settings: Settings, is_base_model: Callable[[str], bool] = lambda _: False) -> None:
         """``is_base_model`` returns True if the fleet serves a model name without an adapter."""
+        self.seed = secrets.randbits(64)
+        """Secret seed of the block hashes: clients must not be able to construct colliding prompts."""
         self._settings = settings
         self._is_base_model = is_base_model
         # Entry points are files on disk: read once, not on the event loop for every explanation.
@@ -52,6 +55,7 @@ class Router:
             Ledger(settings.ledger.recent_half_life_s),
             SessionTable(settings.sessions.capacity, settings.sessions.ttl_s),
             HotspotTracker(),
+            self.seed,
         )
         self.state.predictor.exact.set_block_tokens(self.block_tokens)
         self.routing = RoutingSession(
@@ -85,7 +89,8 @@ class Router:
 
     def tokenized(self, parsed: Parsed, ids: Sequence[int]) -> Parsed:
         """A text or chat request with the token ids of its prompt, so that its blocks are exact."""
-        return with_token_ids(parsed, ids, self.block_tokens, self._is_base_model(parsed.fields.model))
+        base_model = self._is_base_model(parsed.fields.model)
+        return with_token_ids(parsed, ids, self.block_tokens, base_model, self.seed)
 
     def view(self, parsed: Parsed, request_id: str, session_id: str | None) -> RequestView:
         """The request's view for policies."""
@@ -139,6 +144,11 @@ class Router:
         if not parsed.prompt.media and parsed.prompt.prompts == 1:
             self.text_ratios.learn(parsed.endpoint, parsed.prompt.text_bytes, prompt_tokens)
 
+    def set_seed(self, seed: int) -> None:
+        """Take over the seed of an earlier process, before the first request."""
+        self.state.predictor.exact.set_seed(seed)
+        self.seed = seed
+
     def set_block_tokens(self, block_tokens: int) -> None:
         """Set the engines' block size in tokens; index contents with another block size are dropped."""
         if block_tokens != self.block_tokens:
@@ -150,7 +160,7 @@ class Router:
     def _parse_steps(self, endpoint: Endpoint, body: bytes) -> Steps[Parsed]:
         settings = self._settings
         rules = ParseRules(
-            self.block_tokens, settings.index.text_block_bytes, settings.limits.prompts, self._allowed_fields
+            self.block_tokens, settings.index.text_block_bytes, settings.limits.prompts, self._allowed_fields, self.seed
         )
         return parse_steps(endpoint, body, rules, self._is_base_model, self._token_chunks)
 
