@@ -237,7 +237,7 @@ class Loop:
         times["view"].append(t4 - t3)
         times["route"].append(t5 - t4)
         t6 = clock()
-        router.learn_ratio(parsed.prompt.text_bytes, request.prompt_tokens)
+        router.learn_ratio(parsed, request.prompt_tokens)
         times["learn usage"].append(clock() - t6)
         return row, routed
 

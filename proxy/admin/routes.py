@@ -146,7 +146,7 @@ def _stats(core: Core) -> dict[str, Any]:
         "tokenizer": core.tokens.as_dict(),
         "event_loop_late_s": round(core.lag.late_s(10.0), 3),
         "prediction_error": core.metrics.errors.as_dict(),
-        "bytes_per_token": round(core.router.bytes_per_token, 4),
+        "bytes_per_token": core.router.text_ratios.as_dict(),
         "policy": core.router.policy.name,
         "planner": core.router.planner.name,
         "policy_failures": core.router.watch.as_dict(),
@@ -168,7 +168,7 @@ def _policy(core: Core) -> dict[str, Any]:
 
 async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict[str, Any]:
     endpoint = Endpoint.CHAT if b'"messages"' in body else Endpoint.COMPLETIONS
-    parsed = await core.tokenized(core.router.parse(endpoint, body))
+    parsed = await core.tokenized(await core.router.parse_fairly(endpoint, body))
     session_id = session_of(headers, core.session_headers, parsed.fields)
     request = core.router.view(parsed, "explain", session_id)
     try:

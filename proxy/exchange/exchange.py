@@ -383,7 +383,7 @@ class Exchange:
         row.completion_tokens = usage.completion_tokens
         if usage.prompt_tokens:
             row.prompt_tokens = usage.prompt_tokens
-            self._core.router.learn_ratio(parsed.prompt.text_bytes, usage.prompt_tokens)
+            self._core.router.learn_ratio(parsed, usage.prompt_tokens)
             self._core.tokens.check(parsed, usage.prompt_tokens)
 
     def _upstream_headers(self, instance: Instance) -> dict[str, str]:

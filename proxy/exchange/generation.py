@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from policies.row import RequestOutcome, Row
@@ -95,14 +96,13 @@ class Generation:
                 row.outcome = RequestOutcome.NO_INSTANCE
                 inbound.keep_alive = False
                 raise draining_error()
-            parsed = core.router.parse(Endpoint(inbound.path), inbound.body)
-            self._check_model(parsed)
             core.keys.enter(key)
         except RequestError:
             if row.outcome is RequestOutcome.INTERNAL_ERROR:
                 row.outcome = RequestOutcome.REJECTED
             raise
         try:
+            parsed = await self._parsed(inbound, row)
             await Exchange(core, row, inbound).run(parsed)
         finally:
             core.keys.leave(key)
@@ -116,6 +116,18 @@ class Generation:
             error.status,
             clip(error.message, 300),
         )
+
+    async def _parsed(self, inbound: Inbound, row: Row) -> Parsed:
+        try:
+            parsed = await self._core.router.parse_fairly(Endpoint(inbound.path), inbound.body)
+            self._check_model(parsed)
+        except RequestError:
+            row.outcome = RequestOutcome.REJECTED
+            raise
+        except asyncio.CancelledError as error:
+            row.outcome = RequestOutcome.SHUTDOWN
+            raise draining_error() from error
+        return parsed
 
     def _close_row(self, row: Row) -> None:
         self._core.breakdown.close_row(row)

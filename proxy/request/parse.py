@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
+from xxhash import xxh3_128_hexdigest
 
 from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
 from policies.predict.exact_index import plain_root
 from policies.types import RequestView
 from proxy.errors import RequestError
-from proxy.request.token_chunks import TokenChunks
+from proxy.request.fields import check_fields
+from proxy.request.media import may_have_media, without_media
+from proxy.request.outline import TooManyMembersError, fields_of, members_of
+from proxy.request.steps import Steps, at_once
+from proxy.request.token_chunks import MAX_BLOCKS, TokenChunks
 
+AT_ONCE_BYTES = 512 * 1024
+"""Bodies up to this size are parsed without a pause: 20 ms in the worst case (ids of one digit), 1 ms for text."""
+_DECODED_BYTES = 2 * 1024 * 1024
+"""Bodies up to this size are decoded in one call: 10 ms in the worst case."""
+_OFFLOADED_BYTES = 8 * 1024 * 1024
+"""Both legs of a hand-off write the body again; the prompt of a longer one does not fit any model."""
+_SMALL_BYTES = 64 * 1024
 _MAX_SESSION_ID = 256
 _MAX_MODEL_NAME = 256
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -52,7 +64,6 @@ class GenerationBody(msgspec.Struct):
     best_of: int | None = None
     echo: bool | None = None
     prompt_logprobs: int | None = None
-    kv_transfer_params: msgspec.Raw = msgspec.Raw()
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -64,6 +75,8 @@ class Prompt(msgspec.Struct, frozen=True):
     prompts: int = 1
     plain: bool = False
     """Blocks of token ids, for a base model, without cache salt: those that KV events can report."""
+    media: int = 0
+    """Images and other media, each counted as a constant length of text."""
 
 
 class Parsed(msgspec.Struct, frozen=True):
@@ -93,6 +106,27 @@ class Parsed(msgspec.Struct, frozen=True):
         return max(0, asked) if asked is not None else default
 
 
+class ParseRules(NamedTuple):
+    """Settings of parsing."""
+
+    block_tokens: int
+    """Tokens per block of token ids."""
+    text_block_bytes: int
+    """Bytes per block of text."""
+    max_prompts: int = 1024
+    allowed_fields: Set[str] = frozenset()
+    """Guarded fields that clients may send."""
+    seed: int = 0
+    """Secret seed of the block hashes."""
+
+
+_PROMPTS = frozenset(("prompt", "messages", "tools"))
+_FIELDS = frozenset(GenerationBody.__struct_fields__) - _PROMPTS
+_SESSION_FIELDS = frozenset(("prompt_cache_key", "user"))
+_NOTHING = msgspec.Raw()
+
+_encode = msgspec.json.encode
+_decode_top = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_body = msgspec.json.Decoder(GenerationBody).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -107,42 +141,51 @@ def parse_request(
     chunks: TokenChunks | None = None,
     seed: int = 0,
 ) -> Parsed:
-    """Parse one request body.
+    """Parse one request body at once; arguments and errors as of ``parse_steps``."""
+    rules = ParseRules(block_tokens, text_block_bytes, seed=seed)
+    return at_once(parse_steps(endpoint, body, rules, is_base_model, TokenChunks(1) if chunks is None else chunks))
+
+
+def parse_steps(
+    endpoint: Endpoint, body: bytes, rules: ParseRules, is_base_model: Callable[[str], bool], chunks: TokenChunks
+) -> Steps[Parsed]:
+    """Parse one request body; steps end only in bodies over ``AT_ONCE_BYTES``.
 
     Args:
         endpoint: the endpoint of the request.
         body: the body's JSON.
-        block_tokens: tokens per block of token ids.
-        text_block_bytes: bytes per block of text.
+        rules: settings.
         is_base_model: returns True if a model name is served without an adapter.
         chunks: cache of token ids, kept between calls.
-        seed: secret seed of the block hashes.
 
     Raises:
         RequestError: 400 with the problem and its location, in OpenAI's shape.
     """
     try:
-        fields = _decode_body(body)
+        given = (yield from fields_of(body)) if len(body) > _DECODED_BYTES else _decode_top(body)
+        check_fields(given, rules.allowed_fields)
+        known = {name: raw for name, raw in given.items() if name in _FIELDS}
+        if len(body) > AT_ONCE_BYTES:
+            known = _bounded(known)
+        fields = _decode_body(_encode(known))
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     except RecursionError as error:
         raise RequestError(400, "the body's JSON is nested too deeply", code="invalid_json") from error
-    if bytes(fields.kv_transfer_params) not in {b"", b"null"}:
-        raise RequestError(
-            400,
-            "'kv_transfer_params' may be set by the proxy only: a wrong value can crash an engine",
-            param="kv_transfer_params",
-        )
+    fields.prompt = given.get("prompt", _NOTHING)
+    fields.messages = given.get("messages", _NOTHING)
+    fields.tools = given.get("tools", _NOTHING)
     if len(fields.model) > _MAX_MODEL_NAME:
         raise RequestError(400, f"'model' is longer than {_MAX_MODEL_NAME} characters", param="model")
     salts = (fields.model, fields.cache_salt or "")
     if endpoint is Endpoint.CHAT:
-        prompt = _chat_prompt(fields, text_block_bytes, salts, seed)
+        prompt = yield from _chat_prompt(fields, rules, salts, may_have_media(body))
     else:
-        ids = _Ids(block_tokens, salts, is_base_model(fields.model), seed)
-        prompt = _completion_prompt(fields, text_block_bytes, ids, TokenChunks(1) if chunks is None else chunks)
+        prompt = yield from _completion_prompt(
+            fields, rules, _Ids(rules.block_tokens, salts, is_base_model(fields.model), rules.seed), chunks
+        )
     return Parsed(endpoint, body, fields, prompt)
 
 
@@ -197,11 +240,15 @@ def session_of(headers: dict[bytes, bytes], names: tuple[bytes, ...], fields: Ge
 def _may_offload(parsed: Parsed) -> bool:
     """True for one prompt, one choice and no output about the prompt's tokens, so that P's work is all D needs."""
     fields = parsed.fields
+    if len(parsed.body) > _OFFLOADED_BYTES:
+        return False
     several = parsed.prompt.prompts > 1 or (fields.n or 1) > 1 or (fields.best_of or 1) > 1
     return not (several or fields.echo or fields.prompt_logprobs is not None)
 
 
-def _chat_prompt(fields: GenerationBody, text_block_bytes: int, salts: tuple[str, ...], seed: int) -> Prompt:
+def _chat_prompt(
+    fields: GenerationBody, rules: ParseRules, salts: tuple[str, ...], look_for_media: bool
+) -> Steps[Prompt]:
     raw = memoryview(fields.messages)
     if not raw:
         raise RequestError(400, "'messages' is missing: give a list of messages", param="messages")
@@ -209,9 +256,12 @@ def _chat_prompt(fields: GenerationBody, text_block_bytes: int, salts: tuple[str
         raise RequestError(400, "'messages' must be a non-empty list of messages", param="messages")
     # Without the closing bracket a continued conversation has the earlier one as an exact byte prefix. Tools come
     # before the messages in every chat template, so they belong to the root of the chain.
-    history = raw[:-1]
-    root = root_hash("chat", *salts, bytes(fields.tools).decode("utf-8", "replace"), seed=seed)
-    return Prompt(hash_byte_blocks(history, text_block_bytes, root), 0, len(history))
+    history: bytes | memoryview = raw[:-1]
+    media = 0
+    if look_for_media:
+        history, media = yield from without_media(bytes(history), rules.seed)
+    root = root_hash("chat", *salts, xxh3_128_hexdigest(fields.tools, rules.seed), seed=rules.seed)
+    return Prompt(_text_blocks(history, rules.text_block_bytes, root), 0, len(history), media=media)
 
 
 class _Ids(NamedTuple):
@@ -232,15 +282,15 @@ class _Ids(NamedTuple):
         return plain_root(self.seed) if self.plain else root_hash("ids", *self.salts, seed=self.seed)
 
 
-def _completion_prompt(fields: GenerationBody, text_block_bytes: int, ids: _Ids, chunks: TokenChunks) -> Prompt:
+def _completion_prompt(fields: GenerationBody, rules: ParseRules, ids: _Ids, chunks: TokenChunks) -> Steps[Prompt]:
     raw = memoryview(fields.prompt)
     if not raw:
         raise RequestError(400, "'prompt' is missing: give a string or a list of token ids", param="prompt")
     if raw[0] == ord("["):
         try:
-            blocks = chunks.blocks(raw, ids.block_tokens, ids.root)
+            blocks = yield from chunks.steps(raw, ids.block_tokens, ids.root)
         except msgspec.DecodeError:
-            return _batch_prompt(_decode_items(fields.prompt), text_block_bytes, ids)
+            return (yield from _batch_prompt(raw, rules, ids, chunks))
         except OverflowError as error:
             raise _out_of_range(error) from error
         if not blocks.tokens:
@@ -248,7 +298,7 @@ def _completion_prompt(fields: GenerationBody, text_block_bytes: int, ids: _Ids,
         return Prompt(blocks.hashes, blocks.tokens, 0, plain=ids.plain)
     if raw[0] != ord('"') or len(raw) < 3:
         raise RequestError(400, "'prompt' must be a non-empty string or list of token ids", param="prompt")
-    return _text_prompt(raw, text_block_bytes, ids)
+    return _text_prompt(raw, rules.text_block_bytes, ids)
 
 
 def _token_prompt(ids: Sequence[int], how: _Ids) -> Prompt:
@@ -273,26 +323,66 @@ def _out_of_range(error: OverflowError) -> RequestError:
 def _text_prompt(quoted: memoryview, text_block_bytes: int, how: _Ids) -> Prompt:
     """Hash a JSON string without decoding it: one client escapes equal text equally."""
     text = quoted[1:-1]
-    root = root_hash("text", *how.salts, seed=how.seed)
-    return Prompt(hash_byte_blocks(text, text_block_bytes, root), 0, len(text))
+    return Prompt(_text_blocks(text, text_block_bytes, root_hash("text", *how.salts, seed=how.seed)), 0, len(text))
 
 
-def _batch_prompt(items: list[msgspec.Raw], text_block_bytes: int, how: _Ids) -> Prompt:
+def _text_blocks(text: bytes | memoryview, text_block_bytes: int, root: int) -> list[int]:
+    return hash_byte_blocks(memoryview(text)[: MAX_BLOCKS * text_block_bytes], text_block_bytes, root)
+
+
+def _batch_prompt(raw: memoryview, rules: ParseRules, how: _Ids, chunks: TokenChunks) -> Steps[Prompt]:
     """Combine several prompts of one request: blocks of the first one, lengths of all."""
-    raws = [memoryview(item) for item in items]
-    if raws and all(raw[0] == ord('"') and len(raw) > 2 for raw in raws):
-        first = _text_prompt(raws[0], text_block_bytes, how)
-        return Prompt(first.hashes, 0, sum(len(raw) - 2 for raw in raws), len(raws))
+    if bytes(raw[1:_SMALL_BYTES]).lstrip()[:1] not in (b'"', b"["):
+        raise _no_prompts()
+    small = len(raw) <= AT_ONCE_BYTES
     try:
-        ids = [_decode_ids(item) for item in items]
-    except msgspec.ValidationError:
-        ids = []
-    if ids and all(ids):
-        first = _token_prompt(ids[0], how)
-        return Prompt(first.hashes, sum(len(each) for each in ids), 0, len(ids), first.plain)
-    raise RequestError(
+        if small:
+            items = [memoryview(item) for item in _decode_items(raw)]
+        else:
+            items = yield from members_of(raw, rules.max_prompts)
+        if len(items) > rules.max_prompts:
+            raise TooManyMembersError
+    except TooManyMembersError as error:
+        raise RequestError(
+            400, f"'prompt' has more than {rules.max_prompts} prompts (limits.prompts)", param="prompt"
+        ) from error
+    if items and all(item[0] == ord('"') and len(item) > 2 for item in items):
+        first = _text_prompt(items[0], rules.text_block_bytes, how)
+        return Prompt(first.hashes, 0, sum(len(item) - 2 for item in items), len(items))
+    if items and all(item[0] == ord("[") for item in items):
+        try:
+            first_ids = yield from chunks.steps(items[0], how.block_tokens, how.root)
+            tokens = first_ids.tokens
+            for item in items[1:]:
+                if small:
+                    count = len(_decode_ids(item))
+                else:
+                    yield
+                    count = bytes(item).count(b",") + bool(bytes(item[1:-1]).strip())
+                if not count:
+                    raise _no_prompts()
+                tokens += count
+        except OverflowError as error:
+            raise _out_of_range(error) from error
+        except msgspec.DecodeError as error:
+            raise _no_prompts() from error
+        if first_ids.tokens:
+            return Prompt(first_ids.hashes, tokens, 0, len(items), how.plain)
+    raise _no_prompts()
+
+
+def _no_prompts() -> RequestError:
+    return RequestError(
         400, "'prompt' must be a string, a list of strings, a list of token ids or a list of such lists", param="prompt"
     )
+
+
+def _bounded(known: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    """The fields without those too long to be a session's id; any other one that long is refused."""
+    long = {name for name, raw in known.items() if len(memoryview(raw)) > _SMALL_BYTES}
+    for name in long - _SESSION_FIELDS:
+        raise RequestError(400, f"'{name}' is longer than {_SMALL_BYTES} bytes", param=name)
+    return {name: raw for name, raw in known.items() if name not in long}
 
 
 def _invalid(error: msgspec.ValidationError) -> RequestError:

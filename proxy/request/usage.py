@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
 
@@ -12,17 +14,21 @@ _MAX_HELD_BYTES = 1024 * 1024
 """Bound on an incomplete event; an answer with more than this before the first blank line is not an event stream."""
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
+"""A plausible number of tokens; a usage with another one, or with a boolean, counts as none."""
+
+
 class PromptDetails(msgspec.Struct):
     """``usage.prompt_tokens_details``."""
 
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class Usage(msgspec.Struct):
     """``usage`` of an OpenAI answer."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
     prompt_tokens_details: PromptDetails | None = None
 
     @property
@@ -47,6 +53,12 @@ class _Event(msgspec.Struct):
     usage: Usage | None = None
 
 
+_LARGE_BYTES = 1024 * 1024
+"""Decoding a larger answer would hold the event loop for over 5 ms."""
+_USAGE_NAME = re.compile(rb'"usage"\s*:\s*')
+_USAGE_OBJECT = re.compile(rb"\{(?:[^{}]++|\{[^{}]*+\})*+\}")
+
+_decode_usage = msgspec.json.Decoder(Usage).decode
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_event = msgspec.json.Decoder(_Event).decode
 
@@ -54,6 +66,9 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 def usage_of_answer(body: bytes) -> Usage | None:
     """Usage of a whole (not streamed) answer; None if there is none or it is not an object."""
     try:
+        if len(body) > _LARGE_BYTES:
+            found = _last_usage(body)
+            return _decode_usage(found[0]) if found else None
         return _decode_answer(body).usage
     except (msgspec.DecodeError, RecursionError):
         return None
@@ -83,6 +98,12 @@ def _usage_of_event(event: bytes) -> Usage | None:
 
 def with_cached_tokens(answer: bytes, cached_tokens: int) -> bytes:
     """An answer (or the JSON of an event) with ``cached_tokens`` in its usage; unchanged if it has no usage."""
+    if len(answer) > _LARGE_BYTES:
+        found = _last_usage(answer)
+        if found is None:
+            return answer
+        changed = with_cached_tokens(b'{"usage":' + found[0] + b"}", cached_tokens)
+        return b"".join((answer[: found.start()], changed[len(b'{"usage":') : -1], answer[found.end() :]))
     try:
         content = msgspec.json.decode(answer)
     except (msgspec.DecodeError, RecursionError):
@@ -91,6 +112,13 @@ def with_cached_tokens(answer: bytes, cached_tokens: int) -> bytes:
         return answer
     content["usage"]["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
     return msgspec.json.encode(content)
+
+
+def _last_usage(answer: bytes) -> re.Match[bytes] | None:
+    """The usage of a large answer, without decoding the rest: a JSON string cannot contain the name unescaped."""
+    at = answer.rfind(b'"usage"')
+    name = _USAGE_NAME.match(answer, at) if at >= 0 else None
+    return _USAGE_OBJECT.match(answer, name.end()) if name else None
 
 
 class UsageFilter:

@@ -55,6 +55,8 @@ _SPENT = frozenset(
 _ONE_CHOICE = frozenset(("n", "best_of"))
 _SHAPES = frozenset(("echo", "suffix", "use_beam_search", "prompt_embeds"))
 _LOGPROBS = frozenset(("logprobs", "prompt_logprobs"))
+_MAX_BODY_BYTES = 2 * 1024 * 1024
+"""A larger body would hold the event loop while it is decoded."""
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
 
 
@@ -66,7 +68,10 @@ class ResumeResult(StrEnum):
     COMPLETED = "completed"
     """Only the usage or the end mark was missing."""
     SHAPE = "shape"
-    """Several choices or prompts, echo, suffix, beam search, embeddings: not a single text that can be continued."""
+    """Several choices or prompts, echo, suffix, beam search, embeddings: not a single text that can be continued.
+
+    Also a body of over 2 MiB.
+    """
     LOGPROBS = "logprobs"
     SAMPLED = "sampled"
     """Sampled at random: another engine would generate a different text."""
@@ -118,7 +123,7 @@ def plan_resume(parsed: Parsed, *, sampled: bool) -> ResumePlan | ResumeResult:
 
     ``sampled``: answers sampled without a seed may be continued.
     """
-    if parsed.prompt.prompts > 1:
+    if parsed.prompt.prompts > 1 or len(parsed.body) > _MAX_BODY_BYTES:
         return ResumeResult.SHAPE
     fields = _decode_fields(parsed.body)
     stateful = False

@@ -19,14 +19,22 @@ from policies.sessions import SessionTable
 from policies.snapshot import FleetSnapshot
 from policies.state import FleetState
 from policies.types import Decision, RequestView, Role
-from proxy.request.parse import Endpoint, Parsed, parse_request, request_view, with_token_ids
+from proxy.request.parse import (
+    AT_ONCE_BYTES,
+    Endpoint,
+    Parsed,
+    ParseRules,
+    parse_steps,
+    request_view,
+    with_token_ids,
+)
+from proxy.request.steps import Lane, Steps, at_once
 from proxy.request.token_chunks import TokenChunks
 from proxy.routing.policy_watch import PolicyWatch
+from proxy.routing.text_ratio import TextRatios
 from proxy.settings import Settings
 
 log = logging.getLogger("warmroute.policy")
-
-_RATIO_WEIGHT = 0.1
 
 
 class Router:
@@ -49,8 +57,10 @@ class Router:
         self._slow_s = settings.limits.slow_decision_s
         self.known_planners = offload_planners()
         self.block_tokens = settings.index.block_tokens
-        self.bytes_per_token = settings.index.bytes_per_token
+        self.text_ratios = TextRatios(settings.index.bytes_per_token)
         self._token_chunks = TokenChunks()
+        self._allowed_fields = frozenset(settings.fields.allow)
+        self.large_bodies = Lane()
         self.state = FleetState(
             PrefixIndex(settings.index.capacity_blocks),
             Ledger(settings.ledger.recent_half_life_s),
@@ -81,11 +91,13 @@ class Router:
         return self.routing.planner
 
     def parse(self, endpoint: Endpoint, body: bytes) -> Parsed:
-        """Parse a body with the effective block sizes; raises RequestError."""
-        text_block_bytes = self._settings.index.text_block_bytes
-        return parse_request(
-            endpoint, body, self.block_tokens, text_block_bytes, self._is_base_model, self._token_chunks, self.seed
-        )
+        """Parse a body at once with the effective block sizes; raises RequestError."""
+        return at_once(self._parse_steps(endpoint, body))
+
+    async def parse_fairly(self, endpoint: Endpoint, body: bytes) -> Parsed:
+        """Parse a body; a large one in steps, after those before it. Raises RequestError."""
+        steps = self._parse_steps(endpoint, body)
+        return at_once(steps) if len(body) <= AT_ONCE_BYTES else await self.large_bodies.run(steps)
 
     def tokenized(self, parsed: Parsed, ids: Sequence[int]) -> Parsed:
         """A text or chat request with the token ids of its prompt, so that its blocks are exact."""
@@ -100,7 +112,7 @@ class Router:
             session_id,
             self.block_tokens,
             self._settings.index.text_block_bytes,
-            self.bytes_per_token,
+            self.text_ratios.of(parsed.endpoint),
         )
 
     def route(self, request: RequestView, available: set[str]) -> Routed:
@@ -140,16 +152,17 @@ class Router:
     def apply(self, settings: Settings) -> None:
         """Apply other settings. Policy and planner stay: ``switch`` changes those."""
         self._settings = settings
+        self._allowed_fields = frozenset(settings.fields.allow)
         self.routing.thresholds = settings.classes.thresholds()
         self.routing.hold_s = settings.offload.hold_s
         self._slow_s = settings.limits.slow_decision_s
         self.state.sessions.set_bounds(settings.sessions.capacity, settings.sessions.ttl_s)
         self.state.ledger.set_half_life(settings.ledger.recent_half_life_s)
 
-    def learn_ratio(self, text_bytes: int, prompt_tokens: int) -> None:
-        """Update the bytes-per-token ratio from an engine's token count (exponential average)."""
-        if text_bytes and prompt_tokens:
-            self.bytes_per_token += _RATIO_WEIGHT * (text_bytes / prompt_tokens - self.bytes_per_token)
+    def learn_ratio(self, parsed: Parsed, prompt_tokens: int) -> None:
+        """Learn the bytes-per-token ratio from an engine's token count; a prompt with media has no such ratio."""
+        if not parsed.prompt.media and parsed.prompt.prompts == 1:
+            self.text_ratios.learn(parsed.endpoint, parsed.prompt.text_bytes, prompt_tokens)
 
     def set_seed(self, seed: int) -> None:
         """Take over the seed of an earlier process, before the first request."""
@@ -163,6 +176,13 @@ class Router:
             for name in self.state.instances:
                 self.state.restarted(name)
             self.state.predictor.exact.set_block_tokens(block_tokens)
+
+    def _parse_steps(self, endpoint: Endpoint, body: bytes) -> Steps[Parsed]:
+        settings = self._settings
+        rules = ParseRules(
+            self.block_tokens, settings.index.text_block_bytes, settings.limits.prompts, self._allowed_fields, self.seed
+        )
+        return parse_steps(endpoint, body, rules, self._is_base_model, self._token_chunks)
 
     def _by_role(self, available: set[str]) -> tuple[set[str], set[str]]:
         """Instances that may decode, and those that may only prefill for another."""

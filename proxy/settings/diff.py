@@ -24,6 +24,7 @@ LIVE = (
     "timeouts",
     "health",
     "limits",
+    "fields",
     "keys",
     "resume",
     "admin.open_metrics",

@@ -15,6 +15,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from proxy.settings.fields import FieldSettings
 from proxy.settings.instance import InstanceSettings
 from proxy.settings.prediction import (
     EventSettings,
@@ -59,6 +60,7 @@ class Settings(BaseSettings):
     timeouts: TimeoutSettings = Field(default_factory=TimeoutSettings)
     health: HealthSettings = Field(default_factory=HealthSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)
+    fields: FieldSettings = Field(default_factory=FieldSettings)
     resume: ResumeSettings = Field(default_factory=ResumeSettings)
     breakdown: BreakdownSettings = Field(default_factory=BreakdownSettings)
     keys: KeySettings = Field(default_factory=KeySettings)

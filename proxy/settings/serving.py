@@ -56,6 +56,7 @@ class LimitSettings(Section):
     """Bounds on client requests, on requests in flight, and on retries."""
 
     body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024, description="largest request body")
+    prompts: int = Field(default=1024, ge=1, description="most prompts in one completion request")
     header_bytes: int = Field(
         default=32 * 1024, ge=1024, description="largest request line and headers of a client's request"
     )

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("warmroute.tokens")
 
+_MAX_BYTES = 4 * 1024 * 1024
+_MAX_BRACKETS = 50_000
+"""Objects and lists of one body, at most: each takes up to 0.8 us to decode, garbage collection included."""
+
 _decode = msgspec.json.Decoder(dict).decode
 
 
@@ -33,6 +37,12 @@ class EndpointTokens:
     checked: int = 0
     mismatches: int = 0
     mismatches_in_a_row: int = 0
+
+
+def _slow_to_decode(body: bytes) -> bool:
+    """True if decoding would hold the interpreter's lock, and with it the event loop, for over 50 ms."""
+    size = len(body)
+    return size > _MAX_BYTES or (size > _MAX_BRACKETS and body.count(b"{") + body.count(b"[") > _MAX_BRACKETS)
 
 
 class Tokens:
@@ -59,10 +69,14 @@ class Tokens:
 
     async def tokens_of(self, parsed: Parsed) -> array[int] | None:
         """Token ids of a text or chat prompt as the engine will produce them; None if unknown."""
-        if self._encoder is None or self._threads is None or parsed.prompt.tokens or parsed.prompt.prompts > 1:
+        prompt = parsed.prompt
+        if self._encoder is None or self._threads is None or prompt.tokens or prompt.prompts > 1:
             return None
         seen = self.endpoints[parsed.endpoint]
         if not seen.trusted or (parsed.endpoint is Endpoint.CHAT and self._template is None):
+            return None
+        if prompt.media or _slow_to_decode(parsed.body):
+            seen.not_renderable += 1
             return None
         try:
             ids = await asyncio.get_running_loop().run_in_executor(self._threads, self._tokenize, parsed)

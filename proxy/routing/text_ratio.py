@@ -1,0 +1,39 @@
+"""Bytes of text per token, learned per endpoint from the engines' token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from proxy.request.parse import Endpoint
+
+_WEIGHT = 0.1
+_MAX_CHANGE = 0.05
+"""Largest share by which one request moves the ratio: ten outliers in a row change it by a factor of 1.6."""
+LEAST, MOST = 1.0, 16.0
+"""Bounds on a request's ratio. A token has at least one byte; indented code and escaped CJK text reach about ten."""
+
+
+class TextRatios:
+    """The ratio of each endpoint: exponential averages with bounded steps."""
+
+    def __init__(self, initial: float) -> None:
+        self._initial = initial
+        self._learned: dict[Endpoint, float] = {}
+
+    def of(self, endpoint: Endpoint) -> float:
+        """Bytes per token of an endpoint's text; the initial ratio until something was learned."""
+        return self._learned.get(endpoint, self._initial)
+
+    def learn(self, endpoint: Endpoint, text_bytes: int, prompt_tokens: int) -> None:
+        """Move an endpoint's ratio towards one request's; an implausible one is ignored."""
+        if text_bytes <= 0 or prompt_tokens <= 0:
+            return
+        seen = text_bytes / prompt_tokens
+        if LEAST <= seen <= MOST:
+            ratio = self.of(endpoint)
+            change = _WEIGHT * (seen - ratio)
+            self._learned[endpoint] = ratio + min(_MAX_CHANGE * ratio, max(-_MAX_CHANGE * ratio, change))
+
+    def as_dict(self) -> Mapping[str, float]:
+        """JSON-ready ratios."""
+        return {endpoint.value: round(self.of(endpoint), 4) for endpoint in Endpoint}
