@@ -14,7 +14,7 @@ from proxy.errors import RequestError
 from proxy.settings.fields import GUARDED_FIELDS
 
 _TRANSFER = "kv_transfer_params"
-_REFUSED = frozenset((_TRANSFER, *GUARDED_FIELDS))
+REFUSED_FIELDS = frozenset((_TRANSFER, *GUARDED_FIELDS))
 _NEUTRAL = frozenset((b"null", b"{}", b"[]", b"0"))
 """Values that engines treat as absent; clients that serialize every field send them."""
 _CONTAINERS = frozenset(("vllm_xargs", "extra_args", "sampling_params"))
@@ -24,30 +24,28 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def check_fields(fields: Mapping[str, msgspec.Raw], allowed: Set[str]) -> None:
-    """Raise RequestError for a guarded field that is not allowed, in any case and with any escaping of its name.
+    """Raise RequestError for a guarded field that is not allowed; names are compared exactly, as engines do.
 
     Names inside an allowed container (``vllm_xargs``) are checked as well.
     """
-    if _REFUSED.isdisjoint(map(str.casefold, fields)):
-        return
-    for name, raw in fields.items():
-        folded = name.casefold()
-        if folded not in _REFUSED or bytes(memoryview(raw)[:5]) in _NEUTRAL:
+    for name in REFUSED_FIELDS.intersection(fields):
+        raw = fields[name]
+        if bytes(memoryview(raw)[:5]) in _NEUTRAL:
             continue
-        if folded == _TRANSFER:
+        if name == _TRANSFER:
             raise RequestError(
                 400, f"'{_TRANSFER}' may be set by the proxy only: a wrong value can crash an engine", param=_TRANSFER
             )
-        if folded not in allowed:
+        if name not in allowed:
             raise RequestError(
                 400,
-                f"'{folded}' reaches into the engine and is not allowed (fields.allow)",
-                param=folded,
+                f"'{name}' reaches into the engine and is not allowed (fields.allow)",
+                param=name,
                 code="field_not_allowed",
             )
-        if folded in _CONTAINERS:
+        if name in _CONTAINERS:
             # A container within itself would be decoded once per level.
-            check_fields(_members(folded, raw), allowed - {folded})
+            check_fields(_members(name, raw), allowed - {name})
 
 
 def _members(name: str, raw: msgspec.Raw) -> dict[str, msgspec.Raw]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence, Set
 from enum import StrEnum
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +15,7 @@ from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
 from policies.predict.exact_index import plain_root
 from policies.types import RequestView
 from proxy.errors import RequestError
-from proxy.request.fields import check_fields
+from proxy.request.fields import REFUSED_FIELDS, check_fields
 from proxy.request.media import may_have_media, without_media
 from proxy.request.outline import TooManyMembersError, fields_of, members_of
 from proxy.request.steps import Steps, at_once
@@ -124,10 +125,17 @@ _PROMPTS = frozenset(("prompt", "messages", "tools"))
 _FIELDS = frozenset(GenerationBody.__struct_fields__) - _PROMPTS
 _SESSION_FIELDS = frozenset(("prompt_cache_key", "user"))
 _NOTHING = msgspec.Raw()
+_GUARDED = tuple(sorted(REFUSED_FIELDS))
+_NONE_GIVEN = (_NOTHING,) * len(_GUARDED)
+_guarded_values = attrgetter(*_GUARDED)
 
 _encode = msgspec.json.encode
 _decode_top = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_body = msgspec.json.Decoder(GenerationBody).decode
+# One pass finds the guarded fields as well, however their names are escaped.
+_decode_guarded: Callable[[bytes], GenerationBody] = msgspec.json.Decoder(
+    msgspec.defstruct("_GuardedBody", [(name, msgspec.Raw, _NOTHING) for name in _GUARDED], bases=(GenerationBody,))
+).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
@@ -162,21 +170,22 @@ def parse_steps(
         RequestError: 400 with the problem and its location, in OpenAI's shape.
     """
     try:
-        given = (yield from fields_of(body)) if len(body) > _DECODED_BYTES else _decode_top(body)
-        check_fields(given, rules.allowed_fields)
-        known = {name: raw for name, raw in given.items() if name in _FIELDS}
-        if len(body) > AT_ONCE_BYTES:
-            known = _bounded(known)
-        fields = _decode_body(_encode(known))
+        if len(body) <= AT_ONCE_BYTES:
+            fields = _decode_guarded(body)
+            guarded = _guarded_values(fields)
+            if guarded != _NONE_GIVEN:
+                check_fields(
+                    {name: raw for name, raw in zip(_GUARDED, guarded, strict=True) if raw != _NOTHING},
+                    rules.allowed_fields,
+                )
+        else:
+            fields = yield from _large_fields(body, rules)
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     except RecursionError as error:
         raise RequestError(400, "the body's JSON is nested too deeply", code="invalid_json") from error
-    fields.prompt = given.get("prompt", _NOTHING)
-    fields.messages = given.get("messages", _NOTHING)
-    fields.tools = given.get("tools", _NOTHING)
     if len(fields.model) > _MAX_MODEL_NAME:
         raise RequestError(400, f"'model' is longer than {_MAX_MODEL_NAME} characters", param="model")
     salts = (fields.model, fields.cache_salt or "")
@@ -187,6 +196,17 @@ def parse_steps(
             fields, rules, _Ids(rules.block_tokens, salts, is_base_model(fields.model), rules.seed), chunks
         )
     return Parsed(endpoint, body, fields, prompt)
+
+
+def _large_fields(body: bytes, rules: ParseRules) -> Steps[GenerationBody]:
+    """The fields of a large body: prompts are not decoded, other fields of any length are refused."""
+    given = (yield from fields_of(body)) if len(body) > _DECODED_BYTES else _decode_top(body)
+    check_fields(given, rules.allowed_fields)
+    fields = _decode_body(_encode(_bounded({name: raw for name, raw in given.items() if name in _FIELDS})))
+    fields.prompt = given.get("prompt", _NOTHING)
+    fields.messages = given.get("messages", _NOTHING)
+    fields.tools = given.get("tools", _NOTHING)
+    return fields
 
 
 def request_view(
