@@ -11,7 +11,7 @@ from proxy.core import Core
 from proxy.errors import RequestError, draining_error
 from proxy.exchange.exchange import Exchange
 from proxy.logs import redact, request_id
-from proxy.request.parse import Endpoint, Parsed
+from proxy.request.parse import Endpoint
 
 log = logging.getLogger("warmroute.proxy")
 
@@ -92,7 +92,7 @@ class Generation:
                 inbound.keep_alive = False
                 raise draining_error()
             parsed = core.router.parse(Endpoint(inbound.path), inbound.body)
-            self._check_model(parsed)
+            core.check_model(parsed.fields.model)
             core.keys.enter(key)
         except RequestError:
             if row.outcome is RequestOutcome.INTERNAL_ERROR:
@@ -106,17 +106,6 @@ class Generation:
     def _close_row(self, row: Row) -> None:
         self._core.breakdown.close_row(row)
         self._core.metrics.record(row)
-
-    def _check_model(self, parsed: Parsed) -> None:
-        known = self._core.known_models()
-        if known and parsed.fields.model not in known:
-            raise RequestError(
-                404,
-                f"the model {parsed.fields.model!r} does not exist; available: {', '.join(sorted(known))}",
-                kind="not_found_error",
-                code="model_not_found",
-                param="model",
-            )
 
 
 def _send_error(inbound: Inbound, error: RequestError, request_id: str) -> None:
