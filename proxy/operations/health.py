@@ -51,8 +51,8 @@ class HealthMonitor:
             async with asyncio.timeout(self._core.settings.health.timeout_s):
                 (await self._get(instance, "/health")).raise_for_status()
                 await self._read_metrics(instance)
-                await self._read_identity(instance)
                 await self._core.model_lists.read(instance)
+                await self._read_identity(instance)
         except Exception as error:
             # An invalid answer of one engine must not stop the probing of the others.
             expected = isinstance(error, httpx.HTTPError | TimeoutError | AnotherServerError)
@@ -133,10 +133,12 @@ class HealthMonitor:
             return
         if instance.engine_id is not None and engine_id != instance.engine_id and instance.started_unix_s is None:
             self._restarted(instance)
+            await self._core.model_lists.read(instance)
         instance.engine_id = engine_id
 
     def _restarted(self, instance: Instance) -> None:
         instance.restarts += 1
+        instance.engine_id = None
         self._core.instances.restarted(instance)
         self._core.leaks.restarted(instance)
         self._core.router.state.restarted(instance.name)
