@@ -24,6 +24,7 @@ from proxy.loop_lag import LoopLag
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
 from proxy.request.parse import Parsed
+from proxy.resolver import Resolver
 from proxy.routing.admission import Admission
 from proxy.routing.retries import RetryBudget
 from proxy.routing.router import Router
@@ -71,8 +72,9 @@ class Core:
     def open(self) -> None:
         """Open the connections; needs a running event loop."""
         self.lag.open()
-        self.upstream = EngineClient(self.settings.timeouts.connect_s)
-        self.control = Control(self.settings.health.timeout_s)
+        resolver = Resolver()
+        self.upstream = EngineClient(self.settings.timeouts.connect_s, resolver)
+        self.control = Control(self.settings.health.timeout_s, resolver)
         self.handoff = HandOff(self.settings.offload, self.upstream, self.control, self.forwarding)
 
     async def close(self) -> None:
