@@ -7,8 +7,8 @@ from ipaddress import ip_network
 
 import pytest
 
-from proxy.settings import AdminSettings, SettingsError, load_settings
 from proxy import resolver
+from proxy.settings import AdminSettings, SettingsError, load_settings
 from proxy.settings.urls import EngineUrlError, ListenAddress, admit, checked_endpoint, checked_url, is_loopback
 
 LOCAL = AdminSettings().allowed_networks
