@@ -116,6 +116,8 @@ class Exchange:
                 self._decode = core.instances.chosen(routed.decision.decode_on)
                 await self._attempt(parsed, request, routed)
             except AttemptFailedError as error:
+                if failure is not None and failure.refusal is None:
+                    error.refusal = None  # an instance that serves the model has failed
                 failure = error
                 tried.add(error.instance)
                 routed.commitment.retract(error.instance)

@@ -88,35 +88,38 @@ class ModelLists:
         self._instances.listed(instance, models)
 
     def not_found(self, instance: Instance, model: str, content: bytes) -> None:
-        """Examine an engine's 404. If it lacks the model, the name is removed from its list, which is read again.
+        """Examine an engine's 404. If it lacks the model, the name is taken from its list, which is read again.
 
         Raises:
             AttemptFailedError: it lacks the model: another engine may be tried, which is not counted as a failure.
         """
         if not is_model_missing(content):
             return
-        log.info("%s does not serve the requested model any more", instance.name)
-        self._instances.lacks(instance, model)
-        self.refresh(instance)
+        # Without a refresh that corrects it, requests could take a model from everybody.
+        if self.refresh(instance):
+            self._instances.lacks(instance, model)
         text = content[:200].decode("utf-8", "replace")
         refusal = RequestError(
             404,
-            f"{instance.name} does not serve the model, and no other instance has it: {text}",
+            f"{instance.name} does not serve the model: {text}",
             kind="not_found_error",
             code="model_not_found",
             param="model",
         )
         raise AttemptFailedError(instance.name, f"answered 404: {text}", seen=False, refusal=refusal)
 
-    def refresh(self, instance: Instance) -> None:
-        """Start reading one engine's list now, unless that is in progress or was done within the last second."""
+    def refresh(self, instance: Instance) -> bool:
+        """Start reading one engine's list now. False if that was done within the last second, and has ended."""
         now_s = time.monotonic()
-        if instance in self._refreshing or now_s - instance.refreshed_s < _SPACING_S:
-            return
+        if instance in self._refreshing:
+            return True
+        if now_s - instance.refreshed_s < _SPACING_S:
+            return False
         instance.refreshed_s = now_s
         task = asyncio.create_task(self._refresh(instance), name=f"models of {instance.name}")
         self._refreshing[instance] = task
         task.add_done_callback(lambda _: self._refreshing.pop(instance, None))
+        return True
 
     async def close(self) -> None:
         """Cancel the refreshes in progress."""

@@ -156,6 +156,35 @@ async def test_an_engine_that_lists_a_model_and_answers_404_for_it_is_asked_for_
     assert ledger_is_zero(await proxy.settled())
 
 
+async def test_a_failure_of_an_engine_with_the_model_is_not_hidden_by_one_without_it(start_proxy: StartProxy) -> None:
+    engines = [StubEngine(adapters=["other"], mode="error"), StubEngine(adapters=["other"])]
+    proxy = await start_proxy(engines=engines, policy=ROUND_ROBIN, health=PROBED_BY_HAND)
+    engines[1].adapters.clear()
+    assert (await ask(proxy)).status_code == 502
+    [row] = await proxy.rows()
+    assert (row["outcome"], [each["instance"] for each in row["attempts"]]) == ("upstream_error", ["inst-0", "inst-1"])
+
+
+async def test_requests_cannot_take_a_model_from_everybody(start_proxy: StartProxy) -> None:
+    """Answers that only seem to be about the model: the list is read again, and the model stays where it is listed."""
+    engine = StubEngine(checks_model=False)
+    proxy = await start_proxy(engines=[engine], health=PROBED_BY_HAND)
+    answer_to = engine._answer
+
+    async def refuses_some(request: Any, body: dict[str, Any]) -> Any:
+        engine.checks_model = body["max_tokens"] == 1
+        return await answer_to(request, {**body, "model": "x"})
+
+    engine._answer = refuses_some  # type: ignore[method-assign]
+    proxy.core.instances["inst-0"].refreshed_s = float("-inf")
+    assert (await ask(proxy, "stub", body={"max_tokens": 1})).status_code == 404
+    await proxy.until(lambda: "stub" in proxy.core.instances.served.names)
+    proxy.core.instances["inst-0"].refreshed_s = float("inf")  # the second lasts until the end of the test
+    for _ in range(5):
+        assert (await ask(proxy, "stub", body={"max_tokens": 1})).status_code == 404
+        assert (await ask(proxy, "stub")).status_code == 200
+
+
 async def test_an_engine_that_has_never_listed_its_models_may_serve_any(start_proxy: StartProxy) -> None:
     silent = StubEngine(model="other")
     silent.mode = "unlisted"
