@@ -14,7 +14,7 @@ QUICK = {"interval_s": 0.1, "timeout_s": 5.0, "unhealthy_after": 100}
 
 
 def lists(model: str, started_unix_s: float | None = None) -> Fault:
-    """Probe answers of an engine with one model; without ``started_unix_s`` its process cannot be told from others."""
+    """Probe answers of an engine with one model; without ``started_unix_s`` its process is indistinguishable."""
 
     async def answer(talk: Talk) -> None:
         path = talk.request.path

@@ -20,7 +20,7 @@ BASE = listing({"id": "base", "parent": None}, {"id": "alias"})
 WITH_ADAPTER = listing({"id": "base"}, {"id": "lora", "parent": "base"})
 
 
-def test_adapters_are_told_from_base_models_and_aliases() -> None:
+def test_adapters_are_distinguished_from_base_models_and_aliases() -> None:
     assert (BASE.names, BASE.adapters) == ({"base", "alias"}, frozenset())
     assert (WITH_ADAPTER.names, WITH_ADAPTER.adapters, WITH_ADAPTER.base) == ({"base", "lora"}, {"lora"}, {"base"})
     assert WITH_ADAPTER.without("lora").names == {"base"}
@@ -93,7 +93,7 @@ def test_a_change_of_a_list_or_of_the_fleet_applies_at_once() -> None:
         (False, {"error": {"message": "The model `x` does not exist.", "padding": "x" * 100_000}}),
     ],
 )
-def test_a_404_about_the_model_is_told_from_one_about_the_path(missing: bool, answer: object) -> None:
+def test_a_404_about_the_model_is_distinguished_from_one_about_the_path(missing: bool, answer: object) -> None:
     assert is_model_missing(json.dumps(answer).encode()) is missing
 
 
