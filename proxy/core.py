@@ -11,6 +11,7 @@ from proxy.access.forwarding import Forwarding
 from proxy.access.keys import Keys
 from proxy.access.rules import Access
 from proxy.breakdown import Breakdown
+from proxy.clip import clip
 from proxy.engines.client import EngineClient
 from proxy.engines.control import Control
 from proxy.engines.upstream import Upstream
@@ -127,11 +128,10 @@ class Core:
         known, health = self.instances.served.names, self.settings.health
         if model in known or not self.instances.all_listed(2 * health.interval_s + health.timeout_s):
             return
-        shown = model if len(model) <= _SHOWN_CHARACTERS else model[:_SHOWN_CHARACTERS] + "…"
         listed = ", ".join(sorted(known)[:_SHOWN_MODELS]) + (", …" if len(known) > _SHOWN_MODELS else "")
         raise RequestError(
             404,
-            f"the model {shown!r} does not exist; available: {listed or 'none'}",
+            f"the model {clip(model, _SHOWN_CHARACTERS)!r} does not exist; available: {listed or 'none'}",
             kind="not_found_error",
             code="model_not_found",
             param="model",

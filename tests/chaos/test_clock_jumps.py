@@ -21,6 +21,7 @@ WALL_CLOCK = {
     "proxy/admin/instance_rows.py": "display of the end of a breaker's open time",
     "proxy/clients/inbound.py": "arrived_unix_s of records",
     "proxy/logs.py": "time of a line",
+    "proxy/restart/snapshots.py": "age of a file of an earlier process; one from the future counts as old",
     "proxy/tokens/template.py": "strftime_now of chat templates",
 }
 """Modules that read the wall clock, and the reason why a step of it does no harm."""
