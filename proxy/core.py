@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import httpx
+
 from proxy.access.forwarding import Forwarding
 from proxy.access.keys import Keys
 from proxy.access.rules import Access
 from proxy.breakdown import Breakdown
+from proxy.clip import clip
 from proxy.engines.client import EngineClient
 from proxy.engines.control import Control
 from proxy.engines.upstream import Upstream
+from proxy.errors import RequestError
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instance, Instances
+from proxy.fleet.model_lists import ModelLists
 from proxy.handoff.abandoned import AbandonedPulls
 from proxy.handoff.leaks import LeakWatch
 from proxy.handoff.legs import HandOff
@@ -22,11 +27,15 @@ from proxy.loop_lag import LoopLag
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
 from proxy.request.parse import Parsed
+from proxy.resolver import Resolver
 from proxy.routing.admission import Admission
 from proxy.routing.retries import RetryBudget
 from proxy.routing.router import Router
 from proxy.settings import Settings
 from proxy.tokens.service import Tokens
+
+_SHOWN_CHARACTERS = 100
+_SHOWN_MODELS = 20
 
 
 class Core:
@@ -48,7 +57,7 @@ class Core:
         """Port of the admin listener, once it listens."""
         self.forwarding = Forwarding(settings, self.keys)
         self.instances = Instances(settings.instances, settings.health)
-        self._base_models: set[str] = set()
+        self.model_lists = ModelLists(self.instances, self.get)
         self.router = Router(settings, self.is_base_model)
         self.events = EventSubscriber(settings.instances, settings.events, self.router.state.predictor.exact)
         self.tokens = Tokens(settings.tokenizer)
@@ -74,8 +83,9 @@ class Core:
     def open(self) -> None:
         """Open the connections; needs a running event loop."""
         self.lag.open()
-        self.upstream = EngineClient(self.settings.timeouts.connect_s)
-        self.control = Control(self.settings.health.timeout_s)
+        resolver = Resolver()
+        self.upstream = EngineClient(self.settings.timeouts.connect_s, resolver)
+        self.control = Control(self.settings.health.timeout_s, resolver)
         self.handoff = HandOff(self.settings.offload, self.upstream, self.control, self.forwarding)
 
     async def close(self) -> None:
@@ -85,6 +95,7 @@ class Core:
             grace_s = self.settings.grace_s
             if self.ends_s is not None:
                 grace_s = max(0.0, self.ends_s - asyncio.get_running_loop().time())
+            await self.model_lists.close()
             await self.abandoned.close(grace_s)
             await self.upstream.close()
         finally:
@@ -100,25 +111,35 @@ class Core:
         return parsed if ids is None else self.router.tokenized(parsed, ids)
 
     def is_base_model(self, name: str) -> bool:
-        """True if an engine lists ``name`` as a base model, not as an adapter (which names its parent)."""
-        if name not in self._base_models:
-            cards = [card for instance in self.instances for card in instance.models]
-            self._base_models |= {str(card["id"]) for card in cards if card.get("parent") is None}
-        return name in self._base_models
+        """True if the engines that list ``name`` list it as a base model, not as an adapter."""
+        return self.instances.served.is_base(name)
 
     def context_tokens(self, model: str) -> int | None:
         """Context length of a model in tokens, the smallest its engines report; None if none reports it."""
-        cards = [card for instance in self.instances for card in instance.models if card.get("id") == model]
+        cards = [card for instance in self.instances for card in instance.cards if card.get("id") == model]
         lengths = [tokens for card in cards if isinstance(tokens := card.get("max_model_len"), int)]
         return min(lengths, default=None)
 
-    def forget_models(self) -> None:
-        """Clear the known base models after a fleet change; they are read again from the remaining engines."""
-        self._base_models.clear()
+    def check_model(self, model: str) -> None:
+        """Raise RequestError (404) for a model that no engine serves, if every engine listed its models recently.
 
-    def known_models(self) -> set[str]:
-        """Names of the models and adapters the fleet serves; empty until an engine has listed its models."""
-        return {str(model.get("id")) for instance in self.instances for model in instance.models}
+        Otherwise an engine whose list is unknown or old may serve it, and routing decides.
+        """
+        known, health = self.instances.served.names, self.settings.health
+        if model in known or not self.instances.all_listed(2 * health.interval_s + health.timeout_s):
+            return
+        listed = ", ".join(sorted(known)[:_SHOWN_MODELS]) + (", …" if len(known) > _SHOWN_MODELS else "")
+        raise RequestError(
+            404,
+            f"the model {clip(model, _SHOWN_CHARACTERS)!r} does not exist; available: {listed or 'none'}",
+            kind="not_found_error",
+            code="model_not_found",
+            param="model",
+        )
+
+    async def get(self, instance: Instance, path: str) -> httpx.Response:
+        """GET of an engine's path, as probes do it. Raises httpx.HTTPError."""
+        return await self.control.get(instance.url + path, self.forwarding.probe_headers(instance.settings))
 
     def forwarded_headers(self, headers: dict[bytes, bytes], instance: Instance) -> dict[str, str]:
         """Headers for an engine: the allowed ones of the client's, and the engine's key."""

@@ -39,6 +39,17 @@ def draining_error() -> RequestError:
     return RequestError(503, "the proxy is shutting down", kind="service_unavailable", code="draining", retry_after_s=1)
 
 
+def no_instance_error(probed_every_s: float) -> RequestError:
+    """Error for requests that no instance may take now; one may be able to after the next probes."""
+    return RequestError(
+        503,
+        "no healthy instance serves the model: all that do are down or draining; see GET /instances",
+        kind="service_unavailable",
+        code="no_instance",
+        retry_after_s=max(1, round(probed_every_s)),
+    )
+
+
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
     """``{"error": {"message", "type", "param", "code"}}`` as JSON; a long message is cut."""
     return msgspec.json.encode({"error": {"message": clip(message), "type": kind, "param": param, "code": code}})
@@ -52,9 +63,19 @@ def stream_error_event(message: str, code: str) -> bytes:
 class AttemptFailedError(Exception):
     """One instance did not produce a first byte; another may be tried."""
 
-    def __init__(self, instance: str, message: str, *, timed_out: bool = False, seen: bool = True) -> None:
+    def __init__(
+        self,
+        instance: str,
+        message: str,
+        *,
+        timed_out: bool = False,
+        seen: bool = True,
+        refusal: RequestError | None = None,
+    ) -> None:
         super().__init__(clip(message))
         self.instance = instance
         self.timed_out = timed_out
         self.seen = seen
-        """False if no engine received the request: its connection was refused."""
+        """False if no engine has worked on the request: its connection was refused, or it lacks the model."""
+        self.refusal = refusal
+        """Answer for the client if no other instance can be tried; None: 502 or 504."""

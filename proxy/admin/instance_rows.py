@@ -35,6 +35,7 @@ def instance_row(core: Core, fleet: FleetChanges, instance: Instance, now_s: flo
         "engine_id": instance.engine_id,
         "started_unix_s": instance.started_unix_s,
         "restarts": instance.restarts,
+        "models": None if instance.models is None else sorted(instance.models.names),
         "recycle_wanted": instance.recycle_wanted,
         "host": instance.settings.host,
         "connector": instance.settings.connector.value,

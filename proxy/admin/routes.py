@@ -55,7 +55,7 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
 
     @routes.get("/v1/models", summary="Models the fleet serves")
     async def models() -> dict[str, Any]:
-        known = {str(model["id"]): model for instance in core.instances for model in instance.models}
+        known = {str(model["id"]): model for instance in core.instances for model in instance.cards}
         return {"object": "list", "data": list(known.values())}
 
     @routes.get("/instances", summary="Every instance: health, identity, load, cache")
@@ -168,13 +168,17 @@ def _policy(core: Core) -> dict[str, Any]:
 
 async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict[str, Any]:
     endpoint = Endpoint.CHAT if b'"messages"' in body else Endpoint.COMPLETIONS
-    parsed = await core.tokenized(await core.router.parse_fairly(endpoint, body))
+    parsed = await core.router.parse_fairly(endpoint, body)
+    core.check_model(parsed.fields.model)
+    parsed = await core.tokenized(parsed)
     session_id = session_of(headers, core.session_headers, parsed.fields)
     request = core.router.view(parsed, "explain", session_id)
     try:
-        fleet, answers = core.router.explain(request, core.instances.healthy())
+        fleet, answers = core.router.explain(request, core.instances.healthy(parsed.fields.model))
     except NoCandidateError as error:
-        raise RequestError(503, "no healthy instance to choose from", kind="service_unavailable") from error
+        raise RequestError(
+            503, "no healthy instance that serves the model to choose from", kind="service_unavailable"
+        ) from error
     return {
         "request": {
             "endpoint": endpoint.value,

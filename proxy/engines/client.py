@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from proxy.engines.connection import ConnectionLostError, EngineAnswer, EngineConnection
 from proxy.engines.upstream import NotAcceptedError, NotConnectedError, UpstreamError
+from proxy.resolver import Resolver
 
 _KEEPALIVE_S = 2.0
 """vLLM's HTTP server closes idle sockets after 5 s; ours must go first, or a request may meet a closing socket."""
@@ -32,11 +33,13 @@ class EngineClient:
     """``Upstream`` without redirects, decompression, cookies, proxies or a bound on connections.
 
     Args:
-        connect_timeout_s: bound on opening a connection, in seconds.
+        connect_timeout_s: bound on opening a connection, its name's lookup included, in seconds.
+        resolver: resolves the engines' host names.
     """
 
-    def __init__(self, connect_timeout_s: float) -> None:
+    def __init__(self, connect_timeout_s: float, resolver: Resolver | None = None) -> None:
         self.connect_timeout_s = connect_timeout_s
+        self._resolver = resolver or Resolver()
         self._loop = asyncio.get_running_loop()
         self._origins: dict[str, _Origin] = {}
         self._targets: dict[str, tuple[_Origin, bytes]] = {}
@@ -85,6 +88,7 @@ class EngineClient:
         for connection in origin.idle:
             connection.cut()
         origin.idle.clear()
+        self._resolver.forget(origin.host)
 
     async def close(self) -> None:
         self._closed = True
@@ -135,12 +139,7 @@ class EngineClient:
     async def _connect(self, origin: _Origin) -> EngineConnection:
         try:
             async with asyncio.timeout(self.connect_timeout_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: EngineConnection(self._released, self._gone),
-                    origin.host,
-                    origin.port,
-                    ssl=self._tls_context() if origin.tls else None,
-                )
+                connection = await self._connect_to_any(origin)
         except TimeoutError as error:
             raise NotAcceptedError(
                 f"no connection to {origin.authority} within {self.connect_timeout_s:g} s"
@@ -152,6 +151,27 @@ class EngineClient:
             connection.cut()
             raise UpstreamError(f"the connection to {origin.authority} was closed immediately")
         return connection
+
+    async def _connect_to_any(self, origin: _Origin) -> EngineConnection:
+        """Connect to the first address that accepts. Raises OSError, the last address's if there are several."""
+        failure = OSError("the name has no address")
+        for address in await self._resolver.addresses(origin.host):
+            try:
+                _, connection = await self._loop.create_connection(
+                    lambda: EngineConnection(self._released, self._gone),
+                    address,
+                    origin.port,
+                    ssl=self._tls_context() if origin.tls else None,
+                    server_hostname=origin.host if origin.tls else None,
+                )
+            except OSError as error:
+                failure = error
+            else:
+                return connection
+        try:
+            raise failure
+        finally:
+            del failure  # it references this frame
 
     def _tls_context(self) -> ssl.SSLContext:
         if self._tls is None:

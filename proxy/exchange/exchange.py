@@ -11,7 +11,7 @@ from policies.types import NoCandidateError, RequestView
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
 from proxy.engines.upstream import Answer, NotAcceptedError, NotConnectedError, UpstreamError
-from proxy.errors import AttemptFailedError, RequestError, draining_error, stream_error_event
+from proxy.errors import AttemptFailedError, RequestError, draining_error, no_instance_error, stream_error_event
 from proxy.exchange.offloading import hand_over
 from proxy.exchange.relay import ClientStalledError, StreamRelay
 from proxy.fleet.instances import Instance
@@ -88,7 +88,7 @@ class Exchange:
         row.prompt_tokens = request.prompt_tokens
         row.stages_ms["parse"] = self._elapsed_ms()
         core.retries.arrived(time.monotonic())
-        seat = self._seat = core.admission.seat()
+        seat = self._seat = core.admission.seat(parsed.fields.model)
         try:
             await self._serve_seated(parsed, request, seat)
         except QueueError as error:
@@ -116,6 +116,8 @@ class Exchange:
                 self._decode = core.instances.chosen(routed.decision.decode_on)
                 await self._attempt(parsed, request, routed)
             except AttemptFailedError as error:
+                if failure is not None and failure.refusal is None:
+                    error.refusal = None  # an instance that serves the model has failed
                 failure = error
                 tried.add(error.instance)
                 routed.commitment.retract(error.instance)
@@ -137,7 +139,7 @@ class Exchange:
     def _may_retry(self, failure: AttemptFailedError, tried: set[str]) -> bool:
         """True if a request that failed before its first byte may be retried on another engine."""
         core = self._core
-        if core.instances.healthy() <= tried:
+        if core.instances.healthy(self._seat.model) <= tried:
             return False
         if self._headers.get(NO_RETRY_HEADER, b"0") != b"0":
             self._not_retried = "not retried because of x-warmroute-no-retry"
@@ -155,13 +157,10 @@ class Exchange:
     def _give_up(self, failure: AttemptFailedError | None) -> RequestError:
         if failure is None:
             self._row.outcome = RequestOutcome.NO_INSTANCE
-            return RequestError(
-                503,
-                "no healthy instance: all are down or draining; see GET /instances",
-                kind="service_unavailable",
-                code="no_instance",
-                retry_after_s=max(1, round(self._core.settings.health.interval_s)),
-            )
+            return no_instance_error(self._core.settings.health.interval_s)
+        if failure.refusal is not None:
+            self._row.outcome = RequestOutcome.ENGINE_REFUSED
+            return failure.refusal
         message = f"{len(self._row.attempts)} attempt(s) failed, the last on {failure.instance}: {failure}"
         if self._not_retried:
             message += f"; {self._not_retried}"
@@ -253,6 +252,8 @@ class Exchange:
             if answer is not None and not opened:
                 answer.close()
         core.instances.succeeded(self._decode, sent_s, complete=not streamed)
+        if answer.status == 404:
+            core.model_lists.not_found(self._decode, parsed.fields.model, first)
         return answer, first
 
     def _first_byte_bound(self, parsed: Parsed) -> float:
@@ -318,7 +319,7 @@ class Exchange:
     def resume_refusal(self, tried: set[str]) -> ResumeResult | None:
         """Check fleet and retry budget before resuming; None if a stream may be resumed, else the reason."""
         core = self._core
-        if core.instances.healthy() <= tried:
+        if core.instances.healthy(self._seat.model) <= tried:
             return ResumeResult.NO_INSTANCE
         return None if core.retries.take(time.monotonic(), seen=True) else ResumeResult.BUDGET
 

@@ -13,7 +13,7 @@ from proxy.core import Core
 from proxy.errors import RequestError, draining_error
 from proxy.exchange.exchange import Exchange
 from proxy.logs import redact, request_id
-from proxy.request.parse import Endpoint, Parsed
+from proxy.request.parse import Endpoint
 
 log = logging.getLogger("warmroute.proxy")
 
@@ -120,7 +120,7 @@ class Generation:
     async def _parsed(self, inbound: Inbound, row: Row) -> Parsed:
         try:
             parsed = await self._core.router.parse_fairly(Endpoint(inbound.path), inbound.body)
-            self._check_model(parsed)
+            self._core.check_model(parsed.fields.model)
         except RequestError:
             row.outcome = RequestOutcome.REJECTED
             raise
@@ -132,17 +132,6 @@ class Generation:
     def _close_row(self, row: Row) -> None:
         self._core.breakdown.close_row(row)
         self._core.metrics.record(row)
-
-    def _check_model(self, parsed: Parsed) -> None:
-        known = self._core.known_models()
-        if known and parsed.fields.model not in known:
-            raise RequestError(
-                404,
-                f"the model {parsed.fields.model!r} does not exist; available: {', '.join(sorted(known))}",
-                kind="not_found_error",
-                code="model_not_found",
-                param="model",
-            )
 
 
 def _send_error(inbound: Inbound, error: RequestError, request_id: str) -> None:

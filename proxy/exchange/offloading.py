@@ -50,6 +50,8 @@ async def hand_over(
         except (OffloadFailedError, asyncio.CancelledError) as error:
             # The part of the prompt that P computed is unknown, so none is assumed.
             routed.commitment.retract(decision.prefill_on)
+            if isinstance(error, OffloadFailedError) and error.lacks_model:
+                core.model_lists.refresh(prefill)
             if isinstance(error, OffloadFailedError) and error.by_prefill:
                 refused = isinstance(error.__cause__, NotConnectedError)
                 # P legs may fail where plain requests do not, and pairs have their own breaker; producers serve only P

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from policies.types import Role
 from proxy.errors import AttemptFailedError
 from proxy.fleet.breaker import Breaker, BreakerState
+from proxy.fleet.models import ModelList, ServedModels
 from proxy.settings import HealthSettings, InstanceSettings
 
 log = logging.getLogger("warmroute.health")
@@ -44,7 +46,12 @@ class Instance:
     last_error: str | None = None
     engine_id: str | None = None
     started_unix_s: float | None = None
-    models: list[dict[str, object]] = field(default_factory=list)
+    models: ModelList | None = None
+    """Its models and adapters as it listed them last; None: it has never listed them, so it may serve any."""
+    listed_s: float = float("-inf")
+    """Time of ``models`` (monotonic)."""
+    refreshed_s: float = float("-inf")
+    """Time of the last reading of ``models`` outside of the probes (monotonic)."""
     block_tokens: int | None = None
     kv_capacity_tokens: int = 0
     kv_usage: float = 0.0
@@ -64,6 +71,11 @@ class Instance:
     def url(self) -> str:
         """Base URL."""
         return self.settings.url
+
+    @property
+    def cards(self) -> tuple[dict[str, Any], ...]:
+        """Cards of its models and adapters."""
+        return () if self.models is None else self.models.cards
 
     @property
     def failures_in_a_row(self) -> int:
@@ -91,6 +103,7 @@ class Instances:
     def __init__(self, settings: tuple[InstanceSettings, ...], health: HealthSettings) -> None:
         self._health = health
         self._by_name: dict[str, Instance] = {}
+        self._served: ServedModels | None = None
         self.on_room: Callable[[], None] = _ignore_room
         """Called when an instance may accept requests that it could not accept before."""
         for each in settings:
@@ -124,10 +137,12 @@ class Instances:
         """Add an instance, or replace the one of its name."""
         instance.breaker = Breaker(self._health)
         self._by_name[instance.name] = instance
+        self._served = None
 
     def remove(self, name: str) -> None:
         """Remove an instance; unknown names are ignored."""
         self._by_name.pop(name, None)
+        self._served = None
 
     def apply(self, health: HealthSettings) -> None:
         """Apply other health settings, to breakers as well."""
@@ -141,13 +156,45 @@ class Instances:
         if instance.healthy and not draining:
             self.on_room()
 
-    def healthy(self) -> set[str]:
-        """Names of the instances that may be sent requests, without draining ones.
+    @property
+    def served(self) -> ServedModels:
+        """Models and adapters by instance."""
+        if self._served is None:
+            self._served = ServedModels({name: instance.models for name, instance in self._by_name.items()})
+        return self._served
+
+    def all_listed(self, within_s: float) -> bool:
+        """True if every instance has listed its models within the last ``within_s`` seconds; False without any."""
+        since_s = time.monotonic() - within_s
+        return bool(self._by_name) and all(instance.listed_s >= since_s for instance in self._by_name.values())
+
+    def listed(self, which: Instance | str, models: ModelList) -> None:
+        """Record an engine's list of models."""
+        instance = self._current(which)
+        if instance is None:
+            return
+        before, instance.models, instance.listed_s = instance.models, models, time.monotonic()
+        if before is None or (before.names, before.adapters) != (models.names, models.adapters):
+            self._served = None
+            if instance.healthy:
+                self.on_room()
+
+    def lacks(self, which: Instance | str, model: str) -> None:
+        """Record that an engine has answered that it does not serve a model. No effect if it lists no models."""
+        instance = self._current(which)
+        if instance is not None and instance.models is not None and model in instance.models.names:
+            instance.models = instance.models.without(model)
+            self._served = None
+
+    def healthy(self, model: str | None = None) -> set[str]:
+        """Names of the instances that may be sent requests, for ``model`` if given, without draining ones.
 
         An instance that should be recycled gets no requests for ``RECYCLE_PATIENCE_S`` seconds; if it is not restarted
         by then, or if no other instance may decode, it continues to serve.
         """
         healthy = {name for name, instance in self._by_name.items() if instance.healthy and not instance.draining}
+        if model is not None and (lacking := self.served.lacking(model)):
+            healthy -= lacking
         resting = [name for name in healthy if _resting(self._by_name[name])]
         if not resting:
             return healthy
@@ -155,9 +202,9 @@ class Instances:
         can_answer = any(self._by_name[name].settings.role is not Role.KV_PRODUCER for name in rested)
         return rested if can_answer else healthy
 
-    def candidates(self) -> set[str]:
+    def candidates(self, model: str | None = None) -> set[str]:
         """The ``healthy`` instances that may be sent one more request now: an instance on trial accepts only a few."""
-        healthy = self.healthy()
+        healthy = self.healthy(model)
         most = self._health.trial_requests
         busy = [name for name in healthy if self._by_name[name].breaker.trials >= most]
         return healthy.difference(busy) if busy else healthy
@@ -239,10 +286,14 @@ class Instances:
         self._update(instance)
 
     def restarted(self, which: Instance | str) -> None:
-        """Record that the engine is a new process: its breaker is reset."""
+        """Record that the engine is a new process: its breaker is reset; it serves nothing until it lists models."""
         instance = self._current(which)
-        if instance is not None:
-            instance.breaker.restarted(time.monotonic())
+        if instance is None:
+            return
+        instance.breaker.restarted(time.monotonic())
+        if instance.models is not None:
+            instance.models, instance.listed_s = ModelList(), float("-inf")
+            self._served = None
 
     def _update(self, instance: Instance) -> None:
         was_healthy, state = instance.healthy, instance.breaker.state

@@ -15,6 +15,7 @@ from proxy.access.forwarding import Forwarding
 from proxy.engines.control import Control
 from proxy.engines.upstream import Upstream, UpstreamError
 from proxy.fleet.instances import Instance
+from proxy.fleet.model_lists import is_model_missing
 from proxy.handoff.connectors import DIALECTS
 from proxy.request.bodies import decode_leg, prefill_leg, transfer_params_of
 from proxy.request.usage import Usage, usage_of_answer
@@ -24,11 +25,15 @@ from proxy.settings import OffloadSettings
 class OffloadFailedError(Exception):
     """A failed hand-off."""
 
-    def __init__(self, reason: OffloadReason, message: str, *, by_prefill: bool = False) -> None:
+    def __init__(
+        self, reason: OffloadReason, message: str, *, by_prefill: bool = False, lacks_model: bool = False
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.by_prefill = by_prefill
         """P failed as it would have failed any request: not connected, broken off, late, or 5xx."""
+        self.lacks_model = lacks_model
+        """P does not serve the request's model any more."""
 
 
 class HandedOff(NamedTuple):
@@ -78,7 +83,12 @@ class HandOff:
         except UpstreamError as error:
             raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, str(error), by_prefill=True) from error
         if status != 200:
-            raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, f"P answered {status}", by_prefill=status >= 500)
+            raise OffloadFailedError(
+                OffloadReason.FELL_BACK_P_ERROR,
+                f"P answered {status}",
+                by_prefill=status >= 500,
+                lacks_model=status == 404 and is_model_missing(content),
+            )
         if await self._identity(prefill) != engine_id:
             raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, "P restarted during the hand-off")
         try:

@@ -312,7 +312,6 @@ class FleetChanges:
         legs = core.router.state.remove_instance(name)
         core.instances.remove(name)
         core.leaks.forget(name)
-        core.forget_models()
         return legs
 
     def _now_s(self) -> float:

@@ -7,12 +7,12 @@ import logging
 import time
 
 import httpx
-import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.clip import clip
 from proxy.core import Core
 from proxy.fleet.instances import Instance
+from proxy.fleet.model_lists import AnotherServerError
 from proxy.handoff.legs import query_engine_id
 
 log = logging.getLogger("warmroute.health")
@@ -31,6 +31,7 @@ class HealthMonitor:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        core.model_lists.on_replaced = self._restarted
 
     async def run(self) -> None:
         """Probe until cancelled."""
@@ -49,17 +50,15 @@ class HealthMonitor:
 
     async def probe(self, instance: Instance) -> None:
         """Probe one instance now. Results for an instance that has left the fleet are dropped."""
-        was_healthy = instance.healthy
         try:
             async with asyncio.timeout(self._core.settings.health.timeout_s):
                 (await self._get(instance, "/health")).raise_for_status()
                 await self._read_metrics(instance)
+                await self._core.model_lists.read(instance)
                 await self._read_identity(instance)
-                if not was_healthy or not instance.models:
-                    await self._read_models(instance)
         except Exception as error:
             # An invalid answer of one engine must not stop the probing of the others.
-            expected = isinstance(error, httpx.HTTPError | TimeoutError)
+            expected = isinstance(error, httpx.HTTPError | TimeoutError | AnotherServerError)
             log.debug("probe of %s failed", instance.name, exc_info=not expected)
             late = isinstance(error, TimeoutError | httpx.TimeoutException)
             if late and self._core.lag.explains(self._core.settings.health.timeout_s):
@@ -67,14 +66,13 @@ class HealthMonitor:
                     "a probe of %s took too long because this process lacks CPU; its result is ignored", instance.name
                 )
                 return
-            gone = isinstance(error, httpx.ConnectError)
+            gone = isinstance(error, httpx.ConnectError | AnotherServerError)
             self._core.instances.probe_failed(instance, clip(f"probe: {error!r}"), refused=gone)
         else:
             self._core.instances.probed(instance)
 
     async def _get(self, instance: Instance, path: str) -> httpx.Response:
-        headers = self._core.forwarding.probe_headers(instance.settings)
-        return await self._core.control.get(instance.url + path, headers)
+        return await self._core.get(instance, path)
 
     async def _read_metrics(self, instance: Instance) -> None:
         answer = await self._get(instance, "/metrics")
@@ -138,17 +136,12 @@ class HealthMonitor:
             return
         if instance.engine_id is not None and engine_id != instance.engine_id and instance.started_unix_s is None:
             self._restarted(instance)
+            await self._core.model_lists.read(instance)
         instance.engine_id = engine_id
-
-    async def _read_models(self, instance: Instance) -> None:
-        answer = await self._get(instance, "/v1/models")
-        if answer.status_code == 200:
-            data = msgspec.json.decode(answer.content).get("data", [])
-            instance.models = [model for model in data if isinstance(model, dict) and "id" in model]
 
     def _restarted(self, instance: Instance) -> None:
         instance.restarts += 1
-        instance.models = []
+        instance.engine_id = None
         self._core.instances.restarted(instance)
         self._core.leaks.restarted(instance)
         self._core.router.state.restarted(instance.name)

@@ -2,8 +2,9 @@
 
 A request is admitted by being routed: one synchronous step chooses an instance below its cap and enters the lease into
 the ledger, so the caps hold for any number of simultaneous arrivals. A request without room waits. When a lease is
-released, a client leaves or an instance recovers, the heads of the queue are routed one after the other until one
-does not fit; each waiter is woken after it has been routed. There is no polling, overtaking or spurious wake-up.
+released, a client leaves or an instance recovers, the waiting requests are routed in order of arrival until one does
+not fit; each waiter is woken after it has been routed. There is no polling or spurious wake-up. A request may only
+overtake those for other models, served by other engines, which are full.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Set
 from math import ceil
 from typing import Protocol
@@ -57,6 +58,7 @@ class Admission:
         self._ledger = ledger
         self._queue: OrderedDict[Seat, None] = OrderedDict()
         self._again: OrderedDict[Seat, None] = OrderedDict()
+        self._models: Counter[str | None] = Counter()  # of the requests in the queue
         self._loop: asyncio.AbstractEventLoop | None = None
         self._moving_up = False
         self.in_flight = 0
@@ -90,9 +92,9 @@ class Admission:
             "left_the_queue": self.left,
         }
 
-    def seat(self) -> Seat:
-        """A new seat for one request, to be routed and closed."""
-        return Seat(self)
+    def seat(self, model: str | None = None) -> Seat:
+        """A new seat for one request, to be routed and closed; with ``model``, on instances that serve it."""
+        return Seat(self, model)
 
     def wake(self) -> None:
         """Schedule one pass over the heads of the queue after the current callback."""
@@ -112,7 +114,7 @@ class Admission:
         if not seat.admitted and limits.max_in_flight is not None and self.in_flight >= limits.max_in_flight:
             return False
         started_s = time.perf_counter()
-        candidates = self._instances.candidates()
+        candidates = self._instances.candidates(seat.model)
         if seat.tried:
             candidates -= seat.tried
         cap = limits.max_in_flight_per_instance
@@ -122,7 +124,7 @@ class Admission:
         try:
             routed = self._router.route(seat.request, candidates)
         except NoCandidateError:
-            if self._can_answer(self._instances.healthy() - seat.tried):
+            if self._can_answer(self._instances.healthy(seat.model) - seat.tried):
                 return False
             raise
         seat.take(routed, time.perf_counter() - started_s)
@@ -149,23 +151,38 @@ class Admission:
         self._loop = asyncio.get_running_loop()
         seat.waits_since_s = time.monotonic()
         queue[seat] = None
+        if not seat.admitted:
+            self._models[seat.model] += 1
 
     def _leave(self, seat: Seat) -> None:
         waited_s = time.monotonic() - seat.waits_since_s
         seat.queued_s += waited_s
         self._last_wait_s = waited_s
         self.on_waited(waited_s)
-        self._queue.pop(seat, None)
+        self._dequeue(seat)
+
+    def _dequeue(self, seat: Seat) -> None:
         self._again.pop(seat, None)
+        if seat in self._queue:
+            del self._queue[seat]
+            self._models[seat.model] -= 1
+            if not self._models[seat.model]:
+                del self._models[seat.model]
 
     def _move_up(self) -> None:
         self._moving_up = False
         # Retries may exclude some instances, so one that does not fit must not block the others.
         for seat in list(self._again):
             self._try(seat)
-        while self._queue:
+        while self._queue and len(self._models) == 1:
             if not self._try(next(iter(self._queue))):
-                break
+                return
+        # Several models: those that are full must not block the others. Equal sets of instances are tried once.
+        full: set[frozenset[str]] = set()
+        for seat in list(self._queue):
+            lacking = self._instances.served.lacking(seat.model) if seat.model is not None else NO_INSTANCES
+            if lacking not in full and not self._try(seat):
+                full.add(lacking)
 
     def _try(self, seat: Seat) -> bool:
         """Try to route a waiting request; True if its wait has ended, with a place or an error."""
@@ -185,8 +202,7 @@ class Admission:
                 granted.set_exception(error)
             else:
                 granted.set_result(None)
-        self._queue.pop(seat, None)
-        self._again.pop(seat, None)
+        self._dequeue(seat)
         return True
 
 
@@ -200,6 +216,7 @@ class Seat:
         "admitted",
         "decided_s",
         "granted",
+        "model",
         "queued_s",
         "request",
         "tried",
@@ -208,8 +225,9 @@ class Seat:
 
     request: RequestView
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, model: str | None) -> None:
         self._admission = admission
+        self.model = model
         self._routed: Routed | None = None
         self._trials: list[Trial] = []
         self.tried: Set[str] = NO_INSTANCES
@@ -222,7 +240,7 @@ class Seat:
         """Seconds taken by the last decision."""
 
     def route(self, request: RequestView, tried: Set[str]) -> Routed | None:
-        """Route now if there is room and the queue is empty. The caller owns the lease; None means ``wait``.
+        """Route now if there is room and none for its model waits. The caller owns the lease; None means ``wait``.
 
         A request that was admitted before keeps its place in flight for further attempts and bypasses the queue.
 
@@ -235,19 +253,19 @@ class Seat:
         if not self.admitted:
             if admission._moving_up:
                 admission._move_up()
-            if admission._queue:
+            if self.model in admission._models:
                 return None
         return self._taken() if admission._choose(self) else None
 
     async def wait(self) -> Routed:
-        """Wait for room and be routed, in order of arrival; retries of admitted requests come first.
+        """Wait for room and be routed, in order of arrival per model; retries of admitted requests come first.
 
         Raises:
             NoCandidateError: no instance may take it; for a retry, also on timeout.
             QueueError: 429 when the queue is full, 503 on timeout.
         """
         admission = self._admission
-        if not self.admitted and not admission._can_answer(admission._instances.healthy()):
+        if not self.admitted and not admission._can_answer(admission._instances.healthy(self.model)):
             raise NoCandidateError("no healthy instance")
         admission._join(self)
         loop = asyncio.get_running_loop()

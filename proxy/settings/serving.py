@@ -12,7 +12,9 @@ from proxy.settings.section import Seconds, Section
 class TimeoutSettings(Section):
     """Bounds on every wait for an engine or a client."""
 
-    connect_s: Seconds = Field(default=2.0, description="opening a TCP connection")
+    connect_s: Seconds = Field(
+        default=2.0, description="opening a TCP connection, the lookup of its host name included"
+    )
     first_byte_s: Seconds = Field(default=600.0, description="first byte of a streamed answer")
     idle_s: Seconds = Field(default=120.0, description="silence between two pieces of a stream")
     total_s: Seconds = Field(default=3600.0, description="one whole request, and a non-streamed answer")

@@ -17,6 +17,8 @@ from urllib.parse import SplitResult, urlsplit
 
 import psutil
 
+from proxy.resolver import Resolver
+
 Network = IPv4Network | IPv6Network
 Address = IPv4Address | IPv6Address
 
@@ -100,7 +102,7 @@ async def admit(value: str, allowed: Sequence[Network], own: Collection[ListenAd
     value = checked_endpoint(value) if value.startswith("tcp://") else checked_url(value)
     parts = urlsplit(value)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    addresses = await _resolve(host, port)
+    addresses = await _resolve(host)
     for address in addresses:
         shown = str(address) if str(address) == host else f"{host} ({address})"
         _refuse_special(address, shown)
@@ -195,24 +197,19 @@ def _authority(host: Address | str, port: int | None) -> str:
     return text if port is None else f"{text}:{port}"
 
 
-async def _resolve(host: str, port: int) -> list[Address]:
+async def _resolve(host: str) -> list[Address]:
     try:
         return [_unwrapped(ipaddress.ip_address(host))]
     except ValueError:
         pass
     try:
         async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
-            found = await _look_up(host, port)
+            found = await Resolver().addresses(host)
     except (OSError, TimeoutError) as error:
         raise EngineUrlError(f"{host} cannot be resolved: {error or 'no answer in time'}") from error
-    # IPv4 first: engines listen there by default.
+    # Again IPv4 first, since IPv6 may embed an IPv4 address.
     addresses = dict.fromkeys(_unwrapped(ipaddress.ip_address(address)) for address in found)
     return sorted(addresses, key=lambda address: address.version)
-
-
-async def _look_up(host: str, port: int) -> list[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(entry[4][0]) for entry in found]
 
 
 def _reaches(address: Address, bound: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from proxy.fleet.models import ModelList
 from tests.chaos.conftest import BODY, Chaos, StartChaos
 from tests.chaos.rig.client import RawClient, post
 from tests.chaos.rig.engine import ChaosEngine, Talk
@@ -39,8 +40,8 @@ async def test_a_long_model_name_is_refused_and_not_repeated(start_chaos: StartC
 
 async def test_an_unknown_model_is_named_in_an_answer_of_bounded_size(start_chaos: StartChaos) -> None:
     proxy = await start_chaos(ChaosEngine())
-    adapters: list[dict[str, object]] = [{"id": f"adapter-{number}"} for number in range(10_000)]
-    proxy.instance().models = adapters
+    adapters = frozenset(f"adapter-{number}" for number in range(10_000))
+    proxy.core.instances.listed(proxy.instance(), ModelList(names=adapters))
     answer = await proxy.client.post("/v1/completions", json={**BODY, "model": "\x01" * 256})
     assert answer.status_code == 404
     assert len(answer.content) < KEPT_BYTES

@@ -21,6 +21,11 @@ class StubEngine:
 
     mode: str = "ok"
     model: str = "stub"
+    adapters: list[str] = field(default_factory=list)
+    checks_model: bool = True
+    """Answers 404 to requests for other models than it lists, like vLLM."""
+    listings: int = 0
+    """Times that its models were listed."""
     tokens: int = 4
     padding_bytes: int = 0
     token_delay_s: float = 0.0
@@ -87,7 +92,12 @@ class StubEngine:
     async def _models(self, _: web.Request) -> web.Response:
         if self.mode == "nonsense":
             return web.json_response(["not", "an", "object"])
-        return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+        self.listings += 1
+        if self.mode == "unlisted":
+            return web.json_response({"error": "no such path"}, status=404)
+        cards = [{"id": self.model, "object": "model", "parent": None}]
+        cards += [{"id": name, "object": "model", "parent": self.model} for name in self.adapters]
+        return web.json_response({"object": "list", "data": cards})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         self.probes += 1
@@ -127,6 +137,9 @@ class StubEngine:
             self.running -= 1
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if self.checks_model and body["model"] not in {self.model, *self.adapters}:
+            error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
+            return web.json_response({"error": error}, status=404)
         is_prefill_leg = bool((body.get("kv_transfer_params") or {}).get("do_remote_decode"))
         is_decode_leg = bool((body.get("kv_transfer_params") or {}).get("do_remote_prefill"))
         if self.mode == "error" or (self.mode == "p_error" and is_prefill_leg):

@@ -88,7 +88,7 @@ class ChaosEngine:
     busy: int = 0
     """POSTs being answered."""
     probes: int = 0
-    """Successful probes that reached their second to last request."""
+    """Successful probes that reached their last request."""
     idled: int = 0
     """Times that ``idle_fault`` has run."""
     cut: int = 0

@@ -7,8 +7,8 @@ from ipaddress import ip_network
 
 import pytest
 
+from proxy import resolver
 from proxy.settings import AdminSettings, SettingsError, load_settings
-from proxy.settings import urls as engine_urls
 from proxy.settings.urls import EngineUrlError, ListenAddress, admit, checked_endpoint, checked_url, is_loopback
 
 LOCAL = AdminSettings().allowed_networks
@@ -164,12 +164,12 @@ def test_bad_endpoints(endpoint: str) -> None:
 def names(monkeypatch: pytest.MonkeyPatch, **known: list[str]) -> None:
     """Names that resolve on this machine during the test; the resolver is the one part that cannot be real here."""
 
-    async def look_up(host: str, port: int) -> list[str]:
+    def look_up(host: str) -> tuple[str, ...]:
         if host not in known:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return known[host]
+        return tuple(known[host])
 
-    monkeypatch.setattr(engine_urls, "_look_up", look_up)
+    monkeypatch.setattr(resolver, "look_up", look_up)
 
 
 async def test_a_name_becomes_the_address_it_was_checked_for(monkeypatch: pytest.MonkeyPatch) -> None:
