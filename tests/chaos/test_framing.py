@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.conftest import BODY, StartChaos
 from tests.chaos.rig.engine import ChaosEngine
 from tests.chaos.rig.faults import raw_stream
-from tests.chaos.rig.wire import DONE, EVENTS, event, sse, usage_event
+from tests.chaos.rig.wire import DONE, EVENTS, event, null_usage, sse, usage_event
 
 WORDS = EVENTS[:-1]
 ERROR = sse({"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}})
@@ -96,6 +96,22 @@ async def test_what_the_engine_sent_is_what_the_client_gets(start_chaos: StartCh
     if injected:
         assert (row["prompt_tokens"], row["completion_tokens"]) == (100, 6)
     await proxy.nothing_left()
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["usage not asked for", "usage asked for"])
+@pytest.mark.parametrize("together", [1, 3, 100], ids=["an event a piece", "three", "all"])
+async def test_a_client_that_did_not_ask_for_usage_sees_none_of_it(
+    start_chaos: StartChaos, together: int, asked: bool
+) -> None:
+    """vLLM writes ``"usage":null`` on every event once usage is requested, here by the proxy."""
+    sent = [*map(null_usage, WORDS), usage_event(), DONE]
+    pieces = [b"".join(sent[at : at + together]) for at in range(0, len(sent), together)]
+    proxy = await start_chaos(ChaosEngine(raw_stream(pieces)))
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if asked else {}
+    answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True, **options})
+    assert answer.content == b"".join(sent if asked else EVENTS)
+    [row] = await proxy.rows()
+    assert (row["events"], row["completion_tokens"]) == (8, 6)
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["usage not asked for", "usage asked for"])
