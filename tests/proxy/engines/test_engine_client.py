@@ -87,7 +87,7 @@ async def test_request_and_answer_and_one_connection_for_many(client: EngineClie
     async with serving(OK) as (server, url):
         for number in range(5):
             answer = await client.post(f"{url}/v1/x", b"body%d" % number, {"x-a": "1"})
-            assert (answer.status, answer.content_type, await answer.read()) == (200, "text/x", b"hi")
+            assert (answer.status, answer.headers.content_type, await answer.read()) == (200, "text/x", b"hi")
             answer.close()
         assert server.connections == 1
         host = url.removeprefix("http://").encode()
