@@ -54,7 +54,7 @@ def proxy_process(port: int, engines: list[ManagedProcess], folder: Path) -> Man
         "instances": [{"name": engine.spec.name, "url": engine.spec.url} for engine in engines],
         "health": {"interval_s": 0.5},
         "timeouts": {"first_byte_s": 60.0, "idle_s": 20.0, "total_s": 120.0},
-        "breakdown": {"capacity": 1_000, "jsonl_path": str(folder / "breakdown.jsonl")},
+        "breakdown": {"capacity": 1_000, "jsonl_path": str(folder / "breakdown.jsonl"), "rejected_to_jsonl": True},
         "grace_s": 10.0,
     }
     path = folder / "proxy.yaml"

@@ -194,6 +194,9 @@ class ProxyProtocol(HttpToolsProtocol):
     def default_headers(self) -> Headers:
         return self.server_state.default_headers
 
+    def peer(self) -> str:
+        return self.client[0] if self.client else "?"
+
     # Clients that do not read
 
     def timeout_keep_alive_handler(self) -> None:

@@ -1,4 +1,7 @@
-"""Metrics of breakers, queue and retry budget, collected at scrape time. Labels: instances, states, reasons."""
+"""Metrics of breakers, queue, retry budget and failing policies, collected at scrape time.
+
+Labels: instances, states, reasons, installed policies.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from prometheus_client.registry import Collector
 from proxy.fleet.breaker import BreakerState
 from proxy.fleet.instances import Instances
 from proxy.routing.admission import Admission
+from proxy.routing.policy_watch import PolicyWatch
 from proxy.routing.retries import RetryBudget
 
 _SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -21,11 +25,17 @@ class LimitMetrics(Collector):
     """Registers itself as a collector; series of removed instances disappear."""
 
     def __init__(
-        self, registry: CollectorRegistry, instances: Instances, admission: Admission, retries: RetryBudget
+        self,
+        registry: CollectorRegistry,
+        instances: Instances,
+        admission: Admission,
+        retries: RetryBudget,
+        policies: PolicyWatch,
     ) -> None:
         self._instances = instances
         self._admission = admission
         self._retries = retries
+        self._policies = policies
         waits = Histogram(
             "warmroute_queue_wait_seconds",
             "Time requests spent in the queue, for all outcomes",
@@ -70,3 +80,19 @@ class LimitMetrics(Collector):
         yield GaugeMetricFamily(
             "warmroute_retry_budget", "Retries currently permitted by the budget", self._retries.left(time.monotonic())
         )
+        failures = CounterMetricFamily(
+            "warmroute_policy_failures",
+            "Decisions that a built-in policy took because the policy or planner failed",
+            labels=["part", "name"],
+        )
+        for (part, name), trouble in self._policies.failures.items():
+            failures.add_metric([part.value, name], trouble.count)
+        yield failures
+        slow = CounterMetricFamily(
+            "warmroute_slow_decisions",
+            "Routing decisions that took longer than limits.slow_decision_s",
+            labels=["policy"],
+        )
+        for name, trouble in self._policies.slow.items():
+            slow.add_metric([name], trouble.count)
+        yield slow

@@ -10,6 +10,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from proxy.clip import clip
 from proxy.core import Core
 from proxy.fleet.instances import Instance
 from proxy.handoff.legs import query_engine_id
@@ -36,6 +37,8 @@ class HealthMonitor:
         while True:
             await self.probe_all()
             self._core.breakdown.flush()
+            for limited in (self._core.rejections, self._core.access.refusals):
+                limited.flush()
             await asyncio.sleep(self._core.settings.health.interval_s)
 
     async def probe_all(self) -> None:
@@ -65,7 +68,7 @@ class HealthMonitor:
                 )
                 return
             gone = isinstance(error, httpx.ConnectError)
-            self._core.instances.probe_failed(instance, f"probe: {error!r}", refused=gone)
+            self._core.instances.probe_failed(instance, clip(f"probe: {error!r}"), refused=gone)
         else:
             self._core.instances.probed(instance)
 
