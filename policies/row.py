@@ -25,6 +25,8 @@ class RequestOutcome(StrEnum):
     """Waited in the queue for the maximum time."""
     UPSTREAM_ERROR = "upstream_error"
     UPSTREAM_TIMEOUT = "upstream_timeout"
+    POISON_REQUEST = "poison_request"
+    """Two engines died while serving it, so it was not sent to a third."""
     STREAM_BROKEN = "stream_broken"
     """The engine's stream broke after its first byte had been sent to the client."""
     SHUTDOWN = "shutdown"

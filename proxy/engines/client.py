@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from proxy.engines.connection import ConnectionLostError, EngineAnswer, EngineConnection
-from proxy.engines.upstream import NotAcceptedError, NotConnectedError, UpstreamError
+from proxy.engines.upstream import LostAndRefusedError, NotAcceptedError, NotConnectedError, UpstreamError
 from proxy.resolver import Resolver
 
 _KEEPALIVE_S = 2.0
@@ -65,6 +65,7 @@ class EngineClient:
                 # Closed by the engine before it read the request; a later loss may be caused by the request.
                 if self._loop.time() - sent_s > _STALE_S:
                     raise
+                return await self._exchange(await self._reconnect(origin), url, head, body)
         return await self._exchange(await self._connect(origin), url, head, body)
 
     def in_use(self, base_url: str) -> int:
@@ -121,7 +122,8 @@ class EngineClient:
             origin = _Origin(parts.hostname, parts.port or (443 if tls else 80), tls, parts.netloc)
             self._origins[base_url] = origin
         path = parts.path or "/"
-        start = f"POST {path} HTTP/1.1\r\nhost: {origin.authority}\r\n".encode("latin-1")
+        # The proxy reads usage and events from answers, so it requests them uncompressed.
+        start = f"POST {path} HTTP/1.1\r\nhost: {origin.authority}\r\naccept-encoding: identity\r\n".encode("latin-1")
         self._targets[url] = origin, start
         return origin, start
 
@@ -135,6 +137,15 @@ class EngineClient:
                 return connection
             connection.cut()
         return None
+
+    async def _reconnect(self, origin: _Origin) -> EngineConnection:
+        """A new connection after a reused one was lost with a request on it."""
+        try:
+            return await self._connect(origin)
+        except NotAcceptedError:
+            raise
+        except NotConnectedError as error:
+            raise LostAndRefusedError(f"closed the connection without an answer, then: {error}") from error
 
     async def _connect(self, origin: _Origin) -> EngineConnection:
         try:

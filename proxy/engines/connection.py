@@ -13,6 +13,7 @@ from typing import cast
 
 import httptools
 
+from proxy.engines.headers import AnswerHeaders
 from proxy.engines.upstream import UpstreamError
 
 _MAX_HEAD_BYTES = 256 * 1024
@@ -40,15 +41,15 @@ class EngineAnswer:
         "_waiting_bytes",
         "_whole",
         "complete",
-        "content_type",
         "head_there",
+        "headers",
         "status",
     )
 
     def __init__(self, connection: EngineConnection) -> None:
         self._connection: EngineConnection | None = connection
         self.status = 0
-        self.content_type = "application/json"
+        self.headers = AnswerHeaders()
         self.head_there = False
         self.complete = False
         self._error: UpstreamError | None = None
@@ -152,7 +153,8 @@ class EngineAnswer:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def head_arrived(self) -> None:
-        """Signal that status and content type are set."""
+        """Signal that status and headers are set."""
+        self.headers.end()
         self.head_there = True
         self._wake()
 
@@ -304,14 +306,16 @@ class EngineConnection(asyncio.Protocol):
         """Callback of httptools: a status line begins."""
         self._framed = False
         self._extra = self._complete  # a second answer directly after the first
+        if self._answer is not None and not self._answer.head_there:
+            self._answer.headers.clear()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Callback of httptools: one header."""
+        """Callback of httptools: one header, or trailer."""
         lowered = name.lower()
-        if lowered == b"content-type" and self._answer is not None:
-            self._answer.content_type = value.decode("latin-1")
-        elif lowered in {b"content-length", b"transfer-encoding"}:
+        if lowered in {b"content-length", b"transfer-encoding"}:
             self._framed = True
+        elif self._answer is not None and not self._answer.head_there:
+            self._answer.headers.add(lowered, value)
 
     def on_headers_complete(self) -> None:
         """Callback of httptools: the headers are complete."""

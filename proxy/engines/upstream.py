@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from proxy.engines.headers import AnswerHeaders
+
 
 class UpstreamError(Exception):
     """An engine could not be reached, or its answer broke off."""
 
+    seen = True
+    """False if the engine has not received the request."""
+
 
 class NotConnectedError(UpstreamError):
-    """The engine refused the connection or did not accept it in time: it has not received the request."""
+    """The engine refused the connection or did not accept it in time."""
+
+    seen = False
+
+
+class LostAndRefusedError(NotConnectedError):
+    """The connection was lost with the request on it, and the engine refuses another one: it may have died of it."""
+
+    seen = True
 
 
 class NotAcceptedError(NotConnectedError):
@@ -22,7 +35,7 @@ class Answer(Protocol):
     """An engine's answer: status and headers are available, the body may still be arriving."""
 
     status: int
-    content_type: str
+    headers: AnswerHeaders
 
     async def chunk(self) -> bytes:
         """Next piece of the body as it arrived; empty at the end. Raises UpstreamError if it breaks off."""

@@ -11,18 +11,18 @@ from policies.types import NoCandidateError, RequestView
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
 from proxy.engines.upstream import Answer, NotAcceptedError, NotConnectedError, UpstreamError
-from proxy.errors import AttemptFailedError, RequestError, draining_error, no_instance_error, stream_error_event
+from proxy.errors import AttemptFailedError, draining_error, stream_error_event
+from proxy.exchange.attempts import Attempts
 from proxy.exchange.offloading import hand_over
 from proxy.exchange.relay import ClientStalledError, StreamRelay
 from proxy.fleet.instances import Instance
 from proxy.request.bodies import request_usage
 from proxy.request.parse import Parsed, session_of
-from proxy.request.stream_filter import StreamFilter
+from proxy.request.stream_filter import StreamFilter, Unread
 from proxy.request.usage import Usage, UsageFilter, usage_of_answer, with_cached_tokens
 from proxy.resume.plan import ResumeResult
 from proxy.resume.run import Resuming
 from proxy.routing.admission import QueueError, Seat
-from proxy.routing.retries import NO_RETRY_HEADER
 
 
 class Exchange:
@@ -38,7 +38,8 @@ class Exchange:
         self._inbound = inbound
         self._headers = inbound.headers
         self._sent_s = 0.0
-        self._not_retried = ""
+        self._attempts = Attempts(core, row, inbound.headers)
+        self._encoded = False
 
     async def run(self, parsed: Parsed) -> None:
         """Serve a parsed request until it is answered or its client leaves.
@@ -74,7 +75,7 @@ class Exchange:
         inbound = self._inbound
         if not inbound.started:
             raise draining_error()
-        if self._row.stream and not inbound.response_complete:
+        if self._row.stream and not self._encoded and not inbound.response_complete:
             inbound.finish(b"\n\n" + stream_error_event("the proxy is shutting down", "draining"))
         elif not inbound.response_complete:
             inbound.abandon()
@@ -101,13 +102,13 @@ class Exchange:
 
     async def _serve_seated(self, parsed: Parsed, request: RequestView, seat: Seat) -> None:
         core, row = self._core, self._row
-        tried: set[str] = set()
+        attempts = self._attempts
         failure: AttemptFailedError | None = None
         for _ in range(core.settings.limits.max_attempts):
-            if failure is not None and not self._may_retry(failure, tried):
+            if failure is not None and not await attempts.may_follow(failure, seat.model):
                 break
             try:
-                routed = seat.route(request, tried) or await seat.wait()
+                routed = seat.route(request, attempts.tried) or await seat.wait()
             except NoCandidateError:
                 break
             row.stages_ms["decide"] = seat.decided_s * 1e3
@@ -116,12 +117,8 @@ class Exchange:
                 self._decode = core.instances.chosen(routed.decision.decode_on)
                 await self._attempt(parsed, request, routed)
             except AttemptFailedError as error:
-                if failure is not None and failure.refusal is None:
-                    error.refusal = None  # an instance that serves the model has failed
-                failure = error
-                tried.add(error.instance)
+                failure = attempts.failed(error, after=failure)
                 routed.commitment.retract(error.instance)
-                row.attempts.append({"instance": error.instance, "error": str(error)})
             except asyncio.CancelledError:
                 if "first_byte" not in row.stages_ms:
                     # The part of the prompt that was computed is unknown, so none is assumed.
@@ -132,20 +129,9 @@ class Exchange:
             finally:
                 routed.commitment.release(time.monotonic() + core.settings.offload.hold_s)
         try:
-            raise self._give_up(failure)
+            raise await attempts.give_up(failure)
         finally:
             del failure  # it references this frame
-
-    def _may_retry(self, failure: AttemptFailedError, tried: set[str]) -> bool:
-        """True if a request that failed before its first byte may be retried on another engine."""
-        core = self._core
-        if core.instances.healthy(self._seat.model) <= tried:
-            return False
-        if self._headers.get(NO_RETRY_HEADER, b"0") != b"0":
-            self._not_retried = "not retried because of x-warmroute-no-retry"
-        elif not core.retries.take(time.monotonic(), seen=failure.seen):
-            self._not_retried = "not retried: the retry budget is exhausted (limits.retry_ratio, retry_min_per_s)"
-        return not self._not_retried
 
     def _note(self, routed: Routed) -> None:
         row, decision = self._row, routed.decision
@@ -153,22 +139,6 @@ class Exchange:
         row.offload_reason, row.prefill_instance = decision.offload.reason.value, decision.prefill_on
         prefill = routed.prefill_view
         row.predicted_cached_tokens = prefill.cached_tokens if prefill else decision.cached_tokens
-
-    def _give_up(self, failure: AttemptFailedError | None) -> RequestError:
-        if failure is None:
-            self._row.outcome = RequestOutcome.NO_INSTANCE
-            return no_instance_error(self._core.settings.health.interval_s)
-        if failure.refusal is not None:
-            self._row.outcome = RequestOutcome.ENGINE_REFUSED
-            return failure.refusal
-        message = f"{len(self._row.attempts)} attempt(s) failed, the last on {failure.instance}: {failure}"
-        if self._not_retried:
-            message += f"; {self._not_retried}"
-        if failure.timed_out:
-            self._row.outcome = RequestOutcome.UPSTREAM_TIMEOUT
-            return RequestError(504, message, kind="upstream_error", code="upstream_timeout")
-        self._row.outcome = RequestOutcome.UPSTREAM_ERROR
-        return RequestError(502, message, kind="upstream_error", code="upstream_error", retry_after_s=1)
 
     async def _attempt(self, parsed: Parsed, request: RequestView, routed: Routed) -> None:
         decision = routed.decision
@@ -188,6 +158,7 @@ class Exchange:
                 self._upstream_headers(self._core.instances.chosen(decision.prefill_on)),
                 lambda leg, bound_s: self._open(decision.decode_on, parsed, leg, bound_s, pulling=True),
                 self._pull_bound(parsed),
+                self._attempts.guard,
             )
         first_token_s: float | None = None
         if opened is None:
@@ -201,6 +172,8 @@ class Exchange:
             cached_on_prefill = prefill_usage.cached_tokens if prefill_usage else None
             if answer.status == 200 and parsed.stream:
                 keep = UsageFilter(drop=drop_usage, cached_tokens=cached_on_prefill)
+                self._encoded = answer.headers.encoded
+                resuming = None if self._encoded else resuming
                 usage = await self._relay_stream(answer, first, request, routed, keep, resuming, first_token_s)
             else:
                 if cached_on_prefill is not None:
@@ -221,39 +194,42 @@ class Exchange:
         Raises:
             AttemptFailedError: refused, broken, late, or answered 5xx.
         """
-        core = self._core
+        core, decode = self._core, self._decode  # an abandoned pull outlives its attempt
         answer: Answer | None = None
         opened = streamed = False
         sent_s = self._sent_s = time.monotonic()
         try:
             async with asyncio.timeout(bound_s):
                 answer = await core.upstream.post(
-                    self._decode.url + parsed.endpoint.value, body, self._upstream_headers(self._decode)
+                    decode.url + parsed.endpoint.value, body, self._upstream_headers(decode)
                 )
                 streamed = parsed.stream and answer.status == 200
                 first = await (answer.chunk() if streamed else answer.read())
             if answer.status >= 500 or (
-                answer.status == 401 and core.forwarding.replaces_authorization(self._decode.settings)
+                answer.status == 401 and core.forwarding.replaces_authorization(decode.settings)
             ):
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")
             if streamed and not first:
                 raise UpstreamError("closed its stream before the first byte")
             opened = True
         except TimeoutError as error:
+            self._attempts.guard.suspect(decode)
             if not pulling:
-                core.instances.failed(self._decode, f"no first byte within {bound_s:g} s", sent_s=sent_s)
+                core.instances.failed(decode, f"no first byte within {bound_s:g} s", sent_s=sent_s)
             raise AttemptFailedError(instance, f"no first byte within {bound_s:g} s", timed_out=True) from error
         except UpstreamError as error:
             refused = isinstance(error, NotConnectedError)
             if not isinstance(error, NotAcceptedError) or not core.lag.explains(core.settings.timeouts.connect_s):
-                core.instances.failed(self._decode, str(error), refused=refused, sent_s=sent_s)
-            raise AttemptFailedError(instance, str(error), seen=not refused) from error
+                core.instances.failed(decode, str(error), refused=refused, sent_s=sent_s)
+            if error.seen:
+                self._attempts.guard.suspect(decode)
+            raise AttemptFailedError(instance, str(error), seen=error.seen) from error
         finally:
             if answer is not None and not opened:
                 answer.close()
-        core.instances.succeeded(self._decode, sent_s, complete=not streamed)
+        core.instances.succeeded(decode, sent_s, complete=not streamed)
         if answer.status == 404:
-            core.model_lists.not_found(self._decode, parsed.fields.model, first)
+            core.model_lists.not_found(decode, parsed.fields.model, first)
         return answer, first
 
     def _first_byte_bound(self, parsed: Parsed) -> float:
@@ -297,13 +273,13 @@ class Exchange:
         row, inbound, timeouts = self._row, self._inbound, self._core.settings.timeouts
         row.status, row.outcome = 200, RequestOutcome.OK
         self._start(answer, routed, None)
-        watched = resuming.watch(keep) if resuming else keep
+        watched = Unread() if self._encoded else resuming.watch(keep) if resuming else keep
         relay = StreamRelay(answer, inbound, watched, timeouts.idle_s, timeouts.client_stall_s, timeouts.total_s)
         closing = b""
         try:
             await relay.run(chunk, learn)
             if resuming:
-                resuming.check_end()
+                closing = resuming.missing_end()
             self._core.instances.completed(self._decode)
         except UpstreamError as error:
             closing = self._break_stream(routed.decision.decode_on, str(error))
@@ -313,12 +289,16 @@ class Exchange:
                 closing = await resuming.run(self, request, routed.decision.decode_on, closing)
         finally:
             row.events = keep.events
+        if closing and self._encoded:
+            inbound.abandon()  # an event would not be readable in it
         inbound.finish(closing)
         return None if resuming and resuming.usage_unknown else keep.usage
 
-    def resume_refusal(self, tried: set[str]) -> ResumeResult | None:
-        """Check fleet and retry budget before resuming; None if a stream may be resumed, else the reason."""
+    async def resume_refusal(self, tried: set[str]) -> ResumeResult | None:
+        """Check fleet, deaths and retry budget before resuming; None if a stream may be resumed, else the reason."""
         core = self._core
+        if await self._attempts.guard.dead():
+            return ResumeResult.POISON
         if core.instances.healthy(self._seat.model) <= tried:
             return ResumeResult.NO_INSTANCE
         return None if core.retries.take(time.monotonic(), seen=True) else ResumeResult.BUDGET
@@ -358,13 +338,15 @@ class Exchange:
         row = self._row
         row.outcome, row.error = RequestOutcome.STREAM_BROKEN, what
         row.attempts.append({"instance": instance, "error": what})
+        self._attempts.guard.suspect(self._decode)
         self._core.instances.failed(self._decode, what, sent_s=self._sent_s, answered=True)
         return stream_error_event(f"the stream from {instance} broke off: {what}", "stream_broken")
 
     def _start(self, answer: Answer, routed: Routed, length: int | None) -> None:
         decision = routed.decision
         headers = [
-            (b"content-type", answer.content_type.encode("latin-1")),
+            (b"content-type", answer.headers.content_type.encode("latin-1")),
+            *answer.headers.passed,
             (b"x-request-id", self._row.request_id.encode("latin-1")),
             (b"x-warmroute-instance", decision.decode_on.encode("latin-1")),
             (b"x-warmroute-class", decision.request_class.encode()),

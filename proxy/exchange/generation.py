@@ -13,7 +13,7 @@ from proxy.core import Core
 from proxy.errors import RequestError, draining_error
 from proxy.exchange.exchange import Exchange
 from proxy.logs import redact, request_id
-from proxy.request.parse import Endpoint
+from proxy.request.parse import Endpoint, Parsed
 
 log = logging.getLogger("warmroute.proxy")
 

@@ -12,6 +12,7 @@ from policies.types import OffloadReason, Role
 from proxy.core import Core
 from proxy.engines.upstream import Answer, NotConnectedError
 from proxy.errors import AttemptFailedError
+from proxy.exchange.poison import PoisonGuard
 from proxy.fleet.instances import Instance
 from proxy.handoff.legs import HandedOff, OffloadFailedError
 from proxy.request.usage import Usage
@@ -31,8 +32,11 @@ async def hand_over(
     headers: Mapping[str, str],
     open_decode: OpenDecode,
     bound_s: float,
+    guard: PoisonGuard,
 ) -> tuple[Opened | None, Usage | None]:
     """Prefill on P, then let D pull within ``bound_s`` seconds; returns D's opened answer and P's usage.
+
+    Both legs count as attempts for ``guard``.
 
     Returns (None, None) if the hand-off failed: it is counted by its reason, and the caller sends D the plain request.
 
@@ -72,6 +76,8 @@ async def hand_over(
         else:
             routing.handed_over_unseen(routed.commitment, time.monotonic())
     except OffloadFailedError as error:
+        if error.received:
+            guard.suspect(prefill)
         routing.fell_back(routed.commitment, time.monotonic())
         row.attempts.append({"instance": decision.prefill_on, "error": str(error), "offload": error.reason.value})
         row.offload_reason, row.prefill_instance = error.reason.value, None
@@ -102,7 +108,7 @@ async def _pull(
         if not done:
             raise OffloadFailedError(OffloadReason.FELL_BACK_D_TIMEOUT, f"no first byte within {bound_s:g} s")
         if not pulling.done():
-            raise OffloadFailedError(OffloadReason.FELL_BACK_P_GONE, watching.result())
+            raise OffloadFailedError(OffloadReason.FELL_BACK_P_GONE, watching.result(), received=True)
         taken = True
         opened = pulling.result()
     except AttemptFailedError as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from proxy.clients.inbound import Inbound
 from proxy.engines.upstream import Answer, UpstreamError
+from proxy.request.stream_end import shows_end
 from proxy.request.stream_filter import StreamFilter
 
 _DONE = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
@@ -55,6 +56,7 @@ class StreamRelay:
         self._paused_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._done_seen = False
+        self._last = self._before_last = b""
         self._error: Exception | None = None
         self._done: asyncio.Future[None] = self._loop.create_future()
 
@@ -64,7 +66,7 @@ class StreamRelay:
         ``begun`` is called after ``first`` has been written, so that its work does not delay the client.
 
         Raises:
-            UpstreamError: the engine broke the stream off, was silent, or took too long in all.
+            UpstreamError: the engine broke the stream off, ended it early, was silent, or took too long in all.
             ClientStalledError: the client does not read.
         """
         inbound = self._inbound
@@ -93,9 +95,19 @@ class StreamRelay:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-        held = b"" if self._done_seen else self._keep.flush()
+        if self._done_seen:
+            return
+        held = self._keep.flush()
+        if self._readable and not shows_end(self._before_last + self._last + held):
+            raise UpstreamError("ended its stream without [DONE] or a finish reason")
         if held:
             inbound.write(held)
+
+    @property
+    def _readable(self) -> bool:
+        """True if the answer is a stream of events: an engine that does not stream answers in one piece."""
+        headers = self._answer.headers
+        return headers.content_type.lower().startswith("text/event-stream") and not headers.encoded
 
     def _take(self, piece: bytes) -> None:
         if self._done_seen:
@@ -108,6 +120,7 @@ class StreamRelay:
             return
         if piece:
             self._inbound.write(piece)
+            self._before_last, self._last = self._last, piece
             if piece.endswith(_DONE):
                 self._mark_done()
 

@@ -26,12 +26,20 @@ class OffloadFailedError(Exception):
     """A failed hand-off."""
 
     def __init__(
-        self, reason: OffloadReason, message: str, *, by_prefill: bool = False, lacks_model: bool = False
+        self,
+        reason: OffloadReason,
+        message: str,
+        *,
+        by_prefill: bool = False,
+        received: bool = False,
+        lacks_model: bool = False,
     ) -> None:
         super().__init__(message)
         self.reason = reason
         self.by_prefill = by_prefill
         """P failed as it would have failed any request: not connected, broken off, late, or 5xx."""
+        self.received = received
+        """P failed after it had received the request."""
         self.lacks_model = lacks_model
         """P does not serve the request's model any more."""
 
@@ -79,18 +87,22 @@ class HandOff:
                 OffloadReason.FELL_BACK_P_TIMEOUT,
                 f"P leg took over {self._settings.prefill_timeout_s} s",
                 by_prefill=True,
+                received=True,
             ) from error
         except UpstreamError as error:
-            raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, str(error), by_prefill=True) from error
+            raise OffloadFailedError(
+                OffloadReason.FELL_BACK_P_ERROR, str(error), by_prefill=True, received=error.seen
+            ) from error
         if status != 200:
+            failed = status >= 500
             raise OffloadFailedError(
                 OffloadReason.FELL_BACK_P_ERROR,
                 f"P answered {status}",
-                by_prefill=status >= 500,
+                by_prefill=failed,
+                received=failed,
                 lacks_model=status == 404 and is_model_missing(content),
             )
-        if await self._identity(prefill) != engine_id:
-            raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, "P restarted during the hand-off")
+        await self._check_unchanged(prefill, engine_id)
         try:
             params = dialect.decode_params(
                 transfer_id, transfer_params_of(content), engine_id, prefill.settings.bootstrap_url
@@ -98,6 +110,18 @@ class HandOff:
         except ValueError as error:
             raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, str(error)) from error
         return HandedOff(decode_leg(body, params), usage_of_answer(content), engine_id)
+
+    async def _check_unchanged(self, prefill: Instance, engine_id: str | None) -> None:
+        """Raise OffloadFailedError unless P, which has answered, is still the same engine."""
+        try:
+            now = await self._identity(prefill)
+        except OffloadFailedError as error:
+            error.received = True
+            raise
+        if now != engine_id:
+            raise OffloadFailedError(
+                OffloadReason.FELL_BACK_P_IDENTITY, "P restarted during the hand-off", received=True
+            )
 
     async def watch(self, prefill: Instance, engine_id: str | None) -> str:
         """Return a description once P is no longer the engine that holds the KV; else wait forever.

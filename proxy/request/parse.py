@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence, Set
 from enum import StrEnum
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 from xxhash import xxh3_128_hexdigest
@@ -133,9 +133,11 @@ _encode = msgspec.json.encode
 _decode_top = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_body = msgspec.json.Decoder(GenerationBody).decode
 # One pass finds the guarded fields as well, however their names are escaped.
-_decode_guarded: Callable[[bytes], GenerationBody] = msgspec.json.Decoder(
-    msgspec.defstruct("_GuardedBody", [(name, msgspec.Raw, _NOTHING) for name in _GUARDED], bases=(GenerationBody,))
-).decode
+_GuardedBody = cast(
+    type[GenerationBody],
+    msgspec.defstruct("_GuardedBody", [(name, msgspec.Raw, _NOTHING) for name in _GUARDED], bases=(GenerationBody,)),
+)
+_decode_guarded = msgspec.json.Decoder(_GuardedBody).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 

@@ -10,6 +10,10 @@ import msgspec
 
 _MARKS = (b'"usage":{', b'"usage": {')
 _OBJECT = (b":{", b": {")
+_NULL_AT_END, _END = b',"usage":null}\n\n', b"}\n\n"
+"""The end of vLLM's events. JSON holds neither line breaks nor, inside its strings, unescaped quotes."""
+_NULL = re.compile(rb',\s*"usage"\s*:\s*null(?=\s*[,}])')
+_GAPS = re.compile(rb"(\r\n\r\n|\n\n)")
 _MAX_HELD_BYTES = 1024 * 1024
 """Bound on an incomplete event; an answer with more than this before the first blank line is not an event stream."""
 
@@ -59,8 +63,15 @@ _USAGE_NAME = re.compile(rb'"usage"\s*:\s*')
 _USAGE_OBJECT = re.compile(rb"\{(?:[^{}]++|\{[^{}]*+\})*+\}")
 
 _decode_usage = msgspec.json.Decoder(Usage).decode
+
+
+class _NullUsage(msgspec.Struct):
+    usage: None
+
+
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 _decode_event = msgspec.json.Decoder(_Event).decode
+_decode_null = msgspec.json.Decoder(_NullUsage).decode
 
 
 def usage_of_answer(body: bytes) -> Usage | None:
@@ -124,9 +135,10 @@ def _last_usage(answer: bytes) -> re.Match[bytes] | None:
 class UsageFilter:
     """Forwards a stream event by event, records its usage, and corrects that event where needed.
 
-    The usage event is removed for clients that did not request it, and corrected after a hand-off, where D counts all
-    pulled tokens as cached (``cached_tokens``: tokens that P reused). All other bytes pass unchanged. An incomplete
-    event is held back, so that a stream that breaks off inside one is cut at its last complete event.
+    The usage event, and the ``"usage": null`` of the other events, are removed for clients that did not request them
+    (``drop``). The event is corrected after a hand-off, where D counts all pulled tokens as cached (``cached_tokens``:
+    tokens that P reused). All other bytes pass unchanged. An incomplete event is held back, so that a stream that
+    breaks off inside one is cut at its last complete event.
     """
 
     __slots__ = ("_cached_tokens", "_drop", "_held", "_usage_event", "events")
@@ -157,10 +169,18 @@ class UsageFilter:
             data = data[:end]
         events = data.count(b"data: ")
         self.events += events
+        if self._drop:
+            if events != 1:
+                data = data.replace(_NULL_AT_END, _END)
+            elif data.endswith(_NULL_AT_END):
+                return data[: -len(_NULL_AT_END)] + _END
         at = data.rfind(b'"usage"')  # at the end of an event, where it is found at once
-        if at >= 0 and (events > 1 or data.startswith(_OBJECT, at + 7)):
+        if at >= 0:
+            if self._drop and _NULL.search(data):
+                data = _without_nulls(data)
             # Engines may write "usage": null on every event; only an object is a usage.
-            return b"".join(self._corrected(data))
+            if events > 1 or data.startswith(_OBJECT, at + 7):
+                return b"".join(self._corrected(data))
         return data
 
     def _corrected(self, data: bytes) -> Iterator[bytes]:
@@ -194,6 +214,23 @@ class UsageFilter:
         """The incomplete event left at the end of the stream."""
         held, self._held = self._held, b""
         return held
+
+
+def _without_nulls(data: bytes) -> bytes:
+    """Whole events without a null usage that is not vLLM's: spaced, followed by other fields, or framed by CRLF."""
+    return b"".join([_without_null(event) for event in _GAPS.split(data)])
+
+
+def _without_null(event: bytes) -> bytes:
+    shortened, found = _NULL.subn(b"", event)
+    start = event.find(b"{")
+    if found != 1 or start < 0:
+        return event
+    try:
+        _decode_null(event[start:])  # else the field belongs to an inner object
+    except (msgspec.DecodeError, RecursionError):
+        return event
+    return shortened
 
 
 def _after(data: bytes, gap: bytes) -> int:

@@ -87,6 +87,8 @@ class ResumeResult(StrEnum):
     """The retry budget is exhausted."""
     EXHAUSTED = "exhausted"
     """``resume.max_resumes`` is reached."""
+    POISON = "poison"
+    """Two engines died while serving the request."""
     NO_INSTANCE = "no_instance"
     """No other healthy instance."""
     FAILED = "failed"

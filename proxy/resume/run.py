@@ -35,7 +35,7 @@ _DONE = b"data: [DONE]\n\n"
 class Steps(Protocol):
     """Operations of an exchange that a resume needs."""
 
-    def resume_refusal(self, tried: set[str]) -> ResumeResult | None:
+    async def resume_refusal(self, tried: set[str]) -> ResumeResult | None:
         """Reason why no other instance may be used, or None; None is counted as a retry."""
         ...
 
@@ -93,10 +93,18 @@ class Resuming:
         self._keep = keep
         return keep if self._plan is None else _Chain(self._so_far, keep)
 
-    def check_end(self) -> None:
-        """Raise StreamFailedError if the engine ended the stream without the end mark."""
-        if self._plan is not None and self._so_far.readable and not self._so_far.done:
+    def missing_end(self) -> bytes:
+        """The rest of a stream that ended with a finish reason but without the end mark, as some engines end it.
+
+        Raises:
+            StreamFailedError: it ended without either.
+        """
+        if self._plan is None or not self._so_far.readable or self._so_far.done:
+            return b""
+        if self._so_far.finish_reason is None:
             raise StreamFailedError("ended without its end mark")
+        ending = self._ending()
+        return self._finished(ResumeResult.COMPLETED, ending) if ending else b""
 
     @property
     def usage_unknown(self) -> bool:
@@ -126,7 +134,7 @@ class Resuming:
             if resumes == self._settings.max_resumes:
                 break
             cut = self._choose_cut(steps)
-            refused = cut if isinstance(cut, ResumeResult) else steps.resume_refusal(tried)
+            refused = cut if isinstance(cut, ResumeResult) else await steps.resume_refusal(tried)
             if refused is not None or isinstance(cut, ResumeResult):
                 row.resume = refused
                 break

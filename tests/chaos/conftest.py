@@ -114,7 +114,9 @@ async def start_chaos() -> AsyncIterator[StartChaos]:
     """
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*engines: ChaosEngine, role: str = "none", **overrides: Any) -> Chaos:
+        async def start(
+            *engines: ChaosEngine, role: str = "none", connector: str = "mooncake", **overrides: Any
+        ) -> Chaos:
             for engine in engines:
                 if not engine.port:
                     await engine.start()
@@ -124,7 +126,13 @@ async def start_chaos() -> AsyncIterator[StartChaos]:
                 **{
                     "port": 0,
                     "instances": [
-                        {"name": f"inst-{number}", "url": engine.url, "bootstrap_url": engine.url, "role": role}
+                        {
+                            "name": f"inst-{number}",
+                            "url": engine.url,
+                            "bootstrap_url": engine.url,
+                            "role": role,
+                            "connector": connector,
+                        }
                         for number, engine in enumerate(engines)
                     ],
                     "policy": {"name": "round_robin"},

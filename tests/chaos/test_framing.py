@@ -8,9 +8,21 @@ from typing import Any
 import pytest
 
 from tests.chaos.conftest import BODY, StartChaos
-from tests.chaos.rig.engine import ChaosEngine
+from tests.chaos.rig.engine import ChaosEngine, Talk
 from tests.chaos.rig.faults import raw_stream
-from tests.chaos.rig.wire import DONE, EVENTS, event, sse, usage_event
+from tests.chaos.rig.wire import (
+    DONE,
+    EVENTS,
+    LAST_CHUNK,
+    chunk,
+    event,
+    good_body,
+    head,
+    null_usage,
+    sse,
+    usage_event,
+    whole,
+)
 
 WORDS = EVENTS[:-1]
 ERROR = sse({"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}})
@@ -18,6 +30,7 @@ ACCENTS = (
     b"data: " + json.dumps({"choices": [{"text": "\u00e9\u4e16\U0001f9ed"}]}, ensure_ascii=False).encode() + b"\n\n"
 )
 NULS = b'data: {"choices":[{"text":"a\\u0000b"}]}\n\ndata: \0\0\0\n\n'
+FINISH = sse({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
 CONTINUOUS = sse({"choices": [{"text": "x"}], "usage": {"prompt_tokens": 100, "completion_tokens": 1}})
 
 
@@ -57,7 +70,7 @@ FRAMINGS: dict[str, tuple[list[bytes], list[bytes]]] = {
         [usage_event()],
     ),
     "no space after the colon": ([w.replace(b"data: ", b"data:") for w in WORDS] + [DONE], []),
-    "no [DONE]": ([*WORDS, usage_event()], [usage_event()]),
+    "no [DONE]": ([*WORDS, FINISH, usage_event()], [usage_event()]),
     "[DONE] inside a text": (
         [sse({"choices": [{"text": "data: [DONE]"}]}), *WORDS, usage_event(), DONE],
         [usage_event()],
@@ -67,9 +80,12 @@ FRAMINGS: dict[str, tuple[list[bytes], list[bytes]]] = {
     "UTF-8 cut inside a character": (bytewise(ACCENTS, usage_event(), DONE), [usage_event()]),
     "invalid UTF-8": ([b"data: \xff\xfe\x80\n\n", usage_event(), DONE], [usage_event()]),
     "NUL bytes": ([NULS, usage_event(), DONE], [usage_event()]),
-    "not events at all": ([b"hello", b" world"], []),
+    "a finish reason and no [DONE]": ([*WORDS, FINISH], []),
+    "a finish reason, a comment and no [DONE]": ([*WORDS, FINISH, b": bye\n\n"], []),
+    "several choices and no [DONE]": ([*WORDS, FINISH, *WORDS, FINISH], []),
+    "a finish reason without the blank line": ([*WORDS, FINISH[:-2]], []),
+    "[DONE] without the blank line": ([*WORDS, b"data: [DONE]"], []),
     "blank lines": ([b"\n\n\n\n", *WORDS, usage_event(), DONE], [usage_event()]),
-    "ends inside an event": ([*WORDS, b'data: {"choi'], []),
     "an event of 2 MB": ([sse({"choices": [{"text": "x" * 2_000_000}]}), usage_event(), DONE], [usage_event()]),
     "a word that looks like usage": (
         [sse({"choices": [{"text": '"usage": {'}]}), usage_event(), DONE],
@@ -99,6 +115,22 @@ async def test_what_the_engine_sent_is_what_the_client_gets(start_chaos: StartCh
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["usage not asked for", "usage asked for"])
+@pytest.mark.parametrize("together", [1, 3, 100], ids=["an event a piece", "three", "all"])
+async def test_a_client_that_did_not_ask_for_usage_sees_none_of_it(
+    start_chaos: StartChaos, together: int, asked: bool
+) -> None:
+    """vLLM writes ``"usage":null`` on every event once usage is requested, here by the proxy."""
+    sent = [*map(null_usage, WORDS), usage_event(), DONE]
+    pieces = [b"".join(sent[at : at + together]) for at in range(0, len(sent), together)]
+    proxy = await start_chaos(ChaosEngine(raw_stream(pieces)))
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if asked else {}
+    answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True, **options})
+    assert answer.content == b"".join(sent if asked else EVENTS)
+    [row] = await proxy.rows()
+    assert (row["events"], row["completion_tokens"]) == (8, 6)
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["usage not asked for", "usage asked for"])
 async def test_half_an_event_never_reaches_a_client_as_a_whole_one(start_chaos: StartChaos, asked: bool) -> None:
     """A blank line would complete the event, and clients decode every event as JSON."""
     half = b'data: {"id": "x", "cho'
@@ -108,6 +140,58 @@ async def test_half_an_event_never_reaches_a_client_as_a_whole_one(start_chaos: 
     *words, last = [json.loads(part.removeprefix("data: ")) for part in answer.text.split("\n\n") if part]
     assert [word["choices"][0]["text"] for word in words] == ["w0 ", "w1 "]
     assert last["error"]["code"] == "stream_broken"
+
+
+CUT: dict[str, list[bytes]] = {
+    "after an event": WORDS[:2],
+    "inside an event": [*WORDS[:2], b'data: {"choi'],
+    "before the finish reason of the second choice": [WORDS[0], FINISH, WORDS[1]],
+    "after a comment": [*WORDS[:2], b": ping\n\n"],
+    "after an unreadable event": [*WORDS[:2], b"data: [DO\n\n"],
+    "[DONE] only inside a text": [WORDS[0], sse({"choices": [{"text": "data: [DONE]\n\n", "finish_reason": None}]})],
+    "after an empty list of choices": [*WORDS[:2], sse({"choices": []})],
+    "CRLF": [word.replace(b"\n", b"\r\n") for word in WORDS[:2]],
+}
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["usage not asked for", "usage asked for"])
+@pytest.mark.parametrize("name", CUT)
+async def test_a_stream_that_ends_early_is_broken_however_clean_its_end(
+    start_chaos: StartChaos, name: str, asked: bool
+) -> None:
+    proxy = await start_chaos(ChaosEngine(raw_stream(CUT[name])))
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if asked else {}
+    answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True, **options})
+    *sent, last = [part for part in answer.content.replace(b"\r\n", b"\n").split(b"\n\n") if part]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "stream_broken"
+    assert b"".join(part + b"\n\n" for part in sent) in b"".join(CUT[name]).replace(b"\r\n", b"\n")
+    [row] = await proxy.rows()
+    assert (row["outcome"], row["error"]) == ("stream_broken", "ended its stream without [DONE] or a finish reason")
+    assert proxy.instance().failures_in_a_row == 1
+    await proxy.nothing_left()
+
+
+async def test_what_is_not_made_of_events_is_broken_if_it_claims_to_be(start_chaos: StartChaos) -> None:
+    proxy = await start_chaos(ChaosEngine(raw_stream([b"hello", b" world"])))
+    answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True})
+    assert answer.content.startswith(b"data: {")
+    assert (await proxy.rows())[0]["outcome"] == "stream_broken"
+
+
+@pytest.mark.parametrize("framing", ["chunked", "length"])
+async def test_an_engine_that_ignores_stream_is_passed_on(start_chaos: StartChaos, framing: str) -> None:
+    async def whole_answer(talk: Talk) -> None:
+        body = good_body()
+        if framing == "length":
+            await talk.send(whole("200 OK", body))
+        else:
+            await talk.send(head("200 OK", "content-type: application/json", "transfer-encoding: chunked"))
+            await talk.send(chunk(body[:40]) + chunk(body[40:]) + LAST_CHUNK)
+
+    proxy = await start_chaos(ChaosEngine(whole_answer))
+    answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True})
+    assert answer.content == good_body()
+    assert (await proxy.rows())[0]["outcome"] == "ok"
 
 
 async def test_an_error_event_inside_a_good_stream_is_relayed(start_chaos: StartChaos) -> None:

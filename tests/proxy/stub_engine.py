@@ -197,6 +197,7 @@ class StubEngine:
             assert request.transport is not None
             request.transport.abort()
             return response
+        asked = bool((body.get("stream_options") or {}).get("include_usage"))
         for number in range(self.tokens):
             if number == 2 and self.mode == "break_stream":
                 assert request.transport is not None
@@ -204,20 +205,19 @@ class StubEngine:
                 return response
             if number == 2 and self.mode == "stall_stream":
                 await asyncio.sleep(3600)
-            await response.write(self.event(number))
+            await response.write(self.event(number, usage_asked=asked))
             await asyncio.sleep(self.token_delay_s)
-        if (body.get("stream_options") or {}).get("include_usage"):
+        if asked:
             await response.write(b"data: " + json.dumps(self.usage_event(body)).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
-    def event(self, number: int) -> bytes:
+    def event(self, number: int, *, usage_asked: bool = False) -> bytes:
         chunk = {
             "id": "x",
             "object": "text_completion",
             "model": self.model,
-            "usage": None,
             "choices": [
                 {
                     "index": 0,
@@ -227,7 +227,8 @@ class StubEngine:
                 }
             ],
         }
-        return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        end = b',"usage":null}' if usage_asked else b"}"
+        return b"data: " + json.dumps(chunk).encode()[:-1] + end + b"\n\n"
 
     def usage_event(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"id": "x", "object": "text_completion", "model": self.model, "choices": [], "usage": self._usage(body)}

@@ -95,12 +95,21 @@ class ChaosEngine:
     """Answers that the peer did not wait for."""
     _server: asyncio.Server | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
     async def start(self) -> ChaosEngine:
         """Listen, on the same port as before if there was one."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port, limit=2**26)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
+
+    def die(self) -> None:
+        """End like a killed process: nothing listens, and every connection is reset."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for writer in self._writers:
+            reset(writer)
 
     async def stop(self) -> None:
         """Stop listening and cut every connection."""
@@ -120,6 +129,11 @@ class ChaosEngine:
         await self.start()
 
     @property
+    def dead(self) -> bool:
+        """True if nothing listens."""
+        return self._server is None
+
+    @property
     def url(self) -> str:
         """Base URL."""
         return f"http://127.0.0.1:{self.port}"
@@ -128,6 +142,7 @@ class ChaosEngine:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
+        self._writers.add(writer)
         self.connections += 1
         try:
             if self.accept_fault is not None:
@@ -139,6 +154,7 @@ class ChaosEngine:
         finally:
             self.connections -= 1
             self._tasks.discard(task)
+            self._writers.discard(writer)
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
 from tests.chaos.rig.engine import Fault, Talk
-from tests.chaos.rig.wire import Answer, chunk, head, whole
+from tests.chaos.rig.wire import LAST_CHUNK, Answer, chunk, head, whole
 
 
 class Moment(StrEnum):
@@ -86,6 +86,18 @@ async def garbage(talk: Talk) -> None:
     await talk.close()
 
 
+async def ends(talk: Talk) -> None:
+    """A well-formed end of the chunks."""
+    await talk.send(LAST_CHUNK)
+
+
+async def dies(talk: Talk) -> None:
+    """The process dies and nothing listens on the port."""
+    await asyncio.sleep(0.03)  # as in ``Talk.reset``
+    talk.engine.die()
+    talk.open = False
+
+
 async def huge_chunk_size(talk: Talk) -> None:
     """A chunk size past 64 bits."""
     await talk.send(b"f" * 40 + b"\r\n")
@@ -160,6 +172,14 @@ def framed(framing: str) -> Fault:
             await talk.close()
 
     return fault
+
+
+async def closed_early(talk: Talk) -> None:
+    """Half an HTTP/1.0 answer, which closing the connection ends."""
+    answer = talk.answer("close")
+    for part in (answer.head, *answer.parts[:3]):
+        await talk.send(part)
+    await talk.close()
 
 
 def wrong_length(by: int) -> Fault:

@@ -141,6 +141,9 @@ CELLS: list[Cell] = [
         for moment in (Moment.BEFORE_HEADERS, Moment.BEFORE_FIRST_BYTE, Moment.MID_STREAM)
         for stream in (True, False)
     ),
+    Cell("chunks end, without [DONE]", at(Moment.MID_STREAM, faults.ends), True, BROKEN, Moment.MID_STREAM),
+    Cell("chunks end, without [DONE]", at(Moment.MID_STREAM, faults.ends), True, BROKEN, Moment.MID_STREAM, chat=True),
+    Cell("HTTP/1.0, closed", faults.closed_early, True, BROKEN, Moment.MID_STREAM),
     Cell("half an event, reset", faults.half_an_event, True, BROKEN, Moment.MID_STREAM),
     Cell("last byte missing", faults.last_byte_missing, False, RETRIED, Moment.AT_END),
     Cell("last byte missing", faults.last_byte_missing, True, BROKEN, Moment.AT_END),

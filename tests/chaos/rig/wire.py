@@ -73,7 +73,12 @@ LAST_CHUNK = b"0\r\n\r\n"
 def event(number: int) -> bytes:
     """Server-sent event with one token."""
     choice = {"index": 0, "text": f"w{number} ", "delta": {"content": f"w{number} "}, "finish_reason": None}
-    return sse({"id": "x", "object": "text_completion", "model": MODEL, "usage": None, "choices": [choice]})
+    return sse({"id": "x", "object": "text_completion", "model": MODEL, "choices": [choice]})
+
+
+def null_usage(word: bytes) -> bytes:
+    """The event as vLLM writes it once usage is requested."""
+    return word.removesuffix(b"}\n\n") + b',"usage":null}\n\n'
 
 
 def usage_event(prompt_tokens: int = 100) -> bytes:
@@ -124,7 +129,7 @@ class Answer:
         if fields.get("stream"):
             pieces = EVENTS[:-1]
             if (fields.get("stream_options") or {}).get("include_usage"):
-                pieces = [*pieces, usage_event()]
+                pieces = [*map(null_usage, pieces), usage_event()]
             pieces, kind = [*pieces, DONE], "content-type: text/event-stream; charset=utf-8"
             framing = framing or "chunked"
         else:

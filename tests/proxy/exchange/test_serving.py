@@ -43,7 +43,7 @@ async def test_stream_bytes_are_relayed_untouched_when_the_client_asks_for_usage
     engine = proxy.engines[0]
     body = completion(stream=True, stream_options={"include_usage": True})
     answer = await proxy.client.post("/v1/completions", json=body)
-    expected = b"".join(engine.event(number) for number in range(4))
+    expected = b"".join(engine.event(number, usage_asked=True) for number in range(4))
     expected += b"data: " + json.dumps(engine.usage_event(body)).encode() + b"\n\n" + b"data: [DONE]\n\n"
     assert answer.content == expected
     assert answer.headers["content-type"].startswith("text/event-stream")

@@ -14,6 +14,7 @@ from proxy.request.usage import UsageFilter, is_usage_event, usage_of_answer
 TOKENS = [
     b"data: " + json.dumps({"choices": [{"text": f"w{n} \n"}], "usage": None}).encode() + b"\n\n" for n in range(5)
 ]
+PLAIN = [token.replace(b', "usage": null', b"") for token in TOKENS]
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n'
 CONTINUOUS = b'data: {"choices":[{"text":"x"}],"usage":{"prompt_tokens":9,"completion_tokens":1}}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -32,13 +33,13 @@ def test_filter_takes_out_the_usage_event_and_nothing_else_however_the_stream_is
     stream = b"".join([*events[:position], USAGE, *events[position:]])
     keep = UsageFilter(drop=True)
     passed = b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush()
-    assert passed == b"".join(events)
+    assert passed == b"".join([*PLAIN, DONE])
 
 
 @given(st.lists(st.integers(min_value=0, max_value=10_000)), st.binary(max_size=40))
 @example(places=[], torn_end=b"\n")
 def test_filter_passes_every_other_byte_unchanged(places: list[int], torn_end: bytes) -> None:
-    stream = b"".join([*TOKENS, CONTINUOUS, b": comment\n\n", DONE]) + torn_end
+    stream = b"".join([*PLAIN, CONTINUOUS, b": comment\n\n", DONE]) + torn_end
     keep = UsageFilter(drop=True)
     assert b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush() == stream
 
@@ -61,7 +62,7 @@ def test_a_stream_framed_with_crlf_is_corrected_like_any_other(places: list[int]
     stream = b"".join([*TOKENS, USAGE, DONE]).replace(b"\n\n", b"\r\n\r\n")
     keep = UsageFilter(drop=True)
     passed = b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush()
-    assert passed == b"".join([*TOKENS, DONE]).replace(b"\n\n", b"\r\n\r\n")
+    assert passed == b"".join([*PLAIN, DONE]).replace(b"\n\n", b"\r\n\r\n")
 
 
 @given(st.lists(st.integers(min_value=0, max_value=10_000)), st.booleans())
@@ -119,3 +120,48 @@ def test_answers_without_usage_are_no_error(body: bytes) -> None:
 def test_only_the_event_without_choices_counts_as_the_usage_event(event: bytes) -> None:
     assert not is_usage_event(event.removesuffix(b"\n\n"))
     assert is_usage_event(USAGE.removesuffix(b"\n\n"))
+
+
+NULLS = {
+    "at the end": (b'{"choices":[{"text":"x"}],"usage":null}', b'{"choices":[{"text":"x"}]}'),
+    "spaced": (b'{"choices": [{"text": "x"}], "usage": null}', b'{"choices": [{"text": "x"}]}'),
+    "before other fields": (
+        b'{"id":"a","usage":null,"prompt_token_ids":null,"choices":[]}',
+        b'{"id":"a","prompt_token_ids":null,"choices":[]}',
+    ),
+}
+UNTOUCHED = {
+    "inside a text": b'{"choices":[{"text":"{\\"a\\":1,\\"usage\\":null}"}]}',
+    "a text that is the name": b'{"choices":[{"text":"usage"}]}',
+    "of an inner object": b'{"choices":[{"delta":{"a":1,"usage":null}}]}',
+    "of an inner object, before others": b'{"choices":[{"a":1,"usage":null,"b":2}],"c":3}',
+    "of both": b'{"choices":[{"a":1,"usage":null,"b":2}],"usage":null,"c":3}',
+    "not JSON": b'{"choices":,"usage":null,}',
+    "no object": b',"usage":null,',
+}
+
+
+@pytest.mark.parametrize("gap", [b"\n\n", b"\r\n\r\n"])
+@pytest.mark.parametrize("form", NULLS)
+@given(places=st.lists(st.integers(min_value=0, max_value=10_000)), count=st.integers(1, 4))
+def test_a_null_usage_that_the_client_did_not_request_is_removed(
+    form: str, gap: bytes, places: list[int], count: int
+) -> None:
+    wrote, expected = NULLS[form]
+    keep = UsageFilter(drop=True)
+    passed = b"".join(keep.feed(piece) for piece in cut((b"data: " + wrote + gap) * count, places)) + keep.flush()
+    assert passed == (b"data: " + expected + gap) * count
+
+
+@pytest.mark.parametrize("form", UNTOUCHED)
+@given(places=st.lists(st.integers(min_value=0, max_value=10_000)))
+def test_nothing_else_that_looks_like_a_null_usage_is_removed(form: str, places: list[int]) -> None:
+    stream = (b"data: " + UNTOUCHED[form] + b"\n\n") * 2
+    keep = UsageFilter(drop=True)
+    assert b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush() == stream
+
+
+def test_a_null_usage_stays_for_a_client_that_requested_usage() -> None:
+    keep = UsageFilter(drop=False)
+    stream = b"".join(b"data: " + wrote + b"\n\n" for wrote, _ in NULLS.values())
+    assert keep.feed(stream) == stream

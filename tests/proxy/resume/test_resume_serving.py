@@ -252,6 +252,20 @@ async def test_a_stream_that_lacks_only_its_end_is_completed_without_another_eng
     assert engines[1].seen == []
 
 
+@pytest.mark.parametrize("body", [GREEDY | USAGE, CHAT | USAGE, GREEDY])
+async def test_an_engine_that_writes_no_end_mark_is_not_blamed(start_proxy: StartProxy, body: dict[str, Any]) -> None:
+    """It ended its stream in order, with a finish reason; the client gets the end mark."""
+    count = len(TokenEngine(port=1).events(body | USAGE, "r"))
+    engines = [TokenEngine(break_after=count - 1, break_by="end"), TokenEngine()]
+    proxy = await started(start_proxy, engines)
+    said = await ask(proxy, body)
+    assert said.endswith(b"data: [DONE]\n\n")
+    assert read_without_details(said) == unbroken(body)
+    row = await check_quiet(proxy)
+    assert (row["outcome"], row["resume"], row["attempts"]) == ("ok", "completed", [])
+    assert proxy.core.instances["inst-0"].failures_in_a_row == 0
+
+
 async def test_a_stream_that_breaks_after_its_end_mark_is_complete(start_proxy: StartProxy) -> None:
     count = len(TokenEngine(port=1).events(GREEDY | USAGE, "r"))
     engines = [TokenEngine(break_after=count - 1, break_by="after_done"), TokenEngine()]

@@ -1,0 +1,64 @@
+"""Headers of an engine's answer that reach the client: an allow-list.
+
+Never passed: hop-by-hop headers and those that the engine's ``Connection`` names, ``set-cookie``, ``server``, ``date``,
+``content-length``, ``location``, and everything not listed here. ``x-request-id`` is the proxy's own.
+"""
+
+from __future__ import annotations
+
+import re
+
+_NAMES = frozenset(
+    (b"content-encoding", b"content-language", b"retry-after", b"retry-after-ms", b"server-timing", b"x-should-retry")
+)
+_PREFIXES = (b"openai-", b"ratelimit", b"x-ratelimit-")
+# RFC 9110 5.5, like `proxy.access.forwarding`; bounded, because an answer's head is kept until it is sent.
+_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]{1,4096}")
+_MAX_HEADERS = 64
+
+_DEFAULT_TYPE = "application/json"
+
+
+class AnswerHeaders:
+    """Headers of one answer as they arrive."""
+
+    __slots__ = ("_hop", "content_type", "passed")
+
+    content_type: str
+    passed: list[tuple[bytes, bytes]]
+    """Headers for the client, besides the content type: names in lower case."""
+    _hop: frozenset[bytes]
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all headers: those of an interim answer (1xx) are not the answer's."""
+        self.content_type = _DEFAULT_TYPE
+        self.passed = []
+        self._hop = frozenset()
+
+    def add(self, name: bytes, value: bytes) -> None:
+        """Accept one header; ``name`` in lower case."""
+        if name == b"content-type":
+            if _VALUE.fullmatch(value):
+                self.content_type = value.decode("latin-1")
+        elif name == b"connection":
+            self._hop |= {each.strip() for each in value.lower().split(b",")}
+        elif (
+            (name in _NAMES or name.startswith(_PREFIXES))
+            and len(self.passed) < _MAX_HEADERS
+            and _VALUE.fullmatch(value)
+        ):
+            self.passed.append((name, value))
+
+    def end(self) -> None:
+        """Remove those that the engine declared to be about its connection."""
+        if self.passed:
+            self.passed = [header for header in self.passed if header[0] not in self._hop]
+
+    @property
+    def encoded(self) -> bool:
+        """True if the body is compressed, although the proxy requested ``identity``."""
+        codings = [value.strip().lower() for name, value in self.passed if name == b"content-encoding"]
+        return any(coding != b"identity" for coding in codings)

@@ -1,0 +1,70 @@
+"""Failed attempts of one request: if another one may follow, and the error after the last."""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+
+from policies.row import RequestOutcome, Row
+from proxy.core import Core
+from proxy.errors import AttemptFailedError, RequestError, no_instance_error
+from proxy.exchange.poison import PoisonGuard
+from proxy.routing.retries import NO_RETRY_HEADER
+
+
+class Attempts:
+    """The attempts of one request."""
+
+    def __init__(self, core: Core, row: Row, headers: dict[bytes, bytes]) -> None:
+        self._core = core
+        self._row = row
+        self._headers = headers
+        self._not_retried = ""
+        self.tried: set[str] = set()
+        """Instances that failed."""
+
+    @cached_property
+    def guard(self) -> PoisonGuard:
+        """Guard of this request, created when something fails or is handed off."""
+        return PoisonGuard(self._core, self._row.request_id)
+
+    async def may_follow(self, failure: AttemptFailedError, model: str | None) -> bool:
+        """True if a request for ``model`` that failed before its first byte may be sent to another engine."""
+        core = self._core
+        if core.instances.healthy(model) <= self.tried or await self.guard.dead():
+            return False
+        if self._headers.get(NO_RETRY_HEADER, b"0") != b"0":
+            self._not_retried = "not retried because of x-warmroute-no-retry"
+        elif not core.retries.take(time.monotonic(), seen=failure.seen):
+            self._not_retried = "not retried: the retry budget is exhausted (limits.retry_ratio, retry_min_per_s)"
+        return not self._not_retried
+
+    def failed(self, error: AttemptFailedError, *, after: AttemptFailedError | None) -> AttemptFailedError:
+        """Record a failed attempt and return it; ``after`` is the one before."""
+        if after is not None and after.refusal is None:
+            error.refusal = None  # an instance that serves the model has failed
+        self.tried.add(error.instance)
+        self._row.attempts.append({"instance": error.instance, "error": str(error)})
+        return error
+
+    async def give_up(self, failure: AttemptFailedError | None) -> RequestError:
+        """Record the outcome; returns the error for the client."""
+        row = self._row
+        if failure is None:
+            row.outcome = RequestOutcome.NO_INSTANCE
+            return no_instance_error(self._core.settings.health.interval_s)
+        if failure.refusal is not None:
+            row.outcome = RequestOutcome.ENGINE_REFUSED
+            return failure.refusal
+        message = f"{len(row.attempts)} attempt(s) failed, the last on {failure.instance}: {failure}"
+        if dead := await self.guard.dead():
+            row.outcome = RequestOutcome.POISON_REQUEST
+            message += f"; not retried: {' and '.join(dead)} died while serving this request"
+            return RequestError(502, message, kind="upstream_error", code="poison_request")
+        if self._not_retried:
+            message += f"; {self._not_retried}"
+        if failure.timed_out:
+            row.outcome = RequestOutcome.UPSTREAM_TIMEOUT
+            return RequestError(504, message, kind="upstream_error", code="upstream_timeout")
+        row.outcome = RequestOutcome.UPSTREAM_ERROR
+        return RequestError(502, message, kind="upstream_error", code="upstream_error", retry_after_s=1)
