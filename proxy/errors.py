@@ -36,6 +36,11 @@ def draining_error() -> RequestError:
     return RequestError(503, "the proxy is shutting down", kind="service_unavailable", code="draining", retry_after_s=1)
 
 
+def out_of_sockets_error(message: str) -> RequestError:
+    """Error for a request that could not be sent to any engine because the proxy cannot open connections."""
+    return RequestError(503, message, kind="service_unavailable", code="out_of_sockets", retry_after_s=1)
+
+
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
     """``{"error": {"message", "type", "param", "code"}}`` as JSON."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
@@ -49,9 +54,13 @@ def stream_error_event(message: str, code: str) -> bytes:
 class AttemptFailedError(Exception):
     """One instance did not produce a first byte; another may be tried."""
 
-    def __init__(self, instance: str, message: str, *, timed_out: bool = False, seen: bool = True) -> None:
+    def __init__(
+        self, instance: str, message: str, *, timed_out: bool = False, seen: bool = True, own: bool = False
+    ) -> None:
         super().__init__(message)
         self.instance = instance
         self.timed_out = timed_out
         self.seen = seen
         """False if no engine received the request: its connection was refused."""
+        self.own = own
+        """True if the proxy itself is out of sockets."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from proxy.engines.connection import ConnectionLostError, EngineAnswer, EngineConnection
-from proxy.engines.upstream import NotAcceptedError, NotConnectedError, UpstreamError
+from proxy.engines.shortage import own_shortage
+from proxy.engines.upstream import NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
 
 _KEEPALIVE_S = 2.0
 """vLLM's HTTP server closes idle sockets after 5 s; ours must go first, or a request may meet a closing socket."""
@@ -146,6 +147,12 @@ class EngineClient:
                 f"no connection to {origin.authority} within {self.connect_timeout_s:g} s"
             ) from error
         except OSError as error:
+            shortage = own_shortage(error)
+            if shortage is not None:
+                raise NoSocketError(
+                    f"no connection to {origin.authority}: this proxy is out of sockets: {shortage} "
+                    "(limits.connections, ulimit -n)"
+                ) from error
             raise NotConnectedError(f"no connection to {origin.authority}: {error}") from error
         self._open[connection] = origin
         if self._closed or not connection.usable:

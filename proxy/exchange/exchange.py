@@ -10,8 +10,8 @@ from policies.session import Routed
 from policies.types import NoCandidateError, RequestView
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
-from proxy.engines.upstream import Answer, NotAcceptedError, NotConnectedError, UpstreamError
-from proxy.errors import AttemptFailedError, RequestError, draining_error, stream_error_event
+from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
+from proxy.errors import AttemptFailedError, RequestError, draining_error, out_of_sockets_error, stream_error_event
 from proxy.exchange.offloading import hand_over
 from proxy.exchange.relay import ClientStalledError, StreamRelay
 from proxy.fleet.instances import Instance
@@ -162,6 +162,9 @@ class Exchange:
                 code="no_instance",
                 retry_after_s=max(1, round(self._core.settings.health.interval_s)),
             )
+        if failure.own:
+            self._row.outcome = RequestOutcome.NO_INSTANCE
+            return out_of_sockets_error(str(failure))
         message = f"{len(self._row.attempts)} attempt(s) failed, the last on {failure.instance}: {failure}"
         if self._not_retried:
             message += f"; {self._not_retried}"
@@ -245,10 +248,11 @@ class Exchange:
                 core.instances.failed(self._decode, f"no first byte within {bound_s:g} s", sent_s=sent_s)
             raise AttemptFailedError(instance, f"no first byte within {bound_s:g} s", timed_out=True) from error
         except UpstreamError as error:
-            refused = isinstance(error, NotConnectedError)
-            if not isinstance(error, NotAcceptedError) or not core.lag.explains(core.settings.timeouts.connect_s):
+            refused, own = isinstance(error, NotConnectedError), isinstance(error, NoSocketError)
+            late = isinstance(error, NotAcceptedError)
+            if not own and not (late and core.lag.explains(core.settings.timeouts.connect_s)):
                 core.instances.failed(self._decode, str(error), refused=refused, sent_s=sent_s)
-            raise AttemptFailedError(instance, str(error), seen=not refused) from error
+            raise AttemptFailedError(instance, str(error), seen=not refused, own=own) from error
         finally:
             if answer is not None and not opened:
                 answer.close()

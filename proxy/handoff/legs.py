@@ -13,7 +13,8 @@ import msgspec
 from policies.types import OffloadReason
 from proxy.access.forwarding import Forwarding
 from proxy.engines.control import Control
-from proxy.engines.upstream import Upstream, UpstreamError
+from proxy.engines.shortage import own_shortage
+from proxy.engines.upstream import NoSocketError, Upstream, UpstreamError
 from proxy.fleet.instances import Instance
 from proxy.handoff.connectors import DIALECTS
 from proxy.request.bodies import decode_leg, prefill_leg, transfer_params_of
@@ -76,7 +77,8 @@ class HandOff:
                 by_prefill=True,
             ) from error
         except UpstreamError as error:
-            raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, str(error), by_prefill=True) from error
+            by_prefill = not isinstance(error, NoSocketError)
+            raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, str(error), by_prefill=by_prefill) from error
         if status != 200:
             raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, f"P answered {status}", by_prefill=status >= 500)
         if await self._identity(prefill) != engine_id:
@@ -101,15 +103,15 @@ class HandOff:
                 if await self._identity(prefill) != engine_id:
                     return "P restarted while D pulled"
             except OffloadFailedError as error:
-                if isinstance(error.__cause__, httpx.ConnectError):
+                if isinstance(error.__cause__, httpx.ConnectError) and own_shortage(error.__cause__) is None:
                     return f"P disappeared while D pulled: {error}"
 
     async def alive(self, instance: Instance) -> bool:
-        """True if an instance's ``/health`` answers 200 within ``offload.query_timeout_s``."""
+        """True if an instance's ``/health`` answers 200 within ``offload.query_timeout_s``, or cannot be asked."""
         try:
             answer = await self._health(instance)
-        except httpx.HTTPError:
-            return False
+        except httpx.HTTPError as error:
+            return own_shortage(error) is not None
         return answer.status_code == 200
 
     async def _health(self, instance: Instance) -> httpx.Response:
