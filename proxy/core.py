@@ -8,6 +8,7 @@ from proxy.access.forwarding import Forwarding
 from proxy.access.keys import Keys
 from proxy.access.rules import Access
 from proxy.breakdown import Breakdown
+from proxy.clients.bounds import ClientBounds
 from proxy.engines.client import EngineClient
 from proxy.engines.control import Control
 from proxy.engines.upstream import Upstream
@@ -56,6 +57,7 @@ class Core:
         self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)
         self.retries = RetryBudget(settings.limits)
         LimitMetrics(self.metrics.registry, self.instances, self.admission, self.retries)
+        self.clients = ClientBounds(settings)
         self.lag = LoopLag()
         self.draining = False
         self.ends_s: float | None = None

@@ -6,6 +6,7 @@ import logging
 
 from policies.row import RequestOutcome, Row
 from proxy.access.forwarding import request_id_of
+from proxy.clients.bounds import ClientBounds
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
 from proxy.errors import RequestError, draining_error
@@ -23,24 +24,8 @@ class Generation:
         self._core = core
 
     @property
-    def header_bytes(self) -> int:
-        return self._core.settings.limits.header_bytes
-
-    @property
-    def header_s(self) -> float:
-        return self._core.settings.timeouts.header_s
-
-    @property
-    def client_stall_s(self) -> float:
-        return self._core.settings.timeouts.client_stall_s
-
-    @property
-    def body_bytes(self) -> int:
-        return self._core.settings.limits.body_bytes
-
-    @property
-    def body_s(self) -> float:
-        return self._core.settings.timeouts.body_s
+    def bounds(self) -> ClientBounds:
+        return self._core.clients
 
     def opened(self, inbound: Inbound) -> Row:
         row = Row(request_id_of(inbound.headers), inbound.path, inbound.arrived_unix_s)
