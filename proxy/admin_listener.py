@@ -14,7 +14,7 @@ import uvicorn
 from proxy.clients.bounded import BoundedProtocol
 from proxy.clients.bounds import ClientBounds
 from proxy.clients.listening import BoundedServer
-from proxy.settings.security import AdminSettings, TlsSettings
+from proxy.settings import AdminSettings, TlsSettings
 
 _BACKLOG = 128
 _GRACE_S = 2

@@ -56,8 +56,8 @@ class Core:
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
         self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)
         self.retries = RetryBudget(settings.limits)
-        LimitMetrics(self.metrics.registry, self.instances, self.admission, self.retries)
         self.clients = ClientBounds(settings)
+        LimitMetrics(self.metrics.registry, self.instances, self.admission, self.retries, self.clients)
         self.lag = LoopLag()
         self.draining = False
         self.ends_s: float | None = None

@@ -14,7 +14,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from proxy.clients.bounds import SPARE_CONNECTIONS, ClientBounds, large_trailers, late_body, no_room
+from proxy.clients.bounds import SPARE_CONNECTIONS, ClientBounds, large_trailers, late_body
 from proxy.clients.inbound import LINGER_S, STATUS_LINE
 from proxy.errors import RequestError
 
@@ -61,7 +61,7 @@ class BoundedProtocol(HttpToolsProtocol):
         bounds.open += 1
         self._spare = bounds.crowded
         if bounds.full(self._spare_connections):
-            self._answer_and_close(self._too_many())
+            self._answer_and_close(bounds.too_many())
         else:
             self._await(bounds.header_s)
 
@@ -152,7 +152,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 )
             )
         elif not room:
-            self._refuse(no_room())
+            self._refuse(bounds.no_room())
 
     def on_message_complete(self) -> None:
         """Hand a complete request to uvicorn (callback of httptools)."""
@@ -275,15 +275,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(large_trailers(self._bounds.header_bytes))
         else:  # already refused
             self.stop()
-
-    def _too_many(self) -> RequestError:
-        return RequestError(
-            503,
-            f"the proxy has {self._bounds.connections} client connections, its limit (limits.connections)",
-            kind="service_unavailable",
-            code="too_many_connections",
-            retry_after_s=1,
-        )
 
     def _refuse(self, error: RequestError) -> None:
         """Reject the request that is being received. An earlier answer in progress becomes the last one."""

@@ -34,6 +34,8 @@ class ClientBounds:
         """Number of client connections."""
         self.held_bytes = 0
         """Size of all request bodies in memory, complete or not."""
+        self.refused_connections = 0
+        self.refused_bodies = 0
         self.apply(settings)
 
     def apply(self, settings: Settings) -> None:
@@ -59,6 +61,28 @@ class ClientBounds:
         """Take ``size`` bytes off the account."""
         self.held_bytes -= size
 
+    def no_room(self) -> RequestError:
+        """Error for a body that all others leave no room for; counted."""
+        self.refused_bodies += 1
+        return RequestError(
+            503,
+            "the proxy holds as many bytes of request bodies as it may (limits.buffered_bytes)",
+            kind="service_unavailable",
+            code="buffers_full",
+            retry_after_s=1,
+        )
+
+    def too_many(self) -> RequestError:
+        """Error for a client above the limit on connections; counted."""
+        self.refused_connections += 1
+        return RequestError(
+            503,
+            f"the proxy has {self.connections} client connections, its limit (limits.connections)",
+            kind="service_unavailable",
+            code="too_many_connections",
+            retry_after_s=1,
+        )
+
     @property
     def crowded(self) -> bool:
         """True if the number of connections is above its limit, so that only the spare ones are left."""
@@ -78,17 +102,6 @@ def large_trailers(limit: int) -> RequestError:
     """Error for a body with more than ``limit`` bytes of trailers or chunk extensions in a row."""
     message = f"trailers or chunk extensions are larger than {limit} bytes (limits.header_bytes)"
     return RequestError(431, message, code="trailers_too_large")
-
-
-def no_room() -> RequestError:
-    """Error for a body that all others leave no room for."""
-    return RequestError(
-        503,
-        "the proxy holds as many bytes of request bodies as it may (limits.buffered_bytes)",
-        kind="service_unavailable",
-        code="buffers_full",
-        retry_after_s=1,
-    )
 
 
 def default_connections() -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from policies.row import Row
-from proxy.clients.bounds import ClientBounds, late_body, no_room
+from proxy.clients.bounds import ClientBounds, late_body
 from proxy.errors import RequestError
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -58,10 +58,8 @@ class Link(Protocol):
 class Handler(Protocol):
     """Serves generation requests."""
 
-    @property
-    def bounds(self) -> ClientBounds:
-        """Limits and accounts of all client connections."""
-        ...
+    bounds: ClientBounds
+    """Limits and accounts of all client connections."""
 
     def opened(self, inbound: Inbound) -> Row:
         """Open the row of a new request; one of the following methods closes it."""
@@ -174,7 +172,7 @@ class Inbound:
         if self._size > self._bounds.body_bytes:
             self._refuse_size()
         elif not room:
-            self.refuse(no_room())
+            self.refuse(self._bounds.no_room())
         elif self._parts and len(part) < _SMALL_BYTES:
             self._join(part)
         else:

@@ -78,7 +78,7 @@ class ProxyProtocol(BoundedProtocol):
             super()._begin(http_10)
             return
         if self._spare:
-            self._refuse(self._too_many())
+            self._refuse(self._bounds.too_many())
             return
         inbound = Inbound(
             self,

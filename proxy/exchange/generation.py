@@ -6,7 +6,6 @@ import logging
 
 from policies.row import RequestOutcome, Row
 from proxy.access.forwarding import request_id_of
-from proxy.clients.bounds import ClientBounds
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
 from proxy.errors import RequestError, draining_error
@@ -22,10 +21,7 @@ class Generation:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-
-    @property
-    def bounds(self) -> ClientBounds:
-        return self._core.clients
+        self.bounds = core.clients
 
     def opened(self, inbound: Inbound) -> Row:
         row = Row(request_id_of(inbound.headers), inbound.path, inbound.arrived_unix_s)

@@ -1,4 +1,7 @@
-"""Metrics of breakers, queue and retry budget, collected at scrape time. Labels: instances, states, reasons."""
+"""Metrics of breakers, queue, retry budget and clients' connections, collected at scrape time.
+
+Labels: instances, states, reasons, limits.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from proxy.clients.bounds import ClientBounds
 from proxy.fleet.breaker import BreakerState
 from proxy.fleet.instances import Instances
 from proxy.routing.admission import Admission
@@ -21,11 +25,17 @@ class LimitMetrics(Collector):
     """Registers itself as a collector; series of removed instances disappear."""
 
     def __init__(
-        self, registry: CollectorRegistry, instances: Instances, admission: Admission, retries: RetryBudget
+        self,
+        registry: CollectorRegistry,
+        instances: Instances,
+        admission: Admission,
+        retries: RetryBudget,
+        clients: ClientBounds,
     ) -> None:
         self._instances = instances
         self._admission = admission
         self._retries = retries
+        self._clients = clients
         waits = Histogram(
             "warmroute_queue_wait_seconds",
             "Time requests spent in the queue, for all outcomes",
@@ -70,3 +80,14 @@ class LimitMetrics(Collector):
         yield GaugeMetricFamily(
             "warmroute_retry_budget", "Retries currently permitted by the budget", self._retries.left(time.monotonic())
         )
+        clients = self._clients
+        yield GaugeMetricFamily("warmroute_client_connections", "Open connections of clients", clients.open)
+        yield GaugeMetricFamily(
+            "warmroute_request_body_bytes", "Size of all request bodies in memory", clients.held_bytes
+        )
+        turned_away = CounterMetricFamily(
+            "warmroute_clients_refused", "Requests and connections refused with 503, by limit", labels=["limit"]
+        )
+        turned_away.add_metric(["connections"], clients.refused_connections)
+        turned_away.add_metric(["buffered_bytes"], clients.refused_bodies)
+        yield turned_away

@@ -209,6 +209,9 @@ async def test_bodies_of_all_connections_have_one_bound(start_chaos: StartChaos)
         async with RawClient(proxy.port) as admin:
             await admin.send(head("content-length: 60000", path="/explain") + b" " * 50_000)
             assert (await admin.answer()).error["code"] == "buffers_full"
+        metrics = (await proxy.client.get("/metrics")).text
+        assert 'warmroute_clients_refused_total{limit="buffered_bytes"} 2.0' in metrics
+        assert "warmroute_request_body_bytes 60000.0" in metrics
         # What is there is served, and so is every body for which there is room.
         assert (await proxy.client.post("/v1/completions", json=BODY)).status_code == 200
         await one.send(b" " * 10_000)

@@ -64,6 +64,7 @@ async def test_above_the_limit_generation_is_refused_and_health_answered(start_c
                 assert (got.status, got.error["code"], got.headers["retry-after"]) == (503, "too_many_connections", "1")
                 assert "limits.connections" in got.error["message"]
                 assert await refused.at_end()
+        assert 'warmroute_clients_refused_total{limit="connections"} 2.0' in (await proxy.client.get("/metrics")).text
         for client in early:
             await client.send(post(PLAIN))
             assert (await client.answer()).body == good_body()

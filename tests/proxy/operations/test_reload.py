@@ -134,9 +134,14 @@ EFFECTS: dict[str, tuple[Any, Callable[[Core], Any], Any]] = {
         (0.9, 9, 9),
     ),
     "limits": (
-        {"max_in_flight": 3, "retry_ratio": 0.9, "body_bytes": 2048},
-        lambda core: (core.admission._limits.max_in_flight, core.retries._ratio, core.settings.limits.body_bytes),
-        (3, 0.9, 2048),
+        {"max_in_flight": 3, "retry_ratio": 0.9, "body_bytes": 2048, "connections": 99},
+        lambda core: (
+            core.admission._limits.max_in_flight,
+            core.retries._ratio,
+            core.clients.body_bytes,
+            core.clients.connections,
+        ),
+        (3, 0.9, 2048, 99),
     ),
     "forward_headers": (["x-mine"], lambda core: core.forwarding._names, ((b"x-mine", "x-mine"),)),
     "engine_key": (
