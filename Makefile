@@ -55,8 +55,8 @@ test-package: $(READY) ## build the package, install it into fresh environments,
 audit: $(READY) ## known vulnerabilities in what requirements.lock pins
 	$(BIN)/python .ci/audit.py
 
-soak: $(READY) ## 20 minutes of kills, restarts and leaving clients at 200 streams
-	$(BIN)/python -m bench.soak --minutes 20 --streams 200 --output runs/soak.json
+soak: $(READY) ## 20 minutes of kills, restarts, leaving and hostile clients at 200 streams
+	$(BIN)/python -m bench.soak --minutes 20 --streams 200 --hostile --output runs/soak.json
 
 bench-data-plane: $(READY) ## our proxy beside vLLM Router, SGLang's gateway and nginx (about half an hour)
 	$(BIN)/python -m bench.data_plane.peers

@@ -17,6 +17,7 @@ from launch.freshness.gpus import idle_inventory
 from launch.freshness.proof import FRESH_FILE, FreshProof, prove_fresh
 from launch.hardware.processors import ProcessorSampler, ProcessorUse
 from launch.hardware.telemetry import TELEMETRY_FILE, TelemetrySampler
+from launch.run.proxy_access import ProxyAccess
 from launch.run.supervisor import Fleet
 from replayer.records.runs import RequestRecord, Run
 from replayer.replay.plan import Plan
@@ -112,7 +113,7 @@ async def run_arm(
         await asyncio.sleep(_SETTLE_S)
         if running.unexpected_exits:
             raise ArmError(f"{label}: {'; '.join(running.unexpected_exits)}. The run is not a measurement.")
-        await _fetch_breakdown(fleet.admin_url(), len(run.records), arm_dir / BREAKDOWN_FILE)
+        await _fetch_breakdown(running.proxy_access, len(run.records), arm_dir / BREAKDOWN_FILE)
         _write(arm_dir / PROCESSORS_FILE, msgspec.json.encode(use))
         on_phase("stopping")
     return ArmResult(
@@ -126,10 +127,11 @@ async def run_arm(
     )
 
 
-async def _fetch_breakdown(admin_url: str, requests: int, path: Path) -> None:
+async def _fetch_breakdown(access: ProxyAccess, requests: int, path: Path) -> None:
     try:
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
-            response = await client.get(f"{admin_url}/breakdown", params={"limit": max(1, requests), "format": "jsonl"})
+        async with access.client(_TIMEOUT_S) as client:
+            query: dict[str, str | int] = {"limit": max(1, requests), "format": "jsonl"}
+            response = await client.get(f"{access.admin_url}/breakdown", params=query)
             response.raise_for_status()
     except httpx.HTTPError as error:
         raise ArmError(f"the proxy's /breakdown cannot be read ({type(error).__name__}: {error})") from error

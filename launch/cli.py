@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 from urllib.parse import urlsplit
@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 import typer
 
 if TYPE_CHECKING:
+    import asyncio
+
     from rich.table import Table
 
     from launch.fleet.file import FleetFile
@@ -66,7 +68,7 @@ def up(
         typer.Option("--require-fresh", help="Prove that every engine is fresh once ready (fresh.json), or stop all."),
     ] = False,
 ) -> None:
-    """Start a fleet of engines and the proxy in front of them, until Ctrl-C.
+    """Start a fleet of engines and the proxy in front of them, until Ctrl-C; a second Ctrl-C stops it at once.
 
     The file is checked in full and its ports are probed before anything starts. Every process has its own log file in
     the run directory. All processes end with this command, on Linux also when it is killed.
@@ -89,9 +91,13 @@ def up(
         options += [part for override in overrides for part in ("--set", override)]
         _detach(source, directory, [*options, *(["--require-fresh"] if require_fresh else [])])
         return
+    import asyncio
+
     from launch.run.signals import run_until_signal
 
-    raise typer.Exit(run_until_signal(_hold(fleet, directory, source, with_proxy, require_fresh)))
+    hurry = asyncio.Event()
+    work = _hold(fleet, directory, source, with_proxy, require_fresh, hurry)
+    raise typer.Exit(run_until_signal(work, on_second=hurry.set))
 
 
 def status(
@@ -116,9 +122,9 @@ def status(
 def down(run_dir: RunDir = None) -> None:
     """Stop a fleet that `up` started in another shell.
 
-    Its launcher is stopped first, then the processes it left.
+    Requests in progress have the proxy's grace period; `down` again meanwhile stops the fleet at once.
     """
-    from launch.run.processes import end_recorded, kill_marked, marked
+    from launch.run.processes import kill_marked, marked
     from launch.run.state import read_state
 
     state, directory = _state(run_dir)
@@ -128,12 +134,12 @@ def down(run_dir: RunDir = None) -> None:
         return
     if state.supervised:
         os.kill(state.supervisor_pid, signal.SIGTERM)
-        _wait_until(lambda: not state.supervised, 2 * state.stop_grace_s + _DOWN_MARGIN_S)
+        _wait_until(lambda: not state.supervised, state.proxy_stop_s + state.stop_grace_s + _DOWN_MARGIN_S)
     state = read_state(directory)
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        for process in state.running:
-            end_recorded(process.pid, process.created_unix_s, signum)
-        _wait_until(lambda: not state.running, state.stop_grace_s if signum == signal.SIGTERM else _DOWN_MARGIN_S)
+    # What a launcher that was killed has left, in the launcher's order.
+    proxies = [process for process in state.processes if process.kind == "proxy"]
+    for group, grace_s in ((proxies, state.proxy_stop_s), (state.processes, state.stop_grace_s)):
+        _end(group, grace_s)
     # Processes whose guard was killed.
     kill_marked(state.marks)
     _wait_until(lambda: not marked(state.marks), _DOWN_MARGIN_S)
@@ -201,7 +207,9 @@ def _proved(directory: Path, options: list[str]) -> bool:
         return False  # not written yet
 
 
-async def _hold(fleet: FleetFile, directory: Path, source: Path, with_proxy: bool, require_fresh: bool) -> int:
+async def _hold(
+    fleet: FleetFile, directory: Path, source: Path, with_proxy: bool, require_fresh: bool, hurry: asyncio.Event
+) -> int:
     """Run the fleet until it fails or this task is cancelled; the exit status."""
     from rich.console import Console
     from rich.markup import escape
@@ -217,7 +225,7 @@ async def _hold(fleet: FleetFile, directory: Path, source: Path, with_proxy: boo
     def notify(message: str) -> None:
         console.print(f"{time.strftime('%H:%M:%S')} {escape(message)}", style="yellow", soft_wrap=True)
 
-    runner = Fleet(fleet, directory, source=str(source), with_proxy=with_proxy, notify=notify)
+    runner = Fleet(fleet, directory, source=str(source), with_proxy=with_proxy, notify=notify, hurry=hurry)
     try:
         async with runner:
             if require_fresh:
@@ -303,6 +311,15 @@ def _state(run_dir: Path | None) -> tuple[FleetRecord, Path]:
         return read_state(directory), directory
     except StateError as error:
         _stop(str(error))
+
+
+def _end(processes: Sequence[ProcessState], grace_s: float) -> None:
+    from launch.run.processes import end_recorded
+
+    for signum, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _DOWN_MARGIN_S)):
+        for process in processes:
+            end_recorded(process.pid, process.created_unix_s, signum)
+        _wait_until(lambda: not any(process.alive for process in processes), limit_s)
 
 
 def _wait_until(done: Callable[[], bool], limit_s: float) -> None:

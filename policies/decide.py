@@ -5,17 +5,27 @@ from __future__ import annotations
 from policies.classes import ClassThresholds
 from policies.offload.base import OffloadPlanner
 from policies.routing.base import RoutingPolicy
+from policies.routing.least_loaded import LeastLoaded
+from policies.routing.warm import Warm
 from policies.snapshot import FleetSnapshot
 from policies.types import (
     CachePrediction,
     CandidateScore,
+    Choice,
     Decision,
+    InstanceView,
     NoCandidateError,
     OffloadPlan,
     OffloadReason,
+    PolicyFailure,
+    PolicyPart,
     Reason,
+    RequestClass,
     RequestView,
 )
+
+_TRACE_CALLS = 20
+"""Calls kept of a failure, innermost last: a recursion has a thousand."""
 
 
 def decide(
@@ -24,34 +34,108 @@ def decide(
     policy: RoutingPolicy,
     planner: OffloadPlanner,
     thresholds: ClassThresholds,
+    *,
+    guarded: bool = False,
 ) -> Decision:
-    """Choose D, classify the request by its new tokens there, and choose a P if the planner offloads."""
+    """Choose D, classify the request by its new tokens there, and choose a P if the planner offloads.
+
+    Args:
+        request: the request.
+        fleet: snapshot of the candidates.
+        policy: chooses D.
+        planner: chooses P, or none.
+        thresholds: limits of the request classes.
+        guarded: if the policy fails (raises an error, or returns an invalid choice), decide by ``warm`` instead, or by
+            ``least_loaded`` if that is the one that fails; if the planner fails, do not offload. The decision's
+            ``failures`` name them. Without it, failures are raised: a simulation must not hide them.
+
+    Raises:
+        NoCandidateError: the snapshot is empty, or the policy accepts none of the candidates.
+        ValueError: not guarded, and an answer is invalid.
+    """
     if not fleet.instances:
         raise NoCandidateError("no instance may take the request")
+    try:
+        choice, chosen, scores = _choose(request, fleet, policy)
+    except NoCandidateError:
+        raise
+    except Exception as error:
+        if not guarded or type(policy) is LeastLoaded:
+            raise
+        safe = LeastLoaded() if type(policy) is Warm else Warm()
+        failure = _failure(PolicyPart.POLICY, policy.name, error)
+        decision = decide(request, fleet, safe, planner, thresholds, guarded=True)
+        return decision._replace(failures=(failure, *decision.failures))
+    request_class = thresholds.classify(request.prompt_tokens - chosen.cached_tokens)
+    prefill: InstanceView | None = None
+    failures: tuple[PolicyFailure, ...] = ()
+    if request.may_offload:
+        try:
+            plan, prefill = _plan(request, chosen, request_class, fleet, planner)
+        except Exception as error:
+            if not guarded:
+                raise
+            plan = OffloadPlan(None, OffloadReason.PLANNER_FAILED)
+            failures = (_failure(PolicyPart.PLANNER, planner.name, error),)
+    else:
+        plan = OffloadPlan(None, OffloadReason.REQUEST_SHAPE)
+    # Positional: naming 13 fields takes longer than the guard.
+    return Decision(
+        request.request_id,
+        chosen.instance,
+        plan.prefill_on,
+        request_class,
+        Reason.ONLY_CANDIDATE if len(fleet.instances) == 1 else choice.reason,
+        plan,
+        scores,
+        policy.name,
+        request.prompt_tokens,
+        chosen.cached_tokens,
+        CachePrediction.of(chosen),
+        CachePrediction.of(prefill) if prefill is not None else None,
+        failures,
+    )
+
+
+def _choose(
+    request: RequestView, fleet: FleetSnapshot, policy: RoutingPolicy
+) -> tuple[Choice, InstanceView, tuple[CandidateScore, ...]]:
+    """The policy's choice, D and the scores; raises ValueError for an answer that no request can follow."""
     choice = policy.choose(request, fleet)
     chosen = fleet.view(choice.instance)
     if chosen is None:
         raise ValueError(f"policy {policy.name!r} chose {choice.instance!r}, which is not a candidate")
-    request_class = thresholds.classify(request.prompt_tokens - chosen.cached_tokens)
-    if request.may_offload:
-        plan = planner.plan(request, chosen, request_class, fleet)
-    else:
-        plan = OffloadPlan(None, OffloadReason.REQUEST_SHAPE)
-    prefill = fleet.prefill_view(plan.prefill_on) if plan.prefill_on is not None else None
-    return Decision(
-        request_id=request.request_id,
-        decode_on=chosen.instance,
-        prefill_on=plan.prefill_on,
-        request_class=request_class,
-        reason=Reason.ONLY_CANDIDATE if len(fleet.instances) == 1 else choice.reason,
-        offload=plan,
-        scores=_with_cached_tokens(choice.scores, fleet),
-        policy=policy.name,
-        prompt_tokens=request.prompt_tokens,
-        cached_tokens=chosen.cached_tokens,
-        decode_prediction=CachePrediction.of(chosen),
-        prefill_prediction=CachePrediction.of(prefill) if prefill is not None else None,
-    )
+    if type(choice.reason) is not Reason:  # it becomes a metric's label
+        raise ValueError(f"policy {policy.name!r} gave the reason {choice.reason!r}, which is not a Reason")
+    return choice, chosen, _with_cached_tokens(choice.scores, fleet)
+
+
+def _plan(
+    request: RequestView,
+    chosen: InstanceView,
+    request_class: RequestClass,
+    fleet: FleetSnapshot,
+    planner: OffloadPlanner,
+) -> tuple[OffloadPlan, InstanceView | None]:
+    """The planner's plan and P; raises ValueError for a plan that cannot be carried out."""
+    plan = planner.plan(request, chosen, request_class, fleet)
+    if type(plan.reason) is not OffloadReason:
+        raise ValueError(f"planner {planner.name!r} gave the reason {plan.reason!r}, which is not an OffloadReason")
+    if plan.prefill_on is None:
+        return plan, None
+    prefill = fleet.prefill_view(plan.prefill_on)
+    if prefill is None or prefill.instance == chosen.instance:
+        raise ValueError(f"planner {planner.name!r} chose {plan.prefill_on!r}, which cannot prefill for another")
+    return plan, prefill
+
+
+def _failure(part: PolicyPart, name: str, error: Exception) -> PolicyFailure:
+    trace, step = [], error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        trace.append(f"{code.co_filename}:{step.tb_lineno} {code.co_name}")
+        step = step.tb_next
+    return PolicyFailure(part, name, f"{type(error).__name__}: {error}"[:500], tuple(trace[-_TRACE_CALLS:]))
 
 
 def _with_cached_tokens(scores: tuple[CandidateScore, ...], fleet: FleetSnapshot) -> tuple[CandidateScore, ...]:

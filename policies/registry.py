@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from policies.baselines.aibrix_prefix import AibrixPrefix
 from policies.baselines.dynamo_cost import DynamoCost
@@ -75,6 +75,10 @@ class UnknownPolicyError(ValueError):
     """No policy of that name is installed; the message lists the installed ones."""
 
 
+class PolicyLoadError(UnknownPolicyError):
+    """An installed package's policy cannot be imported or built; the message names the package and the error."""
+
+
 class PolicyNameTakenError(UnknownPolicyError):
     """An installed package declares a policy under a name that is already taken; the message names both."""
 
@@ -102,16 +106,34 @@ def make_routing(name: str, params: Mapping[str, Any] | None = None) -> RoutingP
 
     Raises:
         UnknownPolicyError: no such policy.
+        PolicyLoadError: an installed package's policy cannot be imported or built.
         PolicyNameTakenError: an installed package declares a name that is taken.
         PolicyParameterError: an unknown parameter or a refused value.
     """
     return cast(RoutingPolicy, _make(_found(ROUTING_GROUP), "routing policy", name, params or {}))
 
 
-def all_routing() -> dict[str, RoutingPolicy]:
-    """All installed routing policies with default parameters, by name. Reads the entry points once."""
+class InstalledPolicies(NamedTuple):
+    """The installed routing policies."""
+
+    usable: dict[str, RoutingPolicy]
+    """With default parameters, by name."""
+    broken: dict[str, str]
+    """Name -> reason, for those that cannot be imported or built. Those without default parameters are in neither."""
+
+
+def all_routing() -> InstalledPolicies:
+    """All installed routing policies. Reads the entry points once; a broken one does not prevent the use of others."""
     found = _found(ROUTING_GROUP)
-    return {name: cast(RoutingPolicy, _make(found, "routing policy", name, {})) for name in sorted(found)}
+    installed = InstalledPolicies({}, {})
+    for name in sorted(found):
+        try:
+            installed.usable[name] = cast(RoutingPolicy, _make(found, "routing policy", name, {}))
+        except PolicyParameterError:
+            continue
+        except PolicyLoadError as error:
+            installed.broken[name] = str(error)
+    return installed
 
 
 def make_planner(name: str, params: Mapping[str, Any] | None = None) -> OffloadPlanner:
@@ -161,7 +183,7 @@ def _make(found: Mapping[str, type | EntryPoint], kind: str, name: str, params: 
     if name not in found:
         raise UnknownPolicyError(f"unknown {kind} {name!r}; known: {', '.join(sorted(found))}")
     entry = found[name]
-    factory: Any = entry if isinstance(entry, type) else entry.load()
+    factory: Any = entry if isinstance(entry, type) else _load(entry, kind)
     known = [field.name for field in dataclasses.fields(factory)] if dataclasses.is_dataclass(factory) else None
     unknown = [key for key in params if known is not None and key not in known]
     if unknown:
@@ -170,6 +192,23 @@ def _make(found: Mapping[str, type | EntryPoint], kind: str, name: str, params: 
     if known is not None:
         _check_types(f"{kind} {name!r}", factory, params)
     try:
-        return factory(**params)
+        made = factory(**params)
     except (TypeError, ValueError) as error:
         raise PolicyParameterError(f"{kind} {name!r}: {error}") from error
+    except Exception as error:
+        raise PolicyLoadError(f"{kind} {name!r} cannot be built: {type(error).__name__}: {error}") from error
+    method = "plan" if "planner" in kind else "choose"
+    if not isinstance(getattr(made, "name", None), str) or not callable(getattr(made, method, None)):
+        raise PolicyLoadError(f"{kind} {name!r} has no attribute 'name' that is a string, or no method {method!r}")
+    return made
+
+
+def _load(point: EntryPoint, kind: str) -> object:
+    """The class of an entry point; whatever its import raises becomes one error that names the package."""
+    try:
+        return point.load()
+    except Exception as error:
+        raise PolicyLoadError(
+            f"{kind} {point.name!r} of {_distribution(point)} ({point.value}) cannot be loaded: "
+            f"{type(error).__name__}: {error}"
+        ) from error

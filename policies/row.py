@@ -70,6 +70,13 @@ class Row:
         self.legs[leg] = {"predicted_s": round(predicted_s, 4), "actual_s": round(actual_s, 4)}
 
     @property
+    def unserved(self) -> bool:
+        """True if the proxy rejected the request, or its client left, before the request was understood."""
+        return self.outcome is RequestOutcome.REJECTED or (
+            self.outcome is RequestOutcome.CLIENT_GONE and self.prompt_tokens is None
+        )
+
+    @property
     def prediction(self) -> CachePrediction | None:
         """Both indexes' predictions for the instance that computed the prompt (P after a hand-off)."""
         if self.decision is None:

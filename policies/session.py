@@ -43,6 +43,7 @@ class RoutingSession:
     Args:
         state: the fleet's mutable state; every instance is added to it by the caller.
         hold_s: seconds for which P keeps KV that D never pulled (the engines' abort timeout).
+        guarded: a policy or planner that fails is replaced for that request, as ``decide`` describes; else it raises.
     """
 
     def __init__(
@@ -52,12 +53,15 @@ class RoutingSession:
         planner: OffloadPlanner,
         thresholds: ClassThresholds,
         hold_s: float = 480.0,
+        *,
+        guarded: bool = False,
     ) -> None:
         self.state = state
         self.policy = policy
         self.planner = planner
         self.thresholds = thresholds
         self.hold_s = hold_s
+        self._guarded = guarded
 
     def route(
         self, request: RequestView, decoders: Collection[str], prefill_only: Collection[str], now_s: float
@@ -73,7 +77,7 @@ class RoutingSession:
             NoCandidateError: ``decoders`` is empty.
         """
         fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
-        decision = decide(request, fleet, self.policy, self.planner, self.thresholds)
+        decision = decide(request, fleet, self.policy, self.planner, self.thresholds, guarded=self._guarded)
         commitment = self.state.commit(request, fleet, decision, now_s)
         prefill = fleet.prefill_view(decision.prefill_on) if decision.prefill_on is not None else None
         return Routed(decision, commitment, prefill)
@@ -89,7 +93,8 @@ class RoutingSession:
         """The snapshot and the decision of each of ``policies`` on it; nothing is counted. Raises NoCandidateError."""
         fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
         return fleet, {
-            name: decide(request, fleet, policy, self.planner, self.thresholds) for name, policy in policies.items()
+            name: decide(request, fleet, policy, self.planner, self.thresholds, guarded=self._guarded)
+            for name, policy in policies.items()
         }
 
     def prefilled(self, commitment: Commitment, seconds: float) -> LegTime:

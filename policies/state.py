@@ -147,9 +147,11 @@ class FleetState:
         ledger: Ledger | None = None,
         sessions: SessionTable | None = None,
         hotspots: HotspotTracker | None = None,
+        seed: int = 0,
     ) -> None:
+        """``seed`` is that of the requests' block hashes (`policies.predict.blocks`)."""
         self.index = PrefixIndex() if index is None else index
-        self.predictor = Predictor(self.index)
+        self.predictor = Predictor(self.index, seed)
         self.ledger = Ledger() if ledger is None else ledger
         self.sessions = SessionTable() if sessions is None else sessions  # an empty table is falsy
         self.hotspots = HotspotTracker() if hotspots is None else hotspots

@@ -71,6 +71,8 @@ class OffloadReason(StrEnum):
     """Result of the offload planner, and (from ``FELL_BACK_*`` on) the failure of an attempted offload."""
 
     PLANNER_NEVER = "planner_never"
+    PLANNER_FAILED = "planner_failed"
+    """The planner raised an error or returned an invalid plan."""
     REQUEST_SHAPE = "request_shape"
     BELOW_THRESHOLD = "below_threshold"
     ROLE_FORBIDS = "role_forbids"
@@ -219,6 +221,24 @@ class CachePrediction(NamedTuple):
         return cls(view.index_source, view.shadow_cached_tokens, view.exact_cached_tokens)
 
 
+class PolicyPart(StrEnum):
+    """Part of a decision that a plug-in can provide."""
+
+    POLICY = "policy"
+    PLANNER = "planner"
+
+
+class PolicyFailure(NamedTuple):
+    """A policy or planner that raised an error or returned an invalid answer, so that another one decided."""
+
+    part: PolicyPart
+    name: str
+    error: str
+    """Type and text of the error, cut to 500 characters."""
+    trace: tuple[str, ...] = ()
+    """The calls that led to it, outermost first. The error itself would keep the decision's own frames alive."""
+
+
 class Decision(NamedTuple):
     """Decision for one request: D, optionally P, and the reasons."""
 
@@ -236,6 +256,8 @@ class Decision(NamedTuple):
     decode_prediction: CachePrediction | None = None
     prefill_prediction: CachePrediction | None = None
     """The prediction on ``prefill_on``."""
+    failures: tuple[PolicyFailure, ...] = ()
+    """Policy and planner that failed and were replaced for this request; ``policy`` is the one that decided."""
 
     @property
     def new_tokens(self) -> int:

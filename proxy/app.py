@@ -21,6 +21,7 @@ from proxy.core import Core
 from proxy.errors import RequestError, error_body
 from proxy.exchange.generation import Generation
 from proxy.operations.operations import Operations
+from proxy.restart.snapshots import Snapshots
 from proxy.settings import Settings
 
 
@@ -54,15 +55,19 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         core.open()
-        monitor = operations.monitor
+        monitor, snapshots = operations.monitor, Snapshots(core)
         try:
             # The first probe reads block size and capacity, so it precedes the first request.
             await monitor.probe_all()
+            await snapshots.restore()
+            snapshots.open()
             tasks = [
                 asyncio.create_task(monitor.run(), name="health"),
                 asyncio.create_task(core.events.run(), name="kv-events"),
             ]
             try:
+                answering = [instance.name for instance in core.instances if instance.good_probes_in_a_row]
+                await core.events.caught_up(answering, core.settings.events.replay_at_start_s)
                 async with _admin_listener(app, core):
                     yield
             finally:
@@ -74,9 +79,12 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
                         await task
         finally:
             try:
-                await operations.close()
+                await snapshots.close()
             finally:
-                await core.close()
+                try:
+                    await operations.close()
+                finally:
+                    await core.close()
 
     app = FastAPI(title="warmroute", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.include_router(admin_routes(core, operations.fleet))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from proxy.access.forwarding import Forwarding
 from proxy.access.keys import Keys
@@ -17,6 +18,7 @@ from proxy.fleet.instances import Instance, Instances
 from proxy.handoff.abandoned import AbandonedPulls
 from proxy.handoff.leaks import LeakWatch
 from proxy.handoff.legs import HandOff
+from proxy.logs import LimitedLog
 from proxy.loop_lag import LoopLag
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
@@ -39,6 +41,8 @@ class Core:
         self.settings = settings
         self.keys = Keys(settings.keys)
         self.access = Access(settings, self.keys)
+        self.rejections = LimitedLog(logging.getLogger("warmroute.proxy"))
+        """Log of rejected generation requests; others are in ``access.refusals``."""
         self.port: int | None = None
         """Port of the main listener, once it listens."""
         self.admin_port: int | None = None
@@ -50,14 +54,22 @@ class Core:
         self.events = EventSubscriber(settings.instances, settings.events, self.router.state.predictor.exact)
         self.tokens = Tokens(settings.tokenizer)
         self.metrics = Metrics()
-        self.breakdown = Breakdown(settings.breakdown.capacity, settings.breakdown.jsonl_path)
+        rows = settings.breakdown
+        self.breakdown = Breakdown(
+            rows.capacity,
+            rows.jsonl_path,
+            rejected_capacity=rows.rejected_capacity,
+            rejected_to_file=rows.rejected_to_jsonl,
+        )
         self.session_headers = tuple(name.lower().encode("latin-1") for name in settings.sessions.headers)
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
         self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
-        LimitMetrics(self.metrics.registry, self.instances, self.admission, self.retries, self.clients)
+        LimitMetrics(
+            self.metrics.registry, self.instances, self.admission, self.retries, self.router.watch, self.clients
+        )
         self.lag = LoopLag()
         self.draining = False
         self.ends_s: float | None = None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from proxy.clip import clip
+
 
 class RequestError(Exception):
-    """A request that cannot be served, with the status and message for the client."""
+    """A request that cannot be served, with the status and message for the client, which is cut if it is long."""
 
     def __init__(
         self,
@@ -18,12 +20,13 @@ class RequestError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
+        message = clip(message)
         super().__init__(message)
         self.status = status
         self.message = message
         self.kind = kind
         self.code = code
-        self.param = param
+        self.param = param if param is None else clip(param)
         self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
@@ -42,8 +45,8 @@ def out_of_sockets_error(message: str) -> RequestError:
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
-    """``{"error": {"message", "type", "param", "code"}}`` as JSON."""
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    """``{"error": {"message", "type", "param", "code"}}`` as JSON; a long message is cut."""
+    return msgspec.json.encode({"error": {"message": clip(message), "type": kind, "param": param, "code": code}})
 
 
 def stream_error_event(message: str, code: str) -> bytes:
@@ -57,7 +60,7 @@ class AttemptFailedError(Exception):
     def __init__(
         self, instance: str, message: str, *, timed_out: bool = False, seen: bool = True, own: bool = False
     ) -> None:
-        super().__init__(message)
+        super().__init__(clip(message))
         self.instance = instance
         self.timed_out = timed_out
         self.seen = seen

@@ -5,15 +5,22 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import time
+from collections import Counter
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Literal, TextIO
 
 import msgspec
 
+from proxy.clip import clip
+
 request_id: ContextVar[str | None] = ContextVar("warmroute_request_id", default=None)
 """Id of the request that the current task serves, added to its log lines."""
 
+_MESSAGE_CHARS = 4_000
+"""Longest message or field of a log line."""
+_TRACEBACK_CHARS = 32_000
 _HIDDEN = "[hidden]"
 _SECRETS = (
     # An Authorization header or a bearer token, in any quoting.
@@ -46,7 +53,7 @@ def redact(text: str) -> str:
 class _Formatter(logging.Formatter):
     def message_of(self, record: logging.LogRecord) -> str:
         """The message on one line, so that client data cannot forge log lines."""
-        return redact(record.getMessage()).translate(_CONTROL)
+        return clip(redact(record.getMessage()), _MESSAGE_CHARS).translate(_CONTROL)
 
     def traceback_of(self, record: logging.LogRecord) -> str | None:
         """Traceback and stack of a record, or None."""
@@ -57,7 +64,7 @@ class _Formatter(logging.Formatter):
             parts.append(record.exc_text)
         if record.stack_info:
             parts.append(self.formatStack(record.stack_info))
-        return redact("\n".join(parts)) if parts else None
+        return clip(redact("\n".join(parts)), _TRACEBACK_CHARS) if parts else None
 
 
 class TextFormatter(_Formatter):
@@ -92,11 +99,52 @@ class JsonFormatter(_Formatter):
         for name, value in record.__dict__.items():
             if name not in _STANDARD and not name.startswith("_"):
                 plain = value is None or isinstance(value, bool | int | float)
-                entry[name] = value if plain else redact(str(value))
+                entry[name] = value if plain else clip(redact(str(value)), _MESSAGE_CHARS)
         trouble = self.traceback_of(record)
         if trouble is not None:
             entry["exception"] = trouble
         return msgspec.json.encode(entry).decode()
+
+
+class LimitedLog:
+    """Warnings about others' behaviour, at most one per interval, so that a flood leaves a trace but fills no disk.
+
+    Args:
+        logger: where the warnings are written.
+        interval_s: seconds between two of them.
+    """
+
+    def __init__(self, logger: logging.Logger, interval_s: float = 1.0) -> None:
+        self._logger = logger
+        self._interval_s = interval_s
+        self._logged_s = float("-inf")
+        self._left_out: Counter[str] = Counter()
+
+    def warning(self, kind: str, message: str, *args: object) -> None:
+        """Log a warning, with the number of those left out before it, or count it as left out.
+
+        Args:
+            kind: of a closed set, by which those left out are counted.
+            message: with placeholders for ``args``.
+        """
+        now_s = time.monotonic()
+        if now_s - self._logged_s < self._interval_s:
+            self._left_out[kind] += 1
+            self._logger.debug(message, *args)
+            return
+        self._logged_s = now_s
+        self._logger.warning(message + "%s", *args, self._take_left_out())
+
+    def flush(self) -> None:
+        """Report the warnings left out, if the interval since the last one is over."""
+        if self._left_out and time.monotonic() - self._logged_s >= self._interval_s:
+            self._logged_s = time.monotonic()
+            self._logger.warning("warnings left out%s", self._take_left_out())
+
+    def _take_left_out(self) -> str:
+        counts = ", ".join(f"{count} x {kind}" for kind, count in sorted(self._left_out.items()))
+        self._left_out.clear()
+        return f" (not logged since the last one: {counts})" if counts else ""
 
 
 def configure(level: str, log_format: Literal["text", "json"], stream: TextIO | None = None) -> None:

@@ -1,13 +1,16 @@
-"""Shared fixtures: entry points are read once per session."""
+"""Shared fixtures: entry points and certificate authorities are read once per session."""
 
 from __future__ import annotations
 
 import functools
+import os
+import ssl
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
+import certifi
 import pytest
 
 from policies import registry
@@ -27,4 +30,24 @@ def _entry_points_read_once() -> Iterator[None]:
     original = entry_points
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", read_once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _authorities_read_once() -> Iterator[None]:
+    """Every proxy and every httpx client reads 150 certificates, mostly to speak plain HTTP."""
+
+    @functools.cache
+    def shared(cafile: str | None, _environment: tuple[str | None, ...]) -> ssl.SSLContext:
+        return original(cafile=cafile)
+
+    def create_default_context(*purpose: Any, cafile: str | None = None, **more: Any) -> ssl.SSLContext:
+        # A context with another file belongs to its test, which may change it.
+        if purpose or more or cafile not in {None, certifi.where()}:
+            return original(*purpose, cafile=cafile, **more)
+        return shared(cafile, (os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")))
+
+    original = ssl.create_default_context
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", create_default_context)
         yield

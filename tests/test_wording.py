@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -11,6 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
+pytestmark = pytest.mark.xdist_group("wording")
+"""One worker parses all files once, instead of each."""
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("policies", "proxy", "launch", "replayer", "sim", "bench", "tests")
 SOURCES = [ROOT / "warmroute.py", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
@@ -78,9 +83,15 @@ class Finding(NamedTuple):
     text: str
 
 
+@functools.cache
+def _nodes(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of a source, which several checks read."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def docstrings(source: str) -> Iterator[Prose]:
     """Docstrings of modules, classes and functions, and those of attributes (a string after an assignment)."""
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
             if (
@@ -93,13 +104,18 @@ def docstrings(source: str) -> Iterator[Prose]:
 
 def strings(source: str) -> Iterator[Prose]:
     """String literals that have a space: docstrings, messages, help texts; no keys, no names."""
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield Prose(node.lineno, node.value)
 
 
-def comments(source: str) -> Iterator[Prose]:
+@functools.cache
+def comments(source: str) -> tuple[Prose, ...]:
     """Blocks of comments on consecutive lines."""
+    return tuple(_comments(source))
+
+
+def _comments(source: str) -> Iterator[Prose]:
     line, block = 0, ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,11 @@ def main(
     rss_growth_mb: Annotated[
         float, typer.Option(min=0, help="Most that memory may grow, by its slope, over the measured window.")
     ] = 16.0,
+    hostile: Annotated[bool, typer.Option("--hostile", help="Add hostile clients in every second slice.")] = False,
+    hostile_share: Annotated[float, typer.Option(min=0.01, max=0.9, help="Share of requests that they send.")] = 0.1,
+    ttft_ratio: Annotated[
+        float, typer.Option(min=1, help="Most that polite clients' TTFT p99 may be with them, in multiples of without.")
+    ] = 2.0,
     seed: Annotated[int, typer.Option(help="Seed of requests, disconnects and kills.")] = 1,
     out: Annotated[Path | None, typer.Option("--output", "-o", help="Write all results to this JSON file.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep logs and the proxy's records in this folder.")] = None,
@@ -49,6 +55,8 @@ def main(
         leave_share=leave_share,
         time_scale=time_scale,
         rss_growth_mb=rss_growth_mb,
+        hostile_share=hostile_share if hostile else 0.0,
+        ttft_ratio=ttft_ratio,
         seed=seed,
     )
     if keep is not None:
@@ -78,7 +86,7 @@ def show(result: SoakResult) -> None:
         (
             "memory",
             f"{figures.rss_mb.first:.1f} -> {figures.rss_mb.last:.1f} MB after warm-up, "
-            f"slope {figures.rss_mb.per_hour:+.1f} MB/h",
+            f"slope {figures.rss_mb.per_hour:+.1f} MB/h, peak {figures.rss_peak_mb:.1f} MB",
         ),
         (
             "descriptors",
@@ -87,6 +95,7 @@ def show(result: SoakResult) -> None:
         ),
         ("threads", f"{figures.threads_after} after, slope {figures.threads.per_hour:+.1f}/h"),
         ("proxy CPU", f"{figures.cpu_s:.1f} s, {1e3 * figures.cpu_s / max(1, result.requests):.2f} ms a request"),
+        *_hostile_rows(result),
     ):
         table.add_row(name, value)
     console = Console(width=160, soft_wrap=True)
@@ -95,6 +104,20 @@ def show(result: SoakResult) -> None:
         console.print(f"[red]VIOLATED[/red] {violation}", highlight=False)
     if not result.violations:
         console.print("[green]all holds[/green]")
+
+
+def _hostile_rows(result: SoakResult) -> Iterator[tuple[str, str]]:
+    for kind, ends in result.hostile.items():
+        yield f"hostile: {kind}", ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))
+    if result.comparison is None:
+        return
+    for name, phase in (("without", result.comparison.without), ("with", result.comparison.with_hostile)):
+        yield (
+            f"polite, {name} hostile",
+            f"{phase.requests} requests, {phase.refused} refused, TTFT p50 {phase.ttft_p50_ms:.1f} ms, "
+            f"p99 {phase.ttft_p99_ms:.1f} ms",
+        )
+    yield "TTFT with / without", f"p50 {result.comparison.ttft_p50_ratio}, p99 {result.comparison.ttft_p99_ratio}"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.soak.plan import SoakPlan
+from bench.soak.phases import SliceKind, SliceTally, kind_at
+from bench.soak.plan import POLITE_KEY, SoakPlan
 from bench.soak.requests import KnownRequest, text_of_choice
 
 TOLD = {429, 502, 503, 504}
@@ -36,6 +38,9 @@ class Seen:
     finished_ids: set[str] = field(default_factory=set)
     left_ids: set[str] = field(default_factory=set)
     """Requests whose clients disconnected, perhaps before the proxy had the head of the request."""
+    phases: dict[SliceKind, SliceTally] = field(default_factory=lambda: {phase: SliceTally() for phase in SliceKind})
+    """Of requests whose clients stay."""
+    sent: int = 0
     events: int = 0
     answer_bytes: int = 0
 
@@ -48,12 +53,14 @@ class Clients:
         self._known = known
         self._plan = plan
         self._ending = asyncio.Event()
+        self._started_s = 0.0
         self.seen = Seen()
 
     async def run(self, duration_s: float) -> None:
         """Send for ``duration_s`` seconds, then wait for the requests in flight."""
         timeout = aiohttp.ClientTimeout(total=180)
         connector = aiohttp.TCPConnector(limit=0)
+        self._started_s = time.perf_counter()
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as group:
             for number in range(self._plan.streams):
                 group.create_task(self._worker(session, number))
@@ -64,10 +71,12 @@ class Clients:
         draw = random.Random(f"{self._plan.seed}-{number}")
         sent = 0
         while not self._ending.is_set():
-            request_id = f"soak-{self._plan.seed}-{number}-{sent}"
+            request_id = f"{self._plan.polite_prefix}{number}-{sent}"
             sent += 1
+            self.seen.sent += 1
             leaves = draw.random() < self._plan.leave_share
-            visit = self._visit(session, draw.choice(self._known), request_id, draw.random() < self._plan.stream_share)
+            known, stream = draw.choice(self._known), draw.random() < self._plan.stream_share
+            visit = self._visit(session, known, request_id, stream, None if leaves else self._tally())
             if leaves:
                 await self._leave(visit, request_id, draw.uniform(0.0, 1.5))
                 continue
@@ -76,6 +85,10 @@ class Clients:
             self.seen.ends[end] += 1
             if end == "refused":
                 await asyncio.sleep(draw.uniform(0.2, 0.6))
+
+    def _tally(self) -> SliceTally | None:
+        phase = kind_at(self._plan, time.perf_counter() - self._started_s)
+        return None if phase is None else self.seen.phases[phase]
 
     async def _leave(self, visit: Coroutine[Any, Any, str], request_id: str, after_s: float) -> None:
         task = asyncio.create_task(visit)
@@ -89,18 +102,33 @@ class Clients:
         self.seen.left_ids.add(request_id)
         self.seen.ends["left"] += 1
 
-    async def _visit(self, session: aiohttp.ClientSession, known: KnownRequest, request_id: str, stream: bool) -> str:
-        headers = {"x-request-id": request_id, "x-session-id": known.session_id}
+    async def _visit(
+        self,
+        session: aiohttp.ClientSession,
+        known: KnownRequest,
+        request_id: str,
+        stream: bool,
+        tally: SliceTally | None,
+    ) -> str:
+        headers = {
+            "x-request-id": request_id,
+            "x-session-id": known.session_id,
+            "authorization": f"Bearer {POLITE_KEY}",
+        }
         body = {**known.body, "stream": True} if stream else known.body
+        tally = tally or SliceTally()
+        tally.requests += 1
+        sent_s = time.perf_counter()
         try:
             async with session.post(self._url + known.path, json=body, headers=headers) as answer:
                 self.seen.statuses[answer.status] += 1
                 if answer.headers.get("x-request-id") != request_id:
                     raise WrongAnswerError(f"answered as {answer.headers.get('x-request-id')!r}")
                 if answer.status != 200:
+                    tally.refused += 1
                     return _refused(answer.status, await answer.read())
                 if stream:
-                    return await self._read_stream(answer, known.text)
+                    return await self._read_stream(answer, known.text, tally, sent_s)
                 return self._check_whole(await answer.read(), known.text)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             return self._wrong(request_id, "cut without an error event", repr(error))
@@ -119,12 +147,18 @@ class Clients:
             raise WrongAnswerError(f"text {content[:300]!r}, expected {expected[:200]!r}")
         return "ok"
 
-    async def _read_stream(self, answer: aiohttp.ClientResponse, expected: str) -> str:
+    async def _read_stream(
+        self, answer: aiohttp.ClientResponse, expected: str, tally: SliceTally, sent_s: float
+    ) -> str:
         """``ok`` for the whole expected text and [DONE]; ``broken`` for a prefix of it and an error event."""
         held, text, end = b"", "", ""
+        first = True
         async for piece in answer.content.iter_any():
             self.seen.answer_bytes += len(piece)
             *events, held = (held + piece).split(b"\n\n")
+            if first and events:
+                first = False
+                tally.ttft_s.append(time.perf_counter() - sent_s)
             for event in events:
                 if end:
                     raise WrongAnswerError(f"after its end: {event[:200]!r}")

@@ -1,8 +1,13 @@
-"""Settings of a soak run."""
+"""Settings of a soak run, and what the proxy and all clients of a run agree on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+MODEL = "warm-sim"
+POLITE_KEY = "wr-soak-polite-clients-of-one-run-0000000000"
+TENANT_KEY = "wr-soak-hostile-tenant-of-one-run-0000000000"
+"""Key of hostile clients that have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,4 +39,26 @@ class SoakPlan:
     """Share of the run that is left out of the slopes: rings, index and pools fill."""
     drain_s: float = 30.0
     """Seconds that requests may take to end once no new ones are sent."""
+    hostile_share: float = 0.0
+    """Share of requests that hostile clients send, in every second slice of the run; 0: no hostile clients."""
+    hostile_workers: int = 32
+    """Most connections of hostile clients at a time."""
+    body_bytes: int = 32 * 1024 * 1024
+    """``limits.body_bytes`` of the proxy, and about the largest body of a hostile client."""
+    slice_pairs: int = 4
+    """Slices without hostile clients, each followed by one with them, so that noise of the machine affects both."""
+    settle_share: float = 0.05
+    """Share of a slice at its beginning whose requests are in no comparison."""
+    ttft_ratio: float = 2.0
+    """Most that polite clients' TTFT p99 with hostile clients may be, as a multiple of that without."""
     seed: int = 1
+
+    @property
+    def slice_s(self) -> float:
+        """Seconds of a slice."""
+        return self.duration_s / (2 * self.slice_pairs)
+
+    @property
+    def polite_prefix(self) -> str:
+        """Start of all request ids of polite clients, and of no other's."""
+        return f"soak-{self.seed}-"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import socket
 import sys
@@ -11,11 +12,10 @@ from pathlib import Path
 import aiohttp
 import yaml
 
-from bench.soak.plan import SoakPlan
+from bench.soak.plan import MODEL, POLITE_KEY, TENANT_KEY, SoakPlan
 from launch.engines.commands import ProcessSpec
 from launch.run.processes import ManagedProcess, stop_processes
 
-MODEL = "warm-sim"
 READY_S = 60.0
 _PORTS = range(14_000, 19_000)
 """Below the kernel's range for outgoing connections, which could take a port before it is bound."""
@@ -47,14 +47,22 @@ def engine_process(number: int, port: int, plan: SoakPlan, folder: Path) -> Mana
     return ManagedProcess(spec, folder / f"engine-{number}.log")
 
 
-def proxy_process(port: int, engines: list[ManagedProcess], folder: Path) -> ManagedProcess:
-    """The proxy in front of them. Small rings, so that they fill early and memory is constant from then on."""
+def proxy_process(port: int, engines: list[ManagedProcess], plan: SoakPlan, folder: Path) -> ManagedProcess:
+    """The proxy in front of them: resuming, with keys. Small rings fill early; memory is constant from then on."""
     settings = {
         "port": port,
         "instances": [{"name": engine.spec.name, "url": engine.spec.url} for engine in engines],
         "health": {"interval_s": 0.5},
-        "timeouts": {"first_byte_s": 60.0, "idle_s": 20.0, "total_s": 120.0},
-        "breakdown": {"capacity": 1_000, "jsonl_path": str(folder / "breakdown.jsonl")},
+        "timeouts": {"first_byte_s": 60.0, "idle_s": 20.0, "total_s": 120.0, "header_s": 3.0, "body_s": 5.0},
+        "limits": {"body_bytes": plan.body_bytes},
+        "resume": {"enabled": "always"},
+        "keys": {
+            "client": [
+                {"name": "polite", "sha256": _digest(POLITE_KEY)},
+                {"name": "hostile", "sha256": _digest(TENANT_KEY), "max_concurrent": 8},
+            ]
+        },
+        "breakdown": {"capacity": 1_000, "jsonl_path": str(folder / "breakdown.jsonl"), "rejected_to_jsonl": True},
         "grace_s": 10.0,
     }
     path = folder / "proxy.yaml"
@@ -62,6 +70,10 @@ def proxy_process(port: int, engines: list[ManagedProcess], folder: Path) -> Man
     command = (sys.executable, "-m", "warmroute", "serve", "--config", str(path))
     spec = ProcessSpec("proxy", "proxy", command, url=f"http://127.0.0.1:{port}", drop_environment_prefix="WARMROUTE_")
     return ManagedProcess(spec, folder / "proxy.log")
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 async def until_ready(process: ManagedProcess, session: aiohttp.ClientSession, path: str = "/health") -> None:

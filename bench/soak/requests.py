@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.soak.plan import SoakPlan
-from bench.soak.processes import MODEL, SoakError
+from bench.soak.plan import MODEL, SoakPlan
+from bench.soak.processes import SoakError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ async def known_requests(session: aiohttp.ClientSession, engine_url: str, plan: 
     asked: list[tuple[str, dict[str, Any], str]] = []
     for number in range(plan.prompts):
         session_id, history = sessions[number % len(sessions)]
-        limit = {"model": MODEL, "max_tokens": draw.randint(1, plan.max_output_tokens)}
+        # Greedy: only such a stream may be resumed.
+        limit = {"model": MODEL, "max_tokens": draw.randint(1, plan.max_output_tokens), "temperature": 0}
         tail = _words(draw, draw.randint(1, 60))
         if number % 3:
             messages = [{"role": "system", "content": history}, {"role": "user", "content": tail}]

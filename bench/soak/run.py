@@ -11,12 +11,14 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from bench.soak.hostile import HostileCounts, HostileOrder, hostile_slice
 from bench.soak.load import Clients
+from bench.soak.phases import SliceComparison, compare
 from bench.soak.plan import SoakPlan
 from bench.soak.processes import Reaper, SoakError, engine_process, free_port, proxy_process, stop, until_ready
 from bench.soak.requests import known_requests
 from bench.soak.samples import ProcessSample, Sampler
-from bench.soak.verdict import SoakTrends, breakdown_ids, figures, violations
+from bench.soak.verdict import SoakTrends, breakdown_ids, figures, hostile_violations, violations
 from launch.run.processes import ManagedProcess
 
 _IDLE_S = 4.0
@@ -36,6 +38,9 @@ class SoakResult(msgspec.Struct):
     kills: int
     outcomes: dict[str, int]
     """Requests by outcome, as counted by the proxy."""
+    hostile: HostileCounts
+    comparison: SliceComparison | None
+    """Polite clients without and with hostile ones; None for a run without, or one too short."""
     figures: SoakTrends
     stats: dict[str, Any]
     violations: list[str]
@@ -51,7 +56,7 @@ async def soak(plan: SoakPlan, folder: Path) -> SoakResult:
     """
     draw = random.Random()
     engines = [engine_process(number, free_port(draw), plan, folder) for number in range(plan.engines)]
-    proxy = proxy_process(free_port(draw), engines, folder)
+    proxy = proxy_process(free_port(draw), engines, plan, folder)
     try:
         for engine in engines:
             engine.start()
@@ -79,7 +84,9 @@ async def _measured(
     before = sampler.now()
     reaper = Reaper(engines, plan)
     started_s = time.monotonic()
-    beside = [asyncio.create_task(sampler.run()), asyncio.create_task(reaper.run())]
+    hostile: HostileCounts = {}
+    slices = _hostile_slices(plan, int(proxy.spec.url.rpartition(":")[2]), clients, hostile)
+    beside = [asyncio.create_task(work) for work in (sampler.run(), reaper.run(), slices)]
     try:
         await clients.run(plan.duration_s)
     finally:
@@ -98,7 +105,7 @@ async def _measured(
     after = sampler.now()
     await stop([proxy])
     seen, measured = clients.seen, figures(sampler.samples, before, after, plan)
-    rows = breakdown_ids(folder / "breakdown.jsonl")
+    rows, comparison = breakdown_ids(folder / "breakdown.jsonl"), compare(seen.phases)
     return SoakResult(
         {name: getattr(plan, name) for name in plan.__slots__},
         round(duration_s, 1),
@@ -109,12 +116,36 @@ async def _measured(
         round(seen.answer_bytes / 1e6, 1),
         reaper.kills,
         stats["requests"]["outcomes"],
+        hostile,
+        comparison,
         measured,
         stats,
-        violations(seen, reaper.kills, stats, rows, measured, plan, proxy.log_text()),
+        [
+            *violations(seen, reaper.kills, stats, rows, measured, plan, proxy.log_text()),
+            *hostile_violations(hostile, comparison, plan),
+        ],
         seen.wrong,
         sampler.samples,
     )
+
+
+async def _hostile_slices(plan: SoakPlan, port: int, clients: Clients, counts: HostileCounts) -> None:
+    """Send hostile clients in every second slice, as many a second as their share of the slice before makes."""
+    if not plan.hostile_share:
+        return
+    started_s = time.monotonic()
+    for number in range(plan.slice_pairs):
+        sent, from_s = clients.seen.sent, time.monotonic()
+        await asyncio.sleep((2 * number + 1) * plan.slice_s - (from_s - started_s))
+        polite_per_s = (clients.seen.sent - sent) / (time.monotonic() - from_s)
+        per_s = plan.hostile_share / (1 - plan.hostile_share) * polite_per_s
+        left_s = (2 * number + 2) * plan.slice_s - (time.monotonic() - started_s)
+        seed = f"{plan.seed}-{number}"
+        order = HostileOrder(port, left_s, max(per_s, 0.1), plan.hostile_workers, plan.body_bytes, seed)
+        for kind, ends in (await hostile_slice(order)).items():
+            of_kind = counts.setdefault(kind, {})
+            for end, count in ends.items():
+                of_kind[end] = of_kind.get(end, 0) + count
 
 
 async def _stats(session: aiohttp.ClientSession, proxy: ManagedProcess) -> dict[str, Any]:

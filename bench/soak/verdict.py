@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
+from bench.soak.hostile import SILENT, HostileCounts
 from bench.soak.load import Seen
+from bench.soak.phases import SliceComparison
 from bench.soak.plan import SoakPlan
 from bench.soak.samples import ProcessSample, Trend, trend
 
@@ -23,6 +25,7 @@ class SoakTrends(msgspec.Struct):
     """Trends over the measured window."""
 
     rss_mb: Trend
+    rss_peak_mb: float
     descriptors: Trend
     threads: Trend
     descriptors_before: int
@@ -37,6 +40,7 @@ def figures(samples: list[ProcessSample], before: ProcessSample, after: ProcessS
     at_s = [sample.at_s for sample in measured]
     return SoakTrends(
         trend(at_s, [sample.rss_mb for sample in measured]),
+        max(sample.rss_mb for sample in samples),
         trend(at_s, [float(sample.descriptors) for sample in measured]),
         trend(at_s, [float(sample.threads) for sample in measured]),
         before.descriptors,
@@ -59,10 +63,29 @@ def violations(
     return [
         *_of_answers(seen, kills),
         *_of_ledger(stats),
-        *_of_rows(seen, rows),
+        *_of_rows(seen, rows, plan),
         *_of_process(measured, plan),
         *_of_log(log),
     ]
+
+
+def hostile_violations(hostile: HostileCounts, comparison: SliceComparison | None, plan: SoakPlan) -> list[str]:
+    """Violated checks of a run with hostile clients; empty for one without."""
+    found = []
+    for kind, ends in hostile.items():
+        if ends.get(SILENT):
+            found.append(f"{ends[SILENT]} hostile clients ({kind}) were neither answered nor cut off in time")
+        if ends.get("500"):
+            found.append(f"{ends['500']} hostile clients ({kind}) were answered 500")
+    if plan.hostile_share and not any(sum(ends.values()) for ends in hostile.values()):
+        found.append("no hostile client attacked: the run is not valid")
+    if comparison is not None and comparison.ttft_p99_ratio > plan.ttft_ratio:
+        found.append(
+            f"polite clients' TTFT p99 with hostile clients is {comparison.ttft_p99_ratio:.2f} times that without "
+            f"({comparison.with_hostile.ttft_p99_ms:.0f} and {comparison.without.ttft_p99_ms:.0f} ms), "
+            f"over {plan.ttft_ratio:g}"
+        )
+    return found
 
 
 def _of_answers(seen: Seen, kills: int) -> Iterable[str]:
@@ -84,7 +107,9 @@ def _of_ledger(stats: dict[str, Any]) -> Iterable[str]:
             yield f"the ledger's {name} is {value}, not 0"
 
 
-def _of_rows(seen: Seen, rows: Counter[str]) -> Iterable[str]:
+def _of_rows(seen: Seen, rows: Counter[str], plan: SoakPlan) -> Iterable[str]:
+    if plan.hostile_share:  # hostile clients' requests have ids of the proxy's or of their own choice
+        rows = Counter({each: count for each, count in rows.items() if each.startswith(plan.polite_prefix)})
     several = [request_id for request_id, count in rows.items() if count > 1]
     missing = seen.finished_ids - rows.keys()
     unknown = rows.keys() - seen.finished_ids - seen.left_ids

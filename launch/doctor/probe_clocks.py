@@ -11,6 +11,7 @@ import httpx
 
 from launch.doctor.facts import Clock
 from launch.fleet.file import FleetFile
+from launch.run.proxy_access import ProxyAccess
 
 _TIMEOUT_S = 2.0
 _RESOLUTION_S = 2.0
@@ -21,13 +22,15 @@ def ask_clocks(fleet: FleetFile) -> list[Clock]:
     """The clocks of every engine, peer and of the proxy; most do not answer before the fleet runs."""
     targets = [(member.name, fleet.url(member.index)) for member in fleet.members]
     targets += [(peer.name or peer.url, peer.url) for peer in fleet.peers]
-    targets.append(("the proxy", fleet.proxy_url()))
-    return asyncio.run(_ask_all(targets))
+    return asyncio.run(_ask_all(targets, fleet))
 
 
-async def _ask_all(targets: list[tuple[str, str]]) -> list[Clock]:
-    async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
-        return list(await asyncio.gather(*(_ask(name, url, client) for name, url in targets)))
+async def _ask_all(engines: list[tuple[str, str]], fleet: FleetFile) -> list[Clock]:
+    access = ProxyAccess(fleet)
+    access.read_certificate()
+    async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client, access.client(_TIMEOUT_S) as to_proxy:
+        asked = [_ask(name, url, client) for name, url in engines]
+        return list(await asyncio.gather(*asked, _ask("the proxy", fleet.proxy_url(), to_proxy)))
 
 
 async def _ask(name: str, url: str, client: httpx.AsyncClient) -> Clock:

@@ -65,7 +65,10 @@ class FleetKeys(Section):
     restart_backoff_s: Seconds = Field(default=1.0, description="wait before the first restart; doubles each time")
     stagger_s: float = Field(default=0.0, ge=0, description="pause between two engine starts")
     ready_timeout_s: Seconds = Field(default=60.0, description="time limit for the fleet to become ready")
-    stop_grace_s: Seconds = Field(default=5.0, description="time between SIGTERM and SIGKILL")
+    stop_grace_s: Seconds = Field(
+        default=5.0,
+        description="time the engines have between SIGTERM and SIGKILL; the proxy, which ends first, has its grace_s",
+    )
 
     @field_validator("proxy")
     @classmethod

@@ -8,9 +8,11 @@ from functools import cached_property
 from launch.fleet.keys import FleetKeys
 from launch.fleet.members import Member, expand
 from policies.types import Role
-from proxy.settings import OffloadSettings, Settings
+from proxy.settings import AdminSettings, KeySettings, OffloadSettings, Settings, TlsSettings
 
 ANY_HOST = "0.0.0.0"
+_PROXY_END_S = 10.0
+"""Time the proxy needs, after its grace period, to end cut requests and close its listeners."""
 
 
 class FleetLayout(FleetKeys):
@@ -72,15 +74,14 @@ class FleetLayout(FleetKeys):
 
     def proxy_url(self) -> str:
         """Base URL of the proxy."""
-        host = self.proxy.get("host", self.host)
-        return f"http://{'127.0.0.1' if host == ANY_HOST else host}:{self.proxy_port}"
+        return f"{self._scheme}://{_reachable(str(self.proxy.get('host', self.host)))}:{self.proxy_port}"
 
     @property
     def admin_port(self) -> int | None:
         """Port of the proxy's admin listener; None where the admin endpoints are on its main one.
 
         If the proxy listens beyond loopback and its settings do not mention the admin side, the admin listener is on
-        loopback, one port up: beyond loopback the admin endpoints need keys, and the launcher uses them without.
+        loopback, one port up: beyond loopback the admin endpoints need keys.
         """
         admin = self.proxy.get("admin")
         if isinstance(admin, dict) and isinstance(admin.get("port"), int):
@@ -92,8 +93,37 @@ class FleetLayout(FleetKeys):
         """Base URL of the proxy's admin endpoints."""
         if self.admin_port is None:
             return self.proxy_url()
-        admin = self.proxy.get("admin") or {}
-        return f"http://{admin.get('host', '127.0.0.1')}:{self.admin_port}"
+        return f"{self._scheme}://{_reachable(self._admin_host)}:{self.admin_port}"
+
+    def proxy_tls(self) -> TlsSettings | None:
+        """TLS of the proxy's listeners; None for plain HTTP."""
+        tls = TlsSettings.model_validate(self.proxy.get("tls") or {})
+        return None if tls.certificate is None else tls
+
+    def admin_needs_key(self) -> bool:
+        """True if the proxy's admin endpoints are closed to everyone without an admin key."""
+        keys = KeySettings.model_validate(self.proxy.get("keys") or {})
+        return bool(keys.lists().admin) or not is_loopback(self._admin_host)
+
+    @property
+    def proxy_stop_s(self) -> float:
+        """Seconds from SIGTERM to SIGKILL for the proxy: as long as it may drain, and then needs to end."""
+        drain_s = sum(
+            float(self.proxy.get(name, Settings.model_fields[name].default)) for name in ("drain_delay_s", "grace_s")
+        )
+        return max(self.stop_grace_s, drain_s + _PROXY_END_S)
+
+    @property
+    def _scheme(self) -> str:
+        tls = self.proxy.get("tls")
+        return "https" if isinstance(tls, dict) and tls.get("certificate") else "http"
+
+    @property
+    def _admin_host(self) -> str:
+        """Address of the listener with the admin endpoints."""
+        if self.admin_port is None:
+            return str(self.proxy.get("host", self.host))
+        return str((self.proxy.get("admin") or {}).get("host", AdminSettings.model_fields["host"].default))
 
     @property
     def hold_s(self) -> float | None:
@@ -114,6 +144,12 @@ class FleetLayout(FleetKeys):
         wanted = [(port, owner) for kind in by_kind for port, owner in kind if port is not None]
         admin = [] if self.admin_port is None else [(self.admin_port, "the proxy's admin listener")]
         return [*wanted, (self.proxy_port, "the proxy"), *admin]
+
+
+def _reachable(host: str) -> str:
+    """Host part of a URL by which this machine reaches a listener on ``host``."""
+    host = {ANY_HOST: "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
 
 
 def is_loopback(host: str) -> bool:

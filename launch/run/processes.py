@@ -29,6 +29,8 @@ _SAME_PROCESS_S = 0.5
 _POLL_S = 0.05
 _END_S = 10.0
 """Time a guard gets to kill its tree."""
+_HURRY_S = 2.0
+"""Time a process gets to end once the user does not want to wait."""
 _GUARDED = sys.platform == "linux"
 
 
@@ -152,12 +154,21 @@ class ManagedProcess:
         return "\n".join(f"    {line}" for line in self.log_text().splitlines()[-lines:])
 
 
-async def stop_processes(processes: Sequence[ManagedProcess], grace_s: float) -> None:
-    """End processes and their trees: SIGTERM, then SIGKILL after ``grace_s``; returns when all are collected."""
+async def stop_processes(
+    processes: Sequence[ManagedProcess], grace_s: float, hurry: asyncio.Event | None = None
+) -> None:
+    """End processes and their trees: SIGTERM, then SIGKILL after ``grace_s``; returns when all are collected.
+
+    Once ``hurry`` is set they get a second SIGTERM, on which the proxy drains no longer, and at most `_HURRY_S`.
+    """
     running = [process for process in processes if process.pid and process.exit_code is None]
     for process in running:
         process.signal(signal.SIGTERM)
-    await _until_exited(running, grace_s)
+    await _until_exited(running, grace_s, hurry)
+    if hurry is not None and hurry.is_set():
+        for process in running:
+            process.signal(signal.SIGTERM)
+        await _until_exited(running, min(grace_s, _HURRY_S))
     for process in running:
         if not process.exited():
             process.signal(signal.SIGKILL)
@@ -190,11 +201,13 @@ async def finish_despite_cancellation(work: Coroutine[Any, Any, None], *, name: 
         raise asyncio.CancelledError
 
 
-async def _until_exited(processes: Sequence[ManagedProcess], limit_s: float) -> None:
+async def _until_exited(
+    processes: Sequence[ManagedProcess], limit_s: float, hurry: asyncio.Event | None = None
+) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limit_s
     while loop.time() < deadline:
-        if all(process.exited() for process in processes):
+        if all(process.exited() for process in processes) or (hurry is not None and hurry.is_set()):
             break
         await asyncio.sleep(_POLL_S)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from launch.run.proxy_access import ProxyAccess
+
 DRAIN_LIMIT_S = 30.0
 """An engine is stopped this long after its recycle request was first seen, idle or not."""
 DEAD_AFTER = 3
@@ -48,12 +50,27 @@ class RecycleRequests:
         self._approved.add(name)
 
 
-async def instance_rows(client: httpx.AsyncClient, admin_url: str) -> list[dict[str, Any]]:
-    """The rows of the proxy's ``GET /instances``; empty when it does not answer (its end is noticed elsewhere)."""
+class RowsRefusedError(Exception):
+    """The proxy refuses its launcher; the message has the status or the TLS error."""
+
+
+async def instance_rows(access: ProxyAccess) -> list[dict[str, Any]]:
+    """The rows of the proxy's ``GET /instances``; empty when it does not answer (its end is noticed elsewhere).
+
+    Raises:
+        RowsRefusedError: it answers 401, 403 or 404, or its certificate is not the one it started with.
+    """
     try:
-        response = await client.get(f"{admin_url}/instances")
+        async with access.client() as client:
+            response = await client.get(f"{access.admin_url}/instances")
+        if response.status_code in {401, 403, 404}:
+            raise RowsRefusedError(f"it answers {response.status_code}")
         response.raise_for_status()
         rows = response.json()["instances"]
+    except httpx.ConnectError as error:
+        if "CERTIFICATE" in str(error):
+            raise RowsRefusedError(str(error)) from error
+        return []
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return []
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run_until_signal(main: Coroutine[Any, Any, int]) -> int:
+def run_until_signal(main: Coroutine[Any, Any, int], on_second: Callable[[], None] = lambda: None) -> int:
     """Exit code of the coroutine, or 128 + the number of the signal that ended it (130 for Ctrl-C).
 
-    Only the first signal cancels. Further ones are ignored while the clean-up runs, which is bounded: cutting it short
-    would leave processes behind.
+    Only the first signal cancels. Further ones call ``on_second``, to hurry the clean-up; it is never cut short, since
+    that would leave processes behind.
     """
     received: list[int] = []
 
@@ -24,9 +24,11 @@ def run_until_signal(main: Coroutine[Any, Any, int]) -> int:
         assert task is not None
 
         def on_signal(signum: int) -> None:
-            if not received:
-                received.append(signum)
+            received.append(signum)
+            if len(received) == 1:
                 task.cancel()
+            else:
+                on_second()
 
         # With SIGHUP ignored (nohup) the process must outlive the terminal.
         wanted = [

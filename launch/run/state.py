@@ -64,7 +64,9 @@ class FleetRecord(msgspec.Struct, kw_only=True):
     """starting, ready, stopping, stopped or failed."""
     proxy_url: str | None = None
     stop_grace_s: float = 5.0
-    """Time its supervisor leaves between SIGTERM and SIGKILL, to the proxy and then to the engines."""
+    """Time its supervisor leaves the engines between SIGTERM and SIGKILL, once the proxy has ended."""
+    proxy_stop_s: float = 5.0
+    """The same for the proxy, which drains meanwhile."""
     processes: list[ProcessState] = msgspec.field(default_factory=list)
 
     @property

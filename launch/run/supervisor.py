@@ -21,6 +21,7 @@ from launch.fleet.file import FleetFile, ports_in_use
 from launch.run.compatibility import incompatible_engines
 from launch.run.effective import effective_config_problems
 from launch.run.processes import ManagedProcess, StartError, creation_time, finish_despite_cancellation, stop_processes
+from launch.run.proxy_access import ProxyAccess
 from launch.run.state import FleetRecord, ProcessState, StateError, read_state, write_state
 from launch.run.transport import prove_transport
 from launch.run.watch import Watch
@@ -43,6 +44,7 @@ class Fleet:
         source: the fleet's file, for the state file.
         with_proxy: False starts the engines only.
         notify: called with a sentence for each event that an operator should know.
+        hurry: once set, the stop does not wait for requests in progress.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Fleet:
         source: str = "",
         with_proxy: bool = True,
         notify: Notify = lambda message: None,
+        hurry: asyncio.Event | None = None,
     ) -> None:
         self.fleet = fleet
         self.run_dir = run_dir
@@ -62,6 +65,8 @@ class Fleet:
         self.notify = notify
         self.processes: list[ManagedProcess] = []
         """In the order of their start; empty before it and after the stop."""
+        self.proxy_access = ProxyAccess(fleet)
+        self._hurry = hurry
         self._watching: asyncio.Task[None] | None = None
         self.state = FleetRecord(
             fleet=source,
@@ -69,6 +74,7 @@ class Fleet:
             supervisor_created_unix_s=creation_time(os.getpid()) or 0.0,
             proxy_url=fleet.proxy_url() if with_proxy else None,
             stop_grace_s=fleet.stop_grace_s,
+            proxy_stop_s=fleet.proxy_stop_s,
         )
 
     async def __aenter__(self) -> Self:
@@ -168,7 +174,7 @@ class Fleet:
         proven = {
             found.name: Transport(found.transport) for found in self.state.processes if found.transport is not None
         }
-        text = yaml.safe_dump(self.fleet.proxy_config(proven), sort_keys=False)
+        text = yaml.safe_dump(self.proxy_access.with_key(self.fleet.proxy_config(proven)), sort_keys=False)
         (self.run_dir / PROXY_CONFIG).write_text(text, encoding="utf-8")
 
     def _launch(self, spec: ProcessSpec) -> ManagedProcess:
@@ -196,8 +202,13 @@ class Fleet:
         """Start a process, for the first time or again.
 
         Raises:
-            StartError: the operating system refused.
+            StartError: the operating system refused, or the proxy's certificate cannot be read.
         """
+        if process.spec.kind == "proxy":
+            try:
+                self.proxy_access.read_certificate()
+            except ValueError as error:
+                raise StartError(str(error)) from error
         process.start()
         found = self.state_of(process)
         found.pid, found.created_unix_s, found.mark = process.pid, process.created_unix_s, process.mark
@@ -209,6 +220,21 @@ class Fleet:
         Raises:
             StartError: the process ended first, the time is up, or its configuration is not the one given.
         """
+        if process.spec.kind == "proxy":
+            async with self.proxy_access.client() as own:
+                await self._until_answering(process, own, deadline)
+        else:
+            await self._until_answering(process, client, deadline)
+        problems = await asyncio.to_thread(effective_config_problems, process)
+        if problems:
+            raise StartError("; ".join(problems))
+        transport, message = prove_transport(process)
+        if message:
+            self.notify(f"warning: {message}")
+        self.state_of(process).transport = transport.value if transport else None
+        self.set_status(process, "ready")
+
+    async def _until_answering(self, process: ManagedProcess, client: httpx.AsyncClient, deadline: float) -> None:
         loop = asyncio.get_running_loop()
         for url in process.spec.ready_urls:
             answer = "no answer yet"
@@ -232,14 +258,6 @@ class Fleet:
                         f"the end of {process.log_path}:\n{process.log_tail()}"
                     )
                 await asyncio.sleep(_READY_POLL_S)
-        problems = await asyncio.to_thread(effective_config_problems, process)
-        if problems:
-            raise StartError("; ".join(problems))
-        transport, message = prove_transport(process)
-        if message:
-            self.notify(f"warning: {message}")
-        self.state_of(process).transport = transport.value if transport else None
-        self.set_status(process, "ready")
 
     async def _stop(self, status: str) -> None:
         if self._watching is not None:
@@ -250,10 +268,12 @@ class Fleet:
             return
         self.state.status = "stopping"
         write_state(self.run_dir, self.state)
-        # The proxy first, so that no engine vanishes during one of its requests.
-        proxies = [process for process in self.processes if process.spec.kind == "proxy"]
-        await stop_processes(proxies, self.fleet.stop_grace_s)
-        await stop_processes(self.processes, self.fleet.stop_grace_s)
+        # The proxy first, until it has drained, so that no engine vanishes during one of its requests.
+        proxies = [process for process in self.processes if process.spec.kind == "proxy" and not process.exited()]
+        if proxies:
+            self.notify(f"stopping: requests in progress have up to {self.fleet.proxy_stop_s:g} s; again: at once")
+        await stop_processes(proxies, self.fleet.proxy_stop_s, self._hurry)
+        await stop_processes(self.processes, self.fleet.stop_grace_s, self._hurry)
         for process in self.processes:
             found = self.state_of(process)
             if found.status != "exited":

@@ -10,7 +10,8 @@ import httpx
 
 from launch.fleet.file import FleetFile
 from launch.run.processes import ManagedProcess, StartError, stop_processes
-from launch.run.recycling import HealthRecord, RecycleRequests, health_status, instance_rows
+from launch.run.proxy_access import ProxyAccess
+from launch.run.recycling import HealthRecord, RecycleRequests, RowsRefusedError, health_status, instance_rows
 from launch.run.state import ProcessState
 
 _WATCH_S = 0.1
@@ -25,6 +26,7 @@ class WatchedFleet(Protocol):
 
     fleet: FleetFile
     with_proxy: bool
+    proxy_access: ProxyAccess
     unexpected_exits: list[str]
 
     @property
@@ -150,7 +152,14 @@ class Watch:
         reported: set[str] = set()
         while True:
             await asyncio.sleep(_LOOK_S)
-            due = requests.due(await instance_rows(client, self._settings.admin_url()))
+            try:
+                rows = await instance_rows(self._fleet.proxy_access)
+            except RowsRefusedError as error:
+                if "" not in reported:
+                    reported.add("")
+                    self._fleet.notify(f"warning: the proxy's recycle requests cannot be read: {error}")
+                continue
+            due = requests.due(rows)
             for process in [process for process in self._fleet.processes if process.spec.name in due]:
                 name = process.spec.name
                 if not self._serving(process):

@@ -6,6 +6,9 @@ engine's own hash only serves to find parents and removed blocks.
 
 An instance is *trusted* while every event since its cache was known to be empty has been applied. The contents of an
 untrusted instance are dropped: they are unusable until the next time its cache is known to be empty.
+
+An instance is *partial*, and trusted as a lower bound, while every event since some later point has been applied: what
+it stored before is not known, but every block in the index is held.
 """
 
 from __future__ import annotations
@@ -22,10 +25,15 @@ EngineHash: TypeAlias = "int | bytes"
 """An engine's own identifier of a block: opaque here."""
 
 PLAIN_ROOT = root_hash("ids")
-"""Root of the chains of a base model's token ids without adapter or cache salt: the only blocks KV events can match."""
+"""``plain_root`` of seed 0."""
 
 _FOREIGN = -1
-"""Placeholder for our hash: a block that no plain prompt can match (adapter, cache salt, multimodal)."""
+"""Placeholder for our hash: a block that no prompt can match (adapter, cache salt, multimodal, unknown prefix)."""
+
+
+def plain_root(seed: int) -> int:
+    """Root of the chains of a base model's token ids without adapter or cache salt: all that KV events can match."""
+    return root_hash("ids", seed=seed)
 
 
 class StoredBlocks(NamedTuple):
@@ -89,10 +97,13 @@ class ExactIndex:
     own entries (measured by the command in ``docs/kv-events.md``).
     """
 
-    def __init__(self, block_tokens: int = 16) -> None:
+    def __init__(self, block_tokens: int = 16, seed: int = 0) -> None:
         self.block_tokens = block_tokens
+        self._root = plain_root(seed)
         self._holders = BlockHolders()
         self._instances: dict[str, _Instance] = {}
+        self.partial_instances: frozenset[str] = frozenset()
+        """Names of the instances whose contents are a lower bound while trusted."""
 
     # Instances
 
@@ -106,7 +117,7 @@ class ExactIndex:
         """Forget an instance and all its blocks; unknown names are ignored."""
         known = self._instances.get(instance)
         if known is not None:
-            self._drop(known)
+            self._drop(instance)
             self._holders.free_bit(known.bit)
             del self._instances[instance]
 
@@ -125,13 +136,28 @@ class ExactIndex:
             if known.ours:
                 self.distrust(instance, "block_size")
 
+    def set_seed(self, seed: int) -> None:
+        """Set the seed of the hashes, before anything is stored."""
+        if len(self._holders):
+            raise ValueError("the seed cannot change once blocks are stored")
+        self._root = plain_root(seed)
+
     # Trust
 
     def reset(self, instance: str) -> None:
         """The instance's cache is empty at this point of its events: trusted from here on."""
         known = self._instances[instance]
-        self._drop(known)
+        self._drop(instance)
         known.known, known.reason = True, ""
+
+    def reset_partial(self, instance: str) -> None:
+        """Every event from this point on will be applied, but the cache has unknown contents: trusted as a lower bound.
+
+        Each block's count of copies stays at most the engine's own, since an event changes both alike, except that a
+        removal of an unknown copy changes only the engine's.
+        """
+        self.reset(instance)
+        self.partial_instances |= {instance}
 
     def events_restarted(self, instance: str) -> None:
         """The instance's events restarted at number 0: a new process with an empty cache."""
@@ -148,14 +174,14 @@ class ExactIndex:
             known.restart_unconfirmed = False
             return
         if known.followed:
-            self._drop(known)
+            self._drop(instance)
             known.known, known.reason = False, "waiting_for_events"
             known.epoch += 1
 
     def distrust(self, instance: str, reason: str) -> None:
         """Drop the contents of an instance: an event was missed or could not be read."""
         known = self._instances[instance]
-        self._drop(known)
+        self._drop(instance)
         known.counters.distrusted += 1
         known.known, known.reason = False, reason
 
@@ -207,11 +233,13 @@ class ExactIndex:
         count = len(stored.hashes)
         if len(stored.token_ids) != count * stored.block_tokens:
             raise ValueError(f"{count} blocks of {stored.block_tokens} tokens with {len(stored.token_ids)} token ids")
-        parent = PLAIN_ROOT if stored.parent is None else known.ours.get(stored.parent)
+        parent = self._root if stored.parent is None else known.ours.get(stored.parent)
         if parent is None:
             known.counters.unknown_parent += 1
-            self.distrust(instance, "unknown_parent")
-            return
+            if instance not in self.partial_instances:
+                self.distrust(instance, "unknown_parent")
+                return
+            parent = _FOREIGN  # its tokens are not known, so neither is our hash
         plain = 0 if parent == _FOREIGN else max(0, min(stored.plain_blocks, count))
         packed = memoryview(_packed(stored.token_ids[: plain * stored.block_tokens])).cast("B")
         hashes = hash_byte_blocks(packed, stored.block_tokens * TOKEN_ID_BYTES, parent)
@@ -303,7 +331,9 @@ class ExactIndex:
 
     # Inside
 
-    def _drop(self, known: _Instance) -> None:
+    def _drop(self, instance: str) -> None:
+        known = self._instances[instance]
+        self.partial_instances -= {instance}
         self._holders.clear((block for block in known.ours.values() if block != _FOREIGN), known.bit)
         known.ours = {}
         known.further_copies = {}

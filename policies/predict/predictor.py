@@ -22,7 +22,7 @@ class Match(NamedTuple):
     """Prediction of the shadow index, for all instances."""
     exact: Mapping[str, int]
     """Prediction of the exact index; only for trusted instances, and empty for requests whose blocks KV events do not
-    cover. It takes precedence over the shadow index.
+    cover. It takes precedence over the shadow index. Partial instances are left out where the shadow index has more.
     """
 
 
@@ -67,9 +67,10 @@ class Promised:
 class Predictor:
     """Combined prediction of shadow index, exact index and the prompts in flight."""
 
-    def __init__(self, shadow: PrefixIndex) -> None:
+    def __init__(self, shadow: PrefixIndex, seed: int = 0) -> None:
+        """``seed`` is that of the requests' block hashes."""
         self.shadow = shadow
-        self.exact = ExactIndex()
+        self.exact = ExactIndex(seed=seed)
         self.promises = Promises(on_drop=self.exact.forget_promise)
 
     def match(self, request: RequestView, now_s: float) -> Match:
@@ -80,10 +81,13 @@ class Predictor:
         if not trusted:
             return Match(shadow, {})
         held = self.exact.match(hashes)
+        bounds = self.exact.partial_instances
         exact = {}
         for instance in trusted:
             reported = partial(self.exact.was_reported, instance)
-            exact[instance] = self.promises.match(instance, hashes, held[instance], now_s, reported)
+            blocks = self.promises.match(instance, hashes, held[instance], now_s, reported)
+            if blocks >= shadow[instance] or instance not in bounds:
+                exact[instance] = blocks
         return Match(shadow, exact)
 
     def promised(self) -> Promised:

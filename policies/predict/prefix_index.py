@@ -7,7 +7,7 @@ the engine does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from policies.predict.prefix_tree import PrefixTree, distinct_blocks
@@ -91,6 +91,14 @@ class PrefixIndex:
         tree = self._trees.get(insertion.instance)
         if tree is not None:
             tree.retract(insertion.hashes, insertion.held, insertion.serial)
+
+    def runs(self, instance: str) -> Iterator[tuple[int, bytes]]:
+        """Copy of one instance's blocks, while which the index may change (`PrefixTree.runs`)."""
+        return self._trees[instance].runs()
+
+    def restore(self, instance: str, runs: Iterable[tuple[int, bytes]]) -> None:
+        """Fill an instance without blocks from a copy. Raises ValueError if it is none."""
+        self._trees[instance].restore(runs)
 
     def blocks(self, instance: str) -> int:
         """Number of blocks held by one instance."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class _Node:
@@ -114,6 +114,57 @@ class PrefixTree:
         # A later use of a block also uses all blocks before it, so the insertion's remaining blocks end in this node.
         if node is not self._root and node.serial == serial:
             self._drop_tail(node, len(node.blocks) - max(0, held - start))
+
+    def runs(self) -> Iterator[tuple[int, bytes]]:
+        """Yield a copy of the tree: for every run the number of the one it continues (-1: none) and its packed blocks.
+
+        The most recently used comes first, and a run after the one it continues, so every beginning of the copy is a
+        tree. The tree may change between two steps: blocks that are held throughout are copied, others may be.
+        """
+        numbers: dict[_Node | None, int] = {}
+        for node in list(reversed(self._by_use)):
+            # The node may have been split or dropped since; heads of split nodes are not in the list.
+            while (first := self._first_not_in(numbers, node)) is not None:
+                above = numbers.get(first.parent, -1)
+                numbers[first] = len(numbers)
+                yield above, first.blocks.tobytes()
+
+    def restore(self, runs: Iterable[tuple[int, bytes]]) -> None:
+        """Fill an empty tree from a copy, evicting what exceeds the capacity. O(blocks).
+
+        Raises:
+            ValueError: not a copy of a tree; it stays empty.
+        """
+        nodes = [self._root]
+        try:
+            for above, packed in runs:
+                blocks = array("Q")
+                blocks.frombytes(packed)
+                if not blocks or not -1 <= above < len(nodes) - 1:
+                    raise ValueError("an empty run, or one that continues no earlier one")
+                parent = nodes[above + 1]
+                if blocks[0] in parent.children:
+                    raise ValueError("two runs with the same first block")
+                node = parent.children[blocks[0]] = _Node(blocks, parent)
+                self._by_use[node] = None
+                self._by_use.move_to_end(node, last=False)
+                self.blocks += len(blocks)
+                nodes.append(node)
+        except ValueError:
+            self.clear()
+            raise
+        self._evict()
+
+    def _first_not_in(self, numbers: dict[_Node | None, int], node: _Node) -> _Node | None:
+        """First held node on the way to ``node`` that has no number; None if there is none."""
+        first, each = None, node
+        while each is not self._root and each not in numbers:
+            if each in self._by_use:
+                first = each
+            if each.parent is None:
+                break
+            each = each.parent
+        return first
 
     def _split(self, node: _Node, at: int) -> _Node:
         """Split a node in two; the new one is the head, the old one keeps its place in the order of use."""

@@ -27,7 +27,14 @@ class Guard:
         """ASGI entry point."""
         if scope["type"] == "http":
             try:
-                name = self._access.check(self._listener, scope["method"], scope["path"], dict(scope["headers"]))
+                client = scope.get("client")
+                name = self._access.check(
+                    self._listener,
+                    scope["method"],
+                    scope["path"],
+                    dict(scope["headers"]),
+                    peer=client[0] if client else "?",
+                )
             except RequestError as error:
                 await _refuse(send, error)
                 return

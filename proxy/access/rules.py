@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import time
 from enum import StrEnum
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from proxy.access.keys import KeyName, Keys
+from proxy.clip import clip
 from proxy.errors import RequestError
+from proxy.logs import LimitedLog
 from proxy.settings import Settings
 from proxy.settings.urls import is_loopback
 
@@ -41,7 +42,6 @@ _OPEN = frozenset({"/health", "/ready"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 # Any other unsafe request is treated as changing the fleet and always needs an admin key.
 _CHANGES_NO_FLEET = frozenset({("PUT", "/policy"), ("POST", "/explain")})
-_LOG_INTERVAL_S = 1.0
 
 
 def side_of(path: str) -> Side:
@@ -58,13 +58,16 @@ class Access:
         self._keys = keys
         self._admin = settings.admin
         self._bound = {Listener.MAIN: settings.host, Listener.ADMIN: settings.admin.host}
-        self._logged_s = float("-inf")
+        self.refusals = LimitedLog(log)
+        """Guessing keys must not fill the disk."""
 
     def apply(self, settings: Settings) -> None:
         """Apply other rules; the listeners' addresses stay."""
         self._admin = settings.admin
 
-    def check(self, listener: Listener, method: str, path: str, headers: dict[bytes, bytes]) -> KeyName | None:
+    def check(
+        self, listener: Listener, method: str, path: str, headers: dict[bytes, bytes], peer: str = "?"
+    ) -> KeyName | None:
         """Allow a request or raise.
 
         Args:
@@ -72,6 +75,7 @@ class Access:
             method: in capitals.
             path: decoded, without the query.
             headers: names in lower case to values, as in ASGI.
+            peer: address that it came from.
 
         Returns:
             The name of the key it carries, or None if no key is required.
@@ -91,7 +95,10 @@ class Access:
                 raise _elsewhere(method, path, "admin endpoints are on the admin listener (admin.host, admin.port)")
             return self._check_admin(listener, method, path, headers)
         except RequestError as error:
-            self._note(method, path, error)
+            self.refusals.warning(
+                str(error.status), "refused %s %s from %s: %d %s", clip(method, 20), clip(path, 200), peer,
+                error.status, clip(error.message, 300),
+            )  # fmt: skip
             raise
 
     def _check_admin(self, listener: Listener, method: str, path: str, headers: dict[bytes, bytes]) -> KeyName | None:
@@ -102,7 +109,7 @@ class Access:
         if self._keys.for_admins:
             name = self._keys.admin(headers)
             if method not in _SAFE:
-                log.info("%s %s by admin key %s", method, path, name)
+                log.info("%s %s by admin key %s", clip(method, 20), clip(path, 200), name)
             return name
         if not is_loopback(self._bound[listener]):
             where = "host" if listener is Listener.MAIN else "admin.host"
@@ -141,14 +148,6 @@ class Access:
             allowed = False
         if not allowed:
             raise _forbidden("the Origin header names another site: admin requests must come from this one")
-
-    def _note(self, method: str, path: str, error: RequestError) -> None:
-        now_s = time.monotonic()
-        # Rate-limited: guessing keys must not fill the disk.
-        level = logging.WARNING if now_s - self._logged_s >= _LOG_INTERVAL_S else logging.DEBUG
-        if level == logging.WARNING:
-            self._logged_s = now_s
-        log.log(level, "refused %s %s: %d %s", method, path[:200], error.status, error.message)
 
 
 def admin_key_of(request: Request) -> KeyName:

@@ -91,4 +91,9 @@ def _kv_events(core: Core, name: str) -> dict[str, Any] | None:
     if name not in core.events.streams:
         return None
     exact = core.router.state.predictor.exact
-    return {**core.events.figures(name), "trusted": exact.trusted(name), "not_trusted_because": exact.reason(name)}
+    return {
+        **core.events.figures(name),
+        "trusted": exact.trusted(name),
+        "partial": name in exact.partial_instances,
+        "not_trusted_because": exact.reason(name),
+    }

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 
 _FIELDS: dict[str, Any] = {
-    "model": {"type": "string"},
+    "model": {"type": "string", "maxLength": 256},
     "stream": {"type": ["boolean", "null"], "default": False},
     "stream_options": {"type": ["object", "null"], "properties": {"include_usage": {"type": ["boolean", "null"]}}},
     "max_tokens": {"type": ["integer", "null"], "minimum": 1},

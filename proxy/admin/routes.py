@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from policies.registry import parameters
 from policies.types import Decision, NoCandidateError
+from proxy.admin.conditions import conditions
 from proxy.admin.instance_rows import departure_row, instance_rows
+from proxy.breakdown import plain
 from proxy.core import Core
 from proxy.errors import RequestError
 from proxy.operations.fleet_changes import FleetChanges
@@ -39,10 +41,17 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
         return {"status": "ok"}
 
     @routes.get("/ready", summary="Readiness: at least one instance can be sent requests")
-    async def ready() -> JSONResponse:
+    async def ready(
+        verbose: Annotated[
+            str | None, Query(description="list named conditions with their remedies; 0 or false: do not")
+        ] = None,
+    ) -> JSONResponse:
         healthy = sorted(core.instances.healthy())
         serving = bool(healthy) and not core.draining
-        return JSONResponse({"ready": serving, "healthy_instances": healthy}, 200 if serving else 503)
+        answer: dict[str, Any] = {"ready": serving, "healthy_instances": healthy}
+        if verbose is not None and verbose not in {"0", "false"}:
+            answer["conditions"] = [condition.as_dict() for condition in conditions(core)]
+        return JSONResponse(answer, 200 if serving else 503)
 
     @routes.get("/v1/models", summary="Models the fleet serves")
     async def models() -> dict[str, Any]:
@@ -140,6 +149,7 @@ def _stats(core: Core) -> dict[str, Any]:
         "bytes_per_token": round(core.router.bytes_per_token, 4),
         "policy": core.router.policy.name,
         "planner": core.router.planner.name,
+        "policy_failures": core.router.watch.as_dict(),
     }
 
 
@@ -151,6 +161,7 @@ def _policy(core: Core) -> dict[str, Any]:
         "planner": planner.name,
         "planner_params": parameters(planner),
         "known_policies": sorted(core.router.known_policies),
+        "broken_policies": core.router.broken_policies,
         "known_planners": core.router.known_planners,
     }
 
@@ -192,7 +203,11 @@ def _decision(decision: Decision) -> dict[str, Any]:
         "offload": {
             "prefill_instance": decision.prefill_on,
             "reason": decision.offload.reason.value,
-            "inputs": decision.offload.inputs,
+            "inputs": plain(decision.offload.inputs),
         },
-        "scores": [score._asdict() for score in decision.scores],
+        "scores": plain([score._asdict() for score in decision.scores]),
+        "decided_by": decision.policy,
+        "failures": [
+            {"part": failure.part.value, "name": failure.name, "error": failure.error} for failure in decision.failures
+        ],
     }

@@ -54,6 +54,10 @@ class Link(Protocol):
         """Headers of every answer."""
         ...
 
+    def peer(self) -> str:
+        """The client's address, without its port."""
+        ...
+
 
 class Handler(Protocol):
     """Serves generation requests."""
@@ -212,6 +216,11 @@ class Inbound:
         self._before = None
         self._served = True
         return self._handler.serve(self)
+
+    @property
+    def peer(self) -> str:
+        """The client's address, without its port."""
+        return self._link.peer()
 
     @property
     def body(self) -> bytes:

@@ -77,6 +77,11 @@ class EventStream:
             self._index.reset(self._instance)
         self.next = start
 
+    def begin_partial_replay(self, start: int) -> None:
+        """Start applying a replay of all that the engine keeps, which begins after number 0."""
+        self._index.reset_partial(self._instance)
+        self.next = start
+
     def give_up(self, sequence: int | None, reason: str) -> None:
         """Record that the batches before ``sequence`` (None: those before subscribing) cannot be obtained."""
         self._index.distrust(self._instance, reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import asdict
 
 import zmq
@@ -63,6 +63,33 @@ class EventSubscriber:
         if task is not None:
             task.cancel()
 
+    async def caught_up(self, names: Collection[str], timeout_s: float) -> None:
+        """Wait until the first replay of each of these instances has ended, at most ``timeout_s``; ``run`` runs.
+
+        Instances without an ``events_replay_url`` are not waited for.
+        """
+        waiting = {name: each for name, each in self._subscriptions.items() if name in names and each.replays}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for each in waiting.values():
+                    await each.caught_up.wait()
+        for name in waiting:
+            if self._index.trusted(name):
+                log.info(
+                    "%s: KV events replayed, %d blocks are cached%s",
+                    name,
+                    self._index.blocks(name),
+                    "; older ones are not known" if name in self._index.partial_instances else "",
+                )
+        late = sorted(name for name, each in waiting.items() if not each.caught_up.is_set())
+        if late:
+            log.warning(
+                "%s: the KV events were not replayed within %g s (events.replay_at_start_s): requests are served, and "
+                "the exact index is used once they are",
+                ", ".join(late),
+                timeout_s,
+            )
+
     def figures(self, instance: str) -> dict[str, int]:
         """Event counts of one instance since the start, and the state of its part of the index."""
         stream, counters = self.streams[instance], self._index.counters(instance)
@@ -113,6 +140,14 @@ class _Subscription:
         self._index = index
         self.removed = False
         """The name no longer belongs to this subscription: the index may not have it, or use it for another engine."""
+        self.caught_up = asyncio.Event()
+        """Set once the first replay has ended, or the subscription."""
+        self._joined = False
+
+    @property
+    def replays(self) -> bool:
+        """True if past events can be replayed."""
+        return self._instance.events_replay_url is not None
 
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Receive until cancelled."""
@@ -129,11 +164,12 @@ class _Subscription:
             socket.setsockopt(zmq.SUBSCRIBE, self._settings.topic.encode())
             socket.connect(self._instance.events_url)
             while True:
-                frames = await self._next(socket)
-                if frames is None:
-                    continue
                 try:
-                    await self._take(frames)
+                    frames = await self._next(socket)
+                    if frames is not None:
+                        await self._take(frames)
+                except zmq.ZMQError:
+                    raise
                 except Exception:
                     # A bad event must not end the subscription.
                     log.exception("%s: a KV event could not be applied", name)
@@ -143,18 +179,27 @@ class _Subscription:
             log.error("%s: no KV events from %s: %s", name, self._instance.events_url, error)
             self._index.distrust(name, "socket_failed")
         finally:
+            self.caught_up.set()
             socket.close(linger=0)
 
     async def _next(self, socket: zmq.asyncio.Socket) -> list[bytes] | None:
-        """Next message, or None from time to time while the cache contents before subscribing are unknown."""
-        if self._instance.events_replay_url is None:
+        """Next message, or None after a replay of the past and from time to time."""
+        if not self.replays:
             return list(await socket.recv_multipart())
+        if not self.caught_up.is_set():
+            try:
+                await self._replay(0)
+            finally:
+                self.caught_up.set()
+            return None
         # Polled first: a receive that is cancelled while its message arrives loses it.
         if await socket.poll(int(self._settings.join_interval_s * 1e3)):
             return list(await socket.recv_multipart())
-        if not self._stream.synced():
-            # No event has arrived yet: only a replay can report what the engine has stored.
-            await self._replay(0)
+        following = self._stream.next if self._stream.synced() else None
+        if following is None or not self._joined:
+            # The second time: events between the first replay and the moment the subscription reached the engine.
+            self._joined = True
+            await self._replay(following or 0)
         return None
 
     async def _take(self, frames: list[bytes]) -> None:
@@ -172,7 +217,7 @@ class _Subscription:
     async def _fill(self, start: int, sequence: int) -> None:
         """Fetch the batches missing from ``start`` to ``sequence``: that part, else everything, else give up."""
         name = self._instance.name
-        for first in dict.fromkeys((start, 0)) if self._instance.events_replay_url is not None else ():
+        for first in dict.fromkeys((start, 0)) if self.replays else ():
             if await self._replay(first) and self._reaches(sequence):
                 log.info("%s: KV events %d to %d were replayed", name, first, sequence - 1)
                 return
@@ -209,12 +254,18 @@ class _Subscription:
         return complete
 
     async def _replay_all(self, start: int) -> bool:
-        """Replay until nothing is left: an engine drops what its socket's queue cannot hold, so gaps are normal."""
+        """Replay until nothing is left: an engine drops what its socket's queue cannot hold, so gaps are normal.
+
+        From 0, a replay that begins later is partial: the engine no longer keeps its first events.
+        """
         stream, position, begun = self._stream, start, False
         while True:
             progress = beyond = False
             async with contextlib.aclosing(self._replayed(position)) as batches:
                 async for sequence, payload in batches:
+                    if not begun and not start and sequence:
+                        begun, position = True, sequence
+                        stream.begin_partial_replay(sequence)
                     if sequence != position:
                         beyond = True
                         continue

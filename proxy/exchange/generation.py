@@ -7,6 +7,7 @@ import logging
 from policies.row import RequestOutcome, Row
 from proxy.access.forwarding import request_id_of
 from proxy.clients.inbound import Inbound
+from proxy.clip import clip
 from proxy.core import Core
 from proxy.errors import RequestError, draining_error
 from proxy.exchange.exchange import Exchange
@@ -38,6 +39,8 @@ class Generation:
             await self._serve(inbound, row)
         except RequestError as error:
             row.status, row.error = error.status, error.message
+            if row.outcome is RequestOutcome.REJECTED:
+                self._log_rejected(inbound, error)
             _send_error(inbound, error, row.request_id)
         except Exception as error:
             log.exception("request %s failed", row.request_id)
@@ -56,6 +59,7 @@ class Generation:
     def refuse(self, inbound: Inbound, error: RequestError) -> None:
         row = inbound.row
         row.outcome, row.status, row.error = RequestOutcome.REJECTED, error.status, error.message
+        self._log_rejected(inbound, error)
         _send_error(inbound, error, row.request_id)
         self._close_row(row)
 
@@ -83,6 +87,16 @@ class Generation:
             await Exchange(core, row, inbound).run(parsed)
         finally:
             core.keys.leave(key)
+
+    def _log_rejected(self, inbound: Inbound, error: RequestError) -> None:
+        self._core.rejections.warning(
+            f"{error.status} {error.code}" if error.code else str(error.status),
+            "rejected %s from %s: %d %s",
+            inbound.path,
+            inbound.peer,
+            error.status,
+            clip(error.message, 300),
+        )
 
     def _close_row(self, row: Row) -> None:
         self._core.breakdown.close_row(row)

@@ -1,6 +1,6 @@
-"""Metrics of breakers, queue, retry budget and clients' connections, collected at scrape time.
+"""Metrics of breakers, queue, retry budget, failing policies and clients' connections, collected at scrape time.
 
-Labels: instances, states, reasons, limits.
+Labels: instances, states, reasons, installed policies, limits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from proxy.clients.bounds import ClientBounds
 from proxy.fleet.breaker import BreakerState
 from proxy.fleet.instances import Instances
 from proxy.routing.admission import Admission
+from proxy.routing.policy_watch import PolicyWatch
 from proxy.routing.retries import RetryBudget
 
 _SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -30,11 +31,13 @@ class LimitMetrics(Collector):
         instances: Instances,
         admission: Admission,
         retries: RetryBudget,
+        policies: PolicyWatch,
         clients: ClientBounds,
     ) -> None:
         self._instances = instances
         self._admission = admission
         self._retries = retries
+        self._policies = policies
         self._clients = clients
         waits = Histogram(
             "warmroute_queue_wait_seconds",
@@ -80,6 +83,22 @@ class LimitMetrics(Collector):
         yield GaugeMetricFamily(
             "warmroute_retry_budget", "Retries currently permitted by the budget", self._retries.left(time.monotonic())
         )
+        failures = CounterMetricFamily(
+            "warmroute_policy_failures",
+            "Decisions that a built-in policy took because the policy or planner failed",
+            labels=["part", "name"],
+        )
+        for (part, name), trouble in self._policies.failures.items():
+            failures.add_metric([part.value, name], trouble.count)
+        yield failures
+        slow = CounterMetricFamily(
+            "warmroute_slow_decisions",
+            "Routing decisions that took longer than limits.slow_decision_s",
+            labels=["policy"],
+        )
+        for name, trouble in self._policies.slow.items():
+            slow.add_metric([name], trouble.count)
+        yield slow
         clients = self._clients
         yield GaugeMetricFamily("warmroute_client_connections", "Open connections of clients", clients.open)
         yield GaugeMetricFamily(

@@ -10,6 +10,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from proxy.clip import clip
 from proxy.core import Core
 from proxy.engines.shortage import own_shortage
 from proxy.fleet.instances import Instance
@@ -37,6 +38,8 @@ class HealthMonitor:
         while True:
             await self.probe_all()
             self._core.breakdown.flush()
+            for limited in (self._core.rejections, self._core.access.refusals):
+                limited.flush()
             await asyncio.sleep(self._core.settings.health.interval_s)
 
     async def probe_all(self) -> None:
@@ -70,7 +73,7 @@ class HealthMonitor:
                 log.warning("a probe of %s was not sent: this proxy is out of sockets: %s", instance.name, shortage)
                 return
             gone = isinstance(error, httpx.ConnectError)
-            self._core.instances.probe_failed(instance, f"probe: {error!r}", refused=gone)
+            self._core.instances.probe_failed(instance, clip(f"probe: {error!r}"), refused=gone)
         else:
             self._core.instances.probed(instance)
 

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import msgspec
 
 from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
-from policies.predict.exact_index import PLAIN_ROOT
+from policies.predict.exact_index import plain_root
 from policies.types import RequestView
 from proxy.errors import RequestError
 from proxy.request.token_chunks import TokenChunks
 
 _MAX_SESSION_ID = 256
+_MAX_MODEL_NAME = 256
 _DEFAULT_COMPLETION_TOKENS = 16
 _DEFAULT_CHAT_TOKENS = 1024
 
@@ -104,6 +105,7 @@ def parse_request(
     text_block_bytes: int,
     is_base_model: Callable[[str], bool] = lambda _: False,
     chunks: TokenChunks | None = None,
+    seed: int = 0,
 ) -> Parsed:
     """Parse one request body.
 
@@ -114,6 +116,7 @@ def parse_request(
         text_block_bytes: bytes per block of text.
         is_base_model: returns True if a model name is served without an adapter.
         chunks: cache of token ids, kept between calls.
+        seed: secret seed of the block hashes.
 
     Raises:
         RequestError: 400 with the problem and its location, in OpenAI's shape.
@@ -132,11 +135,13 @@ def parse_request(
             "'kv_transfer_params' may be set by the proxy only: a wrong value can crash an engine",
             param="kv_transfer_params",
         )
+    if len(fields.model) > _MAX_MODEL_NAME:
+        raise RequestError(400, f"'model' is longer than {_MAX_MODEL_NAME} characters", param="model")
     salts = (fields.model, fields.cache_salt or "")
     if endpoint is Endpoint.CHAT:
-        prompt = _chat_prompt(fields, text_block_bytes, salts)
+        prompt = _chat_prompt(fields, text_block_bytes, salts, seed)
     else:
-        ids = _Ids(block_tokens, salts, is_base_model(fields.model))
+        ids = _Ids(block_tokens, salts, is_base_model(fields.model), seed)
         prompt = _completion_prompt(fields, text_block_bytes, ids, TokenChunks(1) if chunks is None else chunks)
     return Parsed(endpoint, body, fields, prompt)
 
@@ -172,10 +177,10 @@ def request_view(
     )
 
 
-def with_token_ids(parsed: Parsed, ids: Sequence[int], block_tokens: int, base_model: bool) -> Parsed:
+def with_token_ids(parsed: Parsed, ids: Sequence[int], block_tokens: int, base_model: bool, seed: int = 0) -> Parsed:
     """A text or chat request with the blocks of its tokenized prompt; the body is unchanged."""
     fields = parsed.fields
-    prompt = _token_prompt(ids, _Ids(block_tokens, (fields.model, fields.cache_salt or ""), base_model))
+    prompt = _token_prompt(ids, _Ids(block_tokens, (fields.model, fields.cache_salt or ""), base_model, seed))
     return msgspec.structs.replace(parsed, prompt=msgspec.structs.replace(prompt, text_bytes=parsed.prompt.text_bytes))
 
 
@@ -196,7 +201,7 @@ def _may_offload(parsed: Parsed) -> bool:
     return not (several or fields.echo or fields.prompt_logprobs is not None)
 
 
-def _chat_prompt(fields: GenerationBody, text_block_bytes: int, salts: tuple[str, ...]) -> Prompt:
+def _chat_prompt(fields: GenerationBody, text_block_bytes: int, salts: tuple[str, ...], seed: int) -> Prompt:
     raw = memoryview(fields.messages)
     if not raw:
         raise RequestError(400, "'messages' is missing: give a list of messages", param="messages")
@@ -205,17 +210,18 @@ def _chat_prompt(fields: GenerationBody, text_block_bytes: int, salts: tuple[str
     # Without the closing bracket a continued conversation has the earlier one as an exact byte prefix. Tools come
     # before the messages in every chat template, so they belong to the root of the chain.
     history = raw[:-1]
-    root = root_hash("chat", *salts, bytes(fields.tools).decode("utf-8", "replace"))
+    root = root_hash("chat", *salts, bytes(fields.tools).decode("utf-8", "replace"), seed=seed)
     return Prompt(hash_byte_blocks(history, text_block_bytes, root), 0, len(history))
 
 
 class _Ids(NamedTuple):
-    """Parameters of hashing token ids into blocks."""
+    """Parameters of hashing a completion's prompt into blocks."""
 
     block_tokens: int
     salts: tuple[str, ...]
     """Model and cache salt."""
     base_model: bool
+    seed: int
 
     @property
     def plain(self) -> bool:
@@ -223,7 +229,7 @@ class _Ids(NamedTuple):
 
     @property
     def root(self) -> int:
-        return PLAIN_ROOT if self.plain else root_hash("ids", *self.salts)
+        return plain_root(self.seed) if self.plain else root_hash("ids", *self.salts, seed=self.seed)
 
 
 def _completion_prompt(fields: GenerationBody, text_block_bytes: int, ids: _Ids, chunks: TokenChunks) -> Prompt:
@@ -242,7 +248,7 @@ def _completion_prompt(fields: GenerationBody, text_block_bytes: int, ids: _Ids,
         return Prompt(blocks.hashes, blocks.tokens, 0, plain=ids.plain)
     if raw[0] != ord('"') or len(raw) < 3:
         raise RequestError(400, "'prompt' must be a non-empty string or list of token ids", param="prompt")
-    return _text_prompt(raw, text_block_bytes, ids.salts)
+    return _text_prompt(raw, text_block_bytes, ids)
 
 
 def _token_prompt(ids: Sequence[int], how: _Ids) -> Prompt:
@@ -264,17 +270,18 @@ def _out_of_range(error: OverflowError) -> RequestError:
     return RequestError(400, f"'prompt' holds a token id out of range: {error}", param="prompt")
 
 
-def _text_prompt(quoted: memoryview, text_block_bytes: int, salts: tuple[str, ...]) -> Prompt:
+def _text_prompt(quoted: memoryview, text_block_bytes: int, how: _Ids) -> Prompt:
     """Hash a JSON string without decoding it: one client escapes equal text equally."""
     text = quoted[1:-1]
-    return Prompt(hash_byte_blocks(text, text_block_bytes, root_hash("text", *salts)), 0, len(text))
+    root = root_hash("text", *how.salts, seed=how.seed)
+    return Prompt(hash_byte_blocks(text, text_block_bytes, root), 0, len(text))
 
 
 def _batch_prompt(items: list[msgspec.Raw], text_block_bytes: int, how: _Ids) -> Prompt:
     """Combine several prompts of one request: blocks of the first one, lengths of all."""
     raws = [memoryview(item) for item in items]
     if raws and all(raw[0] == ord('"') and len(raw) > 2 for raw in raws):
-        first = _text_prompt(raws[0], text_block_bytes, how.salts)
+        first = _text_prompt(raws[0], text_block_bytes, how)
         return Prompt(first.hashes, 0, sum(len(raw) - 2 for raw in raws), len(raws))
     try:
         ids = [_decode_ids(item) for item in items]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +21,10 @@ from policies.state import FleetState
 from policies.types import Decision, RequestView, Role
 from proxy.request.parse import Endpoint, Parsed, parse_request, request_view, with_token_ids
 from proxy.request.token_chunks import TokenChunks
+from proxy.routing.policy_watch import PolicyWatch
 from proxy.settings import Settings
+
+log = logging.getLogger("warmroute.policy")
 
 _RATIO_WEIGHT = 0.1
 
@@ -29,10 +34,19 @@ class Router:
 
     def __init__(self, settings: Settings, is_base_model: Callable[[str], bool] = lambda _: False) -> None:
         """``is_base_model`` returns True if the fleet serves a model name without an adapter."""
+        self.seed = secrets.randbits(64)
+        """Secret seed of the block hashes: clients must not be able to construct colliding prompts."""
         self._settings = settings
         self._is_base_model = is_base_model
         # Entry points are files on disk: read once, not on the event loop for every explanation.
-        self.known_policies = all_routing()
+        installed = all_routing()
+        self.known_policies = installed.usable
+        self.broken_policies = installed.broken
+        """Name -> reason, of installed policies that cannot be used."""
+        for error in installed.broken.values():
+            log.warning("%s", error)
+        self.watch = PolicyWatch()
+        self._slow_s = settings.limits.slow_decision_s
         self.known_planners = offload_planners()
         self.block_tokens = settings.index.block_tokens
         self.bytes_per_token = settings.index.bytes_per_token
@@ -42,6 +56,7 @@ class Router:
             Ledger(settings.ledger.recent_half_life_s),
             SessionTable(settings.sessions.capacity, settings.sessions.ttl_s),
             HotspotTracker(),
+            self.seed,
         )
         self.state.predictor.exact.set_block_tokens(self.block_tokens)
         self.routing = RoutingSession(
@@ -50,6 +65,7 @@ class Router:
             make_planner(settings.offload.planner, settings.offload.params),
             settings.classes.thresholds(),
             settings.offload.hold_s,
+            guarded=True,
         )
         for instance in settings.instances:
             self.state.add_instance(instance.name, instance.role, instance.host, instance.transport, instance.connector)
@@ -68,12 +84,13 @@ class Router:
         """Parse a body with the effective block sizes; raises RequestError."""
         text_block_bytes = self._settings.index.text_block_bytes
         return parse_request(
-            endpoint, body, self.block_tokens, text_block_bytes, self._is_base_model, self._token_chunks
+            endpoint, body, self.block_tokens, text_block_bytes, self._is_base_model, self._token_chunks, self.seed
         )
 
     def tokenized(self, parsed: Parsed, ids: Sequence[int]) -> Parsed:
         """A text or chat request with the token ids of its prompt, so that its blocks are exact."""
-        return with_token_ids(parsed, ids, self.block_tokens, self._is_base_model(parsed.fields.model))
+        base_model = self._is_base_model(parsed.fields.model)
+        return with_token_ids(parsed, ids, self.block_tokens, base_model, self.seed)
 
     def view(self, parsed: Parsed, request_id: str, session_id: str | None) -> RequestView:
         """The request's view for policies."""
@@ -89,7 +106,14 @@ class Router:
     def route(self, request: RequestView, available: set[str]) -> Routed:
         """Decide and count, without an await in between. Raises NoCandidateError."""
         decoders, producers = self._by_role(available)
-        return self.routing.route(request, decoders, producers, time.monotonic())
+        now_s = time.monotonic()
+        routed = self.routing.route(request, decoders, producers, now_s)
+        if routed.decision.failures:
+            self.watch.failed(routed.decision.failures, routed.decision.policy)
+        took_s = time.monotonic() - now_s
+        if took_s > self._slow_s:
+            self.watch.was_slow(self.policy.name, took_s)
+        return routed
 
     def explain(self, request: RequestView, available: set[str]) -> tuple[FleetSnapshot, dict[str, Decision]]:
         """Current decision of every installed policy, without counting it.
@@ -118,6 +142,7 @@ class Router:
         self._settings = settings
         self.routing.thresholds = settings.classes.thresholds()
         self.routing.hold_s = settings.offload.hold_s
+        self._slow_s = settings.limits.slow_decision_s
         self.state.sessions.set_bounds(settings.sessions.capacity, settings.sessions.ttl_s)
         self.state.ledger.set_half_life(settings.ledger.recent_half_life_s)
 
@@ -125,6 +150,11 @@ class Router:
         """Update the bytes-per-token ratio from an engine's token count (exponential average)."""
         if text_bytes and prompt_tokens:
             self.bytes_per_token += _RATIO_WEIGHT * (text_bytes / prompt_tokens - self.bytes_per_token)
+
+    def set_seed(self, seed: int) -> None:
+        """Take over the seed of an earlier process, before the first request."""
+        self.state.predictor.exact.set_seed(seed)
+        self.seed = seed
 
     def set_block_tokens(self, block_tokens: int) -> None:
         """Set the engines' block size in tokens; index contents with another block size are dropped."""

@@ -2,7 +2,14 @@
 
 from proxy.settings.instance import InstanceSettings
 from proxy.settings.model import Settings, load_settings
-from proxy.settings.prediction import EventSettings, IndexSettings, LedgerSettings, SessionSettings, TokenizerSettings
+from proxy.settings.prediction import (
+    EventSettings,
+    IndexSettings,
+    LedgerSettings,
+    SessionSettings,
+    SnapshotSettings,
+    TokenizerSettings,
+)
 from proxy.settings.resume import ResumeSettings, ResumeWhen
 from proxy.settings.routing import ClassSettings, OffloadSettings, PolicySettings
 from proxy.settings.section import Seconds, Section, SettingsError
@@ -32,6 +39,7 @@ __all__ = [
     "SessionSettings",
     "Settings",
     "SettingsError",
+    "SnapshotSettings",
     "TimeoutSettings",
     "TlsSettings",
     "TokenizerSettings",

@@ -16,7 +16,14 @@ from pydantic_settings import (
 )
 
 from proxy.settings.instance import InstanceSettings
-from proxy.settings.prediction import EventSettings, IndexSettings, LedgerSettings, SessionSettings, TokenizerSettings
+from proxy.settings.prediction import (
+    EventSettings,
+    IndexSettings,
+    LedgerSettings,
+    SessionSettings,
+    SnapshotSettings,
+    TokenizerSettings,
+)
 from proxy.settings.resume import ResumeSettings
 from proxy.settings.routing import ClassSettings, OffloadSettings, PolicySettings
 from proxy.settings.secrets import checked_secret, secret_from
@@ -48,6 +55,7 @@ class Settings(BaseSettings):
     tokenizer: TokenizerSettings = Field(default_factory=TokenizerSettings)
     ledger: LedgerSettings = Field(default_factory=LedgerSettings)
     sessions: SessionSettings = Field(default_factory=SessionSettings)
+    snapshot: SnapshotSettings = Field(default_factory=SnapshotSettings)
     timeouts: TimeoutSettings = Field(default_factory=TimeoutSettings)
     health: HealthSettings = Field(default_factory=HealthSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)

@@ -30,6 +30,9 @@ class EventSettings(Section):
     receive_hwm: int = Field(default=100_000, ge=1, description="batches queued per instance before some are dropped")
     blocks_per_turn: int = Field(default=256, ge=1, description="blocks applied before yielding to other tasks")
     replay_timeout_s: Seconds = Field(default=5.0, description="bound on fetching missed batches")
+    replay_at_start_s: float = Field(
+        default=5.0, ge=0, description="time that the start of the proxy waits for the replay of past events"
+    )
     join_interval_s: Seconds = Field(
         default=2.0, description="interval between attempts to replay what was stored before the proxy subscribed"
     )
@@ -63,6 +66,21 @@ class LedgerSettings(Section):
     """In-flight load tracked by the router."""
 
     recent_half_life_s: Seconds = Field(default=30.0, description="half-life of the recently-assigned term")
+
+
+class SnapshotSettings(Section):
+    """Shadow index and sessions on disk, for the next process."""
+
+    path: Path | None = Field(
+        default=None, description="file, readable by its owner only; none: a restarted proxy starts without them"
+    )
+    interval_s: Seconds = Field(default=30.0, description="time between two snapshots; the last is written at the end")
+    max_bytes: int = Field(
+        default=256 * 1024 * 1024,
+        ge=65_536,
+        description="maximum size of the file, shared equally by the instances and the sessions, the most recent first",
+    )
+    max_age_s: Seconds = Field(default=600.0, description="age beyond which a snapshot is ignored at the start")
 
 
 class SessionSettings(Section):

@@ -89,10 +89,21 @@ class LimitSettings(Section):
     )
     retry_min_per_s: float = Field(default=1.0, ge=0, description="additional retries allowed per second")
     retry_window_s: Seconds = Field(default=60.0, description="window over which requests and retries are counted")
+    slow_decision_s: Seconds = Field(
+        default=0.05, description="routing decisions that take longer are counted as slow, and reported"
+    )
 
 
 class BreakdownSettings(Section):
     """Per-request records."""
 
     capacity: int = Field(default=10_000, ge=1, description="rows kept in memory")
-    jsonl_path: Path | None = Field(default=None, description="also append every row to this file")
+    rejected_capacity: int = Field(
+        default=1_000, ge=1, description="rows of rejected requests kept in memory, apart from the others"
+    )
+    jsonl_path: Path | None = Field(
+        default=None, description="also append every row to this file, except those of rejected requests"
+    )
+    rejected_to_jsonl: bool = Field(
+        default=False, description="append rows of rejected requests too: clients without a key can then fill the disk"
+    )

@@ -34,7 +34,9 @@ class OfflineRouter:
             self.state.set_capacity(name, config.num_blocks * config.block_tokens, config.block_tokens)
         self._decoders = frozenset(name for name in engines if roles[name] is not Role.KV_PRODUCER)
         self._producers = frozenset(engines) - self._decoders
-        self.routing = RoutingSession(self.state, policy, planner, options.thresholds, options.bounds.hold_s)
+        # A simulation must not hide a policy's failure behind another policy's decisions.
+        hold_s = options.bounds.hold_s
+        self.routing = RoutingSession(self.state, policy, planner, options.thresholds, hold_s, guarded=False)
 
     def probe(self, now_s: float) -> None:
         """Read every engine's KV usage, as the proxy's health monitor does."""

@@ -1,4 +1,4 @@
-"""The soak test in ten seconds, and the function that judges it."""
+"""The soak test in ten seconds, and the functions that judge it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,40 @@ from typing import Any
 
 import pytest
 
+from bench.soak.attacks import KINDS
+from bench.soak.hostile import SILENT
 from bench.soak.load import Seen, WrongAnswerError, _read_event
+from bench.soak.phases import SliceKind, SliceTally, compare, kind_at
 from bench.soak.plan import SoakPlan
 from bench.soak.run import soak
 from bench.soak.samples import ProcessSample, trend
-from bench.soak.verdict import figures, violations
+from bench.soak.verdict import figures, hostile_violations, violations
 
-QUICK = SoakPlan(duration_s=10.0, streams=24, engines=3, kill_every_s=2.0, down_s=1.0, prompts=12, rss_growth_mb=64.0)
+QUICK = SoakPlan(
+    duration_s=10.0,
+    streams=24,
+    engines=3,
+    kill_every_s=2.0,
+    down_s=1.0,
+    prompts=12,
+    rss_growth_mb=64.0,
+    hostile_share=0.3,
+    body_bytes=2**18,
+    slice_pairs=2,
+    ttft_ratio=1e3,  # so few requests, on a machine with other tests, are no measurement
+)
 
 
 @pytest.mark.fleet
-async def test_ten_seconds_of_killed_engines_and_leaving_clients(tmp_path: Path) -> None:
+async def test_ten_seconds_of_killed_engines_and_leaving_and_hostile_clients(tmp_path: Path) -> None:
     result = await soak(QUICK, tmp_path)
     assert result.violations == []
     assert result.kills >= 1
     assert result.ends["ok"] > 50
     assert result.ends["left"] > 5
     assert not set(result.ends) - {"ok", "left", "broken", "refused"}
+    assert set(result.hostile) == {attack.__name__ for attack in KINDS}
+    assert sum(sum(ends.values()) for ends in result.hostile.values()) > 10
 
 
 def sample(at_s: float, rss_mb: float = 80.0, descriptors: int = 20) -> ProcessSample:
@@ -42,7 +59,7 @@ def clean() -> dict[str, Any]:
         "stats": {"requests": {"in_flight": 0, "abandoned_pulls": 0}, "ledger": {"requests": 0, "held_tokens": 0}},
         "rows": Counter(["a", "b", "c"]),
         "measured": figures(samples, samples[0], samples[-1], QUICK),
-        "plan": QUICK,
+        "plan": replace(QUICK, hostile_share=0.0),
         "log": "2026-01-01 INFO all is well\n",
     }
 
@@ -80,6 +97,49 @@ def test_a_wrong_answer_is_a_violation(kind: str) -> None:
     reported["seen"].ends[kind] += 1
     reported["seen"].wrong.append("r: what")
     assert kind in violations(**reported)[0]
+
+
+def test_rows_of_hostile_clients_are_not_compared_with_those_of_polite_ones() -> None:
+    polite = QUICK.polite_prefix
+    seen = Seen(ends=Counter(ok=1), finished_ids={f"{polite}1"})
+    run = {**clean(), "seen": seen, "rows": Counter([f"{polite}1", "x", "x"])}
+    assert violations(**{**run, "plan": QUICK}) == []
+    assert len(violations(**run)) == 2
+
+
+def tallies(slow_s: float) -> dict[SliceKind, SliceTally]:
+    return {SliceKind.WITHOUT: SliceTally(300, 0, [0.1] * 300), SliceKind.WITH: SliceTally(300, 2, [slow_s] * 300)}
+
+
+@pytest.mark.parametrize(
+    ("ends", "slow_s", "says"),
+    [
+        ({"trailers": {"431": 5, "closed": 1}}, 0.19, None),
+        ({"trailers": {"431": 5, SILENT: 1}}, 0.1, "neither answered nor cut off"),
+        ({"big_body": {"500": 2}}, 0.1, "answered 500"),
+        ({"big_body": {"413": 2}}, 0.21, "2.10 times that without"),
+        ({"big_body": {}}, 0.1, "no hostile client"),
+    ],
+)
+def test_hostile_clients_must_be_answered_and_must_not_slow_polite_ones(
+    ends: dict[str, dict[str, int]], slow_s: float, says: str | None
+) -> None:
+    found = hostile_violations(ends, compare(tallies(slow_s)), replace(QUICK, ttft_ratio=2.0))
+    assert [says in each for each in found] == [True] if says else found == []
+
+
+def test_slices_alternate_and_their_beginnings_are_not_compared() -> None:
+    plan = replace(QUICK, duration_s=80.0, slice_pairs=2, settle_share=0.1)
+    phases = [kind_at(plan, at_s) for at_s in (1.0, 3.0, 19.0, 21.0, 23.0, 45.0, 65.0, 80.5)]
+    assert phases == [None, *[SliceKind.WITHOUT] * 2, None, SliceKind.WITH, SliceKind.WITHOUT, SliceKind.WITH, None]
+    assert kind_at(replace(plan, hostile_share=0.0), 3.0) is None
+
+
+def test_few_requests_are_not_compared() -> None:
+    assert (
+        compare({SliceKind.WITHOUT: SliceTally(10, 0, [0.1] * 10), SliceKind.WITH: tallies(1.0)[SliceKind.WITH]})
+        is None
+    )
 
 
 def test_memory_that_grows_and_descriptors_that_stay_are_violations() -> None:

@@ -11,14 +11,18 @@ from policies.decide import decide
 from policies.offload.never import Never
 from policies.offload.threshold import Threshold
 from policies.registry import make_routing, routing_policies
+from policies.routing.base import RoutingPolicy
 from policies.routing.linear import Linear
 from policies.routing.session_sticky import SessionSticky
+from policies.routing.warm import Warm
 from policies.snapshot import FleetSnapshot
 from policies.types import (
     Choice,
     InstanceView,
     NoCandidateError,
+    OffloadPlan,
     OffloadReason,
+    PolicyPart,
     Reason,
     RequestClass,
     RequestView,
@@ -98,3 +102,58 @@ def test_every_score_carries_the_predicted_hit_of_its_candidate(name: str) -> No
     scores = decide(ask(1_000), fleet, make_routing(name), Never(), DEFAULT).scores
     assert scores
     assert all(score.cached_tokens == hits[score.instance] for score in scores)
+
+
+class _FailingPlanner:
+    name: ClassVar[str] = "failing"
+
+    def plan(self, *_: object) -> OffloadPlan:
+        raise KeyError("lost")
+
+
+def test_a_guarded_decision_replaces_what_fails_and_names_it() -> None:
+    fleet, request = fleet_of(*idle(2)), ask(session_id="s")
+    decision = decide(request, fleet, _Stray(), _FailingPlanner(), DEFAULT, guarded=True)
+    assert decision == decide(request, fleet, Warm(), Never(), DEFAULT)._replace(
+        failures=decision.failures, offload=OffloadPlan(None, OffloadReason.PLANNER_FAILED)
+    )
+    (policy, planner) = decision.failures
+    assert (policy.part, policy.name, policy.error) == (
+        PolicyPart.POLICY,
+        "stray",
+        "ValueError: policy 'stray' chose 'nowhere', which is not a candidate",
+    )
+    assert (planner.part, planner.name, planner.error) == (PolicyPart.PLANNER, "failing", "KeyError: 'lost'")
+    assert [call.rpartition(" ")[2] for call in planner.trace] == ["decide", "_plan", "plan"]
+
+
+@pytest.mark.parametrize("policy", [Linear(), _Stray()])
+def test_without_the_guard_a_failure_is_raised(policy: RoutingPolicy) -> None:
+    """As in a simulation, whose result must not be that of another policy."""
+    with pytest.raises((KeyError, ValueError)):
+        decide(ask(), fleet_of(*idle(2)), policy, _FailingPlanner(), DEFAULT)
+
+
+@pytest.mark.parametrize("chosen", ["d", "nowhere"])
+def test_a_planner_that_answers_with_d_or_a_stranger_is_named_in_the_error(chosen: str) -> None:
+    class Astray:
+        name: ClassVar[str] = "astray"
+
+        def plan(self, *_: object) -> OffloadPlan:
+            return OffloadPlan(chosen, OffloadReason.CHOSEN)
+
+    fleet = fleet_of(InstanceView("d"), InstanceView("p", requests=5))
+    with pytest.raises(ValueError, match=f"planner 'astray' chose '{chosen}', which cannot prefill for another"):
+        decide(ask(), fleet, Linear(), Astray(), DEFAULT)
+
+
+def test_a_policy_may_refuse_every_candidate_guarded_or_not() -> None:
+    class Full:
+        name: ClassVar[str] = "full"
+
+        def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
+            raise NoCandidateError("all full")
+
+    for guarded in (True, False):
+        with pytest.raises(NoCandidateError, match="all full"):
+            decide(ask(), fleet_of(*idle(2)), Full(), Never(), DEFAULT, guarded=guarded)

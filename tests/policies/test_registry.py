@@ -21,9 +21,11 @@ from policies.registry import (
     BUILT_IN,
     OFFLOAD_GROUP,
     ROUTING_GROUP,
+    PolicyLoadError,
     PolicyNameTakenError,
     PolicyParameterError,
     UnknownPolicyError,
+    all_routing,
     make_planner,
     make_routing,
     offload_planners,
@@ -239,3 +241,49 @@ def test_entry_points_of_an_older_installation_of_ours_are_skipped(monkeypatch: 
     vars(stale)["dist"] = type("Ours", (), {"name": "warmroute"})()
     monkeypatch.setattr(registry, "entry_points", lambda **_: EntryPoints([stale]))
     assert make_routing("warm").name == "warm"
+
+
+BROKEN = {
+    "import": ("import no_such_module_of_acme\n", "acme_broken:Policy", "ModuleNotFoundError: No module named"),
+    "syntax": ("class Policy(\n", "acme_broken:Policy", "SyntaxError"),
+    "exit": ("raise RuntimeError('no licence')\n", "acme_broken:Policy", "RuntimeError: no licence"),
+    "attribute": ("x = 1\n", "acme_broken:Policy", "AttributeError"),
+    "construction": (
+        "class Policy:\n    name = 'broken'\n    def __init__(self):\n        raise RuntimeError('no licence')\n",
+        "acme_broken:Policy",
+        "cannot be built: RuntimeError: no licence",
+    ),
+    "interface": ("class Policy:\n    name = 'broken'\n", "acme_broken:Policy", "no method 'choose'"),
+    "name": ("class Policy:\n    def choose(self, request, fleet): ...\n", "acme_broken:Policy", "no attribute 'name'"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_third_party_policy_is_named_and_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    source, target, says = BROKEN[how]
+    (tmp_path / "acme_broken.py").write_text(source, encoding="utf-8")
+    declare(tmp_path, "acme-broken", f"[warmroute.routing]\nbroken = {target}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "acme_broken", raising=False)
+    with pytest.raises(PolicyLoadError) as caught:
+        make_routing("broken")
+    assert "routing policy 'broken'" in str(caught.value)
+    assert says in str(caught.value)
+    installed = all_routing()
+    assert set(installed.usable) >= ROUTING
+    assert says in installed.broken["broken"]
+
+
+def test_a_policy_without_default_parameters_is_neither_broken_nor_usable_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "class Policy:\n    name = 'strict'\n    def __init__(self, level): ...\n    def choose(self, *_): ...\n"
+    (tmp_path / "acme_strict.py").write_text(source, encoding="utf-8")
+    declare(tmp_path, "acme-strict", "[warmroute.routing]\nstrict = acme_strict:Policy\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    installed = all_routing()
+    assert "strict" not in installed.usable
+    assert installed.broken == {}
+    assert make_routing("strict", {"level": 1}).name == "strict"

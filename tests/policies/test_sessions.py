@@ -87,3 +87,15 @@ def test_counts_are_those_of_the_live_pins_in_any_order_of_events(steps: list[tu
         assert len(table) == len(model) <= 5
         for name in "abc":
             assert table.count(name) == sum(pin[0] == name for pin in model.values())
+
+
+def test_pins_are_copied_with_their_idle_times_while_they_change() -> None:
+    table = SessionTable()
+    for number in range(4):
+        table.pin(f"s{number}", "a", float(number))
+    copied = table.pins(10.0)
+    assert next(copied) == ("s3", "a", 7.0)
+    table.pin("s0", "b", 12.0)
+    table.pin("new", "b", 12.0)
+    table.remove_instance("a")
+    assert list(copied) == [("s0", "b", 0.0)]

@@ -81,6 +81,26 @@ def test_text_has_one_line_per_message_for_any_content() -> None:
     json.loads(logs.JsonFormatter().format(record))
 
 
+def test_long_messages_fields_and_tracebacks_are_cut_after_secrets_were_hidden() -> None:
+    long = "x" * 1_000_000
+    try:
+        raise ValueError(long)
+    except ValueError:
+        record = logging.LogRecord("warmroute.test", logging.INFO, __file__, 1, "%s", (long,), sys.exc_info())
+    record.body = long
+    assert len(logs.TextFormatter().format(record)) < 50_000
+    entry = json.loads(logs.JsonFormatter().format(record))
+    assert {key for key in ("message", "body", "exception") if "1000000 characters" in entry[key][-50:]} == {
+        "message",
+        "body",
+    }
+    assert sum(len(str(value)) for value in entry.values()) < 50_000
+    # A key that begins before the cut and ends behind it must not lose the part by which it is recognised.
+    text = "x" * 3_990 + f" Bearer {CLIENT} " + long
+    record = logging.LogRecord("warmroute.test", logging.INFO, __file__, 1, "%s", (text,), None)
+    assert CLIENT[:4] not in logs.TextFormatter().format(record)
+
+
 @pytest.mark.parametrize(
     "text",
     [

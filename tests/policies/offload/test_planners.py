@@ -156,6 +156,11 @@ def test_these_planners_know_these_reasons_and_the_rest_is_what_became_of_an_off
         plan(others=()).reason,
         plan(others=(P1,), broken_pairs=frozenset({("p1", "d")})).reason,
     }
-    elsewhere = {OffloadReason.REQUEST_SHAPE, OffloadReason.DOES_NOT_PAY, OffloadReason.UNSURE}
+    elsewhere = {
+        OffloadReason.REQUEST_SHAPE,
+        OffloadReason.DOES_NOT_PAY,
+        OffloadReason.UNSURE,
+        OffloadReason.PLANNER_FAILED,
+    }
     rest = {reason for reason in OffloadReason if not reason.startswith("fell_back")}
     assert rest - elsewhere == given

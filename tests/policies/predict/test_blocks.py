@@ -79,3 +79,34 @@ def test_a_block_size_below_one_is_refused(size: int) -> None:
         hash_token_blocks([1], size)
     with pytest.raises(ValueError, match=f"block_bytes must be at least 1, got {size}"):
         hash_byte_blocks(b"abc", size)
+
+
+def colliding(root: int) -> tuple[list[int], list[int]]:
+    """Two different blocks of 16 tokens with equal hashes, for an attacker who knows the root.
+
+    For 17 to 128 bytes xxh3 multiplies two words, each combined with a constant and the root; the first word is
+    chosen so that its factor is zero, whatever the second one is.
+    """
+    constant = int.from_bytes(bytes.fromhex("b8fe6c3923a44bbe"), "little")
+    first = (constant + root) % 2**64
+    head, tail = [first % 2**32, first >> 32], list(range(12))
+    return [*head, 1, 2, *tail], [*head, 3, 4, *tail]
+
+
+@given(root=st.integers(0, 2**64 - 1))
+def test_who_knows_the_root_constructs_collisions(root: int) -> None:
+    ours, theirs = colliding(root)
+    assert hash_token_blocks(ours, 16, root) == hash_token_blocks(theirs, 16, root)
+
+
+@given(seed=st.integers(1, 2**64 - 1), namespace=st.lists(st.text(max_size=5), max_size=3))
+def test_who_does_not_know_the_seed_does_not_know_the_root(seed: int, namespace: list[str]) -> None:
+    guess, root = root_hash(*namespace), root_hash(*namespace, seed=seed)
+    assert guess != root
+    ours, theirs = colliding(guess)
+    assert hash_token_blocks(ours, 16, root) != hash_token_blocks(theirs, 16, root)
+
+
+def test_a_seed_separates_namespaces_as_before() -> None:
+    roots = {root_hash(*names, seed=seed) for names in [(), ("m",), ("m", "salt")] for seed in (0, 1, 2**64 - 1)}
+    assert len(roots) == 9

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from policies.predict.blocks import hash_token_blocks
 from policies.predict.exact_index import PLAIN_ROOT, EngineHash, ExactIndex, StoredBlocks
@@ -166,3 +170,26 @@ def test_an_instance_that_leaves_takes_its_blocks_along_and_its_place_is_free_ag
     index.add_instance("c")
     index.reset("c")
     assert index.match(hashes_of(ids)) == {"b": 2, "c": 0}
+
+
+@given(
+    events=st.lists(st.tuples(st.sampled_from(["store", "store", "remove"]), st.integers(0, 4)), max_size=40),
+    joined=st.integers(0, 40),
+)
+def test_whoever_joins_late_never_believes_in_a_block_that_is_gone(events: list[tuple[str, int]], joined: int) -> None:
+    # Block n of one chain continues block n - 1; the engine counts copies.
+    index, held = ExactIndex(SIZE), Counter[int]()
+    index.add_instance("a")
+    for number, (kind, block) in enumerate(events):
+        if number == joined:
+            index.reset_partial("a")
+        if kind == "store":
+            held[block] += 1
+            parent = block - 1 if block else None
+            index.store("a", StoredBlocks([block], parent, range(block * SIZE, (block + 1) * SIZE), SIZE, 1))
+        elif held[block]:
+            held[block] -= 1
+            index.remove("a", [block])
+        hashes = hashes_of(list(range(5 * SIZE)))
+        assert all(held[block] for block in range(5) if index.holds("a", hashes[block]))
+        assert index.trusted("a") == (number >= joined)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from policies.predict.blocks import hash_token_blocks
 from policies.predict.exact_index import PLAIN_ROOT, StoredBlocks
+from policies.predict.predictor import Match
 from policies.predict.promises import LINGER_S, Promises
 from policies.state import Commitment, FleetState
 from policies.types import CachePrediction, IndexSource, InstanceView, RequestView
@@ -163,3 +164,19 @@ def test_the_deepest_of_many_promises_counts() -> None:
         promises.drop(number)
         promises.drop(number)
     assert promises.match("a", chain, 0, 0.0, never) == 20
+
+
+def test_of_a_lower_bound_and_the_shadow_index_the_one_with_more_predicts() -> None:
+    state = FleetState()
+    state.add_instance("a")
+    exact = state.predictor.exact
+    exact.follow("a")
+    exact.reset_partial("a")
+    ids = list(range(10 * SIZE))
+    exact.store("a", StoredBlocks([0, 1], None, ids[: 2 * SIZE], SIZE, 2))
+    request = ask(ids)
+    assert state.predictor.match(request, 0.0) == Match({"a": 0}, {"a": 2})
+    state.index.insert("a", request.block_hashes[:5])
+    assert state.predictor.match(request, 0.0) == Match({"a": 5}, {})
+    exact.reset("a")
+    assert state.predictor.match(request, 0.0) == Match({"a": 5}, {"a": 0})

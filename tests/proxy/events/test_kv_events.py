@@ -118,9 +118,10 @@ class Publisher:
         self.kept: dict[int, bytes] = {}
         self.asked: list[int] = []
         self.lossy = False
+        self.keeps = True
 
     async def send(self, sequence: int, payload: bytes, *, lose: bool = False) -> None:
-        self.kept[sequence] = payload
+        self.kept = {**self.kept, sequence: payload} if self.keeps else {}
         if not lose:
             await self.pub.send_multipart([b"kv-events", sequence.to_bytes(8, "big"), payload])
 
@@ -135,6 +136,14 @@ class Publisher:
                     if not (self.lossy and answered % 3 == 0):  # dropped by a full queue
                         await self.router.send_multipart([client, empty, sequence.to_bytes(8, "big"), payload])
             await self.router.send_multipart([client, empty, END, b""])
+
+
+FORGETFUL = {
+    7: batch(stored(0, 1), stored(1, 1, 0)),
+    8: batch(["BlockRemoved", [1], "GPU"], stored(2, 1, 1), ["BlockRemoved", [60], "GPU"]),
+    9: batch(stored(90, 1, 89)),
+}
+"""Batches of an engine that no longer keeps its first ones: block 89 was stored before."""
 
 
 class Rig:
@@ -169,9 +178,13 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def rig(*, replay: bool, join_interval_s: float = 60.0) -> AsyncIterator[Rig]:
+async def rig(
+    *, replay: bool, join_interval_s: float = 60.0, before: dict[int, bytes] | None = None
+) -> AsyncIterator[Rig]:
+    """A subscriber and one publisher, which keeps the batches ``before``."""
     context = zmq.asyncio.Context()
     publisher = Publisher(context)
+    publisher.kept = {} if before is None else before
     instance = InstanceSettings(
         url="http://127.0.0.1:1",
         name="a",
@@ -201,7 +214,7 @@ async def test_events_from_the_first_on_are_followed(replay: bool) -> None:
         await it.publisher.send(1, batch(stored(10, 2, 9), ["BlockRemoved", [11], "GPU"]))
         await it.until(lambda: it.figures["next_sequence"] == 2)
         assert (it.index.trusted("a"), it.matched(12), it.figures["gaps"]) == (True, 11, 0)
-        assert it.publisher.asked == []
+        assert it.publisher.asked == [0] * replay
 
 
 async def test_what_was_missed_is_replayed() -> None:
@@ -213,7 +226,7 @@ async def test_what_was_missed_is_replayed() -> None:
         await it.publisher.send(3, batch(stored(6, 2, 5)))
         await it.until(lambda: it.index.trusted("a") and it.matched(8) == 8)
         assert it.figures["gaps"] == 1
-        assert it.publisher.asked[0] == 1
+        assert it.publisher.asked[:2] == [0, 1]
         await it.publisher.send(4, batch(["BlockRemoved", [7]]))
         await it.until(lambda: it.matched(8) == 7)
         assert it.figures["unknown_removed"] == 0
@@ -236,8 +249,8 @@ async def test_what_was_missed_and_cannot_be_had_ends_the_trust_until_the_cache_
         await it.joined()
         await it.publisher.send(0, batch(stored(0, 2)))
         await it.until(lambda: it.matched(2) == 2)
+        it.publisher.keeps = False
         await it.publisher.send(5, batch(stored(2, 2, 1)))
-        it.publisher.kept = {5: b""}  # the engine keeps no more than that
         await it.until(lambda: it.index.reason("a") == "missed_events")
         assert (it.matched(4), it.figures["blocks"]) == (0, 0)
         await it.publisher.send(6, batch(["AllBlocksCleared"], stored(0, 3)))
@@ -259,14 +272,55 @@ async def test_an_engine_without_a_past_is_known_by_its_empty_replay() -> None:
         assert (it.figures["next_sequence"], it.figures["blocks"]) == (0, 0)
 
 
-async def test_who_comes_late_to_an_engine_that_forgot_its_first_events_cannot_know() -> None:
-    async with rig(replay=True, join_interval_s=0.05) as it:
-        await it.publisher.send(7, batch(stored(0, 2)), lose=True)
-        await it.until(lambda: it.index.reason("a") == "replay_failed")
+async def test_who_comes_late_to_an_engine_that_forgot_its_first_events_knows_a_lower_bound() -> None:
+    async with rig(replay=True, before=FORGETFUL) as it:
+        await it.until(lambda: it.index.trusted("a"))
+        # Block 1 was removed, so the prefix of block 2 is not known, nor is that of block 90.
+        assert (it.matched(3), it.figures["blocks"], it.index.partial_instances) == (1, 3, {"a"})
         await it.joined()
-        await it.publisher.send(8, batch(stored(2, 1, 1)))
-        await it.until(lambda: it.index.reason("a") == "joined_late")
-        assert it.figures["blocks"] == 0
+        await it.publisher.send(10, batch(["BlockRemoved", [0, 90, 50], "GPU"], stored(91, 1, 90)))
+        await it.until(lambda: it.figures["next_sequence"] == 11)
+        assert (it.matched(3), it.index.trusted("a"), it.figures["gaps"]) == (0, True, 0)
+        await it.publisher.send(11, batch(["AllBlocksCleared"], stored(0, 2)))
+        await it.until(lambda: it.matched(3) == 2)
+        assert it.index.partial_instances == frozenset()
+
+
+async def test_a_gap_that_is_no_longer_kept_leaves_a_lower_bound() -> None:
+    async with rig(replay=True) as it:
+        await it.joined()
+        await it.publisher.send(0, batch(stored(0, 2), stored(20, 1)))
+        await it.until(lambda: it.matched(2) == 2)
+        it.publisher.kept = {}
+        await it.publisher.send(4, batch(stored(0, 1)), lose=True)
+        await it.publisher.send(5, batch(stored(1, 1, 0)))
+        await it.until(lambda: it.figures["next_sequence"] == 6)
+        await it.until(lambda: it.index.trusted("a"))
+        assert (it.matched(2), it.figures["blocks"], it.index.partial_instances) == (2, 2, {"a"})
+
+
+async def test_the_start_waits_for_replays_and_not_for_longer_than_allowed() -> None:
+    async with rig(replay=True, before={0: batch(stored(0, 3))}) as it:
+        await it.subscriber.caught_up(["a", "not followed"], 60.0)
+        assert (it.index.trusted("a"), it.matched(3)) == (True, 3)
+        # The other one does not answer.
+        silent = InstanceSettings(
+            url="http://127.0.0.1:2",
+            name="b",
+            events_url="tcp://127.0.0.1:2",
+            events_replay_url="tcp://127.0.0.1:2",
+        )
+        it.index.add_instance("b")
+        it.subscriber.add(silent)
+        await it.subscriber.caught_up(["a", "b"], 0.05)
+        assert (it.index.trusted("a"), it.index.trusted("b")) == (True, False)
+
+
+async def test_events_between_the_first_replay_and_the_subscription_are_fetched_without_a_further_event() -> None:
+    async with rig(replay=True, join_interval_s=0.05, before={0: batch(stored(0, 3))}) as it:
+        await it.subscriber.caught_up(["a"], 60.0)
+        await it.publisher.send(1, batch(["BlockRemoved", [2], "GPU"]), lose=True)
+        await it.until(lambda: it.matched(3) == 2)
 
 
 async def test_numbers_that_begin_again_mean_another_process() -> None:

@@ -29,7 +29,7 @@ async def engine() -> AsyncIterator[StubEngine]:
 def settings(engine: StubEngine, rows: Path, **more: Any) -> dict[str, Any]:
     return {
         "instances": [{"name": "e", "url": engine.url}],
-        "breakdown": {"jsonl_path": str(rows)},
+        "breakdown": {"jsonl_path": str(rows), "rejected_to_jsonl": True},
         "grace_s": 20,
         **more,
     }

@@ -55,6 +55,21 @@ def test_equal_seeds_give_equal_bytes_and_others_do_not(policy: str, planner: st
     assert first != other
 
 
+def test_a_policy_that_fails_ends_the_simulation() -> None:
+    """The proxy would let another policy decide; a result must be that of the one named."""
+    from policies.registry import make_planner
+    from sim.offline.simulate import simulate
+
+    class Failing:
+        name = "failing"
+
+        def choose(self, *_: Any) -> Any:
+            raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        simulate(AGENTS, SimOptions(), Failing(), make_planner("never"))  # type: ignore[arg-type]
+
+
 def test_the_plan_may_be_made_beforehand() -> None:
     from policies.registry import make_routing
     from sim.offline.simulate import simulate

@@ -1,0 +1,76 @@
+"""The launcher's access to the proxy it starts: scheme, certificate, and an admin key of its own.
+
+The key exists in the launcher's memory only; the proxy's settings file gets its SHA-256. The proxy's certificate is
+trusted as it is in its file, whatever name it is for: the launcher connects to the address, often loopback.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import ssl
+from typing import Any
+
+import httpx
+
+from launch.fleet.file import FleetFile
+from proxy.settings import TlsSettings
+
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_TIMEOUT_S = 2.0
+
+
+class ProxyAccess:
+    """Addresses and credentials for the proxy of one fleet."""
+
+    def __init__(self, fleet: FleetFile) -> None:
+        self.admin_url = fleet.admin_url()
+        self._tls = fleet.proxy_tls()
+        self._name = f"launcher-{secrets.token_hex(4)}"
+        self._key = f"wr-{secrets.token_urlsafe(32)}" if fleet.admin_needs_key() else None
+        self._context: ssl.SSLContext | None = None
+
+    def with_key(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The proxy's settings, with the hash of the launcher's key where its admin side needs one."""
+        if self._key is None:
+            return config
+        entry = {"name": self._name, "sha256": hashlib.sha256(self._key.encode()).hexdigest()}
+        keys = config.get("keys") or {}
+        return {**config, "keys": {**keys, "admin": [*(keys.get("admin") or ()), entry]}}
+
+    def read_certificate(self) -> None:
+        """Trust the certificate that is in the file now; to be called whenever the proxy starts.
+
+        Raises:
+            ValueError: the file is not readable, or has no certificate.
+        """
+        self._context = None if self._tls is None else _context(self._tls)
+
+    def client(self, timeout_s: float = _TIMEOUT_S) -> httpx.AsyncClient:
+        """A client for the proxy alone: it sends the key with every request, and uses no proxy of the environment."""
+        return httpx.AsyncClient(
+            timeout=timeout_s,
+            headers={} if self._key is None else {"authorization": f"Bearer {self._key}"},
+            verify=self._context or False,  # without a context nothing is sent over TLS
+            trust_env=False,
+        )
+
+
+def _context(tls: TlsSettings) -> ssl.SSLContext:
+    assert tls.certificate is not None
+    try:
+        found = _PEM.search(tls.certificate.read_text(encoding="utf-8"))
+        if found is None:
+            raise ValueError("it contains no certificate")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        # Only the first one, the proxy's own: others that its issuer signed are not accepted.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.load_verify_locations(cadata=found[0])
+        if tls.client_ca is not None:
+            # The one certificate that the launcher has; `tls.client_ca` must have signed it for clients too.
+            context.load_cert_chain(tls.certificate, tls.key, password="")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"proxy.tls.certificate {tls.certificate}: {error}") from error
+    return context

@@ -1,0 +1,99 @@
+"""Named conditions of the proxy with their remedies, listed by ``GET /ready?verbose``.
+
+The answer is open to everyone, so it has names and counts, but no error texts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from policies.types import PolicyPart
+from proxy.core import Core
+from proxy.routing.policy_watch import RECENT_S
+
+
+class Condition(NamedTuple):
+    """One condition."""
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str | None = None
+    """Action that makes it ok; None if it is."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return self._asdict()
+
+
+def conditions(core: Core) -> list[Condition]:
+    """Every condition; those that hold are listed too."""
+    return [_instances(core), _accepting(core), *_policies(core), _plug_ins(core), _records(core)]
+
+
+def _instances(core: Core) -> Condition:
+    healthy, known = len(core.instances.healthy()), len(list(core.instances))
+    detail = f"{healthy} of {known} instances can be sent requests"
+    remedy = None if healthy == known else "GET /instances has the last error of each instance"
+    return Condition("instances", healthy == known, detail, remedy)
+
+
+def _accepting(core: Core) -> Condition:
+    if core.draining:
+        return Condition("accepting", False, "the proxy is shutting down", "send requests to another proxy")
+    return Condition("accepting", True, "new requests are accepted")
+
+
+def _policies(core: Core) -> Iterator[Condition]:
+    """Conditions ``policy``, ``planner`` and ``decision_time``, of the policy and planner that decide now."""
+    router, now_s = core.router, time.monotonic()
+    minutes = f"{RECENT_S / 60:g} minutes"
+    for part, name, instead in (
+        (PolicyPart.POLICY, router.policy.name, "a built-in policy decides where it fails"),
+        (PolicyPart.PLANNER, router.planner.name, "nothing is offloaded where it fails"),
+    ):
+        failed = router.watch.failures.get((part, name))
+        if failed is None or not failed.recent(now_s):
+            yield Condition(part.value, True, f"{name} decides")
+            continue
+        yield Condition(
+            part.value,
+            False,
+            f"{name} failed {failed.count} times, the last time within {minutes}; {instead}",
+            "the log has the first error and its calls, GET /stats the last one; switch to another with PUT /policy",
+        )
+    slow = router.watch.slow.get(router.policy.name)
+    if slow is None or not slow.recent(now_s):
+        yield Condition("decision_time", True, "no slow routing decision lately")
+    else:
+        yield Condition(
+            "decision_time",
+            False,
+            f"{slow.count} routing decisions of {router.policy.name} were slow, the last one within {minutes}",
+            "use a cheaper policy, or give the proxy more CPU; limits.slow_decision_s is the limit",
+        )
+
+
+def _plug_ins(core: Core) -> Condition:
+    broken = core.router.broken_policies
+    if not broken:
+        return Condition("plug_ins", True, "every installed policy can be loaded")
+    return Condition(
+        "plug_ins",
+        False,
+        f"installed policies that cannot be used: {', '.join(sorted(broken))}",
+        "GET /policy has the errors; fix or uninstall the packages, then restart",
+    )
+
+
+def _records(core: Core) -> Condition:
+    if core.breakdown.file_error is None:
+        return Condition("records", True, "rows are recorded")
+    return Condition(
+        "records",
+        False,
+        "writing the breakdown file failed; rows are kept in memory only",
+        "make room where breakdown.jsonl_path is, then restart",
+    )
