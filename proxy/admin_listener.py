@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 from collections.abc import AsyncIterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
+
+from proxy.clients.bounded import BoundedProtocol
+from proxy.clients.bounds import ClientBounds
+from proxy.clients.listening import BoundedServer
+from proxy.settings import AdminSettings, TlsSettings
 
 _BACKLOG = 128
 _GRACE_S = 2
@@ -17,24 +22,28 @@ _GRACE_S = 2
 
 
 @contextlib.asynccontextmanager
-async def admin_listener(app: Any, host: str, port: int, tls: ssl.SSLContext | None) -> AsyncIterator[int]:
-    """Serve ``app`` on ``host``:``port`` (0: a free port) in the context; yields the port.
+async def admin_listener(app: Any, bounds: ClientBounds, admin: AdminSettings, tls: TlsSettings) -> AsyncIterator[int]:
+    """Serve ``app`` on the admin address (port 0: a free one) in the context; yields the port.
 
     Raises:
         OSError: the address cannot be bound.
     """
-    bound = _bind(host, port)
+    assert admin.port is not None
+    bound = _bind(admin.host, admin.port)
+    context = tls.context()
     config = uvicorn.Config(
         app,
+        http=cast(Any, partial(BoundedProtocol, bounds)),
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=_GRACE_S,
-        ssl_context_factory=None if tls is None else lambda _config, _default: tls,
+        ssl_context_factory=None if context is None else lambda _config, _default: context,
     )
-    server = uvicorn.Server(config)
+    server = BoundedServer(config, tls.handshake_s)
     # Signals are handled by the main listener; this server stops with it.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve(sockets=[bound]), name="admin-listener")
@@ -42,7 +51,7 @@ async def admin_listener(app: Any, host: str, port: int, tls: ssl.SSLContext | N
         while not server.started:
             if task.done():
                 task.result()
-                raise OSError(f"the admin listener on {host} did not start")
+                raise OSError(f"the admin listener on {admin.host} did not start")
             await asyncio.sleep(0.01)
         yield bound.getsockname()[1]
     finally:

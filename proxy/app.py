@@ -47,7 +47,7 @@ async def _admin_listener(app: FastAPI, core: Core) -> AsyncIterator[None]:
         yield
         return
     guarded = Guard(app, core.access, Listener.ADMIN)
-    async with admin_listener(guarded, admin.host, admin.port, core.settings.tls.context()) as core.admin_port:
+    async with admin_listener(guarded, core.clients, admin, core.settings.tls) as core.admin_port:
         yield
 
 

@@ -11,6 +11,7 @@ from proxy.access.forwarding import Forwarding
 from proxy.access.keys import Keys
 from proxy.access.rules import Access
 from proxy.breakdown import Breakdown
+from proxy.clients.bounds import ClientBounds
 from proxy.clip import clip
 from proxy.engines.client import EngineClient
 from proxy.engines.control import Control
@@ -74,7 +75,10 @@ class Core:
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
         self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)
         self.retries = RetryBudget(settings.limits)
-        LimitMetrics(self.metrics.registry, self.instances, self.admission, self.retries, self.router.watch)
+        self.clients = ClientBounds(settings)
+        LimitMetrics(
+            self.metrics.registry, self.instances, self.admission, self.retries, self.router.watch, self.clients
+        )
         self.lag = LoopLag()
         self.draining = False
         self.ends_s: float | None = None

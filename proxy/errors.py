@@ -50,6 +50,11 @@ def no_instance_error(probed_every_s: float) -> RequestError:
     )
 
 
+def out_of_sockets_error(message: str) -> RequestError:
+    """Error for a request that could not be sent to any engine because the proxy cannot open connections."""
+    return RequestError(503, message, kind="service_unavailable", code="out_of_sockets", retry_after_s=1)
+
+
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
     """``{"error": {"message", "type", "param", "code"}}`` as JSON; a long message is cut."""
     return msgspec.json.encode({"error": {"message": clip(message), "type": kind, "param": param, "code": code}})
@@ -70,6 +75,7 @@ class AttemptFailedError(Exception):
         *,
         timed_out: bool = False,
         seen: bool = True,
+        own: bool = False,
         refusal: RequestError | None = None,
     ) -> None:
         super().__init__(clip(message))
@@ -79,3 +85,5 @@ class AttemptFailedError(Exception):
         """False if no engine has worked on the request: its connection was refused, or it lacks the model."""
         self.refusal = refusal
         """Answer for the client if no other instance can be tried; None: 502 or 504."""
+        self.own = own
+        """True if the proxy itself is out of sockets."""

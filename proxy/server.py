@@ -10,6 +10,7 @@ import uvicorn
 
 from proxy import logs, memory
 from proxy.app import ProxyApp
+from proxy.clients.bounds import raise_descriptor_limit
 from proxy.clients.protocol import ProxyProtocol
 from proxy.operations.shutdown import ProxyServer
 from proxy.settings import Settings
@@ -18,6 +19,7 @@ from proxy.settings import Settings
 def run(settings: Settings, load: Callable[[], Settings]) -> None:
     """Serve until SIGINT or SIGTERM; running streams get ``grace_s`` seconds. SIGHUP applies what ``load`` reads."""
     logs.configure(settings.log_level, settings.log_format)
+    raise_descriptor_limit()
     config = server_config(settings)
     app = cast(ProxyApp, config.app)
     app.operations.reloader.load = load
@@ -32,6 +34,7 @@ def server_config(settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=cast(Any, partial(ProxyProtocol, app.generation)),
+        ws="none",
         host=settings.host,
         port=settings.port,
         ssl_context_factory=None if tls is None else lambda _config, _default: tls,

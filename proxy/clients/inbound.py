@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from policies.row import Row
+from proxy.clients.bounds import ClientBounds, late_body
 from proxy.errors import RequestError
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -16,8 +17,12 @@ Headers = Sequence[tuple[bytes, bytes]]
 _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 STATUS_LINE = {status: b"HTTP/1.1 %d %b\r\n" % (status, _PHRASES.get(status, b"")) for status in range(100, 600)}
 
-_LINGER_S = 2.0
+LINGER_S = 2.0
 """Seconds a rejected upload may continue before its connection is cut; a client still writing may miss the answer."""
+
+
+_SMALL_BYTES = 4096
+"""Pieces of a body below this size are joined as they arrive."""
 
 
 class Link(Protocol):
@@ -55,32 +60,10 @@ class Link(Protocol):
 
 
 class Handler(Protocol):
-    """Serves generation requests, and their limits."""
+    """Serves generation requests."""
 
-    @property
-    def header_bytes(self) -> int:
-        """Maximum size of request line and headers, in bytes."""
-        ...
-
-    @property
-    def header_s(self) -> float:
-        """Bound in seconds on receiving them, from the connection or their first byte on."""
-        ...
-
-    @property
-    def client_stall_s(self) -> float:
-        """Seconds for which a client may leave an answer unread once its buffers are full."""
-        ...
-
-    @property
-    def body_bytes(self) -> int:
-        """Maximum size of a body, in bytes."""
-        ...
-
-    @property
-    def body_s(self) -> float:
-        """Bound in seconds on receiving a body."""
-        ...
+    bounds: ClientBounds
+    """Limits and accounts of all client connections."""
 
     def opened(self, inbound: Inbound) -> Row:
         """Open the row of a new request; one of the following methods closes it."""
@@ -158,7 +141,8 @@ class Inbound:
         self.writable = True
         self._http_10 = http_10
         self._before = before
-        self._parts: list[bytes] = []
+        self._bounds = handler.bounds
+        self._parts: list[bytes | bytearray] = []
         self._size = 0
         self._body_complete = False
         self._served = False
@@ -180,7 +164,7 @@ class Inbound:
                 self.refuse(error)
                 return
         announced = self.headers.get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > self._handler.body_bytes:
+        if announced.isdigit() and int(announced) > self._bounds.body_bytes:
             self._refuse_size()
 
     def feed(self, part: bytes) -> None:
@@ -188,22 +172,28 @@ class Inbound:
         if self.response_complete:
             return
         self._size += len(part)
-        if self._size > self._handler.body_bytes:
+        room = self._bounds.hold(len(part), self._size)
+        if self._size > self._bounds.body_bytes:
             self._refuse_size()
+        elif not room:
+            self.refuse(self._bounds.no_room())
+        elif self._parts and len(part) < _SMALL_BYTES:
+            self._join(part)
         else:
             self._parts.append(part)
 
     def wait(self) -> None:
         """Start the body's timer if it has not been received completely."""
         if not self._body_complete and not self.response_complete and self._timer is None:
-            self._timer = self._link.loop.call_later(self._handler.body_s, self._late)
+            self._timer = self._link.loop.call_later(self._bounds.body_s, self._late)
 
     def body_ended(self) -> bool:
         """Mark the body as complete. True if the request can be served now."""
         self._body_complete = True
         self._stop_timer()
         if self.response_complete:  # it was rejected, and has now been read to its end
-            self._link.close()
+            if not self._muted:  # else an earlier answer is in progress, and closes the connection at its end
+                self._link.close()
             return False
         return self._before is None or bool(self._before.response_complete)
 
@@ -237,11 +227,12 @@ class Inbound:
         """The whole body."""
         if len(self._parts) != 1:
             self._parts = [b"".join(self._parts)]
-        return self._parts[0]
+        return self._parts[0]  # type: ignore[return-value]  # the first piece is never a bytearray
 
     def lost(self) -> None:
         """Record that the connection is closed."""
         self._stop_timer()
+        self._release()
         if self.gone or self.response_complete:
             return
         self.gone = True
@@ -256,12 +247,29 @@ class Inbound:
         if self.on_writable is not None:
             self.on_writable(writable)
 
+    def _join(self, part: bytes) -> None:
+        """Append a small piece to the one before: a bytes object of its own costs 33 bytes and a place in the list."""
+        last = self._parts[-1]
+        if isinstance(last, bytearray):
+            last += part
+        else:
+            self._parts.append(bytearray(part))
+
+    def _drop(self) -> None:
+        """Free the body; the connection keeps this object until its next request."""
+        self._parts.clear()
+        self._release()
+
+    def _release(self) -> None:
+        self._bounds.release(self._size)
+        self._size = 0
+
     def _late(self) -> None:
         self._timer = None
-        self.refuse(RequestError(408, "the body did not arrive in time (timeouts.body_s)", code="body_timeout"))
+        self.refuse(late_body())
 
     def _refuse_size(self) -> None:
-        limit = self._handler.body_bytes
+        limit = self._bounds.body_bytes
         self.refuse(
             RequestError(413, f"the body is larger than {limit} bytes (limits.body_bytes)", code="body_too_large")
         )
@@ -308,7 +316,7 @@ class Inbound:
             return
         self.response_complete = True
         self._stop_timer()
-        self._parts.clear()  # the connection keeps this object until its next request
+        self._drop()
         if self.gone or self._muted:
             return
         end = b""
@@ -321,9 +329,10 @@ class Inbound:
         if self._body_complete:
             self._link.end(self, keep_alive=self.keep_alive)
         else:
-            self._timer = self._link.loop.call_later(_LINGER_S, self._link.close)
+            self._timer = self._link.loop.call_later(LINGER_S, self._link.close)
 
     def abandon(self) -> None:
         """Cut the connection: the answer is incomplete, and the client must not take it for complete."""
         self.response_complete = True
+        self._drop()
         self._link.cut()

@@ -22,7 +22,7 @@ _METHODS = MappingProxyType(
             *("pause_writing", "resume_writing", "send_400_response", "shutdown", "timeout_keep_alive_handler"),
         ),
         "uvicorn.protocols.http.flow_control:FlowControl": ("pause_reading",),
-        "uvicorn.server:Server": ("capture_signals", "shutdown", "startup"),
+        "uvicorn.server:Server": ("_log_started_message", "capture_signals", "shutdown", "startup"),
     }
 )
 """Methods that are overridden or called, by class."""
@@ -37,7 +37,7 @@ _ATTRIBUTES = MappingProxyType(
         ),
         ("uvicorn.server:ServerState", ("__init__",)): ("connections", "default_headers", "tasks"),
         ("uvicorn.server:Server", ("__init__", "startup", "_serve")): (
-            *("lifespan", "servers", "server_state", "should_exit", "started"),
+            *("config", "lifespan", "servers", "server_state", "should_exit", "started"),
         ),
     }
 )

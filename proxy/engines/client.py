@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from proxy.engines.connection import ConnectionLostError, EngineAnswer, EngineConnection
-from proxy.engines.upstream import LostAndRefusedError, NotAcceptedError, NotConnectedError, UpstreamError
+from proxy.engines.shortage import own_shortage
+from proxy.engines.upstream import (
+    LostAndRefusedError,
+    NoSocketError,
+    NotAcceptedError,
+    NotConnectedError,
+    UpstreamError,
+)
 from proxy.resolver import Resolver
 
 _KEEPALIVE_S = 2.0
@@ -156,6 +163,12 @@ class EngineClient:
                 f"no connection to {origin.authority} within {self.connect_timeout_s:g} s"
             ) from error
         except OSError as error:
+            shortage = own_shortage(error)
+            if shortage is not None:
+                raise NoSocketError(
+                    f"no connection to {origin.authority}: this proxy is out of sockets: {shortage} "
+                    "(limits.connections, ulimit -n)"
+                ) from error
             raise NotConnectedError(f"no connection to {origin.authority}: {error}") from error
         self._open[connection] = origin
         if self._closed or not connection.usable:

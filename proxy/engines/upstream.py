@@ -31,6 +31,10 @@ class NotAcceptedError(NotConnectedError):
     """The engine did not accept the connection in time; it, or this process, was busy."""
 
 
+class NoSocketError(NotConnectedError):
+    """This process is out of sockets: no fault of the engine, which was not contacted."""
+
+
 class Answer(Protocol):
     """An engine's answer: status and headers are available, the body may still be arriving."""
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from policies.row import RequestOutcome, Row
 from proxy.core import Core
-from proxy.errors import AttemptFailedError, RequestError, no_instance_error
+from proxy.errors import AttemptFailedError, RequestError, no_instance_error, out_of_sockets_error
 from proxy.exchange.poison import PoisonGuard
 from proxy.routing.retries import NO_RETRY_HEADER
 
@@ -53,6 +53,9 @@ class Attempts:
         if failure is None:
             row.outcome = RequestOutcome.NO_INSTANCE
             return no_instance_error(self._core.settings.health.interval_s)
+        if failure.own:
+            row.outcome = RequestOutcome.NO_INSTANCE
+            return out_of_sockets_error(str(failure))
         if failure.refusal is not None:
             row.outcome = RequestOutcome.ENGINE_REFUSED
             return failure.refusal

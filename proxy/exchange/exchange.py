@@ -10,7 +10,7 @@ from policies.session import Routed
 from policies.types import NoCandidateError, RequestView
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
-from proxy.engines.upstream import Answer, NotAcceptedError, NotConnectedError, UpstreamError
+from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
 from proxy.errors import AttemptFailedError, draining_error, stream_error_event
 from proxy.exchange.attempts import Attempts
 from proxy.exchange.offloading import hand_over
@@ -218,12 +218,13 @@ class Exchange:
                 core.instances.failed(decode, f"no first byte within {bound_s:g} s", sent_s=sent_s)
             raise AttemptFailedError(instance, f"no first byte within {bound_s:g} s", timed_out=True) from error
         except UpstreamError as error:
-            refused = isinstance(error, NotConnectedError)
-            if not isinstance(error, NotAcceptedError) or not core.lag.explains(core.settings.timeouts.connect_s):
+            refused, own = isinstance(error, NotConnectedError), isinstance(error, NoSocketError)
+            late = isinstance(error, NotAcceptedError)
+            if not own and not (late and core.lag.explains(core.settings.timeouts.connect_s)):
                 core.instances.failed(decode, str(error), refused=refused, sent_s=sent_s)
             if error.seen:
                 self._attempts.guard.suspect(decode)
-            raise AttemptFailedError(instance, str(error), seen=error.seen) from error
+            raise AttemptFailedError(instance, str(error), seen=error.seen, own=own) from error
         finally:
             if answer is not None and not opened:
                 answer.close()

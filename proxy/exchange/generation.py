@@ -23,26 +23,7 @@ class Generation:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-
-    @property
-    def header_bytes(self) -> int:
-        return self._core.settings.limits.header_bytes
-
-    @property
-    def header_s(self) -> float:
-        return self._core.settings.timeouts.header_s
-
-    @property
-    def client_stall_s(self) -> float:
-        return self._core.settings.timeouts.client_stall_s
-
-    @property
-    def body_bytes(self) -> int:
-        return self._core.settings.limits.body_bytes
-
-    @property
-    def body_s(self) -> float:
-        return self._core.settings.timeouts.body_s
+        self.bounds = core.clients
 
     def opened(self, inbound: Inbound) -> Row:
         row = Row(request_id_of(inbound.headers), inbound.path, inbound.arrived_unix_s)

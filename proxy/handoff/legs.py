@@ -13,7 +13,8 @@ import msgspec
 from policies.types import OffloadReason
 from proxy.access.forwarding import Forwarding
 from proxy.engines.control import Control
-from proxy.engines.upstream import Upstream, UpstreamError
+from proxy.engines.shortage import own_shortage
+from proxy.engines.upstream import NoSocketError, Upstream, UpstreamError
 from proxy.fleet.instances import Instance
 from proxy.fleet.model_lists import is_model_missing
 from proxy.handoff.connectors import DIALECTS
@@ -90,8 +91,9 @@ class HandOff:
                 received=True,
             ) from error
         except UpstreamError as error:
+            own = isinstance(error, NoSocketError)
             raise OffloadFailedError(
-                OffloadReason.FELL_BACK_P_ERROR, str(error), by_prefill=True, received=error.seen
+                OffloadReason.FELL_BACK_P_ERROR, str(error), by_prefill=not own, received=error.seen
             ) from error
         if status != 200:
             failed = status >= 500
@@ -135,15 +137,15 @@ class HandOff:
                 if await self._identity(prefill) != engine_id:
                     return "P restarted while D pulled"
             except OffloadFailedError as error:
-                if isinstance(error.__cause__, httpx.ConnectError):
+                if isinstance(error.__cause__, httpx.ConnectError) and own_shortage(error.__cause__) is None:
                     return f"P disappeared while D pulled: {error}"
 
     async def alive(self, instance: Instance) -> bool:
-        """True if an instance's ``/health`` answers 200 within ``offload.query_timeout_s``."""
+        """True if an instance's ``/health`` answers 200 within ``offload.query_timeout_s``, or cannot be asked."""
         try:
             answer = await self._health(instance)
-        except httpx.HTTPError:
-            return False
+        except httpx.HTTPError as error:
+            return own_shortage(error) is not None
         return answer.status_code == 200
 
     async def _health(self, instance: Instance) -> httpx.Response:

@@ -1,6 +1,6 @@
-"""Metrics of breakers, queue, retry budget and failing policies, collected at scrape time.
+"""Metrics of breakers, queue, retry budget, failing policies and clients' connections, collected at scrape time.
 
-Labels: instances, states, reasons, installed policies.
+Labels: instances, states, reasons, installed policies, limits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from proxy.clients.bounds import ClientBounds
 from proxy.fleet.breaker import BreakerState
 from proxy.fleet.instances import Instances
 from proxy.routing.admission import Admission
@@ -31,11 +32,13 @@ class LimitMetrics(Collector):
         admission: Admission,
         retries: RetryBudget,
         policies: PolicyWatch,
+        clients: ClientBounds,
     ) -> None:
         self._instances = instances
         self._admission = admission
         self._retries = retries
         self._policies = policies
+        self._clients = clients
         waits = Histogram(
             "warmroute_queue_wait_seconds",
             "Time requests spent in the queue, for all outcomes",
@@ -96,3 +99,14 @@ class LimitMetrics(Collector):
         for name, trouble in self._policies.slow.items():
             slow.add_metric([name], trouble.count)
         yield slow
+        clients = self._clients
+        yield GaugeMetricFamily("warmroute_client_connections", "Open connections of clients", clients.open)
+        yield GaugeMetricFamily(
+            "warmroute_request_body_bytes", "Size of all request bodies in memory", clients.held_bytes
+        )
+        turned_away = CounterMetricFamily(
+            "warmroute_clients_refused", "Requests and connections refused with 503, by limit", labels=["limit"]
+        )
+        turned_away.add_metric(["connections"], clients.refused_connections)
+        turned_away.add_metric(["buffered_bytes"], clients.refused_bodies)
+        yield turned_away

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.clip import clip
 from proxy.core import Core
+from proxy.engines.shortage import own_shortage
 from proxy.fleet.instances import Instance
 from proxy.fleet.model_lists import AnotherServerError
 from proxy.handoff.legs import query_engine_id
@@ -65,6 +66,10 @@ class HealthMonitor:
                 log.warning(
                     "a probe of %s took too long because this process lacks CPU; its result is ignored", instance.name
                 )
+                return
+            shortage = own_shortage(error)
+            if shortage is not None:
+                log.warning("a probe of %s was not sent: this proxy is out of sockets: %s", instance.name, shortage)
                 return
             gone = isinstance(error, httpx.ConnectError | AnotherServerError)
             self._core.instances.probe_failed(instance, clip(f"probe: {error!r}"), refused=gone)

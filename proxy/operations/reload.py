@@ -158,6 +158,7 @@ class Reloader:
         self._switch(settings, changes)
         core.instances.apply(settings.health)
         core.admission.apply(limits)
+        core.clients.apply(settings)
         core.retries.apply(limits)
         core.leaks.apply(offload.leak_share)
         core.abandoned.apply(offload.abandoned_s)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
+from proxy.clients.listening import BoundedServer
 from proxy.core import Core
 
 log = logging.getLogger("warmroute.server")
@@ -29,11 +30,11 @@ _FLUSH_S = 2.0
 """Minimum time for clients to read the end of their answers after the grace period."""
 
 
-class ProxyServer(uvicorn.Server):
+class ProxyServer(BoundedServer):
     """Serves one core's application until a signal ends it."""
 
     def __init__(self, config: uvicorn.Config, core: Core, on_hangup: Callable[[], None]) -> None:
-        super().__init__(config)
+        super().__init__(config, core.settings.tls.handshake_s)
         self._core = core
         self._on_hangup = on_hangup
         self._hurry = asyncio.Event()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from proxy.settings.section import Section
+from proxy.settings.section import Seconds, Section
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
 KeyLabel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._@-]{1,64}$")]
@@ -131,6 +131,7 @@ class TlsSettings(Section):
         default=None, description="PEM file with the CAs of client certificates; if given, every client needs one"
     )
     min_version: Literal["1.2", "1.3"] = Field(default="1.2", description="oldest TLS version accepted")
+    handshake_s: Seconds = Field(default=10.0, description="bound on a client's TLS handshake")
 
     @model_validator(mode="after")
     def _complete(self) -> TlsSettings:

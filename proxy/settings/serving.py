@@ -62,6 +62,20 @@ class LimitSettings(Section):
     header_bytes: int = Field(
         default=32 * 1024, ge=1024, description="largest request line and headers of a client's request"
     )
+    admin_body_bytes: int = Field(
+        default=1024 * 1024, ge=1024, description="largest body of a request that is not for generation"
+    )
+    buffered_bytes: int = Field(
+        default=512 * 1024 * 1024,
+        ge=1024,
+        description="request bodies held in memory, over all connections, until they are answered; above it 503",
+    )
+    connections: int | None = Field(
+        default=None,
+        ge=1,
+        description="open connections of clients; above it generation requests get 503. none: three quarters of the "
+        "process's limit on open files, less 64",
+    )
     max_in_flight: int | None = Field(
         default=None, ge=1, description="concurrent requests sent to the fleet; none: unlimited"
     )

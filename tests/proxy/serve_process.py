@@ -34,6 +34,10 @@ class ServeProcess:
         self.lines: list[str] = []
         self.url = ""
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     async def follow(self) -> None:
         """Read the log up to its end."""
         assert self._process.stderr is not None

@@ -13,7 +13,7 @@ from proxy.access.keys import Keys
 from proxy.access.rules import Access, Listener, Side, admin_key_of, side_of
 from proxy.admin_listener import admin_listener
 from proxy.errors import RequestError
-from proxy.settings import load_settings
+from proxy.settings import AdminSettings, TlsSettings, load_settings
 from tests.proxy.access.test_keys import ADMIN, KEY, KEYS, OK, bearer
 from tests.proxy.conftest import Running, StartProxy, serving
 
@@ -154,10 +154,10 @@ async def test_the_admin_listener_needs_keys_if_it_is_not_loopback(start_proxy: 
 
 async def test_the_admin_listener_ends_with_the_proxy_and_says_when_its_port_is_taken(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1, admin={"port": 0})
-    port = proxy.core.admin_port
+    port, bounds = proxy.core.admin_port, proxy.core.clients
     assert port
     with pytest.raises(OSError, match=f"admin.host 127.0.0.1, admin.port {port}"):
-        async with admin_listener(proxy.core.access, "127.0.0.1", port, None):
+        async with admin_listener(proxy.core.access, bounds, AdminSettings(port=port), TlsSettings()):
             raise AssertionError("two listeners on one port")
     async with admin_client(proxy) as admin:
         assert (await admin.get("/stats")).status_code == 200
@@ -167,7 +167,7 @@ async def test_the_admin_listener_ends_with_the_proxy_and_says_when_its_port_is_
     async with serving(settings) as (app, _):
         other = app.core.admin_port
         assert other
-    async with admin_listener(proxy.core.access, "127.0.0.1", other, None) as taken:
+    async with admin_listener(proxy.core.access, bounds, AdminSettings(port=other), TlsSettings()) as taken:
         assert taken == other
 
 

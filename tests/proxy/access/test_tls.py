@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,58 @@ async def test_the_admin_listener_uses_tls_too(start_proxy: StartProxy, certific
     async with httpx.AsyncClient(trust_env=False) as plain:
         with pytest.raises(httpx.TransportError):
             await plain.get(f"http://127.0.0.1:{proxy.core.admin_port}/instances")
+
+
+async def test_handshakes_that_stall_are_ended(start_proxy: StartProxy, certificates: Certificates) -> None:
+    """A client that connects and says nothing, and one that sends a byte of the handshake now and then."""
+    proxy = await start_proxy(1, tls=tls(certificates, handshake_s=0.5), admin={"port": 0})
+    assert proxy.core.admin_port is not None
+    for port in (int(proxy.url.rsplit(":", 1)[1]), proxy.core.admin_port):
+        for byte_now_and_then in (False, True):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                ending = asyncio.create_task(reader.read())
+                for byte in client_hello(certificates.trusting()) * byte_now_and_then:
+                    if ending.done():
+                        break
+                    writer.write(bytes((byte,)))
+                    await asyncio.sleep(0.05)
+                with contextlib.suppress(ConnectionResetError):
+                    await asyncio.wait_for(ending, 20)
+            finally:
+                writer.close()
+    async with secure(proxy, certificates.trusting()) as client:
+        assert (await client.get("/health")).status_code == 200
+
+
+def client_hello(context: ssl.SSLContext) -> bytes:
+    """The first bytes of a handshake."""
+    written = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), written, server_hostname="127.0.0.1").do_handshake()
+    return written.read()
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /v1/completions HTTP/1.1\r\nx-a: "], ids=["nothing", "part of a head"])
+async def test_a_client_that_is_slow_after_the_handshake_is_ended(
+    start_proxy: StartProxy, certificates: Certificates, start: bytes
+) -> None:
+    proxy = await start_proxy(1, tls=tls(certificates), timeouts={"header_s": 0.5})
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", int(proxy.url.rsplit(":", 1)[1]), ssl=certificates.trusting(), server_hostname="127.0.0.1"
+    )
+    try:
+        ending = asyncio.create_task(reader.read())
+        writer.write(start)
+        while start and not ending.done():
+            writer.write(b"a")
+            await asyncio.sleep(0.05)
+        answer = await asyncio.wait_for(ending, 20)
+    finally:
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408" if start else b"")
+    assert bool(answer) is bool(start)
+    await proxy.until(lambda: proxy.core.clients.open == 0)
 
 
 class SecureEngine(StubEngine):

@@ -134,14 +134,15 @@ EFFECTS: dict[str, tuple[Any, Callable[[Core], Any], Any]] = {
         (0.9, 9, 9),
     ),
     "limits": (
-        {"max_in_flight": 3, "retry_ratio": 0.9, "body_bytes": 2048, "prompts": 5},
+        {"max_in_flight": 3, "retry_ratio": 0.9, "body_bytes": 2048, "prompts": 5, "connections": 99},
         lambda core: (
             core.admission._limits.max_in_flight,
             core.retries._ratio,
-            core.settings.limits.body_bytes,
+            core.clients.body_bytes,
             core.router._settings.limits.prompts,
+            core.clients.connections,
         ),
-        (3, 0.9, 2048, 5),
+        (3, 0.9, 2048, 5, 99),
     ),
     "fields": ({"allow": ["priority"]}, lambda core: core.router._allowed_fields, {"priority"}),
     "forward_headers": (["x-mine"], lambda core: core.forwarding._names, ((b"x-mine", "x-mine"),)),
