@@ -297,12 +297,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _answer(self, error: RequestError) -> None:
+        self._bounds.refused(error, self.peer())
         body = error.body()
         retry = b"" if error.retry_after_s is None else b"retry-after: %d\r\n" % error.retry_after_s
         self.transport.write(
             b"%bcontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n%b"
             % (STATUS_LINE[error.status], len(body), retry, body)
         )
+
+    def peer(self) -> str:
+        """The client's address, without its port."""
+        return self.client[0] if self.client else "?"
 
     def stop(self) -> None:
         """Discard what still arrives."""

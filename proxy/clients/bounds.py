@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import resource
+from collections import Counter
 
 from proxy.errors import RequestError
+from proxy.logs import LimitedLog
 from proxy.settings import Settings
 
 SPARE_CONNECTIONS = 64
@@ -36,6 +39,9 @@ class ClientBounds:
         """Size of all request bodies in memory, complete or not."""
         self.refused_connections = 0
         self.refused_bodies = 0
+        self.turned_away: Counter[str] = Counter()
+        """Refusals that have no row in the records, by error code."""
+        self.refusals = LimitedLog(logging.getLogger("warmroute.clients"))
         self.apply(settings)
 
     def apply(self, settings: Settings) -> None:
@@ -60,6 +66,12 @@ class ClientBounds:
     def release(self, size: int) -> None:
         """Take ``size`` bytes off the account."""
         self.held_bytes -= size
+
+    def refused(self, error: RequestError, peer: str) -> None:
+        """Count and log a refusal without a row: of data that is no request, or of one that is not for generation."""
+        code = error.code or str(error.status)
+        self.turned_away[code] += 1
+        self.refusals.warning(code, "refused data from %s: %d %s", peer, error.status, error.message)
 
     def no_room(self) -> RequestError:
         """Error for a body that all others leave no room for; counted."""

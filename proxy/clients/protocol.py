@@ -153,9 +153,6 @@ class ProxyProtocol(BoundedProtocol):
     def default_headers(self) -> Headers:
         return self.server_state.default_headers
 
-    def peer(self) -> str:
-        return self.client[0] if self.client else "?"
-
     # Bounds
 
     @property

@@ -106,3 +106,19 @@ def test_a_limited_log_reports_at_its_next_line_what_it_left_out(caplog: pytest.
     limited.warning("even", "number %d", 4)
     limited.flush()
     assert caplog.messages == ["number 0", "number 4 (not logged since the last one: 1 x even, 2 x odd)"]
+
+
+async def test_data_that_is_no_request_is_counted_and_leaves_one_warning(
+    start_chaos: StartChaos, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = await start_chaos(ChaosEngine())
+    caplog.set_level(logging.WARNING, "warmroute.clients")
+    proxy.core.clients.refusals._interval_s = 1e6
+    for _ in range(FLOOD):
+        async with RawClient(proxy.port) as client:
+            await client.send(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+            assert (await client.answer()).status == 400
+    assert len(caplog.messages) == 1
+    assert "127.0.0.1: 400" in caplog.messages[0]
+    metrics = (await proxy.client.get("/metrics")).text
+    assert f'warmroute_client_errors_total{{code="invalid_http"}} {float(FLOOD)}' in metrics
