@@ -34,7 +34,6 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
         "aiohttp": "lab",
         "jinja2": "lab",
         "matplotlib": "lab",
-        "numpy": "lab",
         "pynvml": "lab",
         "scipy": "lab",
         "zstandard": "lab",

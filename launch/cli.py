@@ -68,7 +68,7 @@ def up(
         typer.Option("--require-fresh", help="Prove that every engine is fresh once ready (fresh.json), or stop all."),
     ] = False,
 ) -> None:
-    """Start a fleet of engines and the proxy in front of them, until Ctrl-C; a second Ctrl-C stops it at once.
+    """Start a fleet of engines and the proxy in front of them, until Ctrl-C; a second stops it at once.
 
     The file is checked in full and its ports are probed before anything starts. Every process has its own log file in
     the run directory. All processes end with this command, on Linux also when it is killed.

@@ -111,7 +111,9 @@ class LimitMetrics(Collector):
         turned_away.add_metric(["buffered_bytes"], clients.refused_bodies)
         yield turned_away
         invalid = CounterMetricFamily(
-            "warmroute_client_errors", "Refusals of data that became no row of the records, by error code", labels=["code"]
+            "warmroute_client_errors",
+            "Refusals of data that became no row of the records, by error code",
+            labels=["code"],
         )
         for code, count in sorted(clients.turned_away.items()):
             invalid.add_metric([code], count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import repeat
 
 from xxhash import xxh3_128_digest
 
@@ -28,13 +29,8 @@ _VALUE = re.compile(
 
 def may_have_media(body: bytes) -> bool:
     """False for almost every text: a medium is a long run without a space. Reads a few bytes of each 4 KB."""
-    find = body.find
-    for at in range(0, len(body) - _WINDOW, _WINDOW):
-        if find(b" ", at, at + _WINDOW) < 0:
-            break
-    else:
-        return False
-    return True
+    begins, ends = range(0, len(body) - _WINDOW, _WINDOW), range(_WINDOW, len(body), _WINDOW)
+    return -1 in map(body.find, repeat(b" "), begins, ends)
 
 
 def without_media(messages: bytes, seed: int = 0) -> Steps[tuple[bytes, int]]:

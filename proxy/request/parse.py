@@ -5,8 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence, Set
 from enum import StrEnum
-from operator import attrgetter
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 from xxhash import xxh3_128_hexdigest
@@ -15,16 +14,14 @@ from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
 from policies.predict.exact_index import plain_root
 from policies.types import RequestView
 from proxy.errors import RequestError
-from proxy.request.fields import REFUSED_FIELDS, check_fields
+from proxy.request.generation_body import GenerationBody, decode_fields, large_fields
 from proxy.request.media import may_have_media, without_media
-from proxy.request.outline import TooManyMembersError, fields_of, members_of
+from proxy.request.outline import TooManyMembersError, members_of
 from proxy.request.steps import Steps, at_once
 from proxy.request.token_chunks import MAX_BLOCKS, TokenChunks
 
 AT_ONCE_BYTES = 512 * 1024
 """Bodies up to this size are parsed without a pause: 20 ms in the worst case (ids of one digit), 1 ms for text."""
-_DECODED_BYTES = 2 * 1024 * 1024
-"""Bodies up to this size are decoded in one call: 10 ms in the worst case."""
 _OFFLOADED_BYTES = 8 * 1024 * 1024
 """Both legs of a hand-off write the body again; the prompt of a longer one does not fit any model."""
 _SMALL_BYTES = 64 * 1024
@@ -39,32 +36,6 @@ class Endpoint(StrEnum):
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
-
-
-class StreamOptions(msgspec.Struct):
-    """The fields of ``stream_options`` that are read."""
-
-    include_usage: bool | None = None
-
-
-class GenerationBody(msgspec.Struct):
-    """The fields of an OpenAI generation request that routing reads; all others are forwarded as bytes."""
-
-    model: str
-    prompt: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    tools: msgspec.Raw = msgspec.Raw()
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    prompt_cache_key: str | None = None
-    user: str | None = None
-    cache_salt: str | None = None
-    n: int | None = None
-    best_of: int | None = None
-    echo: bool | None = None
-    prompt_logprobs: int | None = None
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -121,23 +92,6 @@ class ParseRules(NamedTuple):
     """Secret seed of the block hashes."""
 
 
-_PROMPTS = frozenset(("prompt", "messages", "tools"))
-_FIELDS = frozenset(GenerationBody.__struct_fields__) - _PROMPTS
-_SESSION_FIELDS = frozenset(("prompt_cache_key", "user"))
-_NOTHING = msgspec.Raw()
-_GUARDED = tuple(sorted(REFUSED_FIELDS))
-_NONE_GIVEN = (_NOTHING,) * len(_GUARDED)
-_guarded_values = attrgetter(*_GUARDED)
-
-_encode = msgspec.json.encode
-_decode_top = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_body = msgspec.json.Decoder(GenerationBody).decode
-# One pass finds the guarded fields as well, however their names are escaped.
-_GuardedBody = cast(
-    type[GenerationBody],
-    msgspec.defstruct("_GuardedBody", [(name, msgspec.Raw, _NOTHING) for name in _GUARDED], bases=(GenerationBody,)),
-)
-_decode_guarded = msgspec.json.Decoder(_GuardedBody).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
@@ -171,23 +125,11 @@ def parse_steps(
     Raises:
         RequestError: 400 with the problem and its location, in OpenAI's shape.
     """
-    try:
-        if len(body) <= AT_ONCE_BYTES:
-            fields = _decode_guarded(body)
-            guarded = _guarded_values(fields)
-            if guarded != _NONE_GIVEN:
-                check_fields(
-                    {name: raw for name, raw in zip(_GUARDED, guarded, strict=True) if raw != _NOTHING},
-                    rules.allowed_fields,
-                )
-        else:
-            fields = yield from _large_fields(body, rules)
-    except msgspec.ValidationError as error:
-        raise _invalid(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    except RecursionError as error:
-        raise RequestError(400, "the body's JSON is nested too deeply", code="invalid_json") from error
+    fields = (
+        decode_fields(body, rules.allowed_fields)
+        if len(body) <= AT_ONCE_BYTES
+        else (yield from large_fields(body, rules.allowed_fields))
+    )
     if len(fields.model) > _MAX_MODEL_NAME:
         raise RequestError(400, f"'model' is longer than {_MAX_MODEL_NAME} characters", param="model")
     salts = (fields.model, fields.cache_salt or "")
@@ -198,17 +140,6 @@ def parse_steps(
             fields, rules, _Ids(rules.block_tokens, salts, is_base_model(fields.model), rules.seed), chunks
         )
     return Parsed(endpoint, body, fields, prompt)
-
-
-def _large_fields(body: bytes, rules: ParseRules) -> Steps[GenerationBody]:
-    """The fields of a large body: prompts are not decoded, other fields of any length are refused."""
-    given = (yield from fields_of(body)) if len(body) > _DECODED_BYTES else _decode_top(body)
-    check_fields(given, rules.allowed_fields)
-    fields = _decode_body(_encode(_bounded({name: raw for name, raw in given.items() if name in _FIELDS})))
-    fields.prompt = given.get("prompt", _NOTHING)
-    fields.messages = given.get("messages", _NOTHING)
-    fields.tools = given.get("tools", _NOTHING)
-    return fields
 
 
 def request_view(
@@ -397,19 +328,3 @@ def _no_prompts() -> RequestError:
     return RequestError(
         400, "'prompt' must be a string, a list of strings, a list of token ids or a list of such lists", param="prompt"
     )
-
-
-def _bounded(known: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-    """The fields without those too long to be a session's id; any other one that long is refused."""
-    long = {name for name, raw in known.items() if len(memoryview(raw)) > _SMALL_BYTES}
-    for name in long - _SESSION_FIELDS:
-        raise RequestError(400, f"'{name}' is longer than {_SMALL_BYTES} bytes", param=name)
-    return {name: raw for name, raw in known.items() if name not in long}
-
-
-def _invalid(error: msgspec.ValidationError) -> RequestError:
-    text = str(error)
-    param = text.rsplit("`$.", 1)[1].rstrip("`") if "`$." in text else None
-    if "missing required field" in text:
-        param = text.split("`")[1]
-    return RequestError(400, text, param=param, code="invalid_type" if param else None)

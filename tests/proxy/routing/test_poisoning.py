@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from policies.predict.blocks import root_hash
 from policies.predict.exact_index import PLAIN_ROOT
@@ -16,14 +15,6 @@ from tests.proxy.stub_engine import StubEngine
 
 PROMPT = list(range(160))
 ADAPTERS = ("other", "stub1:a")
-
-
-class Adapted(StubEngine):
-    """An engine with two adapters of its model."""
-
-    async def _models(self, _: web.Request) -> web.Response:
-        adapters = [{"id": name, "object": "model", "parent": self.model} for name in ADAPTERS]
-        return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}, *adapters]})
 
 
 class Tenants:
@@ -43,7 +34,7 @@ class Tenants:
 
 @pytest.fixture
 async def tenants(start_proxy: StartProxy) -> Tenants:
-    return Tenants(await start_proxy(engines=[Adapted()]))
+    return Tenants(await start_proxy(engines=[StubEngine(adapters=list(ADAPTERS))]))
 
 
 @pytest.mark.parametrize("salt", ["", "salt"])

@@ -13,8 +13,8 @@ from tests.chaos.rig.client import RawClient, post
 from tests.chaos.rig.engine import ChaosEngine, Talk
 from tests.chaos.rig.wire import whole
 
-LONG = "x" * 2_000_000
-WIDE = "\U0001f600\x01" * 500_000
+LONG = "x" * 400_000
+WIDE = "\U0001f600\x01" * 40_000
 IN_A_HEADER = "x" * 20_000
 KEPT_BYTES = 8_000
 """More than any answer or row needs, less than any of the inputs."""

@@ -1,0 +1,1 @@
+"""Hostile and unusual clients: bounds, connections, bodies, pipelining, smuggling, floods."""
