@@ -72,7 +72,10 @@ class HealthMonitor:
                 log.warning("a probe of %s was not sent: this proxy is out of sockets: %s", instance.name, shortage)
                 return
             gone = isinstance(error, httpx.ConnectError | AnotherServerError)
-            self._core.instances.probe_failed(instance, clip(f"probe: {error!r}"), refused=gone)
+            failure = clip(f"probe: {error!r}")
+            if isinstance(error, AnotherServerError) and instance.last_error != failure:
+                log.warning("%s is not used: %s", instance.name, error)  # one that was never up does not go down
+            self._core.instances.probe_failed(instance, failure, refused=gone)
         else:
             self._core.instances.probed(instance)
 

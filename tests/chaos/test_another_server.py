@@ -137,3 +137,17 @@ async def test_an_engine_whose_list_of_models_fails_for_a_moment_stays_in(start_
     assert proxy.instance(0).healthy
     await served(proxy, 2)
     await proxy.nothing_left()
+
+
+async def test_what_answers_instead_of_an_engine_is_reported_once(
+    start_chaos: StartChaos, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ChaosEngine()
+    proxy = await start_chaos(engine)
+    engine.probe_fault = another_web_server
+    for _ in range(3):
+        await proxy.app.operations.fleet.probe(proxy.instance())
+    assert not proxy.instance().healthy
+    said = [message for message in caplog.messages if "is not used" in message]
+    assert len(said) == 1
+    assert "another server" in said[0]

@@ -1,6 +1,6 @@
 """A stub that accepts vLLM's command line and environment, and behaves as its processes do, without a model.
 
-An API server answers /health, /metrics and a bootstrap /query; an "EngineCore" is its child in a separate session
+An API server answers /health, /metrics, /v1/models and a bootstrap /query; an "EngineCore" is its child in a separate session
 that ignores SIGTERM. Mooncake's log lines follow the environment. Settings of the stub itself:
 ``STUB_HIDE`` names a variable the EngineCore does not get, ``STUB_SILENT`` omits the transport's line,
 ``STUB_BLOCK`` is the block size it claims. Its metrics are those of an engine that has served already. POST /die makes
@@ -30,6 +30,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/metrics":
             labels = f'block_size="{os.environ.get("STUB_BLOCK", "16")}",cache_dtype="auto",engine="0"'
             return self._send(200, f"vllm:cache_config_info{{{labels}}} 1.0\nvllm:prompt_tokens_total 7\n")
+        if self.path == "/v1/models":
+            return self._send(200, json.dumps({"object": "list", "data": [{"id": "stub", "object": "model"}]}))
         return self._answer(503 if dead.is_set() and self.path == "/health" else 200)
 
     def do_POST(self) -> None:
