@@ -40,7 +40,7 @@ imports: $(READY) ## which folder may import which
 	$(BIN)/lint-imports
 
 unit: $(READY) ## pytest only
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not quiet"
+	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not quiet"
 	$(BIN)/python -m pytest -m quiet
 
 engines: $(READY) ## real vLLM engines on the CPU and a tiny model for them (about a minute, 7 GB)
