@@ -59,6 +59,9 @@ def header_of(
             "policy_params": parameters(router.routing.policy),
             "planner": router.routing.planner.name,
             "planner_params": parameters(router.routing.planner),
+            "admission": router.routing.gate.rule.name,
+            "admission_params": parameters(router.routing.gate.rule),
+            "max_hold_s": options.max_hold_s,
             "instances": options.instances,
             "prefill_instances": options.prefill_instances,
             "role": options.role.value,
@@ -143,6 +146,8 @@ def breakdown_row(exchange: SimulatedExchange, planner: str, ended_s: float) -> 
         attempts=list(exchange.attempts or ()),
         stages_ms={name: value * 1e3 for name, value in exchange.stages_s.items()},
         error=exchange.error,
+        admission=exchange.admission,
+        held_s=exchange.held_s,
     )
     if ok:
         row.outcome = RequestOutcome.OK

@@ -50,7 +50,7 @@ def run_setup(setup: Setup, output: IO[bytes], rows: IO[bytes] | None = None, tr
     if trace is None:
         trace = loaded(setup.trace, setup.idle_gap_cap_s)
         plan = planned(setup.trace, setup.plan_options())
-    run = OfflineRun.of_trace(trace, options, setup.routing(), setup.offload(), plan)
+    run = OfflineRun.of_trace(trace, options, setup.routing(), setup.offload(), plan, setup.admission_rule())
     return _write(run, output, rows, trace.notes)
 
 
@@ -65,7 +65,8 @@ def run_streamed(
     with read_apart(Path(setup.trace), LoadOptions(idle_gap_cap_s=setup.idle_gap_cap_s)) as opened:
         turns = StreamedLoop(opened.requests, opened.sha256, options, look_ahead_s)
         source = TraceSource(opened.name, opened.sha256, opened.block_tokens, opened.notes)
-        run = OfflineRun(source, turns, None, options, setup.routing(), setup.offload())
+        rules = (setup.routing(), setup.offload(), setup.admission_rule())
+        run = OfflineRun(source, turns, None, options, *rules)
         ran = _write(run, output, rows, list(opened.notes))
     ran.notes.append(f"at most {turns.most_sessions:,} sessions known at once")
     if turns.late_turns:

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from policies.admission.base import AdmissionRule
+from policies.admission.never_hold import NeverHold
 from policies.offload.base import OffloadPlanner
 from policies.offload.never import Never
 from policies.routing.base import RoutingPolicy
@@ -59,6 +61,7 @@ class OfflineRun:
         options: Fleet, load and noise.
         policy: Chooses the instance.
         planner: Whether to offload prefills; None: never.
+        admission: When a request is sent; None: at once.
 
     Raises:
         SimulationError: options that make no sense.
@@ -72,6 +75,7 @@ class OfflineRun:
         options: SimOptions,
         policy: RoutingPolicy,
         planner: OffloadPlanner | None = None,
+        admission: AdmissionRule | None = None,
     ) -> None:
         options.check()
         self._options = options
@@ -80,7 +84,8 @@ class OfflineRun:
         self._fleet, self._roles, self._profile = make_fleet(options, source.block_tokens)
         transport = options.proven_transport(self._profile)
         planner = Never() if planner is None else planner
-        self._router = OfflineRouter(options, self._fleet.engines, self._roles, transport, policy, planner)
+        admission = NeverHold() if admission is None else admission
+        self._router = OfflineRouter(options, self._fleet.engines, self._roles, transport, policy, planner, admission)
         capacity = min(each.config.num_blocks * each.config.block_tokens for each in self._fleet.engines.values())
         self.header = header_of(options, self._router, source, offered, capacity)
 
@@ -92,6 +97,7 @@ class OfflineRun:
         policy: RoutingPolicy,
         planner: OffloadPlanner | None = None,
         plan: Plan | None = None,
+        admission: AdmissionRule | None = None,
     ) -> OfflineRun:
         """A simulation of a trace in memory; arguments and errors as for ``simulate``."""
         options.check()
@@ -99,7 +105,7 @@ class OfflineRun:
             plan = make_plan(trace, options.plan)
         turns = ClosedLoopSource(jittered(plan.sessions, options), options.max_inflight_sessions)
         source = TraceSource(trace.name, trace.sha256, trace.block_tokens, trace.notes)
-        return cls(source, turns, plan.offered, options, policy, planner)
+        return cls(source, turns, plan.offered, options, policy, planner, admission)
 
     def run(self, on_record: OnRecord, on_row: OnRow | None = None) -> tuple[RunEnd, list[InstanceTotals]]:
         """Simulate: every record goes to ``on_record``, and its breakdown row to ``on_row``, as its request ends."""
@@ -134,6 +140,7 @@ def simulate(
     planner: OffloadPlanner | None = None,
     *,
     plan: Plan | None = None,
+    admission: AdmissionRule | None = None,
 ) -> SimResult:
     """Replay a trace on a simulated fleet in virtual time. Equal arguments give equal results.
 
@@ -143,12 +150,13 @@ def simulate(
         policy: Chooses the instance.
         planner: Whether to offload prefills; None: never.
         plan: Result of ``make_plan(trace, options.plan)``, if it is made once for many simulations.
+        admission: When a request is sent; None: at once.
 
     Raises:
         SimulationError: options that make no sense.
         TraceError: nothing to send, or a scale that is not positive.
     """
-    prepared = OfflineRun.of_trace(trace, options, policy, planner, plan)
+    prepared = OfflineRun.of_trace(trace, options, policy, planner, plan, admission)
     records: list[RequestRecord] = []
     rows: list[dict[str, Any]] = []
     end, instances = prepared.run(records.append, rows.append if options.decisions else None)

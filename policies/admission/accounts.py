@@ -1,0 +1,186 @@
+"""Contexts of sessions in flight and kept, each session counted once, and what the fleet recomputes of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from math import exp2, log
+
+from policies.admission.base import SessionView
+from policies.costs.formulas import PrefillModel
+
+HALF_LIFE_S = 30.0
+"""Half-life of the time lost by recomputation."""
+REMEMBERED_TURNS = 4
+"""Last prompts of a session by which a longer one is recognised: sub-agents of one session take turns."""
+
+
+class _Account:
+    __slots__ = ("context_tokens", "ends", "in_flight", "since_s", "turns")
+
+    def __init__(self) -> None:
+        self.context_tokens = 0
+        self.in_flight = 0
+        self.turns = 0
+        self.since_s = 0.0
+        """When its last request ended."""
+        self.ends: list[tuple[int, int]] = []
+        """Number of full blocks of the last prompts, and the hash of the last of them."""
+
+
+class SessionAccounts:
+    """Owner of the sessions' contexts and of the fleet's loss. Single writer, O(1) per call, amortised.
+
+    A session is active while a request of it is in flight, then kept for ``keep_s`` seconds, then remembered: of those,
+    at most ``capacity``.
+    """
+
+    def __init__(self, keep_s: float = 30.0, capacity: int = 100_000) -> None:
+        self._keep_s = keep_s
+        self._capacity = capacity
+        self._active: dict[str, _Account] = {}
+        self._kept: OrderedDict[str, _Account] = OrderedDict()
+        self._past: OrderedDict[str, _Account] = OrderedDict()
+        self.active_tokens = 0
+        self.kept_tokens = 0
+        self._seen_s = 0.0
+        self._lost_s = 0.0
+        self._lost_at_s = 0.0
+        self.lost_tokens = 0
+        """Tokens recomputed although the fleet had computed them for the same session before."""
+
+    @property
+    def active_sessions(self) -> int:
+        """Sessions with a request in flight."""
+        return len(self._active)
+
+    @property
+    def kept_sessions(self) -> int:
+        """Sessions whose last request ended less than ``keep_s`` ago, as of the last call with a time."""
+        return len(self._kept)
+
+    def set_keep(self, keep_s: float, now_s: float) -> None:
+        """Another ``keep_s``. O(sessions)."""
+        self._keep_s = keep_s
+        idle = sorted([*self._past.items(), *self._kept.items()], key=lambda item: item[1].since_s)
+        self._past.clear()
+        self._kept = OrderedDict(idle)
+        self.kept_tokens = sum(account.context_tokens for _, account in idle)
+        self.expire(now_s)
+
+    def expire(self, now_s: float) -> None:
+        """Move sessions that were kept for ``keep_s`` to those that are remembered."""
+        kept, oldest_s = self._kept, now_s - self._keep_s
+        while kept:
+            name = next(iter(kept))
+            account = kept[name]
+            if account.since_s > oldest_s:
+                return
+            del kept[name]
+            self.kept_tokens -= account.context_tokens
+            self._past[name] = account
+            if len(self._past) > self._capacity:
+                self._past.popitem(last=False)
+
+    def next_expiry_s(self) -> float | None:
+        """When the next kept session is no longer kept; None: none is."""
+        for account in self._kept.values():
+            return account.since_s + self._keep_s
+        return None
+
+    def view(self, session_id: str | None, now_s: float, waited_s: float = 0.0) -> SessionView:
+        """A session without the request that is about to be sent."""
+        if session_id is None:
+            return SessionView(waited_s=waited_s)
+        account = self._active.get(session_id)
+        if account is not None:
+            return SessionView(account.in_flight, account.context_tokens, 0.0, account.turns, waited_s)
+        account = self._kept.get(session_id) or self._past.get(session_id)
+        if account is None:
+            return SessionView(waited_s=waited_s)
+        return SessionView(0, account.context_tokens, max(0.0, now_s - account.since_s), account.turns, waited_s)
+
+    def begin(self, name: str, prompt_tokens: int, now_s: float) -> None:
+        """A request of the session is sent."""
+        self._seen_s = now_s
+        account = self._active.get(name)
+        if account is not None:
+            account.in_flight += 1
+            account.turns += 1
+            if prompt_tokens > account.context_tokens:
+                self.active_tokens += prompt_tokens - account.context_tokens
+                account.context_tokens = prompt_tokens
+            return
+        account = self._kept.pop(name, None)
+        if account is not None:
+            self.kept_tokens -= account.context_tokens
+        else:
+            account = self._past.pop(name, None) or _Account()
+        account.in_flight = 1
+        account.turns += 1
+        account.context_tokens = prompt_tokens
+        self._active[name] = account
+        self.active_tokens += prompt_tokens
+
+    def end(self, name: str, now_s: float | None) -> None:
+        """A request of the session has ended; None: at the time of the last ``begin``."""
+        account = self._active.get(name)
+        if account is None:
+            return
+        account.in_flight -= 1
+        if account.in_flight:
+            return
+        del self._active[name]
+        self.active_tokens -= account.context_tokens
+        account.since_s = now_s = self._seen_s if now_s is None else now_s
+        self._kept[name] = account
+        self.kept_tokens += account.context_tokens
+        self.expire(now_s)
+
+    def computed_before(self, name: str, hashes: Sequence[int], block_tokens: float) -> int:
+        """Tokens at the beginning of a prompt that the fleet has computed for this session; call before ``begin``."""
+        account = self._active.get(name) or self._kept.get(name) or self._past.get(name)
+        if account is None:
+            return 0
+        best = 0
+        for blocks, last in account.ends:
+            if best < blocks <= len(hashes) and hashes[blocks - 1] == last:
+                best = blocks
+        return int(best * block_tokens)
+
+    def remember(self, name: str, hashes: Sequence[int]) -> None:
+        """Remember a prompt that is being computed; call after ``begin``."""
+        if not hashes:
+            return
+        account = self._active[name]
+        ends = account.ends
+        for place, (blocks, last) in enumerate(ends):
+            if blocks <= len(hashes) and hashes[blocks - 1] == last:
+                ends[place] = (len(hashes), hashes[-1])
+                return
+        if len(ends) == REMEMBERED_TURNS:
+            del ends[0]
+        ends.append((len(hashes), hashes[-1]))
+
+    def lose(
+        self, model: PrefillModel, prompt_tokens: int, cached_tokens: int, before_tokens: int, now_s: float
+    ) -> None:
+        """Count the recomputation of ``before_tokens - cached_tokens`` tokens of a prompt."""
+        if before_tokens <= cached_tokens:
+            return
+        self.lost_tokens += before_tokens - cached_tokens
+        seconds = (
+            model.predict(prompt_tokens - cached_tokens, cached_tokens).seconds
+            - model.predict(max(prompt_tokens - before_tokens, 0), before_tokens).seconds
+        )
+        self._lost_s = self._decayed(now_s) + max(seconds, 0.0)
+        self._lost_at_s = now_s
+
+    def lost_share(self, instances: int, now_s: float) -> float:
+        """Share of the time of ``instances`` that recomputation took, weighted by 2 ** (-age / HALF_LIFE_S)."""
+        if not self._lost_s or not instances:
+            return 0.0
+        return self._decayed(now_s) * log(2.0) / (HALF_LIFE_S * instances)
+
+    def _decayed(self, now_s: float) -> float:
+        return self._lost_s * exp2((self._lost_at_s - now_s) / HALF_LIFE_S) if self._lost_s else 0.0
