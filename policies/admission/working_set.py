@@ -27,7 +27,7 @@ class WorkingSet:
 
     def __post_init__(self) -> None:
         require(self.keep_s >= 0, "working_set: keep_s must not be negative")
-        require(0 < self.fill, "working_set: fill must be above 0")
+        require(self.fill > 0, "working_set: fill must be above 0")
         require(0 <= self.lost_share <= 1, "working_set: lost_share must be within 0..1")
 
     def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:

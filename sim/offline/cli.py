@@ -44,6 +44,14 @@ def simulate_command(
     planner_param: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE: parameter of the planner. Repeatable.", show_default=False)
     ] = None,
+    admission: Annotated[str, typer.Option(help="Name of the admission rule.")] = "never_hold",
+    admission_param: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE: parameter of the admission rule. Repeatable.", show_default=False),
+    ] = None,
+    max_hold_s: Annotated[
+        float, typer.Option(help="Most seconds for which the admission rule may hold a request.")
+    ] = 300.0,
     instances: Annotated[int, typer.Option(min=1, help="Number of instances.")] = 8,
     prefill_instances: Annotated[
         int,
@@ -124,7 +132,8 @@ def simulate_command(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            help="KEY=V1,V2,...: every combination; KEY: an option, policy.PARAMETER or planner.PARAMETER. Repeatable.",
+            help="KEY=V1,V2,...: every combination; KEY: an option, or a parameter as policy.NAME, planner.NAME "
+            "or admission.NAME. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -160,6 +169,9 @@ def simulate_command(
             policy_params=parsed_params(policy_param or []),
             planner=planner,
             planner_params=parsed_params(planner_param or []),
+            admission=admission,
+            admission_params=parsed_params(admission_param or []),
+            max_hold_s=max_hold_s,
             instances=instances,
             prefill_instances=prefill_instances,
             role=role,
