@@ -90,7 +90,7 @@ class AdmissionGate:
     def examine(self, pool_tokens: int, instances: int, now_s: float) -> Held | None:
         """The next request that may be sent, taken out of the line; the caller sends it and asks again."""
         ahead_tokens = 0
-        for ahead, held in enumerate(self.line(now_s)):
+        for ahead, held in enumerate(self._line if self.never_holds else self.line(now_s)):
             waited_s = now_s - held.since_s
             if waited_s >= self.max_hold_s:
                 answer: Admit | Hold = Admit(AdmissionReason.HELD_LONG_ENOUGH)
