@@ -31,7 +31,7 @@ from proxy.metrics.limits import LimitMetrics
 from proxy.request.parse import Parsed
 from proxy.resolver import Resolver
 from proxy.routing.admission import Admission
-from proxy.routing.holding import Holding
+from proxy.routing.holding import HoldingLine
 from proxy.routing.retries import RetryBudget
 from proxy.routing.router import Router
 from proxy.settings import Settings
@@ -76,7 +76,7 @@ class Core:
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
         self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)
-        self.holding = Holding(settings.admission, self.router, self.instances, self.admission)
+        self.holding = HoldingLine(settings.admission, self.router, self.instances, self.admission)
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
         LimitMetrics(

@@ -28,7 +28,7 @@ class Held:
         self.request = request
         self.since_s = since_s
         self.hold = hold
-        """Why it waits, as of the last look at the line."""
+        """Reason for its wait, as of the last look at the line."""
         self.admitted: Admit | None = None
         """Set when it may be sent."""
 
@@ -75,7 +75,7 @@ class AdmissionGate:
         return held
 
     def answer(self, request: RequestView, pool_tokens: int, instances: int, now_s: float) -> Admit | Hold:
-        """What ``offer`` would decide; nothing is changed."""
+        """The answer that ``offer`` would give; nothing is changed."""
         ahead = [held.request.prompt_tokens for held in self._line if _rank(held, now_s) <= request.prompt_tokens]
         return self._ask(request, 0.0, len(ahead), sum(ahead), len(self._line), pool_tokens, instances, now_s)
 

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from policies.admission.accounts import SessionAccounts
 from proxy.metrics.tallies import Spread
-from proxy.routing.holding import HoldEnd, Holding
+from proxy.routing.holding import HoldEnd, HoldingLine
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 300, 600)
 
@@ -19,7 +19,7 @@ _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 300, 600)
 class AdmissionMetrics(Collector):
     """Registers itself as a collector; figures are read when scraped."""
 
-    def __init__(self, registry: CollectorRegistry, accounts: SessionAccounts, holding: Holding) -> None:
+    def __init__(self, registry: CollectorRegistry, accounts: SessionAccounts, holding: HoldingLine) -> None:
         self._accounts = accounts
         self._holding = holding
         self._holds = Spread(

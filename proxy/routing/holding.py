@@ -58,7 +58,7 @@ class _Waiter(NamedTuple):
     sent: asyncio.Future[AdmissionReason]
 
 
-class Holding:
+class HoldingLine:
     """Owner of the held requests of one proxy, and of the timer that looks at them. ``close`` ends both."""
 
     def __init__(self, settings: AdmissionSettings, router: Router, instances: Instances, admission: Admission) -> None:
