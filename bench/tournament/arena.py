@@ -17,6 +17,7 @@ from bench.tournament.settings import TournamentError, TournamentSettings, Trace
 from bench.tournament.timeline import Calls, Timeline, calls_of, timeline
 from bench.tournament.traces import find_traces, load_one
 from bench.tournament.workload import CellWorkload, build
+from policies.admission.base import AdmissionRule
 from policies.routing.base import RoutingPolicy
 from replayer.compare.statistics.bootstrap import FloatArray, SessionBootstrap
 from replayer.records.runs import RequestRecord
@@ -130,9 +131,9 @@ class PreparedCell:
         resamples = settings.sizes.resamples
         self._bootstrap = SessionBootstrap(session_of, len(names), resamples=resamples, seed=seed)
 
-    def records(self, policy: RoutingPolicy) -> list[RequestRecord]:
+    def records(self, policy: RoutingPolicy, admission: AdmissionRule | None = None) -> list[RequestRecord]:
         """Every request's record, warming ones too, in the order in which they ended."""
-        return simulate(self.workload.trace, self.options, policy, plan=self.plan).run.records
+        return simulate(self.workload.trace, self.options, policy, plan=self.plan, admission=admission).run.records
 
     def play(self, policy: RoutingPolicy, label: str, digest: str = "") -> EntrantResult:
         """Simulate a policy and keep what the tables need.

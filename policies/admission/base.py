@@ -59,6 +59,8 @@ class AdmissionView(NamedTuple):
     kept_tokens: int = 0
     lost_share: float = 0.0
     """Share of the fleet's time that went into recomputing evicted prefixes, lately (`policies.admission.loss`)."""
+    instances: int = 0
+    """Instances that can be chosen."""
     held: int = 0
     """Requests held now, this one not counted."""
     expected_wait_s: float = 0.0

@@ -119,6 +119,7 @@ class AdmissionGate:
             accounts.kept_sessions,
             accounts.kept_tokens,
             accounts.lost_share(instances, now_s),
+            instances,
             held,
             expected_s,
             self.max_hold_s,

@@ -23,11 +23,13 @@ class WorkingSet:
     fill: float = 0.95
     lost_share: float = 0.25
     patience: float = 1e9
+    least_active: float = 4.0
     name: ClassVar[str] = "working_set"
 
     def __post_init__(self) -> None:
         require(self.keep_s >= 0, "working_set: keep_s must not be negative")
         require(self.fill > 0, "working_set: fill must be above 0")
+        require(self.least_active >= 0, "working_set: least_active must not be negative")
         require(0 <= self.lost_share <= 1, "working_set: lost_share must be within 0..1")
 
     def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:
@@ -39,6 +41,8 @@ class WorkingSet:
         if needed <= self.fill * fleet.pool_tokens:
             return Admit(AdmissionReason.ROOM)
         if not fleet.active_sessions and not fleet.kept_sessions:
+            return Admit(AdmissionReason.IDLE_FLEET)
+        if fleet.active_sessions < self.least_active * fleet.instances:
             return Admit(AdmissionReason.IDLE_FLEET)
         if fleet.lost_share <= self.lost_share and not fleet.held and not session.waited_s:
             return Admit(AdmissionReason.NO_LOSS)
