@@ -73,6 +73,7 @@ def test_the_working_set_holds_a_session_that_would_evict_while_the_fleet_recomp
         (FULL._replace(pool_tokens=0), AdmissionReason.POOLS_UNKNOWN),
         (FULL._replace(kept_tokens=0), AdmissionReason.ROOM),
         (FULL._replace(active_sessions=15), AdmissionReason.IDLE_FLEET),
+        (FULL._replace(return_share=0.1), AdmissionReason.NO_RETURN),
         (FULL._replace(lost_share=0.1), AdmissionReason.NO_LOSS),
     ],
 )
@@ -95,6 +96,7 @@ def test_once_some_wait_others_wait_too_although_the_loss_has_fallen() -> None:
         (WorkingSet, {"fill": 0.0}),
         (WorkingSet, {"lost_share": 1.5}),
         (WorkingSet, {"least_active": -1.0}),
+        (WorkingSet, {"return_share": -0.1}),
     ],
 )
 def test_impossible_parameters_are_refused(rule: Any, params: dict[str, Any]) -> None:
