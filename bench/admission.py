@@ -182,6 +182,27 @@ def lines_of(cells: Sequence[AdmissionCell]) -> Iterator[str]:
             )
 
 
+def summary_of(cells: Sequence[AdmissionCell]) -> list[str]:
+    """A Markdown table, a row per trace, pool and rule: geometric means and extremes over loads, fleets and seeds."""
+    lines = [
+        "| trace | pool | rule | runs | held in | mean E2E: mean, least, most | session completion: mean, least, most |",
+        "| --- | ---: | --- | ---: | ---: | --- | --- |",
+    ]
+    groups: dict[tuple[str, float, str], list[RuleAgainstNever]] = {}
+    for each in cells:
+        for rule in each.rules:
+            groups.setdefault((each.cell.trace, each.cell.pool, rule.rule), []).append(rule)
+    for (trace, pool, label), found in groups.items():
+        holding = sum(each.figures.held > 0 for each in found)
+        figures = [_spread([each.e2e[0] for each in found]), _spread([each.completion[0] for each in found])]
+        lines.append(f"| {trace} | {pool:g} | {label} | {len(found)} | {holding} | {' | '.join(figures)} |")
+    return lines
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{float(np.exp(np.mean(np.log(ratios)))):.2f}, {min(ratios):.2f}, {max(ratios):.2f}"
+
+
 def _shown(interval: Interval) -> str:
     return "{:.2f} ({:.2f}–{:.2f})".format(*interval)
 
@@ -241,7 +262,7 @@ def main(
     ]
     with ProcessPoolExecutor(min(jobs, len(works)), mp_context=get_context("spawn")) as pool_of_processes:
         cells = list(pool_of_processes.map(report, works))
-    for line in lines_of(cells):
+    for line in [*lines_of(cells), "", *summary_of(cells)]:
         typer.echo(line)
     found = harmed(cells)
     typer.echo(f"\n{len(cells)} cells, {len(found)} figures more than 3 % worse beyond their interval")
