@@ -68,7 +68,9 @@ BUILT_IN: Mapping[str, Mapping[str, type]] = MappingProxyType(
 _OURS = "warmroute"
 """Distribution whose entry points are skipped: metadata of an older editable install may have the built-in ones."""
 
-_METHODS = {"routing policy": "choose", "offload planner": "plan", "admission rule": "admit"}
+_METHODS: Mapping[str, str] = MappingProxyType(
+    {"routing policy": "choose", "offload planner": "plan", "admission rule": "admit"}
+)
 _ACCEPTED: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
     {
         "bool": ("true or false", (bool,)),

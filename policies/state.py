@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from policies.admission.accounts import SessionAccounts
 from policies.costs.book import CostBook, Workload
-from policies.holds import Hold, Holds
+from policies.holds import Holds, KvHold
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger
 from policies.pairs import PairBreaker
@@ -68,7 +68,7 @@ class Commitment:
         self._promised = promised
         self._added = added
         self._not_yet_on_decode = not_yet_on_decode
-        self._hold: Hold | None = None
+        self._hold: KvHold | None = None
         self._in_flight = prefill is not None
         known = state._instances
         self._lives = (known[decode.instance], None if prefill is None else known[prefill.instance])
@@ -99,7 +99,7 @@ class Commitment:
             if self.prefill_known:
                 self._hold = self._state.holds.take(self.prefill.instance, self.prefill.context_tokens)
 
-    def hold_on_decode(self) -> Hold:
+    def hold_on_decode(self) -> KvHold:
         """Count the room on D of an abandoned pull until it ends; the caller releases the hold."""
         tokens, holds = self.decode.context_tokens, self._state.holds
         return holds.take(self.decode.instance, tokens) if self.decode_known else holds.untracked(tokens)

@@ -1,4 +1,4 @@
-"""What an admission rule decides on, and its answer."""
+"""Inputs and results of an admission rule."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Held:
         self.request = request
         self.since_s = since_s
         self.hold = hold
-        """Why it waits, as of the last look at the line."""
+        """Reason for waiting, as of the last look at the line."""
         self.admitted: Admit | None = None
         """Set when it may be sent."""
 
@@ -71,7 +71,7 @@ class AdmissionGate:
         return held
 
     def answer(self, request: RequestView, pool_tokens: int, instances: int, now_s: float) -> Admit | Hold:
-        """What ``offer`` would decide; nothing is changed."""
+        """Decision of ``offer`` without its effects."""
         ahead = [held for held in self._line if _rank(held, now_s) <= request.prompt_tokens]
         return self._ask(request, 0.0, ahead, len(self._line), pool_tokens, instances, now_s)
 
