@@ -18,11 +18,13 @@ REMEMBERED_TURNS = 4
 
 
 class _Account:
-    __slots__ = ("context_tokens", "ends", "in_flight", "since_s", "turns")
+    __slots__ = ("context_tokens", "ends", "in_flight", "since_s", "single", "turns")
 
     def __init__(self) -> None:
         self.context_tokens = 0
         self.in_flight = 0
+        self.single = False
+        """A request without a session: forgotten when it ends."""
         self.turns = 0
         self.since_s = 0.0
         """When its last request ended."""
@@ -105,8 +107,8 @@ class SessionAccounts:
             return SessionView(waited_s=waited_s)
         return SessionView(0, account.context_tokens, max(0.0, now_s - account.since_s), account.turns, waited_s)
 
-    def begin(self, name: str, prompt_tokens: int, now_s: float) -> None:
-        """A request of the session is sent."""
+    def begin(self, name: str, prompt_tokens: int, now_s: float, *, single: bool = False) -> None:
+        """A request of the session is sent; ``single``: it has no session, and ``name`` is its own."""
         self._seen_s = now_s
         account = self._active.get(name)
         if account is not None:
@@ -123,6 +125,7 @@ class SessionAccounts:
         else:
             account = self._past.pop(name, None) or _Account()
         account.in_flight = 1
+        account.single = single
         account.turns += 1
         account.context_tokens = prompt_tokens
         self._active[name] = account
@@ -138,6 +141,8 @@ class SessionAccounts:
             return
         del self._active[name]
         self.active_tokens -= account.context_tokens
+        if account.single:
+            return
         account.since_s = now_s = self._seen_s if now_s is None else now_s
         self._kept[name] = account
         self.kept_tokens += account.context_tokens
