@@ -152,7 +152,9 @@ def _run(stage: PreparedCell, records: Sequence[RequestRecord]) -> _Run:
         held=int((waited > 0).sum()),
         longest_hold_s=_digits(waited.max()),
     )
-    return _Run(figures, np.bincount(session, e2e).astype(np.float64), np.bincount(session).astype(np.float64), last - first)
+    return _Run(
+        figures, np.bincount(session, e2e).astype(np.float64), np.bincount(session).astype(np.float64), last - first
+    )
 
 
 def _ratio(candidate: FloatArray, base: FloatArray, seed: int) -> Interval:
@@ -185,7 +187,7 @@ def lines_of(cells: Sequence[AdmissionCell]) -> Iterator[str]:
 def summary_of(cells: Sequence[AdmissionCell]) -> list[str]:
     """A Markdown table, a row per trace, pool and rule: geometric means and extremes over loads, fleets and seeds."""
     lines = [
-        "| trace | pool | rule | runs | held in | mean E2E: mean, least, most | session completion: mean, least, most |",
+        "| trace | pool | rule | runs | held in | mean E2E: mean, min, max | session completion: mean, min, max |",
         "| --- | ---: | --- | ---: | ---: | --- | --- |",
     ]
     groups: dict[tuple[str, float, str], list[RuleAgainstNever]] = {}
