@@ -24,6 +24,8 @@ class RequestOutcome(StrEnum):
     """All instances were at their limits and the queue was full."""
     QUEUE_TIMEOUT = "queue_timeout"
     """Waited in the queue for the maximum time."""
+    WAIT_TOO_LONG = "wait_too_long"
+    """Admission would have held it, and its expected wait was above ``admission.reject_above_s``."""
     UPSTREAM_ERROR = "upstream_error"
     UPSTREAM_TIMEOUT = "upstream_timeout"
     POISON_REQUEST = "poison_request"

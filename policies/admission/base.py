@@ -1,4 +1,4 @@
-"""Inputs and results of an admission rule."""
+"""Input and answer of an admission rule."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ class AdmissionReason(StrEnum):
     """Few sessions return while their context is kept, so room for it saves little."""
     HELD_LONG_ENOUGH = "held_long_enough"
     """The bound on holding was reached."""
+    LINE_FULL = "line_full"
+    """As many requests as permitted are held."""
+    RULE_FAILED = "rule_failed"
+    """The rule raised an error or returned an invalid answer."""
     AT_CAP = "at_cap"
     WORKING_SET = "working_set"
     """Contexts in use and this one exceed the pools."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from policies.admission.accounts import SessionAccounts
 from policies.admission.base import AdmissionReason, AdmissionRule, AdmissionView, Admit, Hold
 from policies.admission.never_hold import NeverHold
-from policies.types import RequestView
+from policies.types import PolicyFailure, PolicyPart, RequestView
 
 AGING_S = 30.0
 """A request that waited for this long counts half its tokens in the order of the line."""
@@ -15,6 +16,7 @@ RATE_WINDOW_S = 60.0
 """Seconds over which the flow of admitted tokens is measured."""
 LEAST_WINDOW_S = 15.0
 """Seconds after which the flow is known."""
+_FAILED = Admit(AdmissionReason.RULE_FAILED)
 
 
 class Held:
@@ -26,7 +28,7 @@ class Held:
         self.request = request
         self.since_s = since_s
         self.hold = hold
-        """Reason for waiting, as of the last look at the line."""
+        """Reason for its wait, as of the last look at the line."""
         self.admitted: Admit | None = None
         """Set when it may be sent."""
 
@@ -45,6 +47,8 @@ class AdmissionGate:
         self._line: dict[Held, None] = {}
         self._flow: deque[tuple[float, int]] = deque()
         self._held_since_s = 0.0
+        self.on_failure: Callable[[PolicyFailure], None] | None = None
+        """Called when the rule fails, after which the request is sent at once; None: its failure is raised."""
         self.set_rule(rule, max_hold_s, 0.0)
 
     def set_rule(self, rule: AdmissionRule, max_hold_s: float, now_s: float) -> None:
@@ -71,9 +75,13 @@ class AdmissionGate:
         return held
 
     def answer(self, request: RequestView, pool_tokens: int, instances: int, now_s: float) -> Admit | Hold:
-        """Decision of ``offer`` without its effects."""
-        ahead = [held for held in self._line if _rank(held, now_s) <= request.prompt_tokens]
-        return self._ask(request, 0.0, ahead, len(self._line), pool_tokens, instances, now_s)
+        """The answer that ``offer`` would give; nothing is changed."""
+        ahead = [held.request.prompt_tokens for held in self._line if _rank(held, now_s) <= request.prompt_tokens]
+        return self._ask(request, 0.0, len(ahead), sum(ahead), len(self._line), pool_tokens, instances, now_s)
+
+    def line(self, now_s: float) -> list[Held]:
+        """Held requests in the order in which they are looked at."""
+        return sorted(self._line, key=lambda each: _rank(each, now_s))
 
     def leave(self, held: Held) -> None:
         """The client of a held request has left."""
@@ -81,27 +89,29 @@ class AdmissionGate:
 
     def examine(self, pool_tokens: int, instances: int, now_s: float) -> Held | None:
         """The next request that may be sent, taken out of the line; the caller sends it and asks again."""
-        ahead: list[Held] = []
-        for held in sorted(self._line, key=lambda each: _rank(each, now_s)):
+        ahead_tokens = 0
+        for ahead, held in enumerate(self._line if self.never_holds else self.line(now_s)):
             waited_s = now_s - held.since_s
             if waited_s >= self.max_hold_s:
                 answer: Admit | Hold = Admit(AdmissionReason.HELD_LONG_ENOUGH)
             else:
-                answer = self._ask(held.request, waited_s, ahead, len(self._line) - 1, pool_tokens, instances, now_s)
+                others = len(self._line) - 1
+                answer = self._ask(held.request, waited_s, ahead, ahead_tokens, others, pool_tokens, instances, now_s)
             if isinstance(answer, Admit):
                 self._passed(answer, held.request, now_s)
                 del self._line[held]
                 held.admitted = answer
                 return held
             held.hold = answer
-            ahead.append(held)
+            ahead_tokens += held.request.prompt_tokens
         return None
 
     def _ask(
         self,
         request: RequestView,
         waited_s: float,
-        ahead: list[Held],
+        ahead: int,
+        ahead_tokens: int,
         held: int,
         pool_tokens: int,
         instances: int,
@@ -109,9 +119,7 @@ class AdmissionGate:
     ) -> Admit | Hold:
         accounts = self.accounts
         accounts.expire(now_s)
-        expected_s = self._expected_wait_s(
-            request.prompt_tokens + sum(each.request.prompt_tokens for each in ahead), now_s
-        )
+        expected_s = self._expected_wait_s(ahead_tokens + request.prompt_tokens, now_s)
         fleet = AdmissionView(
             pool_tokens,
             accounts.active_sessions,
@@ -125,8 +133,15 @@ class AdmissionGate:
             expected_s,
             self.max_hold_s,
         )
-        answer = self.rule.admit(request, accounts.view(request.session_id, now_s, waited_s), fleet)
-        return answer if isinstance(answer, Admit) else answer._replace(expected_wait_s=expected_s, behind=len(ahead))
+        try:
+            answer = self.rule.admit(request, accounts.view(request.session_id, now_s, waited_s), fleet)
+            _check(self.rule.name, answer)
+        except Exception as error:
+            if self.on_failure is None:
+                raise
+            self.on_failure(PolicyFailure.of(PolicyPart.ADMISSION, self.rule.name, error))
+            return _FAILED
+        return answer if isinstance(answer, Admit) else answer._replace(expected_wait_s=expected_s, behind=ahead)
 
     def _passed(self, answer: Admit, request: RequestView, now_s: float) -> None:
         if self._line and answer.reason is not AdmissionReason.RESIDENT:
@@ -143,6 +158,14 @@ class AdmissionGate:
         if window_s < LEAST_WINDOW_S:
             return 0.0
         return tokens * window_s / max(1, sum(each for _, each in flow))
+
+
+def _check(rule: str, answer: Admit | Hold) -> None:
+    """Raise ValueError for an answer that is none of the two, or whose fields are of other types."""
+    if not isinstance(answer, Admit | Hold) or type(answer.reason) is not AdmissionReason:
+        raise ValueError(f"admission rule {rule!r} answered {answer!r}: neither Admit nor Hold with a reason")
+    if isinstance(answer, Hold) and not (type(answer.needed_tokens) is type(answer.pool_tokens) is int):
+        raise ValueError(f"admission rule {rule!r} answered {answer!r}, whose tokens are no integers")
 
 
 def _rank(held: Held, now_s: float) -> float:
