@@ -301,7 +301,7 @@ class FleetState:
         cached = chosen.cached_tokens if prefill is None else prefill.cached_tokens
         accounts = self.accounts
         before = accounts.computed_before(session, request.block_hashes, request.block_tokens)
-        accounts.begin(session, request.prompt_tokens, now_s)
+        accounts.begin(session, request.prompt_tokens, now_s, single=request.session_id is None)
         accounts.remember(session, request.block_hashes)
         if before > cached:
             accounts.lose(self.costs.prefill, request.prompt_tokens, cached, before, now_s)

@@ -17,6 +17,7 @@ from bench.tournament.settings import TournamentError, TournamentSettings, Trace
 from bench.tournament.timeline import Calls, Timeline, calls_of, timeline
 from bench.tournament.traces import find_traces, load_one
 from bench.tournament.workload import CellWorkload, build
+from policies.admission.base import AdmissionRule
 from policies.routing.base import RoutingPolicy
 from replayer.compare.statistics.bootstrap import FloatArray, SessionBootstrap
 from replayer.records.runs import RequestRecord
@@ -130,26 +131,29 @@ class PreparedCell:
         resamples = settings.sizes.resamples
         self._bootstrap = SessionBootstrap(session_of, len(names), resamples=resamples, seed=seed)
 
-    def records(self, policy: RoutingPolicy) -> list[RequestRecord]:
+    def records(self, policy: RoutingPolicy, admission: AdmissionRule | None = None) -> list[RequestRecord]:
         """Every request's record, warming ones too, in the order in which they ended."""
-        return simulate(self.workload.trace, self.options, policy, plan=self.plan).run.records
+        return simulate(self.workload.trace, self.options, policy, plan=self.plan, admission=admission).run.records
 
-    def play(self, policy: RoutingPolicy, label: str, digest: str = "") -> EntrantResult:
+    def play(
+        self, policy: RoutingPolicy, label: str, digest: str = "", admission: AdmissionRule | None = None
+    ) -> EntrantResult:
         """Simulate a policy and keep what the tables need.
 
         Args:
             policy: The policy.
             label: Its name in the tables.
             digest: Digest of the policy (`Entrant.digest`).
+            admission: The admission rule; None: requests are sent at once.
         """
         judged: list[RequestRecord | None] = [None] * len(self._place)
-        for record in self.records(policy):
+        for record in self.records(policy, admission):
             place = self._place.get(record.chat_id)
             if place is not None:
                 judged[place] = record
         good = [record for record in judged if record is not None and record.ok]
-        ttft = _column([None if record is None or not record.ok else record.ttft_s for record in judged])
-        e2e = _column([None if record is None or not record.ok else record.e2e_s for record in judged])
+        ttft = _column([None if record is None or not record.ok else record.ttft_scheduled_s for record in judged])
+        e2e = _column([None if record is None or not record.ok else record.e2e_scheduled_s for record in judged])
         tpot = [record.tpot_s for record in good if record.tpot_s is not None]
         prompt = sum(record.prompt_tokens or 0 for record in good)
         return EntrantResult(

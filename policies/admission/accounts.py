@@ -11,16 +11,20 @@ from policies.costs.formulas import PrefillModel
 
 HALF_LIFE_S = 30.0
 """Half-life of the time lost by recomputation."""
+RETURNS = 200
+"""Ends of requests over which the share of sessions that return is averaged, the latest counting most."""
 REMEMBERED_TURNS = 4
 """Last prompts of a session by which a longer one is recognised: sub-agents of one session take turns."""
 
 
 class _Account:
-    __slots__ = ("context_tokens", "ends", "in_flight", "since_s", "turns")
+    __slots__ = ("context_tokens", "ends", "in_flight", "since_s", "single", "turns")
 
     def __init__(self) -> None:
         self.context_tokens = 0
         self.in_flight = 0
+        self.single = False
+        """A request without a session: forgotten when it ends."""
         self.turns = 0
         self.since_s = 0.0
         """When its last request ended."""
@@ -44,6 +48,8 @@ class SessionAccounts:
         self.active_tokens = 0
         self.kept_tokens = 0
         self._seen_s = 0.0
+        self.return_share = 1.0
+        """Share of sessions that sent another request within ``keep_s`` of their last one's end, lately."""
         self._lost_s = 0.0
         self._lost_at_s = 0.0
         self.lost_tokens = 0
@@ -78,6 +84,7 @@ class SessionAccounts:
                 return
             del kept[name]
             self.kept_tokens -= account.context_tokens
+            self.return_share -= self.return_share / RETURNS
             self._past[name] = account
             if len(self._past) > self._capacity:
                 self._past.popitem(last=False)
@@ -100,8 +107,8 @@ class SessionAccounts:
             return SessionView(waited_s=waited_s)
         return SessionView(0, account.context_tokens, max(0.0, now_s - account.since_s), account.turns, waited_s)
 
-    def begin(self, name: str, prompt_tokens: int, now_s: float) -> None:
-        """A request of the session is sent."""
+    def begin(self, name: str, prompt_tokens: int, now_s: float, *, single: bool = False) -> None:
+        """A request of the session is sent; ``single``: it has no session, and ``name`` is its own."""
         self._seen_s = now_s
         account = self._active.get(name)
         if account is not None:
@@ -114,9 +121,11 @@ class SessionAccounts:
         account = self._kept.pop(name, None)
         if account is not None:
             self.kept_tokens -= account.context_tokens
+            self.return_share += (1.0 - self.return_share) / RETURNS
         else:
             account = self._past.pop(name, None) or _Account()
         account.in_flight = 1
+        account.single = single
         account.turns += 1
         account.context_tokens = prompt_tokens
         self._active[name] = account
@@ -132,6 +141,8 @@ class SessionAccounts:
             return
         del self._active[name]
         self.active_tokens -= account.context_tokens
+        if account.single:
+            return
         account.since_s = now_s = self._seen_s if now_s is None else now_s
         self._kept[name] = account
         self.kept_tokens += account.context_tokens

@@ -15,15 +15,15 @@ class AdmissionReason(StrEnum):
     RESIDENT = "resident"
     """The session is in flight, or was so short a time ago that its context is still in a pool."""
     IDLE_FLEET = "idle_fleet"
-    """No other session would lose anything."""
+    """Few sessions are in flight: engines would idle."""
     POOLS_UNKNOWN = "pools_unknown"
     """No engine has reported the size of its KV pool."""
     ROOM = "room"
     BELOW_CAP = "below_cap"
     NO_LOSS = "no_loss"
     """The contexts exceed the pools, but the fleet recomputes little of what it had computed before."""
-    TOO_LONG_A_WAIT = "too_long_a_wait"
-    """Room is expected only after the bound on holding."""
+    NO_RETURN = "no_return"
+    """Few sessions return while their context is kept, so room for it saves little."""
     HELD_LONG_ENOUGH = "held_long_enough"
     """The bound on holding was reached."""
     LINE_FULL = "line_full"
@@ -63,6 +63,10 @@ class AdmissionView(NamedTuple):
     kept_tokens: int = 0
     lost_share: float = 0.0
     """Share of the fleet's time that went into recomputing evicted prefixes, lately (`policies.admission.loss`)."""
+    return_share: float = 1.0
+    """Share of sessions that sent another request within ``keep_s`` of their last one's end, lately."""
+    instances: int = 0
+    """Instances that can be chosen."""
     held: int = 0
     """Requests held now, this one not counted."""
     expected_wait_s: float = 0.0
@@ -70,7 +74,7 @@ class AdmissionView(NamedTuple):
     tokens; 0: unknown.
     """
     longest_hold_s: float = 0.0
-    """The bound on holding."""
+    """The bound on holding, seconds."""
 
 
 class Admit(NamedTuple):

@@ -127,6 +127,8 @@ class AdmissionGate:
             accounts.kept_sessions,
             accounts.kept_tokens,
             accounts.lost_share(instances, now_s),
+            accounts.return_share,
+            instances,
             held,
             expected_s,
             self.max_hold_s,

@@ -15,6 +15,7 @@ from bench.tournament.results import EntrantResult, GridCell
 from bench.tournament.settings import CONFIG, Grid, TournamentError, read_settings
 from bench.tournament.tables import BEGIN, END
 from bench.tournament.traces import find_traces
+from policies.admission.working_set import WorkingSet
 from policies.costs.formulas import PrefillModel, TimeEstimate
 from policies.registry import routing_policies
 from replayer.traces.formats.bailian import write
@@ -181,6 +182,17 @@ def test_a_cell_can_be_played_from_python(folder: Path) -> None:
     assert result.failed == 0
     assert ttft[int(0.9 * (len(ttft) - 1))] <= result.ttft_p90.value <= ttft[int(0.9 * (len(ttft) - 1)) + 1] + 1e-4
     assert len(result.ttft_p90.resampled) == 50
+
+
+def test_an_entrant_may_have_an_admission_rule() -> None:
+    plain, holding = parse("warm"), parse("warm+working_set,admission.lost_share=0.2,hold_s=10.0")
+    assert plain.admission_rule().name == "never_hold"
+    assert holding.admission_rule() == WorkingSet(lost_share=0.2)
+    assert holding.params == {"hold_s": 10.0}
+    assert len({plain.digest(), parse("warm+working_set").digest(), holding.digest()}) == 3
+    for text in ("warm+nonsense", "warm+working_set,admission.nonsense=1"):
+        with pytest.raises(TournamentError, match="nonsense"):
+            parse(text)
 
 
 def test_entrants_are_parsed() -> None:

@@ -62,6 +62,28 @@ def test_a_request_that_ends_twice_or_never_began_changes_nothing() -> None:
     assert accounts.view("a", 3.0).idle_s == 1.0
 
 
+def test_a_request_without_a_session_counts_while_it_is_in_flight_only() -> None:
+    accounts = SessionAccounts(keep_s=10.0)
+    accounts.begin("req-1", 700, 0.0, single=True)
+    assert (accounts.active_sessions, accounts.active_tokens) == (1, 700)
+    accounts.end("req-1", 1.0)
+    accounts.expire(100.0)
+    assert (accounts.active_tokens, accounts.kept_tokens, accounts.return_share) == (0, 0, 1.0)
+    assert accounts.view("req-1", 100.0).turns == 0
+
+
+def test_the_share_of_sessions_that_return_follows_what_they_do() -> None:
+    accounts = SessionAccounts(keep_s=10.0)
+    for number in range(1_000):  # none returns
+        accounts.begin(f"chat-{number}", 100, number * 1.0)
+        accounts.end(f"chat-{number}", number * 1.0)
+    assert accounts.return_share < 0.02
+    for turn in range(1_000):  # one that always does
+        accounts.begin("agent", 100, 2_000.0 + turn)
+        accounts.end("agent", 2_000.5 + turn)
+    assert accounts.return_share > 0.98
+
+
 def test_sessions_of_the_past_are_bounded() -> None:
     accounts = SessionAccounts(keep_s=0.0, capacity=3)
     for number in range(10):
