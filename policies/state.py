@@ -297,14 +297,16 @@ class FleetState:
         promised.add(decision.decode_on, request)
         workload = Workload.of(request, chosen, prefill, self.offloads_in_flight, self.costs.bytes_per_token)
         not_yet_on_decode = new_tokens - new_on_decode
-        session = request.session_id or request.request_id
-        cached = chosen.cached_tokens if prefill is None else prefill.cached_tokens
-        accounts = self.accounts
-        before = accounts.computed_before(session, request.block_hashes, request.block_tokens)
-        accounts.begin(session, request.prompt_tokens, now_s, single=request.session_id is None)
-        accounts.remember(session, request.block_hashes)
-        if before > cached:
-            accounts.lose(self.costs.prefill, request.prompt_tokens, cached, before, now_s)
+        accounts, session = self.accounts, request.session_id
+        if session:
+            accounts.begin(session, request.prompt_tokens, now_s)
+            before = accounts.compute(session, request.request_id, request.block_hashes, request.block_tokens)
+            cached = chosen.cached_tokens if prefill is None else prefill.cached_tokens
+            if before > cached:
+                accounts.lose(self.costs.prefill, request.prompt_tokens, cached, before, now_s)
+        else:
+            session = request.request_id
+            accounts.begin(session, request.prompt_tokens, now_s, single=True)
         return Commitment(self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, session)
 
     def _views(

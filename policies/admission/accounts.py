@@ -18,7 +18,16 @@ REMEMBERED_TURNS = 4
 
 
 class _Account:
-    __slots__ = ("context_tokens", "ends", "in_flight", "since_s", "single", "turns")
+    __slots__ = (
+        "before_tokens",
+        "context_tokens",
+        "ends",
+        "in_flight",
+        "request_id",
+        "since_s",
+        "single",
+        "turns",
+    )
 
     def __init__(self) -> None:
         self.context_tokens = 0
@@ -28,8 +37,14 @@ class _Account:
         self.turns = 0
         self.since_s = 0.0
         """When its last request ended."""
-        self.ends: list[tuple[int, int]] = []
-        """Number of full blocks of the last prompts, and the hash of the last of them."""
+        self.request_id: str | None = None
+        """Its last request."""
+        self.before_tokens = 0
+        """Tokens of that one's prompt that had been computed before."""
+        self.ends: tuple[tuple[int, int], ...] = ()
+        """Number of full blocks of the last prompts, and the hash of the last of them. No lists: of numbers in tuples
+        the garbage collector keeps no track.
+        """
 
 
 class SessionAccounts:
@@ -148,30 +163,31 @@ class SessionAccounts:
         self.kept_tokens += account.context_tokens
         self.expire(now_s)
 
-    def computed_before(self, name: str, hashes: Sequence[int], block_tokens: float) -> int:
-        """Tokens at the beginning of a prompt that the fleet has computed for this session; call before ``begin``."""
-        account = self._active.get(name) or self._kept.get(name) or self._past.get(name)
-        if account is None:
-            return 0
-        best = 0
-        for blocks, last in account.ends:
-            if best < blocks <= len(hashes) and hashes[blocks - 1] == last:
-                best = blocks
-        return int(best * block_tokens)
+    def compute(self, name: str, request_id: str, hashes: Sequence[int], block_tokens: float) -> int:
+        """Remember a prompt that is being computed; call after ``begin``.
 
-    def remember(self, name: str, hashes: Sequence[int]) -> None:
-        """Remember a prompt that is being computed; call after ``begin``."""
-        if not hashes:
-            return
+        Returns the tokens at its beginning that the fleet has computed for this session before. A further attempt of
+        the same request gets the answer of its first: that one may not have computed anything.
+        """
         account = self._active[name]
-        ends = account.ends
-        for place, (blocks, last) in enumerate(ends):
-            if blocks <= len(hashes) and hashes[blocks - 1] == last:
-                ends[place] = (len(hashes), hashes[-1])
-                return
-        if len(ends) == REMEMBERED_TURNS:
-            del ends[0]
-        ends.append((len(hashes), hashes[-1]))
+        if account.request_id == request_id:
+            return account.before_tokens
+        account.request_id, account.before_tokens = request_id, 0
+        if not hashes:
+            return 0
+        count, ends, longest = len(hashes), account.ends, None
+        for end in ends:
+            blocks, last = end
+            if blocks <= count and hashes[blocks - 1] == last and (longest is None or blocks > longest[0]):
+                longest = end
+        new = (count, hashes[-1])
+        if not ends or (longest is not None and len(ends) == 1):
+            account.ends = (new,)
+        else:
+            account.ends = (*[end for end in ends if end is not longest], new)[-REMEMBERED_TURNS:]
+        if longest is not None:
+            account.before_tokens = int(longest[0] * block_tokens)
+        return account.before_tokens
 
     def lose(
         self, model: PrefillModel, prompt_tokens: int, cached_tokens: int, before_tokens: int, now_s: float

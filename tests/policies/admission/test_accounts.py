@@ -95,21 +95,33 @@ def test_sessions_of_the_past_are_bounded() -> None:
 def test_a_longer_prompt_of_the_same_chain_was_computed_before() -> None:
     accounts = SessionAccounts()
     accounts.begin("a", 100, 0.0)
-    accounts.remember("a", [1, 2, 3])
-    assert accounts.computed_before("a", [1, 2, 3, 4], 16.0) == 48
-    assert accounts.computed_before("a", [1, 2, 9, 4], 16.0) == 0
-    assert accounts.computed_before("b", [1, 2, 3, 4], 16.0) == 0
+    accounts.begin("b", 100, 0.0)
+    assert accounts.compute("a", "a1", [1, 2, 3], 16.0) == 0
+    assert accounts.compute("b", "b1", [1, 2, 3, 4], 16.0) == 0  # of another session
+    assert accounts.compute("a", "a2", [1, 2, 3, 4], 16.0) == 48
+    assert accounts.compute("a", "a3", [1, 2, 9, 8], 16.0) == 0
+    assert accounts.compute("a", "a4", [1, 2, 3, 4, 5], 16.0) == 64
+    assert accounts.compute("a", "a5", [], 16.0) == 0
+
+
+def test_a_further_attempt_of_a_request_has_not_computed_its_prompt_before() -> None:
+    accounts = SessionAccounts()
+    accounts.begin("a", 100, 0.0)
+    assert accounts.compute("a", "first", [1, 2], 16.0) == 0
+    assert accounts.compute("a", "first", [1, 2], 16.0) == 0
+    assert accounts.compute("a", "second", [1, 2, 3], 16.0) == 32
+    assert accounts.compute("a", "second", [1, 2, 3], 16.0) == 32
 
 
 def test_chains_that_take_turns_in_one_session_are_all_recognised() -> None:
     accounts = SessionAccounts()
     accounts.begin("a", 100, 0.0)
     chains = [[number * 10, number * 10 + 1] for number in range(1, REMEMBERED_TURNS + 1)]
-    for _ in range(3):
-        for chain in chains:
+    for turn in range(3):
+        for number, chain in enumerate(chains):
+            before = accounts.compute("a", f"{turn}-{number}", chain, 16.0)
+            assert before == (16 * (len(chain) - 1) if turn else 0)
             chain.append(chain[-1] + 1)
-            accounts.remember("a", chain)
-    assert all(accounts.computed_before("a", [*chain, 0], 16.0) == 16 * len(chain) for chain in chains)
 
 
 def test_only_what_was_computed_before_and_is_not_cached_is_lost() -> None:
