@@ -6,7 +6,7 @@ proxy on the wall clock and a simulation in virtual time decide, count and learn
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import NamedTuple
 
 from policies.admission.base import AdmissionRule, Admit
@@ -82,9 +82,13 @@ class RoutingSession:
             return gate.sent_at_once
         return gate.offer(request, self.state.pool_tokens(instances), len(instances), now_s)
 
-    def admitted(self, instances: Collection[str], now_s: float) -> Held | None:
-        """A held request that is to be routed now; call again until None, since each one that is routed takes room."""
-        return self.gate.examine(self.state.pool_tokens(instances), len(instances), now_s) if self.gate else None
+    def admitted(self, instances: Collection[str], now_s: float, stuck: Container[Held] = frozenset()) -> Held | None:
+        """A held request that is to be routed now; call again until None, since each one that is routed takes room.
+
+        ``stuck``: requests that could not be routed now anyway.
+        """
+        gate = self.gate
+        return gate.examine(self.state.pool_tokens(instances), len(instances), now_s, stuck) if gate else None
 
     def set_admission(self, rule: AdmissionRule, max_hold_s: float, now_s: float) -> None:
         """Another rule or bound, also for requests held now."""

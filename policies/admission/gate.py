@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from policies.admission.accounts import SessionAccounts
 from policies.admission.base import AdmissionReason, AdmissionRule, AdmissionView, Admit, Hold
@@ -87,11 +87,19 @@ class AdmissionGate:
         """The client of a held request has left."""
         self._line.pop(held, None)
 
-    def examine(self, pool_tokens: int, instances: int, now_s: float) -> Held | None:
-        """The next request that may be sent, taken out of the line; the caller sends it and asks again."""
+    def examine(
+        self, pool_tokens: int, instances: int, now_s: float, stuck: Container[Held] = frozenset()
+    ) -> Held | None:
+        """The next request that may be sent, taken out of the line; the caller sends it and asks again.
+
+        ``stuck``: requests that could not be sent now, for another reason than the rule's.
+        """
         ahead_tokens = 0
         for ahead, held in enumerate(self._line if self.never_holds else self.line(now_s)):
             waited_s = now_s - held.since_s
+            if held in stuck:
+                ahead_tokens += held.request.prompt_tokens
+                continue
             if waited_s >= self.max_hold_s:
                 answer: Admit | Hold = Admit(AdmissionReason.HELD_LONG_ENOUGH)
             else:

@@ -84,6 +84,10 @@ class Admission:
         """Requests in the queue."""
         return len(self._queue) + len(self._again)
 
+    def queued_models(self) -> set[str | None]:
+        """Models for which new requests wait in the queue."""
+        return set(self._models)
+
     def as_dict(self) -> dict[str, int]:
         """JSON-ready."""
         return {

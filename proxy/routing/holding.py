@@ -2,7 +2,8 @@
 
 The line (`policies.admission.gate`) is looked at after a lease is released, an instance changes, a client leaves or the
 rule is switched, and once a second while anything is held. A look sends one request at a time through the caps, so that
-the rule sees the room that it takes. While requests wait in the queue, only those that have reached the bound are sent.
+the rule sees the room that it takes. While requests for a model wait in the queue, others for it are sent at the bound
+only.
 """
 
 from __future__ import annotations
@@ -227,14 +228,16 @@ class HoldingLine:
 
     def _send_admitted(self, now_s: float) -> bool:
         """Send until the rule holds the rest, there is no room, or the time is over; False in the last case."""
-        decoders = self._decoders()
-        while decoders and not self._admission.waiting:
-            held = self._router.routing.admitted(decoders, now_s)
+        decoders, full = self._decoders(), self._admission.queued_models()
+        while decoders:
+            stuck = {waiter.held for waiter in self._waiters.values() if waiter.seat.model in full} if full else ()
+            held = self._router.routing.admitted(decoders, now_s, stuck)
             if held is None:
                 return True
             assert held.admitted is not None
-            if not self._send(self._waiters[held], held.admitted.reason):
-                return True
+            waiter = self._waiters[held]
+            if not self._send(waiter, held.admitted.reason):
+                full.add(waiter.seat.model)
             if time.monotonic() - now_s > _AT_ONCE_S:
                 return False
         return True

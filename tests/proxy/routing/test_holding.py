@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from policies.row import Row
 from policies.types import RequestView
 from proxy.fleet.instances import Instances
+from proxy.fleet.models import ModelList
 from proxy.routing import holding as holding_module
 from proxy.routing.admission import Admission
 from proxy.routing.holding import HoldEnd, HoldingLine
@@ -49,8 +50,8 @@ class Line:
     def cap(self, sessions: int, max_hold_s: float | None = None) -> None:
         self.holding.switch("session_cap", {"sessions": sessions, "keep_s": 0.0}, max_hold_s)
 
-    def start(self, number: int, session: str | None = None) -> Client:
-        return Client(self, number, session)
+    def start(self, number: int, session: str | None = None, model: str | None = None) -> Client:
+        return Client(self, number, session, model)
 
     def is_empty(self) -> bool:
         gate, accounts = self.router.routing.gate, self.state.accounts
@@ -67,8 +68,9 @@ class Line:
 class Client:
     """One request: is held or not, waits for its place, then keeps it until ``release``."""
 
-    def __init__(self, line: Line, number: int, session: str | None) -> None:
+    def __init__(self, line: Line, number: int, session: str | None, model: str | None) -> None:
         self._line = line
+        self._model = model
         self.row = Row(f"r{number}", "/v1/completions", 0.0)
         hashes = tuple(range(number * 10 + 1, number * 10 + 7))
         self._request = RequestView(f"r{number}", 100, hashes, session_id=session)
@@ -80,7 +82,7 @@ class Client:
         self._released.set()
 
     async def _run(self) -> None:
-        seat = self._line.admission.seat()
+        seat = self._line.admission.seat(self._model)
         try:
             await self._line.holding.enter(self._request, seat, self.row)
             routed = seat.route(self._request, frozenset()) or await seat.wait()
@@ -198,6 +200,28 @@ async def test_while_requests_are_queued_nobody_is_sent_into_the_queue() -> None
         client.release()
     async with asyncio.timeout(60):
         await asyncio.gather(*(client.task for client in clients))
+    assert line.is_empty()
+
+
+async def test_a_queue_for_one_model_does_not_stop_the_line_of_another() -> None:
+    line = Line(sessions=1, limits={"max_in_flight_per_instance": 1})
+    for name, model in (("i0", "a"), ("i1", "b")):
+        line.instances.listed(name, ModelList(names=frozenset({model})))
+    first = line.start(0, "s0", "a")
+    await turns()
+    held = [line.start(number, f"s{number}", "a") for number in (1, 2, 3)]
+    await turns()
+    line.holding.switch("session_cap", {"sessions": 9, "keep_s": 0.0}, None)
+    await turns()
+    assert (first.running, line.admission.waiting, len(line.holding)) == (True, 1, 2)
+    line.cap(1)
+    other = line.start(4, "s4", "b")
+    await turns()
+    assert len(line.holding) == 3
+    line.cap(9)
+    await turns()
+    assert (other.running, len(line.holding)) == (True, 2)
+    await end(first, other, *held)
     assert line.is_empty()
 
 
