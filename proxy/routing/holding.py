@@ -218,8 +218,7 @@ class HoldingLine:
         """Send the held requests that may be sent, as far as there is time."""
         self._look_handle = None
         began_s = time.monotonic()
-        finished = self._send_admitted(began_s)
-        self._send_overdue(began_s)
+        finished = self._send_overdue(began_s) and self._send_admitted(began_s)
         now_s = time.monotonic()
         rest = _REST if finished else _REST_UNFINISHED
         self._rests_until_s = now_s + min(rest * (now_s - began_s), LOOK_S)
@@ -229,7 +228,10 @@ class HoldingLine:
     def _send_admitted(self, now_s: float) -> bool:
         """Send until the rule holds the rest, there is no room, or the time is over; False in the last case."""
         decoders, full = self._decoders(), self._admission.queued_models()
-        while decoders:
+        full.update(
+            model for model in {each.seat.model for each in self._waiters.values()} if not self._may_decode(model)
+        )
+        while True:
             stuck = {waiter.held for waiter in self._waiters.values() if waiter.seat.model in full} if full else ()
             held = self._router.routing.admitted(decoders, now_s, stuck)
             if held is None:
@@ -240,13 +242,17 @@ class HoldingLine:
                 full.add(waiter.seat.model)
             if time.monotonic() - now_s > _AT_ONCE_S:
                 return False
-        return True
 
-    def _send_overdue(self, now_s: float) -> None:
+    def _send_overdue(self, now_s: float) -> bool:
+        """Send those that have reached the bound, room or not; False if the time is over."""
         since_s = now_s - self._gate.max_hold_s
-        for waiter in [each for each in self._waiters.values() if each.held.since_s <= since_s]:
+        overdue = [each for each in self._waiters.values() if each.held.since_s <= since_s and not each.sent.done()]
+        for waiter in overdue:
             self._gate.leave(waiter.held)
             self._send(waiter, AdmissionReason.HELD_LONG_ENOUGH)
+            if time.monotonic() - now_s > _AT_ONCE_S:
+                return False
+        return True
 
     def _send(self, waiter: _Waiter, reason: AdmissionReason) -> bool:
         """Route a request, and wake it. False if there was no room, so that it waits in the queue."""

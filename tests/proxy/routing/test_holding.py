@@ -225,6 +225,24 @@ async def test_a_queue_for_one_model_does_not_stop_the_line_of_another() -> None
     assert line.is_empty()
 
 
+async def test_a_request_whose_model_has_no_healthy_instance_stays_in_line() -> None:
+    line = Line(sessions=1)
+    for name, model in (("i0", "a"), ("i1", "b")):
+        line.instances.listed(name, ModelList(names=frozenset({model})))
+    first = line.start(0, "s0", "a")
+    await turns()
+    held = line.start(1, "s1", "b")
+    await turns()
+    line.instances.probe_failed("i1", "gone", refused=True)
+    line.cap(9)
+    await turns()
+    assert (first.running, held.running, len(line.holding)) == (True, False, 1)
+    line.instances.probed("i1")
+    await until(lambda: held.running)
+    await end(first, held)
+    assert line.is_empty()
+
+
 async def test_at_the_bound_requests_go_to_the_queue_without_room() -> None:
     line = Line(sessions=1, limits={"max_in_flight": 1}, max_hold_s=0.05)
     clients = [line.start(number, f"s{number}") for number in range(4)]
