@@ -22,7 +22,7 @@ from policies.registry import parameters
 from policies.row import RequestOutcome, Row
 from policies.types import RequestView, Role
 from proxy.fleet.instances import Instances
-from proxy.routing.admission import Admission, QueueError, Seat
+from proxy.routing.admission import NO_INSTANCES, Admission, QueueError, Seat
 from proxy.routing.hold_text import held_sentence, offer_sentence
 from proxy.routing.router import Router
 from proxy.settings import AdmissionSettings
@@ -103,9 +103,11 @@ class HoldingLine:
         if self._gate.never_holds:
             row.admission = AdmissionReason.NEVER_HOLDS
             return
-        if not self._may_decode(seat.model):
+        decoders = self._decoders()
+        lacking = self._instances.served.lacking(seat.model) if seat.model is not None else NO_INSTANCES
+        if decoders <= lacking:
             return  # routing rejects it
-        answer = self._router.routing.offer(request, self._decoders(), time.monotonic())
+        answer = self._router.routing.offer(request, decoders, time.monotonic())
         if isinstance(answer, Admit):
             row.admission = answer.reason
             return
@@ -276,7 +278,9 @@ class HoldingLine:
         contexts of another model would hold its requests although they take no room there.
         """
         role = self._router.state.role
-        return {name for name in self._instances.healthy() if role(name) is not Role.KV_PRODUCER}
+        healthy = self._instances.healthy()
+        producers = [name for name in healthy if role(name) is Role.KV_PRODUCER]
+        return healthy.difference(producers) if producers else healthy
 
     def _may_decode(self, model: str | None) -> bool:
         role = self._router.state.role
