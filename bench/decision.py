@@ -172,9 +172,9 @@ class Loop:
     def _watched(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
         times = self.times_ns[what]
 
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **named: Any) -> Any:
             start_ns = time.perf_counter_ns()
-            result = call(*args)
+            result = call(*args, **named)
             times.append(time.perf_counter_ns() - start_ns)
             return result
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from bench.soak.plan import MODEL
-from bench.soak.wire import Wire, head, post, wrong_key
+from bench.soak.wire import PATIENCE_S, Wire, head, post, wrong_key
 
 Attack = Callable[[Wire, random.Random], Awaitable[bool | None]]
 """True if the client has left on purpose; else the answer is awaited."""
@@ -124,6 +124,10 @@ KINDS: dict[Attack, int] = {
     garbage: 3,
 }
 """Weights of their shares. Those that wait for a time limit of the proxy are rare: they occupy a worker meanwhile."""
+
+
+LONGER_PATIENCE_S: dict[Attack, float] = {big_body: 4 * PATIENCE_S}
+"""Kinds for which the proxy waits for an engine: a valid body goes to one, which reads it as well."""
 
 
 def _size(draw: random.Random, most: float) -> int:

@@ -12,7 +12,7 @@ from collections import Counter
 
 import msgspec
 
-from bench.soak.attacks import KINDS, Attack
+from bench.soak.attacks import KINDS, LONGER_PATIENCE_S, Attack
 from bench.soak.wire import PATIENCE_S, AnsweredError, Wire
 
 SILENT = "no answer"
@@ -20,7 +20,7 @@ LEFT = "left"
 ENDED = "still open at the end"
 
 HostileCounts = dict[str, dict[str, int]]
-"""Ends by kind: a status, ``closed``, ``left`` on purpose, ``no answer`` within ``PATIENCE_S``."""
+"""Ends by kind: a status, ``closed``, ``left`` on purpose, ``no answer`` in time."""
 
 
 class HostileOrder(msgspec.Struct, frozen=True):
@@ -75,7 +75,10 @@ class HostileClients:
 
     async def _ended(self, attack: Attack, draw: random.Random) -> str:
         try:
-            async with asyncio.timeout(PATIENCE_S), Wire(self._order.port, self._order.body_bytes) as wire:
+            async with (
+                asyncio.timeout(LONGER_PATIENCE_S.get(attack, PATIENCE_S)),
+                Wire(self._order.port, self._order.body_bytes) as wire,
+            ):
                 try:
                     if await attack(wire, draw):
                         return LEFT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
 import struct
@@ -11,6 +12,8 @@ from bench.soak.plan import POLITE_KEY, TENANT_KEY
 
 PATIENCE_S = 15.0
 """Longer than the proxy may take for anything that these clients do."""
+QUIET_S = 1.0
+"""Time without a byte after which a client that reads a part of an answer has read the whole of it."""
 _PIECE = 256 * 1024
 
 
@@ -68,10 +71,11 @@ class Wire:
             self._writer.close()
 
     async def receive(self, count: int) -> None:
-        """Read up to ``count`` bytes after the status line, or to the end."""
+        """Read up to ``count`` bytes after the status line, or until none comes for ``QUIET_S``."""
         await self._line
-        while count > 0 and (part := await self._reader.read(count)):
-            count -= len(part)
+        with contextlib.suppress(TimeoutError):
+            while count > 0 and (part := await asyncio.wait_for(self._reader.read(count), QUIET_S)):
+                count -= len(part)
 
     async def status(self) -> str:
         """Status of the answer, or ``closed``."""

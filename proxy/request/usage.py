@@ -13,6 +13,8 @@ _OBJECT = (b":{", b": {")
 _NULL_AT_END, _END = b',"usage":null}\n\n', b"}\n\n"
 """The end of vLLM's events. JSON holds neither line breaks nor, inside its strings, unescaped quotes."""
 _NULL = re.compile(rb',\s*"usage"\s*:\s*null(?=\s*[,}])')
+_ANY_NULL = re.compile(rb'"usage"\s*:\s*null')
+"""Begins with a literal, so that looking for it costs little."""
 _GAPS = re.compile(rb"(\r\n\r\n|\n\n)")
 _MAX_HELD_BYTES = 1024 * 1024
 """Bound on an incomplete event; an answer with more than this before the first blank line is not an event stream."""
@@ -176,7 +178,7 @@ class UsageFilter:
                 return data[: -len(_NULL_AT_END)] + _END
         at = data.rfind(b'"usage"')  # at the end of an event, where it is found at once
         if at >= 0:
-            if self._drop and _NULL.search(data):
+            if self._drop and _ANY_NULL.search(data):
                 data = _without_nulls(data)
             # Engines may write "usage": null on every event; only an object is a usage.
             if events > 1 or data.startswith(_OBJECT, at + 7):

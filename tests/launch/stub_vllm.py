@@ -1,7 +1,7 @@
 """A stub that accepts vLLM's command line and environment, and behaves as its processes do, without a model.
 
-An API server answers /health, /metrics, /v1/models and a bootstrap /query; an "EngineCore" is its child in a separate session
-that ignores SIGTERM. Mooncake's log lines follow the environment. Settings of the stub itself:
+An API server answers /health, /metrics, /v1/models and a bootstrap /query; an "EngineCore" is its child in a separate
+session that ignores SIGTERM. Mooncake's log lines follow the environment. Settings of the stub itself:
 ``STUB_HIDE`` names a variable the EngineCore does not get, ``STUB_SILENT`` omits the transport's line,
 ``STUB_BLOCK`` is the block size it claims. Its metrics are those of an engine that has served already. POST /die makes
 /health answer 503, as vLLM does when its engine has died.
