@@ -55,8 +55,9 @@ async def test_what_is_held_at_the_end_of_the_grace_gets_an_error(engine: StubEn
     async with serve_process(tmp_path / "proxy.yaml", settings(engine, rows, 0.3), *FLAGS) as served:
         tasks = await one_runs_and_one_waits(served)
         served.send(signal.SIGTERM)
-        for answer in await asyncio.gather(*tasks):
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        answers = await asyncio.gather(*tasks)
+        assert {(answer.status_code, answer.json()["error"]["code"]) for answer in answers} == {(503, "draining")}
+        assert ["x-warmroute-held-s" in answer.headers for answer in answers] == [False, True]
         assert await served.ended() == 0
     written = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
     assert [row["outcome"] for row in written] == ["shutdown"] * 2
