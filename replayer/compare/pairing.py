@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from replayer.compare.sessions import session_columns
 from replayer.compare.statistics.bootstrap import BoolArray, FloatArray, IntArray
 from replayer.compare.window import planned_times
 from replayer.records.runs import RequestRecord, Run
@@ -35,6 +36,10 @@ class Columns:
     prompt_tokens: FloatArray
     scheduled_s: FloatArray
     finished_s: FloatArray
+    session_s: FloatArray
+    """Completion time of the session at its first request, NaN elsewhere and for sessions without one."""
+    session_slowdown: FloatArray
+    """Likewise, completion time over idle time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +49,8 @@ class Requests:
     keys: list[Key]
     session_of: IntArray
     sessions: int
+    first_of_session: BoolArray
+    """True at the first turn of each session."""
     planned_s: FloatArray
     input_tokens: FloatArray
     added_tokens: FloatArray
@@ -91,16 +98,27 @@ def align(runs: Sequence[Run], *, clock: str) -> tuple[Requests, list[Columns]]:
         planned.update(records)
     ordered = [planned[key] for key in keys]
     sessions, session_of = np.unique([key[0] for key in keys], return_inverse=True)
+    session_of = session_of.astype(np.int64)
+    # Keys are in order, so the first one of a session is its first turn.
+    first = np.diff(session_of, prepend=-1) > 0
     timestamps_s = np.array([record.trace_timestamp_s for record in ordered])
     requests = Requests(
         keys=keys,
-        session_of=session_of.astype(np.int64),
+        session_of=session_of,
         sessions=len(sessions),
+        first_of_session=first,
         planned_s=planned_times(timestamps_s, runs[0].header.time_scale),
         input_tokens=np.array([record.input_length for record in ordered], dtype=np.float64),
         added_tokens=_added(ordered),
     )
-    return requests, [_columns([records.get(key) for key in keys], clock) for records in by_run]
+    costs = runs[0].header.idle_costs
+    turns = np.bincount(session_of, minlength=len(sessions)).tolist()
+    planned_turns = dict(zip(sessions.tolist(), turns, strict=True))
+    columns = []
+    for run, records in zip(runs, by_run, strict=True):
+        times = session_columns(run, planned_turns, np.flatnonzero(first), len(keys), costs)
+        columns.append(_columns([records.get(key) for key in keys], clock, times))
+    return requests, columns
 
 
 def _added(records: Sequence[RequestRecord]) -> FloatArray:
@@ -113,7 +131,7 @@ def _added(records: Sequence[RequestRecord]) -> FloatArray:
     return added
 
 
-def _columns(records: Sequence[RequestRecord | None], clock: str) -> Columns:
+def _columns(records: Sequence[RequestRecord | None], clock: str, sessions: tuple[FloatArray, FloatArray]) -> Columns:
     ttft, e2e = ("ttft_scheduled_s", "e2e_scheduled_s") if clock == "scheduled" else ("ttft_s", "e2e_s")
 
     def column(name: str) -> FloatArray:
@@ -130,6 +148,8 @@ def _columns(records: Sequence[RequestRecord | None], clock: str) -> Columns:
         prompt_tokens=column("prompt_tokens"),
         scheduled_s=column("scheduled_s"),
         finished_s=column("finished_s"),
+        session_s=sessions[0],
+        session_slowdown=sessions[1],
     )
 
 
