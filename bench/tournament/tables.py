@@ -8,9 +8,19 @@ import msgspec
 
 from bench.tournament.folds import Ablation, Fold, ablation, folds, in_place
 from bench.tournament.judge import E2E, METRICS, TTFT, CellFigures, CellStanding
-from bench.tournament.ranking import TARGET_RATIO, TARGET_SHARE, Rank, by_axis, family_share, rank, ranking
+from bench.tournament.ranking import (
+    MIN_SESSIONS,
+    TARGET_RATIO,
+    TARGET_SHARE,
+    Rank,
+    SessionRow,
+    by_axis,
+    family_share,
+    rank,
+    ranking,
+    session_rows,
+)
 from bench.tournament.results import GridCell, TraceFacts
-from bench.tournament.session_table import MIN_SESSIONS, SessionRow, session_rows
 
 BEGIN, END = "<!-- tournament: begin -->", "<!-- tournament: end -->"
 SHOWN_BEHIND = 25

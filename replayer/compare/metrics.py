@@ -53,7 +53,7 @@ class Metric:
 
     @property
     def counted(self) -> str:
-        """What it has one value of: "requests" or "sessions"."""
+        """Things that have one value each: "requests" or "sessions"."""
         return "sessions" if self.column in _OF_SESSIONS else "requests"
 
 
@@ -84,14 +84,14 @@ class Values:
 def metrics_of(slo: Slo) -> list[Metric]:
     """All metrics in the order of the tables; goodput where an objective is set."""
     found = [Metric(f"{name} p{level * 100:g}", column, level) for name, column in TIMES for level in QUANTILES]
-    for name, column in SESSION_TIMES:
-        found.append(Metric(f"{name} mean", column, mean=True))
-        found += [Metric(f"{name} p{level * 100:g}", column, level) for level in SESSION_QUANTILES]
     found += [Metric("APC", "apc"), Metric("success rate", "success")]
     if slo.fixed:
         found.append(Metric("goodput", "goodput"))
     if slo.scaled:
         found.append(Metric("goodput, scaled SLO", "goodput_scaled"))
+    for name, column in SESSION_TIMES:
+        found.append(Metric(f"{name} mean", column, mean=True))
+        found += [Metric(f"{name} p{level * 100:g}", column, level) for level in SESSION_QUANTILES]
     return found
 
 

@@ -5,16 +5,17 @@ A request is matched by (session_id, turn, chat_id); a key that occurs several t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from replayer.compare.sessions import session_columns
 from replayer.compare.statistics.bootstrap import BoolArray, FloatArray, IntArray
 from replayer.compare.window import planned_times
+from replayer.records.idle import IdleCosts
 from replayer.records.runs import RequestRecord, Run
+from replayer.records.sessions import session_clocks, whole_sessions_known
 
 Key = tuple[str, int, int, int]
 """(session_id, turn, chat_id, occurrence)."""
@@ -116,7 +117,7 @@ def align(runs: Sequence[Run], *, clock: str) -> tuple[Requests, list[Columns]]:
     planned_turns = dict(zip(sessions.tolist(), turns, strict=True))
     columns = []
     for run, records in zip(runs, by_run, strict=True):
-        times = session_columns(run, planned_turns, np.flatnonzero(first), len(keys), costs)
+        times = _session_columns(run, planned_turns, np.flatnonzero(first), len(keys), costs)
         columns.append(_columns([records.get(key) for key in keys], clock, times))
     return requests, columns
 
@@ -151,6 +152,34 @@ def _columns(records: Sequence[RequestRecord | None], clock: str, sessions: tupl
         session_s=sessions[0],
         session_slowdown=sessions[1],
     )
+
+
+def _session_columns(
+    run: Run, planned_turns: Mapping[str, int], first: IntArray, size: int, costs: IdleCosts
+) -> tuple[FloatArray, FloatArray]:
+    """Completion times in seconds and slowdowns of a run's sessions, each of shape (size,).
+
+    The value lies at the session's first request, NaN elsewhere: each session is one observation, to which windows,
+    resamples of sessions and the rules about tails apply as they do to requests, and it is compared if it *began* in
+    the window. NaN too for a session that did not complete: one that is not known to be whole, or with a failed turn.
+
+    Args:
+        run: the run.
+        planned_turns: session -> turns that it has in any of the compared runs, in the common order.
+        first: shape (sessions,), place of each session's first request.
+        size: requests in the common order.
+        costs: for the idle times; equal for all runs, so that slowdowns differ by completion times only.
+    """
+    completion_s, slowdown = np.full(size, np.nan), np.full(size, np.nan)
+    clocks = session_clocks(run, costs) if whole_sessions_known(run) else {}
+    for place, (session_id, turns) in zip(first.tolist(), planned_turns.items(), strict=True):
+        clock = clocks.get(session_id)
+        if clock is None or clock.turns != turns or session_id == run.header.cut_session:
+            continue
+        for column, value in ((completion_s, clock.completion_s), (slowdown, clock.slowdown)):
+            if value is not None:
+                column[place] = value
+    return completion_s, slowdown
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ import pytest
 
 from bench.tournament.folds import ablation, folds, in_place
 from bench.tournament.judge import E2E, TTFT, CellFigures
-from bench.tournament.ranking import by_axis, family_share, ranking
+from bench.tournament.ranking import by_axis, family_share, ranking, session_rows
 from bench.tournament.results import EntrantResult, GridCell, MetricSample, SessionTimes, TraceFacts
-from bench.tournament.session_table import session_rows
 from bench.tournament.settings import TournamentError
 from bench.tournament.tables import Made, TournamentReport, markdown
 
