@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 
 class PromptMarks:
-    """Some ids of a session's latest prompt, with their places."""
+    """Some ids of a session's latest prompt."""
 
-    __slots__ = ("_marks",)
+    __slots__ = ("_ids", "_size")
 
     def __init__(self) -> None:
-        self._marks: list[tuple[int, int]] = []
-        """(place, counted from 1; id), the last place first."""
+        self._size = 0
+        self._ids: tuple[int, ...] = ()
+        """Those at `_places`, in the same order."""
 
     def next(self, ids: Sequence[int]) -> int:
         """Take the session's next prompt; returns how many of its first blocks the one before had.
@@ -25,11 +26,18 @@ class PromptMarks:
         leaves the previous prompt earlier, down to half of the true number. 0 for the first prompt. O(log n).
         """
         size = len(ids)
-        shared = next((place for place, mark in self._marks if place <= size and ids[place - 1] == mark), 0)
-        places = {size} if size else set()
-        step = 1
-        while step < size:
-            places |= {step, size - step}
-            step *= 2
-        self._marks = [(place, ids[place - 1]) for place in sorted(places, reverse=True)]
+        marks = zip(_places(self._size), self._ids, strict=True)
+        shared = next((place for place, mark in marks if place <= size and ids[place - 1] == mark), 0)
+        self._size = size
+        self._ids = tuple([ids[place - 1] for place in _places(size)])
         return shared
+
+
+def _places(size: int) -> list[int]:
+    """Places to mark in a prompt of ``size`` ids, counted from 1, the last place first."""
+    places = {size} if size else set()
+    step = 1
+    while step < size:
+        places |= {step, size - step}
+        step *= 2
+    return sorted(places, reverse=True)

@@ -33,7 +33,7 @@ def test_a_prompt_that_leaves_the_one_before_is_found_to_half(size: int, data: s
 def test_marks_are_few() -> None:
     marks = PromptMarks()
     marks.next(range(100_000))
-    assert len(marks._marks) <= 36
+    assert len(marks._ids) <= 36
 
 
 def request(turn: int, blocks: int, length: int) -> TraceRequest:
