@@ -271,12 +271,14 @@ async def test_a_cleared_cache_is_known(pair: SmallPair, listening: Proxy) -> No
         assert row["predicted_by_shadow_tokens"] == len(prompt) // BLOCK * BLOCK
 
 
-AGENTS, TURNS = 18, 5
-"""Each agent's context grows from 900 to 1,300 tokens: all of them need half as much again as both pools have."""
+AGENTS, TURNS = 32, 6
+"""Each agent's context grows from 1,000 to 1,500 tokens: all of them need twice as much as both pools have."""
+ARRIVAL_S, THINK_S = 0.4, 1.5
+"""Between two agents' first turns, and between an agent's answer and its next turn: most agents overlap."""
 
 
 async def crowd(pair: SmallPair, **admission: Any) -> Crowd:
-    """All agents at once, each turn after the one before; admission as given."""
+    """All agents, one after another; admission as given."""
     instances = [{"name": each.name(0), "url": each.file.url(0), "role": "none"} for each in pair.both]
     settings = load_settings(
         None, port=0, instances=instances, policy={"name": "warm"}, log_level="warning", admission=admission, **SETTINGS
@@ -288,8 +290,10 @@ async def crowd(pair: SmallPair, **admission: Any) -> Crowd:
         return hits, queries
 
     async def agent(proxy: Proxy, number: int) -> list[float]:
-        prompt, took_s = fresh_prompt(900), []
+        prompt, took_s = fresh_prompt(1_000), []
+        await asyncio.sleep(number * ARRIVAL_S)
         for _ in range(TURNS):
+            await asyncio.sleep(THINK_S)
             started_s = time.monotonic()
             said = await proxy.say(
                 proxy.body(prompt, ignore_eos=True, max_tokens=4, user=f"agent-{number}"), bound_s=300
@@ -321,7 +325,7 @@ async def test_holding_sessions_keeps_their_caches(pair: SmallPair) -> None:
     never = await crowd(pair)
     assert never.reasons == {"never_holds": AGENTS * TURNS}
     # Thresholds for a model whose prefills take milliseconds, and for a run of seconds.
-    params = {"keep_s": 5.0, "lost_share": 0.01, "least_active": 1.0}
+    params = {"keep_s": 5.0, "lost_share": 0.001, "least_active": 0.0}
     holding = await crowd(pair, name="working_set", params=params, max_hold_s=240.0)
     shown = f"{never} against {holding}"
     assert any(holding.held_s), shown
