@@ -126,8 +126,10 @@ KINDS: dict[Attack, int] = {
 """Weights of their shares. Those that wait for a time limit of the proxy are rare: they occupy a worker meanwhile."""
 
 
-LONGER_PATIENCE_S: dict[Attack, float] = {big_body: 4 * PATIENCE_S}
-"""Kinds for which the proxy waits for an engine: a valid body goes to one, which reads it as well."""
+LONGER_PATIENCE_S: dict[Attack, float] = dict.fromkeys(
+    (big_body, long_names, long_headers, disconnect, half_closed, upgrade), 4 * PATIENCE_S
+)
+"""Kinds that may be valid requests: the proxy waits for an engine then, and for another if that one is killed."""
 
 
 def _size(draw: random.Random, most: float) -> int:

@@ -224,12 +224,14 @@ def _run(setup: Setup, output: Path, breakdown: Path | None, look_ahead_s: float
 def _show(setup: Setup, ran: Ran, took_s: float, output: Path) -> None:
     from rich.console import Console
 
-    from sim.offline.tables import figures_table, load_line
+    from sim.offline.tables import figures_table, load_line, sessions_table
 
     console = Console()
     for note in ran.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
-    console.print(figures_table([(setup.label or setup.policy, ran.outcome.figures(), None)]))
+    rows = [(setup.label or setup.policy, ran.outcome.figures(), None)]
+    console.print(figures_table(rows))
+    console.print(sessions_table(rows))
     for error, count in ran.outcome.errors.items():
         console.print(f"failed: {count:,} x {error}", markup=False, soft_wrap=True)
     console.print(load_line(ran), markup=False, soft_wrap=True)
@@ -243,7 +245,7 @@ def _sweep(setup: Setup, sweeps: list[str], folder: Path, jobs: int | None, ray:
     from rich.console import Console
 
     from sim.offline.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep
-    from sim.offline.tables import figures_table
+    from sim.offline.tables import figures_table, sessions_table
 
     console = Console()
     points = points_of(setup, sweeps)
@@ -253,7 +255,9 @@ def _sweep(setup: Setup, sweeps: list[str], folder: Path, jobs: int | None, ray:
         console.print(f"{result.error or 'done'}: {point.name}", markup=False, soft_wrap=True)
 
     results = run_sweep(points, setup, folder, execute, done)
-    console.print(figures_table([(point.name, result.figures, result.error) for point, result in results]))
+    rows = [(point.name, result.figures, result.error) for point, result in results]
+    console.print(figures_table(rows))
+    console.print(sessions_table(rows))
     console.print(f"written: {folder} (sweep.json and {len(points)} run files)", markup=False, soft_wrap=True)
     return any(result.error is not None for _, result in results)
 

@@ -18,15 +18,15 @@ from policies.offload.never import Never
 from policies.routing.base import RoutingPolicy
 from policies.state import FleetState
 from replayer.records.runs import RequestRecord, Run, RunEnd
-from replayer.replay.plan import OfferedLoad, Plan, SessionPlan, make_plan
+from replayer.replay.plan import Plan, SessionPlan, make_plan
 from replayer.traces.trace import Trace
 from sim.offline.exchange import SimulatedExchange
 from sim.offline.fleet import InstanceTotals, make_fleet, totals
 from sim.offline.loop import Simulation
 from sim.offline.options import HandOffBounds, Noise, SimOptions, SimulationError
-from sim.offline.records import TraceSource, breakdown_row, header_of, record_of
+from sim.offline.records import TraceSource, breakdown_row, header_of, idle_costs, record_of
 from sim.offline.router import OfflineRouter
-from sim.offline.sessions import ClosedLoopSource, TurnSource
+from sim.offline.sessions import ClosedLoopSource, SessionOver, TurnSource
 
 __all__ = ["HandOffBounds", "Noise", "OfflineRun", "SimOptions", "SimResult", "SimulationError", "simulate"]
 
@@ -57,7 +57,7 @@ class OfflineRun:
     Args:
         source: Origin of the trace, for the header.
         turns: The turns and their send times.
-        offered: The offered load, if it is known beforehand.
+        plan: The plan, if the trace is known beforehand.
         options: Fleet, load and noise.
         policy: Chooses the instance.
         planner: Whether to offload prefills; None: never.
@@ -71,7 +71,7 @@ class OfflineRun:
         self,
         source: TraceSource,
         turns: TurnSource,
-        offered: OfferedLoad | None,
+        plan: Plan | None,
         options: SimOptions,
         policy: RoutingPolicy,
         planner: OffloadPlanner | None = None,
@@ -86,8 +86,10 @@ class OfflineRun:
         planner = Never() if planner is None else planner
         admission = NeverHold() if admission is None else admission
         self._router = OfflineRouter(options, self._fleet.engines, self._roles, transport, policy, planner, admission)
-        capacity = min(each.config.num_blocks * each.config.block_tokens for each in self._fleet.engines.values())
-        self.header = header_of(options, self._router, source, offered, capacity)
+        configs = [each.config for each in self._fleet.engines.values()]
+        capacity = min(config.num_blocks * config.block_tokens for config in configs)
+        costs = idle_costs(self._profile, configs[0].max_num_batched_tokens)
+        self.header = header_of(options, self._router, source, plan, capacity, costs)
 
     @classmethod
     def of_trace(
@@ -105,10 +107,17 @@ class OfflineRun:
             plan = make_plan(trace, options.plan)
         turns = ClosedLoopSource(jittered(plan.sessions, options), options.max_inflight_sessions)
         source = TraceSource(trace.name, trace.sha256, trace.block_tokens, trace.notes)
-        return cls(source, turns, plan.offered, options, policy, planner, admission)
+        return cls(source, turns, plan, options, policy, planner, admission)
 
-    def run(self, on_record: OnRecord, on_row: OnRow | None = None) -> tuple[RunEnd, list[InstanceTotals]]:
-        """Simulate: every record goes to ``on_record``, and its breakdown row to ``on_row``, as its request ends."""
+    def run(
+        self, on_record: OnRecord, on_row: OnRow | None = None, on_over: SessionOver | None = None
+    ) -> tuple[RunEnd, list[InstanceTotals]]:
+        """Simulate: every record goes to ``on_record``, and its breakdown row to ``on_row``, as its request ends.
+
+        ``on_over`` is called after a session's last turn; in a stream, only once the session is known to be over.
+        """
+        if on_over is not None:
+            self._turns.on_over = on_over
         count = ok = 0
         planner = self._router.routing.planner.name
 

@@ -18,6 +18,7 @@ from bench.tournament.traces import find_traces
 from policies.admission.working_set import WorkingSet
 from policies.costs.formulas import PrefillModel, TimeEstimate
 from policies.registry import routing_policies
+from replayer.records.sessions import session_clocks
 from replayer.traces.formats.bailian import write
 from replayer.traces.synth import SynthOptions, synthetic_trace
 
@@ -182,6 +183,15 @@ def test_a_cell_can_be_played_from_python(folder: Path) -> None:
     assert result.failed == 0
     assert ttft[int(0.9 * (len(ttft) - 1))] <= result.ttft_p90.value <= ttft[int(0.9 * (len(ttft) - 1)) + 1] + 1e-4
     assert len(result.ttft_p90.resampled) == 50
+    whole = {
+        name: clock.completion_s or 0.0
+        for name, clock in session_clocks(stage.run(parse("lmetric").make())).items()
+        if name in stage.workload.whole
+    }
+    assert result.session_times is not None
+    assert result.session_times.sessions == result.session_times.completed == len(whole) > 0
+    assert result.session_times.mean_s == pytest.approx(sum(whole.values()) / len(whole), rel=1e-5)
+    assert result.session_times.slowdown_p90 >= result.session_times.slowdown_p50 > 0.5
 
 
 def test_an_entrant_may_have_an_admission_rule() -> None:
