@@ -241,8 +241,13 @@ class FleetState:
 
     def pool_tokens(self, instances: Collection[str]) -> int:
         """Sum of the KV pools of ``instances`` in tokens; 0 if that of one is unknown."""
-        pools = [known.kv_capacity_tokens for name, known in self._instances.items() if name in instances]
-        return sum(pools) if all(pools) else 0
+        total = 0
+        for name, known in self._instances.items():
+            if name in instances:
+                if not known.kv_capacity_tokens:
+                    return 0
+                total += known.kv_capacity_tokens
+        return total
 
     def snapshot(
         self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()

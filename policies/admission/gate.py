@@ -170,6 +170,8 @@ class AdmissionGate:
 
 def _check(rule: str, answer: Admit | Hold) -> None:
     """Raise ValueError for an answer that is none of the two, or whose fields are of other types."""
+    if type(answer) is Admit and type(answer.reason) is AdmissionReason:
+        return  # without the cost of the checks below, for most requests
     if not isinstance(answer, Admit | Hold) or type(answer.reason) is not AdmissionReason:
         raise ValueError(f"admission rule {rule!r} answered {answer!r}: neither Admit nor Hold with a reason")
     if isinstance(answer, Hold) and not (type(answer.needed_tokens) is type(answer.pool_tokens) is int):

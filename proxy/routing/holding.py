@@ -103,7 +103,9 @@ class HoldingLine:
         if self._gate.never_holds:
             row.admission = AdmissionReason.NEVER_HOLDS
             return
-        decoders = self._decoders()
+        # Pools of the whole fleet, as contexts are: against the pools of one model, contexts of another would hold
+        # its requests although they take no room there.
+        decoders = self._instances.decoders()
         lacking = self._instances.served.lacking(seat.model) if seat.model is not None else NO_INSTANCES
         if decoders <= lacking:
             return  # routing rejects it
@@ -131,7 +133,7 @@ class HoldingLine:
 
     def explain(self, request: RequestView) -> dict[str, Any]:
         """The answer that a request would get now, JSON-ready; nothing is counted."""
-        answer = self._router.would_admit(request, self._decoders())
+        answer = self._router.would_admit(request, self._instances.decoders())
         return {"rule": self._gate.rule.name, "answer": "send" if isinstance(answer, Admit) else "hold"} | _shown(
             answer, offer_sentence(answer)
         )
@@ -169,11 +171,11 @@ class HoldingLine:
 
     def pool_tokens(self) -> int:
         """KV pools of the instances that the rule is asked about, in tokens; 0: unknown."""
-        return self._router.state.pool_tokens(self._decoders())
+        return self._router.state.pool_tokens(self._instances.decoders())
 
     def lost_share(self) -> float:
         """Share of those instances' time that recomputing lost prefixes takes, lately."""
-        return self._router.state.accounts.lost_share(len(self._decoders()), time.monotonic())
+        return self._router.state.accounts.lost_share(len(self._instances.decoders()), time.monotonic())
 
     def close(self) -> None:
         """Stop looking; what is still held is cancelled."""
@@ -229,7 +231,7 @@ class HoldingLine:
 
     def _send_admitted(self, now_s: float) -> bool:
         """Send until the rule holds the rest, there is no room, or the time is over; False in the last case."""
-        decoders, full = self._decoders(), self._admission.queued_models()
+        decoders, full = self._instances.decoders(), self._admission.queued_models()
         full.update(
             model for model in {each.seat.model for each in self._waiters.values()} if not self._may_decode(model)
         )
@@ -270,17 +272,6 @@ class HoldingLine:
         else:
             waiter.sent.set_result(reason)
         return room
-
-    def _decoders(self) -> set[str]:
-        """Instances whose pools count: those that may answer now, whatever their models.
-
-        The contexts in use are counted for the whole fleet, so the pools must be too: against one model's pools, the
-        contexts of another model would hold its requests although they take no room there.
-        """
-        role = self._router.state.role
-        healthy = self._instances.healthy()
-        producers = [name for name in healthy if role(name) is Role.KV_PRODUCER]
-        return healthy.difference(producers) if producers else healthy
 
     def _may_decode(self, model: str | None) -> bool:
         role = self._router.state.role

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import time
 from typing import Any, ClassVar
 
 import httpx
@@ -70,8 +71,15 @@ class Fleet:
 
     async def row(self, name: str) -> dict[str, Any]:
         await self.running.settled()
-        [row] = await self.running.rows(request_id=name)
-        return row
+        return await self.row_of_finished(name)
+
+    async def row_of_finished(self, name: str) -> dict[str, Any]:
+        """The row of a request that has ended, while others are in progress."""
+        for _ in range(400):
+            if rows := await self.running.rows(request_id=name):
+                return rows[0]
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"no row of {name}")
 
     async def put(self, **body: Any) -> dict[str, Any]:
         answer = await self.running.client.put("/admission", json=body)
@@ -132,6 +140,27 @@ async def test_a_turn_of_a_session_in_flight_is_not_held(start: Any) -> None:
     fleet.open()
     await fleet.answers()
     assert (await fleet.row("a-again"))["admission"] == "resident"
+    await fleet.nothing_left()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_session_is_kept_from_the_end_of_its_request_on(start: Any, stream: bool) -> None:
+    fleet = await start(admission={"params": {"sessions": 1, "keep_s": 600.0}})
+    fleet.ask("a", stream=stream)
+    await fleet.at_engines(1)
+    running_s = time.monotonic()
+    fleet.open()
+    await fleet.answers()
+    await fleet.running.settled()
+    accounts = fleet.core.router.state.accounts
+    assert (accounts.active_sessions, accounts.kept_sessions) == (0, 1)
+    assert accounts._kept["a"].since_s > running_s
+    fleet.ask("b")
+    await fleet.held(1)  # the first session is kept
+    assert (await fleet.ask("a", "a-again")).status_code == 200
+    assert (await fleet.row_of_finished("a-again"))["admission"] == "resident"
+    fleet.tasks.pop("b").cancel()
+    await fleet.held(0)
     await fleet.nothing_left()
 
 
