@@ -12,7 +12,7 @@ from policies.costs.formulas import PrefillModel
 HALF_LIFE_S = 30.0
 """Half-life of the time lost by recomputation."""
 RETURNS = 200
-"""Ends of requests over which the share of sessions that return is averaged, the latest counting most."""
+"""Returns of sessions over which the share of early ones is averaged, the latest counting most."""
 REMEMBERED_TURNS = 4
 """Last prompts of a session by which a longer one is recognised: sub-agents of one session take turns."""
 
@@ -64,7 +64,7 @@ class SessionAccounts:
         self.kept_tokens = 0
         self._seen_s = 0.0
         self.return_share = 1.0
-        """Share of sessions that sent another request within ``keep_s`` of their last one's end, lately."""
+        """Share of returning sessions that return within ``keep_s`` of their last request's end, lately."""
         self._lost_s = 0.0
         self._lost_at_s = 0.0
         self.lost_tokens = 0
@@ -99,7 +99,6 @@ class SessionAccounts:
                 return
             del kept[name]
             self.kept_tokens -= account.context_tokens
-            self.return_share -= self.return_share / RETURNS
             self._past[name] = account
             if len(self._past) > self._capacity:
                 self._past.popitem(last=False)
@@ -138,7 +137,11 @@ class SessionAccounts:
             self.kept_tokens -= account.context_tokens
             self.return_share += (1.0 - self.return_share) / RETURNS
         else:
-            account = self._past.pop(name, None) or _Account()
+            account = self._past.pop(name, None)
+            if account is None:
+                account = _Account()
+            else:
+                self.return_share -= self.return_share / RETURNS
         account.in_flight = 1
         account.single = single
         account.turns += 1

@@ -64,7 +64,7 @@ class AdmissionView(NamedTuple):
     lost_share: float = 0.0
     """Share of the fleet's time that went into recomputing evicted prefixes, lately (`policies.admission.loss`)."""
     return_share: float = 1.0
-    """Share of sessions that sent another request within ``keep_s`` of their last one's end, lately."""
+    """Share of returning sessions that return within ``keep_s`` of their last request's end, lately."""
     instances: int = 0
     """Instances that can be chosen."""
     held: int = 0

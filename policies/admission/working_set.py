@@ -18,9 +18,9 @@ class WorkingSet:
       ``fill`` of the fleet's KV pools, so sending it evicts a context that may be needed.
     - *Busy*: at least ``least_active`` sessions per instance are in flight. Below that engines would idle, and time
       that nobody uses is worth less than an eviction.
-    - *They return*: at least ``return_share`` of the sessions send their next request within ``keep_s``. Where they do
-      not, as in chats with minutes between turns, a context that is kept saves nothing (the five-minute rule, Gray and
-      Putzolu 1987).
+    - *They return in time*: of the sessions that return, at least ``return_share`` do so within ``keep_s``. Where they
+      do not, as in chats with minutes between turns, a context that is kept saves nothing (the five-minute rule, Gray
+      and Putzolu 1987).
     - *It hurts*: recomputing evicted prefixes took more than ``lost_share`` of the fleet's time of the last half
       minute (`policies.admission.accounts`), or others are held already.
 

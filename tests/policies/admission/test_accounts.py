@@ -72,15 +72,19 @@ def test_a_request_without_a_session_counts_while_it_is_in_flight_only() -> None
     assert accounts.view("req-1", 100.0).turns == 0
 
 
-def test_the_share_of_sessions_that_return_follows_what_they_do() -> None:
+def test_the_share_of_early_returns_follows_what_sessions_do() -> None:
     accounts = SessionAccounts(keep_s=10.0)
-    for number in range(1_000):  # none returns
-        accounts.begin(f"chat-{number}", 100, number * 1.0)
-        accounts.end(f"chat-{number}", number * 1.0)
+    for number in range(1_000):  # that do not return say nothing
+        accounts.begin(f"once-{number}", 100, number * 1.0)
+        accounts.end(f"once-{number}", number * 1.0)
+    assert accounts.return_share == 1.0
+    for turn in range(1_000):  # a chat with a minute between its turns
+        accounts.begin("chat", 100, 2_000.0 + turn * 60.0)
+        accounts.end("chat", 2_000.5 + turn * 60.0)
     assert accounts.return_share < 0.02
-    for turn in range(1_000):  # one that always does
-        accounts.begin("agent", 100, 2_000.0 + turn)
-        accounts.end("agent", 2_000.5 + turn)
+    for turn in range(1_000):
+        accounts.begin("agent", 100, 70_000.0 + turn)
+        accounts.end("agent", 70_000.5 + turn)
     assert accounts.return_share > 0.98
 
 
