@@ -132,6 +132,7 @@ class SessionAccounts:
                 self.active_tokens += prompt_tokens - account.context_tokens
                 account.context_tokens = prompt_tokens
             return
+        self.expire(now_s)
         account = self._kept.pop(name, None)
         if account is not None:
             self.kept_tokens -= account.context_tokens
