@@ -33,7 +33,7 @@ class WorkingSet:
     fill: float = 0.95
     lost_share: float = 0.25
     least_active: float = 4.0
-    return_share: float = 0.2
+    return_share: float = 0.35
     name: ClassVar[str] = "working_set"
 
     def __post_init__(self) -> None:

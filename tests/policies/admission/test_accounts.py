@@ -68,7 +68,7 @@ def test_a_request_without_a_session_counts_while_it_is_in_flight_only() -> None
     assert (accounts.active_sessions, accounts.active_tokens) == (1, 700)
     accounts.end("req-1", 1.0)
     accounts.expire(100.0)
-    assert (accounts.active_tokens, accounts.kept_tokens, accounts.return_share) == (0, 0, 1.0)
+    assert (accounts.active_tokens, accounts.kept_tokens) == (0, 0)
     assert accounts.view("req-1", 100.0).turns == 0
 
 
