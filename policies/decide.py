@@ -24,9 +24,6 @@ from policies.types import (
     RequestView,
 )
 
-_TRACE_CALLS = 20
-"""Calls kept of a failure, innermost last: a recursion has a thousand."""
-
 
 def decide(
     request: RequestView,
@@ -63,7 +60,7 @@ def decide(
         if not guarded or type(policy) is LeastLoaded:
             raise
         safe = LeastLoaded() if type(policy) is Warm else Warm()
-        failure = _failure(PolicyPart.POLICY, policy.name, error)
+        failure = PolicyFailure.of(PolicyPart.POLICY, policy.name, error)
         decision = decide(request, fleet, safe, planner, thresholds, guarded=True)
         return decision._replace(failures=(failure, *decision.failures))
     request_class = thresholds.classify(request.prompt_tokens - chosen.cached_tokens)
@@ -76,7 +73,7 @@ def decide(
             if not guarded:
                 raise
             plan = OffloadPlan(None, OffloadReason.PLANNER_FAILED)
-            failures = (_failure(PolicyPart.PLANNER, planner.name, error),)
+            failures = (PolicyFailure.of(PolicyPart.PLANNER, planner.name, error),)
     else:
         plan = OffloadPlan(None, OffloadReason.REQUEST_SHAPE)
     # Positional: naming 13 fields takes longer than the guard.
@@ -127,15 +124,6 @@ def _plan(
     if prefill is None or prefill.instance == chosen.instance:
         raise ValueError(f"planner {planner.name!r} chose {plan.prefill_on!r}, which cannot prefill for another")
     return plan, prefill
-
-
-def _failure(part: PolicyPart, name: str, error: Exception) -> PolicyFailure:
-    trace, step = [], error.__traceback__
-    while step is not None:
-        code = step.tb_frame.f_code
-        trace.append(f"{code.co_filename}:{step.tb_lineno} {code.co_name}")
-        step = step.tb_next
-    return PolicyFailure(part, name, f"{type(error).__name__}: {error}"[:500], tuple(trace[-_TRACE_CALLS:]))
 
 
 def _with_cached_tokens(scores: tuple[CandidateScore, ...], fleet: FleetSnapshot) -> tuple[CandidateScore, ...]:

@@ -28,17 +28,17 @@ class Holds:
         """Number of instances with holds since their last restart."""
         return len(self._kept)
 
-    def take(self, instance: str, tokens: int) -> Hold:
+    def take(self, instance: str, tokens: int) -> KvHold:
         """Count a hold of ``tokens``; the caller releases or orphans it. Raises ValueError if negative."""
         if tokens < 0:
             raise ValueError(f"tokens must not be negative, got {tokens}")
         kept = self._kept.setdefault(instance, _Kept())
         kept.held_tokens += tokens
-        return Hold(kept, tokens)
+        return KvHold(kept, tokens)
 
-    def untracked(self, tokens: int) -> Hold:
+    def untracked(self, tokens: int) -> KvHold:
         """A hold on an engine that left the fleet: not counted."""
-        return Hold(_Kept(tokens), tokens)
+        return KvHold(_Kept(tokens), tokens)
 
     def tokens(self, instance: str, now_s: float) -> int:
         """Tokens held on one instance, including orphans that have not expired."""
@@ -68,7 +68,7 @@ class Holds:
         return sum(kept.held_tokens for kept in self._kept.values())
 
 
-class Hold:
+class KvHold:
     """One hold, to be released or orphaned once."""
 
     __slots__ = ("_kept", "_open", "_tokens")

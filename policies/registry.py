@@ -8,6 +8,10 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
+from policies.admission.base import AdmissionRule
+from policies.admission.never_hold import NeverHold
+from policies.admission.session_cap import SessionCap
+from policies.admission.working_set import WorkingSet
 from policies.baselines.aibrix_prefix import AibrixPrefix
 from policies.baselines.dynamo_cost import DynamoCost
 from policies.baselines.llmd_affinity import LlmdAffinity
@@ -34,6 +38,7 @@ from policies.routing.warm import Warm
 
 ROUTING_GROUP = "warmroute.routing"
 OFFLOAD_GROUP = "warmroute.offload"
+ADMISSION_GROUP = "warmroute.admission"
 
 _ROUTING: tuple[type[RoutingPolicy], ...] = (
     *(LeastLoaded, Linear, LMetric, RandomChoice, RoundRobin, SessionSticky, Unified, Warm),
@@ -50,17 +55,22 @@ _ROUTING: tuple[type[RoutingPolicy], ...] = (
     ),
 )
 _OFFLOAD: tuple[type[OffloadPlanner], ...] = (CostModel, Never, StaticPd, Threshold)
+_ADMISSION: tuple[type[AdmissionRule], ...] = (NeverHold, SessionCap, WorkingSet)
 BUILT_IN: Mapping[str, Mapping[str, type]] = MappingProxyType(
     {
         ROUTING_GROUP: MappingProxyType({policy.name: policy for policy in _ROUTING}),
         OFFLOAD_GROUP: MappingProxyType({planner.name: planner for planner in _OFFLOAD}),
+        ADMISSION_GROUP: MappingProxyType({rule.name: rule for rule in _ADMISSION}),
     }
 )
-"""Policies and planners of this package, by entry-point group and name."""
+"""Policies, planners and admission rules of this package, by entry-point group and name."""
 
 _OURS = "warmroute"
 """Distribution whose entry points are skipped: metadata of an older editable install may have the built-in ones."""
 
+_METHODS: Mapping[str, str] = MappingProxyType(
+    {"routing policy": "choose", "offload planner": "plan", "admission rule": "admit"}
+)
 _ACCEPTED: Mapping[str, tuple[str, tuple[type, ...]]] = MappingProxyType(
     {
         "bool": ("true or false", (bool,)),
@@ -101,6 +111,11 @@ def offload_planners() -> list[str]:
     return sorted(_found(OFFLOAD_GROUP))
 
 
+def admission_rules() -> list[str]:
+    """Names of all admission rules, built-in and installed, sorted; errors as ``routing_policies``."""
+    return sorted(_found(ADMISSION_GROUP))
+
+
 def make_routing(name: str, params: Mapping[str, Any] | None = None) -> RoutingPolicy:
     """Build a routing policy.
 
@@ -139,6 +154,11 @@ def all_routing() -> InstalledPolicies:
 def make_planner(name: str, params: Mapping[str, Any] | None = None) -> OffloadPlanner:
     """Build an offload planner; errors as ``make_routing``."""
     return cast(OffloadPlanner, _make(_found(OFFLOAD_GROUP), "offload planner", name, params or {}))
+
+
+def make_admission(name: str, params: Mapping[str, Any] | None = None) -> AdmissionRule:
+    """Build an admission rule; errors as ``make_routing``."""
+    return cast(AdmissionRule, _make(_found(ADMISSION_GROUP), "admission rule", name, params or {}))
 
 
 def parameters(policy: object) -> dict[str, Any]:
@@ -197,7 +217,7 @@ def _make(found: Mapping[str, type | EntryPoint], kind: str, name: str, params: 
         raise PolicyParameterError(f"{kind} {name!r}: {error}") from error
     except Exception as error:
         raise PolicyLoadError(f"{kind} {name!r} cannot be built: {type(error).__name__}: {error}") from error
-    method = "plan" if "planner" in kind else "choose"
+    method = _METHODS[kind]
     if not isinstance(getattr(made, "name", None), str) or not callable(getattr(made, method, None)):
         raise PolicyLoadError(f"{kind} {name!r} has no attribute 'name' that is a string, or no method {method!r}")
     return made

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from policies.admission.base import AdmissionReason
 from policies.types import CachePrediction, Decision
 
 
@@ -23,6 +24,8 @@ class RequestOutcome(StrEnum):
     """All instances were at their limits and the queue was full."""
     QUEUE_TIMEOUT = "queue_timeout"
     """Waited in the queue for the maximum time."""
+    WAIT_TOO_LONG = "wait_too_long"
+    """Admission would have held it, and its expected wait was above ``admission.reject_above_s``."""
     UPSTREAM_ERROR = "upstream_error"
     UPSTREAM_TIMEOUT = "upstream_timeout"
     POISON_REQUEST = "poison_request"
@@ -66,6 +69,10 @@ class Row:
     legs: dict[str, dict[str, float]] = field(default_factory=dict)
     """``prefill``, ``transfer`` or ``first_token`` -> predicted and actual seconds."""
     error: str | None = None
+    admission: AdmissionReason | None = None
+    """Reason for which it was sent when it was; None: it was not."""
+    held_s: float = 0.0
+    """Seconds for which admission held it."""
 
     def note_leg(self, leg: str, predicted_s: float, actual_s: float) -> None:
         """Record predicted and actual seconds of a leg."""
@@ -102,6 +109,8 @@ class Row:
             "class": decision.request_class if decision else None,
             "instance": decision.decode_on if decision else None,
             "prefill_instance": self.prefill_instance,
+            "admission": self.admission,
+            "held_s": round(self.held_s, 3),
             "reason": decision.reason if decision else None,
             "offload_reason": self.offload_reason,
             "prompt_tokens": self.prompt_tokens,

@@ -6,9 +6,12 @@ proxy on the wall clock and a simulation in virtual time decide, count and learn
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import NamedTuple
 
+from policies.admission.base import AdmissionRule, Admit
+from policies.admission.gate import AdmissionGate, Held
+from policies.admission.never_hold import NeverHold
 from policies.classes import ClassThresholds
 from policies.decide import decide
 from policies.offload.base import OffloadPlanner
@@ -44,6 +47,8 @@ class RoutingSession:
         state: the fleet's mutable state; every instance is added to it by the caller.
         hold_s: seconds for which P keeps KV that D never pulled (the engines' abort timeout).
         guarded: a policy or planner that fails is replaced for that request, as ``decide`` describes; else it raises.
+        admission: decides when a request is sent (``offer``); None: at once.
+        max_hold_s: most seconds for which a request is held.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class RoutingSession:
         hold_s: float = 480.0,
         *,
         guarded: bool = False,
+        admission: AdmissionRule | None = None,
+        max_hold_s: float = 300.0,
     ) -> None:
         self.state = state
         self.policy = policy
@@ -62,6 +69,30 @@ class RoutingSession:
         self.thresholds = thresholds
         self.hold_s = hold_s
         self._guarded = guarded
+        self.gate = AdmissionGate(admission or NeverHold(), state.accounts, max_hold_s)
+
+    def offer(self, request: RequestView, instances: Collection[str], now_s: float) -> Admit | Held:
+        """Decide whether a new request is routed now; a ``Held`` one waits until ``admitted`` returns it.
+
+        Args:
+            instances: those that may serve it.
+        """
+        gate = self.gate
+        if gate.never_holds:
+            return gate.sent_at_once
+        return gate.offer(request, self.state.pool_tokens(instances), len(instances), now_s)
+
+    def admitted(self, instances: Collection[str], now_s: float, stuck: Container[Held] = frozenset()) -> Held | None:
+        """A held request that is to be routed now; call again until None, since each one that is routed takes room.
+
+        ``stuck``: requests that could not be routed now anyway.
+        """
+        gate = self.gate
+        return gate.examine(self.state.pool_tokens(instances), len(instances), now_s, stuck) if gate else None
+
+    def set_admission(self, rule: AdmissionRule, max_hold_s: float, now_s: float) -> None:
+        """Another rule or bound, also for requests held now."""
+        self.gate.set_rule(rule, max_hold_s, now_s)
 
     def route(
         self, request: RequestView, decoders: Collection[str], prefill_only: Collection[str], now_s: float

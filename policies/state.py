@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from policies.admission.accounts import SessionAccounts
 from policies.costs.book import CostBook, Workload
-from policies.holds import Hold, Holds
+from policies.holds import Holds, KvHold
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger
 from policies.pairs import PairBreaker
@@ -42,6 +43,8 @@ class Commitment:
         "_lives",
         "_not_yet_on_decode",
         "_promised",
+        "_released",
+        "_session",
         "_state",
         "decode",
         "prefill",
@@ -57,12 +60,15 @@ class Commitment:
         not_yet_on_decode: int,
         workload: Workload,
         promised: Promised,
+        session: str,
     ) -> None:
         self._state = state
+        self._session = session
+        self._released = False
         self._promised = promised
         self._added = added
         self._not_yet_on_decode = not_yet_on_decode
-        self._hold: Hold | None = None
+        self._hold: KvHold | None = None
         self._in_flight = prefill is not None
         known = state._instances
         self._lives = (known[decode.instance], None if prefill is None else known[prefill.instance])
@@ -93,7 +99,7 @@ class Commitment:
             if self.prefill_known:
                 self._hold = self._state.holds.take(self.prefill.instance, self.prefill.context_tokens)
 
-    def hold_on_decode(self) -> Hold:
+    def hold_on_decode(self) -> KvHold:
         """Count the room on D of an abandoned pull until it ends; the caller releases the hold."""
         tokens, holds = self.decode.context_tokens, self._state.holds
         return holds.take(self.decode.instance, tokens) if self.decode_known else holds.untracked(tokens)
@@ -122,10 +128,16 @@ class Commitment:
         if insertion is not None:
             self._state.index.retract(insertion)
 
-    def release(self, orphaned_until_s: float = 0.0) -> None:
-        """Release everything still held; an unpulled hold stays until ``orphaned_until_s``. Later calls do nothing."""
+    def release(self, now_s: float | None = None, hold_s: float = 0.0) -> None:
+        """Release everything still held; an unpulled hold stays for ``hold_s``. Later calls do nothing.
+
+        ``now_s``: the time; None: that of the last decision.
+        """
+        if not self._released:
+            self._released = True
+            self._state.accounts.end(self._session, now_s)
         if self._hold is not None:
-            self._hold.orphan(orphaned_until_s)
+            self._hold.orphan((now_s or 0.0) + hold_s)
         self._end_offload()
         self.decode.release()
         self._promised.kept()
@@ -158,6 +170,7 @@ class FleetState:
         self.pairs = PairBreaker()
         self.holds = Holds()
         self.costs = CostBook()
+        self.accounts = SessionAccounts()
         self.offloads_in_flight = 0
         self._instances: dict[str, _Instance] = {}
         self._sequence = 0
@@ -226,6 +239,16 @@ class FleetState:
         """KV in tokens that requests in flight and holds account for; an engine reporting more has a leak."""
         return self.ledger.promised_tokens(instance) + self.holds.tokens(instance, now_s)
 
+    def pool_tokens(self, instances: Collection[str]) -> int:
+        """Sum of the KV pools of ``instances`` in tokens; 0 if that of one is unknown."""
+        total = 0
+        for name, known in self._instances.items():
+            if name in instances:
+                if not known.kv_capacity_tokens:
+                    return 0
+                total += known.kv_capacity_tokens
+        return total
+
     def snapshot(
         self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()
     ) -> FleetSnapshot:
@@ -279,7 +302,17 @@ class FleetState:
         promised.add(decision.decode_on, request)
         workload = Workload.of(request, chosen, prefill, self.offloads_in_flight, self.costs.bytes_per_token)
         not_yet_on_decode = new_tokens - new_on_decode
-        return Commitment(self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised)
+        accounts, session = self.accounts, request.session_id
+        if session:
+            accounts.begin(session, request.prompt_tokens, now_s)
+            before = accounts.compute(session, request.request_id, request.block_hashes, request.block_tokens)
+            cached = chosen.cached_tokens if prefill is None else prefill.cached_tokens
+            if before > cached:
+                accounts.lose(self.costs.prefill, request.prompt_tokens, cached, before, now_s)
+        else:
+            session = request.request_id
+            accounts.begin(session, request.prompt_tokens, now_s, single=True)
+        return Commitment(self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, session)
 
     def _views(
         self,

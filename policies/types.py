@@ -221,15 +221,20 @@ class CachePrediction(NamedTuple):
         return cls(view.index_source, view.shadow_cached_tokens, view.exact_cached_tokens)
 
 
+_TRACE_CALLS = 20
+"""Calls kept of a failure, innermost last: a recursion has a thousand."""
+
+
 class PolicyPart(StrEnum):
     """Part of a decision that a plug-in can provide."""
 
     POLICY = "policy"
     PLANNER = "planner"
+    ADMISSION = "admission"
 
 
 class PolicyFailure(NamedTuple):
-    """A policy or planner that raised an error or returned an invalid answer, so that another one decided."""
+    """A policy, planner or admission rule that raised an error or gave an invalid answer, and so was replaced."""
 
     part: PolicyPart
     name: str
@@ -237,6 +242,16 @@ class PolicyFailure(NamedTuple):
     """Type and text of the error, cut to 500 characters."""
     trace: tuple[str, ...] = ()
     """The calls that led to it, outermost first. The error itself would keep the decision's own frames alive."""
+
+    @classmethod
+    def of(cls, part: PolicyPart, name: str, error: Exception) -> PolicyFailure:
+        """The failure of a part by an error, which must have been raised."""
+        trace, step = [], error.__traceback__
+        while step is not None:
+            code = step.tb_frame.f_code
+            trace.append(f"{code.co_filename}:{step.tb_lineno} {code.co_name}")
+            step = step.tb_next
+        return cls(part, name, f"{type(error).__name__}: {error}"[:500], tuple(trace[-_TRACE_CALLS:]))
 
 
 class Decision(NamedTuple):

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from proxy.access.guard import Guard
 from proxy.access.rules import Listener
+from proxy.admin.admission_routes import admission_routes
 from proxy.admin.fleet_routes import fleet_routes
 from proxy.admin.openapi import describe_generation
 from proxy.admin.routes import admin_routes
@@ -88,6 +89,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
 
     app = FastAPI(title="warmroute", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.include_router(admin_routes(core, operations.fleet))
+    app.include_router(admission_routes(core))
     app.include_router(fleet_routes(core, operations))
     describe_generation(app)
 

@@ -19,6 +19,12 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     policy: Annotated[str | None, typer.Option(help="Routing policy, with its default parameters.")] = None,
+    admission: Annotated[
+        str | None, typer.Option(help="Admission rule; its parameters not given are the defaults.")
+    ] = None,
+    admission_param: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE: parameter of the admission rule. Repeatable.")
+    ] = None,
     planner: Annotated[str | None, typer.Option(help="Offload planner, with its default parameters.")] = None,
     admin_host: Annotated[str | None, typer.Option(help="Address of the admin listener (with --admin-port).")] = None,
     admin_port: Annotated[
@@ -55,6 +61,7 @@ def serve(
         "admin": _given(host=admin_host, port=admin_port),
         "tls": _given(certificate=tls_certificate, key=tls_key),
         "policy": {"name": policy} if policy else None,
+        "admission": _given(name=admission, params=_params(admission_param)),
         "offload": {"planner": planner} if planner else None,
         "instances": [{"url": url} for url in instance] if instance else None,
     }
@@ -74,6 +81,22 @@ def serve(
 
 def _given(**values: Any) -> dict[str, Any] | None:
     return {name: value for name, value in values.items() if value is not None} or None
+
+
+def _params(pairs: list[str] | None) -> dict[str, Any] | None:
+    """``KEY=VALUE`` pairs with values as in YAML; a pair that is none ends the command."""
+    import yaml
+
+    params: dict[str, Any] = {}
+    for pair in pairs or ():
+        key, found, value = pair.partition("=")
+        try:
+            if not key or not found:
+                raise typer.BadParameter(f"{pair!r}: give parameters as KEY=VALUE")
+            params[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise typer.BadParameter(f"{pair!r}: the value is not YAML") from error
+    return params or None
 
 
 def settings() -> None:

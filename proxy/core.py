@@ -25,11 +25,13 @@ from proxy.handoff.leaks import LeakWatch
 from proxy.handoff.legs import HandOff
 from proxy.logs import LimitedLog
 from proxy.loop_lag import LoopLag
+from proxy.metrics.admission import AdmissionMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
 from proxy.request.parse import Parsed
 from proxy.resolver import Resolver
 from proxy.routing.admission import Admission
+from proxy.routing.holding import HoldingLine
 from proxy.routing.retries import RetryBudget
 from proxy.routing.router import Router
 from proxy.settings import Settings
@@ -74,11 +76,13 @@ class Core:
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
         self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)
+        self.holding = HoldingLine(settings.admission, self.router, self.instances, self.admission)
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
         LimitMetrics(
             self.metrics.registry, self.instances, self.admission, self.retries, self.router.watch, self.clients
         )
+        AdmissionMetrics(self.metrics.registry, self.router.state.accounts, self.holding)
         self.lag = LoopLag()
         self.draining = False
         self.ends_s: float | None = None
@@ -95,6 +99,7 @@ class Core:
     async def close(self) -> None:
         """Close connections and files."""
         self.lag.close()
+        self.holding.close()
         try:
             grace_s = self.settings.grace_s
             if self.ends_s is not None:

@@ -12,14 +12,16 @@ import numpy as np
 from bench.tournament.attained import OVERLOAD, attained
 from bench.tournament.capacity import MeanWork, pace, saturation, work_of
 from bench.tournament.hotset import REFERENCE_LOAD, hot_set_tokens, pool_tokens
-from bench.tournament.results import EntrantResult, GridCell, MetricSample, TraceFacts, sources_digest
+from bench.tournament.results import EntrantResult, GridCell, MetricSample, SessionTimes, TraceFacts, sources_digest
 from bench.tournament.settings import TournamentError, TournamentSettings, TraceRule
 from bench.tournament.timeline import Calls, Timeline, calls_of, timeline
 from bench.tournament.traces import find_traces, load_one
 from bench.tournament.workload import CellWorkload, build
+from policies.admission.base import AdmissionRule
 from policies.routing.base import RoutingPolicy
 from replayer.compare.statistics.bootstrap import FloatArray, SessionBootstrap
-from replayer.records.runs import RequestRecord
+from replayer.records.runs import RequestRecord, Run
+from replayer.records.sessions import SessionTally
 from replayer.replay.plan import Plan, PlanOptions, make_plan
 from replayer.traces.formats.source import file_sha256
 from replayer.traces.trace import Trace
@@ -130,26 +132,34 @@ class PreparedCell:
         resamples = settings.sizes.resamples
         self._bootstrap = SessionBootstrap(session_of, len(names), resamples=resamples, seed=seed)
 
-    def records(self, policy: RoutingPolicy) -> list[RequestRecord]:
+    def run(self, policy: RoutingPolicy, admission: AdmissionRule | None = None) -> Run:
         """Every request's record, warming ones too, in the order in which they ended."""
-        return simulate(self.workload.trace, self.options, policy, plan=self.plan).run.records
+        return simulate(self.workload.trace, self.options, policy, plan=self.plan, admission=admission).run
 
-    def play(self, policy: RoutingPolicy, label: str, digest: str = "") -> EntrantResult:
+    def records(self, policy: RoutingPolicy, admission: AdmissionRule | None = None) -> list[RequestRecord]:
+        """The records of `run`."""
+        return self.run(policy, admission).records
+
+    def play(
+        self, policy: RoutingPolicy, label: str, digest: str = "", admission: AdmissionRule | None = None
+    ) -> EntrantResult:
         """Simulate a policy and keep what the tables need.
 
         Args:
             policy: The policy.
             label: Its name in the tables.
             digest: Digest of the policy (`Entrant.digest`).
+            admission: The admission rule; None: requests are sent at once.
         """
         judged: list[RequestRecord | None] = [None] * len(self._place)
-        for record in self.records(policy):
+        run = self.run(policy, admission)
+        for record in run.records:
             place = self._place.get(record.chat_id)
             if place is not None:
                 judged[place] = record
         good = [record for record in judged if record is not None and record.ok]
-        ttft = _column([None if record is None or not record.ok else record.ttft_s for record in judged])
-        e2e = _column([None if record is None or not record.ok else record.e2e_s for record in judged])
+        ttft = _column([None if record is None or not record.ok else record.ttft_scheduled_s for record in judged])
+        e2e = _column([None if record is None or not record.ok else record.e2e_scheduled_s for record in judged])
         tpot = [record.tpot_s for record in good if record.tpot_s is not None]
         prompt = sum(record.prompt_tokens or 0 for record in good)
         return EntrantResult(
@@ -168,6 +178,28 @@ class PreparedCell:
             e2e_p90_s=_rounded(float(np.quantile(e2e, 0.9))),
             tpot_p50_s=_rounded(float(np.quantile(tpot, 0.5))) if tpot else 0.0,
             apc=_rounded(sum(record.cached_tokens or 0 for record in good) / prompt) if prompt else 0.0,
+            session_times=self._session_times(run),
+        )
+
+    def _session_times(self, run: Run) -> SessionTimes | None:
+        tally = SessionTally(run.header.idle_costs)
+        for record in run.records:
+            if record.session_id in self.workload.whole:
+                tally.add(record)
+        tally.all_over()
+        found = tally.figures()
+        took, slowdown = found.completion_s, found.slowdown
+        if not found.completed:
+            return None
+        return SessionTimes(
+            sessions=found.sessions,
+            completed=found.completed,
+            mean_s=_rounded(took.mean or 0.0),
+            p50_s=_rounded(took.p50 or 0.0),
+            p90_s=_rounded(took.p90 or 0.0),
+            slowdown_mean=_rounded(slowdown.mean or 0.0),
+            slowdown_p50=_rounded(slowdown.p50 or 0.0),
+            slowdown_p90=_rounded(slowdown.p90 or 0.0),
         )
 
     def _sample(self, values: FloatArray, level: float) -> MetricSample:

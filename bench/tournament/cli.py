@@ -38,7 +38,8 @@ def main(
     policies: Annotated[
         list[str] | None,
         typer.Option(
-            help="A policy: [LABEL=]NAME[,key=value...], NAME registered or module:Class. Repeat. Default: all."
+            help="A policy: [LABEL=]NAME[+RULE][,key=value...], NAME registered or module:Class, RULE an admission "
+            "rule. Repeat. Default: all policies, without holding."
         ),
     ] = None,
     traces: Annotated[str, typer.Option(help="Traces by name, with commas; empty: all.")] = "",

@@ -16,8 +16,12 @@ import yaml
 
 from bench.tournament.results import costs_digest
 from bench.tournament.settings import TournamentError, TournamentSettings
-from policies.registry import PolicyParameterError, make_routing, routing_policies
+from policies.admission.base import AdmissionRule
+from policies.admission.never_hold import NeverHold
+from policies.registry import PolicyParameterError, make_admission, make_routing, routing_policies
 from policies.routing.base import RoutingPolicy
+
+_OF_RULE = "admission."
 
 
 class Entrant(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +32,19 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     """Registered name, or ``module:Class``."""
     params: dict[str, Any] = {}
+    admission: str = "never_hold"
+    admission_params: dict[str, Any] = {}
+
+    def admission_rule(self) -> AdmissionRule:
+        """Its admission rule.
+
+        Raises:
+            TournamentError: no such rule, or parameters that it rejects.
+        """
+        try:
+            return make_admission(self.admission, self.admission_params)
+        except ValueError as error:
+            raise TournamentError(f"{self.label}: {error}") from error
 
     def make(self) -> RoutingPolicy:
         """A new policy object.
@@ -53,13 +70,15 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
         The files of the learned cost models count only for policies that use them (``fleet.costs``).
         """
         found: set[str] = set()
-        for each in type(self.make()).__mro__:
+        rule = self.admission_rule()
+        for each in (*type(self.make()).__mro__, *(() if rule.name == NeverHold.name else type(rule).__mro__)):
             if each.__module__ not in sys.stdlib_module_names:
                 _modules(each.__module__, found)
         body = b"".join(_source(module) for module in sorted(found))
         if b"costs" in body:
             body += costs_digest().encode()
-        return hashlib.sha256(msgspec.json.encode(self.params, order="sorted") + body).hexdigest()[:16]
+        parameters = [self.params, self.admission_params] if self.admission_params else self.params
+        return hashlib.sha256(msgspec.json.encode(parameters, order="sorted") + body).hexdigest()[:16]
 
 
 def _modules(name: str, found: set[str]) -> set[str]:
@@ -89,7 +108,9 @@ def _factory(policy: str) -> Any:
 
 
 def parse(text: str) -> Entrant:
-    """``[LABEL=]NAME[,key=value...]``, NAME a registered policy or ``module:Class``.
+    """``[LABEL=]NAME[+RULE][,key=value...]``, NAME a registered policy or ``module:Class``, RULE an admission rule.
+
+    A key ``admission.NAME`` is a parameter of the rule.
 
     Raises:
         TournamentError: the text does not have that form, or the policy rejects it.
@@ -99,13 +120,23 @@ def parse(text: str) -> Entrant:
     if not equals:
         label, name = text.replace(":", "."), head
     params: dict[str, Any] = {}
+    rule_params: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise TournamentError(f"--policies {text!r}: {pair!r} is not key=value")
-        params[key] = yaml.safe_load(value)
-    entrant = Entrant(label=label.strip(), policy=name.strip(), params=params)
+        of_rule = key.startswith(_OF_RULE)
+        (rule_params if of_rule else params)[key.removeprefix(_OF_RULE)] = yaml.safe_load(value)
+    name, _, rule = name.partition("+")
+    entrant = Entrant(
+        label=label.strip(),
+        policy=name.strip(),
+        params=params,
+        admission=rule.strip() or NeverHold.name,
+        admission_params=rule_params,
+    )
     entrant.make()
+    entrant.admission_rule()
     return entrant
 
 

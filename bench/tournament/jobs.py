@@ -83,7 +83,7 @@ class Player:
             stage = self._arena.stage(job.cell, job.seed)
             requests = stage.workload.requests
             for entrant, digest in missing:
-                self._store.write(stage.play(entrant.make(), entrant.label, digest))
+                self._store.write(stage.play(entrant.make(), entrant.label, digest, entrant.admission_rule()))
         return Done(
             job=job,
             played=len(missing),

@@ -21,6 +21,9 @@ _SOURCES = (
     "policies/*.py",
     "policies/predict/*.py",
     "policies/routing/base.py",
+    "replayer/records/idle.py",
+    "replayer/records/sessions.py",
+    "replayer/replay/own_prefix.py",
     "replayer/replay/plan.py",
     "replayer/traces/trace.py",
     "bench/tournament/capacity.py",
@@ -59,6 +62,22 @@ class MetricSample(msgspec.Struct, frozen=True, kw_only=True):
     """The metric in each resample of sessions; equal draws for every policy of a cell and seed."""
 
 
+class SessionTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of the sessions of which every turn is judged (`replayer.records.sessions`)."""
+
+    sessions: int
+    completed: int
+    """Those without a failed turn; the figures are of these."""
+    mean_s: float
+    """Completion time in seconds: first turn due to last turn's end."""
+    p50_s: float
+    p90_s: float
+    slowdown_mean: float
+    """Completion over idle time, a factor."""
+    slowdown_p50: float
+    slowdown_p90: float
+
+
 class EntrantResult(msgspec.Struct, frozen=True, kw_only=True):
     """One policy in one cell with one seed."""
 
@@ -79,6 +98,8 @@ class EntrantResult(msgspec.Struct, frozen=True, kw_only=True):
     tpot_p50_s: float
     apc: float
     """Cached prompt tokens over prompt tokens of the judged requests."""
+    session_times: SessionTimes | None = None
+    """None where no session was completed, and in older results."""
 
     @property
     def sources(self) -> str:

@@ -8,7 +8,18 @@ import msgspec
 
 from bench.tournament.folds import Ablation, Fold, ablation, folds, in_place
 from bench.tournament.judge import E2E, METRICS, TTFT, CellFigures, CellStanding
-from bench.tournament.ranking import TARGET_RATIO, TARGET_SHARE, Rank, by_axis, family_share, rank, ranking
+from bench.tournament.ranking import (
+    MIN_SESSIONS,
+    TARGET_RATIO,
+    TARGET_SHARE,
+    Rank,
+    SessionRow,
+    by_axis,
+    family_share,
+    rank,
+    ranking,
+    session_rows,
+)
 from bench.tournament.results import GridCell, TraceFacts
 
 BEGIN, END = "<!-- tournament: begin -->", "<!-- tournament: end -->"
@@ -50,6 +61,8 @@ def markdown(report: TournamentReport) -> str:
         f"### Traces\n\n{_traces(report)}",
         f"### Ranking\n\n{_ranking(ranks, family_share(verdicts, families))}",
     ]
+    if rows := session_rows(report.figures, order):
+        parts.append(f"### Sessions\n\n{_sessions(rows)}")
     if report.subject in order:
         parts.append(f"### `{report.subject}` against its targets\n\n{_targets(verdicts, report.subject)}")
     axes: list[tuple[str, str, Callable[[GridCell], object]]] = [
@@ -147,6 +160,27 @@ def _ranking(ranks: Sequence[Rank], shares: Mapping[str, float]) -> str:
         "*ratio*: geometric mean of the ratio to the cell's best; "
         "*worst*: the largest ratio to a cell's best in either metric; *> 5 % behind*: cells where it is above 1.05 in "
         "either, *significantly* where the whole 95 % interval is; *failed*: judged requests that failed."
+    )
+
+
+def _sessions(rows: Sequence[SessionRow]) -> str:
+    head = ["policy", "mean", "p50", "p90", "slowdown mean", "p50", "p90", "failed"]
+    lines = [
+        [
+            f"`{row.label}`",
+            *(f"{each:.3f}" for each in row.ratios),
+            *(f"{each:.2f}" for each in row.slowdowns),
+            str(row.failed),
+        ]
+        for row in rows
+    ]
+    return (
+        f"{rows[0].cells} cells with at least {MIN_SESSIONS} whole sessions in every seed.\n\n"
+        + _table(head, lines)
+        + "\n\n*mean*, *p50*, *p90*: completion time of the sessions of which every turn is judged, from when the "
+        "first turn was due to the end of the last, over the lowest of any policy in the cell; *slowdown*: completion "
+        "time over that on an idle fleet; both geometric means over cells and seeds. *failed*: whole sessions with a "
+        "failed turn, which have no time. In the order of the ranking, which does not take these figures into account."
     )
 
 

@@ -52,6 +52,8 @@ class CellWorkload(msgspec.Struct, frozen=True, kw_only=True):
     trace: Trace
     judged: frozenset[int]
     """``chat_id`` of the judged requests."""
+    whole: frozenset[str]
+    """Sessions that begin and end in the stretch and of which every turn is judged."""
     warming: int
     """Number of warming requests."""
     copies: int
@@ -97,9 +99,12 @@ def build(line: Timeline, requests_per_s: float, instances: int, seed: int, size
     begins_s = ramp_s + PAUSE_LATENCIES * latency_s if warmed else 0.0
     lowest = min((part.copy for part in parts), default=0)
     drafts: list[tuple[float, int, TraceRequest, bool]] = []
+    whole: set[str] = set()
     for part in parts:
         offset = (part.copy - lowest) * line.distinct_blocks
         session_id = f"{part.session.session_id}~{part.copy - lowest}"
+        if part.warm is None and len(part.turns) == len(part.session.turns):
+            whole.add(session_id)
         at_s = 0.0
         for place, turn in enumerate([*([part.warm] if part.warm else []), *part.turns]):
             due_s = part.start_s + turn.due_s
@@ -139,11 +144,14 @@ def build(line: Timeline, requests_per_s: float, instances: int, seed: int, size
         previous[request.session_id] = number
         if counts:
             judged.add(number)
+        else:
+            whole.discard(request.session_id)
     return CellWorkload(
         trace=Trace(
             requests=[request for _, _, request, _ in drafts], block_tokens=line.block_tokens, tail=line.tail, name=name
         ),
         judged=frozenset(judged),
+        whole=frozenset(whole),
         warming=len(warmed),
         copies=max((part.copy for part in parts), default=0) - lowest + 1,
         stretch_s=end_s,

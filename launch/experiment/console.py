@@ -84,7 +84,7 @@ def plan_table(settings: ExperimentSettings, slots: list[Slot]) -> Table:
     table = Table(title=escape(f"{settings.name}: {len(slots)} runs, {settings.order}"), title_justify="left")
     for name in ("run", "repeat", "seed"):
         table.add_column(name, justify="right")
-    for name in ("arm", "policy", "planner"):
+    for name in ("arm", "policy", "planner", "admission"):
         table.add_column(name, overflow="fold")
     for slot in slots:
         arm = settings.arms[slot.arm]
@@ -92,6 +92,7 @@ def plan_table(settings: ExperimentSettings, slots: list[Slot]) -> Table:
         cells = [str(slot.order + 1), str(slot.repeat), str(slot.seed), label]
         cells += [_with_params(arm.policy.name, arm.policy.params)]
         cells += [_with_params(arm.offload.planner, arm.offload.params)]
+        cells += [_with_params(arm.admission.name, arm.admission.params)]
         table.add_row(
             *(escape(cell) for cell in cells), end_section=slot.order % len(settings.arms) == len(settings.arms) - 1
         )

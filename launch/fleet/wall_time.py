@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
-from policies.registry import PolicyParameterError, UnknownPolicyError, make_routing, parameters
+from policies.registry import PolicyParameterError, UnknownPolicyError, make_admission, make_routing, parameters
 from proxy.settings.prediction import LedgerSettings
+from proxy.settings.routing import AdmissionSettings
 
 _SECONDS = re.compile(r"_s(_per_|$)")
 """Parameters of policies that are times: ``hold_s``, ``ttft_slo_s_per_1k_tokens``."""
 
 
 def in_wall_time(proxy: dict[str, Any], clock_scale: float) -> dict[str, Any]:
-    """A proxy's settings with its times divided by ``clock_scale``: load's half-life and the policy's parameters.
+    """A proxy's settings with its times divided by ``clock_scale``: load's half-life, bound on holding, and the
+    parameters of policy and admission rule.
 
     Args:
         proxy: Settings by section, times in engine seconds; omitted keys have their defaults.
@@ -28,13 +31,20 @@ def in_wall_time(proxy: dict[str, Any], clock_scale: float) -> dict[str, Any]:
     scaled = {**proxy, "ledger": ledger}
     policy = dict(proxy.get("policy") or {})
     if policy.get("name"):
-        scaled["policy"] = {**policy, "params": _faster(policy["name"], policy.get("params") or {}, clock_scale)}
+        scaled["policy"] = {**policy, "params": _faster(make_routing, policy, clock_scale)}
+    admission = dict(proxy.get("admission") or {})
+    if admission.get("name"):
+        bound_s = float(admission.get("max_hold_s", AdmissionSettings().max_hold_s)) / clock_scale
+        params = _faster(make_admission, admission, clock_scale)
+        scaled["admission"] = {**admission, "params": params, "max_hold_s": bound_s}
     return scaled
 
 
-def _faster(name: str, params: dict[str, Any], clock_scale: float) -> dict[str, Any]:
+def _faster(make: Callable[..., object], section: dict[str, Any], clock_scale: float) -> dict[str, Any]:
+    params = section.get("params") or {}
     try:
-        times = {key: value for key, value in parameters(make_routing(name, params)).items() if _SECONDS.search(key)}
+        made = parameters(make(section["name"], params))
+        times = {key: value for key, value in made.items() if _SECONDS.search(key)}
     except (PolicyParameterError, UnknownPolicyError):
         return params  # refused with a better message where the fleet is read
     return {**params, **{key: value / clock_scale for key, value in times.items()}}

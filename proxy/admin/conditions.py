@@ -47,12 +47,14 @@ def _accepting(core: Core) -> Condition:
 
 
 def _policies(core: Core) -> Iterator[Condition]:
-    """Conditions ``policy``, ``planner`` and ``decision_time``, of the policy and planner that decide now."""
+    """Conditions ``policy``, ``planner``, ``admission`` and ``decision_time``, of the parts that decide now."""
     router, now_s = core.router, time.monotonic()
     minutes = f"{RECENT_S / 60:g} minutes"
-    for part, name, instead in (
-        (PolicyPart.POLICY, router.policy.name, "a built-in policy decides where it fails"),
-        (PolicyPart.PLANNER, router.planner.name, "nothing is offloaded where it fails"),
+    rule = router.routing.gate.rule.name
+    for part, name, instead, switch in (
+        (PolicyPart.POLICY, router.policy.name, "a built-in policy decides where it fails", "/policy"),
+        (PolicyPart.PLANNER, router.planner.name, "nothing is offloaded where it fails", "/policy"),
+        (PolicyPart.ADMISSION, rule, "requests are sent at once where it fails", "/admission"),
     ):
         failed = router.watch.failures.get((part, name))
         if failed is None or not failed.recent(now_s):
@@ -62,7 +64,7 @@ def _policies(core: Core) -> Iterator[Condition]:
             part.value,
             False,
             f"{name} failed {failed.count} times, the last time within {minutes}; {instead}",
-            "the log has the first error and its calls, GET /stats the last one; switch to another with PUT /policy",
+            f"the log has the first error and its calls, GET /stats the last one; switch to another with PUT {switch}",
         )
     slow = router.watch.slow.get(router.policy.name)
     if slow is None or not slow.recent(now_s):

@@ -135,6 +135,7 @@ def _stats(core: Core) -> dict[str, Any]:
             "held_tokens": state.holds.total(),
         },
         "admission": core.admission.as_dict(),
+        "holding": core.holding.as_dict(),
         "retries": core.retries.as_dict(time.monotonic()),
         "sessions": len(state.sessions),
         "index": {"distinct_blocks": state.index.distinct_blocks, "block_tokens": core.router.block_tokens},
@@ -192,6 +193,7 @@ async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict
         "fleet": [view._asdict() for view in fleet.instances],
         "prefill_only": [view._asdict() for view in fleet.prefill_instances if view not in fleet.instances],
         "hotspot": fleet.hotspot._asdict(),
+        "admission": core.holding.explain(request),
         "in_force": core.router.policy.name,
         "decisions": {name: _decision(decision) for name, decision in answers.items()},
     }

@@ -108,6 +108,8 @@ class Exchange:
             if failure is not None and not await attempts.may_follow(failure, seat.model):
                 break
             try:
+                if failure is None:
+                    await core.holding.enter(request, seat, row)
                 routed = seat.route(request, attempts.tried) or await seat.wait()
             except NoCandidateError:
                 break
@@ -127,7 +129,7 @@ class Exchange:
             else:
                 return
             finally:
-                routed.commitment.release(time.monotonic() + core.settings.offload.hold_s)
+                routed.commitment.release(time.monotonic(), core.settings.offload.hold_s)
         try:
             raise await attempts.give_up(failure)
         finally:
@@ -286,7 +288,7 @@ class Exchange:
             closing = self._break_stream(routed.decision.decode_on, str(error))
             if resuming:
                 answer.close()
-                routed.commitment.release()
+                routed.commitment.release(time.monotonic())
                 closing = await resuming.run(self, request, routed.decision.decode_on, closing)
         finally:
             row.events = keep.events
@@ -354,6 +356,8 @@ class Exchange:
             (b"x-warmroute-reason", decision.reason.encode()),
             (b"x-warmroute-predicted-cached-tokens", str(self._row.predicted_cached_tokens).encode()),
         ]
+        if self._row.held_s:
+            headers.append((b"x-warmroute-held-s", b"%.3f" % self._row.held_s))
         if self._row.prefill_instance:
             headers.append((b"x-warmroute-prefill-instance", self._row.prefill_instance.encode("latin-1")))
         self._inbound.start(answer.status, headers, length)

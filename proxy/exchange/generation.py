@@ -42,7 +42,7 @@ class Generation:
             row.status, row.error = error.status, error.message
             if row.outcome is RequestOutcome.REJECTED:
                 self._log_rejected(inbound, error)
-            _send_error(inbound, error, row.request_id)
+            _send_error(inbound, error, row)
         except Exception as error:
             log.exception("request %s failed", row.request_id)
             row.error = redact(repr(error))
@@ -53,7 +53,7 @@ class Generation:
                 answer = RequestError(
                     500, "internal error; see the proxy's log", kind="server_error", code="internal_error"
                 )
-                _send_error(inbound, answer, row.request_id)
+                _send_error(inbound, answer, row)
         finally:
             self._close_row(row)
 
@@ -61,7 +61,7 @@ class Generation:
         row = inbound.row
         row.outcome, row.status, row.error = RequestOutcome.REJECTED, error.status, error.message
         self._log_rejected(inbound, error)
-        _send_error(inbound, error, row.request_id)
+        _send_error(inbound, error, row)
         self._close_row(row)
 
     def left(self, inbound: Inbound) -> None:
@@ -115,9 +115,11 @@ class Generation:
         self._core.metrics.record(row)
 
 
-def _send_error(inbound: Inbound, error: RequestError, request_id: str) -> None:
+def _send_error(inbound: Inbound, error: RequestError, row: Row) -> None:
     body = error.body()
-    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode("latin-1"))]
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", row.request_id.encode("latin-1"))]
+    if row.held_s:
+        headers.append((b"x-warmroute-held-s", b"%.3f" % row.held_s))
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % error.retry_after_s))
     inbound.start(error.status, headers, len(body))

@@ -202,6 +202,15 @@ class Instances:
         can_answer = any(self._by_name[name].settings.role is not Role.KV_PRODUCER for name in rested)
         return rested if can_answer else healthy
 
+    def decoders(self) -> set[str]:
+        """Names of the instances that may be sent requests to answer, whatever the model; to be recycled or not."""
+        producer = Role.KV_PRODUCER
+        return {
+            name
+            for name, instance in self._by_name.items()
+            if instance.healthy and not instance.draining and instance.settings.role is not producer
+        }
+
     def candidates(self, model: str | None = None) -> set[str]:
         """The ``healthy`` instances that may be sent one more request now: an instance on trial accepts only a few."""
         healthy = self.healthy(model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from policies.holds import Hold
+from policies.holds import KvHold
 from proxy.engines.upstream import Answer
 from proxy.errors import AttemptFailedError
 from proxy.handoff.leaks import LeakWatch
@@ -35,7 +35,7 @@ class AbandonedPulls:
         """Set the bound in seconds for pulls that are abandoned from now on."""
         self._bound_s = bound_s
 
-    def adopt(self, decode: str, pulling: Pulling, hold: Hold) -> None:
+    def adopt(self, decode: str, pulling: Pulling, hold: KvHold) -> None:
         """Take ownership of an abandoned D leg; ``hold`` is the room it takes on D until it ends."""
         task = asyncio.create_task(self._wait_and_close(decode, pulling, hold), name=f"abandoned-pull-{decode}")
         self._waiting.add(task)
@@ -50,7 +50,7 @@ class AbandonedPulls:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
 
-    async def _wait_and_close(self, decode: str, pulling: Pulling, hold: Hold) -> None:
+    async def _wait_and_close(self, decode: str, pulling: Pulling, hold: KvHold) -> None:
         try:
             async with asyncio.timeout(self._bound_s):
                 answer, _ = await pulling

@@ -31,6 +31,9 @@ class Metrics:
             "Routing decisions, by policy, class and reason",
             ["policy", "request_class", "reason"],
         )
+        self._admissions = Tally(
+            self.registry, "warmroute_admissions", "Requests that admission sent, by reason", ["reason"]
+        )
         self._offloads = Tally(
             self.registry,
             "warmroute_offloads",
@@ -95,6 +98,8 @@ class Metrics:
         decision = row.decision
         instance = decision.decode_on if decision else ""
         self._requests.values[instance, row.outcome] += 1
+        if row.admission is not None:
+            self._admissions.values[(row.admission,)] += 1
         if decision is None:
             return
         request_class = decision.request_class

@@ -158,6 +158,7 @@ class Reloader:
         self._switch(settings, changes)
         core.instances.apply(settings.health)
         core.admission.apply(limits)
+        core.holding.apply(settings.admission)
         core.clients.apply(settings)
         core.retries.apply(limits)
         core.leaks.apply(offload.leak_share)
@@ -171,7 +172,7 @@ class Reloader:
         return self._change_fleet(settings, well)
 
     def _switch(self, settings: Settings, changes: list[Change]) -> None:
-        """Switch policy and planner only if the file's have changed, so that a switch over HTTP is kept otherwise."""
+        """Switch policy, planner and admission only if the file's have changed: else a switch over HTTP is kept."""
         keys = [change.key for change in changes]
         policy, planner = settings.policy, settings.offload
         other_policy = any(key.startswith("policy.") for key in keys)
@@ -182,6 +183,15 @@ class Reloader:
             planner.planner if other_planner else None,
             planner.params,
         )
+        admission = settings.admission
+        other_rule = any(key == "admission.name" or key.startswith("admission.params") for key in keys)
+        other_bound = "admission.max_hold_s" in keys
+        if other_rule or other_bound:
+            self._core.holding.switch(
+                admission.name if other_rule else None,
+                admission.params if other_rule else {},
+                admission.max_hold_s if other_bound else None,
+            )
 
     def _change_fleet(self, settings: Settings, well: set[str]) -> list[Instance]:
         """Make the fleet match the file: change or add its instances, and remove those it no longer lists."""

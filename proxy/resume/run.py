@@ -162,7 +162,7 @@ class Resuming:
             else:
                 return self._finished(ResumeResult.RESUMED, b"")
             finally:
-                routed.commitment.release()
+                routed.commitment.release(time.monotonic())
         return closing
 
     async def _continue_on(self, steps: Steps, routed: Routed, cut: Cut) -> None:

@@ -69,6 +69,8 @@ class Admission:
         """Clients that left while in the queue."""
         self.on_waited: Callable[[float], None] = _ignore_wait
         """Called with the seconds of every finished wait, regardless of its outcome."""
+        self.on_wake: Callable[[], None] = _ignore_wake
+        """Called when room may have appeared, after the queue was woken."""
         self._last_wait_s = 0.0
         instances.on_room = ledger.on_release = self.wake
 
@@ -81,6 +83,10 @@ class Admission:
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._queue) + len(self._again)
+
+    def queued_models(self) -> set[str | None]:
+        """Models for which new requests wait in the queue."""
+        return set(self._models)
 
     def as_dict(self) -> dict[str, int]:
         """JSON-ready."""
@@ -101,6 +107,7 @@ class Admission:
         if (self._queue or self._again) and not self._moving_up and self._loop is not None:
             self._moving_up = True
             self._loop.call_soon(self._move_up)
+        self.on_wake()
 
     def retry_after_s(self) -> int:
         """Value of Retry-After: the approximate current waiting time in whole seconds."""
@@ -247,6 +254,8 @@ class Seat:
         Raises:
             NoCandidateError: no instance, however idle, may take it.
         """
+        if self._routed is not None:
+            return self._taken()  # reserved
         admission = self._admission
         self.request, self.tried = request, tried
         self._end_trials()
@@ -256,6 +265,15 @@ class Seat:
             if self.model in admission._models:
                 return None
         return self._taken() if admission._choose(self) else None
+
+    def reserve(self) -> bool:
+        """Route ``request`` now if there is room, so that the next ``route`` returns the result. True if there was.
+
+        Raises:
+            NoCandidateError: no instance, however idle, may take it.
+        """
+        self._routed = self.route(self.request, NO_INSTANCES)
+        return self._routed is not None
 
     async def wait(self) -> Routed:
         """Wait for room and be routed, in order of arrival per model; retries of admitted requests come first.
@@ -298,7 +316,7 @@ class Seat:
             for name in (decision.decode_on, decision.prefill_on):
                 if name is not None:
                     routed.commitment.retract(name)
-            routed.commitment.release()
+            routed.commitment.release(time.monotonic())
         self._end_trials()
         if self.admitted:
             self.admitted = False
@@ -338,3 +356,7 @@ class Seat:
 
 def _ignore_wait(_: float) -> None:
     """Default of ``on_waited``."""
+
+
+def _ignore_wake() -> None:
+    """Default of ``on_wake``."""

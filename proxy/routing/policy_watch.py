@@ -16,6 +16,10 @@ RECENT_S = 300.0
 """Seconds for which a failure or slow decision counts as current."""
 
 
+_INSTEAD = {PolicyPart.PLANNER: "the prefill was not offloaded", PolicyPart.ADMISSION: "it was sent at once"}
+"""Effect of a failure on the request."""
+
+
 @dataclass(slots=True)
 class Trouble:
     """Failures, or slow decisions, of one policy or planner."""
@@ -48,7 +52,7 @@ class PolicyWatch:
         for part, name, error, trace in failures:
             first = (part, name) not in self.failures
             self.failures.setdefault((part, name), Trouble()).note(time.monotonic(), error)
-            instead = f"{decided_by} decided" if part is PolicyPart.POLICY else "the prefill was not offloaded"
+            instead = f"{decided_by} decided" if part is PolicyPart.POLICY else _INSTEAD[part]
             message = "the %s %r failed, for this request %s: %s"
             if first:
                 log.warning(message + "; calls: %s", part.value, name, instead, error, " > ".join(trace))

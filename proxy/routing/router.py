@@ -5,20 +5,27 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from policies.admission.base import Admit, Hold
 from policies.hotspots import HotspotTracker
 from policies.ledger import Ledger
 from policies.offload.base import OffloadPlanner
 from policies.predict.prefix_index import PrefixIndex
-from policies.registry import all_routing, make_planner, make_routing, offload_planners
+from policies.registry import (
+    admission_rules,
+    all_routing,
+    make_planner,
+    make_routing,
+    offload_planners,
+)
 from policies.routing.base import RoutingPolicy
 from policies.session import Routed, RoutingSession
 from policies.sessions import SessionTable
 from policies.snapshot import FleetSnapshot
 from policies.state import FleetState
-from policies.types import Decision, RequestView, Role
+from policies.types import Decision, PolicyFailure, RequestView, Role
 from proxy.request.parse import (
     AT_ONCE_BYTES,
     Endpoint,
@@ -33,6 +40,7 @@ from proxy.request.token_chunks import TokenChunks
 from proxy.routing.policy_watch import PolicyWatch
 from proxy.routing.text_ratio import TextRatios
 from proxy.settings import Settings
+from proxy.settings.routing import admission_rule
 
 log = logging.getLogger("warmroute.policy")
 
@@ -56,6 +64,7 @@ class Router:
         self.watch = PolicyWatch()
         self._slow_s = settings.limits.slow_decision_s
         self.known_planners = offload_planners()
+        self.known_rules = admission_rules()
         self.block_tokens = settings.index.block_tokens
         self.text_ratios = TextRatios(settings.index.bytes_per_token)
         self._token_chunks = TokenChunks()
@@ -76,7 +85,10 @@ class Router:
             settings.classes.thresholds(),
             settings.offload.hold_s,
             guarded=True,
+            admission=admission_rule(settings.admission.name, settings.admission.params),
+            max_hold_s=settings.admission.max_hold_s,
         )
+        self.routing.gate.on_failure = self._rule_failed
         for instance in settings.instances:
             self.state.add_instance(instance.name, instance.role, instance.host, instance.transport, instance.connector)
 
@@ -136,6 +148,21 @@ class Router:
         policies = self.known_policies | {self.policy.name: self.policy}
         return self.routing.explain(request, policies, decoders, producers, time.monotonic())
 
+    def would_admit(self, request: RequestView, decoders: Collection[str]) -> Admit | Hold:
+        """The admission rule's answer to a new request; nothing is counted, not even a failure of the rule."""
+        gate, state = self.routing.gate, self.state
+        gate.on_failure = _ignore_failure
+        try:
+            return gate.answer(request, state.pool_tokens(decoders), len(decoders), time.monotonic())
+        finally:
+            gate.on_failure = self._rule_failed
+
+    def switch_admission(self, name: str | None, params: Mapping[str, Any], max_hold_s: float | None) -> None:
+        """Switch the admission rule or its bound, also for held requests; None: as it is. Raises ValueError."""
+        gate = self.routing.gate
+        rule = gate.rule if name is None and not params else admission_rule(name or gate.rule.name, params)
+        self.routing.set_admission(rule, max_hold_s or gate.max_hold_s, time.monotonic())
+
     def switch(
         self,
         name: str | None,
@@ -177,6 +204,9 @@ class Router:
                 self.state.restarted(name)
             self.state.predictor.exact.set_block_tokens(block_tokens)
 
+    def _rule_failed(self, failure: PolicyFailure) -> None:
+        self.watch.failed((failure,), "")
+
     def _parse_steps(self, endpoint: Endpoint, body: bytes) -> Steps[Parsed]:
         settings = self._settings
         rules = ParseRules(
@@ -188,3 +218,7 @@ class Router:
         """Instances that may decode, and those that may only prefill for another."""
         decoders = {name for name in available if self.state.role(name) is not Role.KV_PRODUCER}
         return decoders, available - decoders
+
+
+def _ignore_failure(_: PolicyFailure) -> None:
+    """Observer of failures in explanations."""

@@ -11,7 +11,7 @@ from proxy.settings.prediction import (
     TokenizerSettings,
 )
 from proxy.settings.resume import ResumeSettings, ResumeWhen
-from proxy.settings.routing import ClassSettings, OffloadSettings, PolicySettings
+from proxy.settings.routing import AdmissionSettings, ClassSettings, OffloadSettings, PolicySettings
 from proxy.settings.section import Seconds, Section, SettingsError
 from proxy.settings.security import AdminKey, AdminSettings, ClientKey, KeyLists, KeySettings, TlsSettings
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
@@ -19,6 +19,7 @@ from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSetti
 __all__ = [
     "AdminKey",
     "AdminSettings",
+    "AdmissionSettings",
     "BreakdownSettings",
     "ClassSettings",
     "ClientKey",

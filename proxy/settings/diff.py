@@ -17,6 +17,7 @@ _CREDENTIALS = re.compile(r"://[^/@\s]*@")
 LIVE = (
     "instances",
     "policy",
+    "admission",
     "offload",
     "classes",
     "ledger",

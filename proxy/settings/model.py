@@ -26,7 +26,7 @@ from proxy.settings.prediction import (
     TokenizerSettings,
 )
 from proxy.settings.resume import ResumeSettings
-from proxy.settings.routing import ClassSettings, OffloadSettings, PolicySettings
+from proxy.settings.routing import AdmissionSettings, ClassSettings, OffloadSettings, PolicySettings
 from proxy.settings.secrets import checked_secret, secret_from
 from proxy.settings.section import Seconds, SettingsError
 from proxy.settings.security import AdminSettings, KeySettings, TlsSettings, checked_forward_headers
@@ -49,6 +49,7 @@ class Settings(BaseSettings):
     port: int = Field(default=9090, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     instances: tuple[InstanceSettings, ...] = Field(description="the fleet: at least one engine")
     policy: PolicySettings = Field(default_factory=PolicySettings)
+    admission: AdmissionSettings = Field(default_factory=AdmissionSettings)
     offload: OffloadSettings = Field(default_factory=OffloadSettings)
     classes: ClassSettings = Field(default_factory=ClassSettings)
     index: IndexSettings = Field(default_factory=IndexSettings)
@@ -151,7 +152,7 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
             if path is None:
                 return (init_settings, env_settings)
             written = YamlConfigSettingsSource(settings_cls, yaml_file=path)()
-            for section, name in (("policy", "name"), ("offload", "planner")):
+            for section, name in (("policy", "name"), ("admission", "name"), ("offload", "planner")):
                 if any(name in (source().get(section) or {}) for source in (init_settings, env_settings)):
                     # Parameters in the file belong to the file's policy; another policy starts from its defaults.
                     written = {**written, section: _without_params(written.get(section))}

@@ -1,14 +1,20 @@
-"""Settings of the decision: policy, offload, classes."""
+"""Settings of the decision: policy, admission, offload, classes."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from policies.admission.base import AdmissionRule
 from policies.classes import ClassThresholds
-from policies.registry import make_planner, make_routing
+from policies.registry import PolicyLoadError, PolicyParameterError, make_admission, make_planner, make_routing
 from proxy.settings.section import Seconds, Section
+
+LONGEST_KEEP_S = 86_400
+"""Longest ``keep_s`` of an admission rule."""
 
 
 class PolicySettings(Section):
@@ -21,6 +27,43 @@ class PolicySettings(Section):
     def _exists(self) -> PolicySettings:
         make_routing(self.name, self.params)
         return self
+
+
+class AdmissionSettings(Section):
+    """Admission rule by registered name, and bounds on the requests that it holds."""
+
+    name: str = Field(default="never_hold", description="registered admission rule")
+    params: dict[str, Any] = Field(default_factory=dict, description="parameters of that rule")
+    max_hold_s: Seconds = Field(default=300.0, description="longest time a request is held; then it is sent anyway")
+    max_held: int = Field(
+        default=1000,
+        ge=0,
+        description="requests held at once; above it, those that the rule would hold are sent at once",
+    )
+    reject_above_s: Seconds | None = Field(
+        default=None,
+        description="answer 429 with Retry-After if the expected wait is longer, instead of holding; none: always hold",
+    )
+
+    @model_validator(mode="after")
+    def _exists(self) -> AdmissionSettings:
+        admission_rule(self.name, self.params)
+        return self
+
+
+def admission_rule(name: str, params: Mapping[str, Any]) -> AdmissionRule:
+    """Build an admission rule; raises ValueError if there is none, or a parameter or its ``keep_s`` is not usable."""
+    endless = [key for key, value in params.items() if isinstance(value, float) and not math.isfinite(value)]
+    if endless:
+        raise PolicyParameterError(f"admission rule {name!r}: {', '.join(endless)}: give finite numbers")
+    rule = make_admission(name, params)
+    try:
+        usable = 0 <= rule.keep_s <= LONGEST_KEEP_S
+    except Exception as error:
+        raise PolicyLoadError(f"admission rule {name!r}: keep_s: {type(error).__name__}: {error}") from error
+    if not usable:
+        raise PolicyLoadError(f"admission rule {name!r}: keep_s must be within 0..{LONGEST_KEEP_S} s")
+    return rule
 
 
 class OffloadSettings(Section):

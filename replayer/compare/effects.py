@@ -112,7 +112,7 @@ def effect_of(metric: Metric, baseline: Values, candidate: Values, found: Effect
         found: from `estimate`.
     """
     before, after = (float(side.points.mean()) for side in (baseline, candidate))
-    if metric.level is not None:
+    if metric.logarithmic:
         before, after = float(np.exp(before)), float(np.exp(after))
     change = (after - before) / before if before > 0 and np.isfinite(after) else np.nan
     note = baseline.note or candidate.note or (found if isinstance(found, str) else "")
@@ -150,7 +150,7 @@ def effect_of(metric: Metric, baseline: Values, candidate: Values, found: Effect
 
 def as_change(metric: Metric, difference: float, baseline: float) -> float:
     """A difference on the working scale as a share of the baseline's value."""
-    return float(np.expm1(difference)) if metric.level is not None else difference / baseline
+    return float(np.expm1(difference)) if metric.logarithmic else difference / baseline
 
 
 def judge(

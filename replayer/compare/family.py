@@ -129,7 +129,7 @@ class Family:
             if found is not None and found.blocked:
                 return found
         found = between_runs(self._groups(metric), blocks=False)
-        if found is None and metric.unit == "s" and self._options.assumed_floor > 0:
+        if found is None and metric.logarithmic and self._options.assumed_floor > 0:
             return assumed_noise(self._options.assumed_floor)
         return found
 
@@ -166,10 +166,24 @@ class Family:
             notes=[
                 *self._notes,
                 *_left_over(one.pairing, (self._labels[0], one.label)),
+                *self._sessions_left_out(one),
                 *([left_out] if (left_out := self._window.describe()) else []),
                 *_about_noise(options.assumed_floor, known, (len(before), len(one.runs))),
             ],
         )
+
+    def _sessions_left_out(self, one: _Pair) -> list[str]:
+        """Notes on compared sessions that are not completed in every run of an arm."""
+        first = one.kept & self._requests.first_of_session
+        notes = []
+        for name, runs in ((self._labels[0], self._arms[0]), (one.label, one.runs)):
+            completed = np.logical_and.reduce([np.isfinite(self._columns[run].session_s) for run in runs])
+            if count := int((first & ~completed).sum()):
+                notes.append(
+                    f"{count} of {int(first.sum())} sessions of '{name}' have a failed turn or are not known to be "
+                    "whole; session times leave them out of both arms"
+                )
+        return notes
 
     def _goodput(self, one: _Pair) -> dict[str, tuple[float, float]]:
         """Requests per second that met the objectives: over the time from the first of the compared requests'

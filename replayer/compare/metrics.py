@@ -13,8 +13,12 @@ from replayer.compare.statistics.bootstrap import BoolArray, FloatArray, Session
 
 QUANTILES = (0.5, 0.9, 0.99)
 TIMES = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s"))
+SESSION_QUANTILES = (0.5, 0.9)
+SESSION_TIMES = (("session time", "session_s"), ("session slowdown", "session_slowdown"))
+"""Completion time and slowdown of whole sessions (`replayer.records.sessions`): one value for each session."""
+_OF_SESSIONS = frozenset(column for _, column in SESSION_TIMES)
 MIN_TAIL_REQUESTS = 10
-"""A quantile is judged only when at least this many requests lie beyond it, in every run."""
+"""A quantile is judged only when at least this many requests (or sessions) lie beyond it, in every run."""
 MIN_TAIL_SESSIONS = 6
 """And when these come from at least this many sessions."""
 
@@ -25,19 +29,32 @@ class Metric:
 
     name: str
     column: str
-    """The time it is a quantile of, or the name of a ratio."""
+    """The time it is a quantile or the mean of, or the name of a ratio."""
     level: float | None = None
-    """0..1 for a quantile, None for a ratio."""
+    """0..1 for a quantile, else None."""
+    mean: bool = False
+
+    @property
+    def logarithmic(self) -> bool:
+        """True for times and slowdowns, whose working scale is that of logarithms; False for ratios."""
+        return self.level is not None or self.mean
 
     @property
     def unit(self) -> str:
-        """ "s" or "ratio"."""
-        return "ratio" if self.level is None else "s"
+        """ "s", "factor" (a slowdown) or "ratio"."""
+        if not self.logarithmic:
+            return "ratio"
+        return "factor" if self.column == "session_slowdown" else "s"
 
     @property
     def lower_is_better(self) -> bool:
-        """True for times; a higher ratio is better."""
-        return self.level is not None
+        """True for times and slowdowns; a higher ratio is better."""
+        return self.logarithmic
+
+    @property
+    def counted(self) -> str:
+        """Things that have one value each: "requests" or "sessions"."""
+        return "sessions" if self.column in _OF_SESSIONS else "requests"
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +70,7 @@ class Values:
     resampled: FloatArray
     """Shape (R, B), likewise."""
     requests: int
+    """Values in each run: of requests, or of sessions for a metric of sessions."""
     sessions: int
     effective_sessions: float
     note: str
@@ -71,6 +89,9 @@ def metrics_of(slo: Slo) -> list[Metric]:
         found.append(Metric("goodput", "goodput"))
     if slo.scaled:
         found.append(Metric("goodput, scaled SLO", "goodput_scaled"))
+    for name, column in SESSION_TIMES:
+        found.append(Metric(f"{name} mean", column, mean=True))
+        found += [Metric(f"{name} p{level * 100:g}", column, level) for level in SESSION_QUANTILES]
     return found
 
 
@@ -83,6 +104,7 @@ class Evaluator:
         self._bootstrap = bootstrap
         self._slo = slo
         self._quantiles: dict[tuple[int, str, bytes], tuple[FloatArray, FloatArray]] = {}
+        self._means: dict[tuple[int, str, bytes], tuple[float, FloatArray]] = {}
         self._shares: dict[tuple[int, str, bytes], tuple[float, FloatArray]] = {}
         self._met: dict[tuple[int, str], FloatArray] = {}
 
@@ -93,9 +115,10 @@ class Evaluator:
             metric: which.
             runs: positions of the runs.
             kept: shape (N,), the requests to look at; of these, times and APC take those that succeeded in all runs.
+                Sessions are looked at if their first turn is, and taken if they completed in all runs.
         """
-        if metric.level is not None:
-            return self._time(metric, metric.level, runs, kept)
+        if metric.logarithmic:
+            return self._time(metric, runs, kept)
         return self._ratio(metric, runs, kept)
 
     def met(self, run: int, column: str) -> FloatArray:
@@ -113,20 +136,34 @@ class Evaluator:
             self._met[key] = good.astype(np.float64)
         return self._met[key]
 
-    def _time(self, metric: Metric, level: float, runs: Sequence[int], kept: BoolArray) -> Values:
+    def _time(self, metric: Metric, runs: Sequence[int], kept: BoolArray) -> Values:
         keep = self._ok_in_all(runs, kept)
         for run in runs:
             keep = keep & np.isfinite(getattr(self._columns[run], metric.column))
-        which = QUANTILES.index(level)
         packed = np.packbits(keep).tobytes()
         points, resampled = [], []
         for run in runs:
-            found, drawn = self._quantiles_of(run, metric.column, keep, packed)
-            points.append(found[which])
-            resampled.append(drawn[:, which])
-        note = self._tail_note(metric, level, runs, keep, points)
+            if metric.level is None:
+                point, drawn = self._mean_of(run, metric.column, keep, packed)
+            else:
+                which = QUANTILES.index(metric.level)
+                found, every = self._quantiles_of(run, metric.column, keep, packed)
+                point, drawn = float(found[which]), every[:, which]
+            points.append(point)
+            resampled.append(drawn)
+        note = self._value_note(metric, runs, keep, points)
         with np.errstate(divide="ignore", invalid="ignore"):
             return self._collect(np.log(np.array(points)), np.log(np.array(resampled)), keep, note)
+
+    def _mean_of(self, run: int, column: str, keep: BoolArray, packed: bytes) -> tuple[float, FloatArray]:
+        key = (run, column, packed)
+        if key not in self._means:
+            values = getattr(self._columns[run], column)
+            point = float(np.mean(values[keep])) if keep.any() else np.nan
+            with np.errstate(divide="ignore", invalid="ignore"):
+                drawn = self._bootstrap.sums(values, keep) / self._bootstrap.sums(np.ones(keep.shape), keep)
+            self._means[key] = (point, drawn)
+        return self._means[key]
 
     def _quantiles_of(self, run: int, column: str, keep: BoolArray, packed: bytes) -> tuple[FloatArray, FloatArray]:
         key = (run, column, packed)
@@ -136,15 +173,16 @@ class Evaluator:
             self._quantiles[key] = (points, self._bootstrap.quantiles(values, keep, levels))
         return self._quantiles[key]
 
-    def _tail_note(
-        self, metric: Metric, level: float, runs: Sequence[int], keep: BoolArray, points: Sequence[float]
-    ) -> str:
-        requests = int(keep.sum())
-        if not requests:
-            return "no request has a value in every run"
-        beyond = round(requests * (1 - level), 6)
+    def _value_note(self, metric: Metric, runs: Sequence[int], keep: BoolArray, points: Sequence[float]) -> str:
+        """The reason why there is no value or, of a quantile, too little beyond it; else empty."""
+        count = int(keep.sum())
+        if not count:
+            return f"no {metric.counted.removesuffix('s')} has a value in every run"
+        if metric.level is None:
+            return ""
+        beyond = round(count * (1 - metric.level), 6)
         if beyond < MIN_TAIL_REQUESTS:
-            return f"only {beyond:g} of {requests} requests lie beyond it"
+            return f"only {beyond:g} of {count} {metric.counted} lie beyond it"
         sessions = min(
             self._bootstrap.sessions_in(keep & (getattr(self._columns[run], metric.column) > point))
             for run, point in zip(runs, points, strict=True)

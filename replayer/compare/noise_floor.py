@@ -131,7 +131,7 @@ def floor_row(metric: Metric, groups: Sequence[Values]) -> FloorRow | None:
     scatter = float(np.sqrt(noise.variance))
     apart = max(abs(a - b) for points in known for a, b in combinations(points, 2))
     reach = t_quantile(1 - ALPHA / 2, noise.degrees_of_freedom) * np.sqrt(2) * scatter
-    as_share = np.expm1 if metric.level is not None else (lambda value: value / middle if middle else np.nan)
+    as_share = np.expm1 if metric.logarithmic else (lambda value: value / middle if middle else np.nan)
     return FloorRow(
         metric=metric.name,
         runs=sum(len(points) for points in known),

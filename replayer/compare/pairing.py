@@ -5,7 +5,7 @@ A request is matched by (session_id, turn, chat_id); a key that occurs several t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,7 +13,9 @@ import numpy as np
 
 from replayer.compare.statistics.bootstrap import BoolArray, FloatArray, IntArray
 from replayer.compare.window import planned_times
+from replayer.records.idle import IdleCosts
 from replayer.records.runs import RequestRecord, Run
+from replayer.records.sessions import session_clocks, whole_sessions_known
 
 Key = tuple[str, int, int, int]
 """(session_id, turn, chat_id, occurrence)."""
@@ -35,6 +37,10 @@ class Columns:
     prompt_tokens: FloatArray
     scheduled_s: FloatArray
     finished_s: FloatArray
+    session_s: FloatArray
+    """Completion time of the session at its first request, NaN elsewhere and for sessions without one."""
+    session_slowdown: FloatArray
+    """Likewise, completion time over idle time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +50,8 @@ class Requests:
     keys: list[Key]
     session_of: IntArray
     sessions: int
+    first_of_session: BoolArray
+    """True at the first turn of each session."""
     planned_s: FloatArray
     input_tokens: FloatArray
     added_tokens: FloatArray
@@ -91,16 +99,27 @@ def align(runs: Sequence[Run], *, clock: str) -> tuple[Requests, list[Columns]]:
         planned.update(records)
     ordered = [planned[key] for key in keys]
     sessions, session_of = np.unique([key[0] for key in keys], return_inverse=True)
+    session_of = session_of.astype(np.int64)
+    # Keys are in order, so the first one of a session is its first turn.
+    first = np.diff(session_of, prepend=-1) > 0
     timestamps_s = np.array([record.trace_timestamp_s for record in ordered])
     requests = Requests(
         keys=keys,
-        session_of=session_of.astype(np.int64),
+        session_of=session_of,
         sessions=len(sessions),
+        first_of_session=first,
         planned_s=planned_times(timestamps_s, runs[0].header.time_scale),
         input_tokens=np.array([record.input_length for record in ordered], dtype=np.float64),
         added_tokens=_added(ordered),
     )
-    return requests, [_columns([records.get(key) for key in keys], clock) for records in by_run]
+    costs = runs[0].header.idle_costs
+    turns = np.bincount(session_of, minlength=len(sessions)).tolist()
+    planned_turns = dict(zip(sessions.tolist(), turns, strict=True))
+    columns = []
+    for run, records in zip(runs, by_run, strict=True):
+        times = _session_columns(run, planned_turns, np.flatnonzero(first), len(keys), costs)
+        columns.append(_columns([records.get(key) for key in keys], clock, times))
+    return requests, columns
 
 
 def _added(records: Sequence[RequestRecord]) -> FloatArray:
@@ -113,7 +132,7 @@ def _added(records: Sequence[RequestRecord]) -> FloatArray:
     return added
 
 
-def _columns(records: Sequence[RequestRecord | None], clock: str) -> Columns:
+def _columns(records: Sequence[RequestRecord | None], clock: str, sessions: tuple[FloatArray, FloatArray]) -> Columns:
     ttft, e2e = ("ttft_scheduled_s", "e2e_scheduled_s") if clock == "scheduled" else ("ttft_s", "e2e_s")
 
     def column(name: str) -> FloatArray:
@@ -130,7 +149,37 @@ def _columns(records: Sequence[RequestRecord | None], clock: str) -> Columns:
         prompt_tokens=column("prompt_tokens"),
         scheduled_s=column("scheduled_s"),
         finished_s=column("finished_s"),
+        session_s=sessions[0],
+        session_slowdown=sessions[1],
     )
+
+
+def _session_columns(
+    run: Run, planned_turns: Mapping[str, int], first: IntArray, size: int, costs: IdleCosts
+) -> tuple[FloatArray, FloatArray]:
+    """Completion times in seconds and slowdowns of a run's sessions, each of shape (size,).
+
+    The value lies at the session's first request, NaN elsewhere: each session is one observation, to which windows,
+    resamples of sessions and the rules about tails apply as they do to requests, and it is compared if it *began* in
+    the window. NaN too for a session that did not complete: one that is not known to be whole, or with a failed turn.
+
+    Args:
+        run: the run.
+        planned_turns: session -> turns that it has in any of the compared runs, in the common order.
+        first: shape (sessions,), place of each session's first request.
+        size: requests in the common order.
+        costs: for the idle times; equal for all runs, so that slowdowns differ by completion times only.
+    """
+    completion_s, slowdown = np.full(size, np.nan), np.full(size, np.nan)
+    clocks = session_clocks(run, costs) if whole_sessions_known(run) else {}
+    for place, (session_id, turns) in zip(first.tolist(), planned_turns.items(), strict=True):
+        clock = clocks.get(session_id)
+        if clock is None or clock.turns != turns or session_id == run.header.cut_session:
+            continue
+        for column, value in ((completion_s, clock.completion_s), (slowdown, clock.slowdown)):
+            if value is not None:
+                column[place] = value
+    return completion_s, slowdown
 
 
 @dataclass(frozen=True)

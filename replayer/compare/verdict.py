@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from replayer.compare.statistics.tests import Effect, Verdict
-from replayer.records.readable import format_percent, format_points, format_seconds
+from replayer.records.readable import format_factor, format_percent, format_points, format_seconds
 
 RAISED, LOWERED, SAME, UNJUDGED = "▲", "▼", "≈", "–"
 
@@ -59,6 +59,8 @@ def cell_of(effect: Effect) -> VerdictCell:
 
 def baseline_value(effect: Effect) -> str:
     """The baseline's own value with its unit."""
+    if effect.unit == "factor":
+        return format_factor(effect.baseline)
     return format_seconds(effect.baseline) if effect.unit == "s" else format_percent(effect.baseline)
 
 

@@ -20,6 +20,11 @@ def format_percent(value: float | None, digits: int = 1) -> str:
     return DASH if value is None or not np.isfinite(value) else f"{value * 100:.{digits}f} %"
 
 
+def format_factor(value: float | None) -> str:
+    """A factor with two digits, a dash when unknown."""
+    return DASH if value is None or not np.isfinite(value) else f"{value:,.2f}×"
+
+
 def format_change(value: float | None, digits: int = 1) -> str:
     """A relative change as a percentage with its sign, a dash when unknown."""
     return DASH if value is None or not np.isfinite(value) else f"{value * 100:+.{digits}f} %"

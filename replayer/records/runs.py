@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from replayer.records.idle import IdleCosts
+
 SCHEMA = 1
 """Version of the record schema this module reads and writes."""
 
@@ -41,6 +43,10 @@ class RunHeader(msgspec.Struct, kw_only=True, tag_field="kind", tag="run"):
     warmroute_version: str = ""
     offered: dict[str, Any] = msgspec.field(default_factory=dict)
     """Offered load of the plan as computed before the run (``replayer.replay.plan.OfferedLoad``)."""
+    cut_session: str | None = None
+    """Session of which the request limit left only the first turns."""
+    idle_costs: IdleCosts = IdleCosts()
+    """Costs for the idle times of sessions (`replayer.records.sessions`)."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Other settings of the replay, for the record."""
 
@@ -71,6 +77,12 @@ class RequestRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="request
     """Prompt tokens in the trace."""
     output_length: int = 0
     """Output tokens in the trace, at least 1."""
+    wait_s: float | None = None
+    """Wait of the plan before this turn, after scaling; 0 for a session's first turn, null in older files."""
+    wait_after_end: bool = False
+    """True: ``wait_s`` counts from the previous turn's end, else from its due time."""
+    own_prefix_tokens: int | None = None
+    """Prompt tokens, in full blocks, that repeat the session's previous prompt; null in older files."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None

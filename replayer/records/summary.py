@@ -1,4 +1,4 @@
-"""Summary of a run: latencies, classes by computed tokens, cache hits, prediction error."""
+"""Summary of a run: latencies, classes by computed tokens, sessions, cache hits, prediction error."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from replayer.records.runs import RequestRecord, Run
+from replayer.records.sessions import SessionFigures, SessionTally, session_tally
 
 WARM_BELOW_TOKENS = 5_000
 HEAVY_FROM_TOKENS = 20_000
@@ -37,6 +38,7 @@ class ClassSummary(msgspec.Struct, frozen=True, kw_only=True):
     ttft_scheduled_s: Quantiles
     tpot_s: Quantiles
     e2e_s: Quantiles
+    e2e_scheduled_s: Quantiles
     new_tokens: Quantiles
 
 
@@ -51,6 +53,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     total: ClassSummary
     classes: list[ClassSummary]
     """WARM, MEDIUM, HEAVY by new tokens (prompt - cached actual), then UNKNOWN where the engine did not report them."""
+    sessions: SessionFigures
+    """Completion times and slowdowns of whole sessions (`replayer.records.sessions`)."""
     apc: float | None
     """Actual: sum of cached tokens / sum of prompt tokens, over requests whose engine reported both."""
     prompt_tokens: int
@@ -100,6 +104,7 @@ def _class_summary(name: str, records: Sequence[RequestRecord]) -> ClassSummary:
         ttft_scheduled_s=quantiles(record.ttft_scheduled_s for record in good),
         tpot_s=quantiles(record.tpot_s for record in good),
         e2e_s=quantiles(record.e2e_s for record in good),
+        e2e_scheduled_s=quantiles(record.e2e_scheduled_s for record in good),
         new_tokens=quantiles(record.new_tokens for record in good),
     )
 
@@ -109,13 +114,20 @@ def _error_key(error: str | None) -> str:
     return (error or "unknown")[:ERROR_KEY_CHARACTERS]
 
 
-def summarise(run: Run, *, warm_below: int = WARM_BELOW_TOKENS, heavy_from: int = HEAVY_FROM_TOKENS) -> Summary:
+def summarise(
+    run: Run,
+    *,
+    warm_below: int = WARM_BELOW_TOKENS,
+    heavy_from: int = HEAVY_FROM_TOKENS,
+    sessions: SessionTally | None = None,
+) -> Summary:
     """Summarise a run.
 
     Args:
         run: run with its records.
         warm_below: WARM means fewer new tokens than this.
         heavy_from: HEAVY means at least this many new tokens.
+        sessions: of the runs that ``run`` pools; None: of ``run``, a single one.
     """
     records = run.records
     good = [record for record in records if record.ok]
@@ -142,6 +154,7 @@ def summarise(run: Run, *, warm_below: int = WARM_BELOW_TOKENS, heavy_from: int 
         ok=len(good),
         total=_class_summary("ALL", records),
         classes=[_class_summary(name, group) for name, group in by_class.items()],
+        sessions=(sessions or session_tally([run])).figures(),
         apc=cached / prompt if prompt else None,
         prompt_tokens=sum(record.prompt_tokens or 0 for record in good),
         cached_tokens=cached if reported else None,

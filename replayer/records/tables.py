@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
+from replayer.records.sessions import SessionFigures, SessionSpread
 from replayer.records.summary import Quantiles, Summary
 
 
@@ -51,6 +52,9 @@ def summary_lines(summary: Summary) -> list[str]:
         lines.append(f"{summary.short_outputs} successful requests gave fewer tokens than requested")
     if summary.total.ttft_scheduled_s.n:
         lines.append(f"TTFT from the scheduled time, p50/p90/p99: {_three(summary.total.ttft_scheduled_s)} s")
+    if summary.total.e2e_scheduled_s.n:
+        lines.append(f"E2E from the scheduled time, p50/p90/p99: {_three(summary.total.e2e_scheduled_s)} s")
+    lines += _session_lines(summary.sessions)
     if summary.send_lag_s.p99 is not None:
         lines.append(
             f"sent - scheduled: p50 {summary.send_lag_s.p50:,.3f}, p99 {summary.send_lag_s.p99:,.3f} s "
@@ -58,6 +62,25 @@ def summary_lines(summary: Summary) -> list[str]:
         )
     lines += [f"failed, {count}x: {reason}" for reason, count in summary.errors.items()]
     return lines
+
+
+def _session_lines(sessions: SessionFigures) -> list[str]:
+    """Completion time and slowdown, and the sessions that have none."""
+    if not sessions.sessions:
+        return []
+    left_out = [f"{sessions.failed} with a failed turn"] if sessions.failed else []
+    left_out += [f"{sessions.cut} not known to be whole"] if sessions.cut else []
+    counts = f"{sessions.completed} of {sessions.sessions} sessions completed"
+    lines = [f"{counts} ({', '.join(left_out)})" if left_out else counts]
+    if sessions.completed:
+        lines[0] += f"; first turn due to last turn's end, mean/p50/p90: {_spread(sessions.completion_s, 1)} s"
+    if sessions.slowdown.n:
+        lines.append(f"session slowdown (over the time on an idle fleet), mean/p50/p90: {_spread(sessions.slowdown)}")
+    return lines
+
+
+def _spread(values: SessionSpread, digits: int = 2) -> str:
+    return "/".join("–" if value is None else f"{value:,.{digits}f}" for value in (values.mean, values.p50, values.p90))
 
 
 def _three(values: Quantiles, factor: float = 1.0, digits: int = 2) -> str:

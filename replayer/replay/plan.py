@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from replayer.replay.own_prefix import PromptMarks
 from replayer.traces.ideal import cached_tokens
 from replayer.traces.trace import Trace, TraceError, TraceRequest
 
@@ -26,6 +27,12 @@ class Step(msgspec.Struct, frozen=True):
     """Scaled think time (``after_end``) or scaled gap between due times; 0 for the first turn."""
     after_end: bool
     """True: ``wait_s`` counts from the previous turn's end."""
+    own_blocks: int = 0
+    """Blocks at the start of the prompt that repeat the session's previous prompt (`replayer.replay.own_prefix`)."""
+
+    def own_prefix_tokens(self, block_tokens: int) -> int:
+        """Tokens of ``own_blocks`` that a prefix cache can give: full blocks, and never the last token."""
+        return min(self.own_blocks, max(self.request.input_length - 1, 0) // block_tokens) * block_tokens
 
 
 class SessionPlan(msgspec.Struct, frozen=True):
@@ -59,6 +66,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     sessions: list[SessionPlan]
     offered: OfferedLoad
+    cut_session: str | None = None
+    """Session of which only the first turns fit the request limit."""
 
     @property
     def requests(self) -> int:
@@ -139,16 +148,20 @@ def make_plan(trace: Trace, options: PlanOptions) -> Plan:
         steps = []
         due_s = arrival_s
         before: TraceRequest | None = None
+        marks = PromptMarks()
         for request, (wait_s, after_end) in zip(turns, _waits(turns, options.idle_gap_cap_s), strict=True):
             scaled_s = wait_s / think_scale
-            steps.append(Step(request, f"{prefix}-{request.chat_id}", scaled_s, after_end))
+            steps.append(
+                Step(request, f"{prefix}-{request.chat_id}", scaled_s, after_end, marks.next(request.hash_ids))
+            )
             due_s += scaled_s
             if after_end and before is not None:
                 due_s += before.api_time_s or 0.0
             before = request
         ends_s.append(due_s)
         plans.append(SessionPlan(turns[0].session_id, arrival_s, steps))
-    return Plan(sessions=plans, offered=_offered(trace, plans, cut, max(ends_s)))
+    offered = _offered(trace, plans, cut, max(ends_s))
+    return Plan(sessions=plans, offered=offered, cut_session=plans[-1].session_id if cut else None)
 
 
 def _offered(trace: Trace, plans: list[SessionPlan], cut: int, span_s: float) -> OfferedLoad:

@@ -174,6 +174,9 @@ class Replay:
             **times._asdict(),
             input_length=request.input_length,
             output_length=max(request.output_length, 1),
+            wait_s=step.wait_s,
+            wait_after_end=step.after_end,
+            own_prefix_tokens=step.own_prefix_tokens(self._builder.block_tokens),
             prompt_tokens=answer.prompt_tokens,
             completion_tokens=answer.completion_tokens,
             cached_tokens=answer.cached_tokens,
@@ -256,6 +259,7 @@ def _header(trace: Trace, plan: Plan, options: ReplayOptions) -> RunHeader:
         started_unix_s=time.time(),
         warmroute_version=installed_version(),
         offered=offered_dict(plan.offered),
+        cut_session=plan.cut_session,
         options={
             "idle_gap_cap_s": scales.idle_gap_cap_s,
             "timeout_s": options.timeout_s,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -18,7 +19,8 @@ from replayer.compare.runs import ComparisonError, compare_arms
 from replayer.compare.verdict import cell_of
 from replayer.records.breakdown_rows import BreakdownError, BreakdownRow
 from replayer.records.breakdown_rows import read_objects as read_breakdown
-from replayer.records.readable import format_change, format_number, format_percent, format_seconds
+from replayer.records.readable import format_change, format_factor, format_number, format_percent, format_seconds
+from replayer.records.sessions import session_tally
 from replayer.records.summary import CLASSES
 from replayer.report import conditions as report_conditions
 from replayer.report import decisions
@@ -163,13 +165,23 @@ def make_page(
     extras = extras or Extras()
     runs = {arm.label: arm.runs() for arm in arms}
     together = {label: pooled(every) for label, every in runs.items()}
-    summaries = [summarise_arm(label, run, runs=len(runs[label]), intervals=True) for label, run in together.items()]
+    sessions = {label: session_tally(one.run for one in every) for label, every in runs.items()}
+    summaries = [
+        summarise_arm(label, run, runs=len(runs[label]), intervals=True, sessions=sessions[label])
+        for label, run in together.items()
+    ]
     latency = _kept(
         *(
             figures_latency.cdfs(
                 {label: values_of(run.records, attribute) for label, run in together.items()}, title=name, unit="s"
             )
             for name, attribute in (("TTFT", "ttft_s"), ("E2E", "e2e_s"), ("TPOT", "tpot_s"))
+        ),
+        figures_latency.cdfs(
+            {label: np.array(tally.completion_s) for label, tally in sessions.items()},
+            title="Session time",
+            unit="s",
+            of="sessions",
         ),
         figures_latency.per_turn({label: by_turn(one.run.records for one in every) for label, every in runs.items()}),
     )
@@ -204,6 +216,7 @@ def make_page(
         load=load,
         shares=shares,
         instances=instances,
+        costs=" and of ".join(dict.fromkeys(run.header.idle_costs.source for run in together.values())),
         classes=CLASSES,
         reasons={label: decisions.reasons(run.records) for label, run in together.items()},
         matrices={label: decisions.class_matrix(run.records) for label, run in together.items()},
@@ -245,6 +258,7 @@ def _environment() -> Environment:
     environment.filters.update(
         seconds=format_seconds,
         percent=format_percent,
+        factor=format_factor,
         change=format_change,
         number=format_number,
         cell=cell_of,

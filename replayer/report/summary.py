@@ -12,6 +12,7 @@ from replayer.compare.pairing import silence_as_zero
 from replayer.compare.statistics.bootstrap import SessionBootstrap
 from replayer.compare.statistics.tests import ALPHA, FloatArray
 from replayer.records.runs import RequestRecord, Run
+from replayer.records.sessions import SessionTally
 from replayer.records.summary import Summary, summarise
 
 _RESAMPLES = 2000
@@ -62,7 +63,9 @@ def values_of(records: Iterable[RequestRecord], attribute: str) -> FloatArray:
     return np.array([value for value in found if value is not None], dtype=np.float64)
 
 
-def summarise_arm(label: str, run: Run, *, runs: int = 1, intervals: bool = False) -> ArmSummary:
+def summarise_arm(
+    label: str, run: Run, *, runs: int = 1, intervals: bool = False, sessions: SessionTally | None = None
+) -> ArmSummary:
     """An arm's figures over all of its requests (the paired figures are the comparison's).
 
     Args:
@@ -70,6 +73,7 @@ def summarise_arm(label: str, run: Run, *, runs: int = 1, intervals: bool = Fals
         run: its requests; of several runs pooled, ``runs`` is their number.
         runs: number of runs.
         intervals: whether to compute intervals of the medians.
+        sessions: of the pooled runs, each for itself; None: of ``run``, a single one.
     """
     run = run._replace(records=silence_as_zero(run.records))
     by_instance: Counter[str] = Counter()
@@ -78,7 +82,7 @@ def summarise_arm(label: str, run: Run, *, runs: int = 1, intervals: bool = Fals
         if record.ok and record.instance is not None:
             by_instance[record.instance] += 1
             new_tokens[record.prefill_instance or record.instance] += record.new_tokens or 0
-    summary = summarise(run)
+    summary = summarise(run, sessions=sessions)
     return ArmSummary(
         label=label,
         summary=summary,

@@ -44,6 +44,14 @@ def simulate_command(
     planner_param: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE: parameter of the planner. Repeatable.", show_default=False)
     ] = None,
+    admission: Annotated[str, typer.Option(help="Name of the admission rule.")] = "never_hold",
+    admission_param: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE: parameter of the admission rule. Repeatable.", show_default=False),
+    ] = None,
+    max_hold_s: Annotated[
+        float, typer.Option(help="Most seconds for which the admission rule may hold a request.")
+    ] = 300.0,
     instances: Annotated[int, typer.Option(min=1, help="Number of instances.")] = 8,
     prefill_instances: Annotated[
         int,
@@ -124,7 +132,8 @@ def simulate_command(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            help="KEY=V1,V2,...: every combination; KEY: an option, policy.PARAMETER or planner.PARAMETER. Repeatable.",
+            help="KEY=V1,V2,...: every combination; KEY: an option, or a parameter as policy.NAME, planner.NAME "
+            "or admission.NAME. Repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -160,6 +169,9 @@ def simulate_command(
             policy_params=parsed_params(policy_param or []),
             planner=planner,
             planner_params=parsed_params(planner_param or []),
+            admission=admission,
+            admission_params=parsed_params(admission_param or []),
+            max_hold_s=max_hold_s,
             instances=instances,
             prefill_instances=prefill_instances,
             role=role,
@@ -212,12 +224,14 @@ def _run(setup: Setup, output: Path, breakdown: Path | None, look_ahead_s: float
 def _show(setup: Setup, ran: Ran, took_s: float, output: Path) -> None:
     from rich.console import Console
 
-    from sim.offline.tables import figures_table, load_line
+    from sim.offline.tables import figures_table, load_line, sessions_table
 
     console = Console()
     for note in ran.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
-    console.print(figures_table([(setup.label or setup.policy, ran.outcome.figures(), None)]))
+    rows = [(setup.label or setup.policy, ran.outcome.figures(), None)]
+    console.print(figures_table(rows))
+    console.print(sessions_table(rows))
     for error, count in ran.outcome.errors.items():
         console.print(f"failed: {count:,} x {error}", markup=False, soft_wrap=True)
     console.print(load_line(ran), markup=False, soft_wrap=True)
@@ -231,7 +245,7 @@ def _sweep(setup: Setup, sweeps: list[str], folder: Path, jobs: int | None, ray:
     from rich.console import Console
 
     from sim.offline.sweep import Point, PointResult, in_processes, on_ray, points_of, run_sweep
-    from sim.offline.tables import figures_table
+    from sim.offline.tables import figures_table, sessions_table
 
     console = Console()
     points = points_of(setup, sweeps)
@@ -241,7 +255,9 @@ def _sweep(setup: Setup, sweeps: list[str], folder: Path, jobs: int | None, ray:
         console.print(f"{result.error or 'done'}: {point.name}", markup=False, soft_wrap=True)
 
     results = run_sweep(points, setup, folder, execute, done)
-    console.print(figures_table([(point.name, result.figures, result.error) for point, result in results]))
+    rows = [(point.name, result.figures, result.error) for point, result in results]
+    console.print(figures_table(rows))
+    console.print(sessions_table(rows))
     console.print(f"written: {folder} (sweep.json and {len(points)} run files)", markup=False, soft_wrap=True)
     return any(result.error is not None for _, result in results)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
+from policies.admission.base import AdmissionReason
 from policies.session import LegTime
 from policies.state import Commitment
 from policies.types import Decision, RequestView
@@ -28,6 +29,7 @@ class SimulatedExchange:
 
     __slots__ = (
         "actual_cached_tokens",
+        "admission",
         "attempts",
         "commitment",
         "completion_tokens",
@@ -35,6 +37,7 @@ class SimulatedExchange:
         "due_s",
         "error",
         "first_token_s",
+        "held_s",
         "leg",
         "leg_sent_s",
         "legs",
@@ -78,6 +81,8 @@ class SimulatedExchange:
         self.prefill_instance: str | None = None
         self.offload_reason: str = decision.offload.reason.value
         self.error: str | None = None
+        self.admission = AdmissionReason.NEVER_HOLDS
+        self.held_s = 0.0
         self.attempts: list[dict[str, Any]] | None = None
         """Hand-offs that failed, as the proxy's rows name them."""
         self.legs: dict[str, LegTime] = {}

@@ -7,6 +7,8 @@ import math
 from array import array
 from collections.abc import Callable
 
+from policies.admission.base import AdmissionReason
+from policies.admission.gate import Held
 from policies.types import OffloadReason, RequestView
 from replayer.traces.trace import TraceRequest
 from sim.core.sequence import KvTransfer, keyed_request
@@ -21,6 +23,8 @@ FIRST_OUTPUT_KEY = 1 << 64
 """Keys of generated blocks lie above those of every trace."""
 OUTPUT_KEYS = 1 << 24
 """Blocks that one output may have."""
+LOOK_S = 1.0
+"""Seconds between two looks at held requests, apart from those after every request that ends."""
 Finished = Callable[[SimulatedExchange, float], None]
 """(exchange, when it ended): called once for every request."""
 
@@ -51,6 +55,9 @@ class Simulation:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._probe_s = 0.0
+        self._held: dict[Held, DueTurn] = {}
+        self._look_s = math.inf
+        """When the held requests are looked at next."""
 
     def run(self) -> float:
         """Run until every turn has ended; returns that time in engine seconds."""
@@ -58,10 +65,10 @@ class Simulation:
         advance, on_event = fleet.advance, self._on_event
         while True:
             turn_s = turns.next_s()
-            until_s = min(turn_s, self._probe_s)
+            until_s = min(turn_s, self._probe_s, self._look_s)
             if timers and timers[0][0] < until_s:
                 until_s = timers[0][0]
-            if turn_s == math.inf and not timers and fleet.next_s() == math.inf:
+            if turn_s == math.inf and not timers and not self._held and fleet.next_s() == math.inf:
                 if not self._open:
                     return fleet.now_s
                 self._give_up()
@@ -72,6 +79,8 @@ class Simulation:
                     on_event(event)
             elif timers and timers[0][0] <= until_s:
                 heapq.heappop(timers)[2]()
+            elif self._look_s <= until_s:
+                self._look(until_s)
             elif self._probe_s <= until_s:
                 self._probe(turn_s)
             else:
@@ -91,17 +100,34 @@ class Simulation:
         interval_s = self._probe_interval_s
         self._router.probe(self._probe_s)
         self._probe_s += interval_s
-        if not self._open and not self._timers and turn_s != math.inf:
+        if not self._open and not self._timers and not self._held and turn_s != math.inf:
             self._probe_s = max(self._probe_s, turn_s // interval_s * interval_s)
 
     # Legs
 
     def _send(self, turn: DueTurn, now_s: float) -> None:
+        """Hold a turn or send it."""
+        request = view_of(turn.step.request, turn.step.request_id, self._block_tokens)
+        answer = self._router.offer(request, now_s)
+        if isinstance(answer, Held):
+            self._held[answer] = turn
+            self._look_s = min(self._look_s, now_s + LOOK_S)
+        else:
+            self._route(turn, request, answer.reason, 0.0)
+
+    def _look(self, now_s: float) -> None:
+        """Send the held requests that may be sent."""
+        while (held := self._router.admitted(now_s)) is not None:
+            assert held.admitted is not None
+            self._route(self._held.pop(held), held.request, held.admitted.reason, now_s - held.since_s)
+        self._look_s = now_s + LOOK_S if self._held else math.inf
+
+    def _route(self, turn: DueTurn, request: RequestView, admission: AdmissionReason, held_s: float) -> None:
         """Decide on a turn and send its first leg."""
-        step = turn.step
-        request = view_of(step.request, step.request_id, self._block_tokens)
+        step, now_s = turn.step, self._fleet.now_s
         decision, commitment, prefill = self._router.route(request, now_s)
         exchange = SimulatedExchange(turn.session, step, request, decision, commitment, turn.due_s, now_s)
+        exchange.admission, exchange.held_s = admission, held_s
         if prefill is None:
             self._send_whole(exchange)
             return
@@ -278,9 +304,11 @@ class Simulation:
         """End the request: release it, record it, and let its session continue."""
         exchange.error = error
         exchange.serial += 1
-        exchange.commitment.release(now_s + self._bounds.hold_s)
+        exchange.commitment.release(now_s, self._bounds.hold_s)
         self._finished(exchange, now_s)
         self._turns.ended(exchange.session, now_s)
+        if self._held:
+            self._look(now_s)
 
 
 def view_of(request: TraceRequest, request_id: str, block_tokens: int) -> RequestView:

@@ -90,6 +90,8 @@ class SimOptions:
     """Half-life of the ledger's recently-assigned term (the proxy's ``ledger.recent_half_life_s``)."""
     probe_interval_s: float = 2.0
     """Interval at which the router reads the engines' KV usage (the proxy's ``health.interval_s``)."""
+    max_hold_s: float = 300.0
+    """Most seconds for which the admission rule may hold a request (the proxy's ``admission.max_hold_s``)."""
     bounds: HandOffBounds = field(default_factory=HandOffBounds)
     decisions: bool = False
     """Keep a row per request in the format of the proxy's /breakdown."""
@@ -112,7 +114,7 @@ class SimOptions:
             raise SimulationError("--pool-tokens must be at least 1")
         if self.noise.arrival_jitter_s < 0 or not 0 <= self.noise.speed_sigma <= 1:
             raise SimulationError("--arrival-jitter-s must not be negative and --speed-sigma be within 0..1")
-        for name in ("slowdown", "recent_half_life_s", "probe_interval_s"):
+        for name in ("slowdown", "recent_half_life_s", "probe_interval_s", "max_hold_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise SimulationError(f"{name} must be above 0")
 

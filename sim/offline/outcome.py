@@ -6,13 +6,21 @@ from array import array
 
 import numpy as np
 
+from replayer.records.idle import IdleCosts
 from replayer.records.runs import RequestRecord
+from replayer.records.sessions import SessionTally
+
+_LATENCIES = ("ttft_s", "ttft_scheduled_s", "tpot_s", "e2e_s", "e2e_scheduled_s")
 
 
 class SimulatedOutcome:
-    """Counts and latencies of a run; 24 bytes a request."""
+    """Counts and latencies of a run; 40 bytes a request and 16 a completed session.
 
-    def __init__(self) -> None:
+    Args:
+        costs: for the idle times of sessions.
+    """
+
+    def __init__(self, costs: IdleCosts | None = None) -> None:
         self.requests = 0
         self.ok = 0
         self.offloaded = 0
@@ -22,14 +30,15 @@ class SimulatedOutcome:
         """Sum of |predicted - actual| cached tokens."""
         self.errors: dict[str, int] = {}
         self.finished_s = 0.0
-        self._ttft_s = array("d")
-        self._tpot_s = array("d")
-        self._e2e_s = array("d")
+        self.sessions = SessionTally(costs or IdleCosts())
+        """Times of sessions; the owner of the run reports to it which sessions are over."""
+        self._values = {name: array("d") for name in _LATENCIES}
 
     def add(self, record: RequestRecord) -> None:
         """Add a request."""
         self.requests += 1
         self.finished_s = max(self.finished_s, record.finished_s or 0.0)
+        self.sessions.add(record)
         if not record.ok:
             kind = (record.error or "unknown").split(":")[0]
             self.errors[kind] = self.errors.get(kind, 0) + 1
@@ -40,16 +49,18 @@ class SimulatedOutcome:
         self.cached_tokens += cached
         self.error_tokens += abs((record.predicted_cached_tokens or 0) - cached)
         self.offloaded += record.prefill_instance is not None
-        for values, value in (
-            (self._ttft_s, record.ttft_s),
-            (self._tpot_s, record.tpot_s),
-            (self._e2e_s, record.e2e_s),
-        ):
+        for name, values in self._values.items():
+            value = getattr(record, name)
             if value is not None:
                 values.append(value)
 
     def figures(self) -> dict[str, float | int | None]:
-        """All figures by name: counts, ``apc``, and p50, p90, p99 of each latency in seconds (None: no value)."""
+        """All figures by name (None: no value): counts, ``apc``, latencies and times of sessions.
+
+        Of each latency its mean, p50, p90 and p99 in seconds: ``ttft_mean_s``, ``ttft_p50_s``; from when the turn was
+        due, ``ttft_scheduled_mean_s``. Of completed sessions mean, p50 and p90 of ``session_completion`` in seconds and
+        of ``session_slowdown``, a factor (`replayer.records.sessions`).
+        """
         found: dict[str, float | int | None] = {
             "requests": self.requests,
             "ok": self.ok,
@@ -58,8 +69,16 @@ class SimulatedOutcome:
             "apc": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None,
             "prediction_error_tokens": self.error_tokens / self.ok if self.ok else None,
         }
-        for name, values in (("ttft", self._ttft_s), ("tpot", self._tpot_s), ("e2e", self._e2e_s)):
+        for name, values in self._values.items():
+            stem = name.removesuffix("_s")
+            found[f"{stem}_mean_s"] = float(np.mean(values)) if values else None
             quantiles = np.quantile(values, (0.5, 0.9, 0.99)) if values else (None, None, None)
             for share, value in zip(("p50", "p90", "p99"), quantiles, strict=True):
-                found[f"{name}_{share}_s"] = None if value is None else float(value)
+                found[f"{stem}_{share}_s"] = None if value is None else float(value)
+        sessions = self.sessions.figures()
+        for count in ("sessions", "completed", "failed", "cut"):
+            found["sessions" if count == "sessions" else f"sessions_{count}"] = getattr(sessions, count)
+        for share in ("mean", "p50", "p90"):
+            found[f"session_completion_{share}_s"] = getattr(sessions.completion_s, share)
+            found[f"session_slowdown_{share}"] = getattr(sessions.slowdown, share)
         return found

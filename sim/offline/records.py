@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 from policies.registry import parameters
 from policies.row import RequestOutcome, Row
+from replayer.records.idle import IdleCosts
 from replayer.records.runs import RequestRecord, RunHeader, latencies
 from replayer.records.version import installed_version
-from replayer.replay.plan import OfferedLoad, offered_dict
+from replayer.replay.plan import Plan, offered_dict
+from sim.hardware import HardwareProfile
 from sim.offline.exchange import SimulatedExchange
 from sim.offline.options import SimOptions
 from sim.offline.router import OfflineRouter
@@ -30,12 +32,14 @@ def header_of(
     options: SimOptions,
     router: OfflineRouter,
     source: TraceSource,
-    offered: OfferedLoad | None,
+    plan: Plan | None,
     kv_capacity_tokens: int,
+    costs: IdleCosts,
 ) -> RunHeader:
     """The run's first line. It holds no wall-clock time: equal simulations give equal bytes.
 
-    ``kv_capacity_tokens`` is the KV pool of one instance (the smallest, where roles differ).
+    ``kv_capacity_tokens`` is the KV pool of one instance (the smallest, where roles differ); ``plan`` is None for a
+    stream.
     """
     scales = options.plan
     return RunHeader(
@@ -50,7 +54,9 @@ def header_of(
         request_limit=scales.request_limit,
         seed=options.seed,
         warmroute_version=installed_version(),
-        offered=offered_dict(offered) if offered is not None else {},
+        offered=offered_dict(plan.offered) if plan is not None else {},
+        cut_session=plan.cut_session if plan is not None else None,
+        idle_costs=costs,
         options={
             "idle_gap_cap_s": scales.idle_gap_cap_s,
             "block_tokens": source.block_tokens,
@@ -59,6 +65,9 @@ def header_of(
             "policy_params": parameters(router.routing.policy),
             "planner": router.routing.planner.name,
             "planner_params": parameters(router.routing.planner),
+            "admission": router.routing.gate.rule.name,
+            "admission_params": parameters(router.routing.gate.rule),
+            "max_hold_s": options.max_hold_s,
             "instances": options.instances,
             "prefill_instances": options.prefill_instances,
             "role": options.role.value,
@@ -70,6 +79,23 @@ def header_of(
             "speed_sigma": options.noise.speed_sigma,
             "slowdown": options.slowdown,
         },
+    )
+
+
+def idle_costs(profile: HardwareProfile, step_tokens: int) -> IdleCosts:
+    """A profile's costs of one request alone; ``step_tokens`` is the token budget of a step."""
+    step = profile.step
+    return IdleCosts(
+        source=f"hardware profile {profile.name}",
+        request_s=step.frontend_s,
+        prompt_token_s=step.frontend_token_s,
+        prefill_step_s=step.prefill_s,
+        prefill_floor_s=step.prefill_floor_s,
+        new_token_s=step.prefill_token_s,
+        attention_s=step.prefill_context_s,
+        step_tokens=step_tokens,
+        decode_s=profile.timing.decode(1, 0),
+        decode_context_s=step.decode_context_s,
     )
 
 
@@ -101,6 +127,9 @@ def record_of(exchange: SimulatedExchange, ended_s: float) -> RequestRecord:
         **times._asdict(),
         input_length=request.input_length,
         output_length=max(request.output_length, 1),
+        wait_s=step.wait_s,
+        wait_after_end=step.after_end,
+        own_prefix_tokens=step.own_prefix_tokens(int(exchange.request.block_tokens)),
         prompt_tokens=request.input_length if ok else None,
         completion_tokens=tokens if ok else None,
         cached_tokens=exchange.actual_cached_tokens if ok else None,
@@ -143,6 +172,8 @@ def breakdown_row(exchange: SimulatedExchange, planner: str, ended_s: float) -> 
         attempts=list(exchange.attempts or ()),
         stages_ms={name: value * 1e3 for name, value in exchange.stages_s.items()},
         error=exchange.error,
+        admission=exchange.admission,
+        held_s=exchange.held_s,
     )
     if ok:
         row.outcome = RequestOutcome.OK

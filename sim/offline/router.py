@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from policies.admission.base import AdmissionRule, Admit
+from policies.admission.gate import Held
 from policies.ledger import Ledger
 from policies.offload.base import OffloadPlanner
 from policies.routing.base import RoutingPolicy
@@ -25,6 +27,7 @@ class OfflineRouter:
         transport: Transport | None,
         policy: RoutingPolicy,
         planner: OffloadPlanner,
+        admission: AdmissionRule,
     ) -> None:
         self._engines = engines
         self.state = FleetState(ledger=Ledger(options.recent_half_life_s))
@@ -36,7 +39,16 @@ class OfflineRouter:
         self._producers = frozenset(engines) - self._decoders
         # A simulation must not hide a policy's failure behind another policy's decisions.
         hold_s = options.bounds.hold_s
-        self.routing = RoutingSession(self.state, policy, planner, options.thresholds, hold_s, guarded=False)
+        self.routing = RoutingSession(
+            self.state,
+            policy,
+            planner,
+            options.thresholds,
+            hold_s,
+            guarded=False,
+            admission=admission,
+            max_hold_s=options.max_hold_s,
+        )
 
     def probe(self, now_s: float) -> None:
         """Read every engine's KV usage, as the proxy's health monitor does."""
@@ -44,6 +56,14 @@ class OfflineRouter:
             engine.catch_up(now_s)
             capacity = engine.config.num_blocks * engine.config.block_tokens
             self.state.set_usage(name, int(engine.kv_usage * capacity))
+
+    def offer(self, request: RequestView, now_s: float) -> Admit | Held:
+        """Send a request now, or hold it."""
+        return self.routing.offer(request, self._decoders, now_s)
+
+    def admitted(self, now_s: float) -> Held | None:
+        """The next held request to be sent now."""
+        return self.routing.admitted(self._decoders, now_s)
 
     def route(self, request: RequestView, now_s: float) -> Routed:
         """Decide and count."""

@@ -50,7 +50,7 @@ def run_setup(setup: Setup, output: IO[bytes], rows: IO[bytes] | None = None, tr
     if trace is None:
         trace = loaded(setup.trace, setup.idle_gap_cap_s)
         plan = planned(setup.trace, setup.plan_options())
-    run = OfflineRun.of_trace(trace, options, setup.routing(), setup.offload(), plan)
+    run = OfflineRun.of_trace(trace, options, setup.routing(), setup.offload(), plan, setup.admission_rule())
     return _write(run, output, rows, trace.notes)
 
 
@@ -65,9 +65,13 @@ def run_streamed(
     with read_apart(Path(setup.trace), LoadOptions(idle_gap_cap_s=setup.idle_gap_cap_s)) as opened:
         turns = StreamedLoop(opened.requests, opened.sha256, options, look_ahead_s)
         source = TraceSource(opened.name, opened.sha256, opened.block_tokens, opened.notes)
-        run = OfflineRun(source, turns, None, options, setup.routing(), setup.offload())
+        rules = (setup.routing(), setup.offload(), setup.admission_rule())
+        run = OfflineRun(source, turns, None, options, *rules)
         ran = _write(run, output, rows, list(opened.notes))
     ran.notes.append(f"at most {turns.most_sessions:,} sessions known at once")
+    if turns.limited:
+        ran.outcome.sessions.discard()
+        ran.notes.append("the request limit cut the stream: no session is known to be whole, so none has a time")
     if turns.late_turns:
         ran.notes.append(
             f"{turns.late_turns:,} turns were read after they were due, up to {turns.most_late_s:,.1f} s: "
@@ -82,7 +86,8 @@ def _write(
     rows: IO[bytes] | None,
     notes: list[str],
 ) -> Ran:
-    outcome = SimulatedOutcome()
+    outcome = SimulatedOutcome(run.header.idle_costs)
+    cut = run.header.cut_session
     encode = msgspec.json.Encoder().encode
 
     def record(each: RequestRecord) -> None:
@@ -90,7 +95,12 @@ def _write(
         outcome.add(each)
 
     output.write(encode_line(run.header))
-    end, instances = run.run(record, None if rows is None else lambda row: rows.writelines((encode(row), b"\n")))
+    end, instances = run.run(
+        record,
+        None if rows is None else lambda row: rows.writelines((encode(row), b"\n")),
+        lambda session_id: outcome.sessions.over(session_id, whole=session_id != cut),
+    )
+    outcome.sessions.all_over()
     output.write(encode_line(end))
     return Ran(outcome, instances, end, list(notes))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from replayer.replay.plan import SessionPlan, Step
@@ -37,8 +37,19 @@ class DueTurn(NamedTuple):
     """Due time in engine seconds; the turn is sent later if its session waited for a slot."""
 
 
+SessionOver = Callable[[str], None]
+"""(session_id): called when a session has ended its last turn."""
+
+
+def nobody(session_id: str) -> None:
+    """Drop the notice that a session is over."""
+
+
 class TurnSource(Protocol):
     """A source of due turns; the simulation reports to it when they end."""
+
+    on_over: SessionOver
+    """Called once for each session that is over."""
 
     def next_s(self) -> float:
         """Due time of the next turn in engine seconds (infinite: none, until one in flight ends)."""
@@ -63,6 +74,7 @@ class ClosedLoopSource:
         self._count = 0
         self._next = next(self._arrivals, None)
         self._started = 0
+        self.on_over: SessionOver = nobody
 
     def next_s(self) -> float:
         """Due time of the next turn in engine seconds; infinite if none is known."""
@@ -91,6 +103,7 @@ class ClosedLoopSource:
         session.turn += 1
         if session.turn == len(session.plan.steps):
             self._slots += 1
+            self.on_over(session.plan.session_id)
             return
         step = session.plan.steps[session.turn]
         session.due_s = now_s + step.wait_s if step.after_end else max(session.due_s + step.wait_s, now_s)

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import yaml
 
+from policies.admission.base import AdmissionRule
 from policies.offload.base import OffloadPlanner
-from policies.registry import PolicyParameterError, make_planner, make_routing
+from policies.registry import PolicyParameterError, make_admission, make_planner, make_routing
 from policies.routing.base import RoutingPolicy
 from policies.types import Role
 from replayer.replay.plan import PlanOptions
@@ -25,6 +26,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     policy_params: dict[str, Any] = {}
     planner: str = "never"
     planner_params: dict[str, Any] = {}
+    admission: str = "never_hold"
+    admission_params: dict[str, Any] = {}
+    max_hold_s: float = 300.0
     instances: int = 8
     prefill_instances: int = 0
     role: Role | None = None
@@ -55,6 +59,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """The planner; raises UnknownPolicyError or PolicyParameterError."""
         return make_planner(self.planner, self.planner_params)
 
+    def admission_rule(self) -> AdmissionRule:
+        """The admission rule; raises UnknownPolicyError or PolicyParameterError."""
+        return make_admission(self.admission, self.admission_params)
+
     def plan_options(self) -> PlanOptions:
         """Scaling and cutting of the trace."""
         return PlanOptions(
@@ -84,6 +92,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             seed=self.seed,
             noise=Noise(arrival_jitter_s=self.arrival_jitter_s, speed_sigma=self.speed_sigma),
             slowdown=self.slowdown,
+            max_hold_s=self.max_hold_s,
             label=self.label or self.policy,
         )
         options.check()
@@ -97,6 +106,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """
         self.routing()
         self.offload()
+        self.admission_rule()
         if not Path(self.trace).exists():
             raise SimulationError(f"{self.trace}: no such trace")
         options = self.options()
@@ -104,14 +114,16 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             options.engine(role, 1)
 
 
-_NOT_SWEPT = {"trace", "policy_params", "planner_params", "idle_gap_cap_s", "label"}
+_NOT_SWEPT = {"trace", "policy_params", "planner_params", "admission_params", "idle_gap_cap_s", "label"}
 """Settings that all points of a sweep share, or that a sweep sets itself."""
+_WITH_PARAMETERS = ("policy", "planner", "admission")
 SETTING_OF_OPTION = {"arrival_speed": "time_scale", "think_speed": "think_scale"}
 """Option -> setting, where their names differ: settings are kept as recorded in sweep.json."""
 
 
 def changed(setup: Setup, settings: Mapping[str, Any]) -> Setup:
-    """The setup with other settings, by name; ``policy.NAME`` and ``planner.NAME`` are parameters.
+    """The setup with other settings, by name; ``policy.NAME``, ``planner.NAME`` and ``admission.NAME`` are
+    parameters.
 
     Another policy or planner starts with its own defaults: parameters of the old one are dropped.
 
@@ -121,19 +133,20 @@ def changed(setup: Setup, settings: Mapping[str, Any]) -> Setup:
     plain = msgspec.to_builtins(setup)
     options = {name.replace("-", "_"): value for name, value in settings.items()}
     names = {SETTING_OF_OPTION.get(name, name): value for name, value in options.items()}
-    for kind in ("policy", "planner"):
+    for kind in _WITH_PARAMETERS:
         if kind in names and names[kind] != plain[kind]:
             plain[f"{kind}_params"] = {}
     for name, value in names.items():
         kind, dot, parameter = name.partition(".")
-        if dot and kind in {"policy", "planner"}:
+        if dot and kind in _WITH_PARAMETERS:
             plain[f"{kind}_params"] = {**plain[f"{kind}_params"], parameter: value}
         elif name in plain and name not in _NOT_SWEPT:
             plain[name] = value
         else:
             known = sorted({*plain, *SETTING_OF_OPTION} - _NOT_SWEPT - {*SETTING_OF_OPTION.values()})
             raise SimulationError(
-                f"{name!r} cannot be swept; choose one of {', '.join(known)}, policy.PARAMETER or planner.PARAMETER"
+                f"{name!r} cannot be swept; choose one of {', '.join(known)}, policy.PARAMETER, planner.PARAMETER or "
+                "admission.PARAMETER"
             )
     try:
         return msgspec.convert(plain, Setup)

@@ -11,20 +11,22 @@ from typing import Any
 
 import msgspec
 
+from policies.admission.base import AdmissionRule
+from policies.admission.never_hold import NeverHold
 from policies.offload.base import OffloadPlanner
 from policies.offload.never import Never
 from policies.routing.base import RoutingPolicy
 from policies.state import FleetState
 from replayer.records.runs import RequestRecord, Run, RunEnd
-from replayer.replay.plan import OfferedLoad, Plan, SessionPlan, make_plan
+from replayer.replay.plan import Plan, SessionPlan, make_plan
 from replayer.traces.trace import Trace
 from sim.offline.exchange import SimulatedExchange
 from sim.offline.fleet import InstanceTotals, make_fleet, totals
 from sim.offline.loop import Simulation
 from sim.offline.options import HandOffBounds, Noise, SimOptions, SimulationError
-from sim.offline.records import TraceSource, breakdown_row, header_of, record_of
+from sim.offline.records import TraceSource, breakdown_row, header_of, idle_costs, record_of
 from sim.offline.router import OfflineRouter
-from sim.offline.sessions import ClosedLoopSource, TurnSource
+from sim.offline.sessions import ClosedLoopSource, SessionOver, TurnSource
 
 __all__ = ["HandOffBounds", "Noise", "OfflineRun", "SimOptions", "SimResult", "SimulationError", "simulate"]
 
@@ -55,10 +57,11 @@ class OfflineRun:
     Args:
         source: Origin of the trace, for the header.
         turns: The turns and their send times.
-        offered: The offered load, if it is known beforehand.
+        plan: The plan, if the trace is known beforehand.
         options: Fleet, load and noise.
         policy: Chooses the instance.
         planner: Whether to offload prefills; None: never.
+        admission: When a request is sent; None: at once.
 
     Raises:
         SimulationError: options that make no sense.
@@ -68,10 +71,11 @@ class OfflineRun:
         self,
         source: TraceSource,
         turns: TurnSource,
-        offered: OfferedLoad | None,
+        plan: Plan | None,
         options: SimOptions,
         policy: RoutingPolicy,
         planner: OffloadPlanner | None = None,
+        admission: AdmissionRule | None = None,
     ) -> None:
         options.check()
         self._options = options
@@ -80,9 +84,12 @@ class OfflineRun:
         self._fleet, self._roles, self._profile = make_fleet(options, source.block_tokens)
         transport = options.proven_transport(self._profile)
         planner = Never() if planner is None else planner
-        self._router = OfflineRouter(options, self._fleet.engines, self._roles, transport, policy, planner)
-        capacity = min(each.config.num_blocks * each.config.block_tokens for each in self._fleet.engines.values())
-        self.header = header_of(options, self._router, source, offered, capacity)
+        admission = NeverHold() if admission is None else admission
+        self._router = OfflineRouter(options, self._fleet.engines, self._roles, transport, policy, planner, admission)
+        configs = [each.config for each in self._fleet.engines.values()]
+        capacity = min(config.num_blocks * config.block_tokens for config in configs)
+        costs = idle_costs(self._profile, configs[0].max_num_batched_tokens)
+        self.header = header_of(options, self._router, source, plan, capacity, costs)
 
     @classmethod
     def of_trace(
@@ -92,6 +99,7 @@ class OfflineRun:
         policy: RoutingPolicy,
         planner: OffloadPlanner | None = None,
         plan: Plan | None = None,
+        admission: AdmissionRule | None = None,
     ) -> OfflineRun:
         """A simulation of a trace in memory; arguments and errors as for ``simulate``."""
         options.check()
@@ -99,10 +107,17 @@ class OfflineRun:
             plan = make_plan(trace, options.plan)
         turns = ClosedLoopSource(jittered(plan.sessions, options), options.max_inflight_sessions)
         source = TraceSource(trace.name, trace.sha256, trace.block_tokens, trace.notes)
-        return cls(source, turns, plan.offered, options, policy, planner)
+        return cls(source, turns, plan, options, policy, planner, admission)
 
-    def run(self, on_record: OnRecord, on_row: OnRow | None = None) -> tuple[RunEnd, list[InstanceTotals]]:
-        """Simulate: every record goes to ``on_record``, and its breakdown row to ``on_row``, as its request ends."""
+    def run(
+        self, on_record: OnRecord, on_row: OnRow | None = None, on_over: SessionOver | None = None
+    ) -> tuple[RunEnd, list[InstanceTotals]]:
+        """Simulate: every record goes to ``on_record``, and its breakdown row to ``on_row``, as its request ends.
+
+        ``on_over`` is called after a session's last turn; in a stream, only once the session is known to be over.
+        """
+        if on_over is not None:
+            self._turns.on_over = on_over
         count = ok = 0
         planner = self._router.routing.planner.name
 
@@ -134,6 +149,7 @@ def simulate(
     planner: OffloadPlanner | None = None,
     *,
     plan: Plan | None = None,
+    admission: AdmissionRule | None = None,
 ) -> SimResult:
     """Replay a trace on a simulated fleet in virtual time. Equal arguments give equal results.
 
@@ -143,12 +159,13 @@ def simulate(
         policy: Chooses the instance.
         planner: Whether to offload prefills; None: never.
         plan: Result of ``make_plan(trace, options.plan)``, if it is made once for many simulations.
+        admission: When a request is sent; None: at once.
 
     Raises:
         SimulationError: options that make no sense.
         TraceError: nothing to send, or a scale that is not positive.
     """
-    prepared = OfflineRun.of_trace(trace, options, policy, planner, plan)
+    prepared = OfflineRun.of_trace(trace, options, policy, planner, plan, admission)
     records: list[RequestRecord] = []
     rows: list[dict[str, Any]] = []
     end, instances = prepared.run(records.append, rows.append if options.decisions else None)

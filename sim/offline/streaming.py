@@ -15,10 +15,11 @@ from collections.abc import Iterator
 
 import msgspec
 
+from replayer.replay.own_prefix import PromptMarks
 from replayer.replay.plan import PlanOptions, SessionPlan, Step, id_prefix, wait_between
 from replayer.traces.trace import TraceError, TraceRequest
 from sim.offline.options import LARGEST_SIGMAS, SimOptions, SimulationError
-from sim.offline.sessions import DueTurn, LiveSession
+from sim.offline.sessions import DueTurn, LiveSession, SessionOver, nobody
 
 FORGET_S = 4 * 3600.0
 """Trace time after which a session that has sent nothing counts as over; a later turn of it starts a new session."""
@@ -27,16 +28,19 @@ FORGET_S = 4 * 3600.0
 class _Streamed(LiveSession):
     """A session with the turns that are read and not sent yet."""
 
-    __slots__ = ("ended_s", "idle", "last", "steps")
+    __slots__ = ("ended_s", "forgotten", "idle", "last", "marks", "steps")
 
     def __init__(self, plan: SessionPlan, number: int, first: TraceRequest) -> None:
         super().__init__(plan, number)
         self.last = _times_of(first)
         """The last turn read, without its prompt."""
+        self.marks = PromptMarks()
         self.ended_s = 0.0
         self.steps: deque[Step] = deque()
         self.idle = False
         """True after its last known turn has ended; more turns may still be read."""
+        self.forgotten = False
+        """True when no more turns will be read."""
 
 
 class StreamedLoop:
@@ -71,7 +75,10 @@ class StreamedLoop:
         self._noise = options.noise
         self._draw = random.Random(f"{options.seed}/arrivals")
         self._prefix = id_prefix(sha256)
-        self._requests = _limited(requests, plan.request_limit)
+        self._requests = self._limited(requests, plan.request_limit)
+        self.limited = False
+        """True after the request limit has cut the stream: the sessions in progress then may not be whole."""
+        self.on_over: SessionOver = nobody
         self._look_ahead_s = look_ahead_s
         self._due: list[tuple[float, bool, int, _Streamed]] = []
         """(due time in engine seconds, True if it begins a session, order, session)"""
@@ -116,6 +123,8 @@ class StreamedLoop:
             self._schedule(session)
         else:
             session.idle = True
+            if session.forgotten:
+                self.on_over(session.plan.session_id)
 
     def _schedule(self, session: _Streamed) -> None:
         """Schedule a session's next turn: it is known, and the one before has ended."""
@@ -141,20 +150,21 @@ class StreamedLoop:
         session = self._sessions.get(request.session_id)
         request_id = f"{self._prefix}-{request.chat_id}"
         if session is None:
-            self._start(request, Step(request, request_id, 0.0, False))
+            self._start(request, request_id)
             return
         wait_s, after_end = wait_between(session.last, request, self._plan.idle_gap_cap_s)
         session.last = _times_of(request)
-        session.steps.append(Step(request, request_id, wait_s / self._think_scale, after_end))
+        shared = session.marks.next(request.hash_ids)
+        session.steps.append(Step(request, request_id, wait_s / self._think_scale, after_end, shared))
         self._sessions.move_to_end(request.session_id)
         if session.idle:
             self._schedule(session)
 
-    def _start(self, request: TraceRequest, step: Step) -> None:
+    def _start(self, request: TraceRequest, request_id: str) -> None:
         arrival_s = (request.timestamp_s - self._start_s) / self._plan.time_scale
         arrival_s = max(arrival_s + self._noise.shift_s(self._draw), 0.0)
         session = _Streamed(SessionPlan(request.session_id, arrival_s, []), self._started, request)
-        session.steps.append(step)
+        session.steps.append(Step(request, request_id, 0.0, False, session.marks.next(request.hash_ids)))
         self._started += 1
         self._sessions[request.session_id] = session
         self._forget(request.timestamp_s)
@@ -168,15 +178,18 @@ class StreamedLoop:
             if session.last.timestamp_s > read_s - FORGET_S:
                 return
             del self._sessions[name]
+            session.forgotten = True
+            if session.idle:
+                self.on_over(name)
+
+    def _limited(self, requests: Iterator[TraceRequest], limit: int | None) -> Iterator[TraceRequest]:
+        for count, request in enumerate(requests):
+            if count == limit:
+                self.limited = True
+                return
+            yield request
 
 
 def _times_of(request: TraceRequest) -> TraceRequest:
     """A turn without its prompt, which is not needed once it is sent."""
     return msgspec.structs.replace(request, hash_ids=(), text=None)
-
-
-def _limited(requests: Iterator[TraceRequest], limit: int | None) -> Iterator[TraceRequest]:
-    for count, request in enumerate(requests):
-        if count == limit:
-            return
-        yield request

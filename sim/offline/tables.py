@@ -33,6 +33,31 @@ def figures_table(rows: Iterable[tuple[str, Mapping[str, Any], str | None]]) -> 
     return table
 
 
+def sessions_table(rows: Iterable[tuple[str, Mapping[str, Any], str | None]]) -> Table:
+    """A row per run that has no error: completion and slowdown of its sessions, mean latencies of its requests."""
+    table = Table(title="mean/p50/p90 of completed sessions, mean of successful requests, engine time")
+    table.add_column("run", overflow="fold")
+    for name in ("completed/N", "session s", "slowdown", "mean TTFT s", "mean E2E s"):
+        table.add_column(name, justify="right")
+    for name, figures, error in rows:
+        if error is not None:
+            continue
+        shares = ("mean", "p50", "p90")
+        table.add_row(
+            name,
+            f"{figures['sessions_completed']:,}/{figures['sessions']:,}",
+            "/".join(_number(figures[f"session_completion_{share}_s"], 1) for share in shares),
+            "/".join(_number(figures[f"session_slowdown_{share}"], 2) for share in shares),
+            _number(figures["ttft_mean_s"], 2),
+            _number(figures["e2e_mean_s"], 2),
+        )
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
 def _quantiles(figures: Mapping[str, Any], what: str, scale: float, digits: int) -> str:
     values = [figures[f"{what}_{share}_s"] for share in ("p50", "p90", "p99")]
     return "/".join("–" if value is None else f"{value * scale:.{digits}f}" for value in values)

@@ -9,6 +9,8 @@ import asyncio
 import json
 import random
 import re
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -38,6 +40,18 @@ SETTINGS = {
     "events": {"join_interval_s": 0.2},
 }
 """Settings of the proxies here."""
+
+
+@dataclass
+class Crowd:
+    """Results of a crowd of agents."""
+
+    hit_rate: float
+    """By the engines' own counters."""
+    mean_s: float
+    """Mean time of a turn, waiting included."""
+    held_s: list[float]
+    reasons: Counter[str]
 
 
 @dataclass
@@ -255,6 +269,68 @@ async def test_a_cleared_cache_is_known(pair: SmallPair, listening: Proxy) -> No
         assert exact(row), figures(row)
         assert row["actual_cached_tokens"] == 0
         assert row["predicted_by_shadow_tokens"] == len(prompt) // BLOCK * BLOCK
+
+
+AGENTS, TURNS = 48, 6
+"""Each agent's context grows from 1,000 to 1,500 tokens: all of them need over three times what both pools have."""
+ARRIVAL_S, THINK_S = 0.1, 0.05
+"""Between two agents' first turns, and between an agent's answer and its next turn: most agents overlap."""
+
+
+async def crowd(pair: SmallPair, **admission: Any) -> Crowd:
+    """All agents, one after another; admission as given."""
+    instances = [{"name": each.name(0), "url": each.file.url(0), "role": "none"} for each in pair.both]
+    settings = load_settings(
+        None, port=0, instances=instances, policy={"name": "warm"}, log_level="warning", admission=admission, **SETTINGS
+    )
+
+    async def hits_and_queries() -> tuple[float, float]:
+        names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+        hits, queries = [sum([(await each.metrics(0))[name] for each in pair.both]) for name in names]
+        return hits, queries
+
+    async def agent(proxy: Proxy, number: int) -> list[float]:
+        prompt, took_s = fresh_prompt(1_000), []
+        await asyncio.sleep(number * ARRIVAL_S)
+        for _ in range(TURNS):
+            await asyncio.sleep(THINK_S)
+            started_s = time.monotonic()
+            said = await proxy.say(
+                proxy.body(prompt, ignore_eos=True, max_tokens=4, user=f"agent-{number}"), bound_s=300
+            )
+            took_s.append(time.monotonic() - started_s)
+            prompt = [*prompt, *said.token_ids, *fresh_prompt(96)]
+        return took_s
+
+    async with (
+        serving(settings) as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=300, trust_env=False) as client,
+    ):
+        proxy = Proxy(url, client, pair.d.file.request_model)
+        await proxy.until_healthy("p-0", "d-0")
+        before = await hits_and_queries()
+        took_s = await asyncio.gather(*(agent(proxy, number) for number in range(AGENTS)))
+        after = await hits_and_queries()
+        await proxy.settled()
+        rows = await proxy.rows()
+    assert len(rows) == AGENTS * TURNS
+    assert {row["outcome"] for row in rows} == {"ok"}
+    hit_rate = (after[0] - before[0]) / (after[1] - before[1])
+    mean_s = sum(map(sum, took_s)) / len(rows)
+    return Crowd(hit_rate, mean_s, [row["held_s"] for row in rows], Counter(row["admission"] for row in rows))
+
+
+async def test_holding_sessions_keeps_their_caches(pair: SmallPair) -> None:
+    """More agents than the pools hold: without holding each turn evicts what the next one needs."""
+    never = await crowd(pair)
+    assert never.reasons == {"never_holds": AGENTS * TURNS}
+    # Thresholds for a model whose prefills take milliseconds, and for a run of seconds.
+    params = {"keep_s": 1.0, "lost_share": 0.001, "least_active": 0.0}
+    holding = await crowd(pair, name="working_set", params=params, max_hold_s=240.0)
+    shown = f"{never} against {holding}"
+    assert any(holding.held_s), shown
+    assert "held_long_enough" not in holding.reasons, shown
+    assert holding.hit_rate > never.hit_rate + 0.1, shown
 
 
 async def test_an_engine_that_was_killed_is_followed_again(pair: SmallPair, listening: Proxy) -> None:

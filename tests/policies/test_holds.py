@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from policies.holds import Hold, Holds
+from policies.holds import Holds, KvHold
 
 NAMES = ["a", "b"]
 
@@ -21,22 +21,22 @@ class HoldsMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.holds = Holds()
         self.now_s = 0.0
-        self.model: dict[Hold, dict[str, object]] = {}
+        self.model: dict[KvHold, dict[str, object]] = {}
 
     @rule(target=taken, name=st.sampled_from(NAMES), tokens=st.integers(0, 1_000))
-    def take(self, name: str, tokens: int) -> Hold:
+    def take(self, name: str, tokens: int) -> KvHold:
         hold = self.holds.take(name, tokens)
         self.model[hold] = {"name": name, "tokens": tokens, "state": "held"}
         return hold
 
     @rule(hold=taken)
-    def release(self, hold: Hold) -> None:
+    def release(self, hold: KvHold) -> None:
         hold.release()
         if self.model[hold]["state"] == "held":
             self.model[hold]["state"] = "gone"
 
     @rule(hold=taken, for_s=st.sampled_from([-1.0, 0.0, 5.0, 50.0]))
-    def orphan(self, hold: Hold, for_s: float) -> None:
+    def orphan(self, hold: KvHold, for_s: float) -> None:
         hold.orphan(self.now_s + for_s)
         if self.model[hold]["state"] == "held":
             self.model[hold]["state"] = self.now_s + for_s

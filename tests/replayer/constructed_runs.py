@@ -54,6 +54,8 @@ def make_run(
                     e2e_scheduled_s=ttft + 100 * tpot + 0.01 if ok else None,
                     input_length=prompt,
                     output_length=101,
+                    wait_s=0.5 if turn > 1 else 0.0,
+                    own_prefix_tokens=prompt - 1000,
                     prompt_tokens=prompt if ok else None,
                     completion_tokens=101 if ok else None,
                     # The first request of all finds empty caches, as on a fresh fleet.

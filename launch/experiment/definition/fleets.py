@@ -117,6 +117,7 @@ def _with_arm(values: dict[str, Any], arm: ArmSettings) -> dict[str, Any]:
     proxy = dict(values.get("proxy") or {})
     proxy["policy"] = arm.policy.model_dump()
     proxy["offload"] = {**(proxy.get("offload") or {}), **arm.offload.model_dump()}
+    proxy["admission"] = {**(proxy.get("admission") or {}), **arm.admission.model_dump()}
     scale = (values.get("sim") or {}).get("time_scale", 1.0) if values.get("kind") == "sim" else 1.0
     if isinstance(scale, int | float) and scale > 0:
         proxy = in_wall_time(proxy, scale)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from policies.registry import make_planner
+from policies.registry import make_admission, make_planner
 from policies.types import Role
 from proxy.settings import PolicySettings
 
@@ -97,12 +97,33 @@ class ArmOffload(Section):
         return self
 
 
+class ArmAdmission(Section):
+    """The admission rule of an arm."""
+
+    name: str = Field(default="never_hold", description="registered admission rule")
+    params: dict[str, Any] = Field(default_factory=dict, description="parameters of that rule")
+    max_hold_s: float = Field(default=300.0, gt=0, description="longest time a request is held, engine seconds")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _exists(self) -> ArmAdmission:
+        make_admission(self.name, self.params)
+        return self
+
+
 class ArmSettings(Section):
     """One arm of the comparison."""
 
     policy: PolicySettings = Field(description="routing policy: its name, or `name` and `params`")
     offload: ArmOffload = Field(
         default_factory=ArmOffload, description="offload planner: its name, or `planner` and `params`"
+    )
+    admission: ArmAdmission = Field(
+        default_factory=ArmAdmission, description="admission rule: its name, or `name`, `params` and `max_hold_s`"
     )
     fleet: dict[str, Any] = Field(
         default_factory=dict,

@@ -36,6 +36,8 @@ class ArmRecord(msgspec.Struct, kw_only=True):
     """``name``, ``params`` as given, and ``resolved``: every parameter, defaults included."""
     offload: dict[str, Any]
     """Likewise, with ``planner`` for the name."""
+    admission: dict[str, Any] = {}
+    """Likewise, and ``max_hold_s``; empty in records made before there were admission rules."""
     instances: int
     kv_capacity_tokens: int | None = None
     """KV pool of one instance in tokens; None where it was not reported."""

@@ -36,7 +36,7 @@ from launch.experiment.run.simulated import measure_simulated
 from launch.freshness.proof import StaleEngineError
 from launch.run.processes import StartError, creation_time, marked
 from launch.run.state import StateError, read_state
-from policies.registry import make_planner, make_routing, parameters
+from policies.registry import make_admission, make_planner, make_routing, parameters
 from replayer.records.runs import RecordError, RequestRecord
 from replayer.replay.endpoint import EndpointError
 from replayer.report.page import BreakdownError
@@ -199,6 +199,10 @@ class Runner:
             offload={
                 **arm.offload.model_dump(mode="json"),
                 "resolved": parameters(make_planner(arm.offload.planner, arm.offload.params)),
+            },
+            admission={
+                **arm.admission.model_dump(mode="json"),
+                "resolved": parameters(make_admission(arm.admission.name, arm.admission.params)),
             },
             instances=0,
             started_unix_s=run.started_unix_s or time.time(),

@@ -65,12 +65,15 @@ def simulator_command(experiment: LoadedExperiment, slot: Slot, trace: Path, run
     """Command line of the simulator for one run; options at their defaults are left out."""
     settings = experiment.settings
     backend, arm, replay = settings.simulated(slot.arm), settings.arms[slot.arm], settings.replay
+    holds = arm.admission.name != "never_hold"
     options: dict[str, object] = {
         "output": run_dir / RUN_FILE,
         "breakdown-output": run_dir / BREAKDOWN_FILE if backend.breakdown else None,
         "label": slot.arm,
         "policy": arm.policy.name,
         "planner": arm.offload.planner,
+        "admission": arm.admission.name if holds else None,
+        "max-hold-s": arm.admission.max_hold_s if holds else None,
         "instances": backend.instances,
         "profile": backend.profile,
         "pool-tokens": backend.pool_tokens,
@@ -90,7 +93,8 @@ def simulator_command(experiment: LoadedExperiment, slot: Slot, trace: Path, run
         "max-inflight-sessions": replay.max_inflight_sessions,
     }
     flags = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
-    for flag, params in (("--policy-param", arm.policy.params), ("--planner-param", arm.offload.params)):
+    given = {"policy": arm.policy.params, "planner": arm.offload.params, "admission": arm.admission.params}
+    for kind, params in given.items():
         for name, value in params.items():
-            flags += [flag, f"{name}={msgspec.json.encode(value).decode()}"]
+            flags += [f"--{kind}-param", f"{name}={msgspec.json.encode(value).decode()}"]
     return [sys.executable, "-m", "sim", "simulate", str(trace), *flags]

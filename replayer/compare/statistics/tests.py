@@ -47,9 +47,11 @@ class Effect:
     p_adjusted: float
     verdict: Verdict
     requests: int
+    """Values behind the metric in each run: requests, or sessions for a metric of sessions."""
     sessions: int
     lower_is_better: bool = True
     unit: str = "s"
+    """"s", "factor" or "ratio"."""
     note: str = ""
     """Reason why the metric is not judged; empty otherwise."""
     standard_error: float = np.nan

@@ -31,8 +31,11 @@ _MAX_POINTS = 400
 _MAX_DOTS = 300
 
 
-def cdfs(series: Mapping[str, FloatArray], *, title: str, unit: str) -> Drawing | None:
-    """Empirical distribution functions on a logarithmic axis, one line for each arm; empty arms are left out."""
+def cdfs(series: Mapping[str, FloatArray], *, title: str, unit: str, of: str = "requests") -> Drawing | None:
+    """Empirical distribution functions on a logarithmic axis, one line for each arm; empty arms are left out.
+
+    ``of`` names what the values are of, for the axis.
+    """
     drawn = {label: np.sort(values[values > 0]) for label, values in series.items() if np.any(values > 0)}
     if not drawn:
         return None
@@ -47,7 +50,7 @@ def cdfs(series: Mapping[str, FloatArray], *, title: str, unit: str) -> Drawing 
         axes.set_ylim(0, 1)
         axes.set_yticks([0, 0.25, 0.5, 0.75, 0.9, 1])
         axes.set_xlabel(f"{title} [{unit}]")
-        axes.set_ylabel("share of requests")
+        axes.set_ylabel(f"share of {of}")
         axes.legend(fontsize=8, loc="lower right")
     medians = "; ".join(f"{label}: median {np.median(values):.3g} {unit}" for label, values in drawn.items())
     return Drawing(slug("cdf", title), f"Distribution of {title}. {medians}.", figure, f"Distribution of {title}.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from bench.tournament.folds import ablation, folds, in_place
 from bench.tournament.judge import E2E, TTFT, CellFigures
-from bench.tournament.ranking import by_axis, family_share, ranking
-from bench.tournament.results import EntrantResult, GridCell, MetricSample, TraceFacts
+from bench.tournament.ranking import by_axis, family_share, ranking, session_rows
+from bench.tournament.results import EntrantResult, GridCell, MetricSample, SessionTimes, TraceFacts
 from bench.tournament.settings import TournamentError
 from bench.tournament.tables import Made, TournamentReport, markdown
 
@@ -170,6 +171,10 @@ def test_the_tables(three_cells: list[CellFigures]) -> None:
     )
     text = markdown(report)
     assert text == markdown(report)
+    assert "### Sessions" not in text
+    with_sessions = msgspec.structs.replace(report, figures=[_with_sessions("one", {"a": 10.0, "b": 20.0})])
+    assert "| `b` | 2.000 | 2.000 | 2.000 | 10.00 | 8.00 | 20.00 | 2 |" in markdown(with_sessions)
+    assert all(len(line.split("|")) == len(head.split("|")) for head, line in _rows(markdown(with_sessions)))
     for line in (
         "Made by `python -m bench.tournament` (Python 3, warmroute 1).",
         "| `one` | f | 1,000 | 100 | 1.23 | 1.01 | 9.87 | 123,456 | 65,536*, 123,456 |",
@@ -183,6 +188,46 @@ def test_the_tables(three_cells: list[CellFigures]) -> None:
     ):
         assert line in text, line
     assert all(len(line.split("|")) == len(head.split("|")) for head, line in _rows(text))
+
+
+def _with_sessions(trace: str, seconds: dict[str, float], completed: int = 12) -> CellFigures:
+    def times(mean_s: float) -> SessionTimes:
+        return SessionTimes(
+            sessions=13,
+            completed=completed,
+            mean_s=mean_s,
+            p50_s=mean_s / 2,
+            p90_s=mean_s * 2,
+            slowdown_mean=mean_s / 4,
+            slowdown_p50=mean_s / 5,
+            slowdown_p90=mean_s / 2,
+        )
+
+    results = [
+        msgspec.structs.replace(_result(_cell(trace), label, seed, 1.0, 10.0), session_times=times(value * factor))
+        for label, value in seconds.items()
+        for seed, factor in ((1, 1.0), (2, 4.0))
+    ]
+    return CellFigures(_cell(trace), results)
+
+
+def test_sessions_are_compared_with_the_lowest_of_the_cell() -> None:
+    cells = [_with_sessions("one", {"a": 10.0, "b": 20.0}), _with_sessions("two", {"a": 30.0, "b": 15.0})]
+    first, second = session_rows(cells, ["a", "b"])
+    assert (first.label, first.cells, first.failed) == ("a", 2, 4)
+    assert first.ratios == pytest.approx([2**0.5] * 3)
+    assert second.ratios == pytest.approx([2**0.5] * 3)
+    # Geometric means over cells (10 and 30 s) and seeds (once and four times as long).
+    assert first.slowdowns == pytest.approx([each * 2 * 300**0.5 for each in (1 / 4, 1 / 5, 1 / 2)])
+
+
+def test_cells_with_few_sessions_and_older_results_are_no_part_of_the_session_table(
+    three_cells: list[CellFigures],
+) -> None:
+    few = _with_sessions("one", {"a": 10.0, "b": 20.0}, completed=9)
+    assert session_rows([few, *three_cells], ["a", "b"]) == []
+    [row, _] = session_rows([few, _with_sessions("two", {"a": 1.0, "b": 2.0})], ["a", "b"])
+    assert row.cells == 1
 
 
 def _rows(text: str) -> list[tuple[str, str]]:

@@ -15,8 +15,10 @@ from bench.tournament.results import EntrantResult, GridCell
 from bench.tournament.settings import CONFIG, Grid, TournamentError, read_settings
 from bench.tournament.tables import BEGIN, END
 from bench.tournament.traces import find_traces
+from policies.admission.working_set import WorkingSet
 from policies.costs.formulas import PrefillModel, TimeEstimate
 from policies.registry import routing_policies
+from replayer.records.sessions import session_clocks
 from replayer.traces.formats.bailian import write
 from replayer.traces.synth import SynthOptions, synthetic_trace
 
@@ -181,6 +183,26 @@ def test_a_cell_can_be_played_from_python(folder: Path) -> None:
     assert result.failed == 0
     assert ttft[int(0.9 * (len(ttft) - 1))] <= result.ttft_p90.value <= ttft[int(0.9 * (len(ttft) - 1)) + 1] + 1e-4
     assert len(result.ttft_p90.resampled) == 50
+    whole = {
+        name: clock.completion_s or 0.0
+        for name, clock in session_clocks(stage.run(parse("lmetric").make())).items()
+        if name in stage.workload.whole
+    }
+    assert result.session_times is not None
+    assert result.session_times.sessions == result.session_times.completed == len(whole) > 0
+    assert result.session_times.mean_s == pytest.approx(sum(whole.values()) / len(whole), rel=1e-5)
+    assert result.session_times.slowdown_p90 >= result.session_times.slowdown_p50 > 0.5
+
+
+def test_an_entrant_may_have_an_admission_rule() -> None:
+    plain, holding = parse("warm"), parse("warm+working_set,admission.lost_share=0.2,hold_s=10.0")
+    assert plain.admission_rule().name == "never_hold"
+    assert holding.admission_rule() == WorkingSet(lost_share=0.2)
+    assert holding.params == {"hold_s": 10.0}
+    assert len({plain.digest(), parse("warm+working_set").digest(), holding.digest()}) == 3
+    for text in ("warm+nonsense", "warm+working_set,admission.nonsense=1"):
+        with pytest.raises(TournamentError, match="nonsense"):
+            parse(text)
 
 
 def test_entrants_are_parsed() -> None:

@@ -157,6 +157,15 @@ def test_a_stretch_starts_in_mid_stream_and_is_judged_in_the_middle(talks: Trace
     assert len({name.split("~")[1] for name in sessions}) == workload.copies > 2
 
 
+def test_sessions_are_whole_if_every_turn_of_the_trace_is_judged(talks: Trace) -> None:
+    workload = build(_line(talks), 2.0, 2, 1, Sizes(requests=60), "x")
+    sessions = workload.trace.sessions()
+    assert 0 < len(workload.whole) < len(sessions)
+    for name, turns in sessions.items():
+        judged = [request.chat_id in workload.judged for request in turns]
+        assert (name in workload.whole) == (len(turns) == 3 and all(judged))
+
+
 def test_copies_share_what_all_sessions_share_and_nothing_else(talks: Trace) -> None:
     workload = build(_line(talks), 2.0, 2, 1, Sizes(requests=60), "x")
     owners: dict[int, set[str]] = {}

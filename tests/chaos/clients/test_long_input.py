@@ -116,6 +116,10 @@ async def test_a_probe_that_repeats_what_it_read_is_cut(start_chaos: StartChaos)
         ("PUT", "/policy", {f"key-{number}": 1 for number in range(10_000)}, 400),
         ("PUT", "/policy", {"\ud800": 1}, 400),
         ("PUT", "/policy", {"name": "\ud800"}, 400),
+        ("PUT", "/admission", {"name": LONG}, 400),
+        ("PUT", "/admission", {"params": {LONG: 1}}, 400),
+        ("PUT", "/admission", {"name": "session_cap", "params": {"sessions": LONG}}, 400),
+        ("PUT", "/admission", {LONG: 1}, 400),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -34,6 +34,7 @@ from launch.experiment.records.environment import ENVIRONMENT_FILE
 from launch.experiment.records.record import KEPT_FILES
 from launch.experiment.records.state import CONFIG_FILE, STATE_FILE, config_changes
 from launch.experiment.run.live import with_room
+from launch.experiment.run.simulated import simulator_command
 from policies.registry import routing_policies
 from replayer.traces.loading import load_trace
 from tests.launch.conftest import free_base
@@ -58,6 +59,33 @@ def loaded(tmp_path: Path, base: dict[str, Any] = SIMULATED, *overrides: str, **
     path = tmp_path / "paper.yaml"
     path.write_text(yaml.safe_dump({**base, **values}, sort_keys=False))
     return load_experiment(path, overrides)
+
+
+class TestAdmission:
+    ARMS: ClassVar[dict[str, Any]] = {
+        "a": {"policy": "warm"},
+        "b": {"policy": "warm", "admission": {"name": "working_set", "params": {"fill": 0.9}, "max_hold_s": 60.0}},
+    }
+
+    def test_an_arm_s_rule_reaches_the_simulator(self, tmp_path: Path) -> None:
+        experiment = loaded(tmp_path, arms=self.ARMS)
+        slots = {slot.arm: slot for slot in plan_runs(experiment.settings)}
+        plain, holding = (simulator_command(experiment, slots[arm], Path("t"), tmp_path) for arm in "ab")
+        assert not [part for part in plain if "admission" in part or "hold" in part]
+        flags = dict(itertools.pairwise(holding))
+        assert (flags["--admission"], flags["--admission-param"]) == ("working_set", "fill=0.9")
+        assert flags["--max-hold-s"] == "60.0"
+
+    def test_an_arm_s_rule_reaches_the_proxy_in_its_time(self, tmp_path: Path) -> None:
+        experiment = loaded(tmp_path, LIVE, arms=self.ARMS)
+        admission = arm_fleet(experiment, "b").proxy["admission"]
+        assert (admission["name"], admission["max_hold_s"]) == ("working_set", 3.0)  # time_scale is 20
+        assert admission["params"] == {"fill": 0.9, "keep_s": 1.5}
+        assert arm_fleet(experiment, "a").proxy["admission"]["name"] == "never_hold"
+
+    def test_an_unknown_rule_is_refused(self) -> None:
+        with pytest.raises(ExperimentError, match="nonsense"):
+            settings(arms={"a": {"policy": "warm", "admission": "nonsense"}, "b": {"policy": "warm"}})
 
 
 class TestOrder:

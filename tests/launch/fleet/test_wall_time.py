@@ -35,3 +35,10 @@ def test_at_the_wall_s_own_pace_nothing_is_spelt_out() -> None:
 @pytest.mark.parametrize("policy", [{"name": "nonsense", "params": {"a": 1}}, {"name": "warm", "params": {"a": 1}}])
 def test_what_the_fleet_file_will_refuse_is_left_as_it_is(policy: dict[str, Any]) -> None:
     assert in_wall_time({"policy": policy}, 2.0)["policy"] == policy
+
+
+def test_times_of_an_admission_rule_and_its_bound_are_divided() -> None:
+    section = {"name": "working_set", "params": {"fill": 0.9}}
+    found = in_wall_time({"admission": section}, 10.0)["admission"]
+    assert found == {"name": "working_set", "params": {"fill": 0.9, "keep_s": 3.0}, "max_hold_s": 30.0}
+    assert "admission" not in in_wall_time({}, 10.0)

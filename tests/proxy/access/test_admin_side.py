@@ -17,7 +17,7 @@ from proxy.settings import AdminSettings, TlsSettings, load_settings
 from tests.proxy.access.test_keys import ADMIN, KEY, KEYS, OK, bearer
 from tests.proxy.conftest import Running, StartProxy, serving
 
-READING = ["/instances", "/stats", "/metrics", "/breakdown", "/policy", "/docs", "/openapi.json"]
+READING = ["/instances", "/stats", "/metrics", "/breakdown", "/policy", "/admission", "/docs", "/openapi.json"]
 CHANGING = [
     ("POST", "/instances"),
     ("DELETE", "/instances/inst-0"),
@@ -63,6 +63,7 @@ async def test_by_default_the_admin_side_is_on_the_loopback_listener_without_a_k
     for path in READING:
         assert (await proxy.client.get(path)).status_code == 200
     assert (await proxy.client.put("/policy", json={"name": "random"})).status_code == 200
+    assert (await proxy.client.put("/admission", json={"name": "working_set"})).status_code == 200
     assert (await proxy.client.post("/explain", json=OK)).status_code == 200
     assert proxy.core.admin_port is None
 
@@ -89,6 +90,7 @@ async def test_a_listener_that_others_reach_has_no_admin_side_without_admin_keys
         assert "keys.admin" in answer.json()["error"]["message"]
         assert "admin.port" in answer.json()["error"]["message"]
     assert (await proxy.client.put("/policy", json={"name": "random"})).status_code == 403
+    assert (await proxy.client.put("/admission", json={"name": "working_set"})).status_code == 403
     assert (await proxy.client.get("/health")).status_code == 200
     assert (await proxy.client.get("/ready")).status_code == 200
     assert (await proxy.client.get("/v1/models")).status_code == 200
@@ -102,6 +104,7 @@ async def test_with_admin_keys_every_admin_endpoint_needs_one(start_proxy: Start
             assert code(await proxy.client.get(path, headers=headers)) == (401, "invalid_api_key")
         assert (await proxy.client.get(path, headers=bearer(ADMIN))).status_code == 200
     assert (await proxy.client.put("/policy", json={"name": "random"})).status_code == 401
+    assert (await proxy.client.put("/admission", json={"name": "never_hold"})).status_code == 401
     assert (await proxy.client.put("/policy", json={"name": "random"}, headers=bearer(ADMIN))).status_code == 200
     assert (await proxy.client.post("/explain", json=OK)).status_code == 401
     assert (await proxy.client.post("/explain", json=OK, headers=bearer(ADMIN))).status_code == 200

@@ -104,6 +104,11 @@ EFFECTS: dict[str, tuple[Any, Callable[[Core], Any], Any]] = {
         ),
         ("threshold", 3.0, 4.0, 5.0, 0.7),
     ),
+    "admission": (
+        {"name": "session_cap", "params": {"sessions": 9}, "max_hold_s": 8.0, "max_held": 7, "reject_above_s": 6.0},
+        lambda core: [core.holding.rule_as_dict()[key] for key in ("name", "max_hold_s", "max_held", "reject_above_s")],
+        ["session_cap", 8.0, 7, 6.0],
+    ),
     "classes": (
         {"medium_tokens": 10, "heavy_tokens": 20},
         lambda core: (core.router.routing.thresholds.medium_tokens, core.router.routing.thresholds.heavy_tokens),
@@ -380,6 +385,43 @@ async def test_a_policy_switched_over_http_stays_until_the_files_changes(start: 
     assert running.core.router.policy.name == "least_loaded"
     await running.reload(policy={"name": "lmetric"})
     assert running.core.router.policy.name == "lmetric"
+
+
+async def test_an_admission_rule_switched_over_http_stays_until_the_files_changes(start: StartReloadable) -> None:
+    running = await start(1, admission={"max_hold_s": 100.0})
+    await running.client.put("/admission", json={"name": "session_cap", "params": {"sessions": 5}, "max_hold_s": 50})
+
+    def effective() -> tuple[str, float, int]:
+        rule = running.core.holding.rule_as_dict()
+        return rule["name"], rule["max_hold_s"], rule["max_held"]
+
+    await running.reload(grace_s=9.0)
+    assert effective() == ("session_cap", 50.0, 1000)
+    await running.reload(admission={"max_hold_s": 100.0, "max_held": 3})  # the other bounds belong to the file
+    assert effective() == ("session_cap", 50.0, 3)
+    await running.reload(admission={"max_hold_s": 70.0, "max_held": 3})
+    assert effective() == ("session_cap", 70.0, 3)
+    await running.reload(admission={"name": "working_set", "max_hold_s": 70.0, "max_held": 3})
+    assert effective() == ("working_set", 70.0, 3)
+    report = await running.reload(status=400, admission={"name": "working_sets"})
+    assert "working_set" in str(report)
+    assert effective() == ("working_set", 70.0, 3)
+
+
+async def test_a_reload_leaves_held_requests_in_line(start: StartReloadable) -> None:
+    one_at_a_time = {"name": "session_cap", "params": {"sessions": 1, "keep_s": 0.0}}
+    running = await start(1, spare=1, admission=one_at_a_time)
+    running.engines[0].mode = "hang"
+    first = asyncio.create_task(ask(running, user="a"))
+    await running.until(lambda: running.engines[0].running == 1)
+    other = asyncio.create_task(ask(running, user="b"))
+    await running.until(lambda: len(running.core.holding) == 1)
+    await running.reload(grace_s=9.0)
+    await running.reload(instances=running.fleet(other=running.engines[1]), admission=one_at_a_time)
+    assert len(running.core.holding) == 1
+    first.cancel()
+    answer = await other
+    assert (answer.status_code, answer.headers["x-warmroute-instance"]) == (200, "other")
 
 
 async def test_secrets_are_in_neither_report_nor_log(start: StartReloadable, caplog: pytest.LogCaptureFixture) -> None:

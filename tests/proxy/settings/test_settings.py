@@ -32,11 +32,15 @@ def test_another_policy_named_by_flag_or_environment_does_not_inherit_the_files_
         "instances: [{url: 'http://127.0.0.1:8000'}]\n"
         "policy: {name: linear, params: {alpha: 2.0}}\n"
         "offload: {planner: threshold, params: {max_in_flight: 9}, prefill_timeout_s: 7}\n"
+        "admission: {name: session_cap, params: {sessions: 9}, max_hold_s: 7}\n"
     )
     assert load_settings(file).policy.params == {"alpha": 2.0}
     by_flag = load_settings(file, policy={"name": "lmetric"}, offload={"planner": "never"})
     assert (by_flag.policy.name, by_flag.policy.params) == ("lmetric", {})
     assert (by_flag.offload.planner, by_flag.offload.params, by_flag.offload.prefill_timeout_s) == ("never", {}, 7)
+    admission = load_settings(file, admission={"name": "working_set"}).admission
+    assert (admission.name, admission.params, admission.max_hold_s) == ("working_set", {}, 7)
+    assert load_settings(file, admission={"params": {"keep_s": 1.0}}).admission.params == {"sessions": 9, "keep_s": 1.0}
     monkeypatch.setenv("WARMROUTE_POLICY__NAME", "unified")
     by_environment = load_settings(file)
     assert (by_environment.policy.name, by_environment.policy.params) == ("unified", {})
@@ -54,6 +58,9 @@ def test_name_defaults_to_the_address() -> None:
         ({"policy": {"name": "lienar"}}, "known: aibrix_prefix, dynamo_cost, least_loaded, linear"),
         ({"policy": {"name": "linear", "params": {"alfa": 1}}}, "it has: alpha"),
         ({"offload": {"planner": "maybe"}}, "known: cost_model, never, static_pd, threshold"),
+        ({"admission": {"name": "sometimes"}}, "known: never_hold, session_cap, working_set"),
+        ({"admission": {"name": "session_cap", "params": {"keep_s": 1e9}}}, "keep_s"),
+        ({"admission": {"max_hold_s": 0}}, "admission.max_hold_s"),
         ({"classes": {"medium_tokens": 9, "heavy_tokens": 9}}, "medium_tokens < heavy_tokens"),
         ({"port": 70000}, "port"),
         ({"timeouts": {"idle_s": 0}}, "timeouts.idle_s"),

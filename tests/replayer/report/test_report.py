@@ -109,12 +109,33 @@ def test_every_arm_is_in_tables_figures_and_verdicts(three_arms: Page) -> None:
     assert "lmetric has the lowest E2E p50" in text
     assert re.search(r"unified against lmetric: [\d–]+ % worse on TTFT p50", text)
     names = [drawing.name for drawing in three_arms.drawings]
-    shared = ["cdf-TTFT", "cdf-E2E", "cdf-TPOT", "ttft-by-turn", "fleet-load", "imbalance-largest_over_mean"]
+    shared = ["cdf-TTFT", "cdf-E2E", "cdf-TPOT", "cdf-Session_time", "ttft-by-turn", "fleet-load"]
+    shared += ["imbalance-largest_over_mean"]
     shared += ["imbalance-coefficient_of_variation", "instances-requests", "instances-new_tokens", "legs"]
     assert set(names) == {*shared, *(f"{kind}-{label}" for kind in ("load", "timeline") for label in LABELS)}
     for drawing in three_arms.drawings:
         if drawing.name in shared and drawing.name != "legs":
             assert all(label in drawing.description for label in LABELS), drawing.name
+
+
+def test_sessions_are_counted_and_timed_by_arm(three_arms: Page) -> None:
+    text = plain(three_arms)
+    assert "share of sessions" in three_arms.html
+    # One turn of one session failed in the first arm.
+    rows = re.findall(r"(\w+) (\d+) / (\d+) (\d+) (\d+) [\d.]+ s [\d.]+ s [\d.]+ s [\d.]+× [\d.]+× [\d.]+×", text)
+    assert rows == [
+        ("round_robin", "59", "60", "1", "0"),
+        ("lmetric", "60", "60", "0", "0"),
+        ("unified", "60", "60", "0", "0"),
+    ]
+    assert re.search(r"session slowdown mean [\d.]+× [\d.]+× -\d", text), "among the paired changes"
+
+
+def test_repeats_of_a_session_count_as_sessions_of_their_own() -> None:
+    runs = [make_run("a", noise_seed=seed) for seed in (1, 2)]
+    page = make_page([Arm("a", runs[0], repeats=(Arm("a", runs[1]),))], [])
+    assert "120 / 120" in page.html
+    assert max(float(each) for each in re.findall(r">([\d.]+)×<", page.html)) < 30
 
 
 def test_figures_have_titles_and_tables_have_headers(three_arms: Page) -> None:

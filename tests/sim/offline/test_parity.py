@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 import proxy.routing.router
+from policies.admission.base import Admit
+from policies.admission.gate import Held
+from policies.admission.never_hold import NeverHold
 from policies.registry import make_planner, make_routing
 from policies.session import Routed
 from policies.types import RequestView, Role
@@ -67,6 +70,12 @@ class LiveRouter:
             capacity = engine.config.num_blocks * engine.config.block_tokens
             self.router.state.set_usage(name, int(engine.kv_usage * capacity))
 
+    def offer(self, request: RequestView, now_s: float) -> Admit | Held:
+        return self.routing.offer(request, set(self._fleet.engines), now_s)
+
+    def admitted(self, now_s: float) -> Held | None:
+        return self.routing.admitted(set(self._fleet.engines), now_s)
+
     def route(self, request: RequestView, now_s: float) -> Routed:
         body = self._bodies.body(self._builder, self._requests[request.request_id])
         parsed = self.router.parse(Endpoint.COMPLETIONS, body)
@@ -85,7 +94,8 @@ def simulated(options: SimOptions, policy: str, planner: str, live: bool, monkey
         state = router.router.state
     else:
         transport = options.proven_transport(profile)
-        router = OfflineRouter(options, fleet.engines, roles, transport, make_routing(policy), make_planner(planner))
+        rules = (make_routing(policy), make_planner(planner), NeverHold())
+        router = OfflineRouter(options, fleet.engines, roles, transport, *rules)
         state = router.state
     records: list[RequestRecord] = []
     decisions: list[Any] = []

@@ -1,0 +1,219 @@
+"""Contexts of sessions in flight and kept, each session counted once, and what the fleet recomputes of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from math import exp2, log
+
+from policies.admission.base import SessionView
+from policies.costs.formulas import PrefillModel
+
+HALF_LIFE_S = 30.0
+"""Half-life of the time lost by recomputation."""
+RETURNS = 200
+"""Returns of sessions over which the share of early ones is averaged, the latest counting most."""
+REMEMBERED_TURNS = 4
+"""Last prompts of a session by which a longer one is recognised: sub-agents of one session take turns."""
+
+
+class _Account:
+    __slots__ = (
+        "before_tokens",
+        "context_tokens",
+        "ends",
+        "in_flight",
+        "request_id",
+        "since_s",
+        "single",
+        "turns",
+    )
+
+    def __init__(self) -> None:
+        self.context_tokens = 0
+        self.in_flight = 0
+        self.single = False
+        """A request without a session: forgotten when it ends."""
+        self.turns = 0
+        self.since_s = 0.0
+        """When its last request ended."""
+        self.request_id: str | None = None
+        """Its last request."""
+        self.before_tokens = 0
+        """Tokens of that one's prompt that had been computed before."""
+        self.ends: tuple[tuple[int, int], ...] = ()
+        """Number of full blocks of the last prompts, and the hash of the last of them. No lists: of numbers in tuples
+        the garbage collector keeps no track.
+        """
+
+
+class SessionAccounts:
+    """Owner of the sessions' contexts and of the fleet's loss. Single writer, O(1) per call, amortised.
+
+    A session is active while a request of it is in flight, then kept for ``keep_s`` seconds, then remembered: of those,
+    at most ``capacity``.
+    """
+
+    def __init__(self, keep_s: float = 30.0, capacity: int = 100_000) -> None:
+        self._keep_s = keep_s
+        self._capacity = capacity
+        self._active: dict[str, _Account] = {}
+        self._kept: OrderedDict[str, _Account] = OrderedDict()
+        self._past: OrderedDict[str, _Account] = OrderedDict()
+        self.active_tokens = 0
+        self.kept_tokens = 0
+        self._seen_s = 0.0
+        self.return_share = 1.0
+        """Share of returning sessions that return within ``keep_s`` of their last request's end, lately. Begins at 1:
+        some two hundred late returns show that sessions do not.
+        """
+        self._lost_s = 0.0
+        self._lost_at_s = 0.0
+        self.lost_tokens = 0
+        """Tokens recomputed although the fleet had computed them for the same session before."""
+
+    @property
+    def active_sessions(self) -> int:
+        """Sessions with a request in flight."""
+        return len(self._active)
+
+    @property
+    def kept_sessions(self) -> int:
+        """Sessions whose last request ended less than ``keep_s`` ago, as of the last call with a time."""
+        return len(self._kept)
+
+    def set_keep(self, keep_s: float, now_s: float) -> None:
+        """Another ``keep_s``. O(sessions)."""
+        self._keep_s = keep_s
+        idle = sorted([*self._past.items(), *self._kept.items()], key=lambda item: item[1].since_s)
+        self._past.clear()
+        self._kept = OrderedDict(idle)
+        self.kept_tokens = sum(account.context_tokens for _, account in idle)
+        self.expire(now_s)
+
+    def expire(self, now_s: float) -> None:
+        """Move sessions that were kept for ``keep_s`` to those that are remembered."""
+        kept, oldest_s = self._kept, now_s - self._keep_s
+        while kept:
+            name = next(iter(kept))
+            account = kept[name]
+            if account.since_s > oldest_s:
+                return
+            del kept[name]
+            self.kept_tokens -= account.context_tokens
+            self._past[name] = account
+            if len(self._past) > self._capacity:
+                self._past.popitem(last=False)
+
+    def next_expiry_s(self) -> float | None:
+        """When the next kept session is no longer kept; None: none is."""
+        for account in self._kept.values():
+            return account.since_s + self._keep_s
+        return None
+
+    def view(self, session_id: str | None, now_s: float, waited_s: float = 0.0) -> SessionView:
+        """A session without the request that is about to be sent."""
+        if session_id is None:
+            return SessionView(waited_s=waited_s)
+        account = self._active.get(session_id)
+        if account is not None:
+            return SessionView(account.in_flight, account.context_tokens, 0.0, account.turns, waited_s)
+        account = self._kept.get(session_id) or self._past.get(session_id)
+        if account is None:
+            return SessionView(waited_s=waited_s)
+        return SessionView(0, account.context_tokens, max(0.0, now_s - account.since_s), account.turns, waited_s)
+
+    def begin(self, name: str, prompt_tokens: int, now_s: float, *, single: bool = False) -> None:
+        """A request of the session is sent; ``single``: it has no session, and ``name`` is its own."""
+        self._seen_s = now_s
+        account = self._active.get(name)
+        if account is not None:
+            account.in_flight += 1
+            account.turns += 1
+            if prompt_tokens > account.context_tokens:
+                self.active_tokens += prompt_tokens - account.context_tokens
+                account.context_tokens = prompt_tokens
+            return
+        self.expire(now_s)
+        account = self._kept.pop(name, None)
+        if account is not None:
+            self.kept_tokens -= account.context_tokens
+            self.return_share += (1.0 - self.return_share) / RETURNS
+        else:
+            account = self._past.pop(name, None)
+            if account is None:
+                account = _Account()
+            else:
+                self.return_share -= self.return_share / RETURNS
+        account.in_flight = 1
+        account.single = single
+        account.turns += 1
+        account.context_tokens = prompt_tokens
+        self._active[name] = account
+        self.active_tokens += prompt_tokens
+
+    def end(self, name: str, now_s: float | None) -> None:
+        """A request of the session has ended; None: at the time of the last ``begin``."""
+        account = self._active.get(name)
+        if account is None:
+            return
+        account.in_flight -= 1
+        if account.in_flight:
+            return
+        del self._active[name]
+        self.active_tokens -= account.context_tokens
+        if account.single:
+            return
+        account.since_s = now_s = self._seen_s if now_s is None else now_s
+        self._kept[name] = account
+        self.kept_tokens += account.context_tokens
+        self.expire(now_s)
+
+    def compute(self, name: str, request_id: str, hashes: Sequence[int], block_tokens: float) -> int:
+        """Remember a prompt that is being computed; call after ``begin``.
+
+        Returns the tokens at its beginning that the fleet has computed for this session before. A further attempt of
+        the same request gets the answer of its first: that one may not have computed anything.
+        """
+        account = self._active[name]
+        if account.request_id == request_id:
+            return account.before_tokens
+        account.request_id, account.before_tokens = request_id, 0
+        if not hashes:
+            return 0
+        count, ends, longest = len(hashes), account.ends, None
+        for end in ends:
+            blocks, last = end
+            if blocks <= count and hashes[blocks - 1] == last and (longest is None or blocks > longest[0]):
+                longest = end
+        new = (count, hashes[-1])
+        if not ends or (longest is not None and len(ends) == 1):
+            account.ends = (new,)
+        else:
+            account.ends = (*[end for end in ends if end is not longest], new)[-REMEMBERED_TURNS:]
+        if longest is not None:
+            account.before_tokens = int(longest[0] * block_tokens)
+        return account.before_tokens
+
+    def lose(
+        self, model: PrefillModel, prompt_tokens: int, cached_tokens: int, before_tokens: int, now_s: float
+    ) -> None:
+        """Count the recomputation of ``before_tokens - cached_tokens`` tokens of a prompt."""
+        if before_tokens <= cached_tokens:
+            return
+        self.lost_tokens += before_tokens - cached_tokens
+        seconds = (
+            model.predict(prompt_tokens - cached_tokens, cached_tokens).seconds
+            - model.predict(max(prompt_tokens - before_tokens, 0), before_tokens).seconds
+        )
+        self._lost_s = self._decayed(now_s) + max(seconds, 0.0)
+        self._lost_at_s = now_s
+
+    def lost_share(self, instances: int, now_s: float) -> float:
+        """Share of the time of ``instances`` that recomputation took, weighted by 2 ** (-age / HALF_LIFE_S)."""
+        if not self._lost_s or not instances:
+            return 0.0
+        return self._decayed(now_s) * log(2.0) / (HALF_LIFE_S * instances)
+
+    def _decayed(self, now_s: float) -> float:
+        return self._lost_s * exp2((self._lost_at_s - now_s) / HALF_LIFE_S) if self._lost_s else 0.0

@@ -1,0 +1,111 @@
+"""Input and answer of an admission rule."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar, NamedTuple, Protocol
+
+from policies.types import RequestView
+
+
+class AdmissionReason(StrEnum):
+    """Reason for sending or holding a request: closed set used in rows, headers and metric labels."""
+
+    NEVER_HOLDS = "never_holds"
+    RESIDENT = "resident"
+    """The session is in flight, or was so short a time ago that its context is still in a pool."""
+    IDLE_FLEET = "idle_fleet"
+    """Few sessions are in flight: engines would idle."""
+    POOLS_UNKNOWN = "pools_unknown"
+    """No engine has reported the size of its KV pool."""
+    ROOM = "room"
+    BELOW_CAP = "below_cap"
+    NO_LOSS = "no_loss"
+    """The contexts exceed the pools, but the fleet recomputes little of what it had computed before."""
+    NO_RETURN = "no_return"
+    """Few sessions return while their context is kept, so room for it saves little."""
+    HELD_LONG_ENOUGH = "held_long_enough"
+    """The bound on holding was reached."""
+    LINE_FULL = "line_full"
+    """As many requests as permitted are held."""
+    RULE_FAILED = "rule_failed"
+    """The rule raised an error or returned an invalid answer."""
+    AT_CAP = "at_cap"
+    WORKING_SET = "working_set"
+    """Contexts in use and this one exceed the pools."""
+
+
+class SessionView(NamedTuple):
+    """The request's session, without this request. A request without a session is a session of its own."""
+
+    in_flight: int = 0
+    """Its requests in flight."""
+    context_tokens: int = 0
+    """Longest prompt of its last requests, in tokens; 0: a new session."""
+    idle_s: float = 0.0
+    """Seconds since its last request ended; 0 while one is in flight."""
+    turns: int = 0
+    """Its requests so far."""
+    waited_s: float = 0.0
+    """Seconds for which this request has been held."""
+
+
+class AdmissionView(NamedTuple):
+    """The fleet as admission sees it at one instant. Tokens are contexts of sessions, each counted once."""
+
+    pool_tokens: int = 0
+    """KV pools of all instances that can be chosen; 0: unknown."""
+    active_sessions: int = 0
+    """Sessions with a request in flight."""
+    active_tokens: int = 0
+    kept_sessions: int = 0
+    """Sessions without a request in flight that ended their last one less than the rule's ``keep_s`` ago."""
+    kept_tokens: int = 0
+    lost_share: float = 0.0
+    """Share of the fleet's time that went into recomputing evicted prefixes, lately (`policies.admission.loss`)."""
+    return_share: float = 1.0
+    """Share of returning sessions that return within ``keep_s`` of their last request's end, lately."""
+    instances: int = 0
+    """Instances that can be chosen."""
+    held: int = 0
+    """Requests held now, this one not counted."""
+    expected_wait_s: float = 0.0
+    """Seconds in which the held requests before this one and itself would be admitted at the last minute's flow of
+    tokens; 0: unknown.
+    """
+    longest_hold_s: float = 0.0
+    """The bound on holding, seconds."""
+
+
+class Admit(NamedTuple):
+    """The request is sent now."""
+
+    reason: AdmissionReason
+
+
+class Hold(NamedTuple):
+    """The request waits."""
+
+    reason: AdmissionReason
+    needed_tokens: int = 0
+    """Contexts in use and its own."""
+    pool_tokens: int = 0
+    expected_wait_s: float = 0.0
+    """Filled in by the gate; 0: unknown."""
+    behind: int = 0
+    """Held requests that would be sent before it; filled in by the gate."""
+
+
+class AdmissionRule(Protocol):
+    """Decides whether a request is sent now. A pure function of its arguments."""
+
+    name: ClassVar[str]
+
+    @property
+    def keep_s(self) -> float:
+        """Seconds after its last request for which a session counts as kept."""
+        ...
+
+    def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:
+        """Send or hold."""
+        ...

@@ -1,0 +1,182 @@
+"""The line of held requests: who is sent when room appears, and after how long at the latest."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container
+
+from policies.admission.accounts import SessionAccounts
+from policies.admission.base import AdmissionReason, AdmissionRule, AdmissionView, Admit, Hold
+from policies.admission.never_hold import NeverHold
+from policies.types import PolicyFailure, PolicyPart, RequestView
+
+AGING_S = 30.0
+"""A request that waited for this long counts half its tokens in the order of the line."""
+RATE_WINDOW_S = 60.0
+"""Seconds over which the flow of admitted tokens is measured."""
+LEAST_WINDOW_S = 15.0
+"""Seconds after which the flow is known."""
+_FAILED = Admit(AdmissionReason.RULE_FAILED)
+
+
+class Held:
+    """A held request."""
+
+    __slots__ = ("admitted", "hold", "request", "since_s")
+
+    def __init__(self, request: RequestView, since_s: float, hold: Hold) -> None:
+        self.request = request
+        self.since_s = since_s
+        self.hold = hold
+        """Reason for its wait, as of the last look at the line."""
+        self.admitted: Admit | None = None
+        """Set when it may be sent."""
+
+
+class AdmissionGate:
+    """Decides with a rule and keeps the line. Synchronous; the caller sends what ``examine`` returns.
+
+    Order: fewest tokens first, since short ones take little room and their sessions are served sooner on average; a
+    request that has waited ``w`` seconds counts ``tokens / (1 + w / AGING_S)``. One that does not fit does not block
+    the others. After ``max_hold_s`` it is sent regardless, so no request waits longer.
+    """
+
+    def __init__(self, rule: AdmissionRule, accounts: SessionAccounts, max_hold_s: float = 300.0) -> None:
+        self.accounts = accounts
+        self.sent_at_once = Admit(AdmissionReason.NEVER_HOLDS)
+        self._line: dict[Held, None] = {}
+        self._flow: deque[tuple[float, int]] = deque()
+        self._held_since_s = 0.0
+        self.on_failure: Callable[[PolicyFailure], None] | None = None
+        """Called when the rule fails, after which the request is sent at once; None: its failure is raised."""
+        self.set_rule(rule, max_hold_s, 0.0)
+
+    def set_rule(self, rule: AdmissionRule, max_hold_s: float, now_s: float) -> None:
+        """Another rule and bound; held requests stay in line and are judged by it at the next look."""
+        self.rule = rule
+        self.never_holds = isinstance(rule, NeverHold)
+        self.max_hold_s = max_hold_s
+        self.accounts.set_keep(rule.keep_s, now_s)
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def offer(self, request: RequestView, pool_tokens: int, instances: int, now_s: float) -> Admit | Held:
+        """A new request: send it now, or hold it."""
+        answer = self.answer(request, pool_tokens, instances, now_s)
+        if isinstance(answer, Admit):
+            self._passed(answer, request, now_s)
+            return answer
+        if not self._line:
+            self._held_since_s = now_s
+            self._flow.clear()
+        held = Held(request, now_s, answer)
+        self._line[held] = None
+        return held
+
+    def answer(self, request: RequestView, pool_tokens: int, instances: int, now_s: float) -> Admit | Hold:
+        """The answer that ``offer`` would give; nothing is changed."""
+        ahead = [held.request.prompt_tokens for held in self._line if _rank(held, now_s) <= request.prompt_tokens]
+        return self._ask(request, 0.0, len(ahead), sum(ahead), len(self._line), pool_tokens, instances, now_s)
+
+    def line(self, now_s: float) -> list[Held]:
+        """Held requests in the order in which they are looked at."""
+        return sorted(self._line, key=lambda each: _rank(each, now_s))
+
+    def leave(self, held: Held) -> None:
+        """The client of a held request has left."""
+        self._line.pop(held, None)
+
+    def examine(
+        self, pool_tokens: int, instances: int, now_s: float, stuck: Container[Held] = frozenset()
+    ) -> Held | None:
+        """The next request that may be sent, taken out of the line; the caller sends it and asks again.
+
+        ``stuck``: requests that could not be sent now, for another reason than the rule's.
+        """
+        ahead_tokens = 0
+        for ahead, held in enumerate(self._line if self.never_holds else self.line(now_s)):
+            waited_s = now_s - held.since_s
+            if held in stuck:
+                ahead_tokens += held.request.prompt_tokens
+                continue
+            if waited_s >= self.max_hold_s:
+                answer: Admit | Hold = Admit(AdmissionReason.HELD_LONG_ENOUGH)
+            else:
+                others = len(self._line) - 1
+                answer = self._ask(held.request, waited_s, ahead, ahead_tokens, others, pool_tokens, instances, now_s)
+            if isinstance(answer, Admit):
+                self._passed(answer, held.request, now_s)
+                del self._line[held]
+                held.admitted = answer
+                return held
+            held.hold = answer
+            ahead_tokens += held.request.prompt_tokens
+        return None
+
+    def _ask(
+        self,
+        request: RequestView,
+        waited_s: float,
+        ahead: int,
+        ahead_tokens: int,
+        held: int,
+        pool_tokens: int,
+        instances: int,
+        now_s: float,
+    ) -> Admit | Hold:
+        accounts = self.accounts
+        accounts.expire(now_s)
+        expected_s = self._expected_wait_s(ahead_tokens + request.prompt_tokens, now_s)
+        fleet = AdmissionView(
+            pool_tokens,
+            accounts.active_sessions,
+            accounts.active_tokens,
+            accounts.kept_sessions,
+            accounts.kept_tokens,
+            accounts.lost_share(instances, now_s),
+            accounts.return_share,
+            instances,
+            held,
+            expected_s,
+            self.max_hold_s,
+        )
+        try:
+            answer = self.rule.admit(request, accounts.view(request.session_id, now_s, waited_s), fleet)
+            _check(self.rule.name, answer)
+        except Exception as error:
+            if self.on_failure is None:
+                raise
+            self.on_failure(PolicyFailure.of(PolicyPart.ADMISSION, self.rule.name, error))
+            return _FAILED
+        return answer if isinstance(answer, Admit) else answer._replace(expected_wait_s=expected_s, behind=ahead)
+
+    def _passed(self, answer: Admit, request: RequestView, now_s: float) -> None:
+        if self._line and answer.reason is not AdmissionReason.RESIDENT:
+            self._flow.append((now_s, request.prompt_tokens))
+
+    def _expected_wait_s(self, tokens: int, now_s: float) -> float:
+        """Seconds until ``tokens`` have been admitted at the flow of the last minute; 0 while that is unknown."""
+        if not self._line:
+            return 0.0
+        flow, oldest_s = self._flow, now_s - RATE_WINDOW_S
+        while flow and flow[0][0] < oldest_s:
+            flow.popleft()
+        window_s = min(RATE_WINDOW_S, now_s - self._held_since_s)
+        if window_s < LEAST_WINDOW_S:
+            return 0.0
+        return tokens * window_s / max(1, sum(each for _, each in flow))
+
+
+def _check(rule: str, answer: Admit | Hold) -> None:
+    """Raise ValueError for an answer that is none of the two, or whose fields are of other types."""
+    if type(answer) is Admit and type(answer.reason) is AdmissionReason:
+        return  # without the cost of the checks below, for most requests
+    if not isinstance(answer, Admit | Hold) or type(answer.reason) is not AdmissionReason:
+        raise ValueError(f"admission rule {rule!r} answered {answer!r}: neither Admit nor Hold with a reason")
+    if isinstance(answer, Hold) and not (type(answer.needed_tokens) is type(answer.pool_tokens) is int):
+        raise ValueError(f"admission rule {rule!r} answered {answer!r}, whose tokens are no integers")
+
+
+def _rank(held: Held, now_s: float) -> float:
+    return held.request.prompt_tokens / (1.0 + (now_s - held.since_s) / AGING_S)

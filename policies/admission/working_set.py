@@ -1,0 +1,60 @@
+"""Working set: sessions wait while the contexts in use exceed the KV pools and the fleet recomputes what it evicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from policies.admission.base import AdmissionReason, AdmissionView, Admit, Hold, SessionView
+from policies.routing.base import require
+from policies.types import RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingSet:
+    """Holds a request of a session that is not resident while all of these are true:
+
+    - *No room*: contexts of sessions in flight, of sessions idle for less than ``keep_s`` and this prompt exceed
+      ``fill`` of the fleet's KV pools, so sending it evicts a context that may be needed.
+    - *Busy*: at least ``least_active`` sessions per instance are in flight. Below that engines would idle, and time
+      that nobody uses is worth less than an eviction.
+    - *They return in time*: of the sessions that return, at least ``return_share`` do so within ``keep_s``. Where they
+      do not, as in chats with minutes between turns, a context that is kept saves nothing (the five-minute rule, Gray
+      and Putzolu 1987).
+    - *It hurts*: recomputing evicted prefixes took more than ``lost_share`` of the fleet's time of the last half
+      minute (`policies.admission.accounts`), or others are held already.
+
+    A session in flight or idle for less than ``keep_s`` is resident and never held. The second condition keeps the
+    rule from costing throughput where the pools hold too few sessions to occupy the engines; the last two leave fleets
+    alone that do not thrash. Complexity: O(1).
+    """
+
+    keep_s: float = 30.0
+    fill: float = 0.95
+    lost_share: float = 0.25
+    least_active: float = 4.0
+    return_share: float = 0.35
+    name: ClassVar[str] = "working_set"
+
+    def __post_init__(self) -> None:
+        require(self.keep_s >= 0, "working_set: keep_s must not be negative")
+        require(self.fill > 0, "working_set: fill must be above 0")
+        require(self.least_active >= 0, "working_set: least_active must not be negative")
+        require(0 <= self.lost_share <= 1, "working_set: lost_share must be within 0..1")
+        require(0 <= self.return_share <= 1, "working_set: return_share must be within 0..1")
+
+    def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:
+        if session.in_flight or (session.turns and session.idle_s < self.keep_s):
+            return Admit(AdmissionReason.RESIDENT)
+        if not fleet.pool_tokens:
+            return Admit(AdmissionReason.POOLS_UNKNOWN)
+        needed = fleet.active_tokens + fleet.kept_tokens + request.prompt_tokens
+        if needed <= self.fill * fleet.pool_tokens:
+            return Admit(AdmissionReason.ROOM)
+        if not fleet.active_sessions or fleet.active_sessions < self.least_active * fleet.instances:
+            return Admit(AdmissionReason.IDLE_FLEET)
+        if fleet.return_share < self.return_share:
+            return Admit(AdmissionReason.NO_RETURN)
+        if fleet.lost_share <= self.lost_share and not fleet.held and not session.waited_s:
+            return Admit(AdmissionReason.NO_LOSS)
+        return Hold(AdmissionReason.WORKING_SET, needed, fleet.pool_tokens)

@@ -1,0 +1,1 @@
+"""Held requests while clients leave, engines die and the rule is switched."""

@@ -1,0 +1,180 @@
+"""``SessionAccounts``: contexts in use, each session once, and the time lost by recomputation."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.admission.accounts import HALF_LIFE_S, REMEMBERED_TURNS, SessionAccounts
+from policies.costs.formulas import PrefillModel
+
+MODEL = PrefillModel()
+
+
+def test_a_session_counts_once_with_its_longest_prompt_in_flight() -> None:
+    accounts = SessionAccounts()
+    accounts.begin("a", 1_000, 0.0)
+    accounts.begin("a", 3_000, 1.0)
+    accounts.begin("a", 2_000, 1.0)
+    accounts.begin("b", 500, 1.0)
+    assert (accounts.active_sessions, accounts.active_tokens) == (2, 3_500)
+    assert accounts.view("a", 2.0).in_flight == 3
+    for _ in range(3):
+        accounts.end("a", 2.0)
+    assert (accounts.active_tokens, accounts.kept_tokens, accounts.kept_sessions) == (500, 3_000, 1)
+
+
+def test_a_session_is_kept_for_the_given_time_and_then_remembered() -> None:
+    accounts = SessionAccounts(keep_s=10.0)
+    accounts.begin("a", 1_000, 0.0)
+    accounts.end("a", 5.0)
+    accounts.expire(14.9)
+    assert accounts.kept_tokens == 1_000
+    accounts.expire(15.0)
+    assert (accounts.kept_tokens, accounts.kept_sessions) == (0, 0)
+    view = accounts.view("a", 20.0)
+    assert (view.turns, view.context_tokens, view.idle_s) == (1, 1_000, 15.0)
+    accounts.begin("a", 1_200, 21.0)
+    assert accounts.view("a", 21.0).turns == 2
+
+
+def test_another_time_to_keep_applies_to_idle_sessions_too() -> None:
+    accounts = SessionAccounts(keep_s=10.0)
+    for number, name in enumerate("abc"):
+        accounts.begin(name, 100, float(number))
+        accounts.end(name, float(number))
+    accounts.expire(11.5)  # a and b
+    assert accounts.kept_tokens == 100
+    accounts.set_keep(11.0, 11.5)
+    assert accounts.kept_tokens == 200
+    accounts.set_keep(1.0, 11.5)
+    assert accounts.kept_tokens == 0
+
+
+def test_a_request_that_ends_twice_or_never_began_changes_nothing() -> None:
+    accounts = SessionAccounts()
+    accounts.end("a", 1.0)
+    accounts.begin("a", 100, 1.0)
+    accounts.end("a", 2.0)
+    accounts.end("a", 3.0)
+    assert (accounts.active_tokens, accounts.kept_tokens) == (0, 100)
+    assert accounts.view("a", 3.0).idle_s == 1.0
+
+
+def test_a_request_without_a_session_counts_while_it_is_in_flight_only() -> None:
+    accounts = SessionAccounts(keep_s=10.0)
+    accounts.begin("req-1", 700, 0.0, single=True)
+    assert (accounts.active_sessions, accounts.active_tokens) == (1, 700)
+    accounts.end("req-1", 1.0)
+    accounts.expire(100.0)
+    assert (accounts.active_tokens, accounts.kept_tokens) == (0, 0)
+    assert accounts.view("req-1", 100.0).turns == 0
+
+
+def test_the_share_of_early_returns_follows_what_sessions_do() -> None:
+    accounts = SessionAccounts(keep_s=10.0)
+    for number in range(1_000):  # that do not return say nothing
+        accounts.begin(f"once-{number}", 100, number * 1.0)
+        accounts.end(f"once-{number}", number * 1.0)
+    assert accounts.return_share == 1.0
+    for turn in range(1_000):  # a chat with a minute between its turns
+        accounts.begin("chat", 100, 2_000.0 + turn * 60.0)
+        accounts.end("chat", 2_000.5 + turn * 60.0)
+    assert accounts.return_share < 0.02
+    for turn in range(1_000):
+        accounts.begin("agent", 100, 70_000.0 + turn)
+        accounts.end("agent", 70_000.5 + turn)
+    assert accounts.return_share > 0.98
+
+
+def test_sessions_of_the_past_are_bounded() -> None:
+    accounts = SessionAccounts(keep_s=0.0, capacity=3)
+    for number in range(10):
+        accounts.begin(str(number), 100, float(number))
+        accounts.end(str(number), float(number))
+    assert [name for name in map(str, range(10)) if accounts.view(name, 10.0).turns] == ["7", "8", "9"]
+
+
+def test_a_longer_prompt_of_the_same_chain_was_computed_before() -> None:
+    accounts = SessionAccounts()
+    accounts.begin("a", 100, 0.0)
+    accounts.begin("b", 100, 0.0)
+    assert accounts.compute("a", "a1", [1, 2, 3], 16.0) == 0
+    assert accounts.compute("b", "b1", [1, 2, 3, 4], 16.0) == 0  # of another session
+    assert accounts.compute("a", "a2", [1, 2, 3, 4], 16.0) == 48
+    assert accounts.compute("a", "a3", [1, 2, 9, 8], 16.0) == 0
+    assert accounts.compute("a", "a4", [1, 2, 3, 4, 5], 16.0) == 64
+    assert accounts.compute("a", "a5", [], 16.0) == 0
+
+
+def test_a_further_attempt_of_a_request_has_not_computed_its_prompt_before() -> None:
+    accounts = SessionAccounts()
+    accounts.begin("a", 100, 0.0)
+    assert accounts.compute("a", "first", [1, 2], 16.0) == 0
+    assert accounts.compute("a", "first", [1, 2], 16.0) == 0
+    assert accounts.compute("a", "second", [1, 2, 3], 16.0) == 32
+    assert accounts.compute("a", "second", [1, 2, 3], 16.0) == 32
+
+
+def test_chains_that_take_turns_in_one_session_are_all_recognised() -> None:
+    accounts = SessionAccounts()
+    accounts.begin("a", 100, 0.0)
+    chains = [[number * 10, number * 10 + 1] for number in range(1, REMEMBERED_TURNS + 1)]
+    for turn in range(3):
+        for number, chain in enumerate(chains):
+            before = accounts.compute("a", f"{turn}-{number}", chain, 16.0)
+            assert before == (16 * (len(chain) - 1) if turn else 0)
+            chain.append(chain[-1] + 1)
+
+
+def test_only_what_was_computed_before_and_is_not_cached_is_lost() -> None:
+    accounts = SessionAccounts()
+    accounts.lose(MODEL, 10_000, 8_000, 8_000, 0.0)
+    assert accounts.lost_share(1, 0.0) == 0.0
+    accounts.lose(MODEL, 10_000, 2_000, 8_000, 0.0)
+    assert accounts.lost_tokens == 6_000
+    expected_s = MODEL.predict(8_000, 2_000).seconds - MODEL.predict(2_000, 8_000).seconds
+    share = accounts.lost_share(2, 0.0)
+    assert share == pytest.approx(expected_s * 0.6931471805599453 / (HALF_LIFE_S * 2))
+    assert accounts.lost_share(2, HALF_LIFE_S) == pytest.approx(share / 2)
+
+
+def test_a_fleet_that_only_recomputes_has_a_share_of_one() -> None:
+    accounts = SessionAccounts()
+    each_s = MODEL.predict(50_000, 0).seconds - MODEL.predict(0, 50_000).seconds
+    for number in range(2_000):
+        accounts.lose(MODEL, 50_000, 0, 50_000, number * each_s)
+    assert accounts.lost_share(1, 2_000 * each_s) == pytest.approx(1.0, rel=0.1)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcd"), st.booleans(), st.integers(1, 1_000), st.floats(0.0, 20.0, allow_subnormal=False)
+        )
+    )
+)
+def test_sums_are_those_of_the_sessions(steps: list[tuple[str, bool, int, float]]) -> None:
+    accounts = SessionAccounts(keep_s=10.0)
+    running: dict[str, list[int]] = {}
+    idle: dict[str, tuple[int, float]] = {}
+    now_s = 0.0
+    for name, begin, tokens, passed_s in steps:
+        now_s += passed_s
+        if begin:
+            accounts.begin(name, tokens, now_s)
+            running.setdefault(name, []).append(tokens)
+            idle.pop(name, None)
+        elif name in running:
+            accounts.end(name, now_s)
+            context = max(running[name])
+            if len(running[name]) == 1:
+                idle[name] = (context, now_s)
+                del running[name]
+            else:
+                running[name] = [context] * (len(running[name]) - 1)
+        accounts.expire(now_s)
+        kept = [tokens for tokens, since_s in idle.values() if since_s > now_s - 10.0]
+        assert accounts.active_tokens == sum(max(each) for each in running.values())
+        assert (accounts.kept_sessions, accounts.kept_tokens) == (len(kept), sum(kept))

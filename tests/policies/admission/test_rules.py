@@ -1,0 +1,109 @@
+"""The admission rules: what each sends and holds, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policies.admission.base import AdmissionReason, AdmissionView, Admit, Hold, SessionView
+from policies.admission.never_hold import NeverHold
+from policies.admission.session_cap import SessionCap
+from policies.admission.working_set import WorkingSet
+from policies.registry import ADMISSION_GROUP, BUILT_IN, PolicyParameterError, admission_rules, make_admission
+from policies.types import RequestView
+
+NEW = SessionView()
+FULL = AdmissionView(
+    pool_tokens=1_000_000,
+    active_sessions=40,
+    active_tokens=600_000,
+    kept_sessions=40,
+    kept_tokens=400_000,
+    lost_share=0.5,
+    instances=4,
+    longest_hold_s=300.0,
+)
+"""Pools in use to the last token, and half of the time lost."""
+
+
+def ask(tokens: int = 50_000) -> RequestView:
+    return RequestView("req", tokens, session_id="s")
+
+
+def reason(rule: Any, session: SessionView = NEW, fleet: AdmissionView = FULL, tokens: int = 50_000) -> AdmissionReason:
+    answer = rule.admit(ask(tokens), session, fleet)
+    assert isinstance(answer, Admit), answer
+    return answer.reason
+
+
+def test_never_hold_sends_everything() -> None:
+    assert reason(NeverHold()) is AdmissionReason.NEVER_HOLDS
+
+
+def test_a_session_cap_counts_sessions_in_flight_and_kept() -> None:
+    rule = SessionCap(sessions=81)
+    assert reason(rule) is AdmissionReason.BELOW_CAP
+    assert SessionCap(sessions=80).admit(ask(), NEW, FULL) == Hold(AdmissionReason.AT_CAP)
+
+
+@pytest.mark.parametrize("rule", [SessionCap(sessions=1), WorkingSet()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    ("session", "resident"),
+    [
+        (SessionView(in_flight=1, turns=1), True),
+        (SessionView(turns=3, idle_s=5.0), True),
+        (SessionView(turns=3, idle_s=10_000.0), False),
+        (NEW, False),
+    ],
+)
+def test_a_resident_session_is_never_held(rule: Any, session: SessionView, resident: bool) -> None:
+    answer = rule.admit(ask(), session, FULL)
+    assert (answer == Admit(AdmissionReason.RESIDENT)) is resident
+    assert isinstance(answer, Hold) is not resident
+
+
+def test_the_working_set_holds_a_session_that_would_evict_while_the_fleet_recomputes() -> None:
+    assert WorkingSet().admit(ask(), NEW, FULL) == Hold(AdmissionReason.WORKING_SET, 1_050_000, 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "expected"),
+    [
+        (FULL._replace(pool_tokens=0), AdmissionReason.POOLS_UNKNOWN),
+        (FULL._replace(kept_tokens=0), AdmissionReason.ROOM),
+        (FULL._replace(active_sessions=15), AdmissionReason.IDLE_FLEET),
+        (FULL._replace(return_share=0.3), AdmissionReason.NO_RETURN),
+        (FULL._replace(lost_share=0.1), AdmissionReason.NO_LOSS),
+    ],
+)
+def test_the_working_set_sends_while_one_condition_is_missing(fleet: AdmissionView, expected: AdmissionReason) -> None:
+    assert reason(WorkingSet(), fleet=fleet) is expected
+
+
+def test_once_some_wait_others_wait_too_although_the_loss_has_fallen() -> None:
+    rule, better = WorkingSet(), FULL._replace(lost_share=0.0)
+    assert isinstance(rule.admit(ask(), NEW, better._replace(held=1)), Hold)
+    assert isinstance(rule.admit(ask(), SessionView(waited_s=3.0), better), Hold)
+
+
+@pytest.mark.parametrize(
+    ("rule", "params"),
+    [
+        (SessionCap, {"sessions": 0}),
+        (SessionCap, {"keep_s": -1.0}),
+        (WorkingSet, {"keep_s": -1.0}),
+        (WorkingSet, {"fill": 0.0}),
+        (WorkingSet, {"lost_share": 1.5}),
+        (WorkingSet, {"least_active": -1.0}),
+        (WorkingSet, {"return_share": -0.1}),
+    ],
+)
+def test_impossible_parameters_are_refused(rule: Any, params: dict[str, Any]) -> None:
+    with pytest.raises(PolicyParameterError, match=next(iter(params))):
+        make_admission(rule.name, params)
+
+
+def test_all_rules_are_registered() -> None:
+    assert admission_rules() == sorted(BUILT_IN[ADMISSION_GROUP]) == ["never_hold", "session_cap", "working_set"]
+    assert all(make_admission(name).name == name for name in admission_rules())

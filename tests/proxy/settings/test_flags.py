@@ -1,0 +1,55 @@
+"""Flags of `warmroute serve` that name an admission rule and its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import proxy.server
+from proxy.cli import register
+from proxy.settings import Settings
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """Settings with which the proxy would have been started."""
+    started: list[Settings] = []
+
+    def run(settings: Settings, _: Callable[[], Settings]) -> None:
+        started.append(settings)
+
+    monkeypatch.setattr(proxy.server, "run", run)
+    return started
+
+
+def serve(*flags: str) -> Any:
+    app = typer.Typer()
+    register(app)
+    return CliRunner().invoke(app, ["serve", "--instance", "http://127.0.0.1:8000", *flags])
+
+
+def test_rule_and_parameters_are_settings(served: list[Settings]) -> None:
+    flags = ("--admission", "session_cap", "--admission-param", "sessions=3", "--admission-param", "keep_s=0.5")
+    assert serve(*flags).exit_code == 0
+    assert serve().exit_code == 0
+    assert served[0].admission.params == {"sessions": 3, "keep_s": 0.5}
+    assert [settings.admission.name for settings in served] == ["session_cap", "never_hold"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--admission", "sometimes"), "unknown admission rule 'sometimes'"),
+        (("--admission", "session_cap", "--admission-param", "sessions"), "KEY=VALUE"),
+        (("--admission", "session_cap", "--admission-param", "sessions=many"), "sessions must be an integer"),
+        (("--admission", "session_cap", "--admission-param", "sessions=[1"), "not YAML"),
+    ],
+)
+def test_what_names_no_rule_or_parameter_is_refused(served: list[Settings], flags: tuple[str, ...], says: str) -> None:
+    answer = serve(*flags)
+    assert (answer.exit_code, served) == (2, [])
+    assert says in " ".join(answer.output.replace("│", " ").split())
