@@ -132,8 +132,7 @@ def simulate_command(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            help="KEY=V1,V2,...: every combination; KEY: an option, or a parameter as policy.NAME, planner.NAME "
-            "or admission.NAME. Repeatable.",
+            help="KEY=V1,V2,...: every combination; KEY: an option, or policy.X, planner.X or admission.X. Repeatable.",
             show_default=False,
         ),
     ] = None,

@@ -59,7 +59,7 @@ def test_values_are_typed_as_their_settings_are(trace: Path) -> None:
     [
         (["policy"], SimulationError, "KEY=VALUE1"),
         (["=1,2"], SimulationError, "KEY=VALUE1"),
-        (["colour=red"], SimulationError, "'colour' cannot be swept; choose one of arrival_jitter_s"),
+        (["colour=red"], SimulationError, "'colour' cannot be swept; choose one of admission, arrival_jitter_s"),
         (["trace=a,b"], SimulationError, "cannot be swept"),
         (["instances=2,many"], SimulationError, "instances=many: Expected `int`"),
         (["instances=2", "instances=3"], SimulationError, "given twice"),
