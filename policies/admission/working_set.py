@@ -51,7 +51,8 @@ class WorkingSet:
         needed = fleet.active_tokens + fleet.kept_tokens + request.prompt_tokens
         if needed <= self.fill * fleet.pool_tokens:
             return Admit(AdmissionReason.ROOM)
-        if not fleet.active_sessions or fleet.active_sessions < self.least_active * fleet.instances:
+        idle = not fleet.active_sessions and not fleet.kept_sessions
+        if idle or fleet.active_sessions < self.least_active * fleet.instances:
             return Admit(AdmissionReason.IDLE_FLEET)
         if fleet.return_share < self.return_share:
             return Admit(AdmissionReason.NO_RETURN)

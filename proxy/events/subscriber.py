@@ -199,7 +199,7 @@ class _Subscription:
         if following is None or not self._joined:
             # The second time: events between the first replay and the moment the subscription reached the engine.
             self._joined = True
-            await self._replay(following or 0)
+            await self._replay(following or 0, confirming=following is not None)
         return None
 
     async def _take(self, frames: list[bytes]) -> None:
@@ -234,12 +234,13 @@ class _Subscription:
         following = self._stream.next
         return following is not None and following >= sequence
 
-    async def _replay(self, start: int) -> bool:
+    async def _replay(self, start: int, *, confirming: bool = False) -> bool:
         """Fetch and apply all batches from ``start`` on; False if the engine no longer has them or does not answer.
 
-        The instance is not trusted in the meantime.
+        The instance is not trusted in the meantime, unless the replay only confirms that nothing is missing so far.
         """
-        self._index.suspend(self._instance.name)
+        if not confirming:
+            self._index.suspend(self._instance.name)
         try:
             async with asyncio.timeout(self._settings.replay_timeout_s):
                 complete = await self._replay_all(start)
@@ -247,7 +248,7 @@ class _Subscription:
             log.debug("%s: no end of the replay within %g s", self._instance.name, self._settings.replay_timeout_s)
             complete = False
         finally:
-            if not self.removed:
+            if not confirming and not self.removed:
                 self._index.resume(self._instance.name)
         if not complete:
             self._stream.give_up(None, "replay_failed")

@@ -81,6 +81,14 @@ def test_the_working_set_sends_while_one_condition_is_missing(fleet: AdmissionVi
     assert reason(WorkingSet(), fleet=fleet) is expected
 
 
+def test_an_idle_moment_is_no_reason_to_send_where_idling_is_permitted() -> None:
+    thinking = FULL._replace(active_sessions=0, active_tokens=0, kept_sessions=80, kept_tokens=1_000_000)
+    assert isinstance(WorkingSet(least_active=0.0).admit(ask(), NEW, thinking), Hold)
+    assert reason(WorkingSet(), fleet=thinking) is AdmissionReason.IDLE_FLEET
+    nobody = thinking._replace(kept_sessions=0, kept_tokens=0)
+    assert reason(WorkingSet(least_active=0.0), fleet=nobody, tokens=2_000_000) is AdmissionReason.IDLE_FLEET
+
+
 def test_once_some_wait_others_wait_too_although_the_loss_has_fallen() -> None:
     rule, better = WorkingSet(), FULL._replace(lost_share=0.0)
     assert isinstance(rule.admit(ask(), NEW, better._replace(held=1)), Hold)
