@@ -21,6 +21,7 @@ from bench.machine import machine
 from bench.tournament.arena import FAILED_S, Arena, PreparedCell
 from bench.tournament.results import GridCell
 from bench.tournament.settings import TournamentError, read_settings
+from policies.admission.base import MAX_HOLD_S
 from policies.registry import PolicyParameterError, UnknownPolicyError, make_admission, make_routing
 from replayer.compare.statistics.bootstrap import FloatArray
 from replayer.records.runs import RequestRecord
@@ -231,7 +232,7 @@ def main(
     param: Annotated[list[str] | None, typer.Option(help="KEY=VALUE: parameter of the rule. Repeatable.")] = None,
     cap: Annotated[list[int] | None, typer.Option(help="Also session_cap with this many sessions. Repeatable.")] = None,
     policy: Annotated[str, typer.Option(help="Routing policy.")] = "warm",
-    max_hold_s: Annotated[float, typer.Option(help="Most seconds for which a request is held.")] = 300.0,
+    max_hold_s: Annotated[float, typer.Option(help="Most seconds for which a request is held.")] = MAX_HOLD_S,
     jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = 1,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write all figures to this file.")] = None,
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Mapping
 from typing import NamedTuple
 
-from policies.admission.base import AdmissionRule, Admit
+from policies.admission.base import MAX_HOLD_S, AdmissionRule, Admit
 from policies.admission.gate import AdmissionGate, Held
 from policies.admission.never_hold import NeverHold
 from policies.classes import ClassThresholds
@@ -61,7 +61,7 @@ class RoutingSession:
         *,
         guarded: bool = False,
         admission: AdmissionRule | None = None,
-        max_hold_s: float = 300.0,
+        max_hold_s: float = MAX_HOLD_S,
     ) -> None:
         self.state = state
         self.policy = policy

@@ -105,12 +105,6 @@ class SessionAccounts:
             if len(self._past) > self._capacity:
                 self._past.popitem(last=False)
 
-    def next_expiry_s(self) -> float | None:
-        """When the next kept session is no longer kept; None: none is."""
-        for account in self._kept.values():
-            return account.since_s + self._keep_s
-        return None
-
     def view(self, session_id: str | None, now_s: float, waited_s: float = 0.0) -> SessionView:
         """A session without the request that is about to be sent."""
         if session_id is None:

@@ -7,6 +7,9 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from policies.types import RequestView
 
+MAX_HOLD_S = 300.0
+"""Default bound on holding, seconds."""
+
 
 class AdmissionReason(StrEnum):
     """Reason for sending or holding a request: closed set used in rows, headers and metric labels."""

@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Callable, Container
 
 from policies.admission.accounts import SessionAccounts
-from policies.admission.base import AdmissionReason, AdmissionRule, AdmissionView, Admit, Hold
+from policies.admission.base import MAX_HOLD_S, AdmissionReason, AdmissionRule, AdmissionView, Admit, Hold
 from policies.admission.never_hold import NeverHold
 from policies.types import PolicyFailure, PolicyPart, RequestView
 
 AGING_S = 30.0
 """A request that waited for this long counts half its tokens in the order of the line."""
+LOOK_S = 1.0
+"""Seconds between two looks at the line, apart from those that an event causes; a hold exceeds its bound by no more."""
 RATE_WINDOW_S = 60.0
 """Seconds over which the flow of admitted tokens is measured."""
 LEAST_WINDOW_S = 15.0
@@ -41,11 +43,12 @@ class AdmissionGate:
     the others. After ``max_hold_s`` it is sent regardless, so no request waits longer.
     """
 
-    def __init__(self, rule: AdmissionRule, accounts: SessionAccounts, max_hold_s: float = 300.0) -> None:
+    def __init__(self, rule: AdmissionRule, accounts: SessionAccounts, max_hold_s: float = MAX_HOLD_S) -> None:
         self.accounts = accounts
         self.sent_at_once = Admit(AdmissionReason.NEVER_HOLDS)
         self._line: dict[Held, None] = {}
         self._flow: deque[tuple[float, int]] = deque()
+        self._flow_tokens = 0
         self._held_since_s = 0.0
         self.on_failure: Callable[[PolicyFailure], None] | None = None
         """Called when the rule fails, after which the request is sent at once; None: its failure is raised."""
@@ -70,6 +73,7 @@ class AdmissionGate:
         if not self._line:
             self._held_since_s = now_s
             self._flow.clear()
+            self._flow_tokens = 0
         held = Held(request, now_s, answer)
         self._line[held] = None
         return held
@@ -154,6 +158,7 @@ class AdmissionGate:
     def _passed(self, answer: Admit, request: RequestView, now_s: float) -> None:
         if self._line and answer.reason is not AdmissionReason.RESIDENT:
             self._flow.append((now_s, request.prompt_tokens))
+            self._flow_tokens += request.prompt_tokens
 
     def _expected_wait_s(self, tokens: int, now_s: float) -> float:
         """Seconds until ``tokens`` have been admitted at the flow of the last minute; 0 while that is unknown."""
@@ -161,11 +166,11 @@ class AdmissionGate:
             return 0.0
         flow, oldest_s = self._flow, now_s - RATE_WINDOW_S
         while flow and flow[0][0] < oldest_s:
-            flow.popleft()
+            self._flow_tokens -= flow.popleft()[1]
         window_s = min(RATE_WINDOW_S, now_s - self._held_since_s)
         if window_s < LEAST_WINDOW_S:
             return 0.0
-        return tokens * window_s / max(1, sum(each for _, each in flow))
+        return tokens * window_s / max(1, self._flow_tokens)
 
 
 def _check(rule: str, answer: Admit | Hold) -> None:

@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from policies.admission.base import AdmissionReason, Admit, Hold
-from policies.admission.gate import Held
+from policies.admission.gate import LOOK_S, Held
 from policies.registry import parameters
 from policies.row import RequestOutcome, Row
 from policies.types import RequestView, Role
@@ -29,8 +29,6 @@ from proxy.settings import AdmissionSettings
 
 log = logging.getLogger("warmroute.admission")
 
-LOOK_S = 1.0
-"""Seconds between two looks at the line, apart from those that an event causes."""
 _AT_ONCE_S = 0.005
 """Seconds after which a look leaves the rest of its work to a later turn of the event loop."""
 _REST = 9.0

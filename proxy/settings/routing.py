@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from policies.admission.base import AdmissionRule
+from policies.admission.base import MAX_HOLD_S, AdmissionRule
 from policies.classes import ClassThresholds
 from policies.registry import PolicyLoadError, PolicyParameterError, make_admission, make_planner, make_routing
 from proxy.settings.section import Seconds, Section
@@ -34,7 +34,9 @@ class AdmissionSettings(Section):
 
     name: str = Field(default="never_hold", description="registered admission rule")
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that rule")
-    max_hold_s: Seconds = Field(default=300.0, description="longest time a request is held; then it is sent anyway")
+    max_hold_s: Seconds = Field(
+        default=MAX_HOLD_S, description="longest time a request is held, after which it is sent"
+    )
     max_held: int = Field(
         default=1000,
         ge=0,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from policies.admission.base import MAX_HOLD_S
 from policies.types import Role
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def simulate_command(
     ] = None,
     max_hold_s: Annotated[
         float, typer.Option(help="Most seconds for which the admission rule may hold a request.")
-    ] = 300.0,
+    ] = MAX_HOLD_S,
     instances: Annotated[int, typer.Option(min=1, help="Number of instances.")] = 8,
     prefill_instances: Annotated[
         int,

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable
 
 from policies.admission.base import AdmissionReason
-from policies.admission.gate import Held
+from policies.admission.gate import LOOK_S, Held
 from policies.types import OffloadReason, RequestView
 from replayer.traces.trace import TraceRequest
 from sim.core.sequence import KvTransfer, keyed_request
@@ -23,8 +23,6 @@ FIRST_OUTPUT_KEY = 1 << 64
 """Keys of generated blocks lie above those of every trace."""
 OUTPUT_KEYS = 1 << 24
 """Blocks that one output may have."""
-LOOK_S = 1.0
-"""Seconds between two looks at held requests, apart from those after every request that ends."""
 Finished = Callable[[SimulatedExchange, float], None]
 """(exchange, when it ended): called once for every request."""
 

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
+from policies.admission.base import MAX_HOLD_S
 from policies.classes import ClassThresholds
 from policies.types import Role, Transport
 from replayer.replay.plan import PlanOptions
@@ -90,7 +91,7 @@ class SimOptions:
     """Half-life of the ledger's recently-assigned term (the proxy's ``ledger.recent_half_life_s``)."""
     probe_interval_s: float = 2.0
     """Interval at which the router reads the engines' KV usage (the proxy's ``health.interval_s``)."""
-    max_hold_s: float = 300.0
+    max_hold_s: float = MAX_HOLD_S
     """Most seconds for which the admission rule may hold a request (the proxy's ``admission.max_hold_s``)."""
     bounds: HandOffBounds = field(default_factory=HandOffBounds)
     decisions: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from policies.admission.base import AdmissionRule
+from policies.admission.base import MAX_HOLD_S, AdmissionRule
 from policies.offload.base import OffloadPlanner
 from policies.registry import PolicyParameterError, make_admission, make_planner, make_routing
 from policies.routing.base import RoutingPolicy
@@ -28,7 +28,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     planner_params: dict[str, Any] = {}
     admission: str = "never_hold"
     admission_params: dict[str, Any] = {}
-    max_hold_s: float = 300.0
+    max_hold_s: float = MAX_HOLD_S
     instances: int = 8
     prefill_instances: int = 0
     role: Role | None = None

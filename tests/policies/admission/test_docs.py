@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from pathlib import Path
 
 from policies.admission.accounts import HALF_LIFE_S
-from policies.admission.base import AdmissionReason
-from policies.admission.gate import AGING_S, AdmissionGate
+from policies.admission.base import MAX_HOLD_S, AdmissionReason
+from policies.admission.gate import AGING_S
 from policies.registry import ADMISSION_GROUP, BUILT_IN, make_admission, parameters
 from tests.policies.test_docs import cell_of
 
@@ -33,4 +32,4 @@ def test_reasons_are_those_of_the_code() -> None:
 def test_constants_are_those_of_the_code() -> None:
     assert f"half-life {HALF_LIFE_S:g} s" in PAGE
     assert f"`tokens / (1 + w / {AGING_S:g} s)`" in PAGE
-    assert f"`max_hold_s` ({signature(AdmissionGate).parameters['max_hold_s'].default:g} s)" in PAGE
+    assert f"`max_hold_s` ({MAX_HOLD_S:g} s)" in PAGE

@@ -232,6 +232,14 @@ async def test_what_was_missed_is_replayed() -> None:
         assert it.figures["unknown_removed"] == 0
 
 
+async def test_the_index_is_used_while_a_replay_only_confirms_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    suspended: list[str] = []
+    monkeypatch.setattr(ExactIndex, "suspend", lambda _, instance: suspended.append(instance))
+    async with rig(replay=True, join_interval_s=0.05, before={0: batch(stored(0, 2))}) as it:
+        await it.until(lambda: it.publisher.asked == [0, 1, 1])  # the first replay asks until nothing is left
+        assert (suspended, it.index.trusted("a"), it.matched(2)) == (["a"], True, 2)
+
+
 async def test_a_replay_with_holes_is_asked_for_again() -> None:
     async with rig(replay=True) as it:
         await it.joined()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from policies.admission.gate import LOOK_S
 from policies.registry import make_admission, make_routing
-from sim.offline.loop import LOOK_S
 from sim.offline.simulate import SimOptions, SimResult, simulate
 from tests.sim.offline.offline_runs import conversation, trace_of
 
