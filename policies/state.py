@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from policies.admission.accounts import SessionAccounts
+from policies.admission.residency import Residency
 from policies.costs.book import CostBook, Workload
 from policies.holds import Holds, KvHold
 from policies.hotspots import HotspotTracker, is_hotspot
@@ -170,7 +171,7 @@ class FleetState:
         self.pairs = PairBreaker()
         self.holds = Holds()
         self.costs = CostBook()
-        self.accounts = SessionAccounts()
+        self.accounts = SessionAccounts(residency=Residency(self.predictor, self.sessions))
         self.offloads_in_flight = 0
         self._instances: dict[str, _Instance] = {}
         self._sequence = 0
@@ -198,6 +199,7 @@ class FleetState:
             known.role, known.host, known.transport, known.connector = role, host, transport, connector
             return
         self._instances[instance] = _Instance(role, host, transport, connector)
+        self.accounts.instances = len(self._instances)
         self.index.add_instance(instance)
         self.predictor.add_instance(instance)
 
@@ -207,6 +209,7 @@ class FleetState:
         Returns a function that reads the number of its unreleased leases.
         """
         self._instances.pop(instance, None)
+        self.accounts.instances = len(self._instances)
         self.index.remove_instance(instance)
         self.predictor.remove_instance(instance)
         self.sessions.remove_instance(instance)

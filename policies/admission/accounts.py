@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from math import exp2, log
 
 from policies.admission.base import SessionView
+from policies.admission.residency import Residency
 from policies.costs.formulas import PrefillModel
+from policies.types import RequestView
 
 HALF_LIFE_S = 30.0
 """Half-life of the time lost by recomputation."""
-RETURNS = 200
-"""Returns of sessions over which the share of early ones is averaged, the latest counting most."""
+RETURNS_PER_INSTANCE = 25
+"""Returns of sessions over which the share of early ones is averaged, the latest counting most. A fixed number would be
+seconds of a large fleet's traffic and minutes of a small one's.
+"""
 REMEMBERED_TURNS = 4
 """Last prompts of a session by which a longer one is recognised: sub-agents of one session take turns."""
 
@@ -21,6 +25,7 @@ class _Account:
     __slots__ = (
         "before_tokens",
         "context_tokens",
+        "early",
         "ends",
         "in_flight",
         "request_id",
@@ -39,6 +44,8 @@ class _Account:
         """When its last request ended."""
         self.request_id: str | None = None
         """Its last request."""
+        self.early = False
+        """A request of it came while it was kept, and was held or has yet to be sent."""
         self.before_tokens = 0
         """Tokens of that one's prompt that had been computed before."""
         self.ends: tuple[tuple[int, int], ...] = ()
@@ -50,11 +57,15 @@ class _Account:
 class SessionAccounts:
     """Owner of the sessions' contexts and of the fleet's loss. Single writer, O(1) per call, amortised.
 
-    A session is active while a request of it is in flight, then kept for ``keep_s`` seconds, then remembered: of those,
-    at most ``capacity``.
+    A session is active while a request of it is in flight, then kept for ``keep_s`` seconds, or until a request of it
+    finds its context evicted, then remembered: of those, at most ``capacity``.
     """
 
-    def __init__(self, keep_s: float = 30.0, capacity: int = 100_000) -> None:
+    def __init__(self, keep_s: float = 30.0, capacity: int = 100_000, residency: Residency | None = None) -> None:
+        """``residency``: recognises evicted contexts; None: none is."""
+        self._residency = residency
+        self.instances = 1
+        """Instances of the fleet, set by its owner."""
         self._keep_s = keep_s
         self._capacity = capacity
         self._active: dict[str, _Account] = {}
@@ -65,7 +76,7 @@ class SessionAccounts:
         self._seen_s = 0.0
         self.return_share = 1.0
         """Share of returning sessions that return within ``keep_s`` of their last request's end, lately. Begins at 1:
-        some two hundred late returns show that sessions do not.
+        late returns show that sessions do not.
         """
         self._lost_s = 0.0
         self._lost_at_s = 0.0
@@ -79,7 +90,9 @@ class SessionAccounts:
 
     @property
     def kept_sessions(self) -> int:
-        """Sessions whose last request ended less than ``keep_s`` ago, as of the last call with a time."""
+        """Sessions whose last request ended less than ``keep_s`` ago, as of the last call with a time, less those found
+        evicted.
+        """
         return len(self._kept)
 
     def set_keep(self, keep_s: float, now_s: float) -> None:
@@ -99,11 +112,15 @@ class SessionAccounts:
             account = kept[name]
             if account.since_s > oldest_s:
                 return
-            del kept[name]
-            self.kept_tokens -= account.context_tokens
-            self._past[name] = account
-            if len(self._past) > self._capacity:
-                self._past.popitem(last=False)
+            self._forget(name, account)
+
+    def _forget(self, name: str, account: _Account) -> None:
+        """A kept session is only remembered from now on."""
+        del self._kept[name]
+        self.kept_tokens -= account.context_tokens
+        self._past[name] = account
+        if len(self._past) > self._capacity:
+            self._past.popitem(last=False)
 
     def view(self, session_id: str | None, now_s: float, waited_s: float = 0.0) -> SessionView:
         """A session without the request that is about to be sent."""
@@ -112,10 +129,29 @@ class SessionAccounts:
         account = self._active.get(session_id)
         if account is not None:
             return SessionView(account.in_flight, account.context_tokens, 0.0, account.turns, waited_s)
-        account = self._kept.get(session_id) or self._past.get(session_id)
-        if account is None:
+        account = kept = self._kept.get(session_id)
+        if account is None and (account := self._past.get(session_id)) is None:
             return SessionView(waited_s=waited_s)
-        return SessionView(0, account.context_tokens, max(0.0, now_s - account.since_s), account.turns, waited_s)
+        idle_s = max(0.0, now_s - account.since_s)
+        return SessionView(0, account.context_tokens, idle_s, account.turns, waited_s, kept is not None)
+
+    def view_of(self, request: RequestView, now_s: float, waited_s: float = 0.0) -> SessionView:
+        """The session of a request that is about to be sent, without it.
+
+        With its first question (``waited_s`` = 0) a kept session has returned in time, however long the request is held
+        then. If its context turns out to be evicted it is kept no longer. A prompt that continues none of the
+        session's, as a new sub-agent's, is no evidence of that.
+        """
+        session_id = request.session_id
+        account = self._kept.get(session_id) if session_id is not None and not waited_s else None
+        if account is not None and session_id is not None and account.since_s > now_s - self._keep_s:
+            account.early = True
+            end = _longest(account, request.block_hashes)
+            if end is not None and self._residency is not None:
+                before_tokens = int(end[0] * request.block_tokens)
+                if self._residency.evicted(request, before_tokens, now_s):
+                    self._forget(session_id, account)
+        return self.view(session_id, now_s, waited_s)
 
     def begin(self, name: str, prompt_tokens: int, now_s: float, *, single: bool = False) -> None:
         """A request of the session is sent; ``single``: it has no session, and ``name`` is its own."""
@@ -132,19 +168,24 @@ class SessionAccounts:
         account = self._kept.pop(name, None)
         if account is not None:
             self.kept_tokens -= account.context_tokens
-            self.return_share += (1.0 - self.return_share) / RETURNS
+            self._returned(early=True)
+            account.early = False
         else:
             account = self._past.pop(name, None)
             if account is None:
                 account = _Account()
             else:
-                self.return_share -= self.return_share / RETURNS
+                self._returned(early=account.early)
+                account.early = False
         account.in_flight = 1
         account.single = single
         account.turns += 1
         account.context_tokens = prompt_tokens
         self._active[name] = account
         self.active_tokens += prompt_tokens
+
+    def _returned(self, *, early: bool) -> None:
+        self.return_share += (early - self.return_share) / (RETURNS_PER_INSTANCE * max(1, self.instances))
 
     def end(self, name: str, now_s: float | None) -> None:
         """A request of the session has ended; None: at the time of the last ``begin``."""
@@ -175,12 +216,8 @@ class SessionAccounts:
         account.request_id, account.before_tokens = request_id, 0
         if not hashes:
             return 0
-        count, ends, longest = len(hashes), account.ends, None
-        for end in ends:
-            blocks, last = end
-            if blocks <= count and hashes[blocks - 1] == last and (longest is None or blocks > longest[0]):
-                longest = end
-        new = (count, hashes[-1])
+        ends, longest = account.ends, _longest(account, hashes)
+        new = (len(hashes), hashes[-1])
         if not ends or (longest is not None and len(ends) == 1):
             account.ends = (new,)
         else:
@@ -211,3 +248,13 @@ class SessionAccounts:
 
     def _decayed(self, now_s: float) -> float:
         return self._lost_s * exp2((self._lost_at_s - now_s) / HALF_LIFE_S) if self._lost_s else 0.0
+
+
+def _longest(account: _Account, hashes: Sequence[int]) -> tuple[int, int] | None:
+    """The longest of the session's last prompts that this one continues."""
+    count, longest = len(hashes), None
+    for end in account.ends:
+        blocks, last = end
+        if blocks <= count and hashes[blocks - 1] == last and (longest is None or blocks > longest[0]):
+            longest = end
+    return longest

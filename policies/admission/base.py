@@ -16,7 +16,7 @@ class AdmissionReason(StrEnum):
 
     NEVER_HOLDS = "never_holds"
     RESIDENT = "resident"
-    """The session is in flight, or was so short a time ago that its context is still in a pool."""
+    """The session is in flight, or was so short a time ago, and its context is still in a pool."""
     IDLE_FLEET = "idle_fleet"
     """Few sessions are in flight: engines would idle."""
     POOLS_UNKNOWN = "pools_unknown"
@@ -51,6 +51,15 @@ class SessionView(NamedTuple):
     """Its requests so far."""
     waited_s: float = 0.0
     """Seconds for which this request has been held."""
+    kept: bool = False
+    """No request of it is in flight, its last one ended less than the rule's ``keep_s`` ago, and its context was not
+    found evicted.
+    """
+
+    @property
+    def resident(self) -> bool:
+        """In flight or kept."""
+        return self.in_flight > 0 or self.kept
 
 
 class AdmissionView(NamedTuple):
@@ -62,7 +71,9 @@ class AdmissionView(NamedTuple):
     """Sessions with a request in flight."""
     active_tokens: int = 0
     kept_sessions: int = 0
-    """Sessions without a request in flight that ended their last one less than the rule's ``keep_s`` ago."""
+    """Sessions without a request in flight that ended their last one less than the rule's ``keep_s`` ago, less those
+    whose context was found evicted.
+    """
     kept_tokens: int = 0
     lost_share: float = 0.0
     """Share of the fleet's time that went into recomputing evicted prefixes, lately (`policies.admission.loss`)."""

@@ -146,7 +146,7 @@ class AdmissionGate:
             self.max_hold_s,
         )
         try:
-            answer = self.rule.admit(request, accounts.view(request.session_id, now_s, waited_s), fleet)
+            answer = self.rule.admit(request, accounts.view_of(request, now_s, waited_s), fleet)
             _check(self.rule.name, answer)
         except Exception as error:
             if self.on_failure is None:

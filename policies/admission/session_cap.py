@@ -27,7 +27,7 @@ class SessionCap:
         require(self.keep_s >= 0, "session_cap: keep_s must not be negative")
 
     def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:
-        if session.in_flight or (session.turns and session.idle_s < self.keep_s):
+        if session.resident:
             return Admit(AdmissionReason.RESIDENT)
         if fleet.active_sessions + fleet.kept_sessions < self.sessions:
             return Admit(AdmissionReason.BELOW_CAP)

@@ -12,10 +12,11 @@ from policies.types import RequestView
 
 @dataclass(frozen=True, slots=True)
 class WorkingSet:
-    """Holds a request of a session that is not resident while all of these are true:
+    """Holds a request of a session that is not in flight while all of these are true:
 
-    - *No room*: contexts of sessions in flight, of sessions idle for less than ``keep_s`` and this prompt exceed
-      ``fill`` of the fleet's KV pools, so sending it evicts a context that may be needed.
+    - *No room*: contexts of sessions in flight, of kept sessions and this prompt exceed ``fill`` of the fleet's KV
+      pools, so sending it evicts a context that may be needed. A kept session's own turn needs room beside those in
+      flight only; when even they exceed the pools, it would lose its context while it waits in an engine's queue.
     - *Busy*: at least ``least_active`` sessions per instance are in flight. Below that engines would idle, and time
       that nobody uses is worth less than an eviction.
     - *They return in time*: of the sessions that return, at least ``return_share`` do so within ``keep_s``. Where they
@@ -24,9 +25,10 @@ class WorkingSet:
     - *It hurts*: recomputing evicted prefixes took more than ``lost_share`` of the fleet's time of the last half
       minute (`policies.admission.accounts`), or others are held already.
 
-    A session in flight or idle for less than ``keep_s`` is resident and never held. The second condition keeps the
-    rule from costing throughput where the pools hold too few sessions to occupy the engines; the last two leave fleets
-    alone that do not thrash. Complexity: O(1).
+    A session is kept for ``keep_s`` after its last request, unless the prefix index says that its context was evicted:
+    then its next turn costs as much as a new session's. The second condition keeps the rule from costing throughput
+    where the pools hold too few sessions to occupy the engines; the last two leave fleets alone that do not thrash.
+    Complexity: O(1).
     """
 
     keep_s: float = 30.0
@@ -44,13 +46,20 @@ class WorkingSet:
         require(0 <= self.return_share <= 1, "working_set: return_share must be within 0..1")
 
     def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:
-        if session.in_flight or (session.turns and session.idle_s < self.keep_s):
+        if session.in_flight:
             return Admit(AdmissionReason.RESIDENT)
         if not fleet.pool_tokens:
-            return Admit(AdmissionReason.POOLS_UNKNOWN)
-        needed = fleet.active_tokens + fleet.kept_tokens + request.prompt_tokens
-        if needed <= self.fill * fleet.pool_tokens:
-            return Admit(AdmissionReason.ROOM)
+            return Admit(AdmissionReason.RESIDENT if session.kept else AdmissionReason.POOLS_UNKNOWN)
+        room_tokens = self.fill * fleet.pool_tokens
+        sent_tokens = fleet.active_tokens + request.prompt_tokens
+        if session.kept:
+            needed = sent_tokens
+            if needed <= room_tokens:
+                return Admit(AdmissionReason.RESIDENT)
+        else:
+            needed = sent_tokens + fleet.kept_tokens
+            if needed <= room_tokens:
+                return Admit(AdmissionReason.ROOM)
         idle = not fleet.active_sessions and not fleet.kept_sessions
         if idle or fleet.active_sessions < self.least_active * fleet.instances:
             return Admit(AdmissionReason.IDLE_FLEET)

@@ -90,6 +90,16 @@ class Predictor:
                 exact[instance] = blocks
         return Match(shadow, exact)
 
+    def match_one(self, instance: str, request: RequestView) -> int:
+        """Matched prefix of one registered instance, in blocks, without the prompts in flight.
+
+        From the exact index where it knows everything that the instance holds, else from the shadow index.
+        """
+        exact = self.exact
+        if request.plain and exact.trusted(instance) and instance not in exact.partial_instances:
+            return exact.match(request.block_hashes)[instance]
+        return self.shadow.match_one(instance, request.block_hashes)
+
     def promised(self) -> Promised:
         """New record of the prompts that one decision promises."""
         return Promised(self.promises, self.exact)

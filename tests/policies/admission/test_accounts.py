@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from policies.admission.accounts import HALF_LIFE_S, REMEMBERED_TURNS, SessionAccounts
 from policies.costs.formulas import PrefillModel
+from policies.types import RequestView
 
 MODEL = PrefillModel()
 
@@ -86,6 +87,31 @@ def test_the_share_of_early_returns_follows_what_sessions_do() -> None:
         accounts.begin("agent", 100, 70_000.0 + turn)
         accounts.end("agent", 70_000.5 + turn)
     assert accounts.return_share > 0.98
+
+
+def test_the_number_of_returns_that_count_grows_with_the_fleet() -> None:
+    shares = []
+    for instances in (1, 4):
+        accounts = SessionAccounts(keep_s=10.0)
+        accounts.instances = instances
+        for turn in range(25 * instances + 1):
+            accounts.begin("chat", 100, turn * 60.0)
+            accounts.end("chat", turn * 60.0 + 0.5)
+        shares.append(accounts.return_share)
+    assert shares == pytest.approx([0.37, 0.37], abs=0.01)
+
+
+def test_a_session_that_was_held_after_an_early_return_has_returned_early() -> None:
+    accounts = SessionAccounts(keep_s=10.0)
+    accounts.begin("a", 100, 0.0)
+    accounts.end("a", 1.0)
+    assert accounts.view_of(RequestView("a2", 120, session_id="a"), 5.0).kept
+    accounts.begin("a", 120, 100.0)
+    assert accounts.return_share == 1.0
+    accounts.end("a", 101.0)
+    accounts.view_of(RequestView("a3", 140, session_id="a"), 120.0)
+    accounts.begin("a", 140, 120.0)
+    assert accounts.return_share < 1.0
 
 
 def test_sessions_of_the_past_are_bounded() -> None:

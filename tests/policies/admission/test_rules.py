@@ -52,8 +52,8 @@ def test_a_session_cap_counts_sessions_in_flight_and_kept() -> None:
     ("session", "resident"),
     [
         (SessionView(in_flight=1, turns=1), True),
-        (SessionView(turns=3, idle_s=5.0), True),
-        (SessionView(turns=3, idle_s=10_000.0), False),
+        (SessionView(turns=3, idle_s=5.0, kept=True), True),
+        (SessionView(turns=3, idle_s=5.0), False),
         (NEW, False),
     ],
 )
@@ -61,6 +61,16 @@ def test_a_resident_session_is_never_held(rule: Any, session: SessionView, resid
     answer = rule.admit(ask(), session, FULL)
     assert (answer == Admit(AdmissionReason.RESIDENT)) is resident
     assert isinstance(answer, Hold) is not resident
+
+
+def test_a_kept_session_needs_room_beside_the_contexts_in_flight_only() -> None:
+    kept = SessionView(turns=3, idle_s=5.0, kept=True)
+    queued = FULL._replace(active_tokens=920_000, kept_tokens=80_000)
+    assert reason(WorkingSet(), kept, queued, tokens=30_000) is AdmissionReason.RESIDENT
+    assert WorkingSet().admit(ask(50_000), kept, queued) == Hold(AdmissionReason.WORKING_SET, 970_000, 1_000_000)
+    assert reason(WorkingSet(), SessionView(in_flight=1, turns=1), queued) is AdmissionReason.RESIDENT
+    assert reason(WorkingSet(), kept, queued._replace(lost_share=0.1)) is AdmissionReason.NO_LOSS
+    assert reason(WorkingSet(), kept, queued._replace(pool_tokens=0)) is AdmissionReason.RESIDENT
 
 
 def test_the_working_set_holds_a_session_that_would_evict_while_the_fleet_recomputes() -> None:

@@ -180,3 +180,14 @@ def test_of_a_lower_bound_and_the_shadow_index_the_one_with_more_predicts() -> N
     assert state.predictor.match(request, 0.0) == Match({"a": 5}, {})
     exact.reset("a")
     assert state.predictor.match(request, 0.0) == Match({"a": 5}, {"a": 0})
+
+
+def test_one_instance_is_looked_up_in_the_exact_index_where_that_is_complete() -> None:
+    state, request = fleet("a"), ask(IDS)
+    for name in ("a", "b"):
+        commit(state, request, name).release()
+    stores(state, "a", IDS[:80])
+    assert [state.predictor.match_one(name, request) for name in ("a", "b")] == [5, 10]
+    assert state.predictor.match_one("a", request._replace(plain=False)) == 10
+    state.predictor.exact.reset_partial("a")
+    assert state.predictor.match_one("a", request) == 10
