@@ -15,8 +15,10 @@ class WorkingSet:
     """Holds a request of a session that is not in flight while all of these are true:
 
     - *No room*: contexts of sessions in flight, of kept sessions and this prompt exceed ``fill`` of the fleet's KV
-      pools, so sending it evicts a context that may be needed. A kept session's own turn needs room beside those in
-      flight only; when even they exceed the pools, it would lose its context while it waits in an engine's queue.
+      pools, so sending it evicts a context that may be needed. Kept contexts count up to ``kept_share`` of the pools:
+      beyond that engines would idle for sessions of which many have ended. A kept session's own turn needs room beside
+      those in flight only; when even they exceed the pools, it would lose its context while it waits in an engine's
+      queue.
     - *Busy*: at least ``least_active`` sessions per instance are in flight. Below that engines would idle, and time
       that nobody uses is worth less than an eviction.
     - *They return in time*: of the sessions that return, at least ``return_share`` do so within ``keep_s``. Where they
@@ -36,6 +38,7 @@ class WorkingSet:
     lost_share: float = 0.25
     least_active: float = 4.0
     return_share: float = 0.35
+    kept_share: float = 0.5
     name: ClassVar[str] = "working_set"
 
     def __post_init__(self) -> None:
@@ -44,6 +47,7 @@ class WorkingSet:
         require(self.least_active >= 0, "working_set: least_active must not be negative")
         require(0 <= self.lost_share <= 1, "working_set: lost_share must be within 0..1")
         require(0 <= self.return_share <= 1, "working_set: return_share must be within 0..1")
+        require(0 <= self.kept_share <= 1, "working_set: kept_share must be within 0..1")
 
     def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:
         if session.in_flight:
@@ -57,7 +61,7 @@ class WorkingSet:
             if needed <= room_tokens:
                 return Admit(AdmissionReason.RESIDENT)
         else:
-            needed = sent_tokens + fleet.kept_tokens
+            needed = sent_tokens + min(fleet.kept_tokens, int(self.kept_share * fleet.pool_tokens))
             if needed <= room_tokens:
                 return Admit(AdmissionReason.ROOM)
         idle = not fleet.active_sessions and not fleet.kept_sessions

@@ -91,10 +91,20 @@ def test_the_working_set_sends_while_one_condition_is_missing(fleet: AdmissionVi
     assert reason(WorkingSet(), fleet=fleet) is expected
 
 
+def test_kept_contexts_take_no_more_than_their_share_of_the_pools() -> None:
+    thinking = FULL._replace(active_tokens=300_000, kept_tokens=900_000)
+    assert reason(WorkingSet(), fleet=thinking) is AdmissionReason.ROOM
+    assert WorkingSet(kept_share=1.0).admit(ask(), NEW, thinking) == Hold(
+        AdmissionReason.WORKING_SET, 1_250_000, 1_000_000
+    )
+    working = thinking._replace(active_tokens=420_000)
+    assert WorkingSet().admit(ask(), NEW, working) == Hold(AdmissionReason.WORKING_SET, 970_000, 1_000_000)
+
+
 def test_an_idle_moment_is_no_reason_to_send_where_idling_is_permitted() -> None:
     thinking = FULL._replace(active_sessions=0, active_tokens=0, kept_sessions=80, kept_tokens=1_000_000)
-    assert isinstance(WorkingSet(least_active=0.0).admit(ask(), NEW, thinking), Hold)
-    assert reason(WorkingSet(), fleet=thinking) is AdmissionReason.IDLE_FLEET
+    assert isinstance(WorkingSet(least_active=0.0, kept_share=1.0).admit(ask(), NEW, thinking), Hold)
+    assert reason(WorkingSet(kept_share=1.0), fleet=thinking) is AdmissionReason.IDLE_FLEET
     nobody = thinking._replace(kept_sessions=0, kept_tokens=0)
     assert reason(WorkingSet(least_active=0.0), fleet=nobody, tokens=2_000_000) is AdmissionReason.IDLE_FLEET
 
@@ -115,6 +125,7 @@ def test_once_some_wait_others_wait_too_although_the_loss_has_fallen() -> None:
         (WorkingSet, {"lost_share": 1.5}),
         (WorkingSet, {"least_active": -1.0}),
         (WorkingSet, {"return_share": -0.1}),
+        (WorkingSet, {"kept_share": 1.5}),
     ],
 )
 def test_impossible_parameters_are_refused(rule: Any, params: dict[str, Any]) -> None:
