@@ -35,7 +35,7 @@ class WorkingSet:
 
     keep_s: float = 30.0
     fill: float = 0.95
-    lost_share: float = 0.25
+    lost_share: float = 0.3
     least_active: float = 4.0
     return_share: float = 0.35
     kept_share: float = 0.5
