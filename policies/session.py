@@ -80,7 +80,7 @@ class RoutingSession:
         gate = self.gate
         if gate.never_holds:
             return gate.sent_at_once
-        return gate.offer(request, self.state.pool_tokens(instances), len(instances), now_s)
+        return gate.offer(request, self.state.room(instances), now_s)
 
     def admitted(self, instances: Collection[str], now_s: float, stuck: Container[Held] = frozenset()) -> Held | None:
         """A held request that is to be routed now; call again until None, since each one that is routed takes room.
@@ -88,7 +88,7 @@ class RoutingSession:
         ``stuck``: requests that could not be routed now anyway.
         """
         gate = self.gate
-        return gate.examine(self.state.pool_tokens(instances), len(instances), now_s, stuck) if gate else None
+        return gate.examine(self.state.room(instances), now_s, stuck) if gate else None
 
     def set_admission(self, rule: AdmissionRule, max_hold_s: float, now_s: float) -> None:
         """Another rule or bound, also for requests held now."""

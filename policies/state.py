@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from policies.admission.accounts import SessionAccounts
+from policies.admission.accounts import ComputedPrompt, SessionAccounts
+from policies.admission.gate import Room
 from policies.admission.residency import Residency
 from policies.costs.book import CostBook, Workload
 from policies.holds import Holds, KvHold
@@ -39,6 +40,7 @@ class Commitment:
 
     __slots__ = (
         "_added",
+        "_computed",
         "_hold",
         "_in_flight",
         "_lives",
@@ -62,9 +64,11 @@ class Commitment:
         workload: Workload,
         promised: Promised,
         session: str,
+        computed: ComputedPrompt,
     ) -> None:
         self._state = state
         self._session = session
+        self._computed = computed
         self._released = False
         self._promised = promised
         self._added = added
@@ -129,14 +133,17 @@ class Commitment:
         if insertion is not None:
             self._state.index.retract(insertion)
 
-    def release(self, now_s: float | None = None, hold_s: float = 0.0) -> None:
+    def release(self, now_s: float | None = None, hold_s: float = 0.0, cached_tokens: int | None = None) -> None:
         """Release everything still held; an unpulled hold stays for ``hold_s``. Later calls do nothing.
 
-        ``now_s``: the time; None: that of the last decision.
+        ``now_s``: the time; None: that of the last decision. ``cached_tokens``: as reported by the engine.
         """
         if not self._released:
             self._released = True
-            self._state.accounts.end(self._session, now_s)
+            state = self._state
+            state.accounts.end(self._session, now_s)
+            if cached_tokens is not None:
+                state.accounts.reported(state.costs.prefill, self._computed, cached_tokens, now_s)
         if self._hold is not None:
             self._hold.orphan((now_s or 0.0) + hold_s)
         self._end_offload()
@@ -199,7 +206,7 @@ class FleetState:
             known.role, known.host, known.transport, known.connector = role, host, transport, connector
             return
         self._instances[instance] = _Instance(role, host, transport, connector)
-        self.accounts.instances = len(self._instances)
+        self.accounts.instances = max(1, len(self._instances))
         self.index.add_instance(instance)
         self.predictor.add_instance(instance)
 
@@ -209,7 +216,7 @@ class FleetState:
         Returns a function that reads the number of its unreleased leases.
         """
         self._instances.pop(instance, None)
-        self.accounts.instances = len(self._instances)
+        self.accounts.instances = max(1, len(self._instances))
         self.index.remove_instance(instance)
         self.predictor.remove_instance(instance)
         self.sessions.remove_instance(instance)
@@ -251,6 +258,11 @@ class FleetState:
                     return 0
                 total += known.kv_capacity_tokens
         return total
+
+    def room(self, instances: Collection[str]) -> Room:
+        """Pools and prefills of ``instances``."""
+        account = self.ledger.account
+        return Room(self.pool_tokens(instances), len(instances), sum([account(name).prefilling for name in instances]))
 
     def snapshot(
         self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()
@@ -305,17 +317,19 @@ class FleetState:
         promised.add(decision.decode_on, request)
         workload = Workload.of(request, chosen, prefill, self.offloads_in_flight, self.costs.bytes_per_token)
         not_yet_on_decode = new_tokens - new_on_decode
-        accounts, session = self.accounts, request.session_id
+        accounts, session, before = self.accounts, request.session_id, 0
         if session:
             accounts.begin(session, request.prompt_tokens, now_s)
             before = accounts.compute(session, request.request_id, request.block_hashes, request.block_tokens)
-            cached = chosen.cached_tokens if prefill is None else prefill.cached_tokens
-            if before > cached:
-                accounts.lose(self.costs.prefill, request.prompt_tokens, cached, before, now_s)
         else:
             session = request.request_id
             accounts.begin(session, request.prompt_tokens, now_s, single=True)
-        return Commitment(self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, session)
+        cached = chosen.cached_tokens if prefill is None else prefill.cached_tokens
+        computed = ComputedPrompt(request.prompt_tokens, before, cached)
+        accounts.sent(self.costs.prefill, computed, now_s)
+        return Commitment(
+            self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, session, computed
+        )
 
     def _views(
         self,

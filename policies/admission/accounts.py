@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from math import exp2, log
+from typing import NamedTuple
 
 from policies.admission.base import SessionView
 from policies.admission.residency import Residency
@@ -17,8 +18,24 @@ RETURNS_PER_INSTANCE = 25
 """Returns of sessions over which the share of early ones is averaged, the latest counting most. A fixed number would be
 seconds of a large fleet's traffic and minutes of a small one's.
 """
+LONGEST_DIFFERENCE = 128
+"""Blocks at the end of a prompt that a further turn may have changed and still be recognised."""
 REMEMBERED_TURNS = 4
 """Last prompts of a session by which a longer one is recognised: sub-agents of one session take turns."""
+
+
+Beginnings = tuple[int, ...]
+"""Block counts and hashes in turn (``_sampled``)."""
+
+
+class ComputedPrompt(NamedTuple):
+    """A prompt as it was when its request was sent; tokens."""
+
+    prompt_tokens: int
+    before_tokens: int
+    """Computed by the fleet for this session before."""
+    cached_tokens: int
+    """Predicted to be cached on the instance that computes it."""
 
 
 class _Account:
@@ -48,10 +65,8 @@ class _Account:
         """A request of it came while it was kept, and was held or has yet to be sent."""
         self.before_tokens = 0
         """Tokens of that one's prompt that had been computed before."""
-        self.ends: tuple[tuple[int, int], ...] = ()
-        """Number of full blocks of the last prompts, and the hash of the last of them. No lists: of numbers in tuples
-        the garbage collector keeps no track.
-        """
+        self.ends: tuple[Beginnings, ...] = ()
+        """Of the last prompts. No lists: of numbers in tuples the garbage collector keeps no track."""
 
 
 class SessionAccounts:
@@ -80,6 +95,8 @@ class SessionAccounts:
         """
         self._lost_s = 0.0
         self._lost_at_s = 0.0
+        self._reports_cached = False
+        """An engine has reported cached tokens: where none does, 0 may mean that it cannot."""
         self.lost_tokens = 0
         """Tokens recomputed although the fleet had computed them for the same session before."""
 
@@ -185,7 +202,7 @@ class SessionAccounts:
         self.active_tokens += prompt_tokens
 
     def _returned(self, *, early: bool) -> None:
-        self.return_share += (early - self.return_share) / (RETURNS_PER_INSTANCE * max(1, self.instances))
+        self.return_share += (early - self.return_share) / (RETURNS_PER_INSTANCE * self.instances)
 
     def end(self, name: str, now_s: float | None) -> None:
         """A request of the session has ended; None: at the time of the last ``begin``."""
@@ -217,28 +234,38 @@ class SessionAccounts:
         if not hashes:
             return 0
         ends, longest = account.ends, _longest(account, hashes)
-        new = (len(hashes), hashes[-1])
+        new = _sampled(hashes)
         if not ends or (longest is not None and len(ends) == 1):
             account.ends = (new,)
         else:
-            account.ends = (*[end for end in ends if end is not longest], new)[-REMEMBERED_TURNS:]
+            repeated = None if longest is None else longest[1]
+            account.ends = (*[end for end in ends if end is not repeated], new)[-REMEMBERED_TURNS:]
         if longest is not None:
             account.before_tokens = int(longest[0] * block_tokens)
         return account.before_tokens
 
-    def lose(
-        self, model: PrefillModel, prompt_tokens: int, cached_tokens: int, before_tokens: int, now_s: float
-    ) -> None:
-        """Count the recomputation of ``before_tokens - cached_tokens`` tokens of a prompt."""
-        if before_tokens <= cached_tokens:
+    def sent(self, model: PrefillModel, work: ComputedPrompt, now_s: float) -> None:
+        """Count what of a prompt the fleet had computed and lost, as predicted."""
+        if work.before_tokens > work.cached_tokens:
+            self._count(model, work, work.cached_tokens, 1, now_s)
+
+    def reported(self, model: PrefillModel, work: ComputedPrompt, cached_tokens: int, now_s: float | None) -> None:
+        """Correct the prediction by what the engine reported.
+
+        What was cached at the decision may be evicted before its turn comes in the engine's queue. Until an engine has
+        reported cached tokens, 0 may mean that it reports none, and corrects nothing.
+        """
+        if cached_tokens:
+            self._reports_cached = True
+        elif not self._reports_cached:
+            cached_tokens = work.cached_tokens
+        self.lost_tokens += max(0, work.before_tokens - cached_tokens)
+        if cached_tokens == work.cached_tokens:
             return
-        self.lost_tokens += before_tokens - cached_tokens
-        seconds = (
-            model.predict(prompt_tokens - cached_tokens, cached_tokens).seconds
-            - model.predict(max(prompt_tokens - before_tokens, 0), before_tokens).seconds
-        )
-        self._lost_s = self._decayed(now_s) + max(seconds, 0.0)
-        self._lost_at_s = now_s
+        now_s = self._seen_s if now_s is None else now_s
+        for tokens, sign in ((work.cached_tokens, -1), (cached_tokens, 1)):
+            if work.before_tokens > tokens:
+                self._count(model, work, tokens, sign, now_s)
 
     def lost_share(self, instances: int, now_s: float) -> float:
         """Share of the time of ``instances`` that recomputation took, weighted by 2 ** (-age / HALF_LIFE_S)."""
@@ -246,15 +273,44 @@ class SessionAccounts:
             return 0.0
         return self._decayed(now_s) * log(2.0) / (HALF_LIFE_S * instances)
 
+    def _count(self, model: PrefillModel, work: ComputedPrompt, cached_tokens: int, sign: int, now_s: float) -> None:
+        tokens, before, _ = work
+        seconds = (
+            model.predict(tokens - cached_tokens, cached_tokens).seconds
+            - model.predict(max(tokens - before, 0), before).seconds
+        )
+        self._lost_s = max(0.0, self._decayed(now_s) + sign * max(seconds, 0.0))
+        self._lost_at_s = max(now_s, self._lost_at_s)
+
     def _decayed(self, now_s: float) -> float:
-        return self._lost_s * exp2((self._lost_at_s - now_s) / HALF_LIFE_S) if self._lost_s else 0.0
+        return self._lost_s * exp2(min(self._lost_at_s - now_s, 0.0) / HALF_LIFE_S) if self._lost_s else 0.0
 
 
-def _longest(account: _Account, hashes: Sequence[int]) -> tuple[int, int] | None:
-    """The longest of the session's last prompts that this one continues."""
-    count, longest = len(hashes), None
-    for end in account.ends:
-        blocks, last = end
-        if blocks <= count and hashes[blocks - 1] == last and (longest is None or blocks > longest[0]):
-            longest = end
-    return longest
+def _sampled(hashes: Sequence[int]) -> tuple[int, ...]:
+    """Block counts and chained hashes of the prompt's beginnings that are compared with later prompts, longest first.
+
+    A further turn repeats nearly all of the last prompt, but not always its end: chat templates close it otherwise
+    (thoughts are removed, say), and tokens of a last partial block shift. Beginnings that are 1, 2, 4, ... blocks
+    shorter find the common part to a factor of two of what differs.
+    """
+    count = len(hashes)
+    picked = [count, hashes[-1]]
+    step = 1
+    while step < count and step <= LONGEST_DIFFERENCE:
+        picked += (count - step, hashes[count - step - 1])
+        step *= 2
+    return tuple(picked)
+
+
+def _longest(account: _Account, hashes: Sequence[int]) -> tuple[int, Beginnings] | None:
+    """The longest part in blocks of one of the session's last prompts that this one repeats, and that prompt."""
+    count, longest, found = len(hashes), 0, None
+    for beginnings in account.ends:
+        for place in range(0, len(beginnings), 2):
+            blocks = beginnings[place]
+            if blocks <= longest:
+                break
+            if blocks <= count and hashes[blocks - 1] == beginnings[place + 1]:
+                longest, found = blocks, beginnings
+                break
+    return None if found is None else (longest, found)

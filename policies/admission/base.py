@@ -7,8 +7,8 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from policies.types import RequestView
 
-MAX_HOLD_S = 300.0
-"""Default bound on holding, seconds."""
+MAX_HOLD_S = 480.0
+"""Default bound on holding, seconds: two minutes less than the ten that clients' libraries wait by default."""
 
 
 class AdmissionReason(StrEnum):
@@ -18,7 +18,7 @@ class AdmissionReason(StrEnum):
     RESIDENT = "resident"
     """The session is in flight, or was so short a time ago, and its context is still in a pool."""
     IDLE_FLEET = "idle_fleet"
-    """Few sessions are in flight: engines would idle."""
+    """Few requests wait for a first token: engines would idle."""
     POOLS_UNKNOWN = "pools_unknown"
     """No engine has reported the size of its KV pool."""
     ROOM = "room"
@@ -76,11 +76,13 @@ class AdmissionView(NamedTuple):
     """
     kept_tokens: int = 0
     lost_share: float = 0.0
-    """Share of the fleet's time that went into recomputing evicted prefixes, lately (`policies.admission.loss`)."""
+    """Share of the fleet's time that went into recomputing evicted prefixes, lately."""
     return_share: float = 1.0
     """Share of returning sessions that return within ``keep_s`` of their last request's end, lately."""
     instances: int = 0
     """Instances that can be chosen."""
+    prefilling: int = 0
+    """Requests in flight without a first token yet."""
     held: int = 0
     """Requests held now, this one not counted."""
     expected_wait_s: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container
+from typing import NamedTuple
 
 from policies.admission.accounts import SessionAccounts
 from policies.admission.base import MAX_HOLD_S, AdmissionReason, AdmissionRule, AdmissionView, Admit, Hold
@@ -19,6 +20,16 @@ RATE_WINDOW_S = 60.0
 LEAST_WINDOW_S = 15.0
 """Seconds after which the flow is known."""
 _FAILED = Admit(AdmissionReason.RULE_FAILED)
+
+
+class Room(NamedTuple):
+    """The instances that can be chosen, as a whole."""
+
+    pool_tokens: int
+    """Their KV pools; 0: unknown."""
+    instances: int
+    prefilling: int = 0
+    """Requests in flight on them without a first token yet."""
 
 
 class Held:
@@ -64,9 +75,9 @@ class AdmissionGate:
     def __len__(self) -> int:
         return len(self._line)
 
-    def offer(self, request: RequestView, pool_tokens: int, instances: int, now_s: float) -> Admit | Held:
+    def offer(self, request: RequestView, room: Room, now_s: float) -> Admit | Held:
         """A new request: send it now, or hold it."""
-        answer = self.answer(request, pool_tokens, instances, now_s)
+        answer = self.answer(request, room, now_s)
         if isinstance(answer, Admit):
             self._passed(answer, request, now_s)
             return answer
@@ -78,10 +89,10 @@ class AdmissionGate:
         self._line[held] = None
         return held
 
-    def answer(self, request: RequestView, pool_tokens: int, instances: int, now_s: float) -> Admit | Hold:
+    def answer(self, request: RequestView, room: Room, now_s: float) -> Admit | Hold:
         """The answer that ``offer`` would give; nothing is changed."""
         ahead = [held.request.prompt_tokens for held in self._line if _rank(held, now_s) <= request.prompt_tokens]
-        return self._ask(request, 0.0, len(ahead), sum(ahead), len(self._line), pool_tokens, instances, now_s)
+        return self._ask(request, 0.0, len(ahead), sum(ahead), len(self._line), room, now_s)
 
     def line(self, now_s: float) -> list[Held]:
         """Held requests in the order in which they are looked at."""
@@ -91,9 +102,7 @@ class AdmissionGate:
         """The client of a held request has left."""
         self._line.pop(held, None)
 
-    def examine(
-        self, pool_tokens: int, instances: int, now_s: float, stuck: Container[Held] = frozenset()
-    ) -> Held | None:
+    def examine(self, room: Room, now_s: float, stuck: Container[Held] = frozenset()) -> Held | None:
         """The next request that may be sent, taken out of the line; the caller sends it and asks again.
 
         ``stuck``: requests that could not be sent now, for another reason than the rule's.
@@ -108,7 +117,7 @@ class AdmissionGate:
                 answer: Admit | Hold = Admit(AdmissionReason.HELD_LONG_ENOUGH)
             else:
                 others = len(self._line) - 1
-                answer = self._ask(held.request, waited_s, ahead, ahead_tokens, others, pool_tokens, instances, now_s)
+                answer = self._ask(held.request, waited_s, ahead, ahead_tokens, others, room, now_s)
             if isinstance(answer, Admit):
                 self._passed(answer, held.request, now_s)
                 del self._line[held]
@@ -125,22 +134,22 @@ class AdmissionGate:
         ahead: int,
         ahead_tokens: int,
         held: int,
-        pool_tokens: int,
-        instances: int,
+        room: Room,
         now_s: float,
     ) -> Admit | Hold:
         accounts = self.accounts
         accounts.expire(now_s)
         expected_s = self._expected_wait_s(ahead_tokens + request.prompt_tokens, now_s)
         fleet = AdmissionView(
-            pool_tokens,
+            room.pool_tokens,
             accounts.active_sessions,
             accounts.active_tokens,
             accounts.kept_sessions,
             accounts.kept_tokens,
-            accounts.lost_share(instances, now_s),
+            accounts.lost_share(room.instances, now_s),
             accounts.return_share,
-            instances,
+            room.instances,
+            room.prefilling,
             held,
             expected_s,
             self.max_hold_s,

@@ -19,13 +19,13 @@ class WorkingSet:
       beyond that engines would idle for sessions of which many have ended. A kept session's own turn needs room beside
       those in flight only; when even they exceed the pools, it would lose its context while it waits in an engine's
       queue.
-    - *Busy*: at least ``least_active`` sessions per instance are in flight. Below that engines would idle, and time
-      that nobody uses is worth less than an eviction.
+    - *Busy*: at least ``least_prefilling`` requests per instance wait for their first token. Below that engines would
+      idle, and time that nobody uses is worth less than an eviction.
     - *They return in time*: of the sessions that return, at least ``return_share`` do so within ``keep_s``. Where they
       do not, as in chats with minutes between turns, a context that is kept saves nothing (the five-minute rule, Gray
       and Putzolu 1987).
-    - *It hurts*: recomputing evicted prefixes took more than ``lost_share`` of the fleet's time of the last half
-      minute (`policies.admission.accounts`), or others are held already.
+    - *It hurts*: recomputing evicted prefixes took more than ``lost_share`` of the fleet's time of the last half minute
+      (`policies.admission.accounts`), or others are held already.
 
     A session is kept for ``keep_s`` after its last request, unless the prefix index says that its context was evicted:
     then its next turn costs as much as a new session's. The second condition keeps the rule from costing throughput
@@ -36,7 +36,7 @@ class WorkingSet:
     keep_s: float = 30.0
     fill: float = 0.95
     lost_share: float = 0.3
-    least_active: float = 4.0
+    least_prefilling: float = 0.5
     return_share: float = 0.35
     kept_share: float = 0.5
     name: ClassVar[str] = "working_set"
@@ -44,7 +44,7 @@ class WorkingSet:
     def __post_init__(self) -> None:
         require(self.keep_s >= 0, "working_set: keep_s must not be negative")
         require(self.fill > 0, "working_set: fill must be above 0")
-        require(self.least_active >= 0, "working_set: least_active must not be negative")
+        require(self.least_prefilling >= 0, "working_set: least_prefilling must not be negative")
         require(0 <= self.lost_share <= 1, "working_set: lost_share must be within 0..1")
         require(0 <= self.return_share <= 1, "working_set: return_share must be within 0..1")
         require(0 <= self.kept_share <= 1, "working_set: kept_share must be within 0..1")
@@ -65,7 +65,7 @@ class WorkingSet:
             if needed <= room_tokens:
                 return Admit(AdmissionReason.ROOM)
         idle = not fleet.active_sessions and not fleet.kept_sessions
-        if idle or fleet.active_sessions < self.least_active * fleet.instances:
+        if idle or fleet.prefilling < self.least_prefilling * fleet.instances:
             return Admit(AdmissionReason.IDLE_FLEET)
         if fleet.return_share < self.return_share:
             return Admit(AdmissionReason.NO_RETURN)

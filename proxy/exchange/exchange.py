@@ -129,7 +129,7 @@ class Exchange:
             else:
                 return
             finally:
-                routed.commitment.release(time.monotonic(), core.settings.offload.hold_s)
+                routed.commitment.release(time.monotonic(), core.settings.offload.hold_s, row.actual_cached_tokens)
         try:
             raise await attempts.give_up(failure)
         finally:

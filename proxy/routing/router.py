@@ -153,7 +153,7 @@ class Router:
         gate, state = self.routing.gate, self.state
         gate.on_failure = _ignore_failure
         try:
-            return gate.answer(request, state.pool_tokens(decoders), len(decoders), time.monotonic())
+            return gate.answer(request, state.room(decoders), time.monotonic())
         finally:
             gate.on_failure = self._rule_failed
 

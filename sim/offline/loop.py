@@ -302,7 +302,7 @@ class Simulation:
         """End the request: release it, record it, and let its session continue."""
         exchange.error = error
         exchange.serial += 1
-        exchange.commitment.release(now_s, self._bounds.hold_s)
+        exchange.commitment.release(now_s, self._bounds.hold_s, exchange.actual_cached_tokens)
         self._finished(exchange, now_s)
         self._turns.ended(exchange.session, now_s)
         if self._held:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission.accounts import HALF_LIFE_S, REMEMBERED_TURNS, SessionAccounts
+from policies.admission.accounts import HALF_LIFE_S, REMEMBERED_TURNS, ComputedPrompt, SessionAccounts
 from policies.costs.formulas import PrefillModel
 from policies.types import RequestView
 
@@ -129,9 +129,19 @@ def test_a_longer_prompt_of_the_same_chain_was_computed_before() -> None:
     assert accounts.compute("a", "a1", [1, 2, 3], 16.0) == 0
     assert accounts.compute("b", "b1", [1, 2, 3, 4], 16.0) == 0  # of another session
     assert accounts.compute("a", "a2", [1, 2, 3, 4], 16.0) == 48
-    assert accounts.compute("a", "a3", [1, 2, 9, 8], 16.0) == 0
+    assert accounts.compute("a", "a3", [8, 9], 16.0) == 0
     assert accounts.compute("a", "a4", [1, 2, 3, 4, 5], 16.0) == 64
     assert accounts.compute("a", "a5", [], 16.0) == 0
+
+
+@pytest.mark.parametrize(("changed", "found"), [(0, 1000), (1, 999), (3, 996), (100, 872), (129, 0), (900, 0)])
+def test_a_turn_that_changes_the_end_of_the_last_prompt_is_recognised(changed: int, found: int) -> None:
+    accounts = SessionAccounts()
+    accounts.begin("a", 16_000, 0.0)
+    first = list(range(1, 1001))
+    accounts.compute("a", "a1", first, 1.0)
+    second = [*first[: 1000 - changed], *range(5_000, 5_000 + changed + 50)]
+    assert accounts.compute("a", "a2", second, 1.0) == found
 
 
 def test_a_further_attempt_of_a_request_has_not_computed_its_prompt_before() -> None:
@@ -156,21 +166,45 @@ def test_chains_that_take_turns_in_one_session_are_all_recognised() -> None:
 
 def test_only_what_was_computed_before_and_is_not_cached_is_lost() -> None:
     accounts = SessionAccounts()
-    accounts.lose(MODEL, 10_000, 8_000, 8_000, 0.0)
+    accounts.sent(MODEL, ComputedPrompt(10_000, 8_000, 8_000), 0.0)
     assert accounts.lost_share(1, 0.0) == 0.0
-    accounts.lose(MODEL, 10_000, 2_000, 8_000, 0.0)
-    assert accounts.lost_tokens == 6_000
+    accounts.sent(MODEL, ComputedPrompt(10_000, 8_000, 2_000), 0.0)
     expected_s = MODEL.predict(8_000, 2_000).seconds - MODEL.predict(2_000, 8_000).seconds
     share = accounts.lost_share(2, 0.0)
     assert share == pytest.approx(expected_s * 0.6931471805599453 / (HALF_LIFE_S * 2))
     assert accounts.lost_share(2, HALF_LIFE_S) == pytest.approx(share / 2)
 
 
+def test_what_the_engine_reports_corrects_what_was_predicted() -> None:
+    accounts, right = SessionAccounts(), SessionAccounts()
+    right.sent(MODEL, ComputedPrompt(10_000, 8_000, 2_000), 0.0)
+    work = ComputedPrompt(10_000, 8_000, 8_000)  # evicted while its request waited in the engine's queue
+    accounts.sent(MODEL, work, 0.0)
+    accounts.reported(MODEL, work, 2_000, 0.0)
+    assert accounts.lost_share(1, 0.0) == pytest.approx(right.lost_share(1, 0.0))
+    assert accounts.lost_tokens == 6_000
+    accounts.sent(MODEL, ComputedPrompt(10_000, 8_000, 2_000), 0.0)  # predicted too little: pulled from elsewhere
+    accounts.reported(MODEL, ComputedPrompt(10_000, 8_000, 2_000), 8_000, 0.0)
+    assert accounts.lost_share(1, 0.0) == pytest.approx(right.lost_share(1, 0.0))
+
+
+def test_an_engine_that_reports_no_cached_tokens_corrects_nothing() -> None:
+    accounts = SessionAccounts()
+    work = ComputedPrompt(10_000, 8_000, 8_000)
+    accounts.sent(MODEL, work, 0.0)
+    accounts.reported(MODEL, work, 0, 0.0)
+    assert (accounts.lost_share(1, 0.0), accounts.lost_tokens) == (0.0, 0)
+    accounts.reported(MODEL, work, 8_000, 0.0)
+    accounts.reported(MODEL, work, 0, 0.0)
+    assert accounts.lost_tokens == 8_000
+    assert accounts.lost_share(1, 0.0) > 0.0
+
+
 def test_a_fleet_that_only_recomputes_has_a_share_of_one() -> None:
     accounts = SessionAccounts()
     each_s = MODEL.predict(50_000, 0).seconds - MODEL.predict(0, 50_000).seconds
     for number in range(2_000):
-        accounts.lose(MODEL, 50_000, 0, 50_000, number * each_s)
+        accounts.sent(MODEL, ComputedPrompt(50_000, 50_000, 0), number * each_s)
     assert accounts.lost_share(1, 2_000 * each_s) == pytest.approx(1.0, rel=0.1)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from policies.admission.accounts import SessionAccounts
 from policies.admission.base import AdmissionReason, AdmissionView, Admit, Hold, SessionView
-from policies.admission.gate import AGING_S, AdmissionGate, Held
+from policies.admission.gate import AGING_S, AdmissionGate, Held, Room
 from policies.admission.session_cap import SessionCap
 from policies.types import RequestView
 
@@ -42,7 +42,7 @@ class Line:
 
     def arrive(self, name: str, tokens: int, now_s: float) -> Held | None:
         request = RequestView(name, tokens, session_id=name)
-        answer = self.gate.offer(request, POOL, 2, now_s)
+        answer = self.gate.offer(request, Room(POOL, 2), now_s)
         if isinstance(answer, Held):
             return answer
         self._send(request, now_s)
@@ -51,7 +51,7 @@ class Line:
     def look(self, now_s: float) -> list[str]:
         """Names of the held requests that are sent now, in order."""
         before = len(self.sent)
-        while (held := self.gate.examine(POOL, 2, now_s)) is not None:
+        while (held := self.gate.examine(Room(POOL, 2), now_s)) is not None:
             assert held.admitted is not None
             self._send(held.request, now_s)
         return self.sent[before:]
@@ -155,7 +155,7 @@ def test_another_rule_judges_those_who_wait() -> None:
 def test_asking_changes_nothing() -> None:
     line = Line()
     line.arrive("a", 10_000, 0.0)
-    answer = line.gate.answer(RequestView("b", 5_000), POOL, 2, 0.0)
+    answer = line.gate.answer(RequestView("b", 5_000), Room(POOL, 2), 0.0)
     assert isinstance(answer, Hold)
     assert len(line.gate) == 0
 

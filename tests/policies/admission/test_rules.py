@@ -22,6 +22,7 @@ FULL = AdmissionView(
     kept_tokens=400_000,
     lost_share=0.5,
     instances=4,
+    prefilling=8,
     longest_hold_s=300.0,
 )
 """Pools in use to the last token, and half of the time lost."""
@@ -82,7 +83,7 @@ def test_the_working_set_holds_a_session_that_would_evict_while_the_fleet_recomp
     [
         (FULL._replace(pool_tokens=0), AdmissionReason.POOLS_UNKNOWN),
         (FULL._replace(kept_tokens=0), AdmissionReason.ROOM),
-        (FULL._replace(active_sessions=15), AdmissionReason.IDLE_FLEET),
+        (FULL._replace(prefilling=1), AdmissionReason.IDLE_FLEET),
         (FULL._replace(return_share=0.3), AdmissionReason.NO_RETURN),
         (FULL._replace(lost_share=0.1), AdmissionReason.NO_LOSS),
     ],
@@ -102,11 +103,11 @@ def test_kept_contexts_take_no_more_than_their_share_of_the_pools() -> None:
 
 
 def test_an_idle_moment_is_no_reason_to_send_where_idling_is_permitted() -> None:
-    thinking = FULL._replace(active_sessions=0, active_tokens=0, kept_sessions=80, kept_tokens=1_000_000)
-    assert isinstance(WorkingSet(least_active=0.0, kept_share=1.0).admit(ask(), NEW, thinking), Hold)
+    thinking = FULL._replace(active_sessions=0, active_tokens=0, prefilling=0, kept_sessions=80, kept_tokens=1_000_000)
+    assert isinstance(WorkingSet(least_prefilling=0.0, kept_share=1.0).admit(ask(), NEW, thinking), Hold)
     assert reason(WorkingSet(kept_share=1.0), fleet=thinking) is AdmissionReason.IDLE_FLEET
     nobody = thinking._replace(kept_sessions=0, kept_tokens=0)
-    assert reason(WorkingSet(least_active=0.0), fleet=nobody, tokens=2_000_000) is AdmissionReason.IDLE_FLEET
+    assert reason(WorkingSet(least_prefilling=0.0), fleet=nobody, tokens=2_000_000) is AdmissionReason.IDLE_FLEET
 
 
 def test_once_some_wait_others_wait_too_although_the_loss_has_fallen() -> None:
@@ -123,7 +124,7 @@ def test_once_some_wait_others_wait_too_although_the_loss_has_fallen() -> None:
         (WorkingSet, {"keep_s": -1.0}),
         (WorkingSet, {"fill": 0.0}),
         (WorkingSet, {"lost_share": 1.5}),
-        (WorkingSet, {"least_active": -1.0}),
+        (WorkingSet, {"least_prefilling": -1.0}),
         (WorkingSet, {"return_share": -0.1}),
         (WorkingSet, {"kept_share": 1.5}),
     ],
