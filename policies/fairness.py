@@ -144,17 +144,18 @@ class TenantShares:
         tokens = max(tokens, LEAST_TOKENS)
         if waited and self._waiting:
             self._take_turn(tenant, tokens, now_s)
-        name = tenant.name
-        self._in_flight[name] = self._in_flight.get(name, 0) + tokens
+        name, in_flight = tenant.name, self._in_flight
+        in_flight[name] = in_flight.get(name, 0) + tokens
         return tokens
 
     def ended(self, tenant: Tenant, tokens: int) -> None:
         """End a request counted by ``sent``."""
-        left = self._in_flight[tenant.name] - tokens
+        name, in_flight = tenant.name, self._in_flight
+        left = in_flight[name] - tokens
         if left:
-            self._in_flight[tenant.name] = left
+            in_flight[name] = left
         else:
-            del self._in_flight[tenant.name]
+            del in_flight[name]
 
     def turns(self, now_s: float) -> list[str]:
         """Names of the waiting tenants in the order of their turns. O(tenants * log(tenants))."""
@@ -182,7 +183,7 @@ class TenantShares:
         Every tenant in it waits, except that of a request that has not joined: ``newcomer``. O(n * log(n)).
         """
         waiting = self._waiting
-        accounts: Mapping[str, _Account] = self._accounts
+        accounts = self._accounts
         if newcomer is not None and newcomer.name not in waiting:
             waiting = waiting | {newcomer.name: _Waiting(newcomer, now_s)}
             accounts = {newcomer.name: self._newcomer(newcomer)} | accounts

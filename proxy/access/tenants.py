@@ -20,19 +20,16 @@ _NAME = re.compile(rb"[A-Za-z0-9._@-]{1,64}")
 class Visit:
     """One request of a tenant, from its headers to its end; ``close`` returns its places in the key's limits."""
 
-    __slots__ = ("_counted", "_quota", "_session", "_single", "tenant")
+    __slots__ = ("_counted", "_quota", "_session", "_single", "allows_priority", "tenant")
 
     def __init__(self, tenant: Tenant, quota: Quota | None) -> None:
         self.tenant = tenant
+        self.allows_priority = quota is not None and quota.allow_priority
+        """True if the key permits the body field ``priority``."""
         self._quota = quota
         self._session = ""
         self._single = False
         self._counted = False
-
-    @property
-    def allows_priority(self) -> bool:
-        """True if the key permits the body field ``priority``."""
-        return self._quota is not None and self._quota.allow_priority
 
     def begin(self, session_id: str | None, request_id: str, prompt_tokens: int) -> None:
         """Count session and prompt; a request without a session is a session of its own until it ends.
@@ -63,6 +60,10 @@ class Visit:
             quota.spend(completion_tokens, now_s)
 
 
+_ANYBODY = Visit(NO_TENANT, None)
+"""All requests without key and tenant: without a quota a visit keeps nothing."""
+
+
 class Tenants:
     """Tenants of one proxy."""
 
@@ -86,13 +87,12 @@ class Tenants:
             KeyLimitError: a limit of the key is reached; the request is not counted.
         """
         if key is None:
-            return Visit(NO_TENANT if self._header is None else self._named(headers) or NO_TENANT, None)
+            tenant = None if self._header is None else self._named(headers)
+            return _ANYBODY if tenant is None else Visit(tenant, None)
         quota = self._keys.quota(key)
         quota.enter(time.monotonic())
-        tenant = quota.tenant
-        if quota.names_tenant and self._header is not None:
-            tenant = self._named(headers) or tenant
-        return Visit(tenant, quota)
+        named = self._named(headers) if quota.names_tenant and self._header is not None else None
+        return Visit(named or quota.tenant, quota)
 
     def of_name(self, name: str) -> Tenant:
         """The tenant with a name: that of the key of this name, if there is one."""

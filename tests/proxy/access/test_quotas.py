@@ -151,6 +151,15 @@ def test_the_tenant_is_the_key_or_whom_a_trusted_front_door_names(
     assert all(quota.in_flight == 0 for quota in keys.quotas().values())
 
 
+def test_another_header_of_a_reload_applies_to_the_next_request() -> None:
+    tenants = Tenants(FairnessSettings(), Keys(KeySettings()))
+    headers = {b"x-tenant": b"bob"}
+    assert tenants.enter(None, headers).tenant is NO_TENANT
+    tenants.apply(FairnessSettings(tenant_header="x-tenant"))
+    assert tenants.enter(None, headers).tenant == Tenant("bob")
+    assert tenants.of_name("eve") == Tenant("eve")
+
+
 def test_a_header_that_is_none_is_refused() -> None:
     with pytest.raises(SettingsError, match="not a header name"):
         load_settings(None, instances=[{"url": "http://a"}], fairness={"tenant_header": "x y"})
