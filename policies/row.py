@@ -73,6 +73,8 @@ class Row:
     """Reason for which it was sent when it was; None: it was not."""
     held_s: float = 0.0
     """Seconds for which admission held it."""
+    tenant: str | None = None
+    """Name of its tenant; None: it has none."""
 
     def note_leg(self, leg: str, predicted_s: float, actual_s: float) -> None:
         """Record predicted and actual seconds of a leg."""
@@ -98,6 +100,7 @@ class Row:
         return {
             "request_id": self.request_id,
             "session_id": self.session_id,
+            "tenant": self.tenant,
             "arrived_unix_s": self.arrived_unix_s,
             "endpoint": self.endpoint,
             "stream": self.stream,

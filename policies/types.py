@@ -94,6 +94,20 @@ class OffloadReason(StrEnum):
     FELL_BACK_D_ERROR = "fell_back_d_error"
 
 
+class Tenant(NamedTuple):
+    """Those who share one part of the fleet: holders of an API key, or those whom a trusted front door names."""
+
+    name: str = ""
+    """Empty for requests without a tenant, which count as one tenant together."""
+    weight: float = 1.0
+    """Its share relative to the other tenants' weights; positive."""
+    priority: int = 0
+    """Its waiting requests go ahead of those of tenants with a lower one."""
+
+
+NO_TENANT = Tenant()
+
+
 class RequestView(NamedTuple):
     """Properties of a request that policies may use."""
 
@@ -113,6 +127,9 @@ class RequestView(NamedTuple):
     """False for requests a hand-off cannot carry: several prompts or choices, log probabilities of the prompt."""
     plain: bool = True
     """True if KV events can report these blocks: token ids for a base model, no adapter, no cache salt."""
+    tenant: Tenant = NO_TENANT
+    agent: str | None = None
+    """Kind of the agent that sent it, in the client's words; None if it gave none."""
 
 
 class InstanceView(NamedTuple):

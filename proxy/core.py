@@ -10,6 +10,7 @@ import httpx
 from proxy.access.forwarding import Forwarding
 from proxy.access.keys import Keys
 from proxy.access.rules import Access
+from proxy.access.tenants import Tenants
 from proxy.breakdown import Breakdown
 from proxy.clients.bounds import ClientBounds
 from proxy.clip import clip
@@ -28,6 +29,7 @@ from proxy.loop_lag import LoopLag
 from proxy.metrics.admission import AdmissionMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
+from proxy.metrics.tenants import TenantMetrics
 from proxy.request.parse import Parsed
 from proxy.resolver import Resolver
 from proxy.routing.admission import Admission
@@ -51,6 +53,7 @@ class Core:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.keys = Keys(settings.keys)
+        self.tenants = Tenants(settings.fairness, self.keys)
         self.access = Access(settings, self.keys)
         self.rejections = LimitedLog(logging.getLogger("warmroute.proxy"))
         """Log of rejected generation requests; others are in ``access.refusals``."""
@@ -75,7 +78,8 @@ class Core:
         self.session_headers = tuple(name.lower().encode("latin-1") for name in settings.sessions.headers)
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
-        self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)
+        state, shares = self.router.state, self.router.routing.gate.shares
+        self.admission = Admission(settings.limits, self.instances, self.router, state.ledger, shares)
         self.holding = HoldingLine(settings.admission, self.router, self.instances, self.admission)
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
@@ -83,6 +87,7 @@ class Core:
             self.metrics.registry, self.instances, self.admission, self.retries, self.router.watch, self.clients
         )
         AdmissionMetrics(self.metrics.registry, self.router.state.accounts, self.holding)
+        TenantMetrics(self.metrics.registry, self.metrics.tenants, shares, self.keys)
         self.lag = LoopLag()
         self.draining = False
         self.ends_s: float | None = None

@@ -110,6 +110,10 @@ class Hold(NamedTuple):
     """Filled in by the gate; 0: unknown."""
     behind: int = 0
     """Held requests that would be sent before it; filled in by the gate."""
+    tenant: str = ""
+    """Name of its tenant; filled in by the gate."""
+    behind_in_tenant: int = 0
+    """Those of ``behind`` that are of its tenant; filled in by the gate."""
 
 
 class AdmissionRule(Protocol):

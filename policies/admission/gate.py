@@ -9,7 +9,8 @@ from typing import NamedTuple
 from policies.admission.accounts import SessionAccounts
 from policies.admission.base import MAX_HOLD_S, AdmissionReason, AdmissionRule, AdmissionView, Admit, Hold
 from policies.admission.never_hold import NeverHold
-from policies.types import PolicyFailure, PolicyPart, RequestView
+from policies.fairness import TenantShares
+from policies.types import PolicyFailure, PolicyPart, RequestView, Tenant
 
 AGING_S = 30.0
 """A request that waited for this long counts half its tokens in the order of the line."""
@@ -46,16 +47,34 @@ class Held:
         """Set when it may be sent."""
 
 
+class _Place(NamedTuple):
+    """Requests before one in line."""
+
+    ahead: int = 0
+    tokens: int = 0
+    """Their prompt tokens."""
+    of_tenant: int = 0
+    """Those of its own tenant."""
+
+
+_FIRST = _Place()
+_NEW = Hold(AdmissionReason.LINE_FULL)
+"""Stand-in for the answer to a request that is not held yet."""
+
+
 class AdmissionGate:
     """Decides with a rule and keeps the line. Synchronous; the caller sends what ``examine`` returns.
 
     Order: fewest tokens first, since short ones take little room and their sessions are served sooner on average; a
-    request that has waited ``w`` seconds counts ``tokens / (1 + w / AGING_S)``. One that does not fit does not block
-    the others. After ``max_hold_s`` it is sent regardless, so no request waits longer.
+    request that has waited ``w`` seconds counts ``tokens / (1 + w / AGING_S)``. Requests of several tenants take turns
+    (`policies.fairness`), each tenant's in this order. One that does not fit does not block the others. After
+    ``max_hold_s`` it is sent regardless, so no request waits longer.
     """
 
     def __init__(self, rule: AdmissionRule, accounts: SessionAccounts, max_hold_s: float = MAX_HOLD_S) -> None:
         self.accounts = accounts
+        self.shares = TenantShares()
+        """Turns of the tenants; the caller counts there what it sends."""
         self.sent_at_once = Admit(AdmissionReason.NEVER_HOLDS)
         self._line: dict[Held, None] = {}
         self._flow: deque[tuple[float, int]] = deque()
@@ -87,59 +106,84 @@ class AdmissionGate:
             self._flow_tokens = 0
         held = Held(request, now_s, answer)
         self._line[held] = None
+        self.shares.join(request.tenant, now_s)
         return held
 
     def answer(self, request: RequestView, room: Room, now_s: float) -> Admit | Hold:
         """The answer that ``offer`` would give; nothing is changed."""
-        ahead = [held.request.prompt_tokens for held in self._line if _rank(held, now_s) <= request.prompt_tokens]
-        return self._ask(request, 0.0, len(ahead), sum(ahead), len(self._line), room, now_s)
+        place = self._place_of(request, now_s)
+        return self._ask(request, 0.0, place, len(self._line), room, now_s)
 
     def line(self, now_s: float) -> list[Held]:
         """Held requests in the order in which they are looked at."""
-        return sorted(self._line, key=lambda each: _rank(each, now_s))
+        return self._in_turns(sorted(self._line, key=lambda each: _rank(each, now_s)), now_s)
 
     def leave(self, held: Held) -> None:
         """The client of a held request has left."""
-        self._line.pop(held, None)
+        if held in self._line:
+            del self._line[held]
+            self.shares.leave(held.request.tenant)
 
     def examine(self, room: Room, now_s: float, stuck: Container[Held] = frozenset()) -> Held | None:
         """The next request that may be sent, taken out of the line; the caller sends it and asks again.
 
         ``stuck``: requests that could not be sent now, for another reason than the rule's.
         """
-        ahead_tokens = 0
-        for ahead, held in enumerate(self._line if self.never_holds else self.line(now_s)):
+        ahead, ahead_tokens = 0, 0
+        by_tenant: dict[str, int] = {}
+        for held in self._line if self.never_holds else self.line(now_s):
             waited_s = now_s - held.since_s
+            name = held.request.tenant.name
+            place = _Place(ahead, ahead_tokens, by_tenant.get(name, 0))
+            ahead, ahead_tokens = ahead + 1, ahead_tokens + held.request.prompt_tokens
+            by_tenant[name] = place.of_tenant + 1
             if held in stuck:
-                ahead_tokens += held.request.prompt_tokens
                 continue
             if waited_s >= self.max_hold_s:
                 answer: Admit | Hold = Admit(AdmissionReason.HELD_LONG_ENOUGH)
             else:
                 others = len(self._line) - 1
-                answer = self._ask(held.request, waited_s, ahead, ahead_tokens, others, room, now_s)
+                answer = self._ask(held.request, waited_s, place, others, room, now_s)
             if isinstance(answer, Admit):
                 self._passed(answer, held.request, now_s)
-                del self._line[held]
+                self.leave(held)
                 held.admitted = answer
                 return held
             held.hold = answer
-            ahead_tokens += held.request.prompt_tokens
         return None
+
+    def _in_turns(self, ranked: list[Held], now_s: float) -> list[Held]:
+        if not self.shares.contended:
+            return ranked
+        return self.shares.interleaved(ranked, _tenant_of, _tokens_of, now_s)
+
+    def _place_of(self, request: RequestView, now_s: float) -> _Place:
+        """Place that a new request would have."""
+        if not self._line:
+            return _FIRST
+        if not self.shares.contends(request.tenant):
+            tokens = [held.request.prompt_tokens for held in self._line if _rank(held, now_s) <= request.prompt_tokens]
+            return _Place(len(tokens), sum(tokens), len(tokens))
+        newcomer = Held(request, now_s, _NEW)
+        # Behind those of its own rank, as they have waited.
+        ranked = sorted((*self._line, newcomer), key=lambda each: _rank(each, now_s))
+        ordered = self.shares.interleaved(ranked, _tenant_of, _tokens_of, now_s, request.tenant)
+        before = [held.request for held in ordered[: ordered.index(newcomer)]]
+        own = sum(1 for each in before if each.tenant.name == request.tenant.name)
+        return _Place(len(before), sum(each.prompt_tokens for each in before), own)
 
     def _ask(
         self,
         request: RequestView,
         waited_s: float,
-        ahead: int,
-        ahead_tokens: int,
+        place: _Place,
         held: int,
         room: Room,
         now_s: float,
     ) -> Admit | Hold:
         accounts = self.accounts
         accounts.expire(now_s)
-        expected_s = self._expected_wait_s(ahead_tokens + request.prompt_tokens, now_s)
+        expected_s = self._expected_wait_s(place.tokens + request.prompt_tokens, now_s)
         fleet = AdmissionView(
             room.pool_tokens,
             accounts.active_sessions,
@@ -162,7 +206,14 @@ class AdmissionGate:
                 raise
             self.on_failure(PolicyFailure.of(PolicyPart.ADMISSION, self.rule.name, error))
             return _FAILED
-        return answer if isinstance(answer, Admit) else answer._replace(expected_wait_s=expected_s, behind=ahead)
+        if isinstance(answer, Admit):
+            return answer
+        return answer._replace(
+            expected_wait_s=expected_s,
+            behind=place.ahead,
+            tenant=request.tenant.name,
+            behind_in_tenant=place.of_tenant,
+        )
 
     def _passed(self, answer: Admit, request: RequestView, now_s: float) -> None:
         if self._line and answer.reason is not AdmissionReason.RESIDENT:
@@ -194,3 +245,11 @@ def _check(rule: str, answer: Admit | Hold) -> None:
 
 def _rank(held: Held, now_s: float) -> float:
     return held.request.prompt_tokens / (1.0 + (now_s - held.since_s) / AGING_S)
+
+
+def _tenant_of(held: Held) -> Tenant:
+    return held.request.tenant
+
+
+def _tokens_of(held: Held) -> int:
+    return held.request.prompt_tokens

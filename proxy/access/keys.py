@@ -6,9 +6,12 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections import Counter
+import time
+from collections.abc import Mapping
 from typing import NewType
 
+from policies.types import Tenant
+from proxy.access.quotas import Quota
 from proxy.errors import RequestError
 from proxy.settings import KeyLists, KeySettings, SettingsError
 
@@ -23,11 +26,14 @@ _SCHEME = b"bearer "
 
 
 class Keys:
-    """API keys of both sides: ``client`` for ``/v1/*``, ``admin`` for everything else. Only ``reload`` does I/O."""
+    """API keys of both sides: ``client`` for ``/v1/*``, ``admin`` for everything else. Only ``reload`` does I/O.
+
+    A client key's ``quota`` survives a reload that keeps its name.
+    """
 
     def __init__(self, settings: KeySettings) -> None:
         self._settings = settings
-        self._in_flight: Counter[KeyName] = Counter()
+        self._quotas: dict[KeyName, Quota] = {}
         self._take(settings.lists())
 
     def client(self, headers: dict[bytes, bytes]) -> KeyName | None:
@@ -59,33 +65,18 @@ class Keys:
         """True if admin keys are configured."""
         return bool(self._admin)
 
-    def max_concurrent(self, name: KeyName) -> int | None:
-        """Maximum requests in flight of a client key; None: unlimited."""
-        return self._max_concurrent.get(name)
+    def quota(self, name: KeyName) -> Quota:
+        """Limits of a client key, and its use of them."""
+        return self._quotas[name]
 
-    def enter(self, name: KeyName | None) -> None:
-        """Count a request of a key as in flight; ``leave`` must follow.
+    def quotas(self) -> Mapping[KeyName, Quota]:
+        """Those of all client keys, by name."""
+        return self._quotas
 
-        Raises:
-            RequestError: 429, the key's ``max_concurrent`` is reached; the request is not counted.
-        """
-        if name is None:
-            return
-        bound = self._max_concurrent.get(name)
-        if bound is not None and self._in_flight[name] >= bound:
-            raise RequestError(
-                429,
-                f"{bound} requests with this API key are in flight, its maximum (max_concurrent)",
-                kind="rate_limit_error",
-                code="rate_limit_exceeded",
-                retry_after_s=1,
-            )
-        self._in_flight[name] += 1
-
-    def leave(self, name: KeyName | None) -> None:
-        """End a request counted by ``enter``."""
-        if name is not None:
-            self._in_flight[name] -= 1
+    def tenant(self, name: str) -> Tenant | None:
+        """The tenant of the client key with this name; None if there is none."""
+        quota = self._quotas.get(KeyName(name))
+        return None if quota is None else quota.tenant
 
     def reload(self, settings: KeySettings | None = None, *, dry_run: bool = False) -> None:
         """Read the keys again, from ``settings`` or the previous ones; keeps the old keys on failure.
@@ -112,9 +103,12 @@ class Keys:
     def _take(self, lists: KeyLists) -> None:
         self._client = tuple((KeyName(key.name), bytes.fromhex(key.sha256)) for key in lists.client)
         self._admin = tuple((KeyName(key.name), bytes.fromhex(key.sha256)) for key in lists.admin)
-        self._max_concurrent = {
-            KeyName(key.name): key.max_concurrent for key in lists.client if key.max_concurrent is not None
-        }
+        now_s, before = time.monotonic(), self._quotas
+        self._quotas = {}
+        for key in lists.client:
+            name = KeyName(key.name)
+            quota = self._quotas[name] = before.get(name) or Quota(key, now_s)
+            quota.apply(key, now_s)
 
 
 def new_key() -> str:

@@ -11,13 +11,15 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from policies.registry import parameters
-from policies.types import Decision, NoCandidateError
+from policies.types import NO_TENANT, Decision, NoCandidateError
 from proxy.admin.conditions import conditions
 from proxy.admin.instance_rows import departure_row, instance_rows
+from proxy.admin.tenant_rows import tenant_rows
 from proxy.breakdown import plain
 from proxy.core import Core
 from proxy.errors import RequestError
 from proxy.operations.fleet_changes import FleetChanges
+from proxy.request.agent import agent_of
 from proxy.request.parse import Endpoint, session_of
 
 
@@ -82,6 +84,7 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
         request_class: Annotated[str | None, Query(alias="class", description="WARM, MEDIUM or HEAVY")] = None,
         outcome: str | None = None,
         session_id: str | None = None,
+        tenant: str | None = None,
         request_id: str | None = None,
     ) -> JSONResponse | StreamingResponse:
         wanted = {
@@ -89,6 +92,7 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
             "class": request_class,
             "outcome": outcome,
             "session_id": session_id,
+            "tenant": tenant,
             "request_id": request_id,
         }
         rows = core.breakdown.select(limit, **{key: value for key, value in wanted.items() if value is not None})
@@ -113,8 +117,13 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
         return _policy(core)
 
     @routes.post("/explain", summary="Decision of every policy for a request, with all scores; changes no state")
-    async def explain(request: Request) -> dict[str, Any]:
-        return await _explain(core, dict(request.scope["headers"]), await request.body())
+    async def explain(
+        request: Request,
+        tenant: Annotated[
+            str | None, Query(pattern=r"^[A-Za-z0-9._@-]{1,64}$", description="whose place in line to explain")
+        ] = None,
+    ) -> dict[str, Any]:
+        return await _explain(core, dict(request.scope["headers"]), await request.body(), tenant)
 
     return routes
 
@@ -136,6 +145,7 @@ def _stats(core: Core) -> dict[str, Any]:
         },
         "admission": core.admission.as_dict(),
         "holding": core.holding.as_dict(),
+        "tenants": tenant_rows(core),
         "retries": core.retries.as_dict(time.monotonic()),
         "sessions": len(state.sessions),
         "index": {"distinct_blocks": state.index.distinct_blocks, "block_tokens": core.router.block_tokens},
@@ -167,13 +177,14 @@ def _policy(core: Core) -> dict[str, Any]:
     }
 
 
-async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict[str, Any]:
+async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes, tenant: str | None) -> dict[str, Any]:
     endpoint = Endpoint.CHAT if b'"messages"' in body else Endpoint.COMPLETIONS
     parsed = await core.router.parse_fairly(endpoint, body)
     core.check_model(parsed.fields.model)
     parsed = await core.tokenized(parsed)
     session_id = session_of(headers, core.session_headers, parsed.fields)
-    request = core.router.view(parsed, "explain", session_id)
+    whose = NO_TENANT if tenant is None else core.tenants.of_name(tenant)
+    request = core.router.view(parsed, "explain", session_id, whose, agent_of(headers))
     try:
         fleet, answers = core.router.explain(request, core.instances.healthy(parsed.fields.model))
     except NoCandidateError as error:
@@ -188,6 +199,8 @@ async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict
             "blocks": len(request.block_hashes),
             "block_tokens": request.block_tokens,
             "session_id": session_id,
+            "tenant": whose.name or None,
+            "agent": request.agent,
             "pinned_instance": fleet.pinned,
         },
         "fleet": [view._asdict() for view in fleet.instances],

@@ -8,6 +8,8 @@ import time
 from policies.row import RequestOutcome, Row
 from policies.session import Routed
 from policies.types import NoCandidateError, RequestView
+from proxy.access.quotas import KeyLimitError
+from proxy.access.tenants import Visit
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
 from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
@@ -16,13 +18,15 @@ from proxy.exchange.attempts import Attempts
 from proxy.exchange.offloading import hand_over
 from proxy.exchange.relay import ClientStalledError, StreamRelay
 from proxy.fleet.instances import Instance
+from proxy.request.agent import agent_of
 from proxy.request.bodies import request_usage
 from proxy.request.parse import Parsed, session_of
 from proxy.request.stream_filter import StreamFilter, Unread
 from proxy.request.usage import Usage, UsageFilter, usage_of_answer, with_cached_tokens
 from proxy.resume.plan import ResumeResult
 from proxy.resume.run import Resuming
-from proxy.routing.admission import QueueError, Seat
+from proxy.routing.admission import Seat
+from proxy.routing.refusals import QueueError
 
 
 class Exchange:
@@ -32,8 +36,9 @@ class Exchange:
     """D of the current attempt; its name may belong to another engine, or none, by the time it answers."""
     _seat: Seat
 
-    def __init__(self, core: Core, row: Row, inbound: Inbound) -> None:
+    def __init__(self, core: Core, row: Row, inbound: Inbound, visit: Visit) -> None:
         self._core = core
+        self._visit = visit
         self._row = row
         self._inbound = inbound
         self._headers = inbound.headers
@@ -85,14 +90,15 @@ class Exchange:
         session_id = session_of(self._headers, core.session_headers, parsed.fields)
         row.session_id, row.stream = session_id, parsed.stream
         parsed = await core.tokenized(parsed)
-        request = core.router.view(parsed, row.request_id, session_id)
+        request = core.router.view(parsed, row.request_id, session_id, self._visit.tenant, agent_of(self._headers))
         row.prompt_tokens = request.prompt_tokens
         row.stages_ms["parse"] = self._elapsed_ms()
         core.retries.arrived(time.monotonic())
         seat = self._seat = core.admission.seat(parsed.fields.model)
         try:
+            self._visit.begin(session_id, row.request_id, request.prompt_tokens)
             await self._serve_seated(parsed, request, seat)
-        except QueueError as error:
+        except (KeyLimitError, QueueError) as error:
             row.outcome = error.outcome
             raise
         finally:

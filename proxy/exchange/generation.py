@@ -77,16 +77,17 @@ class Generation:
                 row.outcome = RequestOutcome.NO_INSTANCE
                 inbound.keep_alive = False
                 raise draining_error()
-            core.keys.enter(key)
+            visit = core.tenants.enter(key, inbound.headers)
         except RequestError:
             if row.outcome is RequestOutcome.INTERNAL_ERROR:
                 row.outcome = RequestOutcome.REJECTED
             raise
+        row.tenant = visit.tenant.name or None
         try:
-            parsed = await self._parsed(inbound, row)
-            await Exchange(core, row, inbound).run(parsed)
+            parsed = await self._parsed(inbound, row, allow_priority=visit.allows_priority)
+            await Exchange(core, row, inbound, visit).run(parsed)
         finally:
-            core.keys.leave(key)
+            visit.close(row.completion_tokens)
 
     def _log_rejected(self, inbound: Inbound, error: RequestError) -> None:
         self._core.rejections.warning(
@@ -98,9 +99,11 @@ class Generation:
             clip(error.message, 300),
         )
 
-    async def _parsed(self, inbound: Inbound, row: Row) -> Parsed:
+    async def _parsed(self, inbound: Inbound, row: Row, *, allow_priority: bool) -> Parsed:
         try:
-            parsed = await self._core.router.parse_fairly(Endpoint(inbound.path), inbound.body)
+            parsed = await self._core.router.parse_fairly(
+                Endpoint(inbound.path), inbound.body, allow_priority=allow_priority
+            )
             self._core.check_model(parsed.fields.model)
         except RequestError:
             row.outcome = RequestOutcome.REJECTED

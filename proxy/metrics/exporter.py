@@ -10,6 +10,7 @@ from proxy.fleet.instances import Instances
 from proxy.metrics.instances import Readings, instance_families
 from proxy.metrics.predictions import PredictionErrors
 from proxy.metrics.tallies import Spread, Tally
+from proxy.metrics.tenants import TenantTallies
 from proxy.routing.router import Router
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -90,6 +91,7 @@ class Metrics:
             "Sum of |predicted - actual| seconds of legs",
             ["leg"],
         )
+        self.tenants = TenantTallies(self.registry)
         self._readings = Readings()
         self.registry.register(self._readings)
 
@@ -100,6 +102,8 @@ class Metrics:
         self._requests.values[instance, row.outcome] += 1
         if row.admission is not None:
             self._admissions.values[(row.admission,)] += 1
+        if row.tenant is not None:
+            self.tenants.record(row.tenant, row)
         if decision is None:
             return
         request_class = decision.request_class

@@ -152,6 +152,7 @@ class Reloader:
         core, offload, limits = self._core, settings.offload, settings.limits
         core.keys.reload(settings.keys)
         core.settings = settings
+        core.tenants.apply(settings.fairness)
         core.access.apply(settings)
         core.forwarding.apply(settings)
         core.router.apply(settings)

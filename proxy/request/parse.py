@@ -12,7 +12,7 @@ from xxhash import xxh3_128_hexdigest
 
 from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
 from policies.predict.exact_index import plain_root
-from policies.types import RequestView
+from policies.types import NO_TENANT, RequestView, Tenant
 from proxy.errors import RequestError
 from proxy.request.generation_body import GenerationBody, decode_fields, large_fields
 from proxy.request.media import may_have_media, without_media
@@ -149,6 +149,8 @@ def request_view(
     block_tokens: int,
     text_block_bytes: int,
     bytes_per_token: float,
+    tenant: Tenant = NO_TENANT,
+    agent: str | None = None,
 ) -> RequestView:
     """View of a request for policies: exact for token ids, by the learned ratio for text."""
     prompt = parsed.prompt
@@ -170,6 +172,8 @@ def request_view(
         exact,
         _may_offload(parsed),
         prompt.plain,
+        tenant,
+        agent,
     )
 
 

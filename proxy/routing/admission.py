@@ -1,10 +1,10 @@
-"""Admission control: caps on requests in flight, and one bounded FIFO queue.
+"""Admission control: caps on requests in flight, and one bounded queue, fair between tenants.
 
 A request is admitted by being routed: one synchronous step chooses an instance below its cap and enters the lease into
 the ledger, so the caps hold for any number of simultaneous arrivals. A request without room waits. When a lease is
-released, a client leaves or an instance recovers, the waiting requests are routed in order of arrival until one does
-not fit; each waiter is woken after it has been routed. There is no polling or spurious wake-up. A request may only
-overtake those for other models, served by other engines, which are full.
+released, a client leaves or an instance recovers, the waiting requests are routed until one does not fit: tenants in
+turns (`policies.fairness`), a tenant's requests in order of arrival. Each waiter is woken after it has been routed.
+There is no polling or spurious wake-up. Requests for other models, served by other engines which are full, block none.
 """
 
 from __future__ import annotations
@@ -17,27 +17,18 @@ from collections.abc import Callable, Set
 from math import ceil
 from typing import Protocol
 
+from policies.fairness import FairQueue, TenantShares
 from policies.ledger import Ledger
-from policies.row import RequestOutcome
 from policies.session import Routed
 from policies.types import NoCandidateError, RequestView, Role
-from proxy.errors import RequestError
 from proxy.fleet.breaker import Trial
 from proxy.fleet.instances import Instances
+from proxy.routing.refusals import queue_full, queued_too_long
 from proxy.settings import LimitSettings
 
 log = logging.getLogger("warmroute.admission")
 
 NO_INSTANCES: frozenset[str] = frozenset()
-
-
-class QueueError(RequestError):
-    """A request that was not admitted."""
-
-    def __init__(self, status: int, message: str, outcome: RequestOutcome, retry_after_s: int) -> None:
-        kind = "rate_limit_error" if status == 429 else "service_unavailable"
-        super().__init__(status, message, kind=kind, code=outcome.value, retry_after_s=retry_after_s)
-        self.outcome = outcome
 
 
 class Routes(Protocol):
@@ -51,12 +42,21 @@ class Routes(Protocol):
 class Admission:
     """Admission of one proxy. Every request takes a ``seat`` and closes it at its end."""
 
-    def __init__(self, limits: LimitSettings, instances: Instances, router: Routes, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        limits: LimitSettings,
+        instances: Instances,
+        router: Routes,
+        ledger: Ledger,
+        shares: TenantShares | None = None,
+    ) -> None:
+        """``shares``: turns of the tenants, those of the line of held requests if there is one."""
         self._limits = limits
         self._instances = instances
         self._router = router
         self._ledger = ledger
-        self._queue: OrderedDict[Seat, None] = OrderedDict()
+        self.shares = shares or TenantShares()
+        self._queue: FairQueue[Seat] = FairQueue(self.shares)
         self._again: OrderedDict[Seat, None] = OrderedDict()
         self._models: Counter[str | None] = Counter()  # of the requests in the queue
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -146,20 +146,27 @@ class Admission:
         return [trial for trial in trials if trial is not None]
 
     def _join(self, seat: Seat) -> None:
-        queue = self._again if seat.admitted else self._queue
         if not seat.admitted and len(self._queue) >= self._limits.queue_size:
-            self.refused_full += 1
-            raise QueueError(
-                429,
-                f"all instances are at their limits, {len(self._queue)} request(s) are queued (limits.queue_size)",
-                RequestOutcome.QUEUE_FULL,
-                self.retry_after_s(),
-            )
+            self._make_place(seat)
         self._loop = asyncio.get_running_loop()
         seat.waits_since_s = time.monotonic()
-        queue[seat] = None
-        if not seat.admitted:
-            self._models[seat.model] += 1
+        if seat.admitted:
+            self._again[seat] = None
+            return
+        self._queue.append(seat, seat.request.tenant, seat.waits_since_s)
+        self._models[seat.model] += 1
+        seat.waited = True
+
+    def _make_place(self, seat: Seat) -> None:
+        """Refuse a request of the tenant that uses most of a full queue: this one, or else that tenant's last."""
+        self.refused_full += 1
+        error = queue_full(len(self._queue), self.retry_after_s())
+        last = self._queue.last_of_largest(seat.request.tenant)
+        if last is None:
+            raise error
+        self._dequeue(last)
+        if last.granted is not None and not last.granted.done():
+            last.granted.set_exception(error)
 
     def _leave(self, seat: Seat) -> None:
         waited_s = time.monotonic() - seat.waits_since_s
@@ -171,7 +178,7 @@ class Admission:
     def _dequeue(self, seat: Seat) -> None:
         self._again.pop(seat, None)
         if seat in self._queue:
-            del self._queue[seat]
+            self._queue.remove(seat)
             self._models[seat.model] -= 1
             if not self._models[seat.model]:
                 del self._models[seat.model]
@@ -179,17 +186,23 @@ class Admission:
     def _move_up(self) -> None:
         self._moving_up = False
         # Retries may exclude some instances, so one that does not fit must not block the others.
-        for seat in list(self._again):
-            self._try(seat)
-        while self._queue and len(self._models) == 1:
-            if not self._try(next(iter(self._queue))):
-                return
-        # Several models: those that are full must not block the others. Equal sets of instances are tried once.
+        for again in list(self._again):
+            self._try(again)
+        # Those for a model that is full must not block the others. Equal sets of instances are tried once.
         full: set[frozenset[str]] = set()
-        for seat in list(self._queue):
-            lacking = self._instances.served.lacking(seat.model) if seat.model is not None else NO_INSTANCES
-            if lacking not in full and not self._try(seat):
-                full.add(lacking)
+        now_s = time.monotonic()
+
+        def stuck(seat: Seat) -> bool:
+            return self._lacking(seat) in full
+
+        while (seat := self._queue.next(now_s, stuck if full else _never)) is not None:
+            if not self._try(seat):
+                if len(self._models) == 1:
+                    return
+                full.add(self._lacking(seat))
+
+    def _lacking(self, seat: Seat) -> frozenset[str]:
+        return self._instances.served.lacking(seat.model) if seat.model is not None else NO_INSTANCES
 
     def _try(self, seat: Seat) -> bool:
         """Try to route a waiting request; True if its wait has ended, with a place or an error."""
@@ -218,6 +231,7 @@ class Seat:
 
     __slots__ = (
         "_admission",
+        "_counted_tokens",
         "_routed",
         "_trials",
         "admitted",
@@ -227,6 +241,7 @@ class Seat:
         "queued_s",
         "request",
         "tried",
+        "waited",
         "waits_since_s",
     )
 
@@ -239,6 +254,9 @@ class Seat:
         self._trials: list[Trial] = []
         self.tried: Set[str] = NO_INSTANCES
         self.admitted = False
+        self.waited = False
+        """True once it was held or in the queue, so that it counts against its tenant's share."""
+        self._counted_tokens = 0
         self.granted: asyncio.Future[None] | None = None
         self.waits_since_s = 0.0
         self.queued_s = 0.0
@@ -272,11 +290,12 @@ class Seat:
         Raises:
             NoCandidateError: no instance, however idle, may take it.
         """
+        self.waited = True
         self._routed = self.route(self.request, NO_INSTANCES)
         return self._routed is not None
 
     async def wait(self) -> Routed:
-        """Wait for room and be routed, in order of arrival per model; retries of admitted requests come first.
+        """Wait for room and be routed, as its tenant's turn comes; retries of admitted requests come first.
 
         Raises:
             NoCandidateError: no instance may take it; for a retry, also on timeout.
@@ -307,6 +326,10 @@ class Seat:
         if not self.admitted:
             self.admitted = True
             self._admission.in_flight += 1
+            now_s = time.monotonic() if self.waited else 0.0  # unused unless it waited
+            self._counted_tokens = self._admission.shares.sent(
+                self.request.tenant, routed.decision.new_tokens, now_s, waited=self.waited
+            )
 
     def close(self) -> None:
         """Return everything the request still owns, on any outcome."""
@@ -321,6 +344,7 @@ class Seat:
         if self.admitted:
             self.admitted = False
             self._admission.in_flight -= 1
+            self._admission.shares.ended(self.request.tenant, self._counted_tokens)
             self._admission.wake()
 
     def _taken(self) -> Routed:
@@ -343,15 +367,7 @@ class Seat:
             granted.set_exception(NoCandidateError("no other instance had room in time"))
             return
         admission.refused_late += 1
-        timeout_s = admission._limits.queue_timeout_s
-        granted.set_exception(
-            QueueError(
-                503,
-                f"no instance had room within {timeout_s:g} s (limits.queue_timeout_s)",
-                RequestOutcome.QUEUE_TIMEOUT,
-                admission.retry_after_s(),
-            )
-        )
+        granted.set_exception(queued_too_long(admission._limits.queue_timeout_s, admission.retry_after_s()))
 
 
 def _ignore_wait(_: float) -> None:
@@ -360,3 +376,7 @@ def _ignore_wait(_: float) -> None:
 
 def _ignore_wake() -> None:
     """Default of ``on_wake``."""
+
+
+def _never(_: Seat) -> bool:
+    return False

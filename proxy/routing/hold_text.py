@@ -25,6 +25,8 @@ def offer_sentence(answer: Admit | Hold) -> str:
 
 def _state(hold: Hold) -> str:
     parts = [_cause(hold), f"{_place(hold.behind)} in line"]
+    if hold.tenant:
+        parts.append(f"{_place(hold.behind_in_tenant)} of tenant {hold.tenant}")
     if hold.expected_wait_s:
         parts.append(f"expected wait {hold.expected_wait_s:.0f} s")
     return ", ".join(parts)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -19,11 +18,12 @@ from typing import Any, NamedTuple
 from policies.admission.base import AdmissionReason, Admit, Hold
 from policies.admission.gate import LOOK_S, Held
 from policies.registry import parameters
-from policies.row import RequestOutcome, Row
+from policies.row import Row
 from policies.types import RequestView, Role
 from proxy.fleet.instances import Instances
-from proxy.routing.admission import NO_INSTANCES, Admission, QueueError, Seat
+from proxy.routing.admission import NO_INSTANCES, Admission, Seat
 from proxy.routing.hold_text import held_sentence, offer_sentence
+from proxy.routing.refusals import wait_too_long
 from proxy.routing.router import Router
 from proxy.settings import AdmissionSettings
 
@@ -115,7 +115,7 @@ class HoldingLine:
         if limit_s is not None and expected_s > limit_s:
             self._gate.leave(answer)
             self.refused += 1
-            raise _too_long(expected_s, limit_s)
+            raise wait_too_long(expected_s, limit_s)
         if len(self._gate) > self._settings.max_held or self._closed:
             self._gate.leave(answer)
             row.admission = AdmissionReason.LINE_FULL
@@ -274,16 +274,6 @@ class HoldingLine:
     def _may_decode(self, model: str | None) -> bool:
         role = self._router.state.role
         return any(role(name) is not Role.KV_PRODUCER for name in self._instances.healthy(model))
-
-
-def _too_long(expected_s: float, limit_s: float) -> QueueError:
-    return QueueError(
-        429,
-        f"the fleet's KV pools are full: the expected wait is {expected_s:.0f} s, above {limit_s:g} s "
-        "(admission.reject_above_s)",
-        RequestOutcome.WAIT_TOO_LONG,
-        max(1, math.ceil(expected_s)),
-    )
 
 
 def _shown(answer: Admit | Hold, sentence: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from policies.session import Routed, RoutingSession
 from policies.sessions import SessionTable
 from policies.snapshot import FleetSnapshot
 from policies.state import FleetState
-from policies.types import Decision, PolicyFailure, RequestView, Role
+from policies.types import NO_TENANT, Decision, PolicyFailure, RequestView, Role, Tenant
 from proxy.request.parse import (
     AT_ONCE_BYTES,
     Endpoint,
@@ -43,6 +43,8 @@ from proxy.settings import Settings
 from proxy.settings.routing import admission_rule
 
 log = logging.getLogger("warmroute.policy")
+
+_PRIORITY = frozenset({"priority"})
 
 
 class Router:
@@ -106,9 +108,12 @@ class Router:
         """Parse a body at once with the effective block sizes; raises RequestError."""
         return at_once(self._parse_steps(endpoint, body))
 
-    async def parse_fairly(self, endpoint: Endpoint, body: bytes) -> Parsed:
-        """Parse a body; a large one in steps, after those before it. Raises RequestError."""
-        steps = self._parse_steps(endpoint, body)
+    async def parse_fairly(self, endpoint: Endpoint, body: bytes, *, allow_priority: bool = False) -> Parsed:
+        """Parse a body; a large one in steps, after those before it. Raises RequestError.
+
+        ``allow_priority``: its client may set ``priority``, whatever ``fields.allow`` says.
+        """
+        steps = self._parse_steps(endpoint, body, self._allowed_fields | _PRIORITY if allow_priority else None)
         return at_once(steps) if len(body) <= AT_ONCE_BYTES else await self.large_bodies.run(steps)
 
     def tokenized(self, parsed: Parsed, ids: Sequence[int]) -> Parsed:
@@ -116,7 +121,14 @@ class Router:
         base_model = self._is_base_model(parsed.fields.model)
         return with_token_ids(parsed, ids, self.block_tokens, base_model, self.seed)
 
-    def view(self, parsed: Parsed, request_id: str, session_id: str | None) -> RequestView:
+    def view(
+        self,
+        parsed: Parsed,
+        request_id: str,
+        session_id: str | None,
+        tenant: Tenant = NO_TENANT,
+        agent: str | None = None,
+    ) -> RequestView:
         """The request's view for policies."""
         return request_view(
             parsed,
@@ -125,6 +137,8 @@ class Router:
             self.block_tokens,
             self._settings.index.text_block_bytes,
             self.text_ratios.of(parsed.endpoint),
+            tenant,
+            agent,
         )
 
     def route(self, request: RequestView, available: set[str]) -> Routed:
@@ -207,10 +221,12 @@ class Router:
     def _rule_failed(self, failure: PolicyFailure) -> None:
         self.watch.failed((failure,), "")
 
-    def _parse_steps(self, endpoint: Endpoint, body: bytes) -> Steps[Parsed]:
+    def _parse_steps(self, endpoint: Endpoint, body: bytes, allowed: frozenset[str] | None = None) -> Steps[Parsed]:
         settings = self._settings
+        if allowed is None:
+            allowed = self._allowed_fields
         rules = ParseRules(
-            self.block_tokens, settings.index.text_block_bytes, settings.limits.prompts, self._allowed_fields, self.seed
+            self.block_tokens, settings.index.text_block_bytes, settings.limits.prompts, allowed, self.seed
         )
         return parse_steps(endpoint, body, rules, self._is_base_model, self._token_chunks)
 

@@ -13,7 +13,15 @@ from proxy.settings.prediction import (
 from proxy.settings.resume import ResumeSettings, ResumeWhen
 from proxy.settings.routing import AdmissionSettings, ClassSettings, OffloadSettings, PolicySettings
 from proxy.settings.section import Seconds, Section, SettingsError
-from proxy.settings.security import AdminKey, AdminSettings, ClientKey, KeyLists, KeySettings, TlsSettings
+from proxy.settings.security import (
+    AdminKey,
+    AdminSettings,
+    ClientKey,
+    FairnessSettings,
+    KeyLists,
+    KeySettings,
+    TlsSettings,
+)
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
 
 __all__ = [
@@ -24,6 +32,7 @@ __all__ = [
     "ClassSettings",
     "ClientKey",
     "EventSettings",
+    "FairnessSettings",
     "HealthSettings",
     "IndexSettings",
     "InstanceSettings",

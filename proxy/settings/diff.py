@@ -27,6 +27,7 @@ LIVE = (
     "limits",
     "fields",
     "keys",
+    "fairness",
     "resume",
     "admin.open_metrics",
     "admin.allowed_hosts",

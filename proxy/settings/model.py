@@ -29,7 +29,7 @@ from proxy.settings.resume import ResumeSettings
 from proxy.settings.routing import AdmissionSettings, ClassSettings, OffloadSettings, PolicySettings
 from proxy.settings.secrets import checked_secret, secret_from
 from proxy.settings.section import Seconds, SettingsError
-from proxy.settings.security import AdminSettings, KeySettings, TlsSettings, checked_forward_headers
+from proxy.settings.security import AdminSettings, FairnessSettings, KeySettings, TlsSettings, checked_forward_headers
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
 
 
@@ -65,6 +65,7 @@ class Settings(BaseSettings):
     resume: ResumeSettings = Field(default_factory=ResumeSettings)
     breakdown: BreakdownSettings = Field(default_factory=BreakdownSettings)
     keys: KeySettings = Field(default_factory=KeySettings)
+    fairness: FairnessSettings = Field(default_factory=FairnessSettings)
     admin: AdminSettings = Field(default_factory=AdminSettings)
     tls: TlsSettings = Field(default_factory=TlsSettings)
     forward_headers: tuple[str, ...] = Field(

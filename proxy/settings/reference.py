@@ -26,7 +26,7 @@ def reference() -> str:
     lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _rows(Settings, "")]
     for what_of, model in (
         ("`instances`", InstanceSettings),
-        ("`keys.client`; those of `keys.admin` have no `max_concurrent`", ClientKey),
+        ("`keys.client`; those of `keys.admin` have `name` and `sha256` only", ClientKey),
     ):
         lines += ["", f"Each entry of {what_of}:", "", "| key | default | description |", "| --- | --- | --- |"]
         lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _rows(model, "")]

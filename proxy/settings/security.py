@@ -30,16 +30,37 @@ class AdminKey(Section):
 
 
 class ClientKey(AdminKey):
-    """A key for the OpenAI endpoints."""
+    """A key for the OpenAI endpoints. Its name is the tenant of its requests."""
 
     max_concurrent: int | None = Field(default=None, ge=1, description="maximum requests in flight; none: unlimited")
+    max_sessions: int | None = Field(
+        default=None,
+        ge=1,
+        description="maximum sessions with a request in flight or ended within the last minute; none: unlimited",
+    )
+    max_requests_per_min: int | None = Field(default=None, ge=1, description="requests per minute; none: unlimited")
+    max_tokens_per_min: int | None = Field(
+        default=None, ge=1, description="prompt and completion tokens per minute; none: unlimited"
+    )
+    weight: float = Field(
+        default=1.0, ge=0.01, le=100, description="share of the fleet under load, relative to other keys' weights"
+    )
+    priority: int = Field(
+        default=0, ge=-100, le=100, description="waiting requests go ahead of those of keys with a lower one"
+    )
+    allow_priority: bool = Field(
+        default=False, description="accept the body field `priority`, which the engine's scheduler reads"
+    )
+    names_tenant: bool = Field(
+        default=False, description="the key of a trusted front door: its requests' tenant is in fairness.tenant_header"
+    )
 
 
 class KeyLists(Section):
     """Keys of both sides."""
 
     client: tuple[ClientKey, ...] = Field(
-        default=(), description="keys for /v1/*, each {name, sha256, max_concurrent}; none: no key is required"
+        default=(), description="keys for /v1/*, each {name, sha256, max_concurrent, …}; none: no key is required"
     )
     admin: tuple[AdminKey, ...] = Field(
         default=(), description="keys for the admin endpoints, each {name, sha256}; none: see docs/security.md"
@@ -94,6 +115,23 @@ class KeySettings(KeyLists):
             raise ValueError(f"keys.file {self.file}: {problems}") from error
         except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
             raise ValueError(f"keys.file {self.file}: {error}") from error
+
+
+class FairnessSettings(Section):
+    """Tenants that share the fleet fairly, besides those of client keys."""
+
+    tenant_header: str | None = Field(
+        default=None,
+        description="request header with the tenant, set by a trusted front door: read from keys with names_tenant, "
+        "and from everybody if there are no client keys; none: the key's name is the tenant",
+    )
+
+    @field_validator("tenant_header")
+    @classmethod
+    def _is_a_header(cls, value: str | None) -> str | None:
+        if value is not None and not _TOKEN.fullmatch(value.lower()):
+            raise ValueError(f"{value!r} is not a header name")
+        return value
 
 
 class AdminSettings(Section):

@@ -19,6 +19,7 @@ _INTRODUCTION = """# Reference: metrics
 
 Generated from the code by `make reference`. Histograms also have `_bucket`, `_sum` and `_count` series. Labels are
 closed sets: instances, policies, classes, reasons, outcomes. When an instance leaves the fleet, its series are removed.
+The first 100 tenants have series of their own, all others share those of `(others)`.
 """
 _HEADER = "| metric | type | unit | labels | help |\n| --- | --- | --- | --- | --- |"
 _UNITS = {

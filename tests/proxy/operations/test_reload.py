@@ -167,6 +167,11 @@ EFFECTS: dict[str, tuple[Any, Callable[[Core], Any], Any]] = {
         lambda core: [name for name, _ in core.keys._admin],
         ["ops", "more"],
     ),
+    "fairness": (
+        {"tenant_header": "X-Tenant"},
+        lambda core: core.tenants.enter(None, {b"x-tenant": b"bob"}).tenant.name,
+        "bob",
+    ),
 }
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from policies.session import Routed
 from policies.types import NoCandidateError, RequestView
 from proxy.fleet.instances import Instances
-from proxy.routing.admission import Admission, QueueError, Seat
+from proxy.routing.admission import Admission, Seat
+from proxy.routing.refusals import QueueError
 from proxy.routing.router import Router
 from proxy.settings import HealthSettings, InstanceSettings, LimitSettings, load_settings
 from tests.proxy.conftest import Running, StartProxy, ledger_is_zero

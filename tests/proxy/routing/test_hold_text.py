@@ -27,6 +27,11 @@ from proxy.routing.hold_text import held_sentence, offer_sentence
             Hold(AdmissionReason.AT_CAP, behind=1),
             "held 12 s: as many sessions as permitted are in flight or kept, second in line",
         ),
+        (
+            Hold(AdmissionReason.AT_CAP, expected_wait_s=3.0, behind=5, tenant="agent-1", behind_in_tenant=2),
+            "held 12 s: as many sessions as permitted are in flight or kept, sixth in line, third of tenant agent-1, "
+            "expected wait 3 s",
+        ),
         (Hold(AdmissionReason.ROOM), "held 12 s: room, first in line"),
     ],
 )
