@@ -34,6 +34,7 @@ from proxy.routing.admission import Admission
 from proxy.routing.holding import HoldingLine
 from proxy.routing.retries import RetryBudget
 from proxy.routing.router import Router
+from proxy.routing.stored_responses import StoredResponses
 from proxy.settings import Settings
 from proxy.tokens.service import Tokens
 
@@ -77,6 +78,7 @@ class Core:
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
         self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)
         self.holding = HoldingLine(settings.admission, self.router, self.instances, self.admission)
+        self.responses = StoredResponses(settings.responses, self.instances)
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
         LimitMetrics(
