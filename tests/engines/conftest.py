@@ -46,7 +46,7 @@ FLEET_OVERRIDES = (
     "max_restarts=20",
     "restart_backoff_s=0.2",
     # Without it an engine forgets every response.
-    "env.VLLM_ENABLE_RESPONSES_API_STORE=1",
+    "env.VLLM_ENABLE_RESPONSES_API_STORE='1'",
 )
 
 
