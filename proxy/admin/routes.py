@@ -113,8 +113,11 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
         return _policy(core)
 
     @routes.post("/explain", summary="Decision of every policy for a request, with all scores; changes no state")
-    async def explain(request: Request) -> dict[str, Any]:
-        return await _explain(core, dict(request.scope["headers"]), await request.body())
+    async def explain(
+        request: Request,
+        endpoint: Annotated[Endpoint | None, Query(description="the body's endpoint; by default by its fields")] = None,
+    ) -> dict[str, Any]:
+        return await _explain(core, dict(request.scope["headers"]), await request.body(), endpoint)
 
     return routes
 
@@ -167,8 +170,9 @@ def _policy(core: Core) -> dict[str, Any]:
     }
 
 
-async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict[str, Any]:
-    endpoint = Endpoint.CHAT if b'"messages"' in body else Endpoint.COMPLETIONS
+async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes, endpoint: Endpoint | None) -> dict[str, Any]:
+    if endpoint is None:
+        endpoint = Endpoint.CHAT if b'"messages"' in body else Endpoint.COMPLETIONS
     parsed = await core.router.parse_fairly(endpoint, body)
     core.check_model(parsed.fields.model)
     parsed = await core.tokenized(parsed)

@@ -27,7 +27,7 @@ _TEXT_BLOCK = re.compile(
 )
 _END_OF_BLOCK = re.compile(rb"\s*\}\s*\]")
 _SHORT_BYTES = 256 * 1024
-"""Longest message that is compared with its form as a plain string."""
+"""Longest message that is compared with its form as a plain string, and longest system prompt that is decoded."""
 
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
@@ -92,7 +92,7 @@ def without_cache_marks(text: bytes) -> Steps[bytes]:
 
 
 def _system(system: bytes) -> bytes:
-    if _BILLING not in system or not system.startswith(b"["):
+    if not system.startswith(b"[") or len(system) > _SHORT_BYTES or _BILLING not in system:
         return system
     try:
         blocks = [bytes(block) for block in _decode_items(system)]

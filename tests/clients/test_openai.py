@@ -84,8 +84,8 @@ async def test_responses(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_responses_streamed(client: openai.AsyncOpenAI) -> None:
-    whole = await client.responses.create(model=MODEL, input="tell me " * 90, max_output_tokens=30)
-    async with client.responses.stream(model=MODEL, input="tell me " * 90, max_output_tokens=30) as stream:
+    whole = await client.responses.create(model=MODEL, input="say more " * 90, max_output_tokens=30)
+    async with client.responses.stream(model=MODEL, input="say more " * 90, max_output_tokens=30) as stream:
         deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
         final = await stream.get_final_response()
     assert "".join(deltas) == final.output_text == whole.output_text
