@@ -193,3 +193,13 @@ async def test_hand_offs_and_resumption_are_left_out(start_proxy: StartProxy) ->
     [row] = await proxy.rows()
     assert (row["offload_reason"], row["resume"]) == ("request_shape", "shape")
     assert json.loads(typed(proxy)[int(row["instance"][-1])].raw_bodies[0]) == message(stream=True, temperature=0)
+
+
+async def test_a_message_is_explained_as_one(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy, 2)
+    served = await proxy.client.post("/v1/messages", json=message())
+    explained = await proxy.client.post("/explain", params={"endpoint": "/v1/messages"}, json=message())
+    assert explained.json()["request"]["endpoint"] == "/v1/messages"
+    [decision] = [each for name, each in explained.json()["decisions"].items() if name == "warm"]
+    assert decision["instance"] == served.headers["x-warmroute-instance"]
+    assert decision["predicted_cached_tokens"] > 0
