@@ -68,8 +68,9 @@ tournament: $(READY) ## rank all routing policies over traces, loads, pools and 
 analysis-docs: $(READY) ## regenerate the tables of docs/analysis.md
 	$(BIN)/python -m bench.analysis.document
 
-reference: $(READY) ## generate the pages of docs/reference from the code
+reference: $(READY) ## generate the pages of docs/reference and docs/clients.md from the code
 	$(BIN)/python -m tests.reference
+	$(BIN)/python -m tests.clients.table
 
 test: lint types imports unit ## formatting, types, imports and all tests that need no engine
 

@@ -36,6 +36,7 @@ from proxy.routing.admission import Admission
 from proxy.routing.holding import HoldingLine
 from proxy.routing.retries import RetryBudget
 from proxy.routing.router import Router
+from proxy.routing.stored_responses import StoredResponses
 from proxy.settings import Settings
 from proxy.tokens.service import Tokens
 
@@ -81,6 +82,7 @@ class Core:
         state, shares = self.router.state, self.router.routing.gate.shares
         self.admission = Admission(settings.limits, self.instances, self.router, state.ledger, shares)
         self.holding = HoldingLine(settings.admission, self.router, self.instances, self.admission)
+        self.responses = StoredResponses(settings.responses, self.instances)
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
         LimitMetrics(

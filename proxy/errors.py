@@ -1,6 +1,10 @@
-"""Errors in OpenAI's JSON shape."""
+"""Errors for clients, in the shape of the API that they speak: OpenAI's, its Responses, or Anthropic's."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 
@@ -63,6 +67,68 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
 def stream_error_event(message: str, code: str) -> bytes:
     """The error object as a server-sent event, for a stream that breaks after it began."""
     return b"data: " + error_body(message, "upstream_error", code) + b"\n\n"
+
+
+class ErrorDialect(NamedTuple):
+    """Shape of one API's errors."""
+
+    body: Callable[[RequestError], bytes]
+    """JSON of an error answer."""
+    event: Callable[[str, str, int], bytes]
+    """(message, code, events before it) -> server-sent event that ends a stream which broke after it began."""
+
+
+def dialect_of(path: str) -> ErrorDialect:
+    """The dialect of a path's API; OpenAI's for unknown paths."""
+    if path.startswith("/v1/messages"):
+        return _ANTHROPIC
+    return _RESPONSES if path.startswith("/v1/responses") else _OPENAI
+
+
+_ANTHROPIC_TYPES = MappingProxyType(
+    {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+)
+"""Anthropic's error types by HTTP status; other 4xx are ``invalid_request_error``, other 5xx ``api_error``."""
+
+
+def _anthropic_body(error: RequestError) -> bytes:
+    kind = _ANTHROPIC_TYPES.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
+    return _anthropic_error(error.message, kind)
+
+
+def _anthropic_error(message: str, kind: str) -> bytes:
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": clip(message)}})
+
+
+def _anthropic_event(message: str, _code: str, _events: int) -> bytes:
+    return b"event: error\ndata: " + _anthropic_error(message, "api_error") + b"\n\n"
+
+
+def _responses_event(message: str, code: str, events: int) -> bytes:
+    # The fields of the API's error event; OpenAI's libraries raise an exception if there is an "error" beside them.
+    message = clip(message)
+    event = {
+        "type": "error",
+        "sequence_number": events,
+        "code": code,
+        "message": message,
+        "param": None,
+        "error": {"message": message, "type": "upstream_error", "param": None, "code": code},
+    }
+    return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
+_OPENAI = ErrorDialect(RequestError.body, lambda message, code, _: stream_error_event(message, code))
+_RESPONSES = ErrorDialect(RequestError.body, _responses_event)
+_ANTHROPIC = ErrorDialect(_anthropic_body, _anthropic_event)
 
 
 class AttemptFailedError(Exception):

@@ -47,6 +47,8 @@ class Keys:
         """
         if not self._client:
             return None
+        if b"authorization" not in headers and (key := headers.get(b"x-api-key")) is not None:
+            return _holder_of(self._client, key)  # Anthropic's clients send it this way
         return _holder(self._client, headers)
 
     def admin(self, headers: dict[bytes, bytes]) -> KeyName | None:
@@ -127,7 +129,11 @@ def _holder(known: tuple[tuple[KeyName, bytes], ...], headers: dict[bytes, bytes
         raise _refused("no API key: send it as 'Authorization: Bearer KEY'")
     if given[: len(_SCHEME)].lower() != _SCHEME:
         raise _refused("the Authorization header is not 'Bearer KEY'")
-    digest = hashlib.sha256(given[len(_SCHEME) :].strip()).digest()
+    return _holder_of(known, given[len(_SCHEME) :])
+
+
+def _holder_of(known: tuple[tuple[KeyName, bytes], ...], key: bytes) -> KeyName:
+    digest = hashlib.sha256(key.strip()).digest()
     holder: KeyName | None = None
     for name, expected in known:
         # No early exit: the duration must not depend on the position of the matching key.

@@ -38,6 +38,9 @@ _MESSAGES = {
         "properties": {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}},
     },
 }
+_LIST = {"type": "array", "minItems": 1, "items": {"type": "object"}}
+_INPUT = {"anyOf": [_TEXT, _LIST]}
+_RESPONSE_ID = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string", "maxLength": 256}}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -52,6 +55,18 @@ _ERROR = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
     },
 }
 _REFUSALS = {
@@ -72,6 +87,11 @@ def generation_paths() -> dict[str, Any]:
     return {
         "/v1/completions": {"post": _operation("Complete a prompt", "prompt", _PROMPT)},
         "/v1/chat/completions": {"post": _operation("Answer a conversation", "messages", _MESSAGES)},
+        "/v1/messages": {"post": _message("Answer a conversation (Anthropic's Messages API)")},
+        "/v1/messages/count_tokens": {"post": _message("Count a conversation's tokens")},
+        "/v1/responses": {"post": _operation("Create a response (OpenAI's Responses API)", "input", _INPUT)},
+        "/v1/responses/{response_id}": {"get": _of_stored("Read a stored response")},
+        "/v1/responses/{response_id}/cancel": {"post": _of_stored("Cancel a stored response that is in progress")},
     }
 
 
@@ -89,6 +109,22 @@ def describe_generation(app: FastAPI) -> None:
 
 def _operation(summary: str, field: str, schema: dict[str, Any]) -> dict[str, Any]:
     body = {"type": "object", "required": ["model", field], "properties": {**_FIELDS, field: schema}}
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": _answers(),
+    }
+
+
+def _message(summary: str) -> dict[str, Any]:
+    return _operation(summary, "messages", _LIST) | {"responses": _answers(_ANTHROPIC_ERROR)}
+
+
+def _of_stored(summary: str) -> dict[str, Any]:
+    return {"summary": summary, "parameters": [_RESPONSE_ID], "responses": _answers()}
+
+
+def _answers(error: dict[str, Any] = _ERROR) -> dict[str, Any]:
     answers: dict[str, Any] = {
         "200": {
             "description": "the engine's answer, whole or as server-sent events",
@@ -96,9 +132,5 @@ def _operation(summary: str, field: str, schema: dict[str, Any]) -> dict[str, An
         }
     }
     for status, description in _REFUSALS.items():
-        answers[status] = {"description": description, "content": {"application/json": {"schema": _ERROR}}}
-    return {
-        "summary": summary,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": answers,
-    }
+        answers[status] = {"description": description, "content": {"application/json": {"schema": error}}}
+    return answers

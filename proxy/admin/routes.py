@@ -119,11 +119,12 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
     @routes.post("/explain", summary="Decision of every policy for a request, with all scores; changes no state")
     async def explain(
         request: Request,
+        endpoint: Annotated[Endpoint | None, Query(description="the body's endpoint; by default by its fields")] = None,
         tenant: Annotated[
             str | None, Query(pattern=r"^[A-Za-z0-9._@-]{1,64}$", description="whose place in line to explain")
         ] = None,
     ) -> dict[str, Any]:
-        return await _explain(core, dict(request.scope["headers"]), await request.body(), tenant)
+        return await _explain(core, dict(request.scope["headers"]), await request.body(), endpoint, tenant)
 
     return routes
 
@@ -177,8 +178,11 @@ def _policy(core: Core) -> dict[str, Any]:
     }
 
 
-async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes, tenant: str | None) -> dict[str, Any]:
-    endpoint = Endpoint.CHAT if b'"messages"' in body else Endpoint.COMPLETIONS
+async def _explain(
+    core: Core, headers: dict[bytes, bytes], body: bytes, endpoint: Endpoint | None, tenant: str | None
+) -> dict[str, Any]:
+    if endpoint is None:
+        endpoint = Endpoint.CHAT if b'"messages"' in body else Endpoint.COMPLETIONS
     parsed = await core.router.parse_fairly(endpoint, body)
     core.check_model(parsed.fields.model)
     parsed = await core.tokenized(parsed)

@@ -104,11 +104,13 @@ class Inbound:
     Args:
         link: the connection.
         handler: serves the request.
-        path: path of the URL, without query.
+        path: path of the URL, without query; for paths with an id in them, their pattern.
         headers: names in lower case; of a repeated name the last.
         http_10: the client uses HTTP/1.0: no chunks, no keep-alive.
         keep_alive: the connection may serve another request.
         before: the previous request on the same connection, an ``Inbound`` or uvicorn's.
+        method: in capitals.
+        target: path and query as the client sent them; empty: the path.
     """
 
     def __init__(
@@ -121,10 +123,14 @@ class Inbound:
         http_10: bool,
         keep_alive: bool,
         before: Any,
+        method: str = "POST",
+        target: str = "",
     ) -> None:
         self._link = link
         self._handler = handler
         self.path = path
+        self.method = method
+        self.target = target or path
         self.headers = headers
         self.keep_alive = keep_alive
         self.message_event = _NOBODY

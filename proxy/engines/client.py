@@ -62,6 +62,15 @@ class EngineClient:
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> EngineAnswer:
         origin, start = self._targets.get(url) or self._target(url)
+        return await self._send(origin, start, url, body, headers)
+
+    async def send(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> EngineAnswer:
+        origin, start = self._start(method, url)
+        return await self._send(origin, start, url, body, headers)
+
+    async def _send(
+        self, origin: _Origin, start: bytes, url: str, body: bytes, headers: Mapping[str, str]
+    ) -> EngineAnswer:
         head = _head(start, headers, len(body))
         connection = self._idle(origin)
         if connection is not None:
@@ -120,6 +129,11 @@ class EngineClient:
         return answer
 
     def _target(self, url: str) -> tuple[_Origin, bytes]:
+        target = self._targets[url] = self._start("POST", url)
+        return target
+
+    def _start(self, method: str, url: str) -> tuple[_Origin, bytes]:
+        """The engine's address, and the first lines of a request."""
         parts = urlsplit(url)
         assert parts.hostname is not None
         base_url = f"{parts.scheme}://{parts.netloc}"
@@ -128,10 +142,11 @@ class EngineClient:
             tls = parts.scheme == "https"
             origin = _Origin(parts.hostname, parts.port or (443 if tls else 80), tls, parts.netloc)
             self._origins[base_url] = origin
-        path = parts.path or "/"
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         # The proxy reads usage and events from answers, so it requests them uncompressed.
-        start = f"POST {path} HTTP/1.1\r\nhost: {origin.authority}\r\naccept-encoding: identity\r\n".encode("latin-1")
-        self._targets[url] = origin, start
+        start = f"{method} {path} HTTP/1.1\r\nhost: {origin.authority}\r\naccept-encoding: identity\r\n".encode(
+            "latin-1"
+        )
         return origin, start
 
     def _idle(self, origin: _Origin) -> EngineConnection | None:

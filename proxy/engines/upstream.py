@@ -82,6 +82,10 @@ class Upstream(Protocol):
         """
         ...
 
+    async def send(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        """Send a request with any method, to a URL that may have a query and is not remembered. As ``post``."""
+        ...
+
     def in_use(self, base_url: str) -> int:
         """Number of requests to an engine that are not completely answered."""
         ...

@@ -13,16 +13,18 @@ from proxy.access.tenants import Visit
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
 from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
-from proxy.errors import AttemptFailedError, draining_error, stream_error_event
+from proxy.errors import AttemptFailedError, dialect_of, draining_error
 from proxy.exchange.attempts import Attempts
 from proxy.exchange.offloading import hand_over
-from proxy.exchange.relay import ClientStalledError, StreamRelay
+from proxy.exchange.reading import EventFilter, event_filter, usage_of
+from proxy.exchange.relay import stream_relay
+from proxy.exchange.while_connected import while_connected
 from proxy.fleet.instances import Instance
 from proxy.request.agent import agent_of
 from proxy.request.bodies import request_usage
 from proxy.request.parse import Parsed, session_of
 from proxy.request.stream_filter import StreamFilter, Unread
-from proxy.request.usage import Usage, UsageFilter, usage_of_answer, with_cached_tokens
+from proxy.request.usage import Usage, with_cached_tokens
 from proxy.resume.plan import ResumeResult
 from proxy.resume.run import Resuming
 from proxy.routing.admission import Seat
@@ -42,6 +44,7 @@ class Exchange:
         self._row = row
         self._inbound = inbound
         self._headers = inbound.headers
+        self._dialect = dialect_of(inbound.path)
         self._sent_s = 0.0
         self._attempts = Attempts(core, row, inbound.headers)
         self._encoded = False
@@ -52,27 +55,9 @@ class Exchange:
         Raises:
             RequestError: nothing was sent yet and no instance could serve it.
         """
-        serving = asyncio.current_task()
-        assert serving is not None
-        inbound = self._inbound
-        inbound.on_gone = serving.cancel
         try:
-            if inbound.gone:
-                self._row.outcome = RequestOutcome.CLIENT_GONE
-            else:
-                await self._serve(parsed)
-        except asyncio.CancelledError:
-            if inbound.gone and serving.uncancel() == 0:
-                self._row.outcome = RequestOutcome.CLIENT_GONE
-            else:
-                self._row.outcome = RequestOutcome.SHUTDOWN
-                self._cut_short()
-                raise
-        except ClientStalledError as error:
-            self._row.outcome, self._row.error = RequestOutcome.CLIENT_GONE, str(error)
-            inbound.abandon()
+            await while_connected(self._inbound, self._row, self._serve(parsed), self._cut_short)
         finally:
-            inbound.on_gone = None
             self._row.stages_ms["total"] = self._elapsed_ms()
 
     def _cut_short(self) -> None:
@@ -81,7 +66,7 @@ class Exchange:
         if not inbound.started:
             raise draining_error()
         if self._row.stream and not self._encoded and not inbound.response_complete:
-            inbound.finish(b"\n\n" + stream_error_event("the proxy is shutting down", "draining"))
+            inbound.finish(b"\n\n" + self._dialect.event("the proxy is shutting down", "draining", self._row.events))
         elif not inbound.response_complete:
             inbound.abandon()
 
@@ -95,6 +80,7 @@ class Exchange:
         row.stages_ms["parse"] = self._elapsed_ms()
         core.retries.arrived(time.monotonic())
         seat = self._seat = core.admission.seat(parsed.fields.model)
+        seat.only = parsed.only
         try:
             self._visit.begin(session_id, row.request_id, request.prompt_tokens)
             await self._serve_seated(parsed, request, seat)
@@ -150,7 +136,7 @@ class Exchange:
 
     async def _attempt(self, parsed: Parsed, request: RequestView, routed: Routed) -> None:
         decision = routed.decision
-        drop_usage = self._core.settings.inject_usage and parsed.stream and parsed.fields.stream_options is None
+        drop_usage = self._core.settings.inject_usage and parsed.hides_usage
         resuming = Resuming.of(self._core.settings.resume, self._row, parsed, self._headers, with_usage=drop_usage)
         body = resuming.body if resuming else b""
         body = body or (request_usage(parsed.body) if drop_usage else parsed.body)
@@ -179,14 +165,15 @@ class Exchange:
             routed.commitment.decode.first_token()
             cached_on_prefill = prefill_usage.cached_tokens if prefill_usage else None
             if answer.status == 200 and parsed.stream:
-                keep = UsageFilter(drop=drop_usage, cached_tokens=cached_on_prefill)
+                keep = event_filter(self._core, parsed, self._decode, drop=drop_usage, cached_tokens=cached_on_prefill)
                 self._encoded = answer.headers.encoded
                 resuming = None if self._encoded else resuming
                 usage = await self._relay_stream(answer, first, request, routed, keep, resuming, first_token_s)
             else:
                 if cached_on_prefill is not None:
                     first = with_cached_tokens(first, cached_on_prefill)
-                usage = self._relay_whole(answer, first, routed)
+                self._relay_whole(answer, first, routed)
+                usage = usage_of(self._core, parsed, self._decode, first)
         finally:
             answer.close()
         # P's cached tokens do not describe the engine that continued the stream.
@@ -253,7 +240,7 @@ class Exchange:
         making_s = min(parsed.max_tokens * settings.token_timeout_s, 10 * settings.first_token_timeout_s)
         return settings.first_token_timeout_s + making_s
 
-    def _relay_whole(self, answer: Answer, content: bytes, routed: Routed) -> Usage | None:
+    def _relay_whole(self, answer: Answer, content: bytes, routed: Routed) -> None:
         row = self._row
         row.status = answer.status
         row.outcome = RequestOutcome.OK if answer.status < 400 else RequestOutcome.ENGINE_REFUSED
@@ -261,7 +248,6 @@ class Exchange:
             routed.commitment.retract(routed.decision.decode_on)
         self._start(answer, routed, len(content))
         self._inbound.finish(content)
-        return usage_of_answer(content)
 
     async def _relay_stream(
         self,
@@ -269,7 +255,7 @@ class Exchange:
         chunk: bytes,
         request: RequestView,
         routed: Routed,
-        keep: UsageFilter,
+        keep: EventFilter,
         resuming: Resuming | None,
         first_token_s: float | None,
     ) -> Usage | None:
@@ -283,7 +269,7 @@ class Exchange:
         row.status, row.outcome = 200, RequestOutcome.OK
         self._start(answer, routed, None)
         watched = Unread() if self._encoded else resuming.watch(keep) if resuming else keep
-        relay = StreamRelay(answer, inbound, watched, timeouts.idle_s, timeouts.client_stall_s, timeouts.total_s)
+        relay = stream_relay(answer, inbound, watched, timeouts, timeouts.total_s)
         closing = b""
         try:
             await relay.run(chunk, learn)
@@ -291,6 +277,7 @@ class Exchange:
                 closing = resuming.missing_end()
             self._core.instances.completed(self._decode)
         except UpstreamError as error:
+            row.events = keep.events
             closing = self._break_stream(routed.decision.decode_on, str(error))
             if resuming:
                 answer.close()
@@ -327,8 +314,7 @@ class Exchange:
         """Relay the continuing engine's stream."""
         timeouts = self._core.settings.timeouts
         left_s = max(1.0, timeouts.total_s - self._elapsed_ms() / 1e3)
-        relay = StreamRelay(answer, self._inbound, keep, timeouts.idle_s, timeouts.client_stall_s, left_s)
-        await relay.run(first)
+        await stream_relay(answer, self._inbound, keep, timeouts, left_s).run(first)
         self._core.instances.completed(self._decode)
 
     def broken(self, instance: str, what: str) -> bytes:
@@ -349,7 +335,7 @@ class Exchange:
         row.attempts.append({"instance": instance, "error": what})
         self._attempts.guard.suspect(self._decode)
         self._core.instances.failed(self._decode, what, sent_s=self._sent_s, answered=True)
-        return stream_error_event(f"the stream from {instance} broke off: {what}", "stream_broken")
+        return self._dialect.event(f"the stream from {instance} broke off: {what}", "stream_broken", row.events)
 
     def _start(self, answer: Answer, routed: Routed, length: int | None) -> None:
         decision = routed.decision

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from policies.row import RequestOutcome, Row
 from proxy.access.forwarding import request_id_of
 from proxy.clients.inbound import Inbound
 from proxy.clip import clip
 from proxy.core import Core
-from proxy.errors import RequestError, draining_error
+from proxy.errors import RequestError, dialect_of, draining_error
 from proxy.exchange.exchange import Exchange
+from proxy.exchange.short import SHORT_PATHS, ShortExchange
 from proxy.logs import redact, request_id
 from proxy.request.parse import Endpoint, Parsed
 
@@ -19,7 +21,7 @@ log = logging.getLogger("warmroute.proxy")
 
 
 class Generation:
-    """``proxy.clients.inbound.Handler`` for POSTs to the paths of ``Endpoint``."""
+    """``proxy.clients.inbound.Handler`` for POSTs to the paths of ``Endpoint``, and for ``SHORT_PATHS``."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -84,8 +86,11 @@ class Generation:
             raise
         row.tenant = visit.tenant.name or None
         try:
-            parsed = await self._parsed(inbound, row, allow_priority=visit.allows_priority)
-            await Exchange(core, row, inbound, visit).run(parsed)
+            if inbound.path in SHORT_PATHS:
+                await ShortExchange(core, row, inbound).run()
+            else:
+                parsed = await self._parsed(inbound, row, allow_priority=visit.allows_priority)
+                await Exchange(core, row, inbound, visit).run(parsed)
         finally:
             visit.close(row.completion_tokens)
 
@@ -105,6 +110,7 @@ class Generation:
                 Endpoint(inbound.path), inbound.body, allow_priority=allow_priority
             )
             self._core.check_model(parsed.fields.model)
+            parsed = self._core.responses.continued(parsed, time.monotonic())
         except RequestError:
             row.outcome = RequestOutcome.REJECTED
             raise
@@ -119,7 +125,7 @@ class Generation:
 
 
 def _send_error(inbound: Inbound, error: RequestError, row: Row) -> None:
-    body = error.body()
+    body = dialect_of(inbound.path).body(error)
     headers = [(b"content-type", b"application/json"), (b"x-request-id", row.request_id.encode("latin-1"))]
     if row.held_s:
         headers.append((b"x-warmroute-held-s", b"%.3f" % row.held_s))

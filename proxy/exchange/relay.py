@@ -12,6 +12,8 @@ from proxy.clients.inbound import Inbound
 from proxy.engines.upstream import Answer, UpstreamError
 from proxy.request.stream_end import shows_end
 from proxy.request.stream_filter import StreamFilter
+from proxy.request.typed_events import TypedEvents
+from proxy.settings import TimeoutSettings
 
 _DONE = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
 """End mark of a stream of events. JSON contains no unescaped line break, so it cannot end an answer's text."""
@@ -26,6 +28,8 @@ class ClientStalledError(Exception):
 class StreamRelay:
     """Relays one answer's body from its second piece on.
 
+    The stream is complete with its ``[DONE]``, or at the end of the body if the last events say so.
+
     Args:
         answer: the engine's answer.
         inbound: the client side; its head has been started.
@@ -34,6 +38,8 @@ class StreamRelay:
         stall_s: seconds for which a client may leave its stream unread once its buffers are full.
         total_s: bound on the whole stream, in seconds.
     """
+
+    _end = "[DONE] or a finish reason"
 
     def __init__(
         self,
@@ -98,8 +104,8 @@ class StreamRelay:
         if self._done_seen:
             return
         held = self._keep.flush()
-        if self._readable and not shows_end(self._before_last + self._last + held):
-            raise UpstreamError("ended its stream without [DONE] or a finish reason")
+        if self._readable and not self._complete(held):
+            raise UpstreamError(f"ended its stream without {self._end}")
         if held:
             inbound.write(held)
 
@@ -108,6 +114,10 @@ class StreamRelay:
         """True if the answer is a stream of events: an engine that does not stream answers in one piece."""
         headers = self._answer.headers
         return headers.content_type.lower().startswith("text/event-stream") and not headers.encoded
+
+    def _complete(self, held: bytes) -> bool:
+        """True if the answer was complete when its body ended, with ``held`` after its last event."""
+        return shows_end(self._before_last + self._last + held)
 
     def _take(self, piece: bytes) -> None:
         if self._done_seen:
@@ -163,3 +173,45 @@ class StreamRelay:
         elif not self._done.done():
             self._error = error
             self._done.set_result(None)
+
+
+class TypedRelay(StreamRelay):
+    """Relays a stream of named events. It is complete with its last event; what follows that is relayed too.
+
+    vLLM 0.18 writes ``data: [DONE]`` after the last event of a message, later versions do not.
+    """
+
+    _end = "its last event"
+
+    def __init__(
+        self,
+        answer: Answer,
+        inbound: Inbound,
+        keep: TypedEvents,
+        idle_s: float,
+        stall_s: float,
+        total_s: float,
+    ) -> None:
+        super().__init__(answer, inbound, keep, idle_s, stall_s, total_s)
+        self._events = keep
+
+    def _complete(self, held: bytes) -> bool:
+        return self._events.ending
+
+    def _take(self, piece: bytes) -> None:
+        self._heard_s = self._loop.time()
+        piece = self._events.feed(piece)
+        if piece:
+            self._inbound.write(piece)
+            if self._events.ended and not self._done_seen:
+                self._mark_done()
+
+
+def stream_relay(
+    answer: Answer, inbound: Inbound, keep: StreamFilter, timeouts: TimeoutSettings, total_s: float
+) -> StreamRelay:
+    """The relay for a stream and its filter; ``total_s`` bounds the rest of the answer, in seconds."""
+    bounds = (timeouts.idle_s, timeouts.client_stall_s, total_s)
+    if isinstance(keep, TypedEvents):
+        return TypedRelay(answer, inbound, keep, *bounds)
+    return StreamRelay(answer, inbound, keep, *bounds)

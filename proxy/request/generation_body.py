@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from operator import attrgetter
-from typing import cast
+from types import MappingProxyType
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -44,9 +45,32 @@ class GenerationBody(msgspec.Struct):
     echo: bool | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def asked_tokens(self) -> int | None:
+        """The client's bound on output tokens; None if it gave none."""
+        return self.max_completion_tokens or self.max_tokens
 
-_PROMPTS = frozenset(("prompt", "messages", "tools"))
-_FIELDS = frozenset(GenerationBody.__struct_fields__) - _PROMPTS
+
+class MessagesBody(GenerationBody):
+    """The fields of a request to Anthropic's Messages API that routing reads."""
+
+    system: msgspec.Raw = msgspec.Raw()
+
+
+class ResponsesBody(GenerationBody):
+    """The fields of a request to OpenAI's Responses API that routing reads; ``prompt`` is a template there."""
+
+    input: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+
 _SESSION_FIELDS = frozenset(("prompt_cache_key", "user"))
 _NOTHING = msgspec.Raw()
 _GUARDED = tuple(sorted(REFUSED_FIELDS))
@@ -57,19 +81,41 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _encode = msgspec.json.encode
 _decode_top = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_body = msgspec.json.Decoder(GenerationBody).decode
-# One pass finds the guarded fields as well, however their names are escaped.
-_GuardedBody = cast(
-    type[GenerationBody],
-    msgspec.defstruct("_GuardedBody", [(name, msgspec.Raw, _NOTHING) for name in _GUARDED], bases=(GenerationBody,)),
-)
-_decode_guarded = msgspec.json.Decoder(_GuardedBody).decode
 
 
-def decode_fields(body: bytes, allowed: Set[str]) -> GenerationBody:
+class _Reading(NamedTuple):
+    """Decoders of one kind of body."""
+
+    decode: Callable[[bytes], GenerationBody]
+    decode_guarded: Callable[[bytes], GenerationBody]
+    """One pass finds the guarded fields as well, however their names are escaped."""
+    prompts: frozenset[str]
+    """Fields that are left as they are."""
+    short: frozenset[str]
+    """Fields whose length is bounded in large bodies."""
+
+
+def _reading(kind: type[GenerationBody]) -> _Reading:
+    guarded = msgspec.defstruct(
+        f"_Guarded{kind.__name__}", [(name, msgspec.Raw, _NOTHING) for name in _GUARDED], bases=(kind,)
+    )
+    fields = msgspec.structs.fields(kind)
+    prompts = frozenset(field.name for field in fields if field.type is msgspec.Raw)
+    return _Reading(
+        msgspec.json.Decoder(kind).decode,
+        msgspec.json.Decoder(cast(type[GenerationBody], guarded)).decode,
+        prompts,
+        frozenset(field.name for field in fields) - prompts,
+    )
+
+
+_READINGS = MappingProxyType({kind: _reading(kind) for kind in (GenerationBody, MessagesBody, ResponsesBody)})
+
+
+def decode_fields(body: bytes, allowed: Set[str], kind: type[GenerationBody] = GenerationBody) -> GenerationBody:
     """Fields of a small body; ``allowed`` are the guarded fields that clients may send. Raises RequestError."""
     try:
-        fields = _decode_guarded(body)
+        fields = _READINGS[kind].decode_guarded(body)
     except _UNREADABLE as error:
         raise _problem(error) from error
     guarded = _guarded_values(fields)
@@ -79,17 +125,17 @@ def decode_fields(body: bytes, allowed: Set[str]) -> GenerationBody:
     return fields
 
 
-def large_fields(body: bytes, allowed: Set[str]) -> Steps[GenerationBody]:
+def large_fields(body: bytes, allowed: Set[str], kind: type[GenerationBody] = GenerationBody) -> Steps[GenerationBody]:
     """Fields of a large body, as ``decode_fields``: its prompts are not decoded, other long fields are refused."""
+    reading = _READINGS[kind]
     try:
         given = (yield from fields_of(body)) if len(body) > _DECODED_BYTES else _decode_top(body)
         check_fields(given, allowed)
-        fields = _decode_body(_encode(_bounded({name: raw for name, raw in given.items() if name in _FIELDS})))
+        fields = reading.decode(_encode(_bounded({name: raw for name, raw in given.items() if name in reading.short})))
     except _UNREADABLE as error:
         raise _problem(error) from error
-    fields.prompt = given.get("prompt", _NOTHING)
-    fields.messages = given.get("messages", _NOTHING)
-    fields.tools = given.get("tools", _NOTHING)
+    for name in reading.prompts:
+        setattr(fields, name, given.get(name, _NOTHING))
     return fields
 
 

@@ -18,7 +18,7 @@ MIN_MEDIA_BYTES = 8192
 _MAX_FOUND = 4096
 """Places looked at in one request; media beyond them count as text."""
 _WINDOW = MIN_MEDIA_BYTES // 2
-_KEYS = (b'_url"', b'"input_audio"', b'_embeds"', b'"file_data"')
+_KEYS = (b'_url"', b'"input_audio"', b'_embeds"', b'"file_data"', b'"source"')
 """Ends of the names of content parts' fields that hold media. Inside a text their quote would be escaped."""
 _VALUE = re.compile(
     rb'[ \t\r\n]*:[ \t\r\n]*(?:\{[ \t\r\n]*(?:"[a-z_]{1,32}"[ \t\r\n]*:[ \t\r\n]*(?:"[^"\\]{0,256}"|[a-z0-9.]{1,32})'

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +15,14 @@ from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
 from policies.predict.exact_index import plain_root
 from policies.types import NO_TENANT, RequestView, Tenant
 from proxy.errors import RequestError
-from proxy.request.generation_body import GenerationBody, decode_fields, large_fields
+from proxy.request.conversation import messages_text, responses_text
+from proxy.request.generation_body import (
+    GenerationBody,
+    MessagesBody,
+    ResponsesBody,
+    decode_fields,
+    large_fields,
+)
 from proxy.request.media import may_have_media, without_media
 from proxy.request.outline import TooManyMembersError, members_of
 from proxy.request.steps import Steps, at_once
@@ -36,6 +44,17 @@ class Endpoint(StrEnum):
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
+    MESSAGES = "/v1/messages"
+    RESPONSES = "/v1/responses"
+
+
+_KINDS: Mapping[Endpoint, type[GenerationBody]] = MappingProxyType(
+    {Endpoint.MESSAGES: MessagesBody, Endpoint.RESPONSES: ResponsesBody}
+)
+_WITH_USAGE_OPTION = frozenset((Endpoint.COMPLETIONS, Endpoint.CHAT))
+"""Endpoints whose streams report usage only if ``stream_options`` requests it."""
+_HANDED_OFF = frozenset((Endpoint.COMPLETIONS, Endpoint.CHAT))
+"""Endpoints whose requests take ``kv_transfer_params`` in every supported version of vLLM."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -49,6 +68,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """Blocks of token ids, for a base model, without cache salt: those that KV events can report."""
     media: int = 0
     """Images and other media, each counted as a constant length of text."""
+    continued: bool = False
+    """The engine puts a stored conversation before it, whose length is estimated."""
 
 
 class Parsed(msgspec.Struct, frozen=True):
@@ -58,6 +79,8 @@ class Parsed(msgspec.Struct, frozen=True):
     body: bytes
     fields: GenerationBody
     prompt: Prompt
+    only: str | None = None
+    """The one instance that can serve it, since it stored what the request continues; None: any."""
 
     @property
     def stream(self) -> bool:
@@ -71,10 +94,15 @@ class Parsed(msgspec.Struct, frozen=True):
         return bool(options and options.include_usage)
 
     @property
+    def hides_usage(self) -> bool:
+        """True if the engine's stream has no usage unless the proxy requests it."""
+        return self.stream and self.endpoint in _WITH_USAGE_OPTION and self.fields.stream_options is None
+
+    @property
     def max_tokens(self) -> int:
         """Upper bound of output tokens, or the endpoint's default if not given."""
-        asked = self.fields.max_completion_tokens or self.fields.max_tokens
-        default = _DEFAULT_CHAT_TOKENS if self.endpoint is Endpoint.CHAT else _DEFAULT_COMPLETION_TOKENS
+        asked = self.fields.asked_tokens
+        default = _DEFAULT_COMPLETION_TOKENS if self.endpoint is Endpoint.COMPLETIONS else _DEFAULT_CHAT_TOKENS
         return max(0, asked) if asked is not None else default
 
 
@@ -123,18 +151,24 @@ def parse_steps(
         chunks: cache of token ids, kept between calls.
 
     Raises:
-        RequestError: 400 with the problem and its location, in OpenAI's shape.
+        RequestError: 400 with the problem and its location.
     """
+    kind = _KINDS.get(endpoint, GenerationBody)
     fields = (
-        decode_fields(body, rules.allowed_fields)
+        decode_fields(body, rules.allowed_fields, kind)
         if len(body) <= AT_ONCE_BYTES
-        else (yield from large_fields(body, rules.allowed_fields))
+        else (yield from large_fields(body, rules.allowed_fields, kind))
     )
     if len(fields.model) > _MAX_MODEL_NAME:
         raise RequestError(400, f"'model' is longer than {_MAX_MODEL_NAME} characters", param="model")
     salts = (fields.model, fields.cache_salt or "")
     if endpoint is Endpoint.CHAT:
         prompt = yield from _chat_prompt(fields, rules, salts, may_have_media(body))
+    elif isinstance(fields, MessagesBody):
+        text = yield from messages_text(fields)
+        prompt = yield from _conversation_prompt(text, "messages", fields, rules, salts)
+    elif isinstance(fields, ResponsesBody):
+        prompt = yield from _conversation_prompt(responses_text(fields), "responses", fields, rules, salts)
     else:
         prompt = yield from _completion_prompt(
             fields, rules, _Ids(rules.block_tokens, salts, is_base_model(fields.model), rules.seed), chunks
@@ -197,7 +231,7 @@ def session_of(headers: dict[bytes, bytes], names: tuple[bytes, ...], fields: Ge
 def _may_offload(parsed: Parsed) -> bool:
     """True for one prompt, one choice and no output about the prompt's tokens, so that P's work is all D needs."""
     fields = parsed.fields
-    if len(parsed.body) > _OFFLOADED_BYTES:
+    if len(parsed.body) > _OFFLOADED_BYTES or parsed.endpoint not in _HANDED_OFF:
         return False
     several = parsed.prompt.prompts > 1 or (fields.n or 1) > 1 or (fields.best_of or 1) > 1
     return not (several or fields.echo or fields.prompt_logprobs is not None)
@@ -219,6 +253,16 @@ def _chat_prompt(
         history, media = yield from without_media(bytes(history), rules.seed)
     root = root_hash("chat", *salts, xxh3_128_hexdigest(fields.tools, rules.seed), seed=rules.seed)
     return Prompt(_text_blocks(history, rules.text_block_bytes, root), 0, len(history), media=media)
+
+
+def _conversation_prompt(
+    text: bytes, api: str, fields: GenerationBody, rules: ParseRules, salts: tuple[str, ...]
+) -> Steps[Prompt]:
+    media = 0
+    if may_have_media(text):
+        text, media = yield from without_media(text, rules.seed)
+    root = root_hash(api, *salts, xxh3_128_hexdigest(fields.tools, rules.seed), seed=rules.seed)
+    return Prompt(_text_blocks(text, rules.text_block_bytes, root), 0, len(text), media=media)
 
 
 class _Ids(NamedTuple):

@@ -57,6 +57,8 @@ _SHAPES = frozenset(("echo", "suffix", "use_beam_search", "prompt_embeds"))
 _LOGPROBS = frozenset(("logprobs", "prompt_logprobs"))
 _MAX_BODY_BYTES = 2 * 1024 * 1024
 """A larger body would hold the event loop while it is decoded."""
+_RESUMED = frozenset((Endpoint.COMPLETIONS, Endpoint.CHAT))
+"""Events of messages and responses carry no token ids."""
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
 
 
@@ -70,7 +72,7 @@ class ResumeResult(StrEnum):
     SHAPE = "shape"
     """Several choices or prompts, echo, suffix, beam search, embeddings: not a single text that can be continued.
 
-    Also a body of over 2 MiB.
+    Also a body of over 2 MiB, and a message or response.
     """
     LOGPROBS = "logprobs"
     SAMPLED = "sampled"
@@ -125,7 +127,7 @@ def plan_resume(parsed: Parsed, *, sampled: bool) -> ResumePlan | ResumeResult:
 
     ``sampled``: answers sampled without a seed may be continued.
     """
-    if parsed.prompt.prompts > 1 or len(parsed.body) > _MAX_BODY_BYTES:
+    if parsed.endpoint not in _RESUMED or parsed.prompt.prompts > 1 or len(parsed.body) > _MAX_BODY_BYTES:
         return ResumeResult.SHAPE
     fields = _decode_fields(parsed.body)
     stateful = False

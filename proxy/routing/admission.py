@@ -122,8 +122,8 @@ class Admission:
             return False
         started_s = time.perf_counter()
         candidates = self._instances.candidates(seat.model)
-        if seat.tried:
-            candidates -= seat.tried
+        if seat.tried or seat.only is not None:
+            candidates = seat.among(candidates)
         cap = limits.max_in_flight_per_instance
         if cap is not None:
             requests_on = self._ledger.requests
@@ -131,7 +131,7 @@ class Admission:
         try:
             routed = self._router.route(seat.request, candidates)
         except NoCandidateError:
-            if self._can_answer(self._instances.healthy(seat.model) - seat.tried):
+            if self._can_answer(seat.among(self._instances.healthy(seat.model))):
                 return False
             raise
         seat.take(routed, time.perf_counter() - started_s)
@@ -146,11 +146,18 @@ class Admission:
         return [trial for trial in trials if trial is not None]
 
     def _join(self, seat: Seat) -> None:
-        if not seat.admitted and len(self._queue) >= self._limits.queue_size:
-            self._make_place(seat)
+        # One that must wait for its instance must not block the others.
+        again = seat.admitted or seat.only is not None
+        if not seat.admitted:
+            if again:
+                if len(self._again) >= self._limits.queue_size:
+                    self.refused_full += 1
+                    raise queue_full(len(self._again), self.retry_after_s())
+            elif len(self._queue) >= self._limits.queue_size:
+                self._make_place(seat)
         self._loop = asyncio.get_running_loop()
         seat.waits_since_s = time.monotonic()
-        if seat.admitted:
+        if again:
             self._again[seat] = None
             return
         self._queue.append(seat, seat.request.tenant, seat.waits_since_s)
@@ -238,6 +245,7 @@ class Seat:
         "decided_s",
         "granted",
         "model",
+        "only",
         "queued_s",
         "request",
         "tried",
@@ -250,6 +258,8 @@ class Seat:
     def __init__(self, admission: Admission, model: str | None) -> None:
         self._admission = admission
         self.model = model
+        self.only: str | None = None
+        """The one instance that can serve it; None: any that serves the model."""
         self._routed: Routed | None = None
         self._trials: list[Trial] = []
         self.tried: Set[str] = NO_INSTANCES
@@ -280,7 +290,7 @@ class Seat:
         if not self.admitted:
             if admission._moving_up:
                 admission._move_up()
-            if self.model in admission._models:
+            if self.only is None and self.model in admission._models:
                 return None
         return self._taken() if admission._choose(self) else None
 
@@ -302,7 +312,7 @@ class Seat:
             QueueError: 429 when the queue is full, 503 on timeout.
         """
         admission = self._admission
-        if not self.admitted and not admission._can_answer(admission._instances.healthy(self.model)):
+        if not self.admitted and not admission._can_answer(self.among(admission._instances.healthy(self.model))):
             raise NoCandidateError("no healthy instance")
         admission._join(self)
         loop = asyncio.get_running_loop()
@@ -318,6 +328,11 @@ class Seat:
             deadline.cancel()
             self.granted = None
             admission._leave(self)
+
+    def among(self, names: set[str]) -> set[str]:
+        """Those of ``names`` that this request may be sent to."""
+        left = names - self.tried
+        return left if self.only is None else left & {self.only}
 
     def take(self, routed: Routed, decided_s: float) -> None:
         """Record the routing result; called by ``Admission``."""

@@ -201,9 +201,10 @@ class Router:
         self.state.ledger.set_half_life(settings.ledger.recent_half_life_s)
 
     def learn_ratio(self, parsed: Parsed, prompt_tokens: int) -> None:
-        """Learn the bytes-per-token ratio from an engine's token count; a prompt with media has no such ratio."""
-        if not parsed.prompt.media and parsed.prompt.prompts == 1:
-            self.text_ratios.learn(parsed.endpoint, parsed.prompt.text_bytes, prompt_tokens)
+        """Learn the bytes-per-token ratio from an engine's token count, unless a part of the prompt is no text here."""
+        prompt = parsed.prompt
+        if not (prompt.media or prompt.continued) and prompt.prompts == 1:
+            self.text_ratios.learn(parsed.endpoint, prompt.text_bytes, prompt_tokens)
 
     def set_seed(self, seed: int) -> None:
         """Take over the seed of an earlier process, before the first request."""

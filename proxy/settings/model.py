@@ -21,6 +21,7 @@ from proxy.settings.prediction import (
     EventSettings,
     IndexSettings,
     LedgerSettings,
+    ResponseSettings,
     SessionSettings,
     SnapshotSettings,
     TokenizerSettings,
@@ -57,6 +58,7 @@ class Settings(BaseSettings):
     tokenizer: TokenizerSettings = Field(default_factory=TokenizerSettings)
     ledger: LedgerSettings = Field(default_factory=LedgerSettings)
     sessions: SessionSettings = Field(default_factory=SessionSettings)
+    responses: ResponseSettings = Field(default_factory=ResponseSettings)
     snapshot: SnapshotSettings = Field(default_factory=SnapshotSettings)
     timeouts: TimeoutSettings = Field(default_factory=TimeoutSettings)
     health: HealthSettings = Field(default_factory=HealthSettings)

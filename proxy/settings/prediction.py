@@ -83,6 +83,13 @@ class SnapshotSettings(Section):
     max_age_s: Seconds = Field(default=600.0, description="age beyond which a snapshot is ignored at the start")
 
 
+class ResponseSettings(Section):
+    """Stored responses (``/v1/responses``): the engine that has each is remembered."""
+
+    capacity: int = Field(default=20_000, ge=1, description="maximum number of responses")
+    ttl_s: Seconds = Field(default=86_400.0, description="time after which a response is no longer found")
+
+
 class SessionSettings(Section):
     """The session table."""
 

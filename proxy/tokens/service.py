@@ -54,7 +54,7 @@ class Tokens:
         self._encoder: Encoder | None = None
         self._template: ChatTemplate | None = None
         self._threads: ThreadPoolExecutor | None = None
-        self.endpoints = {endpoint: EndpointTokens() for endpoint in Endpoint}
+        self.endpoints = {endpoint: EndpointTokens() for endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT)}
         if settings.path is not None:
             try:
                 from proxy.tokens.template import ChatTemplate
@@ -71,6 +71,8 @@ class Tokens:
         """Token ids of a text or chat prompt as the engine will produce them; None if unknown."""
         prompt = parsed.prompt
         if self._encoder is None or self._threads is None or prompt.tokens or prompt.prompts > 1:
+            return None
+        if parsed.endpoint not in self.endpoints:
             return None
         seen = self.endpoints[parsed.endpoint]
         if not seen.trusted or (parsed.endpoint is Endpoint.CHAT and self._template is None):

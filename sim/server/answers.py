@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 import msgspec
 
 from sim.core.content import output_bytes
 from sim.server.driver import Delivery
-from sim.server.parsing import GenerationCall
+from sim.server.parsing import ApiError, GenerationCall, parse_chat, parse_completion
+from sim.server.settings import ServerSettings
 
 DONE = b"data: [DONE]\n\n"
 
@@ -25,6 +27,56 @@ def usage(call: GenerationCall, delivery: Delivery) -> dict[str, object]:
     }
 
 
+class Answers(Protocol):
+    """Builds the answer to one call in the shape of its API."""
+
+    def opening(self, delivery: Delivery) -> bytes:
+        """The events that begin a stream; sent with the first token."""
+        ...
+
+    def event(self, start: int, stop: int, finish_reason: str | None) -> bytes:
+        """The stream event with generated tokens ``start`` to ``stop``."""
+        ...
+
+    def ending(self, delivery: Delivery) -> bytes:
+        """The events that end a complete stream."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """The events that end a stream which failed."""
+        ...
+
+    def whole(self, delivery: Delivery) -> bytes:
+        """The answer without streaming."""
+        ...
+
+
+class Api(Protocol):
+    """One generation API."""
+
+    def begin(self, body: bytes, settings: ServerSettings, request_id: str | None) -> tuple[GenerationCall, Answers]:
+        """The call of one body, and the builder of its answer. Raises ApiError."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """An error answer's body."""
+        ...
+
+
+class OpenAiApi:
+    """Completions, or with ``chat`` chat completions."""
+
+    def __init__(self, *, chat: bool) -> None:
+        self._parse = parse_chat if chat else parse_completion
+
+    def begin(self, body: bytes, settings: ServerSettings, request_id: str | None) -> tuple[GenerationCall, Answers]:
+        call = self._parse(body, settings, request_id)
+        return call, AnswerBuilder(call, settings.model)
+
+    def error(self, error: ApiError) -> bytes:
+        return error.body
+
+
 class AnswerBuilder:
     """Builds the answer to one call. Generated text is ASCII letters and spaces, so it needs no JSON escaping."""
 
@@ -38,7 +90,7 @@ class AnswerBuilder:
         stream_head = {**self._head, "object": "chat.completion.chunk"} if call.chat else self._head
         self._event_head = b"data: " + msgspec.json.encode(stream_head)[:-1]
 
-    def opening(self) -> bytes:
+    def opening(self, _: Delivery) -> bytes:
         """The event that opens a chat stream; nothing for completions."""
         if not self._call.chat:
             return b""
@@ -52,6 +104,14 @@ class AnswerBuilder:
         body = b'"delta":{"content":"' + text + b'"}' if self._call.chat else b'"text":"' + text + b'"'
         tail = b',"logprobs":null,"finish_reason":' + reason + b',"stop_reason":null}]}\n\n'
         return self._event_head + b',"choices":[{"index":0,' + body + tail
+
+    def ending(self, delivery: Delivery) -> bytes:
+        """The usage, if the request set ``include_usage``, and the end mark."""
+        return (self.usage_event(delivery) if self._call.include_usage else b"") + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """The error and the end mark."""
+        return b"data: " + error.body + b"\n\n" + DONE
 
     def usage_event(self, delivery: Delivery) -> bytes:
         """The last event of a stream whose request set ``include_usage``."""

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from sim.core.content import token_ids
-from sim.server.answers import models
+from sim.server.answers import OpenAiApi, models
 from sim.server.asgi import ClientGone, Receive, Scope, Send, answer, read_body, until_disconnect
 from sim.server.driver import Driver
 from sim.server.faults import Faults
 from sim.server.generation import GenerationHandler, fail
+from sim.server.messages import MessagesApi, count_tokens
 from sim.server.metrics import EngineMetrics
 from sim.server.parsing import ApiError, parse_tokenize
 from sim.server.pulls import PullQuestion, serve_pull
+from sim.server.responses import ResponsesApi
 from sim.server.settings import ServerSettings
 
 _VERSION = msgspec.json.encode({"version": "0.18.1", "simulator": "warmroute"})
+
+_RESPONSE = re.compile(r"\A/v1/responses/[^/]+")
 
 Route = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class EngineRoutes:
-    """Exact paths, each with one method; everything else is 404 or 405."""
+    """Paths, each with one method; everything else is 404 or 405. ``{response_id}`` stands for one part of a path."""
 
     def __init__(self, routes: dict[tuple[str, str], Route]) -> None:
         self._routes = routes
@@ -33,9 +38,10 @@ class EngineRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one HTTP request."""
-        route = self._routes.get((scope["method"], scope["path"]))
+        path = _RESPONSE.sub("/v1/responses/{response_id}", scope["path"])
+        route = self._routes.get((scope["method"], path))
         if route is None:
-            known = scope["path"] in self._paths
+            known = path in self._paths
             error = ApiError(405, "Method Not Allowed") if known else ApiError(404, "Not Found", "NotFoundError")
             await answer(send, error.status, error.body)
             return
@@ -56,6 +62,8 @@ class EngineApp:
         self._metrics = metrics
         self._faults = faults
         self._generation = GenerationHandler(settings, driver, faults)
+        self._chat_api, self._completions_api = OpenAiApi(chat=True), OpenAiApi(chat=False)
+        self._messages_api, self._responses_api = MessagesApi(), ResponsesApi()
         self._models = models(settings.model, settings.config.max_model_len, time.time())
 
     def routes(self) -> EngineRoutes:
@@ -64,6 +72,11 @@ class EngineApp:
             {
                 ("POST", "/v1/completions"): self._completions,
                 ("POST", "/v1/chat/completions"): self._chat,
+                ("POST", "/v1/messages"): self._messages,
+                ("POST", "/v1/messages/count_tokens"): self._count_tokens,
+                ("POST", "/v1/responses"): self._responses,
+                ("GET", "/v1/responses/{response_id}"): self._read_response,
+                ("POST", "/v1/responses/{response_id}/cancel"): self._cancel_response,
                 ("GET", "/v1/models"): self._list_models,
                 ("GET", "/health"): self._health,
                 ("GET", "/version"): self._version,
@@ -77,10 +90,28 @@ class EngineApp:
         )
 
     async def _completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._generation.handle(scope, receive, send, chat=False)
+        await self._generation.handle(scope, receive, send, self._completions_api)
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._generation.handle(scope, receive, send, chat=True)
+        await self._generation.handle(scope, receive, send, self._chat_api)
+
+    async def _messages(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._generation.handle(scope, receive, send, self._messages_api)
+
+    async def _count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await answer(send, 200, count_tokens(await read_body(receive), self._settings))
+        except ApiError as error:
+            await answer(send, error.status, self._messages_api.error(error))
+
+    async def _responses(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._generation.handle(scope, receive, send, self._responses_api)
+
+    async def _read_response(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, 200, self._responses_api.read(scope["path"].split("/")[3]))
+
+    async def _cancel_response(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._responses_api.cancel(scope["path"].split("/")[3])
 
     async def _list_models(self, scope: Scope, receive: Receive, send: Send) -> None:
         await answer(send, 200, self._models)

@@ -1,58 +1,65 @@
-"""The two generation endpoints: parse, submit, relay tokens, detect a client that disconnects."""
+"""The generation endpoints: parse, submit, relay tokens, detect a client that disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 
 from sim.core.types import EngineDeadError
-from sim.server.answers import DONE, AnswerBuilder
+from sim.server.answers import Answers, Api
 from sim.server.asgi import ClientGone, Receive, Scope, Send, answer, break_connection, read_body, until_disconnect
 from sim.server.driver import Delivery, Driver
 from sim.server.faults import Fault, Faults, end_at_first_token
-from sim.server.parsing import ApiError, GenerationCall, parse_chat, parse_completion
+from sim.server.parsing import ApiError, GenerationCall
 from sim.server.settings import ServerSettings
 
 _SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class GenerationHandler:
-    """POST /v1/completions and /v1/chat/completions of one engine."""
+    """The generation endpoints of one engine."""
 
     def __init__(self, settings: ServerSettings, driver: Driver, faults: Faults) -> None:
         self._settings = settings
         self._driver = driver
         self._faults = faults
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send, *, chat: bool) -> None:
-        """Answer one request. It arrives, in engine time, before the body is read and parsed."""
+    async def handle(self, scope: Scope, receive: Receive, send: Send, api: Api) -> None:
+        """Answer one request in its API's shape. It arrives, in engine time, before the body is read and parsed."""
         arrived_s = self._driver.clock.now()
         try:
             body = await read_body(receive)
         except ClientGone:
             return
         try:
-            call = self._parse(scope, body, chat)
+            call, shape = self._parse(scope, body, api)
         except ApiError as error:
-            await answer(send, error.status, error.body)
+            await answer(send, error.status, api.error(error))
             return
         gone = asyncio.ensure_future(until_disconnect(receive))
         try:
-            await self._answer(call, arrived_s, receive, send, gone)
+            await self._answer(call, shape, api, arrived_s, receive, send, gone)
         finally:
             gone.cancel()
             self._driver.abort(call.request.request_id)
 
-    def _parse(self, scope: Scope, body: bytes, chat: bool) -> GenerationCall:
+    def _parse(self, scope: Scope, body: bytes, api: Api) -> tuple[GenerationCall, Answers]:
         request_id = None
         for name, value in scope["headers"]:
             if name == b"x-request-id":
                 request_id = value.decode("latin-1")
             elif name == b"content-type" and value.split(b";")[0].strip().lower() != b"application/json":
                 raise ApiError(400, "Unsupported Media Type: Only 'application/json' is allowed")
-        return (parse_chat if chat else parse_completion)(body, self._settings, request_id)
+        return api.begin(body, self._settings, request_id)
 
     async def _answer(
-        self, call: GenerationCall, arrived_s: float, receive: Receive, send: Send, gone: asyncio.Future[None]
+        self,
+        call: GenerationCall,
+        shape: Answers,
+        api: Api,
+        arrived_s: float,
+        receive: Receive,
+        send: Send,
+        gone: asyncio.Future[None],
     ) -> None:
         fault = self._faults.for_request(call.request.kv_transfer)
         if fault is not None:
@@ -70,21 +77,22 @@ class GenerationHandler:
             delivery = self._driver.submit(call.request, arrived_s, call.stream)
         except ValueError as error:
             refusal = ApiError(400, str(error))
-            await answer(send, refusal.status, refusal.body)
+            await answer(send, refusal.status, api.error(refusal))
             return
         except EngineDeadError as error:
             refusal = ApiError(500, str(error), "InternalServerError")
-            await answer(send, refusal.status, refusal.body)
+            await answer(send, refusal.status, api.error(refusal))
             return
         gone.add_done_callback(lambda _: delivery.cut())
         if call.stream:
-            await self._stream(call, delivery, fault, receive, send, gone)
+            await self._stream(shape, delivery, fault, receive, send, gone)
         else:
-            await self._whole(call, delivery, fault, receive, send, gone)
+            await self._whole(shape, api, delivery, fault, receive, send, gone)
 
     async def _whole(
         self,
-        call: GenerationCall,
+        shape: Answers,
+        api: Api,
         delivery: Delivery,
         fault: Fault | None,
         receive: Receive,
@@ -99,13 +107,13 @@ class GenerationHandler:
         elif fault is not None and fault.mode == "reset_mid_stream":
             await _break_off(send, receive, gone, reset=True)
         elif delivery.finish_reason == "error":
-            await answer(send, 500, _kv_load_error().body)
+            await answer(send, 500, api.error(_kv_load_error()))
         else:
-            await answer(send, 200, AnswerBuilder(call, self._settings.model).whole(delivery))
+            await answer(send, 200, shape.whole(delivery))
 
     async def _stream(
         self,
-        call: GenerationCall,
+        shape: Answers,
         delivery: Delivery,
         fault: Fault | None,
         receive: Receive,
@@ -113,8 +121,7 @@ class GenerationHandler:
         gone: asyncio.Future[None],
     ) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-        shape = AnswerBuilder(call, self._settings.model)
-        opening = shape.opening()
+        opened = False
         breaks = fault if fault is not None and fault.mode in {"hang_mid_stream", "reset_mid_stream"} else None
         while True:
             count = await delivery.tokens()
@@ -122,6 +129,8 @@ class GenerationHandler:
                 await self._hang_up(send, receive)
                 return
             end = delivery.sent
+            opening = b"" if opened else shape.opening(delivery)
+            opened = True
             if breaks is not None and end >= breaks.after_tokens:
                 events = opening + shape.event(end - count, max(breaks.after_tokens, end - count), None)
                 await send({"type": "http.response.body", "body": events, "more_body": True})
@@ -133,15 +142,11 @@ class GenerationHandler:
                     await _break_off(send, receive, gone, reset=True)
                 return
             if delivery.finish_reason == "error":
-                events = opening + b"data: " + _kv_load_error().body + b"\n\n" + DONE
+                events = opening + shape.failure(_kv_load_error())
             else:
                 events = opening + shape.event(end - count, end, delivery.finish_reason)
-            opening = b""
-            if delivery.ended:
-                if call.include_usage and delivery.finish_reason != "error":
-                    events += shape.usage_event(delivery)
-                if delivery.finish_reason != "error":
-                    events += DONE
+                if delivery.ended:
+                    events += shape.ending(delivery)
             await send({"type": "http.response.body", "body": events, "more_body": not delivery.ended})
             if delivery.ended:
                 return

@@ -22,6 +22,7 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, kind: str = "BadRequestError", param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.kind = kind
         self.body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
@@ -41,7 +42,9 @@ class KvTransferParams(msgspec.Struct):
     remote_bootstrap_addr: str | None = None
 
 
-class _Generation(msgspec.Struct, kw_only=True):
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """The fields that all generation requests have."""
+
     model: str | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -54,13 +57,13 @@ class _Generation(msgspec.Struct, kw_only=True):
     kv_transfer_params: KvTransferParams | None = None
 
 
-class CompletionBody(_Generation, kw_only=True):
+class CompletionBody(GenerationFields, kw_only=True):
     """Body of POST /v1/completions: the fields that the simulator reads."""
 
     prompt: msgspec.Raw
 
 
-class ChatBody(_Generation, kw_only=True):
+class ChatBody(GenerationFields, kw_only=True):
     """Body of POST /v1/chat/completions: the fields that the simulator reads."""
 
     messages: list[dict[str, Any]]
@@ -99,8 +102,8 @@ def parse_completion(body: bytes, settings: ServerSettings, request_id: str | No
     Raises:
         ApiError: 400 or 404, with vLLM's wording.
     """
-    decoded = _decode(_completion, body)
-    return _call(decoded, _prompt_tokens(bytes(decoded.prompt)), decoded.max_tokens, settings, request_id, chat=False)
+    decoded = decode_body(_completion, body)
+    return call_of(decoded, _prompt_tokens(bytes(decoded.prompt)), decoded.max_tokens, settings, request_id, chat=False)
 
 
 def parse_chat(body: bytes, settings: ServerSettings, request_id: str | None) -> GenerationCall:
@@ -109,10 +112,10 @@ def parse_chat(body: bytes, settings: ServerSettings, request_id: str | None) ->
     Raises:
         ApiError: 400 or 404, with vLLM's wording.
     """
-    decoded = _decode(_chat, body)
+    decoded = decode_body(_chat, body)
     tokens = text_token_bytes(render_chat(decoded.messages, decoded.tools))
     limit = decoded.max_completion_tokens if decoded.max_completion_tokens is not None else decoded.max_tokens
-    return _call(decoded, tokens, limit, settings, request_id, chat=True)
+    return call_of(decoded, tokens, limit, settings, request_id, chat=True)
 
 
 def parse_tokenize(body: bytes) -> bytes:
@@ -121,7 +124,7 @@ def parse_tokenize(body: bytes) -> bytes:
     Raises:
         ApiError: 400: neither a prompt nor messages.
     """
-    decoded = _decode(_tokenize, body)
+    decoded = decode_body(_tokenize, body)
     if decoded.messages is not None:
         return text_token_bytes(render_chat(decoded.messages, None))
     if decoded.prompt is None:
@@ -165,7 +168,8 @@ def _canonical(part: object) -> str:
     return msgspec.json.encode(part, order="sorted").decode()
 
 
-def _decode(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
+def decode_body(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
+    """A body as its decoder's type. Raises ApiError (400)."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -193,9 +197,20 @@ def _prompt_tokens(raw: bytes) -> bytes:
         raise ApiError(400, "token ids must be in 0 .. 2**32 - 1", param="prompt") from error
 
 
-def _call(
-    body: _Generation, tokens: bytes, limit: int | None, settings: ServerSettings, request_id: str | None, *, chat: bool
+def call_of(
+    body: GenerationFields,
+    tokens: bytes,
+    limit: int | None,
+    settings: ServerSettings,
+    request_id: str | None,
+    *,
+    chat: bool,
 ) -> GenerationCall:
+    """A decoded body with the token bytes of its prompt as an engine request.
+
+    Raises:
+        ApiError: 400 or 404, with vLLM's wording.
+    """
     if body.model is not None and body.model != settings.model:
         raise ApiError(404, f"The model `{body.model}` does not exist.", "NotFoundError", "model")
     if body.n not in {None, 1}:

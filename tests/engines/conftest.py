@@ -45,6 +45,8 @@ FLEET_OVERRIDES = (
     "restart=on_failure",
     "max_restarts=20",
     "restart_backoff_s=0.2",
+    # Without it an engine forgets every response.
+    "env.VLLM_ENABLE_RESPONSES_API_STORE='1'",
 )
 
 

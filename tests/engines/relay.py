@@ -19,11 +19,12 @@ Change = Callable[[bytes], bytes]
 
 
 class Relay:
-    """Passes everything on by default; ``bodies`` keeps every POST body."""
+    """Passes everything on by default; ``bodies`` keeps every POST body, ``answers`` the bytes that were passed on."""
 
     def __init__(self, target: str) -> None:
         self.target = target
         self.bodies: list[dict[str, Any]] = []
+        self.answers: list[bytes] = []
         self.before: Before | None = None
         self.after: After | None = None
         self.change: Change | None = None
@@ -91,7 +92,10 @@ class Relay:
             return web.Response(status=answer.status, body=content, content_type=answer.content_type)
         response = web.StreamResponse(status=answer.status, headers={"content-type": answer.headers["content-type"]})
         await response.prepare(request)
+        passed = bytearray()
         async for piece in answer.content.iter_any():
+            passed += piece
             await response.write(piece)
         await response.write_eof()
+        self.answers.append(bytes(passed))
         return response

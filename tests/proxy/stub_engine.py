@@ -53,6 +53,7 @@ class StubEngine:
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
+        self._more_routes(app)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
@@ -61,6 +62,9 @@ class StubEngine:
         await self._runner.setup()
         await self._listen()
         return self
+
+    def _more_routes(self, app: web.Application) -> None:
+        """Routes of engines that serve more."""
 
     async def _listen(self) -> None:
         self._site = web.TCPSite(self._runner, "127.0.0.1", self.port)

@@ -56,6 +56,16 @@ def hit(proxy: Chaos) -> int:
     return sum(any(post.fields.get("user") == "poison" for post in engine.posts) for engine in proxy.engines)
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_messages_and_responses_kill_no_third_engine_either(start_chaos: StartChaos, path: str) -> None:
+    proxy = await start(start_chaos, DEATHS["reset"])
+    body = {**POISON, "messages": [{"role": "user", "content": "x"}], "input": "x", "stream": True}
+    answer = await proxy.client.post(path, json=body)
+    assert answer.status_code == 502
+    assert "died while serving this request" in answer.json()["error"]["message"]
+    assert (hit(proxy), (await proxy.rows())[-1]["outcome"]) == (2, "poison_request")
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("death", DEATHS)
 async def test_a_request_that_kills_its_engine_kills_one_more_and_no_third(

@@ -68,6 +68,12 @@ GOOD = st.fixed_dictionaries(
     },
 )
 ENDPOINTS = st.sampled_from(Endpoint)
+PROMPTS = {
+    Endpoint.COMPLETIONS: b"prompt",
+    Endpoint.CHAT: b"messages",
+    Endpoint.MESSAGES: b"messages",
+    Endpoint.RESPONSES: b"input",
+}
 
 
 def parse(endpoint: Endpoint, body: bytes) -> Parsed | None:
@@ -194,7 +200,7 @@ def test_what_is_forwarded_is_what_came_but_for_the_fields_that_must_change(
     ids=lambda body: body[:60].decode(),
 )
 def test_a_pathological_body_is_parsed_or_refused(endpoint: Endpoint, body: bytes) -> None:
-    field = b"messages" if endpoint is Endpoint.CHAT else b"prompt"
+    field = PROMPTS[endpoint]
     parse(endpoint, body.replace(b"%b", field))
 
 

@@ -8,8 +8,8 @@ from proxy.admin.openapi import generation_paths
 
 
 def generation_schema(model: str) -> dict[str, Any]:
-    """An OpenAPI 3.1 document of both endpoints, for the one model that is served."""
-    paths = generation_paths()
+    """An OpenAPI 3.1 document of the completion endpoints, for the one model that is served."""
+    paths = {path: methods for path, methods in generation_paths().items() if path.endswith("/completions")}
     for path in paths.values():
         body = path["post"]["requestBody"]["content"]["application/json"]["schema"]
         body["properties"] = {

@@ -59,7 +59,8 @@ BAD: list[dict[str, str]] = [
     {"authorization": f"Bearer {digest_of(KEY)}"},
     {"authorization": "Bearer " + "x" * 20_000},
     {"authorization": "Bearer \xff\xfe"},
-    {"x-api-key": KEY},
+    {"x-api-key": KEY + "x"},
+    {"x-api-key": KEY, "authorization": "Bearer wrong"},
 ]
 
 

@@ -118,7 +118,8 @@ async def test_text_ratio_is_learnt_from_usage(start_proxy: StartProxy) -> None:
     for _ in range(40):
         await proxy.client.post("/v1/completions", json=completion(prompt="y" * 8000))
     learnt = (await proxy.client.get("/stats")).json()["bytes_per_token"]
-    assert learnt == {"/v1/completions": pytest.approx(4.0, rel=0.05), "/v1/chat/completions": 8.0}
+    assert learnt.pop("/v1/completions") == pytest.approx(4.0, rel=0.05)
+    assert set(learnt.values()) == {8.0}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""Reading of answers by their API: usage, and the ids of responses that an engine has stored."""
+
+from __future__ import annotations
+
+import time
+
+from proxy.core import Core
+from proxy.fleet.instances import Instance
+from proxy.request.generation_body import ResponsesBody
+from proxy.request.parse import Endpoint, Parsed
+from proxy.request.typed_events import MESSAGE_EVENTS, RESPONSE_EVENTS, TypedEvents
+from proxy.request.typed_usage import read_typed_answer
+from proxy.request.usage import Usage, UsageFilter, usage_of_answer
+
+EventFilter = UsageFilter | TypedEvents
+"""Filter of a stream that reads its usage."""
+
+_TYPED = frozenset((Endpoint.MESSAGES, Endpoint.RESPONSES))
+
+
+def event_filter(
+    core: Core, parsed: Parsed, instance: Instance, *, drop: bool, cached_tokens: int | None
+) -> EventFilter:
+    """The filter for one stream of ``instance``; ``drop`` and ``cached_tokens`` as of ``UsageFilter``."""
+    if parsed.endpoint is Endpoint.MESSAGES:
+        return TypedEvents(MESSAGE_EVENTS)
+    if parsed.endpoint is Endpoint.RESPONSES:
+        return TypedEvents(RESPONSE_EVENTS, lambda response_id: _learn(core, parsed, instance, response_id))
+    return UsageFilter(drop=drop, cached_tokens=cached_tokens)
+
+
+def usage_of(core: Core, parsed: Parsed, instance: Instance, content: bytes) -> Usage | None:
+    """Usage of a whole answer of ``instance``; the id of a stored response is remembered."""
+    if parsed.endpoint not in _TYPED:
+        return usage_of_answer(content)
+    answer = read_typed_answer(content)
+    if answer.id:
+        _learn(core, parsed, instance, answer.id)
+    return answer.usage.as_usage() if answer.usage is not None else None
+
+
+def _learn(core: Core, parsed: Parsed, instance: Instance, response_id: str) -> None:
+    fields = parsed.fields
+    if isinstance(fields, ResponsesBody) and fields.store is not False:
+        core.responses.learn(response_id, instance, parsed.prompt, time.monotonic())

@@ -1,0 +1,134 @@
+"""Responses that engines have stored: what continues, reads or cancels one must go to the engine that has it."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from policies.predict.blocks import hash_byte_blocks
+from proxy.clip import clip
+from proxy.errors import RequestError
+from proxy.fleet.instances import Instance, Instances
+from proxy.request.generation_body import ResponsesBody
+from proxy.request.parse import Parsed, Prompt
+from proxy.settings import ResponseSettings
+
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
+"""Ids that can stand in a path; an engine's are random, unless it lets clients choose them."""
+_MAX_BLOCKS = 1024
+"""Block hashes kept of one prompt, 8 bytes each: those of 1 MiB of text with the default block size."""
+_SHOWN_CHARACTERS = 100
+
+
+class _Stored(NamedTuple):
+    instance: str
+    url: str
+    started_unix_s: float | None
+    """Start of the engine's process, since a restarted one has lost its responses; None: unknown."""
+    hashes: bytes
+    """Hashes of its prompt's blocks, packed."""
+    text_bytes: int
+    until_s: float
+
+
+class StoredResponses:
+    """Response id to instance, for at most ``capacity`` responses (8 KiB each in the worst case), the oldest dropped.
+
+    An id is learned when an engine's answer begins. Times are monotonic.
+    """
+
+    def __init__(self, settings: ResponseSettings, instances: Instances) -> None:
+        self._capacity, self._ttl_s = settings.capacity, settings.ttl_s
+        self._instances = instances
+        self._stored: OrderedDict[str, _Stored] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Number of known responses, expired ones included until the next is learned."""
+        return len(self._stored)
+
+    def learn(self, response_id: str, instance: Instance, prompt: Prompt, now_s: float) -> None:
+        """Record that an engine has begun a response; ids that cannot be asked for are ignored."""
+        if not _ID.fullmatch(response_id):
+            return
+        hashes = array("Q", prompt.hashes[:_MAX_BLOCKS]).tobytes()
+        self._stored.pop(response_id, None)
+        self._stored[response_id] = _Stored(
+            instance.name, instance.url, instance.started_unix_s, hashes, prompt.text_bytes, now_s + self._ttl_s
+        )
+        while len(self._stored) > self._capacity or self._first().until_s <= now_s:
+            self._stored.popitem(last=False)
+
+    def instance_of(self, response_id: str, param: str, now_s: float) -> Instance:
+        """The engine that has a response; ``param`` is the request's field with the id.
+
+        Raises:
+            RequestError: 404, the id is unknown or its engine is gone; 503, the engine cannot be sent requests now.
+        """
+        return self._find(response_id, param, now_s)[1]
+
+    def continued(self, parsed: Parsed, now_s: float) -> Parsed:
+        """A request that continues a stored response, bound to its engine; any other as it is. Raises as above."""
+        fields = parsed.fields
+        if not isinstance(fields, ResponsesBody) or not fields.previous_response_id:
+            return parsed
+        stored, instance = self._find(fields.previous_response_id, "previous_response_id", now_s)
+        before = array("Q", stored.hashes).tolist()
+        prompt = _continued_prompt(parsed.prompt, before, stored.text_bytes)
+        return msgspec.structs.replace(parsed, prompt=prompt, only=instance.name)
+
+    def _first(self) -> _Stored:
+        return next(iter(self._stored.values()))
+
+    def _find(self, response_id: str, param: str, now_s: float) -> tuple[_Stored, Instance]:
+        stored = self._stored.get(response_id)
+        shown = clip(response_id, _SHOWN_CHARACTERS)
+        if stored is None or stored.until_s <= now_s:
+            raise _missing(
+                f"no response with id {shown!r} is known here: it was not created through this proxy, or too long ago",
+                "response_not_found",
+                param,
+            )
+        instance = self._instances.get(stored.instance)
+        if instance is None or not _is_same(instance, stored):
+            raise _missing(
+                f"the response {shown!r} is lost: the engine that stored it ({stored.instance}) was restarted or has "
+                "left the fleet; send the whole conversation as input",
+                "response_lost",
+                param,
+            )
+        if not instance.healthy or instance.draining:
+            raise RequestError(
+                503,
+                f"the engine that stored the response {shown!r} ({stored.instance}) is down or draining",
+                kind="service_unavailable",
+                code="response_unavailable",
+                param=param,
+                retry_after_s=1,
+            )
+        return stored, instance
+
+
+def _continued_prompt(prompt: Prompt, before: Sequence[int], before_bytes: int) -> Prompt:
+    """A prompt of text after a stored one of ``before_bytes`` bytes, whose blocks are ``before``."""
+    own = array("Q", prompt.hashes)
+    # The stored text is not kept, so the chains are joined by hashing the hashes of the second.
+    added = hash_byte_blocks(memoryview(own).cast("B"), own.itemsize, before[-1]) if before else []
+    return msgspec.structs.replace(
+        prompt, hashes=[*before, *added], text_bytes=before_bytes + prompt.text_bytes, continued=True
+    )
+
+
+def _is_same(instance: Instance, stored: _Stored) -> bool:
+    """True unless another engine, or a restarted one, has taken the place of the one that stored the response."""
+    if instance.url != stored.url:
+        return False
+    return stored.started_unix_s is None or instance.started_unix_s in {None, stored.started_unix_s}
+
+
+def _missing(message: str, code: str, param: str) -> RequestError:
+    return RequestError(404, message, code=code, param=param)

@@ -1,0 +1,114 @@
+"""Messages and Responses of real engines through the proxy: the same bytes, usage learned, responses found again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+
+from tests.engines.conftest import StartProxy
+from tests.engines.rig import REAL_ENGINES, Engines, Proxy, fresh_text
+
+pytestmark = REAL_ENGINES
+
+WORKERS = (0, 1, 2)
+
+
+def message(text: str, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "max_tokens": 12,
+        "temperature": 0,
+        "system": [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}],
+        "messages": [{"role": "user", "content": "continue"}],
+        **more,
+    }
+
+
+def request(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "max_output_tokens": 12, "temperature": 0, "input": text, **more}
+
+
+async def direct(engines: Engines, number: int, path: str, body: dict[str, Any]) -> httpx.Response:
+    return await engines.client.post(f"{engines.file.url(number)}{path}", json=body)
+
+
+async def row_of(proxy: Proxy, answer: httpx.Response) -> dict[str, Any]:
+    await proxy.settled()
+    return next(row for row in await proxy.rows() if row["request_id"] == answer.headers["x-request-id"])
+
+
+async def test_messages_are_the_engines_own(engines: Engines, start_proxy: StartProxy) -> None:
+    relay = await start_proxy.relay(engines.file.url(0))
+    proxy = await start_proxy(0, urls={0: relay.url})
+    text = fresh_text(4000)
+    first = await proxy.client.post("/v1/messages", json=message(text))
+    assert first.status_code == 200, first.text
+    assert first.content == relay.answers[-1]
+    counted = await proxy.client.post("/v1/messages/count_tokens", json=message(text))
+    assert counted.json()["input_tokens"] == first.json()["usage"]["input_tokens"]
+    relayed = await proxy.client.post("/v1/messages", json=message(text, stream=True))
+    assert relayed.content == relay.answers[-1]
+    assert b"event: message_stop\n" in relayed.content
+    row = await row_of(proxy, relayed)
+    assert (row["outcome"], row["prompt_tokens"]) == ("ok", first.json()["usage"]["input_tokens"])
+    assert (row["completion_tokens"], row["offload_reason"]) == (12, "request_shape")
+    assert row["predicted_cached_tokens"] > 0
+
+
+async def test_an_engines_refusal_of_a_message_is_passed_on(engines: Engines, start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(0)
+    body = message("x", max_tokens=-1)
+    answer, own = await proxy.client.post("/v1/messages", json=body), await direct(engines, 0, "/v1/messages", body)
+    assert (answer.status_code, answer.json()) == (own.status_code, own.json())
+    assert answer.status_code == 400
+
+
+async def test_responses_are_the_engines_own(engines: Engines, start_proxy: StartProxy) -> None:
+    relay = await start_proxy.relay(engines.file.url(0))
+    proxy = await start_proxy(0, urls={0: relay.url})
+    text = fresh_text(4000)
+    first = await proxy.client.post("/v1/responses", json=request(text))
+    assert first.status_code == 200, first.text
+    assert first.content == relay.answers[-1]
+    relayed = await proxy.client.post("/v1/responses", json=request(text, stream=True))
+    assert relayed.content == relay.answers[-1]
+    assert b"event: response.completed\n" in relayed.content
+    row = await row_of(proxy, relayed)
+    usage = first.json()["usage"]
+    assert (row["outcome"], row["prompt_tokens"], row["completion_tokens"]) == ("ok", usage["input_tokens"], 12)
+    # The engine had computed the prompt for the first request.
+    assert row["actual_cached_tokens"] > usage["input_tokens"] / 2
+
+
+async def test_a_stored_response_is_continued_read_and_cancelled_where_it_is(
+    engines: Engines, start_proxy: StartProxy
+) -> None:
+    proxy = await start_proxy(*WORKERS, policy={"name": "round_robin"})
+    begun = [await proxy.client.post("/v1/responses", json=request(fresh_text(1500))) for _ in WORKERS]
+    assert len({answer.headers["x-warmroute-instance"] for answer in begun}) == len(WORKERS)
+    for first in reversed(begun):
+        instance, response_id = first.headers["x-warmroute-instance"], first.json()["id"]
+        body = request("and then", previous_response_id=response_id, stream=True)
+        second = await proxy.client.post("/v1/responses", json=body)
+        assert second.headers["x-warmroute-instance"] == instance
+        last = json.loads(second.text.rstrip().rpartition("data: ")[2])["response"]
+        assert last["usage"]["input_tokens"] > first.json()["usage"]["input_tokens"]
+        read = await proxy.client.get(f"/v1/responses/{last['id']}")
+        assert (read.status_code, read.json()["id"]) == (200, last["id"])
+        assert read.headers["x-warmroute-instance"] == instance
+        cancelled = await proxy.client.post(f"/v1/responses/{response_id}/cancel")
+        assert (cancelled.status_code, cancelled.json()["error"]["param"]) == (400, "response_id")
+
+
+async def test_a_response_in_the_background_is_cancelled(engines: Engines, start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(*WORKERS, policy={"name": "round_robin"})
+    body = request(fresh_text(1500), background=True, max_output_tokens=4000, ignore_eos=True)
+    begun = [await proxy.client.post("/v1/responses", json=body) for _ in WORKERS]
+    for answer in begun:
+        assert answer.json()["status"] in {"queued", "in_progress"}, answer.text
+        cancelled = await proxy.client.post(f"/v1/responses/{answer.json()['id']}/cancel")
+        assert (cancelled.status_code, cancelled.json()["status"]) == (200, "cancelled")
+        assert cancelled.headers["x-warmroute-instance"] == answer.headers["x-warmroute-instance"]
+    await engines.until_idle(*WORKERS)

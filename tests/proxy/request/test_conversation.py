@@ -1,0 +1,147 @@
+"""Messages and responses as text: a later turn begins with the earlier one, whatever clients change in between."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.types import RequestView
+from proxy.errors import RequestError
+from proxy.request.conversation import without_cache_marks
+from proxy.request.parse import Endpoint, parse_request, request_view
+from proxy.request.steps import at_once
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+def compact(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def hashes(endpoint: Endpoint = Endpoint.MESSAGES, block_bytes: int = 64, **body: Any) -> list[int]:
+    return parse_request(endpoint, compact({"model": "m", **body}), 16, block_bytes).prompt.hashes
+
+
+def common(one: list[int], other: list[int]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def text_block(text: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text, **more}
+
+
+def test_the_next_turn_extends_the_chain_although_the_cache_marks_move() -> None:
+    system = [text_block("you are an agent " * 30, **MARK)]
+    asked = 'read "file" \\ with {braces} and "cache_control":{} in it ' * 9
+    first = [{"role": "user", "content": [text_block(asked, **MARK)]}]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "ok " * 99}
+    second = [
+        {"role": "user", "content": asked},  # a plain string once it is not the last
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "read", "input": {"path": "x"}}]},
+        {"role": "user", "content": [{**result, **MARK}]},
+    ]
+    third = [
+        *second[:2],
+        {"role": "user", "content": [result]},
+        {"role": "user", "content": [text_block("go", **MARK)]},
+    ]
+    turns = [hashes(system=system, messages=turn) for turn in (first, second, third)]
+    for before, after in itertools.pairwise(turns):
+        # The last blocks hold the end of the list, which is not the end of the conversation any more.
+        assert common(before, after) >= len(before) - 1
+        assert len(after) > len(before)
+
+
+def test_claude_codes_billing_line_does_not_change_the_chain() -> None:
+    def turn(line: str) -> list[int]:
+        system = [text_block(f"x-anthropic-billing-header: cch={line};"), text_block("you are an agent " * 30)]
+        return hashes(system=system, messages=[{"role": "user", "content": "hi " * 99}])
+
+    assert turn("00a1") == turn("ffe2")
+
+
+def test_system_and_tools_are_counted_and_belong_to_the_chain() -> None:
+    messages = [{"role": "user", "content": "hi " * 99}]
+    tools = [{"name": "read", "input_schema": {"type": "object"}}]
+    plain = hashes(system="a" * 999, messages=messages)
+    assert common(plain, hashes(system="a" * 999 + "b", messages=messages)) >= 14
+    assert common(plain, hashes(system="b", messages=messages)) == 0
+    assert common(plain, hashes(system="a" * 999, messages=messages, tools=tools)) == 0
+    long = parse_request(Endpoint.MESSAGES, compact({"model": "m", "messages": messages, "system": "a" * 999}), 16, 64)
+    assert long.prompt.text_bytes > 999 + 3 * 99
+
+
+def test_responses_extend_the_chain_and_are_bounded_by_max_output_tokens() -> None:
+    items: list[dict[str, Any]] = [{"role": "user", "content": "hi " * 99}]
+    first = hashes(Endpoint.RESPONSES, instructions="be brief " * 30, input=items)
+    items += [{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}]
+    second = hashes(Endpoint.RESPONSES, instructions="be brief " * 30, input=items)
+    assert common(first, second) >= len(first) - 1
+    body = compact({"model": "m", "input": "hi", "max_output_tokens": 77, "max_tokens": 5})
+    view: RequestView = request_view(parse_request(Endpoint.RESPONSES, body, 16, 64), "r", None, 16, 64, 4.0)
+    assert (view.max_tokens, view.may_offload, view.exact) == (77, False, False)
+
+
+def test_images_count_as_a_constant() -> None:
+    def size(data: str) -> int:
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+        body = compact({"model": "m", "max_tokens": 5, "messages": messages})
+        return parse_request(Endpoint.MESSAGES, body, 16, 64).prompt.text_bytes
+
+    assert size("A" * 50_000) == size("B" * 300_000) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "param"),
+    [
+        (Endpoint.MESSAGES, b'{"model":"m","max_tokens":5}', "messages"),
+        (Endpoint.MESSAGES, b'{"model":"m","messages":[]}', "messages"),
+        (Endpoint.MESSAGES, b'{"model":"m","messages":"x"}', "messages"),
+        (Endpoint.MESSAGES, b'{"model":"m","messages":[{}],"kv_transfer_params":{"a":1}}', "kv_transfer_params"),
+        (Endpoint.RESPONSES, b'{"model":"m"}', "input"),
+        (Endpoint.RESPONSES, b'{"model":"m","input":""}', "input"),
+        (Endpoint.RESPONSES, b'{"model":"m","input":5}', "input"),
+        (Endpoint.RESPONSES, b'{"model":"m","input":"x","vllm_xargs":{"a":1}}', "vllm_xargs"),
+        (Endpoint.RESPONSES, b'{"model":"m","input":"x","previous_response_id":5}', "previous_response_id"),
+    ],
+)
+def test_bodies_that_cannot_be_routed_are_refused_by_field(endpoint: Endpoint, body: bytes, param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        parse_request(endpoint, body, 16, 64)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.MESSAGES, Endpoint.RESPONSES])
+def test_a_large_body_has_the_prompt_of_a_small_one(endpoint: Endpoint) -> None:
+    field = "messages" if endpoint is Endpoint.MESSAGES else "input"
+    items = [{"role": "user", "content": [text_block("hello " * 20, **MARK)]}] * 20_000
+    large = {"model": "m", "max_tokens": 5, "system": "s", "instructions": "i", field: items}
+    parsed = parse_request(endpoint, compact(large), 16, 1024)
+    small = parse_request(endpoint, compact({**large, field: items[:100]}), 16, 1024)
+    assert len(parsed.body) > 2 * 1024 * 1024
+    if endpoint is Endpoint.RESPONSES:
+        assert parsed.prompt.hashes[: len(small.prompt.hashes)] == small.prompt.hashes
+    else:
+        assert common(parsed.prompt.hashes, small.prompt.hashes) >= 8  # up to the last mark that is looked at
+
+
+JSON_TEXTS = st.text(max_size=30) | st.sampled_from(['"cache_control":{}', '\\"', "[{", '"text":"', "}]"])
+
+
+@given(st.lists(JSON_TEXTS, min_size=1, max_size=4), st.integers(min_value=0, max_value=3), st.booleans())
+def test_text_with_a_mark_equals_the_text_without_one(texts: list[str], marked: int, spaced: bool) -> None:
+    def written(*, mark: bool) -> bytes:
+        contents: list[Any] = [{"role": "user", "content": text} for text in texts]
+        if mark:
+            place = marked % len(texts)
+            contents[place] = {"role": "user", "content": [text_block(texts[place], **MARK)]}
+        return json.dumps(contents, separators=None if spaced else (",", ":")).encode()
+
+    assert at_once(without_cache_marks(written(mark=True))) == written(mark=False)
+    assert at_once(without_cache_marks(written(mark=False))) == written(mark=False)

@@ -1,0 +1,82 @@
+"""Streams of named events: unchanged however they are cut, with usage, id and end recognised."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.request.typed_events import MESSAGE_EVENTS, RESPONSE_EVENTS, TypedEvents
+from proxy.request.typed_usage import read_typed_answer
+from tests.proxy.request.test_usage import cut
+from tests.proxy.typed_engine import MESSAGE, event, response_events
+
+PLACES = st.lists(st.integers(min_value=0, max_value=10_000), max_size=30)
+
+
+@given(PLACES, st.booleans())
+def test_a_message_passes_unchanged_and_is_read(places: list[int], crlf: bool) -> None:
+    stream = b"".join(MESSAGE)
+    stream = stream.replace(b"\n", b"\r\n") if crlf else stream
+    events = TypedEvents(MESSAGE_EVENTS)
+    assert b"".join(events.feed(piece) for piece in cut(stream, places)) + events.flush() == stream
+    assert events.ended
+    assert events.usage is not None
+    assert (events.usage.prompt_tokens, events.usage.cached_tokens, events.usage.completion_tokens) == (90, 64, 4)
+    assert events.events == len(MESSAGE)
+
+
+@given(PLACES)
+def test_a_response_passes_unchanged_and_its_id_is_learned_once(places: list[int]) -> None:
+    stream = b"".join(response_events("resp_1"))
+    ids: list[str] = []
+    events = TypedEvents(RESPONSE_EVENTS, ids.append)
+    assert b"".join(events.feed(piece) for piece in cut(stream, places)) + events.flush() == stream
+    assert ids == ["resp_1"]
+    assert events.ended
+    assert events.usage is not None
+    assert (events.usage.prompt_tokens, events.usage.cached_tokens, events.usage.completion_tokens) == (90, 64, 4)
+
+
+@pytest.mark.parametrize("name", ["response.completed", "response.incomplete", "response.failed", "error"])
+def test_every_last_event_ends_a_response(name: str) -> None:
+    events = TypedEvents(RESPONSE_EVENTS)
+    events.feed(event("response.output_text.delta", delta="event: response.completed\n"))
+    assert not events.ended
+    events.feed(event(name, response=None))
+    assert events.ended
+
+
+def test_an_event_beyond_the_bound_passes_in_pieces_and_still_ends_the_stream() -> None:
+    large = event("response.completed", response={"id": "resp_1", "instructions": "x" * 3_000_000})
+    events = TypedEvents(RESPONSE_EVENTS)
+    pieces = [large[at : at + 65_536] for at in range(0, len(large), 65_536)]
+    assert b"".join(events.feed(piece) for piece in pieces) + events.flush() == large
+    assert events.ending
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        ({"input_tokens": 9, "output_tokens": 2}, (9, None, 2)),
+        ({"input_tokens": 9, "cache_read_input_tokens": 0}, (9, 0, None)),
+        ({"input_tokens": 9, "cache_read_input_tokens": 5, "cache_creation_input_tokens": 3}, (17, 5, None)),
+        ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 5}}, (9, 5, None)),
+        ({"output_tokens": 2}, (None, None, 2)),
+    ],
+)
+def test_usage_counts_the_whole_prompt_and_reports_unknown_as_unknown(
+    usage: dict[str, Any], expected: tuple[int | None, ...]
+) -> None:
+    answer = read_typed_answer(json.dumps({"id": "x", "usage": usage}).encode())
+    assert answer.usage is not None
+    found = answer.usage.as_usage()
+    assert (found.prompt_tokens, found.cached_tokens, found.completion_tokens) == expected
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"usage":5}', b'{"usage":{"input_tokens":-1}}', b'{"id":{}}', b"\xff"])
+def test_an_answer_of_another_shape_has_no_usage(body: bytes) -> None:
+    assert read_typed_answer(body).usage is None

@@ -1,0 +1,94 @@
+"""The engine of a stored response: bounded in number and time, lost with the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.errors import RequestError
+from proxy.fleet.instances import Instance, Instances
+from proxy.request.parse import Endpoint, Prompt, parse_request
+from proxy.routing.stored_responses import StoredResponses
+from proxy.settings import HealthSettings, InstanceSettings, ResponseSettings
+
+PROMPT = Prompt([1, 2, 3], 0, 3000)
+
+
+def fleet(*names: str) -> Instances:
+    instances = Instances(
+        tuple(InstanceSettings(name=name, url=f"http://{name}:1") for name in names), HealthSettings()
+    )
+    for instance in instances:
+        instance.healthy, instance.started_unix_s = True, 5.0
+    return instances
+
+
+def stored(instances: Instances, capacity: int = 100, ttl_s: float = 60.0) -> StoredResponses:
+    return StoredResponses(ResponseSettings(capacity=capacity, ttl_s=ttl_s), instances)
+
+
+def code_of(responses: StoredResponses, response_id: str, now_s: float = 0.0) -> str | None:
+    with pytest.raises(RequestError) as refused:
+        responses.instance_of(response_id, "response_id", now_s)
+    return refused.value.code
+
+
+def test_the_oldest_are_dropped_above_the_capacity() -> None:
+    instances = fleet("a")
+    responses = stored(instances, capacity=2)
+    for number in range(4):
+        responses.learn(f"resp_{number}", instances["a"], PROMPT, 0.0)
+    assert len(responses) == 2
+    assert code_of(responses, "resp_1") == "response_not_found"
+    assert responses.instance_of("resp_3", "response_id", 0.0) is instances["a"]
+
+
+def test_a_response_is_forgotten_after_its_time() -> None:
+    instances = fleet("a")
+    responses = stored(instances, ttl_s=60.0)
+    responses.learn("resp_1", instances["a"], PROMPT, 0.0)
+    assert responses.instance_of("resp_1", "response_id", 59.0) is instances["a"]
+    assert code_of(responses, "resp_1", 60.0) == "response_not_found"
+    responses.learn("resp_2", instances["a"], PROMPT, 61.0)
+    assert len(responses) == 1
+
+
+@pytest.mark.parametrize("response_id", ["", "a/b", "a?b", "x" * 257, "é", "a b"])
+def test_ids_that_no_path_can_name_are_not_kept(response_id: str) -> None:
+    instances = fleet("a")
+    responses = stored(instances)
+    responses.learn(response_id, instances["a"], PROMPT, 0.0)
+    assert len(responses) == 0
+
+
+def test_states_of_the_engine_have_errors_of_their_own() -> None:
+    instances = fleet("a", "b")
+    responses = stored(instances)
+    responses.learn("resp_1", instances["a"], PROMPT, 0.0)
+    instances["a"].draining = True
+    assert code_of(responses, "resp_1") == "response_unavailable"
+    instances["a"].draining, instances["a"].healthy = False, False
+    assert code_of(responses, "resp_1") == "response_unavailable"
+    instances["a"].healthy, instances["a"].started_unix_s = True, 6.0
+    assert code_of(responses, "resp_1") == "response_lost"
+    instances["a"].started_unix_s = 5.0
+    assert responses.instance_of("resp_1", "response_id", 0.0) is instances["a"]
+    instances.add(Instance(InstanceSettings(name="a", url="http://elsewhere:1")))
+    assert code_of(responses, "resp_1") == "response_lost"
+    instances.remove("a")
+    assert code_of(responses, "resp_1") == "response_lost"
+
+
+def test_a_follow_up_has_the_stored_blocks_before_its_own() -> None:
+    instances = fleet("a", "b")
+    responses = stored(instances)
+    responses.learn("resp_1", instances["b"], PROMPT, 0.0)
+    body = b'{"model":"m","input":"' + b"x" * 2500 + b'","previous_response_id":"resp_1"}'
+    parsed = parse_request(Endpoint.RESPONSES, body, 16, 1024)
+    continued = responses.continued(parsed, 0.0)
+    assert continued.only == "b"
+    assert continued.prompt.hashes[:3] == PROMPT.hashes
+    assert len(continued.prompt.hashes) == 5
+    assert continued.prompt.text_bytes == 3000 + parsed.prompt.text_bytes
+    assert continued.prompt.continued
+    plain = parse_request(Endpoint.RESPONSES, b'{"model":"m","input":"x"}', 16, 1024)
+    assert responses.continued(plain, 0.0) is plain
