@@ -48,6 +48,9 @@ class Row:
     endpoint: str
     arrived_unix_s: float
     session_id: str | None = None
+    session_source: str | None = None
+    """Header or body field that named the session."""
+    parent_session_id: str | None = None
     stream: bool = False
     status: int = 0
     outcome: RequestOutcome = RequestOutcome.INTERNAL_ERROR
@@ -98,6 +101,8 @@ class Row:
         return {
             "request_id": self.request_id,
             "session_id": self.session_id,
+            "session_source": self.session_source,
+            "parent_session_id": self.parent_session_id,
             "arrived_unix_s": self.arrived_unix_s,
             "endpoint": self.endpoint,
             "stream": self.stream,

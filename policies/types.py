@@ -113,6 +113,8 @@ class RequestView(NamedTuple):
     """False for requests a hand-off cannot carry: several prompts or choices, log probabilities of the prompt."""
     plain: bool = True
     """True if KV events can report these blocks: token ids for a base model, no adapter, no cache salt."""
+    parent_session_id: str | None = None
+    """Session whose sub-agent sent the request, if it is one."""
 
 
 class InstanceView(NamedTuple):

@@ -34,6 +34,7 @@ from proxy.routing.admission import Admission
 from proxy.routing.holding import HoldingLine
 from proxy.routing.retries import RetryBudget
 from proxy.routing.router import Router
+from proxy.sessions.identity import SessionSources
 from proxy.settings import Settings
 from proxy.tokens.service import Tokens
 
@@ -72,7 +73,7 @@ class Core:
             rejected_capacity=rows.rejected_capacity,
             rejected_to_file=rows.rejected_to_jsonl,
         )
-        self.session_headers = tuple(name.lower().encode("latin-1") for name in settings.sessions.headers)
+        self.session_sources = SessionSources(settings.sessions)
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
         self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)

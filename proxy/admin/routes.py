@@ -18,7 +18,7 @@ from proxy.breakdown import plain
 from proxy.core import Core
 from proxy.errors import RequestError
 from proxy.operations.fleet_changes import FleetChanges
-from proxy.request.parse import Endpoint, session_of
+from proxy.request.parse import Endpoint
 
 
 class PolicySwitch(BaseModel):
@@ -172,8 +172,8 @@ async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict
     parsed = await core.router.parse_fairly(endpoint, body)
     core.check_model(parsed.fields.model)
     parsed = await core.tokenized(parsed)
-    session_id = session_of(headers, core.session_headers, parsed.fields)
-    request = core.router.view(parsed, "explain", session_id)
+    session = core.session_sources.identify(headers, parsed.fields)
+    request = core.router.view(parsed, "explain", session.session_id, session.parent_id)
     try:
         fleet, answers = core.router.explain(request, core.instances.healthy(parsed.fields.model))
     except NoCandidateError as error:
@@ -187,7 +187,9 @@ async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict
             "exact": request.exact,
             "blocks": len(request.block_hashes),
             "block_tokens": request.block_tokens,
-            "session_id": session_id,
+            "session_id": session.session_id,
+            "session_source": session.source,
+            "parent_session_id": session.parent_id,
             "pinned_instance": fleet.pinned,
         },
         "fleet": [view._asdict() for view in fleet.instances],

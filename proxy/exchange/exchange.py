@@ -17,7 +17,7 @@ from proxy.exchange.offloading import hand_over
 from proxy.exchange.relay import ClientStalledError, StreamRelay
 from proxy.fleet.instances import Instance
 from proxy.request.bodies import request_usage
-from proxy.request.parse import Parsed, session_of
+from proxy.request.parse import Parsed
 from proxy.request.stream_filter import StreamFilter, Unread
 from proxy.request.usage import Usage, UsageFilter, usage_of_answer, with_cached_tokens
 from proxy.resume.plan import ResumeResult
@@ -82,10 +82,12 @@ class Exchange:
 
     async def _serve(self, parsed: Parsed) -> None:
         core, row = self._core, self._row
-        session_id = session_of(self._headers, core.session_headers, parsed.fields)
-        row.session_id, row.stream = session_id, parsed.stream
+        row.stream = parsed.stream
+        row.session_id, row.session_source, row.parent_session_id = core.session_sources.identify(
+            self._headers, parsed.fields
+        )
         parsed = await core.tokenized(parsed)
-        request = core.router.view(parsed, row.request_id, session_id)
+        request = core.router.view(parsed, row.request_id, row.session_id, row.parent_session_id)
         row.prompt_tokens = request.prompt_tokens
         row.stages_ms["parse"] = self._elapsed_ms()
         core.retries.arrived(time.monotonic())

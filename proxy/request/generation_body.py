@@ -38,6 +38,9 @@ class GenerationBody(msgspec.Struct):
     max_completion_tokens: int | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
+    session_id: msgspec.Raw = msgspec.Raw()
+    litellm_session_id: msgspec.Raw = msgspec.Raw()
+    metadata: msgspec.Raw = msgspec.Raw()
     cache_salt: str | None = None
     n: int | None = None
     best_of: int | None = None
@@ -47,7 +50,7 @@ class GenerationBody(msgspec.Struct):
 
 _PROMPTS = frozenset(("prompt", "messages", "tools"))
 _FIELDS = frozenset(GenerationBody.__struct_fields__) - _PROMPTS
-_SESSION_FIELDS = frozenset(("prompt_cache_key", "user"))
+_SESSION_FIELDS = frozenset(("prompt_cache_key", "user", "session_id", "litellm_session_id", "metadata"))
 _NOTHING = msgspec.Raw()
 _GUARDED = tuple(sorted(REFUSED_FIELDS))
 _NONE_GIVEN = (_NOTHING,) * len(_GUARDED)

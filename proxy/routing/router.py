@@ -116,7 +116,9 @@ class Router:
         base_model = self._is_base_model(parsed.fields.model)
         return with_token_ids(parsed, ids, self.block_tokens, base_model, self.seed)
 
-    def view(self, parsed: Parsed, request_id: str, session_id: str | None) -> RequestView:
+    def view(
+        self, parsed: Parsed, request_id: str, session_id: str | None, parent_session_id: str | None = None
+    ) -> RequestView:
         """The request's view for policies."""
         return request_view(
             parsed,
@@ -125,6 +127,7 @@ class Router:
             self.block_tokens,
             self._settings.index.text_block_bytes,
             self.text_ratios.of(parsed.endpoint),
+            parent_session_id,
         )
 
     def route(self, request: RequestView, available: set[str]) -> Routed:

@@ -6,7 +6,6 @@ from proxy.settings.prediction import (
     EventSettings,
     IndexSettings,
     LedgerSettings,
-    SessionSettings,
     SnapshotSettings,
     TokenizerSettings,
 )
@@ -15,6 +14,7 @@ from proxy.settings.routing import AdmissionSettings, ClassSettings, OffloadSett
 from proxy.settings.section import Seconds, Section, SettingsError
 from proxy.settings.security import AdminKey, AdminSettings, ClientKey, KeyLists, KeySettings, TlsSettings
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
+from proxy.settings.sessions import SessionSettings
 
 __all__ = [
     "AdminKey",

@@ -21,7 +21,6 @@ from proxy.settings.prediction import (
     EventSettings,
     IndexSettings,
     LedgerSettings,
-    SessionSettings,
     SnapshotSettings,
     TokenizerSettings,
 )
@@ -31,6 +30,7 @@ from proxy.settings.secrets import checked_secret, secret_from
 from proxy.settings.section import Seconds, SettingsError
 from proxy.settings.security import AdminSettings, KeySettings, TlsSettings, checked_forward_headers
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
+from proxy.settings.sessions import SessionSettings
 
 
 class Settings(BaseSettings):

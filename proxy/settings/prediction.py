@@ -1,4 +1,4 @@
-"""Settings of the predictions: index, KV events, tokenizer, ledger, sessions."""
+"""Settings of the predictions: index, KV events, tokenizer, ledger, snapshot."""
 
 from __future__ import annotations
 
@@ -81,21 +81,3 @@ class SnapshotSettings(Section):
         description="maximum size of the file, shared equally by the instances and the sessions, the most recent first",
     )
     max_age_s: Seconds = Field(default=600.0, description="age beyond which a snapshot is ignored at the start")
-
-
-class SessionSettings(Section):
-    """The session table."""
-
-    capacity: int = Field(default=100_000, ge=1, description="maximum number of sessions")
-    ttl_s: Seconds = Field(default=3600.0, description="idle time after which a session is dropped")
-    headers: tuple[str, ...] = Field(
-        default=(
-            "x-session-id",
-            "x-claude-code-session-id",
-            "session-id",
-            "session_id",
-            "thread-id",
-            "x-dynamo-session-id",
-        ),
-        description="request headers with the session id, first match wins; then prompt_cache_key, then user",
-    )

@@ -120,9 +120,9 @@ EFFECTS: dict[str, tuple[Any, Callable[[Core], Any], Any]] = {
         lambda core: (
             core.router.state.sessions._ttl_s,
             core.router.state.sessions._capacity,
-            core.session_headers,
+            core.session_sources.order[0],
         ),
-        (5.0, 7, (b"x-mine",)),
+        (5.0, 7, "x-mine"),
     ),
     "timeouts": (
         {"connect_s": 0.7, "idle_s": 8.0},
