@@ -51,6 +51,10 @@ class Row:
     session_source: str | None = None
     """Header or body field that named the session."""
     parent_session_id: str | None = None
+    normalized: tuple[str, ...] = ()
+    """Rules that made parts of the prompt constant."""
+    cache_killer: str | None = None
+    """Kind of change since the session's turn before that ends the cached prefix, if one was found."""
     stream: bool = False
     status: int = 0
     outcome: RequestOutcome = RequestOutcome.INTERNAL_ERROR
@@ -103,6 +107,8 @@ class Row:
             "session_id": self.session_id,
             "session_source": self.session_source,
             "parent_session_id": self.parent_session_id,
+            "normalized": self.normalized,
+            "cache_killer": self.cache_killer,
             "arrived_unix_s": self.arrived_unix_s,
             "endpoint": self.endpoint,
             "stream": self.stream,

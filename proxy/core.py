@@ -26,6 +26,7 @@ from proxy.handoff.legs import HandOff
 from proxy.logs import LimitedLog
 from proxy.loop_lag import LoopLag
 from proxy.metrics.admission import AdmissionMetrics
+from proxy.metrics.cache_killers import CacheKillerMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
 from proxy.request.parse import Parsed
@@ -34,7 +35,9 @@ from proxy.routing.admission import Admission
 from proxy.routing.holding import HoldingLine
 from proxy.routing.retries import RetryBudget
 from proxy.routing.router import Router
+from proxy.sessions.cache_killers import CacheKillers
 from proxy.sessions.identity import SessionSources
+from proxy.sessions.normalize import Normalizer
 from proxy.settings import Settings
 from proxy.tokens.service import Tokens
 
@@ -74,6 +77,8 @@ class Core:
             rejected_to_file=rows.rejected_to_jsonl,
         )
         self.session_sources = SessionSources(settings.sessions)
+        self.normalizer = Normalizer(settings.normalize)
+        self.cache_killers = CacheKillers(settings.cache_killers, settings.index.text_block_bytes)
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
         self.admission = Admission(settings.limits, self.instances, self.router, self.router.state.ledger)
@@ -83,6 +88,7 @@ class Core:
         LimitMetrics(
             self.metrics.registry, self.instances, self.admission, self.retries, self.router.watch, self.clients
         )
+        CacheKillerMetrics(self.metrics.registry, self.cache_killers)
         AdmissionMetrics(self.metrics.registry, self.router.state.accounts, self.holding)
         self.lag = LoopLag()
         self.draining = False

@@ -169,8 +169,10 @@ def _policy(core: Core) -> dict[str, Any]:
 
 async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict[str, Any]:
     endpoint = Endpoint.CHAT if b'"messages"' in body else Endpoint.COMPLETIONS
+    body, normalized = core.normalizer.normalized(endpoint.value, headers, body)
     parsed = await core.router.parse_fairly(endpoint, body)
     core.check_model(parsed.fields.model)
+    text = parsed
     parsed = await core.tokenized(parsed)
     session = core.session_sources.identify(headers, parsed.fields)
     request = core.router.view(parsed, "explain", session.session_id, session.parent_id)
@@ -191,7 +193,9 @@ async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict
             "session_source": session.source,
             "parent_session_id": session.parent_id,
             "pinned_instance": fleet.pinned,
+            "normalized": normalized,
         },
+        "cache_killer": core.cache_killers.explain(text, session.session_id),
         "fleet": [view._asdict() for view in fleet.instances],
         "prefill_only": [view._asdict() for view in fleet.prefill_instances if view not in fleet.instances],
         "hotspot": fleet.hotspot._asdict(),

@@ -358,6 +358,8 @@ class Exchange:
             (b"x-warmroute-reason", decision.reason.encode()),
             (b"x-warmroute-predicted-cached-tokens", str(self._row.predicted_cached_tokens).encode()),
         ]
+        if self._row.normalized:
+            headers.append((b"x-warmroute-normalized", ",".join(self._row.normalized).encode()))
         if self._row.held_s:
             headers.append((b"x-warmroute-held-s", b"%.3f" % self._row.held_s))
         if self._row.prefill_instance:

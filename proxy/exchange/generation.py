@@ -85,6 +85,7 @@ class Generation:
         try:
             parsed = await self._parsed(inbound, row)
             await Exchange(core, row, inbound).run(parsed)
+            self._compare_turns(parsed, row)
         finally:
             core.keys.leave(key)
 
@@ -100,7 +101,8 @@ class Generation:
 
     async def _parsed(self, inbound: Inbound, row: Row) -> Parsed:
         try:
-            parsed = await self._core.router.parse_fairly(Endpoint(inbound.path), inbound.body)
+            body, row.normalized = self._core.normalizer.normalized(inbound.path, inbound.headers, inbound.body)
+            parsed = await self._core.router.parse_fairly(Endpoint(inbound.path), body)
             self._core.check_model(parsed.fields.model)
         except RequestError:
             row.outcome = RequestOutcome.REJECTED
@@ -109,6 +111,17 @@ class Generation:
             row.outcome = RequestOutcome.SHUTDOWN
             raise draining_error() from error
         return parsed
+
+    def _compare_turns(self, parsed: Parsed, row: Row) -> None:
+        """Look for cache killers, after the answer, which they must not fail."""
+        if row.outcome is not RequestOutcome.OK:
+            return
+        try:
+            found = self._core.cache_killers.observe(parsed, row)
+        except Exception:
+            log.exception("request %s could not be compared with the turn before", row.request_id)
+        else:
+            row.cache_killer = found.rule.value if found else None
 
     def _close_row(self, row: Row) -> None:
         self._core.breakdown.close_row(row)

@@ -167,6 +167,8 @@ class Reloader:
         core.upstream.connect_timeout_s = settings.timeouts.connect_s
         core.control.timeout_s = settings.health.timeout_s
         core.session_sources.apply(settings.sessions)
+        core.normalizer.apply(settings.normalize)
+        core.cache_killers.apply(settings.cache_killers)
         for name in ("", "uvicorn", "uvicorn.error"):
             logging.getLogger(name).setLevel(settings.log_level.upper())
         return self._change_fleet(settings, well)

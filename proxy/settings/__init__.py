@@ -14,13 +14,14 @@ from proxy.settings.routing import AdmissionSettings, ClassSettings, OffloadSett
 from proxy.settings.section import Seconds, Section, SettingsError
 from proxy.settings.security import AdminKey, AdminSettings, ClientKey, KeyLists, KeySettings, TlsSettings
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
-from proxy.settings.sessions import SessionSettings
+from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
 
 __all__ = [
     "AdminKey",
     "AdminSettings",
     "AdmissionSettings",
     "BreakdownSettings",
+    "CacheKillerSettings",
     "ClassSettings",
     "ClientKey",
     "EventSettings",
@@ -31,6 +32,7 @@ __all__ = [
     "KeySettings",
     "LedgerSettings",
     "LimitSettings",
+    "NormalizeSettings",
     "OffloadSettings",
     "PolicySettings",
     "ResumeSettings",

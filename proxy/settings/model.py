@@ -30,7 +30,7 @@ from proxy.settings.secrets import checked_secret, secret_from
 from proxy.settings.section import Seconds, SettingsError
 from proxy.settings.security import AdminSettings, KeySettings, TlsSettings, checked_forward_headers
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
-from proxy.settings.sessions import SessionSettings
+from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
 
 
 class Settings(BaseSettings):
@@ -57,6 +57,8 @@ class Settings(BaseSettings):
     tokenizer: TokenizerSettings = Field(default_factory=TokenizerSettings)
     ledger: LedgerSettings = Field(default_factory=LedgerSettings)
     sessions: SessionSettings = Field(default_factory=SessionSettings)
+    cache_killers: CacheKillerSettings = Field(default_factory=CacheKillerSettings)
+    normalize: NormalizeSettings = Field(default_factory=NormalizeSettings)
     snapshot: SnapshotSettings = Field(default_factory=SnapshotSettings)
     timeouts: TimeoutSettings = Field(default_factory=TimeoutSettings)
     health: HealthSettings = Field(default_factory=HealthSettings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import Field, field_validator
 
 from proxy.settings.section import Seconds, Section
@@ -70,3 +72,34 @@ class SessionSettings(Section):
             if name not in DEFAULT_FIELDS:
                 raise ValueError(f"{name!r} is not among the fields that are read: {', '.join(DEFAULT_FIELDS)}")
         return tuple(dict.fromkeys(value))
+
+
+class CacheKillerSettings(Section):
+    """Detection of what changes between the turns of a session."""
+
+    enabled: bool = Field(default=True, description="compare each chat prompt with the session's turn before")
+    conversations: int = Field(
+        default=1000, ge=1, description="conversations whose last turn is remembered: 7 KB each, 15 KB at most"
+    )
+    min_tokens: int = Field(default=64, ge=0, description="tokens of the history that must be affected")
+    kept: int = Field(default=200, ge=1, description="findings listed by GET /cache-killers")
+    show_text: bool = Field(
+        default=False, description="show the bytes around a change; else only classes of characters"
+    )
+
+
+class NormalizeRule(StrEnum):
+    """Rule that makes a changing part of a prompt constant."""
+
+    CCH = "cch"
+    CC_VERSION = "cc_version"
+
+
+class NormalizeSettings(Section):
+    """Rules that make changing parts of prompts constant, by endpoint."""
+
+    chat: tuple[NormalizeRule, ...] = Field(
+        default=(), description="rules for /v1/chat/completions: [cch and cc_version](../identity.md#normalisation)"
+    )
+    messages: tuple[NormalizeRule, ...] = Field(default=(), description="rules for /v1/messages")
+    responses: tuple[NormalizeRule, ...] = Field(default=(), description="rules for /v1/responses")

@@ -124,6 +124,16 @@ EFFECTS: dict[str, tuple[Any, Callable[[Core], Any], Any]] = {
         ),
         (5.0, 7, "x-mine"),
     ),
+    "cache_killers": (
+        {"conversations": 3, "min_tokens": 5, "kept": 4},
+        lambda core: (core.cache_killers._settings.conversations, core.cache_killers._found.maxlen),
+        (3, 4),
+    ),
+    "normalize": (
+        {"chat": ["cch"]},
+        lambda core: core.normalizer._rules,
+        {"/v1/chat/completions": ("cch",)},
+    ),
     "timeouts": (
         {"connect_s": 0.7, "idle_s": 8.0},
         lambda core: (core.upstream.connect_timeout_s, core.settings.timeouts.idle_s),
