@@ -49,7 +49,7 @@ class Row:
     arrived_unix_s: float
     session_id: str | None = None
     session_source: str | None = None
-    """Header or body field that named the session."""
+    """Header or body field that named the session, or ``prefix``: it was recognised by its prompt."""
     parent_session_id: str | None = None
     normalized: tuple[str, ...] = ()
     """Rules that made parts of the prompt constant."""

@@ -35,9 +35,10 @@ from proxy.routing.admission import Admission
 from proxy.routing.holding import HoldingLine
 from proxy.routing.retries import RetryBudget
 from proxy.routing.router import Router
-from proxy.sessions.cache_killers import CacheKillers
-from proxy.sessions.identity import SessionSources
+from proxy.sessions.cache_killers import CacheKillers, turn_text
+from proxy.sessions.identity import SessionIdentity, SessionSources
 from proxy.sessions.normalize import Normalizer
+from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
 from proxy.settings import Settings
 from proxy.tokens.service import Tokens
 
@@ -77,6 +78,7 @@ class Core:
             rejected_to_file=rows.rejected_to_jsonl,
         )
         self.session_sources = SessionSources(settings.sessions)
+        self.prefix_chains = PrefixChains(settings.sessions.prefix_capacity)
         self.normalizer = Normalizer(settings.normalize)
         self.cache_killers = CacheKillers(settings.cache_killers, settings.index.text_block_bytes)
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
@@ -120,6 +122,17 @@ class Core:
             finally:
                 self.tokens.close()
                 self.breakdown.close()
+
+    def identify(self, headers: dict[bytes, bytes], parsed: Parsed, *, keep: bool = True) -> SessionIdentity:
+        """The session of a request: named by it, else recognised by its prompt; ``keep``: it is the next turn."""
+        named = self.session_sources.identify(headers, parsed.fields)
+        if named.session_id is not None or not self.settings.sessions.by_prefix:
+            return named
+        turn = turn_text(parsed, self.settings.index.text_block_bytes)
+        if turn is None:
+            return named
+        found = self.prefix_chains.session_of(turn) if keep else self.prefix_chains.known(turn)
+        return SessionIdentity(found, PREFIX_SOURCE) if found is not None else named
 
     async def tokenized(self, parsed: Parsed) -> Parsed:
         """A text or chat request with exact blocks if the tokenizer is known, else unchanged. Keeps the body."""

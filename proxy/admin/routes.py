@@ -174,7 +174,7 @@ async def _explain(core: Core, headers: dict[bytes, bytes], body: bytes) -> dict
     core.check_model(parsed.fields.model)
     text = parsed
     parsed = await core.tokenized(parsed)
-    session = core.session_sources.identify(headers, parsed.fields)
+    session = core.identify(headers, text, keep=False)
     request = core.router.view(parsed, "explain", session.session_id, session.parent_id)
     try:
         fleet, answers = core.router.explain(request, core.instances.healthy(parsed.fields.model))

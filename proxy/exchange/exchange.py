@@ -83,9 +83,7 @@ class Exchange:
     async def _serve(self, parsed: Parsed) -> None:
         core, row = self._core, self._row
         row.stream = parsed.stream
-        row.session_id, row.session_source, row.parent_session_id = core.session_sources.identify(
-            self._headers, parsed.fields
-        )
+        row.session_id, row.session_source, row.parent_session_id = core.identify(self._headers, parsed)
         parsed = await core.tokenized(parsed)
         request = core.router.view(parsed, row.request_id, row.session_id, row.parent_session_id)
         row.prompt_tokens = request.prompt_tokens

@@ -57,6 +57,14 @@ class SessionSettings(Section):
         description="sub-agents (x-claude-code-agent-id, x-parent-session-id) are sessions of their own, with a parent",
     )
 
+    by_prefix: bool = Field(
+        default=True,
+        description="recognise chats without an id by their prompts: a turn begins with the whole one before",
+    )
+    prefix_capacity: int = Field(
+        default=20_000, ge=1, description="maximum number of conversations recognised by their prompts, 350 bytes each"
+    )
+
     @field_validator("headers")
     @classmethod
     def _lower_case(cls, value: tuple[str, ...]) -> tuple[str, ...]:
