@@ -35,7 +35,7 @@ from proxy.routing.admission import Admission
 from proxy.routing.holding import HoldingLine
 from proxy.routing.retries import RetryBudget
 from proxy.routing.router import Router
-from proxy.sessions.cache_killers import CacheKillers, turn_text
+from proxy.sessions.cache_killers import CONVERSATIONS, CacheKillers, turn_text
 from proxy.sessions.identity import SessionIdentity, SessionSources
 from proxy.sessions.normalize import Normalizer
 from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
@@ -78,7 +78,7 @@ class Core:
             rejected_to_file=rows.rejected_to_jsonl,
         )
         self.session_sources = SessionSources(settings.sessions)
-        self.prefix_chains = PrefixChains(settings.sessions.prefix_capacity)
+        self.prefix_chains = PrefixChains(settings.sessions.prefix_bound)
         self.normalizer = Normalizer(settings.normalize)
         self.cache_killers = CacheKillers(settings.cache_killers, settings.index.text_block_bytes)
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
@@ -126,7 +126,7 @@ class Core:
     def identify(self, headers: dict[bytes, bytes], parsed: Parsed, *, keep: bool = True) -> SessionIdentity:
         """The session of a request: named by it, else recognised by its prompt; ``keep``: it is the next turn."""
         named = self.session_sources.identify(headers, parsed.fields)
-        if named.session_id is not None or not self.settings.sessions.by_prefix:
+        if named.session_id is not None or parsed.endpoint not in CONVERSATIONS or not self.prefix_chains.enabled:
             return named
         turn = turn_text(parsed, self.settings.index.text_block_bytes)
         if turn is None:

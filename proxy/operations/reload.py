@@ -167,7 +167,7 @@ class Reloader:
         core.upstream.connect_timeout_s = settings.timeouts.connect_s
         core.control.timeout_s = settings.health.timeout_s
         core.session_sources.apply(settings.sessions)
-        core.prefix_chains.set_capacity(settings.sessions.prefix_capacity if settings.sessions.by_prefix else 0)
+        core.prefix_chains.set_capacity(settings.sessions.prefix_bound)
         core.normalizer.apply(settings.normalize)
         core.cache_killers.apply(settings.cache_killers)
         for name in ("", "uvicorn", "uvicorn.error"):

@@ -27,6 +27,8 @@ from proxy.sessions.kept_turn import (
 from proxy.sessions.killer_rules import REMEDIES, KillerRule, excerpt, rule_of
 from proxy.settings.sessions import CacheKillerSettings
 
+CONVERSATIONS = frozenset((Endpoint.CHAT,))
+"""Endpoints whose prompts are compared, and recognised without an id: the client sends the conversation as it is."""
 _CONVERSATIONS_PER_SESSION = 4
 """Clients send prompts of other kinds under the session's id: titles, summaries, sub-agents."""
 _ROLE = b'"role"'
@@ -203,7 +205,7 @@ class CacheKillers:
 def turn_text(parsed: Parsed, block_bytes: int) -> TurnText | None:
     """The conversation of a chat request; None for other requests, and where blocks are not those of its bytes."""
     prompt, fields = parsed.prompt, parsed.fields
-    if parsed.endpoint is not Endpoint.CHAT or prompt.media or prompt.tokens or not prompt.hashes:
+    if parsed.endpoint not in CONVERSATIONS or prompt.media or prompt.tokens or not prompt.hashes:
         return None
     text = memoryview(fields.messages)[:-1]  # as it was hashed
     scope = (fields.model, fields.cache_salt or "")

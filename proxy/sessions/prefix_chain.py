@@ -31,7 +31,7 @@ class PrefixChains:
     """
 
     def __init__(self, capacity: int) -> None:
-        """At most ``capacity`` conversations."""
+        """At most ``capacity`` conversations; 0: none."""
         self._capacity = capacity
         self._ids: OrderedDict[int, str] = OrderedDict()
         # Sessions of an earlier process may be restored from a snapshot.
@@ -40,6 +40,11 @@ class PrefixChains:
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    @property
+    def enabled(self) -> bool:
+        """False if the capacity is 0."""
+        return self._capacity > 0
 
     def set_capacity(self, capacity: int) -> None:
         """Another bound, effective from the next conversation on; 0 forgets all."""

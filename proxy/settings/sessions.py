@@ -81,6 +81,11 @@ class SessionSettings(Section):
                 raise ValueError(f"{name!r} is not among the fields that are read: {', '.join(DEFAULT_FIELDS)}")
         return tuple(dict.fromkeys(value))
 
+    @property
+    def prefix_bound(self) -> int:
+        """Maximum number of conversations recognised by their prompts; 0: off."""
+        return self.prefix_capacity if self.by_prefix else 0
+
 
 class CacheKillerSettings(Section):
     """Detection of what changes between the turns of a session."""
