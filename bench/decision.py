@@ -38,12 +38,13 @@ from policies.row import RequestOutcome, Row
 from policies.session import Routed
 from proxy.breakdown import Breakdown
 from proxy.metrics.exporter import Metrics
-from proxy.request.parse import Endpoint, session_of
+from proxy.request.parse import Endpoint
 from proxy.routing.router import Router
-from proxy.settings import Settings
+from proxy.sessions.identity import SessionSources
+from proxy.settings import SessionSettings, Settings
 
 PARTS_OF_ROUTE = ("snapshot", "decide", "commit")
-_HEADERS = (b"x-session-id",)
+_SOURCES = SessionSources(SessionSettings())
 _WORDS = (
     *("return", "value", "the", "file", "import", "self.items[index]", "policy", "of", "request_tokens"),
     *("\n    if x is None:\n", "def choose(self):", "'name'", "tokens = 0", "# every", '"""'),
@@ -221,7 +222,8 @@ class Loop:
         t2 = clock()
         headers = {b"x-session-id": session.encode(), b"content-type": b"application/json"}
         t3 = clock()
-        row.session_id, row.stream = session_of(headers, _HEADERS, parsed.fields), parsed.stream
+        row.session_id, row.session_source, row.parent_session_id = _SOURCES.identify(headers, parsed.fields)
+        row.stream = parsed.stream
         request = router.view(parsed, row.request_id, row.session_id)
         row.prompt_tokens = request.prompt_tokens
         t4 = clock()

@@ -48,6 +48,13 @@ class Row:
     endpoint: str
     arrived_unix_s: float
     session_id: str | None = None
+    session_source: str | None = None
+    """Header or body field that named the session, or ``prefix``: it was recognised by its prompt."""
+    parent_session_id: str | None = None
+    normalized: tuple[str, ...] = ()
+    """Rules that made parts of the prompt constant."""
+    cache_killer: str | None = None
+    """Kind of change since the session's turn before that ends the cached prefix, if one was found."""
     stream: bool = False
     status: int = 0
     outcome: RequestOutcome = RequestOutcome.INTERNAL_ERROR
@@ -101,6 +108,10 @@ class Row:
             "request_id": self.request_id,
             "session_id": self.session_id,
             "tenant": self.tenant,
+            "session_source": self.session_source,
+            "parent_session_id": self.parent_session_id,
+            "normalized": self.normalized,
+            "cache_killer": self.cache_killer,
             "arrived_unix_s": self.arrived_unix_s,
             "endpoint": self.endpoint,
             "stream": self.stream,

@@ -130,6 +130,8 @@ class RequestView(NamedTuple):
     tenant: Tenant = NO_TENANT
     agent: str | None = None
     """Kind of the agent that sent it, in the client's words; None if it gave none."""
+    parent_session_id: str | None = None
+    """Session whose sub-agent sent the request, if it is one."""
 
 
 class InstanceView(NamedTuple):

@@ -17,6 +17,7 @@ from proxy.admin.admission_routes import admission_routes
 from proxy.admin.fleet_routes import fleet_routes
 from proxy.admin.openapi import describe_generation
 from proxy.admin.routes import admin_routes
+from proxy.admin.session_routes import session_routes
 from proxy.admin_listener import admin_listener
 from proxy.core import Core
 from proxy.errors import RequestError, error_body
@@ -90,6 +91,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
     app = FastAPI(title="warmroute", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.include_router(admin_routes(core, operations.fleet))
     app.include_router(admission_routes(core))
+    app.include_router(session_routes(core))
     app.include_router(fleet_routes(core, operations))
     describe_generation(app)
 

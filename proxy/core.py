@@ -27,6 +27,7 @@ from proxy.handoff.legs import HandOff
 from proxy.logs import LimitedLog
 from proxy.loop_lag import LoopLag
 from proxy.metrics.admission import AdmissionMetrics
+from proxy.metrics.cache_killers import CacheKillerMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
 from proxy.metrics.tenants import TenantMetrics
@@ -37,6 +38,10 @@ from proxy.routing.holding import HoldingLine
 from proxy.routing.retries import RetryBudget
 from proxy.routing.router import Router
 from proxy.routing.stored_responses import StoredResponses
+from proxy.sessions.cache_killers import CONVERSATIONS, CacheKillers, turn_text
+from proxy.sessions.identity import SessionIdentity, SessionSources
+from proxy.sessions.normalize import Normalizer
+from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
 from proxy.settings import Settings
 from proxy.tokens.service import Tokens
 
@@ -76,7 +81,10 @@ class Core:
             rejected_capacity=rows.rejected_capacity,
             rejected_to_file=rows.rejected_to_jsonl,
         )
-        self.session_headers = tuple(name.lower().encode("latin-1") for name in settings.sessions.headers)
+        self.session_sources = SessionSources(settings.sessions)
+        self.prefix_chains = PrefixChains(settings.sessions.prefix_bound)
+        self.normalizer = Normalizer(settings.normalize)
+        self.cache_killers = CacheKillers(settings.cache_killers, settings.index.text_block_bytes)
         self.leaks = LeakWatch(self.instances, settings.offload.leak_share)
         self.abandoned = AbandonedPulls(self.leaks, settings.offload.abandoned_s)
         state, shares = self.router.state, self.router.routing.gate.shares
@@ -88,6 +96,7 @@ class Core:
         LimitMetrics(
             self.metrics.registry, self.instances, self.admission, self.retries, self.router.watch, self.clients
         )
+        CacheKillerMetrics(self.metrics.registry, self.cache_killers)
         AdmissionMetrics(self.metrics.registry, self.router.state.accounts, self.holding)
         TenantMetrics(self.metrics.registry, self.metrics.tenants, shares, self.keys)
         self.lag = LoopLag()
@@ -120,6 +129,17 @@ class Core:
             finally:
                 self.tokens.close()
                 self.breakdown.close()
+
+    def identify(self, headers: dict[bytes, bytes], parsed: Parsed, *, keep: bool = True) -> SessionIdentity:
+        """The session of a request: named by it, else recognised by its prompt; ``keep``: it is the next turn."""
+        named = self.session_sources.identify(headers, parsed.fields)
+        if named.session_id is not None or parsed.endpoint not in CONVERSATIONS or not self.prefix_chains.enabled:
+            return named
+        turn = turn_text(parsed, self.settings.index.text_block_bytes)
+        if turn is None:
+            return named
+        found = self.prefix_chains.session_of(turn) if keep else self.prefix_chains.known(turn)
+        return SessionIdentity(found, PREFIX_SOURCE) if found is not None else named
 
     async def tokenized(self, parsed: Parsed) -> Parsed:
         """A text or chat request with exact blocks if the tokenizer is known, else unchanged. Keeps the body."""

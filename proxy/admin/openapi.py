@@ -16,7 +16,10 @@ _FIELDS: dict[str, Any] = {
     "max_tokens": {"type": ["integer", "null"], "minimum": 1},
     "n": {"type": ["integer", "null"], "minimum": 1},
     "prompt_cache_key": {"type": ["string", "null"], "description": "session id if no header gives it"},
-    "user": {"type": ["string", "null"], "description": "session id if neither header nor prompt_cache_key gives it"},
+    "user": {"type": ["string", "null"], "description": "session id if nothing else gives it"},
+    "session_id": {"description": "session id if no header gives it, if it is a string"},
+    "litellm_session_id": {"description": "session id, if it is a string"},
+    "metadata": {"description": "its session_id, and the session's part of its user_id, are session ids"},
     "cache_salt": {"type": ["string", "null"]},
 }
 _TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}}

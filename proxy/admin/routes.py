@@ -20,7 +20,7 @@ from proxy.core import Core
 from proxy.errors import RequestError
 from proxy.operations.fleet_changes import FleetChanges
 from proxy.request.agent import agent_of
-from proxy.request.parse import Endpoint, session_of
+from proxy.request.parse import Endpoint
 
 
 class PolicySwitch(BaseModel):
@@ -183,12 +183,15 @@ async def _explain(
 ) -> dict[str, Any]:
     if endpoint is None:
         endpoint = Endpoint.CHAT if b'"messages"' in body else Endpoint.COMPLETIONS
+    body, normalized = core.normalizer.normalized(endpoint.value, headers, body)
     parsed = await core.router.parse_fairly(endpoint, body)
     core.check_model(parsed.fields.model)
+    text = parsed
     parsed = await core.tokenized(parsed)
-    session_id = session_of(headers, core.session_headers, parsed.fields)
+    session = core.identify(headers, text, keep=False)
     whose = NO_TENANT if tenant is None else core.tenants.of_name(tenant)
-    request = core.router.view(parsed, "explain", session_id, whose, agent_of(headers))
+    agent = agent_of(headers)
+    request = core.router.view(parsed, "explain", session.session_id, whose, agent, session.parent_id)
     try:
         fleet, answers = core.router.explain(request, core.instances.healthy(parsed.fields.model))
     except NoCandidateError as error:
@@ -202,11 +205,15 @@ async def _explain(
             "exact": request.exact,
             "blocks": len(request.block_hashes),
             "block_tokens": request.block_tokens,
-            "session_id": session_id,
+            "session_id": session.session_id,
+            "session_source": session.source,
+            "parent_session_id": session.parent_id,
             "tenant": whose.name or None,
             "agent": request.agent,
             "pinned_instance": fleet.pinned,
+            "normalized": normalized,
         },
+        "cache_killer": core.cache_killers.explain(text, session.session_id),
         "fleet": [view._asdict() for view in fleet.instances],
         "prefill_only": [view._asdict() for view in fleet.prefill_instances if view not in fleet.instances],
         "hotspot": fleet.hotspot._asdict(),

@@ -22,7 +22,7 @@ from proxy.exchange.while_connected import while_connected
 from proxy.fleet.instances import Instance
 from proxy.request.agent import agent_of
 from proxy.request.bodies import request_usage
-from proxy.request.parse import Parsed, session_of
+from proxy.request.parse import Parsed
 from proxy.request.stream_filter import StreamFilter, Unread
 from proxy.request.usage import Usage, with_cached_tokens
 from proxy.resume.plan import ResumeResult
@@ -72,17 +72,19 @@ class Exchange:
 
     async def _serve(self, parsed: Parsed) -> None:
         core, row = self._core, self._row
-        session_id = session_of(self._headers, core.session_headers, parsed.fields)
-        row.session_id, row.stream = session_id, parsed.stream
+        row.stream = parsed.stream
+        row.session_id, row.session_source, row.parent_session_id = core.identify(self._headers, parsed)
         parsed = await core.tokenized(parsed)
-        request = core.router.view(parsed, row.request_id, session_id, self._visit.tenant, agent_of(self._headers))
+        request = core.router.view(
+            parsed, row.request_id, row.session_id, self._visit.tenant, agent_of(self._headers), row.parent_session_id
+        )
         row.prompt_tokens = request.prompt_tokens
         row.stages_ms["parse"] = self._elapsed_ms()
         core.retries.arrived(time.monotonic())
         seat = self._seat = core.admission.seat(parsed.fields.model)
         seat.only = parsed.only
         try:
-            self._visit.begin(session_id, row.request_id, request.prompt_tokens)
+            self._visit.begin(row.session_id, row.request_id, request.prompt_tokens)
             await self._serve_seated(parsed, request, seat)
         except (KeyLimitError, QueueError) as error:
             row.outcome = error.outcome
@@ -348,6 +350,8 @@ class Exchange:
             (b"x-warmroute-reason", decision.reason.encode()),
             (b"x-warmroute-predicted-cached-tokens", str(self._row.predicted_cached_tokens).encode()),
         ]
+        if self._row.normalized:
+            headers.append((b"x-warmroute-normalized", ",".join(self._row.normalized).encode()))
         if self._row.held_s:
             headers.append((b"x-warmroute-held-s", b"%.3f" % self._row.held_s))
         if self._row.prefill_instance:

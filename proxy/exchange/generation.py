@@ -91,6 +91,7 @@ class Generation:
             else:
                 parsed = await self._parsed(inbound, row, allow_priority=visit.allows_priority)
                 await Exchange(core, row, inbound, visit).run(parsed)
+                self._compare_turns(parsed, row)
         finally:
             visit.close(row.completion_tokens)
 
@@ -106,9 +107,8 @@ class Generation:
 
     async def _parsed(self, inbound: Inbound, row: Row, *, allow_priority: bool) -> Parsed:
         try:
-            parsed = await self._core.router.parse_fairly(
-                Endpoint(inbound.path), inbound.body, allow_priority=allow_priority
-            )
+            body, row.normalized = self._core.normalizer.normalized(inbound.path, inbound.headers, inbound.body)
+            parsed = await self._core.router.parse_fairly(Endpoint(inbound.path), body, allow_priority=allow_priority)
             self._core.check_model(parsed.fields.model)
             parsed = self._core.responses.continued(parsed, time.monotonic())
         except RequestError:
@@ -118,6 +118,17 @@ class Generation:
             row.outcome = RequestOutcome.SHUTDOWN
             raise draining_error() from error
         return parsed
+
+    def _compare_turns(self, parsed: Parsed, row: Row) -> None:
+        """Look for cache killers, after the answer, which they must not fail."""
+        if row.outcome is not RequestOutcome.OK:
+            return
+        try:
+            found = self._core.cache_killers.observe(parsed, row)
+        except Exception:
+            log.exception("request %s could not be compared with the turn before", row.request_id)
+        else:
+            row.cache_killer = found.rule.value if found else None
 
     def _close_row(self, row: Row) -> None:
         self._core.breakdown.close_row(row)

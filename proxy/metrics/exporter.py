@@ -41,6 +41,9 @@ class Metrics:
             "Results of the offload planner and of attempted offloads, by reason",
             ["reason"],
         )
+        self._normalized = Tally(
+            self.registry, "warmroute_normalized_requests", "Requests with a prompt made constant, by rule", ["rule"]
+        )
         self._resumes = Tally(self.registry, "warmroute_resumes", "Broken streams, by result of resuming", ["result"])
         self._prompt = Tally(self.registry, "warmroute_prompt_tokens", "Prompt tokens", ["instance"])
         self._cached = Tally(
@@ -100,6 +103,8 @@ class Metrics:
         decision = row.decision
         instance = decision.decode_on if decision else ""
         self._requests.values[instance, row.outcome] += 1
+        for rule in row.normalized:
+            self._normalized.values[(rule,)] += 1
         if row.admission is not None:
             self._admissions.values[(row.admission,)] += 1
         if row.tenant is not None:

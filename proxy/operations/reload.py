@@ -167,7 +167,10 @@ class Reloader:
         core.handoff.apply(offload)
         core.upstream.connect_timeout_s = settings.timeouts.connect_s
         core.control.timeout_s = settings.health.timeout_s
-        core.session_headers = tuple(name.lower().encode("latin-1") for name in settings.sessions.headers)
+        core.session_sources.apply(settings.sessions)
+        core.prefix_chains.set_capacity(settings.sessions.prefix_bound)
+        core.normalizer.apply(settings.normalize)
+        core.cache_killers.apply(settings.cache_killers)
         for name in ("", "uvicorn", "uvicorn.error"):
             logging.getLogger(name).setLevel(settings.log_level.upper())
         return self._change_fleet(settings, well)

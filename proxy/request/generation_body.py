@@ -39,6 +39,9 @@ class GenerationBody(msgspec.Struct):
     max_completion_tokens: int | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
+    session_id: msgspec.Raw = msgspec.Raw()
+    litellm_session_id: msgspec.Raw = msgspec.Raw()
+    metadata: msgspec.Raw = msgspec.Raw()
     cache_salt: str | None = None
     n: int | None = None
     best_of: int | None = None
@@ -71,7 +74,7 @@ class ResponsesBody(GenerationBody):
         return self.max_output_tokens
 
 
-_SESSION_FIELDS = frozenset(("prompt_cache_key", "user"))
+_SESSION_FIELDS = frozenset(("prompt_cache_key", "user", "session_id", "litellm_session_id", "metadata"))
 _NOTHING = msgspec.Raw()
 _GUARDED = tuple(sorted(REFUSED_FIELDS))
 _NONE_GIVEN = (_NOTHING,) * len(_GUARDED)
@@ -100,7 +103,7 @@ def _reading(kind: type[GenerationBody]) -> _Reading:
         f"_Guarded{kind.__name__}", [(name, msgspec.Raw, _NOTHING) for name in _GUARDED], bases=(kind,)
     )
     fields = msgspec.structs.fields(kind)
-    prompts = frozenset(field.name for field in fields if field.type is msgspec.Raw)
+    prompts = frozenset(field.name for field in fields if field.type is msgspec.Raw) - _SESSION_FIELDS
     return _Reading(
         msgspec.json.Decoder(kind).decode,
         msgspec.json.Decoder(cast(type[GenerationBody], guarded)).decode,

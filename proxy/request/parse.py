@@ -33,7 +33,6 @@ AT_ONCE_BYTES = 512 * 1024
 _OFFLOADED_BYTES = 8 * 1024 * 1024
 """Both legs of a hand-off write the body again; the prompt of a longer one does not fit any model."""
 _SMALL_BYTES = 64 * 1024
-_MAX_SESSION_ID = 256
 _MAX_MODEL_NAME = 256
 _DEFAULT_COMPLETION_TOKENS = 16
 _DEFAULT_CHAT_TOKENS = 1024
@@ -185,6 +184,7 @@ def request_view(
     bytes_per_token: float,
     tenant: Tenant = NO_TENANT,
     agent: str | None = None,
+    parent_session_id: str | None = None,
 ) -> RequestView:
     """View of a request for policies: exact for token ids, by the learned ratio for text."""
     prompt = parsed.prompt
@@ -208,6 +208,7 @@ def request_view(
         prompt.plain,
         tenant,
         agent,
+        parent_session_id,
     )
 
 
@@ -216,16 +217,6 @@ def with_token_ids(parsed: Parsed, ids: Sequence[int], block_tokens: int, base_m
     fields = parsed.fields
     prompt = _token_prompt(ids, _Ids(block_tokens, (fields.model, fields.cache_salt or ""), base_model, seed))
     return msgspec.structs.replace(parsed, prompt=msgspec.structs.replace(prompt, text_bytes=parsed.prompt.text_bytes))
-
-
-def session_of(headers: dict[bytes, bytes], names: tuple[bytes, ...], fields: GenerationBody) -> str | None:
-    """Session id: the first of the configured headers, then ``prompt_cache_key``, then ``user``; None if absent."""
-    for name in names:
-        value = headers.get(name)
-        if value:
-            return value.decode("latin-1")[:_MAX_SESSION_ID]
-    from_body = fields.prompt_cache_key or fields.user
-    return from_body[:_MAX_SESSION_ID] if from_body else None
 
 
 def _may_offload(parsed: Parsed) -> bool:

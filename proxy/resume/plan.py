@@ -48,7 +48,7 @@ _SPENT = frozenset(
         *("add_special_tokens", "truncate_prompt_tokens", "prompt_cache_key", "chat_template", "chat_template_kwargs"),
         *("continue_final_message", "add_generation_prompt", "documents", "reasoning_effort", "include_reasoning"),
         *("parallel_tool_calls", "tool_choice", "length_penalty", "top_logprobs", "metadata", "store", "service_tier"),
-        *("safety_identifier", "verbosity"),
+        *("safety_identifier", "verbosity", "session_id", "litellm_session_id"),
     )
 )
 """Fields that shaped the prompt, or have no effect without a field that is not continued; omitted after the cut."""

@@ -128,6 +128,7 @@ class Router:
         session_id: str | None,
         tenant: Tenant = NO_TENANT,
         agent: str | None = None,
+        parent_session_id: str | None = None,
     ) -> RequestView:
         """The request's view for policies."""
         return request_view(
@@ -139,6 +140,7 @@ class Router:
             self.text_ratios.of(parsed.endpoint),
             tenant,
             agent,
+            parent_session_id,
         )
 
     def route(self, request: RequestView, available: set[str]) -> Routed:

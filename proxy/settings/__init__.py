@@ -7,7 +7,6 @@ from proxy.settings.prediction import (
     IndexSettings,
     LedgerSettings,
     ResponseSettings,
-    SessionSettings,
     SnapshotSettings,
     TokenizerSettings,
 )
@@ -24,12 +23,14 @@ from proxy.settings.security import (
     TlsSettings,
 )
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
+from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
 
 __all__ = [
     "AdminKey",
     "AdminSettings",
     "AdmissionSettings",
     "BreakdownSettings",
+    "CacheKillerSettings",
     "ClassSettings",
     "ClientKey",
     "EventSettings",
@@ -41,6 +42,7 @@ __all__ = [
     "KeySettings",
     "LedgerSettings",
     "LimitSettings",
+    "NormalizeSettings",
     "OffloadSettings",
     "PolicySettings",
     "ResponseSettings",

@@ -22,6 +22,8 @@ LIVE = (
     "classes",
     "ledger",
     "sessions",
+    "cache_killers",
+    "normalize",
     "timeouts",
     "health",
     "limits",

@@ -22,7 +22,6 @@ from proxy.settings.prediction import (
     IndexSettings,
     LedgerSettings,
     ResponseSettings,
-    SessionSettings,
     SnapshotSettings,
     TokenizerSettings,
 )
@@ -32,6 +31,7 @@ from proxy.settings.secrets import checked_secret, secret_from
 from proxy.settings.section import Seconds, SettingsError
 from proxy.settings.security import AdminSettings, FairnessSettings, KeySettings, TlsSettings, checked_forward_headers
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
+from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
 
 
 class Settings(BaseSettings):
@@ -59,6 +59,8 @@ class Settings(BaseSettings):
     ledger: LedgerSettings = Field(default_factory=LedgerSettings)
     sessions: SessionSettings = Field(default_factory=SessionSettings)
     responses: ResponseSettings = Field(default_factory=ResponseSettings)
+    cache_killers: CacheKillerSettings = Field(default_factory=CacheKillerSettings)
+    normalize: NormalizeSettings = Field(default_factory=NormalizeSettings)
     snapshot: SnapshotSettings = Field(default_factory=SnapshotSettings)
     timeouts: TimeoutSettings = Field(default_factory=TimeoutSettings)
     health: HealthSettings = Field(default_factory=HealthSettings)

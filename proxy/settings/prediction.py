@@ -1,4 +1,4 @@
-"""Settings of the predictions: index, KV events, tokenizer, ledger, sessions."""
+"""Settings of the predictions: index, KV events, tokenizer, ledger, snapshot."""
 
 from __future__ import annotations
 
@@ -88,21 +88,3 @@ class ResponseSettings(Section):
 
     capacity: int = Field(default=20_000, ge=1, description="maximum number of responses")
     ttl_s: Seconds = Field(default=86_400.0, description="time after which a response is no longer found")
-
-
-class SessionSettings(Section):
-    """The session table."""
-
-    capacity: int = Field(default=100_000, ge=1, description="maximum number of sessions")
-    ttl_s: Seconds = Field(default=3600.0, description="idle time after which a session is dropped")
-    headers: tuple[str, ...] = Field(
-        default=(
-            "x-session-id",
-            "x-claude-code-session-id",
-            "session-id",
-            "session_id",
-            "thread-id",
-            "x-dynamo-session-id",
-        ),
-        description="request headers with the session id, first match wins; then prompt_cache_key, then user",
-    )

@@ -47,7 +47,7 @@ def check_answer(method: str, path: str, answer: Any) -> None:
 CONTROL = [
     *(("GET", "/health"), ("GET", "/ready"), ("GET", "/v1/models"), ("GET", "/stats"), ("GET", "/metrics")),
     *(("GET", "/instances"), ("POST", "/instances"), ("GET", "/breakdown"), ("GET", "/policy"), ("PUT", "/policy")),
-    *(("GET", "/admission"), ("PUT", "/admission")),
+    *(("GET", "/admission"), ("PUT", "/admission"), ("GET", "/cache-killers")),
     *(("POST", "/explain"), ("POST", "/reload"), ("GET", "/instances/{name}"), ("PUT", "/instances/{name}")),
     *(("DELETE", "/instances/{name}"), ("POST", "/instances/{name}/drain"), ("POST", "/instances/{name}/undrain")),
 ]

@@ -17,7 +17,10 @@ from proxy.settings import AdminSettings, TlsSettings, load_settings
 from tests.proxy.access.test_keys import ADMIN, KEY, KEYS, OK, bearer
 from tests.proxy.conftest import Running, StartProxy, serving
 
-READING = ["/instances", "/stats", "/metrics", "/breakdown", "/policy", "/admission", "/docs", "/openapi.json"]
+READING = [
+    *("/instances", "/stats", "/metrics", "/breakdown", "/policy", "/admission", "/cache-killers"),
+    *("/docs", "/openapi.json"),
+]
 CHANGING = [
     ("POST", "/instances"),
     ("DELETE", "/instances/inst-0"),

@@ -122,23 +122,20 @@ async def test_text_ratio_is_learnt_from_usage(start_proxy: StartProxy) -> None:
     assert set(learnt.values()) == {8.0}
 
 
-@pytest.mark.parametrize(
-    ("headers", "body", "session"),
-    [
-        ({"x-session-id": "a", "session-id": "b"}, {"user": "u"}, "a"),
-        ({"x-claude-code-session-id": "c"}, {}, "c"),
-        ({"session_id": "codex"}, {}, "codex"),
-        ({}, {"prompt_cache_key": "k", "user": "u"}, "k"),
-        ({}, {"user": "u"}, "u"),
-        ({}, {}, None),
-    ],
-)
-async def test_session_id_comes_from_what_agents_send(
-    start_proxy: StartProxy, headers: dict[str, str], body: dict[str, str], session: str | None
-) -> None:
+async def test_session_its_source_and_its_parent_are_in_the_row_and_the_explanation(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1)
-    await proxy.client.post("/v1/completions", json=completion(**body), headers=headers)
-    assert (await proxy.rows())[0]["session_id"] == session
+    headers = {"x-claude-code-session-id": "c", "x-claude-code-agent-id": "a"}
+    await proxy.client.post("/v1/completions", json=completion(), headers=headers)
+    await proxy.client.post("/v1/completions", json=completion(metadata={"session_id": "m"}))
+    await proxy.client.post("/v1/completions", json=completion())
+    names = ("session_id", "session_source", "parent_session_id")
+    assert [tuple(row[name] for name in names) for row in await proxy.rows()] == [
+        ("c/a", "x-claude-code-session-id", "c"),
+        ("m", "body.metadata.session_id", None),
+        (None, None, None),
+    ]
+    explained = (await proxy.client.post("/explain", json=completion(), headers=headers)).json()["request"]
+    assert tuple(explained[name] for name in names) == ("c/a", "x-claude-code-session-id", "c")
 
 
 async def test_policy_switch_keeps_index_sessions_and_ledger(start_proxy: StartProxy) -> None:

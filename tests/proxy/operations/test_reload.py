@@ -116,13 +116,24 @@ EFFECTS: dict[str, tuple[Any, Callable[[Core], Any], Any]] = {
     ),
     "ledger": ({"recent_half_life_s": 9.0}, lambda core: core.router.state.ledger._half_life_s, 9.0),
     "sessions": (
-        {"ttl_s": 5.0, "capacity": 7, "headers": ["X-Mine"]},
+        {"ttl_s": 5.0, "capacity": 7, "headers": ["X-Mine"], "prefix_capacity": 8},
         lambda core: (
             core.router.state.sessions._ttl_s,
             core.router.state.sessions._capacity,
-            core.session_headers,
+            core.session_sources.order[0],
+            core.prefix_chains._capacity,
         ),
-        (5.0, 7, (b"x-mine",)),
+        (5.0, 7, "x-mine", 8),
+    ),
+    "cache_killers": (
+        {"conversations": 3, "min_tokens": 5, "kept": 4},
+        lambda core: (core.cache_killers._settings.conversations, core.cache_killers._found.maxlen),
+        (3, 4),
+    ),
+    "normalize": (
+        {"chat": ["cch"]},
+        lambda core: core.normalizer._rules,
+        {"/v1/chat/completions": ("cch",)},
     ),
     "timeouts": (
         {"connect_s": 0.7, "idle_s": 8.0},
