@@ -36,7 +36,7 @@ class WorkingSet:
     keep_s: float = 30.0
     fill: float = 0.95
     lost_share: float = 0.3
-    least_prefilling: float = 0.5
+    least_prefilling: float = 0.75
     return_share: float = 0.35
     kept_share: float = 0.5
     name: ClassVar[str] = "working_set"

@@ -83,7 +83,7 @@ def test_the_working_set_holds_a_session_that_would_evict_while_the_fleet_recomp
     [
         (FULL._replace(pool_tokens=0), AdmissionReason.POOLS_UNKNOWN),
         (FULL._replace(kept_tokens=0), AdmissionReason.ROOM),
-        (FULL._replace(prefilling=1), AdmissionReason.IDLE_FLEET),
+        (FULL._replace(prefilling=2), AdmissionReason.IDLE_FLEET),
         (FULL._replace(return_share=0.3), AdmissionReason.NO_RETURN),
         (FULL._replace(lost_share=0.1), AdmissionReason.NO_LOSS),
     ],
