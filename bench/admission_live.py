@@ -3,13 +3,14 @@
 ``python -m bench.admission_live run TRACE --config PROXY.yaml --arm never_hold --arm working_set --output DIR`` needs
 engines that run already (vLLM with VLLM_SERVER_DEV_MODE=1, for POST /reset_prefix_cache). Every arm has a proxy of its
 own; an arm whose files exist is not run again. ``python -m bench.admission_live table DIR`` prints the comparison of
-the kept records, without engines. `bench/gpu/admission_ab.sh` starts eight vLLM instances on two GPUs and runs both.
+the kept records, without engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gzip
+import random
 import re
 import subprocess
 import sys
@@ -25,8 +26,8 @@ import numpy as np
 import typer
 import yaml
 
-from replayer.compare.statistics.bootstrap import FloatArray
-from replayer.records.runs import RequestRecord, read_run
+from bench.admission_records import ARM_FILE, RUN_FILE, NoArmError, RuleArmNote, lines_of
+from replayer.records.runs import read_run
 from replayer.replay.plan import PlanOptions
 from replayer.replay.replay import ReplayOptions, replay_trace
 from replayer.traces.loading import load_trace
@@ -35,9 +36,8 @@ from sim.offline.setup import parsed_params
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
 
-ARM_FILE = "arm.json"
-RUN_FILE = "run.jsonl"
-RESAMPLES = 2000
+_OWN_IDS = 10_000_000
+"""Distance between the block ids of two sessions, so that they share none."""
 _READY_S = 60.0
 _RESET_S = 60.0
 _STOP_S = 30.0
@@ -55,7 +55,7 @@ _GAUGES = {
 }
 
 
-class Arm(msgspec.Struct, frozen=True):
+class RuleArm(msgspec.Struct, frozen=True):
     """A rule with its parameters, as given: ``NAME`` or ``NAME,KEY=VALUE,...``."""
 
     label: str
@@ -63,27 +63,17 @@ class Arm(msgspec.Struct, frozen=True):
     params: dict[str, Any]
 
     @classmethod
-    def parse(cls, text: str) -> Arm:
+    def parse(cls, text: str) -> RuleArm:
         """Raises ValueError for a parameter that is not KEY=VALUE."""
         rule, *params = text.split(",")
         return cls("-".join([rule, *(each.partition("=")[2] for each in params)]), rule, parsed_params(params))
 
-
-class ArmNote(msgspec.Struct, kw_only=True):
-    """What was observed beside the records of one arm."""
-
-    label: str
-    repeat: int
-    trace: str
-    started_unix_s: float
-    wall_s: float
-    counters: dict[str, int]
-    """Increase of the engines' counters over the arm, summed over engines."""
-    timeline: list[dict[str, float]]
-    """Every second: values of the proxy's gauges, and the engines' hits and queries so far."""
+    def settings(self, base: dict[str, Any]) -> dict[str, Any]:
+        """Settings of a proxy with this rule."""
+        return {**base, "admission": {**base.get("admission", {}), "name": self.rule, "params": self.params}}
 
 
-def order_of(arms: Sequence[Arm], repeats: int) -> Iterator[tuple[int, Arm]]:
+def order_of(arms: Sequence[RuleArm], repeats: int) -> Iterator[tuple[int, RuleArm]]:
     """(repeat, arm): each repeat starts with another arm."""
     for repeat in range(repeats):
         for turn in range(len(arms)):
@@ -109,7 +99,7 @@ def run(
 ) -> None:
     """Run every arm that is missing. Exit status 1 if one failed or was not started."""
     try:
-        arms = [Arm.parse(each) for each in arm or ["never_hold", "working_set"]]
+        arms = [RuleArm.parse(each) for each in arm or ["never_hold", "working_set"]]
         loaded = load_trace(trace)
         settings = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (TraceError, ValueError, OSError) as error:
@@ -126,8 +116,7 @@ def run(
             continue
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RUN_FILE).unlink(missing_ok=True)
-        own = {**settings, "admission": {**settings.get("admission", {}), "name": each.rule, "params": each.params}}
-        (folder / "proxy.yaml").write_text(yaml.safe_dump(own), encoding="utf-8")
+        (folder / "proxy.yaml").write_text(yaml.safe_dump(each.settings(settings)), encoding="utf-8")
         options = ReplayOptions(
             endpoint=f"http://127.0.0.1:{settings['port']}",
             label=each.label,
@@ -148,11 +137,10 @@ def run(
             packed.write((folder / RUN_FILE).read_bytes())
         (folder / RUN_FILE).unlink()
         (folder / ARM_FILE).write_bytes(msgspec.json.encode(note))
-        hit = note.counters["hits"] / max(1, note.counters["queries"])
         e2e = np.mean([record.e2e_scheduled_s or timeout_s for record in records])
         typer.echo(
             f"{time.strftime('%H:%M:%S')} {folder.name}: {sum(record.ok for record in records)}/{len(records)} ok, "
-            f"{note.wall_s:.0f} s, mean E2E {e2e:.2f} s, hit rate {hit:.3f}"
+            f"{note.wall_s:.0f} s, mean E2E {e2e:.2f} s"
         )
     if missing:
         typer.echo(f"not run: {', '.join(missing)}")
@@ -197,7 +185,7 @@ async def _reset(engines: Sequence[str]) -> None:
 
 async def _replayed(
     trace: Any, folder: Path, options: ReplayOptions, engines: Sequence[str], label: str, repeat: int
-) -> ArmNote:
+) -> RuleArmNote:
     timeline: list[dict[str, float]] = []
     started_s, started_unix_s = time.monotonic(), time.time()
     async with httpx.AsyncClient(timeout=10.0) as client:
@@ -209,7 +197,7 @@ async def _replayed(
             sampler.cancel()
             await asyncio.gather(sampler, return_exceptions=True)
         after = await _counters(client, engines)
-    return ArmNote(
+    return RuleArmNote(
         label=label,
         repeat=repeat,
         trace=trace.name,
@@ -252,35 +240,54 @@ def _sum(page: str, metric: str) -> float:
     return sum(float(value) for value in re.findall(pattern, page, re.MULTILINE))
 
 
-class _Figures(msgspec.Struct):
-    e2e: dict[str, list[float]]
-    """By session: E2E of its turns from when they were due, seconds."""
-    ttft: list[float]
-    completion: dict[str, float]
-    makespan_s: float
-    failed: int
-
-
-def _figures(records: Sequence[RequestRecord]) -> _Figures:
-    e2e: dict[str, list[float]] = {}
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
-    ttft = []
-    for each in records:
-        if each.e2e_scheduled_s is None:
-            continue
-        e2e.setdefault(each.session_id, []).append(each.e2e_scheduled_s)
-        first[each.session_id] = min(first.get(each.session_id, np.inf), each.scheduled_s)
-        last[each.session_id] = max(last.get(each.session_id, 0.0), each.scheduled_s + each.e2e_scheduled_s)
-        if each.ttft_scheduled_s is not None:
-            ttft.append(each.ttft_scheduled_s)
-    return _Figures(
-        e2e,
-        ttft,
-        {name: last[name] - first[name] for name in first},
-        max(last.values()) - min(first.values()),
-        sum(not each.ok for each in records),
-    )
+@app.command()
+def cut(
+    trace: Annotated[Path, typer.Argument(help="Trace with long sessions, such as kct_v6.")],
+    output: Annotated[Path, typer.Argument(help="Trace to write.")],
+    sessions: Annotated[int, typer.Option(min=1, help="Sessions, one beginning each second.")] = 30,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 7,
+    min_tokens: Annotated[int, typer.Option(help="Turns with shorter prompts are left out.")] = 30_000,
+    max_tokens: Annotated[int, typer.Option(help="Turns with longer prompts are left out.")] = 120_000,
+    think_s: Annotated[float, typer.Option(help="Longest think time, seconds.")] = 5.0,
+    output_tokens: Annotated[int, typer.Option(help="Answers are cut to this many tokens.")] = 48,
+    seed: Annotated[int, typer.Option(help="Seed of the choice.")] = 1,
+) -> None:
+    """Write a trace of short sessions with long contexts: runs of turns of a trace's sessions, sharing nothing."""
+    try:
+        whole = load_trace(trace)
+    except TraceError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    windows = []
+    for session in whole.sessions().values():
+        fitting = [each for each in session if min_tokens <= each.input_length <= max_tokens]
+        windows += [fitting[at : at + turns] for at in range(0, len(fitting) - turns + 1, turns)]
+    random.Random(seed).shuffle(windows)
+    rows: list[dict[str, Any]] = []
+    for number, window in enumerate(windows[:sessions]):
+        at_s, before = float(number), -1
+        for turn, each in enumerate(window):
+            wait_s = min(max(each.think_time_s or 0.0, 0.5), think_s) if turn else 0.0
+            at_s += wait_s + 1.0 if turn else 0.0
+            rows.append(
+                {
+                    "chat_id": len(rows),
+                    "parent_chat_id": before,
+                    "timestamp": round(at_s, 3),
+                    "input_length": each.input_length,
+                    "output_length": min(each.output_length, output_tokens),
+                    "type": "coder",
+                    "turn": turn + 1,
+                    "hash_ids": [_OWN_IDS * (number + 1) + block for block in each.hash_ids],
+                    "session_id": f"s{number:03d}",
+                    "think_time": wait_s,
+                    "api_time": 1.0,
+                }
+            )
+            before = rows[-1]["chat_id"]
+    rows.sort(key=lambda row: row["timestamp"])
+    output.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    typer.echo(f"{len(rows)} requests of {len(windows[:sessions])} sessions, {len(windows)} to choose from")
 
 
 @app.command()
@@ -289,69 +296,12 @@ def table(
     base: Annotated[str, typer.Option(help="The arm that others are compared with.")] = "never_hold",
 ) -> None:
     """Print the comparison as Markdown: means over repeats, paired bootstrap intervals over sessions."""
-    arms: dict[str, list[tuple[ArmNote, _Figures]]] = {}
-    for path in sorted(folder.glob(f"*/{ARM_FILE}")):
-        note = msgspec.json.decode(path.read_bytes(), type=ArmNote)
-        arms.setdefault(note.label, []).append((note, _figures(read_run(path.parent / f"{RUN_FILE}.gz").records)))
-    if base not in arms:
-        typer.echo(f"error: no arm {base} in {folder}; found: {', '.join(arms) or 'none'}", err=True)
-        raise typer.Exit(2)
-    typer.echo(
-        "| rule | runs | failed | mean E2E s | p50, p90 | mean TTFT s | session completion s: mean, p90 | makespan s "
-        "| hit rate | E2E against base | completion against base |"
-    )
-    typer.echo("| --- | ---: | ---: | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for label in [base, *sorted(set(arms) - {base})]:
-        runs = arms[label]
-        e2e = [np.concatenate([np.array(turns) for turns in figures.e2e.values()]) for _, figures in runs]
-        every = np.concatenate(e2e)
-        completion = np.concatenate([np.array(list(figures.completion.values())) for _, figures in runs])
-        hits = [note.counters["hits"] / max(1, note.counters["queries"]) for note, _ in runs]
-        against = "– | –"
-        if label != base:
-            against = (
-                f"{_against(_by_session(runs), _by_session(arms[base]))} "
-                f"| {_against(_completions(runs), _completions(arms[base]))}"
-            )
-        typer.echo(
-            f"| {label} | {len(runs)} | {sum(figures.failed for _, figures in runs)} "
-            f"| {_listed([float(each.mean()) for each in e2e])} "
-            f"| {np.quantile(every, 0.5):.2f}, {np.quantile(every, 0.9):.2f} "
-            f"| {_listed([float(np.mean(figures.ttft)) for _, figures in runs])} "
-            f"| {completion.mean():.1f}, {np.quantile(completion, 0.9):.1f} "
-            f"| {_listed([figures.makespan_s for _, figures in runs], 0)} | {_listed(hits)} | {against} |"
-        )
-
-
-def _listed(values: Sequence[float], digits: int = 2) -> str:
-    return f"{np.mean(values):.{digits}f} ({', '.join(f'{value:.{digits}f}' for value in values)})"
-
-
-def _by_session(runs: Sequence[tuple[ArmNote, _Figures]]) -> dict[str, float]:
-    """Mean over the repeats of the sum of a session's E2E, seconds."""
-    sums: dict[str, list[float]] = {}
-    for _, figures in runs:
-        for name, turns in figures.e2e.items():
-            sums.setdefault(name, []).append(sum(turns))
-    return {name: float(np.mean(values)) for name, values in sums.items()}
-
-
-def _completions(runs: Sequence[tuple[ArmNote, _Figures]]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
-    for _, figures in runs:
-        for name, seconds in figures.completion.items():
-            found.setdefault(name, []).append(seconds)
-    return {name: float(np.mean(values)) for name, values in found.items()}
-
-
-def _against(candidate: dict[str, float], base: dict[str, float]) -> str:
-    """Ratio of means over the sessions of both, with its 95 % bootstrap interval."""
-    names = sorted(set(candidate) & set(base))
-    ours: FloatArray = np.array([candidate[name] for name in names])
-    theirs: FloatArray = np.array([base[name] for name in names])
-    draw = np.random.default_rng(0).integers(0, len(names), size=(RESAMPLES, len(names)))
-    low, high = np.quantile(ours[draw].sum(axis=1) / theirs[draw].sum(axis=1), (0.025, 0.975))
-    return f"{ours.sum() / theirs.sum():.2f} ({low:.2f}–{high:.2f})"
+    try:
+        for line in lines_of(folder, base):
+            typer.echo(line)
+    except NoArmError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
 
 
 if __name__ == "__main__":

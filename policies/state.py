@@ -17,7 +17,7 @@ from policies.holds import Holds, KvHold
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger
 from policies.pairs import PairBreaker
-from policies.predict.predictor import Match, Predictor, Promised
+from policies.predict.predictor import Match, Predictor, Promised, cacheable_tokens
 from policies.predict.prefix_index import Insertion, PrefixIndex
 from policies.sessions import SessionTable
 from policies.snapshot import FleetSnapshot
@@ -396,16 +396,3 @@ class FleetState:
                 )
             )
         return views
-
-
-def cacheable_tokens(request: RequestView, matched_blocks: int) -> int:
-    """Tokens of ``matched_blocks`` blocks that an engine would reuse.
-
-    vLLM always computes the last prompt token itself, so at most the full blocks of ``prompt - 1`` tokens count.
-    """
-    if not matched_blocks:
-        return 0
-    if request.exact:
-        usable = int((request.prompt_tokens - 1) // request.block_tokens)
-        return int(min(matched_blocks, usable) * request.block_tokens)
-    return max(0, min(int(matched_blocks * request.block_tokens), request.prompt_tokens - 1))

@@ -117,3 +117,16 @@ class Predictor:
         """The instance restarted: its cache is empty."""
         self.exact.restarted(instance)
         self.promises.forget_instance(instance)
+
+
+def cacheable_tokens(request: RequestView, matched_blocks: int) -> int:
+    """Tokens of ``matched_blocks`` blocks that an engine would reuse.
+
+    vLLM always computes the last prompt token itself, so at most the full blocks of ``prompt - 1`` tokens count.
+    """
+    if not matched_blocks:
+        return 0
+    if request.exact:
+        usable = int((request.prompt_tokens - 1) // request.block_tokens)
+        return int(min(matched_blocks, usable) * request.block_tokens)
+    return max(0, min(int(matched_blocks * request.block_tokens), request.prompt_tokens - 1))

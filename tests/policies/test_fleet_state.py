@@ -6,10 +6,11 @@ import pytest
 
 from policies.hotspots import HotspotTracker
 from policies.ledger import Ledger
+from policies.predict.predictor import cacheable_tokens
 from policies.predict.prefix_index import PrefixIndex
 from policies.sessions import SessionTable
 from policies.snapshot import FleetSnapshot
-from policies.state import Commitment, FleetState, cacheable_tokens
+from policies.state import Commitment, FleetState
 from policies.types import Connector, InstanceView, RequestView, Role, Transport
 from tests.policies.builders import ask, ask_ids, ask_new, decision_for
 
