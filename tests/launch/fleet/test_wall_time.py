@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from launch.fleet.wall_time import in_wall_time
+from policies.admission.base import MAX_HOLD_S
 
 
 def params(name: str, **given: Any) -> dict[str, Any]:
@@ -40,5 +41,5 @@ def test_what_the_fleet_file_will_refuse_is_left_as_it_is(policy: dict[str, Any]
 def test_times_of_an_admission_rule_and_its_bound_are_divided() -> None:
     section = {"name": "working_set", "params": {"fill": 0.9}}
     found = in_wall_time({"admission": section}, 10.0)["admission"]
-    assert found == {"name": "working_set", "params": {"fill": 0.9, "keep_s": 3.0}, "max_hold_s": 30.0}
+    assert found == {"name": "working_set", "params": {"fill": 0.9, "keep_s": 3.0}, "max_hold_s": MAX_HOLD_S / 10}
     assert "admission" not in in_wall_time({}, 10.0)
