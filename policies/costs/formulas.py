@@ -285,12 +285,15 @@ class PrefillModel:
         return self.fixed_s + self.s_per_token * new_tokens + self.s_per_token_squared * attended
 
     def _nearest(self, bucket: int) -> LearnedRatio:
-        exact = self._buckets.get(bucket)
-        if exact is not None:
-            return exact
-        if not self._buckets:
-            return UNKNOWN
-        return self._buckets[min(self._buckets, key=lambda known: (abs(known - bucket), known))]
+        known = self._buckets
+        exact = known.get(bucket)
+        if exact is not None or not known:
+            return exact or UNKNOWN
+        # Outwards, the smaller of two first: cheaper than a comparison of all, as the nearest is a few steps away.
+        low, high = bucket - 1, bucket + 1
+        while (found := known.get(low) or known.get(high)) is None:
+            low, high = low - 1, high + 1
+        return found
 
 
 def _bucket(tokens: float) -> int:
