@@ -326,7 +326,8 @@ class FleetState:
             accounts.begin(session, request.prompt_tokens, now_s, single=True)
         cached = chosen.cached_tokens if prefill is None else prefill.cached_tokens
         computed = ComputedPrompt(request.prompt_tokens, before, cached)
-        accounts.sent(self.costs.prefill, computed, now_s)
+        if before > cached:
+            accounts.sent(self.costs.prefill, computed, now_s)
         return Commitment(
             self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, session, computed
         )

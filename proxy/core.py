@@ -31,17 +31,18 @@ from proxy.metrics.cache_killers import CacheKillerMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
 from proxy.metrics.tenants import TenantMetrics
-from proxy.request.parse import Parsed
+from proxy.request.parse import Endpoint, Parsed
 from proxy.resolver import Resolver
 from proxy.routing.admission import Admission
 from proxy.routing.holding import HoldingLine
 from proxy.routing.retries import RetryBudget
 from proxy.routing.router import Router
 from proxy.routing.stored_responses import StoredResponses
-from proxy.sessions.cache_killers import CONVERSATIONS, CacheKillers, turn_text
+from proxy.sessions.cache_killers import CacheKillers
 from proxy.sessions.identity import SessionIdentity, SessionSources
 from proxy.sessions.normalize import Normalizer
 from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
+from proxy.sessions.turn_texts import chat_turn
 from proxy.settings import Settings
 from proxy.tokens.service import Tokens
 
@@ -133,9 +134,9 @@ class Core:
     def identify(self, headers: dict[bytes, bytes], parsed: Parsed, *, keep: bool = True) -> SessionIdentity:
         """The session of a request: named by it, else recognised by its prompt; ``keep``: it is the next turn."""
         named = self.session_sources.identify(headers, parsed.fields)
-        if named.session_id is not None or parsed.endpoint not in CONVERSATIONS or not self.prefix_chains.enabled:
+        if named.session_id is not None or parsed.endpoint is not Endpoint.CHAT or not self.prefix_chains.enabled:
             return named
-        turn = turn_text(parsed, self.settings.index.text_block_bytes)
+        turn = chat_turn(parsed, self.settings.index.text_block_bytes)
         if turn is None:
             return named
         found = self.prefix_chains.session_of(turn) if keep else self.prefix_chains.known(turn)

@@ -259,13 +259,16 @@ class SessionAccounts:
             self._reports_cached = True
         elif not self._reports_cached:
             cached_tokens = work.cached_tokens
-        self.lost_tokens += max(0, work.before_tokens - cached_tokens)
+        before = work.before_tokens
+        if before > cached_tokens:
+            self.lost_tokens += before - cached_tokens
         if cached_tokens == work.cached_tokens:
             return
         now_s = self._seen_s if now_s is None else now_s
-        for tokens, sign in ((work.cached_tokens, -1), (cached_tokens, 1)):
-            if work.before_tokens > tokens:
-                self._count(model, work, tokens, sign, now_s)
+        if before > work.cached_tokens:
+            self._count(model, work, work.cached_tokens, -1, now_s)
+        if before > cached_tokens:
+            self._count(model, work, cached_tokens, 1, now_s)
 
     def lost_share(self, instances: int, now_s: float) -> float:
         """Share of the time of ``instances`` that recomputation took, weighted by 2 ** (-age / HALF_LIFE_S)."""
@@ -275,12 +278,10 @@ class SessionAccounts:
 
     def _count(self, model: PrefillModel, work: ComputedPrompt, cached_tokens: int, sign: int, now_s: float) -> None:
         tokens, before, _ = work
-        seconds = (
-            model.predict(tokens - cached_tokens, cached_tokens).seconds
-            - model.predict(max(tokens - before, 0), before).seconds
-        )
-        self._lost_s = max(0.0, self._decayed(now_s) + sign * max(seconds, 0.0))
-        self._lost_at_s = max(now_s, self._lost_at_s)
+        seconds = model.seconds(tokens - cached_tokens, cached_tokens) - model.seconds(tokens - before, before)
+        if seconds > 0.0:
+            self._lost_s = max(0.0, self._decayed(now_s) + sign * seconds)
+            self._lost_at_s = max(now_s, self._lost_at_s)
 
     def _decayed(self, now_s: float) -> float:
         return self._lost_s * exp2(min(self._lost_at_s - now_s, 0.0) / HALF_LIFE_S) if self._lost_s else 0.0

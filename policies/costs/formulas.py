@@ -248,6 +248,12 @@ class PrefillModel:
         estimate = self._nearest(_bucket(new_tokens))
         return TimeEstimate(self._formula(new_tokens, cached_tokens) * exp(estimate.log_ratio), estimate.sigma)
 
+    def seconds(self, new_tokens: float, cached_tokens: float) -> float:
+        """``predict(...).seconds`` without the spread, at half of its cost."""
+        if new_tokens <= 0:
+            return self.fixed_s
+        return self._formula(new_tokens, cached_tokens) * exp(self._nearest(_bucket(new_tokens)).log_ratio)
+
     def queue_s(self, pending_tokens: float, requests: int) -> float:
         """Seconds to finish the pending tokens: ``requests`` prefills of equal length, the first of them half done."""
         if pending_tokens <= 0 or requests <= 0:
@@ -279,12 +285,15 @@ class PrefillModel:
         return self.fixed_s + self.s_per_token * new_tokens + self.s_per_token_squared * attended
 
     def _nearest(self, bucket: int) -> LearnedRatio:
-        exact = self._buckets.get(bucket)
-        if exact is not None:
-            return exact
-        if not self._buckets:
-            return UNKNOWN
-        return self._buckets[min(self._buckets, key=lambda known: (abs(known - bucket), known))]
+        known = self._buckets
+        exact = known.get(bucket)
+        if exact is not None or not known:
+            return exact or UNKNOWN
+        # Outwards, the smaller of two first: cheaper than a comparison of all, as the nearest is a few steps away.
+        low, high = bucket - 1, bucket + 1
+        while (found := known.get(low) or known.get(high)) is None:
+            low, high = low - 1, high + 1
+        return found
 
 
 def _bucket(tokens: float) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from proxy.engines.connection import ConnectionLostError, EngineAnswer, EngineConnection
@@ -60,13 +61,13 @@ class EngineClient:
         """Number of open connections."""
         return len(self._open)
 
-    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> EngineAnswer:
+    def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Coroutine[Any, Any, EngineAnswer]:
         origin, start = self._targets.get(url) or self._target(url)
-        return await self._send(origin, start, url, body, headers)
+        return self._send(origin, start, url, body, headers)
 
-    async def send(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> EngineAnswer:
+    def send(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> Coroutine[Any, Any, EngineAnswer]:
         origin, start = self._start(method, url)
-        return await self._send(origin, start, url, body, headers)
+        return self._send(origin, start, url, body, headers)
 
     async def _send(
         self, origin: _Origin, start: bytes, url: str, body: bytes, headers: Mapping[str, str]

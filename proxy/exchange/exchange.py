@@ -44,7 +44,6 @@ class Exchange:
         self._row = row
         self._inbound = inbound
         self._headers = inbound.headers
-        self._dialect = dialect_of(inbound.path)
         self._sent_s = 0.0
         self._attempts = Attempts(core, row, inbound.headers)
         self._encoded = False
@@ -66,7 +65,8 @@ class Exchange:
         if not inbound.started:
             raise draining_error()
         if self._row.stream and not self._encoded and not inbound.response_complete:
-            inbound.finish(b"\n\n" + self._dialect.event("the proxy is shutting down", "draining", self._row.events))
+            event = dialect_of(inbound.path).event
+            inbound.finish(b"\n\n" + event("the proxy is shutting down", "draining", self._row.events))
         elif not inbound.response_complete:
             inbound.abandon()
 
@@ -337,7 +337,8 @@ class Exchange:
         row.attempts.append({"instance": instance, "error": what})
         self._attempts.guard.suspect(self._decode)
         self._core.instances.failed(self._decode, what, sent_s=self._sent_s, answered=True)
-        return self._dialect.event(f"the stream from {instance} broke off: {what}", "stream_broken", row.events)
+        event = dialect_of(self._inbound.path).event
+        return event(f"the stream from {instance} broke off: {what}", "stream_broken", row.events)
 
     def _start(self, answer: Answer, routed: Routed, length: int | None) -> None:
         decision = routed.decision

@@ -91,7 +91,8 @@ class Generation:
             else:
                 parsed = await self._parsed(inbound, row, allow_priority=visit.allows_priority)
                 await Exchange(core, row, inbound, visit).run(parsed)
-                self._compare_turns(parsed, row)
+                if parsed.endpoint is not Endpoint.COMPLETIONS:
+                    self._compare_turns(parsed, row)
         finally:
             visit.close(row.completion_tokens)
 
@@ -110,7 +111,8 @@ class Generation:
             body, row.normalized = self._core.normalizer.normalized(inbound.path, inbound.headers, inbound.body)
             parsed = await self._core.router.parse_fairly(Endpoint(inbound.path), body, allow_priority=allow_priority)
             self._core.check_model(parsed.fields.model)
-            parsed = self._core.responses.continued(parsed, time.monotonic())
+            if parsed.endpoint is Endpoint.RESPONSES:
+                parsed = self._core.responses.continued(parsed, time.monotonic())
         except RequestError:
             row.outcome = RequestOutcome.REJECTED
             raise

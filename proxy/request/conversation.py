@@ -25,6 +25,11 @@ _MAX_MARKS = 64
 _TEXT_BLOCK = re.compile(
     rb'\[\s*\{\s*"type"\s*:\s*"text"\s*,\s*"text"\s*:\s*("[^"\\]*+(?:\\.[^"\\]*+)*+")\s*,?\s*\Z', re.S
 )
+_BEGIN_OF_ONLY_BLOCK = re.compile(rb'\[\s*+\{\s*+"type"\s*+:\s*+"text"\s*+,\s*+"text"\s*+:\s*+"')
+_END_OF_ONLY_BLOCK = re.compile(rb"\s*+\}\s*+\]")
+_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.S)
+_MAX_ESCAPED_QUOTES = 32
+"""Searching for the next quote is faster than reading a string, until there are many quotes, or backslashes, in it."""
 _END_OF_BLOCK = re.compile(rb"\s*\}\s*\]")
 _SHORT_BYTES = 256 * 1024
 """Longest message that is compared with its form as a plain string, and longest system prompt that is decoded."""
@@ -89,6 +94,38 @@ def without_cache_marks(text: bytes) -> Steps[bytes]:
     if not parts:
         return text
     return b"".join((*parts, text[begin:]))
+
+
+def plain_text_blocks(text: bytes) -> bytes:
+    """``text`` with a plain string in place of every list of one text block: clients write a message in both forms."""
+    parts: list[bytes] = []
+    begin = 0
+    for opening in _BEGIN_OF_ONLY_BLOCK.finditer(text):
+        if opening.start() < begin:
+            continue
+        end = _string_end(text, opening.end())
+        closing = _END_OF_ONLY_BLOCK.match(text, end) if end >= 0 else None
+        if closing is not None:
+            parts += (text[begin : opening.start()], text[opening.end() - 1 : end])
+            begin = closing.end()
+    return b"".join((*parts, text[begin:])) if parts else text
+
+
+def _string_end(text: bytes, at: int) -> int:
+    """Position after the quote that ends the string whose content begins at ``at``; -1 if there is none."""
+    end = at
+    for _ in range(_MAX_ESCAPED_QUOTES):
+        end = text.find(b'"', end) + 1
+        if not end:
+            return -1
+        last = text[max(at, end - 1 - _MAX_ESCAPED_QUOTES) : end - 1]
+        escapes = len(last) - len(last.rstrip(b"\\"))
+        if escapes == _MAX_ESCAPED_QUOTES:
+            break
+        if escapes % 2 == 0:
+            return end
+    string = _STRING.match(text, at)
+    return string.end() if string is not None else -1
 
 
 def _system(system: bytes) -> bytes:

@@ -95,7 +95,8 @@ class Parsed(msgspec.Struct, frozen=True):
     @property
     def hides_usage(self) -> bool:
         """True if the engine's stream has no usage unless the proxy requests it."""
-        return self.stream and self.endpoint in _WITH_USAGE_OPTION and self.fields.stream_options is None
+        fields = self.fields
+        return bool(fields.stream) and fields.stream_options is None and self.endpoint in _WITH_USAGE_OPTION
 
     @property
     def max_tokens(self) -> int:

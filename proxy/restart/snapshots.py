@@ -102,27 +102,29 @@ class Snapshots:
         core, router = self._core, self._core.router
         text_block_bytes = core.settings.index.text_block_bytes
         header = Header(time.time(), router.seed, router.block_tokens, text_block_bytes)
-        fleet = list(core.instances)
+        fleet = [(instance, part) for instance in core.instances if (part := _part(instance)) is not None]
         share = max(0, self._settings.max_bytes - _RESERVED_BYTES * (len(fleet) + 1)) // (len(fleet) + 1)
+        # Before the blocks: a request may be routed meanwhile, and a session pinned without its blocks would be sent to
+        # an engine that is expected to have nothing of it.
+        pins = await _copied(map(Pins, _batches(self._pins(), _PINS_PER_TURN)), share)
         records = [framed(header)]
-        for instance in fleet:
-            part = _part(instance)
-            if part is None or not core.instances.contains(instance):
+        for instance, part in fleet:
+            if not core.instances.contains(instance):
                 continue
             runs = router.state.index.runs(instance.name)
             copied = await _copied(map(Runs, _batches(runs, _RUNS_PER_TURN)), share)
-            # The engine may have restarted meanwhile, or left the fleet.
+            # The engine may have restarted since its pins were copied, or left the fleet.
             if (
                 _part(instance) == part
                 and core.instances.contains(instance)
                 and router.block_tokens == header.block_tokens
             ):
                 records += [framed(part), *copied]
-        pins = (
-            (session.encode("utf-8", "surrogatepass"), instance, idle_s)
-            for session, instance, idle_s in router.state.sessions.pins(time.monotonic())
-        )
-        return records + await _copied(map(Pins, _batches(pins, _PINS_PER_TURN)), share)
+        return records + pins
+
+    def _pins(self) -> Iterator[tuple[bytes, str, float]]:
+        for session, instance, idle_s in self._core.router.state.sessions.pins(time.monotonic()):
+            yield session.encode("utf-8", "surrogatepass"), instance, idle_s
 
     # Restoring
 

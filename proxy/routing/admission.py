@@ -104,7 +104,7 @@ class Admission:
 
     def wake(self) -> None:
         """Schedule one pass over the heads of the queue after the current callback."""
-        if (self._queue or self._again) and not self._moving_up and self._loop is not None:
+        if (self._models or self._again) and not self._moving_up and self._loop is not None:
             self._moving_up = True
             self._loop.call_soon(self._move_up)
         self.on_wake()

@@ -1,7 +1,7 @@
 """Detector of cache killers: changes between two turns of a session that end the cached prefix early.
 
-Each turn is compared after its answer, so no request waits for it. Only chat prompts are compared: the prompt of a
-completion was rendered by the client. Prompts with media of over 8 KiB are not compared either.
+Each turn is compared after its answer, so no request waits for it. Chats, messages and responses are compared: the
+prompt of a completion was rendered by the client. Prompts with media of over 8 KiB are not compared either.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from policies.row import Row
-from proxy.request.parse import Endpoint, Parsed
+from proxy.request.parse import Parsed
 from proxy.sessions.kept_turn import (
     FAR_BYTES,
     SAMPLE_BYTES,
@@ -21,14 +21,15 @@ from proxy.sessions.kept_turn import (
     examined,
     extends,
     keep,
+    lead_parting,
     parting,
+    precedes,
     tools_of,
 )
 from proxy.sessions.killer_rules import REMEDIES, KillerRule, excerpt, rule_of
+from proxy.sessions.turn_texts import turn_text
 from proxy.settings.sessions import CacheKillerSettings
 
-CONVERSATIONS = frozenset((Endpoint.CHAT,))
-"""Endpoints whose prompts are compared, and recognised without an id: the client sends the conversation as it is."""
 _CONVERSATIONS_PER_SESSION = 4
 """Clients send prompts of other kinds under the session's id: titles, summaries, sub-agents."""
 _ROLE = b'"role"'
@@ -45,11 +46,11 @@ class CacheKiller(NamedTuple):
     exact: bool
     """True if ``position_bytes`` is the first byte that differs; else the block of it begins there."""
     position_bytes: int
-    """Position in the text of the messages."""
+    """Position in the text of the conversation: system prompt or instructions, if not a message, then the messages."""
     position_tokens: int
     """Tokens before it, estimated."""
-    message: int
-    """Number of the message it is in, from 0."""
+    message: int | None
+    """Number of the message it is in, from 0; None: before the first, in a system prompt that is no message."""
     history_tokens: int
     """Tokens of the earlier prompt from the position on."""
     lost_tokens: int
@@ -118,7 +119,8 @@ class CacheKillers:
         same_tools = found is None or found.same_tools
         moved = found is not None and found.same_tools and found.position >= SAMPLE_BYTES
         window_at = max(SAMPLE_BYTES, found.position - SAMPLE_BYTES // 2) if found and moved else kept.window_at
-        others.insert(0, keep(turn, prompt_tokens, window_at, kept.tools if same_tools else None))
+        earlier_bytes = kept.length - kept.lead if turn.continues else 0
+        others.insert(0, keep(turn, prompt_tokens, window_at, kept.tools if same_tools else None, earlier_bytes))
         self._sessions[row.session_id] = others
         if found is None:
             return None
@@ -178,7 +180,7 @@ class CacheKillers:
         redacted = not self._settings.show_text
         before, now = excerpt(turn.text, found.position, redacted=redacted) if found.same_tools else ("", "")
         _, was = excerpt(found.was, found.was_at, redacted=redacted)
-        roles = bytes(turn.text[: found.position]).count(_ROLE)
+        roles = bytes(turn.text[turn.lead : found.position]).count(_ROLE)
         return CacheKiller(
             request_id,
             session_id,
@@ -188,7 +190,7 @@ class CacheKillers:
             found.exact,
             found.position,
             reachable,
-            max(0, roles - 1),
+            None if found.position < turn.lead else max(0, roles - 1),
             history,
             min(lost, history),
             before,
@@ -202,18 +204,12 @@ class CacheKillers:
             self._conversations -= len(gone)
 
 
-def turn_text(parsed: Parsed, block_bytes: int) -> TurnText | None:
-    """The conversation of a chat request; None for other requests, and where blocks are not those of its bytes."""
-    prompt, fields = parsed.prompt, parsed.fields
-    if parsed.endpoint not in CONVERSATIONS or prompt.media or prompt.tokens or not prompt.hashes:
-        return None
-    text = memoryview(fields.messages)[:-1]  # as it was hashed
-    scope = (fields.model, fields.cache_salt or "")
-    return TurnText(scope, text, prompt.hashes, block_bytes, memoryview(fields.tools))
-
-
 def _match(others: list[KeptTurn], turn: TurnText) -> _Match | None:
     """The kept turn that this one continues: the longest that it extends, else the one of which it has most."""
+    if turn.continues:
+        before = [kept for kept in others if precedes(kept, turn)]
+        kept = max(before, key=lambda each: each.chain[0], default=None)
+        return None if kept is None else _Match(kept, lead_parting(kept, turn))
     extended = [kept for kept in others if extends(kept, turn)]
     if extended:
         return _Match(max(extended, key=lambda kept: kept.length), None)

@@ -104,7 +104,7 @@ class SessionSources:
         for name, source in self._headers:
             value = headers.get(name)
             if value:
-                return SessionIdentity(_text(value, _MAX_SESSION_ID), source)
+                return SessionIdentity(value[:_MAX_SESSION_ID].decode("latin-1"), source)
         for source, read in self._fields:
             found = read(fields)
             if found:

@@ -34,23 +34,33 @@ _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 class TurnText(NamedTuple):
     """A conversation as the client wrote it: the text that its blocks were hashed over."""
 
-    scope: tuple[str, str]
-    """Model and cache salt: prompts of others share no blocks."""
+    scope: tuple[str, ...]
+    """Model and cache salt, prompts of others share no blocks; then the form, of messages and responses."""
     text: memoryview
     hashes: Sequence[int]
     """Chained hash of every full block; the chain begins with the scope and the tools."""
     block_bytes: int
     tools: memoryview
+    lead: int = 0
+    """Bytes of the text before the first message: system prompt or instructions."""
+    not_read: int = 0
+    """Bytes of the conversation that the text leaves out."""
+    lead_hash: int = 0
+    """Hash of scope, tools and lead, of responses only."""
+    prompt: Sequence[int] = ()
+    """Chained hashes of the whole prompt, of responses only; it begins with those of the stored one it continues."""
+    continues: bool = False
+    """The engine puts a stored conversation between the lead, which is all of the text, and the new input."""
 
 
 class KeptTurn(NamedTuple):
     """The part of a turn that is kept."""
 
-    scope: tuple[str, str]
+    scope: tuple[str, ...]
     hashes: array[int]
     block_bytes: int
     length: int
-    """Bytes of its text."""
+    """Bytes of its conversation."""
     head: bytes
     window: bytes
     window_at: int
@@ -60,6 +70,10 @@ class KeptTurn(NamedTuple):
     tools: tuple[int, ...]
     """Hash of each tool's definition, in order."""
     prompt_tokens: int
+    lead: int = 0
+    lead_hash: int = 0
+    chain: tuple[int, int] = (0, 0)
+    """Number of the whole prompt's blocks that a response continuing it begins with, and the hash of the last."""
 
     def sample_at(self, position: int) -> tuple[int, bytes]:
         """The sample that covers a position in bytes, and where it begins; empty if none does."""
@@ -90,24 +104,44 @@ class Parting(NamedTuple):
 
 
 def keep(
-    turn: TurnText, prompt_tokens: int, window_at: int = SAMPLE_BYTES, tools: tuple[int, ...] | None = None
+    turn: TurnText,
+    prompt_tokens: int,
+    window_at: int = SAMPLE_BYTES,
+    tools: tuple[int, ...] | None = None,
+    earlier_bytes: int = 0,
 ) -> KeptTurn:
-    """The part of a turn that is kept; ``window_at``: begin of the window, ``tools``: their hashes if known."""
-    text, length = turn.text, len(turn.text)
-    last = min(length, MAX_BLOCKS * turn.block_bytes) - _ANCHOR_BYTES
+    """The part of a turn that is kept.
+
+    Args:
+        turn: the turn.
+        prompt_tokens: tokens of its prompt.
+        window_at: begin of the window.
+        tools: hashes of its tools, if known.
+        earlier_bytes: bytes of the stored conversation that it continues.
+    """
+    text = turn.text
+    last = min(len(text), MAX_BLOCKS * turn.block_bytes) - _ANCHOR_BYTES
     step = max(1, last // (_ANCHORS - 1))
     return KeptTurn(
         turn.scope,
         array("Q", turn.hashes[:MAX_BLOCKS]),
         turn.block_bytes,
-        length,
+        len(text) + turn.not_read + earlier_bytes,
         bytes(text[:SAMPLE_BYTES]),
         bytes(text[window_at : window_at + SAMPLE_BYTES]),
         window_at,
         tuple([(at, bytes(text[at : at + _ANCHOR_BYTES])) for at in range(0, last + 1, step)]),
         tools_of(turn.tools) if tools is None else tools,
         prompt_tokens,
+        turn.lead,
+        turn.lead_hash,
+        _chain_end(turn.prompt),
     )
+
+
+def _chain_end(prompt: Sequence[int]) -> tuple[int, int]:
+    count = min(len(prompt), MAX_BLOCKS)  # as many as are kept of a stored response
+    return (count, prompt[count - 1]) if count else (0, 0)
 
 
 def tools_of(raw: memoryview) -> tuple[int, ...]:
@@ -141,6 +175,28 @@ def extends(kept: KeptTurn, turn: TurnText) -> bool:
     return (
         0 < count <= len(turn.hashes) and kept.scope == turn.scope and turn.hashes[count - 1] == kept.hashes[count - 1]
     )
+
+
+def precedes(kept: KeptTurn, turn: TurnText) -> bool:
+    """True if a response continues the stored prompt of the kept turn, or a later one of that conversation."""
+    count, last = kept.chain
+    return 0 < count <= len(turn.prompt) and turn.prompt[count - 1] == last and kept.scope[:2] == turn.scope[:2]
+
+
+def lead_parting(kept: KeptTurn, turn: TurnText) -> Parting | None:
+    """Compare instructions and tools of a response with those of the one that it continues; None if they are equal.
+
+    The engine puts them before the stored conversation, all of which the later prompt repeats.
+    """
+    if kept.lead_hash == turn.lead_hash:
+        return None
+    tools = tools_of(turn.tools)
+    if tools != kept.tools:
+        return Parting(0, True, b"", 0, 1.0, 0, False, sorted(tools) == sorted(kept.tools))
+    begin = common_blocks(kept.hashes, turn.hashes) * kept.block_bytes
+    position, exact = _first_difference(kept, examined(turn), begin)
+    at, sample = kept.sample_at(position) if exact else (0, b"")
+    return Parting(position, exact, sample, position - at if sample else 0, 1.0, 0, True)
 
 
 def parting(

@@ -90,7 +90,9 @@ class SessionSettings(Section):
 class CacheKillerSettings(Section):
     """Detection of what changes between the turns of a session."""
 
-    enabled: bool = Field(default=True, description="compare each chat prompt with the session's turn before")
+    enabled: bool = Field(
+        default=True, description="compare each chat, message and response with the session's turn before"
+    )
     conversations: int = Field(
         default=1000, ge=1, description="conversations whose last turn is remembered: 7 KB each, 15 KB at most"
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from policies.types import RequestView
 from proxy.errors import RequestError
-from proxy.request.conversation import without_cache_marks
+from proxy.request.conversation import plain_text_blocks, without_cache_marks
 from proxy.request.parse import Endpoint, parse_request, request_view
 from proxy.request.steps import at_once
 
@@ -145,3 +145,31 @@ def test_text_with_a_mark_equals_the_text_without_one(texts: list[str], marked: 
 
     assert at_once(without_cache_marks(written(mark=True))) == written(mark=False)
     assert at_once(without_cache_marks(written(mark=False))) == written(mark=False)
+
+
+@given(
+    st.lists(st.lists(st.text(max_size=60), min_size=1, max_size=3), max_size=5), st.sampled_from([None, (",", ":")])
+)
+def test_a_list_of_one_text_block_is_as_a_plain_string(
+    texts: list[list[str]], separators: tuple[str, str] | None
+) -> None:
+    messages = [{"role": "user", "content": [text_block(text) for text in content]} for content in texts]
+    plain = [
+        {"role": "user", "content": content[0] if len(content) == 1 else [text_block(text) for text in content]}
+        for content in texts
+    ]
+    encode = json.JSONEncoder(separators=separators).encode
+    assert plain_text_blocks(encode(messages).encode()) == encode(plain).encode()
+
+
+@pytest.mark.parametrize("text", ['"' * 100, '\\"' * 100, '"}] [{"type":"text","text":"x"}]', "\\", "\\" * 99, "é\n"])
+def test_quotes_and_text_that_looks_like_a_block_stay(text: str) -> None:
+    assert plain_text_blocks(compact([{"content": [text_block(text)]}])) == compact([{"content": text}])
+    marked = compact([{"content": [text_block(text, **MARK)]}])
+    assert plain_text_blocks(marked) == marked
+
+
+def test_a_block_that_ends_early_stays() -> None:
+    whole = compact([text_block('a "quoted" text' * 20)])
+    for end in range(len(whole)):
+        assert plain_text_blocks(whole[:end]) == whole[:end]

@@ -14,6 +14,7 @@ import pytest
 
 from policies.predict.blocks import hash_token_blocks
 from proxy.restart.snapshot_file import Runs, framed, read_snapshot, write_snapshot
+from proxy.restart.snapshots import Snapshots
 from proxy.settings import load_settings
 from tests.proxy.conftest import Running, serving
 from tests.proxy.stub_engine import StubEngine
@@ -67,6 +68,34 @@ async def test_the_next_proxy_continues_where_the_last_one_ended(engines: list[S
         for number, instance in where.items():
             row = await send(running, number)
             assert (row["instance"], row["predicted_cached_tokens"]) == (instance, 304)
+
+
+async def test_every_session_in_it_has_its_blocks_although_requests_come_while_it_is_copied(
+    engines: list[StubEngine], tmp_path: Path
+) -> None:
+    path = tmp_path / "snapshot"
+    async with proxy_over(engines, tmp_path / "other", policy={"name": "round_robin"}) as running:
+        await send(running, 0)
+        await send(running, 1)
+        later = iter((2, 3))
+        copying = Snapshots(running.core)._copied()
+        records = None
+        while records is None:
+            try:
+                copying.send(None)
+            except StopIteration as ended:
+                records = ended.value
+            else:
+                number = next(later, None)
+                if number is not None:
+                    await send(running, number)
+        assert next(later, None) is None
+        write_snapshot(path, records)
+    pinned = {int(session.decode().removeprefix("session-")) for session, _, _ in read_snapshot(path, MOST).pins}
+    assert pinned >= {0, 1}
+    async with proxy_over(engines, path) as running:
+        for number in pinned:
+            assert (await send(running, number))["predicted_cached_tokens"] == 304
 
 
 async def test_what_an_engine_held_that_restarted_since_is_dropped(engines: list[StubEngine], tmp_path: Path) -> None:

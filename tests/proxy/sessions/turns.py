@@ -42,6 +42,30 @@ def parsed_chat(messages: Messages, **fields: Any) -> Parsed:
     return parse_request(Endpoint.CHAT, body, 16, BLOCK_BYTES, seed=7)
 
 
+def parsed(endpoint: Endpoint, **body: Any) -> Parsed:
+    encoded = json.dumps({"model": "m", **body}, separators=(",", ":")).encode()
+    return parse_request(endpoint, encoded, 16, BLOCK_BYTES, seed=7)
+
+
+def claude_code_turn(turns: int, line: str, seed: int = 1, length: int = 300) -> dict[str, Any]:
+    """System prompt, tools and messages as Claude Code sends them: the cache marks move to the end in every turn."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    system, *messages = conversation(turns, seed=seed, length=length)
+    blocks = [line, "You are Claude Code. ", system["content"]]
+    for number, message in enumerate(messages):
+        text = {"type": "text", "text": message["content"]}
+        if number == len(messages) - 1:
+            message["content"] = [{**text, **mark}]
+        elif number % 4 == 0:  # some clients write a list in every turn, others only where there is a mark
+            message["content"] = [text]
+    return {
+        "system": [{"type": "text", "text": text, **(mark if number else {})} for number, text in enumerate(blocks)],
+        "tools": [{"name": f"t{number}", "description": words(20, number)} for number in range(6)],
+        "messages": messages,
+        "max_tokens": 2,
+    }
+
+
 class Watch:
     """A detector and the requests sent to it."""
 
@@ -52,9 +76,11 @@ class Watch:
     def turn(
         self, messages: Messages, session: str | None = "s", cached: int | None = None, **fields: Any
     ) -> CacheKiller | None:
+        return self.see(parsed_chat(messages, **fields), session, cached)
+
+    def see(self, request: Parsed, session: str | None = "s", cached: int | None = None) -> CacheKiller | None:
         self._requests += 1
-        parsed = parsed_chat(messages, **fields)
-        row = Row(f"r{self._requests}", "/v1/chat/completions", float(self._requests), session)
+        row = Row(f"r{self._requests}", request.endpoint.value, float(self._requests), session)
         row.outcome = RequestOutcome.OK
-        row.prompt_tokens, row.actual_cached_tokens = len(parsed.fields.messages) // 4, cached
-        return self.killers.observe(parsed, row)
+        row.prompt_tokens, row.actual_cached_tokens = request.prompt.text_bytes // 4, cached
+        return self.killers.observe(request, row)
