@@ -22,6 +22,8 @@ from proxy.request.stream_filter import Unread
 from proxy.request.typed_events import RESPONSE_EVENTS, TypedEvents
 
 _JSON = b"application/json"
+_NOT_IMPLEMENTED = 501
+"""Of engines that do not have the endpoint, or whose model does not: another engine would answer the same."""
 _OF_STORED = frozenset((STORED, CANCEL))
 
 
@@ -161,7 +163,7 @@ class ShortExchange:
                     inbound.method, instance.url + inbound.target, self._body, self._headers(instance)
                 )
                 first = await (answer.chunk() if self._is_stream(answer) else answer.read())
-            if answer.status >= 500 or (
+            if (answer.status >= 500 and answer.status != _NOT_IMPLEMENTED) or (
                 answer.status == 401 and core.forwarding.replaces_authorization(instance.settings)
             ):
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")
