@@ -77,10 +77,13 @@ class ShortExchange:
             if not candidates:
                 break
             name = core.short_load.least_loaded(candidates)
+            instance = core.instances.chosen(name)
             try:
                 with core.short_load.on(name):
-                    await self._pass_on(core.instances.chosen(name), model)
+                    await self._pass_on(instance, model)
             except AttemptFailedError as error:
+                if error.seen:
+                    attempts.guard.suspect(instance)
                 failure = attempts.failed(error, after=failure)
             else:
                 return

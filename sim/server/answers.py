@@ -8,13 +8,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sim.core.content import output_bytes
+from sim.core.content import TOKEN_BYTES, output_bytes
 from sim.server.driver import Delivery
-from sim.server.logprobs import logprobs
 from sim.server.parsing import ApiError, GenerationCall, parse_chat, parse_completion
 from sim.server.settings import ServerSettings
 
 DONE = b"data: [DONE]\n\n"
+_LOGPROB_STEP = 0.125
+"""Difference between the log probabilities of two alternatives; a power of two, so that it is exact in JSON."""
 
 
 def usage(call: GenerationCall, deliveries: Sequence[Delivery]) -> dict[str, object]:
@@ -148,6 +149,37 @@ class AnswerBuilder:
 
     def _logprobs(self, index: int, start: int, stop: int) -> dict[str, Any]:
         return logprobs(self._offsets[index], start, stop, self._call.logprobs or 0, chat=self._call.chat)
+
+
+def logprobs(offset: int, start: int, stop: int, count: int, *, chat: bool) -> dict[str, Any]:
+    """Log probabilities of output tokens ``start`` to ``stop``, in a chat's shape or in a completion's."""
+    tokens = [output_bytes(offset, at, at + 1).decode("ascii") for at in range(start, stop)]
+    found = [_alternatives(offset, start + number, count) for number in range(len(tokens))]
+    if not chat:
+        return {
+            "text_offset": [TOKEN_BYTES * at for at in range(start, stop)],
+            "token_logprobs": [-_LOGPROB_STEP] * len(tokens),
+            "tokens": tokens,
+            "top_logprobs": [dict(each) or {token: -_LOGPROB_STEP} for token, each in zip(tokens, found, strict=True)],
+        }
+    return {
+        "content": [
+            {**_entry(token, -_LOGPROB_STEP), "top_logprobs": [_entry(*each) for each in top]}
+            for token, top in zip(tokens, found, strict=True)
+        ]
+    }
+
+
+def _alternatives(offset: int, at: int, count: int) -> list[tuple[str, float]]:
+    """The generated token first, then the ones that would follow it."""
+    words = dict.fromkeys(
+        output_bytes(offset, at + number, at + number + 1).decode("ascii") for number in range(4 * count + 1)
+    )
+    return [(word, -_LOGPROB_STEP * (number + 1)) for number, word in enumerate(list(words)[:count])]
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
 def models(model: str, max_model_len: int, started_unix_s: float) -> bytes:

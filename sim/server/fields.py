@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+_MOST_LOGPROBS = 20
+
 
 class StreamOptions(msgspec.Struct):
     """``stream_options`` of a request."""
@@ -72,3 +74,21 @@ class OpenAiFields(GenerationFields, kw_only=True):
         for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
             given[name] = getattr(self, name) is not None
         return next((name for name, is_given in given.items() if is_given), None)
+
+
+def logprobs_asked(flag: bool | int | None, top: int | None) -> int | None:
+    """Alternatives to report for each token; None: no log probabilities.
+
+    Args:
+        flag: ``logprobs`` of a chat (true or false) or of a completion (a number).
+        top: ``top_logprobs`` of a chat.
+
+    Raises:
+        ValueError: more than 20, or fewer than 0.
+    """
+    if flag is None or flag is False:
+        return None
+    count = (top or 0) if flag is True else flag
+    if not 0 <= count <= _MOST_LOGPROBS:
+        raise ValueError(f"logprobs must be in 0 .. {_MOST_LOGPROBS}, got {count}")
+    return count

@@ -10,8 +10,7 @@ import msgspec
 
 from sim.core.content import output_bytes, text_token_bytes, token_bytes
 from sim.core.sequence import KvTransfer, Request
-from sim.server.fields import GenerationFields, KvTransferParams, OpenAiFields
-from sim.server.logprobs import logprobs_asked
+from sim.server.fields import GenerationFields, KvTransferParams, OpenAiFields, logprobs_asked
 from sim.server.settings import ServerSettings
 
 DEFAULT_MAX_TOKENS = 16

@@ -1,4 +1,4 @@
-"""What clients see at the front: aliases, a missing model, the merged list of models, queries, cross-origin pages."""
+"""The front that clients meet: aliases, a missing model, the merged list of models, queries, cross-origin pages."""
 
 from __future__ import annotations
 
