@@ -12,8 +12,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from proxy.access.guard import Guard
-from proxy.access.rules import Listener
+from proxy.access.rules import Listener, Side, side_of
 from proxy.admin.admission_routes import admission_routes
+from proxy.admin.client_routes import client_methods, client_routes, unsupported
+from proxy.admin.client_side import ClientSide
 from proxy.admin.fleet_routes import fleet_routes
 from proxy.admin.openapi import describe_generation
 from proxy.admin.routes import admin_routes
@@ -34,7 +36,8 @@ class ProxyApp:
         self.core = Core(settings)
         self.operations = Operations(self.core)
         self.generation = Generation(self.core)
-        self._rest = Guard(_control_app(self.core, self.operations), self.core.access, Listener.MAIN)
+        guarded = Guard(_control_app(self.core, self.operations), self.core.access, Listener.MAIN)
+        self._rest = ClientSide(guarded, self.core)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """ASGI entry point."""
@@ -90,6 +93,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
 
     app = FastAPI(title="warmroute", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.include_router(admin_routes(core, operations.fleet))
+    app.include_router(client_routes(core))
     app.include_router(admission_routes(core))
     app.include_router(session_routes(core))
     app.include_router(fleet_routes(core, operations))
@@ -109,7 +113,13 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        method, path = request.method, request.scope["path"]
+        if error.status_code in {404, 405} and side_of(path) is Side.CLIENT:
+            methods = client_methods(core, request.scope)
+            problem = unsupported(method, path, methods)
+            allowed = {"allow": ", ".join(methods)} if methods else {}
+            return Response(problem.body(), problem.status, allowed, "application/json")
+        message = f"{method} {path}: {error.detail}"
         return Response(
             error_body(message, "invalid_request_error"), error.status_code, error.headers, "application/json"
         )

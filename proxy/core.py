@@ -13,6 +13,7 @@ from proxy.access.rules import Access
 from proxy.access.tenants import Tenants
 from proxy.breakdown import Breakdown
 from proxy.clients.bounds import ClientBounds
+from proxy.clients.cors import Cors
 from proxy.clip import clip
 from proxy.engines.client import EngineClient
 from proxy.engines.control import Control
@@ -21,6 +22,7 @@ from proxy.errors import RequestError
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instance, Instances
 from proxy.fleet.model_lists import ModelLists
+from proxy.fleet.versions import EngineVersions
 from proxy.handoff.abandoned import AbandonedPulls
 from proxy.handoff.leaks import LeakWatch
 from proxy.handoff.legs import HandOff
@@ -31,12 +33,14 @@ from proxy.metrics.cache_killers import CacheKillerMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
 from proxy.metrics.tenants import TenantMetrics
+from proxy.paths import OtherPaths
 from proxy.request.parse import Endpoint, Parsed
 from proxy.resolver import Resolver
 from proxy.routing.admission import Admission
 from proxy.routing.holding import HoldingLine
 from proxy.routing.retries import RetryBudget
 from proxy.routing.router import Router
+from proxy.routing.short_load import ShortLoad
 from proxy.routing.stored_responses import StoredResponses
 from proxy.sessions.cache_killers import CacheKillers
 from proxy.sessions.identity import SessionIdentity, SessionSources
@@ -71,7 +75,7 @@ class Core:
         self.forwarding = Forwarding(settings, self.keys)
         self.instances = Instances(settings.instances, settings.health)
         self.model_lists = ModelLists(self.instances, self.get)
-        self.router = Router(settings, self.is_base_model)
+        self.router = Router(settings, self.is_base_model, lambda: self.instances.served.sole_model)
         self.events = EventSubscriber(settings.instances, settings.events, self.router.state.predictor.exact)
         self.tokens = Tokens(settings.tokenizer)
         self.metrics = Metrics()
@@ -91,9 +95,13 @@ class Core:
         state, shares = self.router.state, self.router.routing.gate.shares
         self.admission = Admission(settings.limits, self.instances, self.router, state.ledger, shares)
         self.holding = HoldingLine(settings.admission, self.router, self.instances, self.admission)
+        self.short_load = ShortLoad(state.ledger)
         self.responses = StoredResponses(settings.responses, self.instances)
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
+        self.cors = Cors(settings.cors)
+        self.other_paths = OtherPaths(settings.pass_through.paths)
+        self.versions = EngineVersions(self.instances, self.get)
         LimitMetrics(
             self.metrics.registry, self.instances, self.admission, self.retries, self.router.watch, self.clients
         )

@@ -11,6 +11,7 @@ from proxy.access.keys import KeyName, Keys
 from proxy.clip import clip
 from proxy.errors import RequestError
 from proxy.logs import LimitedLog
+from proxy.paths import CLIENT_PATHS, PING
 from proxy.settings import Settings
 from proxy.settings.urls import is_loopback
 
@@ -33,12 +34,12 @@ class Side(StrEnum):
     OPEN = "open"
     """Everyone: liveness and readiness."""
     CLIENT = "client"
-    """Holders of a client key, if any are configured: the OpenAI API."""
+    """Holders of a client key, if any are configured: the API of the engines."""
     ADMIN = "admin"
     """Operators: everything else."""
 
 
-_OPEN = frozenset({"/health", "/ready"})
+_OPEN = frozenset({"/health", "/ready", PING})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 # Any other unsafe request is treated as changing the fleet and always needs an admin key.
 _CHANGES_NO_FLEET = frozenset({("PUT", "/policy"), ("PUT", "/admission"), ("POST", "/explain")})
@@ -48,7 +49,7 @@ def side_of(path: str) -> Side:
     """Side of a path; unknown paths belong to the operators."""
     if path in _OPEN:
         return Side.OPEN
-    return Side.CLIENT if path == "/v1" or path.startswith("/v1/") else Side.ADMIN
+    return Side.CLIENT if path == "/v1" or path.startswith("/v1/") or path in CLIENT_PATHS else Side.ADMIN
 
 
 class Access:

@@ -1,4 +1,4 @@
-"""OpenAPI description of the generation endpoints, which are served outside of FastAPI.
+"""OpenAPI description of the endpoints of the engines, which are served outside of FastAPI.
 
 Only the fields that routing reads are described; engines accept many more.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
+
+from proxy.paths import PASSED_ON
 
 _FIELDS: dict[str, Any] = {
     "model": {"type": "string", "maxLength": 256},
@@ -95,6 +97,7 @@ def generation_paths() -> dict[str, Any]:
         "/v1/responses": {"post": _operation("Create a response (OpenAI's Responses API)", "input", _INPUT)},
         "/v1/responses/{response_id}": {"get": _of_stored("Read a stored response")},
         "/v1/responses/{response_id}/cancel": {"post": _of_stored("Cancel a stored response that is in progress")},
+        **{path: {"post": _passed_on()} for path in sorted(PASSED_ON)},
     }
 
 
@@ -125,6 +128,13 @@ def _message(summary: str) -> dict[str, Any]:
 
 def _of_stored(summary: str) -> dict[str, Any]:
     return {"summary": summary, "parameters": [_RESPONSE_ID], "responses": _answers()}
+
+
+def _passed_on() -> dict[str, Any]:
+    body = {"type": "object", "properties": {"model": _FIELDS["model"]}}
+    kinds = {kind: {"schema": body} for kind in ("application/json", "multipart/form-data")}
+    summary = "Passed on to the least loaded instance that serves the model"
+    return {"summary": summary, "requestBody": {"required": True, "content": kinds}, "responses": _answers()}
 
 
 def _answers(error: dict[str, Any] = _ERROR) -> dict[str, Any]:

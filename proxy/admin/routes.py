@@ -1,4 +1,4 @@
-"""Read-only and policy routes: models, health, instances, statistics, breakdown, explanations, policy switch."""
+"""Read-only and policy routes: health, instances, statistics, breakdown, explanations, policy switch."""
 
 from __future__ import annotations
 
@@ -54,11 +54,6 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
         if verbose is not None and verbose not in {"0", "false"}:
             answer["conditions"] = [condition.as_dict() for condition in conditions(core)]
         return JSONResponse(answer, 200 if serving else 503)
-
-    @routes.get("/v1/models", summary="Models the fleet serves")
-    async def models() -> dict[str, Any]:
-        known = {str(model["id"]): model for instance in core.instances for model in instance.cards}
-        return {"object": "list", "data": list(known.values())}
 
     @routes.get("/instances", summary="Every instance: health, identity, load, cache")
     async def instances() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from policies.row import Row
 from proxy.clients.bounds import ClientBounds, late_body
+from proxy.clients.cors import Cors
 from proxy.errors import RequestError
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -50,8 +51,8 @@ class Link(Protocol):
         """Close the connection at once; unwritten data is lost."""
         ...
 
-    def default_headers(self) -> Headers:
-        """Headers of every answer."""
+    def default_headers(self, request: dict[bytes, bytes]) -> Headers:
+        """Headers of every answer to a request with these headers."""
         ...
 
     def peer(self) -> str:
@@ -64,6 +65,11 @@ class Handler(Protocol):
 
     bounds: ClientBounds
     """Limits and accounts of all client connections."""
+    cors: Cors
+
+    def other_path(self, path: bytes, method: bytes) -> str | None:
+        """The entry of the allow-list that has a request which is served like those of known paths, or None."""
+        ...
 
     def opened(self, inbound: Inbound) -> Row:
         """Open the row of a new request; one of the following methods closes it."""
@@ -111,6 +117,7 @@ class Inbound:
         before: the previous request on the same connection, an ``Inbound`` or uvicorn's.
         method: in capitals.
         target: path and query as the client sent them; empty: the path.
+        query: the query, without its question mark.
     """
 
     def __init__(
@@ -125,12 +132,14 @@ class Inbound:
         before: Any,
         method: str = "POST",
         target: str = "",
+        query: str = "",
     ) -> None:
         self._link = link
         self._handler = handler
         self.path = path
         self.method = method
         self.target = target or path
+        self.query = query
         self.headers = headers
         self.keep_alive = keep_alive
         self.message_event = _NOBODY
@@ -296,7 +305,7 @@ class Inbound:
         if length is None and self._http_10:
             self.keep_alive = False
         lines = [STATUS_LINE[status]]
-        for name, value in (*self._link.default_headers(), *headers):
+        for name, value in (*self._link.default_headers(self.headers), *headers):
             lines += (name, b": ", value, b"\r\n")
         if length is not None:
             lines.append(b"content-length: %d\r\n" % length)

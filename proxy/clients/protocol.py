@@ -7,9 +7,7 @@ socket's callback to the other socket. All other requests go through uvicorn and
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 from uvicorn.config import Config
@@ -19,29 +17,7 @@ from proxy.clients.bounded import CONTINUE, BoundedProtocol
 from proxy.clients.bounds import SPARE_CONNECTIONS, large_trailers
 from proxy.clients.inbound import Handler, Headers, Inbound
 from proxy.errors import RequestError, draining_error
-
-COUNT_TOKENS = "/v1/messages/count_tokens"
-PATHS = MappingProxyType(
-    {
-        path.encode(): path
-        for path in (
-            "/v1/completions",
-            "/v1/chat/completions",
-            "/v1/messages",
-            COUNT_TOKENS,
-            "/v1/responses",
-        )
-    }
-)
-"""Paths of POST requests that are handled here."""
-STORED = "/v1/responses/{response_id}"
-CANCEL = "/v1/responses/{response_id}/cancel"
-_STORED_PATHS = MappingProxyType(
-    {
-        b"GET": (re.compile(rb"/v1/responses/[^/]+"), STORED),
-        b"POST": (re.compile(rb"/v1/responses/[^/]+/cancel"), CANCEL),
-    }
-)
+from proxy.paths import POST_PATHS, stored_path
 
 
 class ProxyProtocol(BoundedProtocol):
@@ -96,9 +72,10 @@ class ProxyProtocol(BoundedProtocol):
 
     def _begin(self, http_10: bool) -> None:
         """Take over a generation request; all others are left to uvicorn."""
-        bare, method = self.url.partition(b"?")[0], self.parser.get_method()
-        path = PATHS.get(bare) if method == b"POST" else None
-        if path is None and (path := _stored_path(bare, method)) is None:
+        bare, _, query = self.url.partition(b"?")
+        method = self.parser.get_method()
+        path = POST_PATHS.get(bare) if method == b"POST" else None
+        if path is None and (path := stored_path(bare, method) or self._handler.other_path(bare, method)) is None:
             super()._begin(http_10)
             return
         if self._spare:
@@ -114,6 +91,7 @@ class ProxyProtocol(BoundedProtocol):
             before=self.cycle,
             method="POST" if method == b"POST" else "GET",
             target=self.url.decode("latin-1"),
+            query=query.decode("latin-1"),
         )
         expects = self.expect_100_continue and self._may_answer
         self.cycle = inbound  # type: ignore[assignment]
@@ -176,8 +154,10 @@ class ProxyProtocol(BoundedProtocol):
             self.close()
         self.on_response_complete()
 
-    def default_headers(self) -> Headers:
-        return self.server_state.default_headers
+    def default_headers(self, request: dict[bytes, bytes]) -> Headers:
+        defaults = self.server_state.default_headers
+        cors = self._handler.cors
+        return [*defaults, *cors.headers(request)] if cors.enabled else defaults
 
     # Bounds
 
@@ -204,9 +184,3 @@ class ProxyProtocol(BoundedProtocol):
         inbound.refuse(RequestError(400, msg, code="invalid_http"))
         if at_once:
             self.close()
-
-
-def _stored_path(path: bytes, method: bytes) -> str | None:
-    """The pattern of a path that names a stored response, or None."""
-    pattern, name = _STORED_PATHS.get(method, (None, None))
-    return name if pattern is not None and pattern.fullmatch(path) else None

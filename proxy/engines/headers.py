@@ -1,17 +1,26 @@
-"""Headers of an engine's answer that reach the client: an allow-list.
+"""Headers of an engine's answer that reach the client: all but those withheld here.
 
-Never passed: hop-by-hop headers and those that the engine's ``Connection`` names, ``set-cookie``, ``server``, ``date``,
-``content-length``, ``location``, and everything not listed here. ``x-request-id`` is the proxy's own.
+Withheld are hop-by-hop headers and those that the engine's ``Connection`` names, framing, what the proxy writes itself,
+digests of a body that it may change, and what would have a browser act on the proxy's origin: cookies, redirects,
+policies.
 """
 
 from __future__ import annotations
 
 import re
 
-_NAMES = frozenset(
-    (b"content-encoding", b"content-language", b"retry-after", b"retry-after-ms", b"server-timing", b"x-should-retry")
+_WITHHELD = frozenset(
+    (
+        *(b"keep-alive", b"te", b"trailer", b"trailers", b"transfer-encoding", b"upgrade", b"content-length"),
+        *(b"date", b"server", b"via", b"x-request-id", b"age"),
+        *(b"content-digest", b"content-md5", b"digest", b"repr-digest", b"want-content-digest", b"want-repr-digest"),
+        *(b"set-cookie", b"set-cookie2", b"location", b"content-location", b"refresh", b"link", b"clear-site-data"),
+        *(b"alt-svc", b"strict-transport-security", b"public-key-pins", b"expect-ct", b"nel", b"report-to"),
+        *(b"reporting-endpoints", b"service-worker-allowed", b"timing-allow-origin", b"origin-agent-cluster"),
+        *(b"x-accel-redirect", b"x-sendfile"),
+    )
 )
-_PREFIXES = (b"openai-", b"ratelimit", b"x-ratelimit-")
+_WITHHELD_PREFIXES = (b"proxy-", b"x-warmroute-", b"access-control-")
 # RFC 9110 5.5, like `proxy.access.forwarding`; bounded, because an answer's head is kept until it is sent.
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]{1,4096}")
 _MAX_HEADERS = 64
@@ -46,7 +55,8 @@ class AnswerHeaders:
         elif name == b"connection":
             self._hop |= {each.strip() for each in value.lower().split(b",")}
         elif (
-            (name in _NAMES or name.startswith(_PREFIXES))
+            name not in _WITHHELD
+            and not name.startswith(_WITHHELD_PREFIXES)
             and len(self.passed) < _MAX_HEADERS
             and _VALUE.fullmatch(value)
         ):

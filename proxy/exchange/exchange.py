@@ -197,9 +197,11 @@ class Exchange:
         sent_s = self._sent_s = time.monotonic()
         try:
             async with asyncio.timeout(bound_s):
-                answer = await core.upstream.post(
-                    decode.url + parsed.endpoint.value, body, self._upstream_headers(decode)
-                )
+                url, headers = decode.url + parsed.endpoint.value, self._upstream_headers(decode)
+                if query := self._inbound.query:
+                    answer = await core.upstream.send("POST", f"{url}?{query}", body, headers)
+                else:
+                    answer = await core.upstream.post(url, body, headers)
                 streamed = parsed.stream and answer.status == 200
                 first = await (answer.chunk() if streamed else answer.read())
             if answer.status >= 500 or (

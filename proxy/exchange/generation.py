@@ -13,19 +13,27 @@ from proxy.clip import clip
 from proxy.core import Core
 from proxy.errors import RequestError, dialect_of, draining_error
 from proxy.exchange.exchange import Exchange
-from proxy.exchange.short import SHORT_PATHS, ShortExchange
+from proxy.exchange.short import ShortExchange
 from proxy.logs import redact, request_id
+from proxy.paths import GENERATION_PATHS, OTHER_METHODS
 from proxy.request.parse import Endpoint, Parsed
+
+_OTHER_METHODS = frozenset(method.encode() for method in OTHER_METHODS)
+_GENERATION = frozenset(GENERATION_PATHS)
 
 log = logging.getLogger("warmroute.proxy")
 
 
 class Generation:
-    """``proxy.clients.inbound.Handler`` for POSTs to the paths of ``Endpoint``, and for ``SHORT_PATHS``."""
+    """``proxy.clients.inbound.Handler``: generation, and short requests, which generate nothing."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self.bounds = core.clients
+        self.cors = core.cors
+
+    def other_path(self, path: bytes, method: bytes) -> str | None:
+        return self._core.other_paths.entry(path) if method in _OTHER_METHODS else None
 
     def opened(self, inbound: Inbound) -> Row:
         row = Row(request_id_of(inbound.headers), inbound.path, inbound.arrived_unix_s)
@@ -86,13 +94,13 @@ class Generation:
             raise
         row.tenant = visit.tenant.name or None
         try:
-            if inbound.path in SHORT_PATHS:
-                await ShortExchange(core, row, inbound).run()
-            else:
+            if inbound.path in _GENERATION:
                 parsed = await self._parsed(inbound, row, allow_priority=visit.allows_priority)
                 await Exchange(core, row, inbound, visit).run(parsed)
                 if parsed.endpoint is not Endpoint.COMPLETIONS:
                     self._compare_turns(parsed, row)
+            else:
+                await ShortExchange(core, row, inbound, allow_priority=visit.allows_priority).run()
         finally:
             visit.close(row.completion_tokens)
 

@@ -207,6 +207,14 @@ class TypedRelay(StreamRelay):
                 self._mark_done()
 
 
+class PlainRelay(StreamRelay):
+    """Relays a body that is complete with its framing: audio, or events whose last one is not known."""
+
+    @property
+    def _readable(self) -> bool:
+        return False
+
+
 def stream_relay(
     answer: Answer, inbound: Inbound, keep: StreamFilter, timeouts: TimeoutSettings, total_s: float
 ) -> StreamRelay:

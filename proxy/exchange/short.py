@@ -1,4 +1,4 @@
-"""Requests that generate nothing: counting the tokens of a message, reading and cancelling a stored response."""
+"""Requests that generate no text: passed on to the least loaded instance, or to the one that stored a response."""
 
 from __future__ import annotations
 
@@ -6,28 +6,38 @@ import asyncio
 import time
 
 from policies.row import RequestOutcome, Row
+from proxy.access.forwarding import is_value
 from proxy.clients.inbound import Inbound
-from proxy.clients.protocol import CANCEL, COUNT_TOKENS, STORED
 from proxy.core import Core
 from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
 from proxy.errors import AttemptFailedError, RequestError, dialect_of, draining_error
 from proxy.exchange.attempts import Attempts
-from proxy.exchange.relay import stream_relay
+from proxy.exchange.relay import PlainRelay, stream_relay
 from proxy.exchange.while_connected import while_connected
 from proxy.fleet.instances import Instance
+from proxy.paths import CANCEL, COUNT_TOKENS, PASSED_ON, STORED
+from proxy.request.addressed import Addressed
 from proxy.request.parse import Endpoint
+from proxy.request.stream_filter import Unread
 from proxy.request.typed_events import RESPONSE_EVENTS, TypedEvents
 
-SHORT_PATHS = frozenset((COUNT_TOKENS, STORED, CANCEL))
+_JSON = b"application/json"
+_NOT_IMPLEMENTED = 501
+"""Of engines that do not have the endpoint, or whose model does not: another engine would answer the same."""
+_OF_STORED = frozenset((STORED, CANCEL))
 
 
 class ShortExchange:
     """Serves one such request. It is on no ledger, takes no place in flight, and waits in no queue."""
 
-    def __init__(self, core: Core, row: Row, inbound: Inbound) -> None:
+    def __init__(self, core: Core, row: Row, inbound: Inbound, *, allow_priority: bool = False) -> None:
         self._core = core
         self._row = row
         self._inbound = inbound
+        self._allow_priority = allow_priority
+        self._stored = inbound.path in _OF_STORED
+        self._body = inbound.body
+        self._content_type = _JSON
 
     async def run(self) -> None:
         """Serve the request until it is answered or its client leaves.
@@ -35,7 +45,7 @@ class ShortExchange:
         Raises:
             RequestError: it is refused, or no instance could serve it.
         """
-        serving = self._count() if self._inbound.path == COUNT_TOKENS else self._of_stored()
+        serving = self._of_stored() if self._stored else self._of_any()
         try:
             await while_connected(self._inbound, self._row, serving, self._cut_short)
         finally:
@@ -47,12 +57,13 @@ class ShortExchange:
         if not self._inbound.response_complete:
             self._inbound.abandon()
 
-    async def _count(self) -> None:
-        """Have the least loaded instance that serves the model count; another one if it fails."""
+    async def _of_any(self) -> None:
+        """Have the least loaded instance that serves the model answer; another one if it fails."""
         core, row = self._core, self._row
         try:
-            model = (await core.router.parse_fairly(Endpoint.MESSAGES, self._inbound.body)).fields.model
-            core.check_model(model)
+            model, self._body = await self._addressed()
+            if model is not None:
+                core.check_model(model)
         except RequestError:
             row.outcome = RequestOutcome.REJECTED
             raise
@@ -65,10 +76,14 @@ class ShortExchange:
             candidates = core.instances.candidates(model) - attempts.tried
             if not candidates:
                 break
-            name = min(sorted(candidates), key=core.router.state.ledger.requests)
+            name = core.short_load.least_loaded(candidates)
+            instance = core.instances.chosen(name)
             try:
-                await self._pass_on(core.instances.chosen(name))
+                with core.short_load.on(name):
+                    await self._pass_on(instance, model)
             except AttemptFailedError as error:
+                if error.seen:
+                    attempts.guard.suspect(instance)
                 failure = attempts.failed(error, after=failure)
             else:
                 return
@@ -76,6 +91,23 @@ class ShortExchange:
             raise await attempts.give_up(failure)
         finally:
             del failure  # it references this frame
+
+    async def _addressed(self) -> Addressed:
+        """Model and body; sets the content type for the engine. Raises RequestError."""
+        inbound, router = self._inbound, self._core.router
+        if inbound.path == COUNT_TOKENS:
+            parsed = await router.parse_fairly(Endpoint.MESSAGES, inbound.body, allow_priority=self._allow_priority)
+            return Addressed(parsed.fields.model, parsed.body)
+        given = inbound.headers.get(b"content-type", b"")
+        kind = given.lower()
+        known = inbound.path in PASSED_ON
+        if not is_value(given):
+            raise RequestError(400, "the content type is not valid", code="invalid_http")
+        if not known or kind.startswith(b"multipart/"):
+            self._content_type = given
+        if not known and b"json" not in kind and not kind.startswith(b"multipart/"):
+            return Addressed(None, inbound.body)
+        return await router.addressed(inbound.body, given, allow_priority=self._allow_priority, model_required=known)
 
     async def _of_stored(self) -> None:
         """Pass a request for a stored response to the engine that has it."""
@@ -91,12 +123,14 @@ class ShortExchange:
         except AttemptFailedError as error:
             raise await attempts.give_up(attempts.failed(error, after=None)) from error
 
-    async def _pass_on(self, instance: Instance) -> None:
+    async def _pass_on(self, instance: Instance, model: str | None = None) -> None:
         """Send the request to one instance and its answer to the client. Raises AttemptFailedError."""
         answer, first = await self._open(instance)
         try:
             row, inbound = self._row, self._inbound
-            streamed = _is_stream(answer)
+            if answer.status == 404 and model is not None:
+                self._core.model_lists.not_found(instance, model, first)
+            streamed = self._is_stream(answer)
             row.status, row.stream = answer.status, streamed
             row.outcome = RequestOutcome.OK if answer.status < 400 else RequestOutcome.ENGINE_REFUSED
             headers = [
@@ -106,8 +140,12 @@ class ShortExchange:
                 (b"x-warmroute-instance", instance.name.encode("latin-1")),
             ]
             inbound.start(answer.status, headers, None if streamed else len(first))
-            closing = await self._relay(answer, first, instance) if streamed else first
-            inbound.finish(closing)
+            if not streamed:
+                inbound.finish(first)
+            elif self._stored and not answer.headers.encoded:
+                inbound.finish(await self._relay(answer, first, instance))
+            else:
+                await self._relay_plain(answer, first, instance)
         finally:
             answer.close()
 
@@ -117,17 +155,18 @@ class ShortExchange:
         Only a refused connection counts against the instance: such requests say little about generation.
         """
         core, inbound = self._core, self._inbound
-        bound_s = core.settings.timeouts.first_byte_s
+        timeouts = core.settings.timeouts
+        bound_s = timeouts.total_s if inbound.path in PASSED_ON else timeouts.first_byte_s
         answer: Answer | None = None
         opened = False
         sent_s = time.monotonic()
         try:
             async with asyncio.timeout(bound_s):
                 answer = await core.upstream.send(
-                    inbound.method, instance.url + inbound.target, inbound.body, self._headers(instance)
+                    inbound.method, instance.url + inbound.target, self._body, self._headers(instance)
                 )
-                first = await (answer.chunk() if _is_stream(answer) else answer.read())
-            if answer.status >= 500 or (
+                first = await (answer.chunk() if self._is_stream(answer) else answer.read())
+            if (answer.status >= 500 and answer.status != _NOT_IMPLEMENTED) or (
                 answer.status == 401 and core.forwarding.replaces_authorization(instance.settings)
             ):
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")
@@ -158,14 +197,38 @@ class ShortExchange:
             row.events = keep.events
         return b""
 
+    async def _relay_plain(self, answer: Answer, first: bytes, instance: Instance) -> None:
+        """Relay a body as it comes: events that are not read, audio. Raises ClientStalledError."""
+        row, inbound, timeouts = self._row, self._inbound, self._core.settings.timeouts
+        relay = PlainRelay(answer, inbound, Unread(), timeouts.idle_s, timeouts.client_stall_s, timeouts.total_s)
+        try:
+            await relay.run(first)
+        except UpstreamError as error:
+            row.outcome, row.error = RequestOutcome.STREAM_BROKEN, str(error)
+            if answer.headers.encoded or not _has_events(answer):
+                inbound.abandon()  # nothing in it could be read as an error
+                return
+            message = f"the stream from {instance.name} broke off: {error}"
+            inbound.finish(b"\n\n" + dialect_of(inbound.path).event(message, "stream_broken", 0))
+        else:
+            inbound.finish()
+
+    def _is_stream(self, answer: Answer) -> bool:
+        """True for an answer that is relayed as it comes: events, and any other than JSON and text if passed on."""
+        if answer.status != 200:
+            return False
+        if self._stored:
+            return _has_events(answer) and not answer.headers.encoded
+        kind = answer.headers.content_type.lower()
+        return not ("json" in kind or kind.startswith("text/")) or _has_events(answer)
+
     def _headers(self, instance: Instance) -> dict[str, str]:
         headers = self._core.forwarded_headers(self._inbound.headers, instance)
         headers["x-request-id"] = self._row.request_id
-        if self._inbound.method == "POST":
-            headers["content-type"] = "application/json"
+        if self._inbound.method == "POST" and self._content_type:
+            headers["content-type"] = self._content_type.decode("latin-1")
         return headers
 
 
-def _is_stream(answer: Answer) -> bool:
-    headers = answer.headers
-    return answer.status == 200 and headers.content_type.lower().startswith("text/event-stream") and not headers.encoded
+def _has_events(answer: Answer) -> bool:
+    return answer.headers.content_type.lower().startswith("text/event-stream")

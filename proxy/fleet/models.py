@@ -59,6 +59,9 @@ class ServedModels:
         self.names: frozenset[str] = _NOBODY.union(*(models.names for models in self._lists.values()))
         """Models and adapters that an instance lists."""
         self._adapters = _NOBODY.union(*(models.adapters for models in self._lists.values()))
+        base = self.names - self._adapters
+        self.sole_model = next(iter(base)) if len(base) == 1 else None
+        """The one base model that all lists together have; None: several, or none."""
 
     def lacking(self, model: str) -> frozenset[str]:
         """Instances that list their models, but not this one. O(1), for a model's first request O(instances)."""

@@ -18,6 +18,7 @@ from prometheus_client import Counter
 from proxy.core import Core
 from proxy.fleet.instances import Instance, Source
 from proxy.operations.fleet_changes import FleetChanges
+from proxy.paths import OtherPaths
 from proxy.settings import InstanceSettings, Settings, SettingsError
 from proxy.settings.diff import Change, differences, effective_settings, instance_differences
 
@@ -161,6 +162,8 @@ class Reloader:
         core.admission.apply(limits)
         core.holding.apply(settings.admission)
         core.clients.apply(settings)
+        core.cors.apply(settings.cors)
+        core.other_paths = OtherPaths(settings.pass_through.paths)
         core.retries.apply(limits)
         core.leaks.apply(offload.leak_share)
         core.abandoned.apply(offload.abandoned_s)

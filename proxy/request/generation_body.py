@@ -29,7 +29,7 @@ class StreamOptions(msgspec.Struct):
 class GenerationBody(msgspec.Struct):
     """The fields of an OpenAI generation request that routing reads; all others are forwarded as bytes."""
 
-    model: str
+    model: str = ""
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()

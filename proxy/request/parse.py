@@ -15,6 +15,7 @@ from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
 from policies.predict.exact_index import plain_root
 from policies.types import NO_TENANT, RequestView, Tenant
 from proxy.errors import RequestError
+from proxy.request.bodies import with_model
 from proxy.request.conversation import messages_text, responses_text
 from proxy.request.generation_body import (
     GenerationBody,
@@ -118,6 +119,10 @@ class ParseRules(NamedTuple):
     """Guarded fields that clients may send."""
     seed: int = 0
     """Secret seed of the block hashes."""
+    aliases: Mapping[str, str] = MappingProxyType({})
+    """Further names of models, and the names that replace them in the body."""
+    sole_model: Callable[[], str | None] = lambda: None
+    """Returns the model of requests that name none; None: several are served."""
 
 
 _decode_ids = msgspec.json.Decoder(list[int]).decode
@@ -159,8 +164,13 @@ def parse_steps(
         if len(body) <= AT_ONCE_BYTES
         else (yield from large_fields(body, rules.allowed_fields, kind))
     )
-    if len(fields.model) > _MAX_MODEL_NAME:
+    if not fields.model:
+        fields.model = model_of_none(rules.sole_model())
+    elif len(fields.model) > _MAX_MODEL_NAME:
         raise RequestError(400, f"'model' is longer than {_MAX_MODEL_NAME} characters", param="model")
+    elif fields.model in rules.aliases:
+        fields.model = rules.aliases[fields.model]
+        body = yield from with_model(body, fields.model)
     salts = (fields.model, fields.cache_salt or "")
     if endpoint is Endpoint.CHAT:
         prompt = yield from _chat_prompt(fields, rules, salts, may_have_media(body))
@@ -174,6 +184,18 @@ def parse_steps(
             fields, rules, _Ids(rules.block_tokens, salts, is_base_model(fields.model), rules.seed), chunks
         )
     return Parsed(endpoint, body, fields, prompt)
+
+
+def model_of_none(sole_model: str | None) -> str:
+    """The model of a request that names none. Raises RequestError (400) if not just one is served."""
+    if sole_model is None:
+        raise RequestError(
+            400,
+            "Object missing required field `model`: not just one model is served; GET /v1/models lists them",
+            param="model",
+            code="invalid_type",
+        )
+    return sole_model
 
 
 def request_view(

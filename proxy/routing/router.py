@@ -26,6 +26,7 @@ from policies.sessions import SessionTable
 from policies.snapshot import FleetSnapshot
 from policies.state import FleetState
 from policies.types import NO_TENANT, Decision, PolicyFailure, RequestView, Role, Tenant
+from proxy.request.addressed import Addressed, AddressRules, address_steps
 from proxy.request.parse import (
     AT_ONCE_BYTES,
     Endpoint,
@@ -50,8 +51,14 @@ _PRIORITY = frozenset({"priority"})
 class Router:
     """Owner of the fleet's state. Switching the policy leaves index, sessions and ledger unchanged."""
 
-    def __init__(self, settings: Settings, is_base_model: Callable[[str], bool] = lambda _: False) -> None:
-        """``is_base_model`` returns True if the fleet serves a model name without an adapter."""
+    def __init__(
+        self,
+        settings: Settings,
+        is_base_model: Callable[[str], bool] = lambda _: False,
+        sole_model: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """``is_base_model``: True if the fleet serves a model name without an adapter; ``sole_model``: its only one."""
+        self._sole_model = sole_model
         self.seed = secrets.randbits(64)
         """Secret seed of the block hashes: clients must not be able to construct colliding prompts."""
         self._settings = settings
@@ -71,6 +78,8 @@ class Router:
         self.text_ratios = TextRatios(settings.index.bytes_per_token)
         self._token_chunks = TokenChunks()
         self._allowed_fields = frozenset(settings.fields.allow)
+        self._rules: ParseRules | None = None
+        """Rules of the next request; None: something that they have was changed."""
         self.large_bodies = Lane()
         self.state = FleetState(
             PrefixIndex(settings.index.capacity_blocks),
@@ -114,6 +123,19 @@ class Router:
         ``allow_priority``: its client may set ``priority``, whatever ``fields.allow`` says.
         """
         steps = self._parse_steps(endpoint, body, self._allowed_fields | _PRIORITY if allow_priority else None)
+        return at_once(steps) if len(body) <= AT_ONCE_BYTES else await self.large_bodies.run(steps)
+
+    async def addressed(
+        self, body: bytes, content_type: bytes, *, allow_priority: bool = False, model_required: bool = True
+    ) -> Addressed:
+        """The model that a body to pass on is for, and the body; a large one is read as in ``parse_fairly``.
+
+        Raises:
+            RequestError: 400; with ``model_required`` also if JSON names no model and several are served.
+        """
+        allowed = self._allowed_fields | _PRIORITY if allow_priority else self._allowed_fields
+        rules = AddressRules(allowed, self._settings.models.aliases, self._sole_model, model_required)
+        steps = address_steps(body, content_type, rules)
         return at_once(steps) if len(body) <= AT_ONCE_BYTES else await self.large_bodies.run(steps)
 
     def tokenized(self, parsed: Parsed, ids: Sequence[int]) -> Parsed:
@@ -196,6 +218,7 @@ class Router:
         """Apply other settings. Policy and planner stay: ``switch`` changes those."""
         self._settings = settings
         self._allowed_fields = frozenset(settings.fields.allow)
+        self._rules = None
         self.routing.thresholds = settings.classes.thresholds()
         self.routing.hold_s = settings.offload.hold_s
         self._slow_s = settings.limits.slow_decision_s
@@ -212,11 +235,13 @@ class Router:
         """Take over the seed of an earlier process, before the first request."""
         self.state.predictor.exact.set_seed(seed)
         self.seed = seed
+        self._rules = None
 
     def set_block_tokens(self, block_tokens: int) -> None:
         """Set the engines' block size in tokens; index contents with another block size are dropped."""
         if block_tokens != self.block_tokens:
             self.block_tokens = block_tokens
+            self._rules = None
             for name in self.state.instances:
                 self.state.restarted(name)
             self.state.predictor.exact.set_block_tokens(block_tokens)
@@ -225,13 +250,23 @@ class Router:
         self.watch.failed((failure,), "")
 
     def _parse_steps(self, endpoint: Endpoint, body: bytes, allowed: frozenset[str] | None = None) -> Steps[Parsed]:
-        settings = self._settings
-        if allowed is None:
-            allowed = self._allowed_fields
-        rules = ParseRules(
-            self.block_tokens, settings.index.text_block_bytes, settings.limits.prompts, allowed, self.seed
-        )
+        rules = self._rules or self._make_rules()
+        if allowed is not None:
+            rules = rules._replace(allowed_fields=allowed)
         return parse_steps(endpoint, body, rules, self._is_base_model, self._token_chunks)
+
+    def _make_rules(self) -> ParseRules:
+        settings = self._settings
+        self._rules = ParseRules(
+            self.block_tokens,
+            settings.index.text_block_bytes,
+            settings.limits.prompts,
+            self._allowed_fields,
+            self.seed,
+            settings.models.aliases,
+            self._sole_model,
+        )
+        return self._rules
 
     def _by_role(self, available: set[str]) -> tuple[set[str], set[str]]:
         """Instances that may decode, and those that may only prefill for another."""

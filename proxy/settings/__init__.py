@@ -1,5 +1,6 @@
 """Settings of ``warmroute serve``."""
 
+from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
 from proxy.settings.instance import InstanceSettings
 from proxy.settings.model import Settings, load_settings
 from proxy.settings.prediction import (
@@ -33,6 +34,7 @@ __all__ = [
     "CacheKillerSettings",
     "ClassSettings",
     "ClientKey",
+    "CorsSettings",
     "EventSettings",
     "FairnessSettings",
     "HealthSettings",
@@ -42,8 +44,10 @@ __all__ = [
     "KeySettings",
     "LedgerSettings",
     "LimitSettings",
+    "ModelNameSettings",
     "NormalizeSettings",
     "OffloadSettings",
+    "PassThroughSettings",
     "PolicySettings",
     "ResponseSettings",
     "ResumeSettings",

@@ -16,6 +16,7 @@ from pydantic_settings import (
 )
 
 from proxy.settings.fields import FieldSettings
+from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
 from proxy.settings.instance import InstanceSettings
 from proxy.settings.prediction import (
     EventSettings,
@@ -66,6 +67,9 @@ class Settings(BaseSettings):
     health: HealthSettings = Field(default_factory=HealthSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)
     fields: FieldSettings = Field(default_factory=FieldSettings)
+    models: ModelNameSettings = Field(default_factory=ModelNameSettings)
+    pass_through: PassThroughSettings = Field(default_factory=PassThroughSettings)
+    cors: CorsSettings = Field(default_factory=CorsSettings)
     resume: ResumeSettings = Field(default_factory=ResumeSettings)
     breakdown: BreakdownSettings = Field(default_factory=BreakdownSettings)
     keys: KeySettings = Field(default_factory=KeySettings)
@@ -73,8 +77,9 @@ class Settings(BaseSettings):
     admin: AdminSettings = Field(default_factory=AdminSettings)
     tls: TlsSettings = Field(default_factory=TlsSettings)
     forward_headers: tuple[str, ...] = Field(
-        default=("x-session-id", "traceparent", "tracestate"),
-        description="request headers forwarded to engines, besides x-request-id and the engine's key",
+        default=("*",),
+        description="request headers forwarded to engines, besides x-request-id and the engine's key; *: all but those "
+        "that docs/security.md lists",
     )
     engine_key_env: str | None = Field(
         default=None, description="environment variable with the engines' key (vLLM's --api-key)"

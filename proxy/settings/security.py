@@ -213,8 +213,10 @@ class TlsSettings(Section):
 
 
 _TOKEN = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
+ALL_HEADERS = "*"
+"""Entry of ``forward_headers`` for all headers that ``proxy.access.forwarding`` does not withhold."""
 # Hop-by-hop, or written by the proxy itself, or containing a secret.
-_NEVER_FORWARDED = frozenset(
+NEVER_FORWARDED = frozenset(
     {
         "connection",
         "keep-alive",
@@ -250,7 +252,7 @@ def checked_forward_headers(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in lowered:
         if not _TOKEN.fullmatch(name):
             raise ValueError(f"{name!r} is not a header name")
-        if name in _NEVER_FORWARDED:
+        if name in NEVER_FORWARDED:
             what = "see engine_key_env" if name == "authorization" else "the proxy sets or consumes it"
             raise ValueError(f"{name} cannot be forwarded: {what}")
     return lowered

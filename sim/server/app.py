@@ -21,10 +21,18 @@ from sim.server.parsing import ApiError, parse_tokenize
 from sim.server.pulls import PullQuestion, serve_pull
 from sim.server.responses import ResponsesApi
 from sim.server.settings import ServerSettings
+from sim.server.similarity import detokenize, embeddings, rerank, score
 
 _VERSION = msgspec.json.encode({"version": "0.18.1", "simulator": "warmroute"})
 
 _RESPONSE = re.compile(r"\A/v1/responses/[^/]+")
+
+_NOT_IMPLEMENTED = (
+    *("/pooling", "/classify", "/v1/chat/completions/render", "/v1/completions/render"),
+    *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech"),
+    *("/v1/images/generations", "/v1/images/edits"),
+)
+"""Paths of vLLM and its relatives that are refused by name."""
 
 Route = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -82,6 +90,11 @@ class EngineApp:
                 ("GET", "/version"): self._version,
                 ("GET", "/metrics"): self._expose_metrics,
                 ("POST", "/tokenize"): self._tokenize,
+                ("POST", "/detokenize"): self._from_body(detokenize),
+                ("POST", "/v1/embeddings"): self._from_body(embeddings),
+                **{("POST", path): self._from_body(score) for path in ("/score", "/v1/score")},
+                **{("POST", path): self._from_body(rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
+                **{("POST", path): _refuse for path in _NOT_IMPLEMENTED},
                 ("POST", "/reset_prefix_cache"): self._reset_prefix_cache,
                 ("POST", "/sim/faults"): self._set_faults,
                 ("GET", "/sim/faults"): self._show_faults,
@@ -140,6 +153,14 @@ class EngineApp:
         body = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None}
         await answer(send, 200, msgspec.json.encode(body))
 
+    def _from_body(self, answered: Callable[[bytes, ServerSettings], bytes]) -> Route:
+        """Route whose answer is a function of the body."""
+
+        async def route(scope: Scope, receive: Receive, send: Send) -> None:
+            await answer(send, 200, answered(await read_body(receive), self._settings))
+
+        return route
+
     async def _reset_prefix_cache(self, scope: Scope, receive: Receive, send: Send) -> None:
         done = self._driver.engine.reset_prefix_cache()
         await answer(send, 200, msgspec.json.encode({"reset": done}))
@@ -169,6 +190,12 @@ class EngineApp:
             "finished": engine.counters.finished,
         }
         await answer(send, 200, msgspec.json.encode(body))
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Refuse a path that vLLM has, by its name."""
+    await read_body(receive)
+    raise ApiError(501, f"the simulated engine does not implement POST {scope['path']}", "NotImplementedError")
 
 
 class BootstrapApp:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from sim.core.types import EngineDeadError
-from sim.server.answers import Answers, Api
+from sim.server.answers import AnswerBuilder, Answers, Api
 from sim.server.asgi import ClientGone, Receive, Scope, Send, answer, break_connection, read_body, until_disconnect
+from sim.server.choices import all_tokens, stream_choices
 from sim.server.driver import Delivery, Driver
 from sim.server.faults import Fault, Faults, end_at_first_token
 from sim.server.parsing import ApiError, GenerationCall
@@ -40,7 +42,8 @@ class GenerationHandler:
             await self._answer(call, shape, api, arrived_s, receive, send, gone)
         finally:
             gone.cancel()
-            self._driver.abort(call.request.request_id)
+            for request in call.requests:
+                self._driver.abort(request.request_id)
 
     def _parse(self, scope: Scope, body: bytes, api: Api) -> tuple[GenerationCall, Answers]:
         request_id = None
@@ -74,7 +77,7 @@ class GenerationHandler:
             elif fault.mode == "p_eos":
                 call = call._replace(request=end_at_first_token(call.request, fault.force))
         try:
-            delivery = self._driver.submit(call.request, arrived_s, call.stream)
+            deliveries = [self._driver.submit(request, arrived_s, call.stream) for request in call.requests]
         except ValueError as error:
             refusal = ApiError(400, str(error))
             await answer(send, refusal.status, api.error(refusal))
@@ -83,24 +86,34 @@ class GenerationHandler:
             refusal = ApiError(500, str(error), "InternalServerError")
             await answer(send, refusal.status, api.error(refusal))
             return
-        gone.add_done_callback(lambda _: delivery.cut())
-        if call.stream:
-            await self._stream(shape, delivery, fault, receive, send, gone)
+        for delivery in deliveries:
+            gone.add_done_callback(lambda _, delivery=delivery: delivery.cut())  # type: ignore[misc]
+        if call.others and call.stream and isinstance(shape, AnswerBuilder):
+            await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+            if fault is not None and fault.mode == "hang_mid_stream":
+                await gone
+            elif fault is not None and fault.mode == "reset_mid_stream":
+                await _break_off(send, receive, gone, reset=True)
+            elif not await stream_choices(shape, deliveries, send, _kv_load_error()):
+                await self._hang_up(send, receive)
+        elif call.stream:
+            await self._stream(shape, deliveries[0], fault, receive, send, gone)
         else:
-            await self._whole(shape, api, delivery, fault, receive, send, gone)
+            await self._whole(shape, api, deliveries, fault, receive, send, gone)
 
     async def _whole(
         self,
         shape: Answers,
         api: Api,
-        delivery: Delivery,
+        deliveries: Sequence[Delivery],
         fault: Fault | None,
         receive: Receive,
         send: Send,
         gone: asyncio.Future[None],
     ) -> None:
-        await delivery.tokens()
-        if delivery.cut_off:
+        await all_tokens(deliveries)
+        delivery = deliveries[0]
+        if any(each.cut_off for each in deliveries):
             await self._hang_up(send, receive)
         elif fault is not None and fault.mode == "hang_mid_stream":
             await gone
@@ -108,6 +121,8 @@ class GenerationHandler:
             await _break_off(send, receive, gone, reset=True)
         elif delivery.finish_reason == "error":
             await answer(send, 500, api.error(_kv_load_error()))
+        elif isinstance(shape, AnswerBuilder):
+            await answer(send, 200, shape.whole_of(deliveries))
         else:
             await answer(send, 200, shape.whole(delivery))
 

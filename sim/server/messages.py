@@ -9,7 +9,8 @@ import msgspec
 from sim.core.content import output_bytes, text_token_bytes
 from sim.server.answers import Answers
 from sim.server.driver import Delivery
-from sim.server.parsing import ApiError, GenerationCall, GenerationFields, call_of, decode_body, render_chat
+from sim.server.fields import GenerationFields
+from sim.server.parsing import ApiError, GenerationCall, call_of, decode_body, render_chat
 from sim.server.settings import ServerSettings
 
 _BILLING = "x-anthropic-billing-header"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from sim.core.content import output_bytes, text_token_bytes, token_bytes
 from sim.core.sequence import KvTransfer, Request
+from sim.server.fields import GenerationFields, KvTransferParams, OpenAiFields, logprobs_asked
 from sim.server.settings import ServerSettings
 
 DEFAULT_MAX_TOKENS = 16
+_MOST_CHOICES = 256
 
 _T = TypeVar("_T")
 
@@ -26,49 +29,21 @@ class ApiError(Exception):
         self.body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
-class StreamOptions(msgspec.Struct):
-    """``stream_options`` of a request."""
-
-    include_usage: bool = False
-
-
-class KvTransferParams(msgspec.Struct):
-    """``kv_transfer_params`` as received; unknown fields are ignored."""
-
-    do_remote_decode: bool | None = None
-    do_remote_prefill: bool | None = None
-    transfer_id: str | None = None
-    remote_engine_id: str | None = None
-    remote_bootstrap_addr: str | None = None
-
-
-class GenerationFields(msgspec.Struct, kw_only=True):
-    """The fields that all generation requests have."""
-
-    model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    seed: int | None = None
-    n: int | None = None
-    kv_transfer_params: KvTransferParams | None = None
-
-
-class CompletionBody(GenerationFields, kw_only=True):
+class CompletionBody(OpenAiFields, kw_only=True):
     """Body of POST /v1/completions: the fields that the simulator reads."""
 
     prompt: msgspec.Raw
+    logprobs: int | None = None
 
 
-class ChatBody(GenerationFields, kw_only=True):
+class ChatBody(OpenAiFields, kw_only=True):
     """Body of POST /v1/chat/completions: the fields that the simulator reads."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 class TokenizeBody(msgspec.Struct):
@@ -87,6 +62,17 @@ class GenerationCall(NamedTuple):
     stream: bool
     include_usage: bool
     public_id: str
+    others: tuple[Request, ...] = ()
+    """Requests of the further choices: those of the first prompt, then those of the next ones."""
+    choices: int = 1
+    """Choices of each prompt."""
+    logprobs: int | None = None
+    """Alternatives to report for each token; None: no log probabilities."""
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """All requests, by the index of their choice."""
+        return (self.request, *self.others)
 
 
 _completion = msgspec.json.Decoder(CompletionBody)
@@ -103,7 +89,18 @@ def parse_completion(body: bytes, settings: ServerSettings, request_id: str | No
         ApiError: 400 or 404, with vLLM's wording.
     """
     decoded = decode_body(_completion, body)
-    return call_of(decoded, _prompt_tokens(bytes(decoded.prompt)), decoded.max_tokens, settings, request_id, chat=False)
+    first, *more = _prompts(bytes(decoded.prompt))
+    call = call_of(
+        decoded,
+        first,
+        decoded.max_tokens,
+        settings,
+        request_id,
+        chat=False,
+        more=more,
+        choices=1 if decoded.n is None else decoded.n,
+    )
+    return call._replace(logprobs=_checked(decoded, decoded.logprobs, None))
 
 
 def parse_chat(body: bytes, settings: ServerSettings, request_id: str | None) -> GenerationCall:
@@ -115,7 +112,10 @@ def parse_chat(body: bytes, settings: ServerSettings, request_id: str | None) ->
     decoded = decode_body(_chat, body)
     tokens = text_token_bytes(render_chat(decoded.messages, decoded.tools))
     limit = decoded.max_completion_tokens if decoded.max_completion_tokens is not None else decoded.max_tokens
-    return call_of(decoded, tokens, limit, settings, request_id, chat=True)
+    call = call_of(
+        decoded, tokens, limit, settings, request_id, chat=True, choices=1 if decoded.n is None else decoded.n
+    )
+    return call._replace(logprobs=_checked(decoded, decoded.logprobs, decoded.top_logprobs))
 
 
 def parse_tokenize(body: bytes) -> bytes:
@@ -178,23 +178,39 @@ def decode_body(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
         raise ApiError(400, f"the body is not JSON: {error}") from error
 
 
-def _prompt_tokens(raw: bytes) -> bytes:
-    """Token bytes of a prompt: a string, token ids, or a list with one of either."""
+def _checked(fields: OpenAiFields, flag: bool | int | None, top: int | None) -> int | None:
+    """Alternatives to report for each token. Raises ApiError (400) for features that the simulator does not have."""
+    name = fields.unserved()
+    if name is not None:
+        raise ApiError(400, f"the simulator does not support this value of '{name}'", param=name)
+    try:
+        return logprobs_asked(flag, top)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="logprobs") from error
+
+
+def _prompts(raw: bytes) -> list[bytes]:
+    """Token bytes of each prompt: a string, token ids, or a list of either."""
     try:
         if raw[:1] == b"[" and raw[1:].lstrip()[:1].isdigit():
-            return token_bytes(_ids.decode(raw))
+            return [token_bytes(_ids.decode(raw))]
         prompt = _prompt.decode(raw)
-        if isinstance(prompt, list):
-            if len(prompt) != 1:
-                raise ApiError(400, f"the simulator takes one prompt a request, got {len(prompt)}", param="prompt")
-            prompt = prompt[0]
-        return text_token_bytes(prompt) if isinstance(prompt, str) else token_bytes(prompt)
+        prompts = prompt if isinstance(prompt, list) else [prompt]
+        if not prompts:
+            raise ApiError(400, "The prompt is empty.", param="prompt")
+        return [text_token_bytes(each) if isinstance(each, str) else token_bytes(each) for each in prompts]
     except msgspec.ValidationError as error:
         raise ApiError(400, f"invalid prompt: {error}", param="prompt") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the prompt is not JSON: {error}", param="prompt") from error
     except OverflowError as error:
         raise ApiError(400, "token ids must be in 0 .. 2**32 - 1", param="prompt") from error
+
+
+def check_model(model: str | None, settings: ServerSettings) -> None:
+    """Raise ApiError (404) for another model than the engine's."""
+    if model is not None and model != settings.model:
+        raise ApiError(404, f"The model `{model}` does not exist.", "NotFoundError", "model")
 
 
 def call_of(
@@ -205,16 +221,52 @@ def call_of(
     request_id: str | None,
     *,
     chat: bool,
+    more: Sequence[bytes] = (),
+    choices: int | None = None,
 ) -> GenerationCall:
-    """A decoded body with the token bytes of its prompt as an engine request.
+    """A decoded body with the token bytes of its prompt as an engine request, or as several.
+
+    Args:
+        body: the decoded body.
+        tokens: token bytes of the (first) prompt.
+        limit: most tokens to generate; None: the default.
+        settings: of the engine.
+        request_id: the client's.
+        chat: the answer is a chat's.
+        more: token bytes of further prompts.
+        choices: choices of each prompt; None: one, and the API has no ``n``.
 
     Raises:
         ApiError: 400 or 404, with vLLM's wording.
     """
-    if body.model is not None and body.model != settings.model:
-        raise ApiError(404, f"The model `{body.model}` does not exist.", "NotFoundError", "model")
-    if body.n not in {None, 1}:
-        raise ApiError(400, "the simulator generates one choice a request: n must be 1", param="n")
+    check_model(body.model, settings)
+    count = 1 if choices is None else choices
+    if choices is None and body.n not in {None, 1}:
+        raise ApiError(400, "the simulator generates one choice a request here: n must be 1", param="n")
+    if not 1 <= count * (1 + len(more)) <= _MOST_CHOICES:
+        raise ApiError(400, f"n must be at least 1, and n times the prompts at most {_MOST_CHOICES}", param="n")
+    internal_id = uuid.uuid4().hex
+    requests = [
+        _request(body, each, limit, settings, f"{internal_id}-{number}-{choice}", choice)
+        for number, each in enumerate((tokens, *more))
+        for choice in range(count)
+    ]
+    if len(requests) > 1 and requests[0].kv_transfer is not None:
+        raise ApiError(400, "kv_transfer_params need one prompt and one choice", param="kv_transfer_params")
+    return GenerationCall(
+        requests[0],
+        chat,
+        bool(body.stream),
+        body.stream_options is not None and body.stream_options.include_usage,
+        ("chatcmpl-" if chat else "cmpl-") + (request_id or internal_id),
+        tuple(requests[1:]),
+        count,
+    )
+
+
+def _request(
+    body: GenerationFields, tokens: bytes, limit: int | None, settings: ServerSettings, request_id: str, choice: int
+) -> Request:
     max_tokens = DEFAULT_MAX_TOKENS if limit is None else limit
     min_tokens = body.min_tokens or 0
     if max_tokens < 1:
@@ -233,28 +285,19 @@ def call_of(
             "the input prompt or the number of requested output tokens.",
             param="input_tokens",
         )
-    seed = (settings.seed if body.seed is None else body.seed) % 2**63
-    internal_id = uuid.uuid4().hex
     request = Request.from_tokens(
-        internal_id,
+        request_id,
         tokens,
         settings.config.block_tokens,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        seed=seed,
+        seed=((settings.seed if body.seed is None else body.seed) + choice) % 2**63,
         kv_transfer=_kv_transfer(body.kv_transfer_params),
     )
     if body.stop:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         request = request._replace(stop_after=_stop_after(request, stops))
-    prefix = "chatcmpl-" if chat else "cmpl-"
-    return GenerationCall(
-        request,
-        chat,
-        bool(body.stream),
-        body.stream_options is not None and body.stream_options.include_usage,
-        prefix + (request_id or internal_id),
-    )
+    return request
 
 
 def _kv_transfer(params: KvTransferParams | None) -> KvTransfer | None:

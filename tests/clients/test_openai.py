@@ -68,6 +68,42 @@ async def test_chat_streamed(client: openai.AsyncOpenAI) -> None:
     assert chunks[-1].usage is not None
 
 
+async def test_several_choices(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model=MODEL, prompt=["one " * 50, "two " * 50], n=3, max_tokens=4)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, n=3, max_tokens=4, stream=True)
+    said = {choice.index for chunk in [chunk async for chunk in stream] for choice in chunk.choices}
+    assert said == {0, 1, 2}
+
+
+async def test_logprobs(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=2
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert [len(each.top_logprobs) for each in logprobs.content or ()] == [2, 2, 2, 2]
+
+
+async def test_embeddings(client: openai.AsyncOpenAI) -> None:
+    answer = await client.embeddings.create(model=MODEL, input=["a text", "another"], dimensions=32)
+    assert [len(each.embedding) for each in answer.data] == [32, 32]
+
+
+async def test_models(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == [MODEL]
+
+
+async def test_refused_features(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        await client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, max_tokens=4, response_format={"type": "json_object"}
+        )
+    with pytest.raises(openai.APIStatusError, match="does not implement") as refused:
+        await client.images.generate(model=MODEL, prompt="a picture")
+    assert refused.value.status_code == 501
+
+
 async def test_responses(client: openai.AsyncOpenAI) -> None:
     answer = await client.responses.create(
         model=MODEL, instructions="be brief " * 100, input="hi", max_output_tokens=6, store=False

@@ -56,8 +56,8 @@ def hit(proxy: Chaos) -> int:
     return sum(any(post.fields.get("user") == "poison" for post in engine.posts) for engine in proxy.engines)
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
-async def test_messages_and_responses_kill_no_third_engine_either(start_chaos: StartChaos, path: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/embeddings", "/pooling"])
+async def test_requests_to_other_endpoints_kill_no_third_engine_either(start_chaos: StartChaos, path: str) -> None:
     proxy = await start(start_chaos, DEATHS["reset"])
     body = {**POISON, "messages": [{"role": "user", "content": "x"}], "input": "x", "stream": True}
     answer = await proxy.client.post(path, json=body)

@@ -19,7 +19,7 @@ from tests.chaos.rig.wire import MODEL
 
 EVERYWHERE = {400, 401, 403, 404, 405, 409, 413, 415, 422}
 """Errors that any operation may return."""
-UNAVAILABLE = {("GET", "/ready"), ("POST", "/explain")}
+UNAVAILABLE = {("GET", "/ready"), ("POST", "/explain"), ("GET", "/ping"), ("POST", "/ping")}
 """Operations that may return 503 without a healthy instance."""
 
 drawn = settings(
@@ -46,6 +46,7 @@ def check_answer(method: str, path: str, answer: Any) -> None:
 
 CONTROL = [
     *(("GET", "/health"), ("GET", "/ready"), ("GET", "/v1/models"), ("GET", "/stats"), ("GET", "/metrics")),
+    *(("GET", "/version"), ("GET", "/load"), ("GET", "/ping"), ("POST", "/ping")),
     *(("GET", "/instances"), ("POST", "/instances"), ("GET", "/breakdown"), ("GET", "/policy"), ("PUT", "/policy")),
     *(("GET", "/admission"), ("PUT", "/admission"), ("GET", "/cache-killers")),
     *(("POST", "/explain"), ("POST", "/reload"), ("GET", "/instances/{name}"), ("PUT", "/instances/{name}")),

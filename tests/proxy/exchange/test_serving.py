@@ -202,12 +202,12 @@ async def test_models_health_ready_instances_metrics(start_proxy: StartProxy) ->
     assert ledger_is_zero(await proxy.settled())
 
 
-async def test_engines_see_only_allowed_headers(start_proxy: StartProxy) -> None:
+async def test_engines_see_the_clients_headers_without_its_cookies(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1)
-    headers = {"x-secret-internal": "1", "cookie": "a=b", "x-session-id": "s", "traceparent": "00-ab-cd-01"}
+    headers = {"x-warmroute-internal": "1", "cookie": "a=b", "x-session-id": "s", "traceparent": "00-ab-cd-01"}
     await proxy.client.post("/v1/completions", json=completion(), headers=headers)
     seen = proxy.engines[0].seen_headers[0]
-    assert "x-secret-internal" not in seen
+    assert "x-warmroute-internal" not in seen
     assert "cookie" not in seen
     assert seen["x-session-id"] == "s"
     assert seen["traceparent"] == "00-ab-cd-01"

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from policies.registry import parameters
 from proxy.core import Core
+from proxy.request.parse import Endpoint
 from proxy.settings import Settings, load_settings
 from proxy.settings.diff import LIVE
 from tests.proxy.conftest import Running, ledger_is_zero, serving
@@ -161,6 +162,13 @@ EFFECTS: dict[str, tuple[Any, Callable[[Core], Any], Any]] = {
         (3, 0.9, 2048, 5, 99),
     ),
     "fields": ({"allow": ["priority"]}, lambda core: core.router._allowed_fields, {"priority"}),
+    "models": (
+        {"aliases": {"other": "stub"}},
+        lambda core: core.router.parse(Endpoint.COMPLETIONS, b'{"model":"other","prompt":"x"}').fields.model,
+        "stub",
+    ),
+    "pass_through": ({"paths": ["/v1/other"]}, lambda core: core.other_paths.entry(b"/v1/other"), "/v1/other"),
+    "cors": ({"allowed_origins": ["*"]}, lambda core: core.cors.enabled, True),
     "forward_headers": (["x-mine"], lambda core: core.forwarding._names, ((b"x-mine", "x-mine"),)),
     "engine_key": (
         "for-the-engines",

@@ -152,6 +152,78 @@ def test_chat_with_and_without_streaming(engine: EngineProcess) -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_several_choices_with_and_without_streaming(engine: EngineProcess, path: str) -> None:
+    prompt = {"prompt": IDS} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi " * 200}]}
+    body = {**prompt, "max_tokens": 40, "n": 4, "logprobs": 2 if "prompt" in prompt else True, "top_logprobs": 2}
+    whole = engine.client.post(path, json=body).json()
+
+    def text(choice: dict[str, Any]) -> str:
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+    texts = [text(choice) for choice in whole["choices"]]
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    assert len(set(texts)) == 4
+    assert {len(each) for each in texts} == {160}
+    assert whole["usage"]["completion_tokens"] == 160
+    assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] + 160
+    streamed, logged = dict.fromkeys(range(4), ""), dict.fromkeys(range(4), 0)
+    *events, last = engine.events(path, **body, stream_options={"include_usage": True})
+    for event in events:
+        [choice] = event["choices"]
+        streamed[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content", "")
+        if (found := choice["logprobs"]) is not None:
+            logged[choice["index"]] += len(found.get("tokens", found.get("content", ())))
+    assert [streamed[index] for index in range(4)] == texts
+    assert set(logged.values()) == {40}
+    assert last["usage"]["completion_tokens"] == 160
+    assert engine.wait_for(lambda state: state["live_requests"] == 0)["used_blocks"] == 0
+
+
+def test_a_list_of_prompts(engine: EngineProcess) -> None:
+    prompts = ["first prompt " * 20, "second"]
+    whole = engine.complete(prompts, n=2, max_tokens=5).json()
+    alone = [engine.complete(prompt, max_tokens=5).json() for prompt in prompts]
+    assert [whole["choices"][index]["text"] for index in (0, 2)] == [each["choices"][0]["text"] for each in alone]
+    assert whole["usage"]["prompt_tokens"] == sum(each["usage"]["prompt_tokens"] for each in alone)
+    assert whole["usage"]["completion_tokens"] == 20
+
+
+def test_log_probabilities_belong_to_the_tokens(engine: EngineProcess) -> None:
+    choice = engine.complete(max_tokens=6, logprobs=3).json()["choices"][0]
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == choice["text"]
+    assert found["text_offset"] == [0, 4, 8, 12, 16, 20]
+    for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert (len(top), top[token], max(top.values())) == (3, value, value)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "logprobs": True, "top_logprobs": 1}
+    choice = engine.client.post("/v1/chat/completions", json=chat).json()["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert "".join(each["token"] for each in content) == choice["message"]["content"]
+    assert all(each["top_logprobs"][0]["token"] == each["token"] for each in content)
+
+
+def test_a_client_that_leaves_several_choices_frees_their_blocks(engine: EngineProcess) -> None:
+    body = {"prompt": "x", "max_tokens": 50_000, "n": 3, "stream": True}
+    with engine.client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    state = engine.wait_for(lambda state: state["live_requests"] == 0)
+    assert (state["running"], state["used_blocks"]) == (0, 0)
+
+
+def test_texts_without_generation(engine: EngineProcess) -> None:
+    post = engine.client.post
+    tokens = post("/tokenize", json={"prompt": "some text"}).json()["tokens"]
+    assert post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "some text"}
+    assert len(post("/v1/embeddings", json={"input": "some text"}).json()["data"][0]["embedding"]) == 256
+    assert post("/v1/score", json={"text_1": "a", "text_2": "a"}).json()["data"][0]["score"] == 1.0
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        assert post(path, json={"query": "a", "documents": ["b", "a"]}).json()["results"][0]["index"] == 1
+    refused = post("/pooling", json={"input": "a"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (501, 501)
+    assert "does not implement POST /pooling" in refused.json()["error"]["message"]
+
+
 def test_a_stop_string_gives_reason_stop(engine: EngineProcess) -> None:
     text = engine.complete(max_tokens=30).json()["choices"][0]["text"]
     choice = engine.complete(max_tokens=30, stop=text[40:44]).json()["choices"][0]

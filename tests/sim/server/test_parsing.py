@@ -97,13 +97,20 @@ def test_transfer_parameters_reach_the_engine() -> None:
         (b'{"prompt": [1, "a"]}', 400, "invalid prompt"),
         (b'{"prompt": [-1]}', 400, "token ids must be|invalid prompt"),
         (b'{"prompt": [4294967296]}', 400, "token ids must be"),
-        (b'{"prompt": ["a", "b"]}', 400, "one prompt"),
+        (b'{"prompt": ["a", ""]}', 400, "empty"),
         (b'{"prompt": ""}', 400, "empty"),
-        (b'{"prompt": []}', 400, "one prompt"),
+        (b'{"prompt": []}', 400, "empty"),
         (b'{"prompt": "a", "model": "gpt-9"}', 404, "The model `gpt-9` does not exist."),
         (b'{"prompt": "a", "max_tokens": 0}', 400, "at least 1"),
         (b'{"prompt": "a", "max_tokens": 2, "min_tokens": 3}', 400, "min_tokens"),
-        (b'{"prompt": "a", "n": 2}', 400, "n must be 1"),
+        (b'{"prompt": "a", "n": 0}', 400, "n must be at least 1"),
+        (b'{"prompt": ["a", "b"], "n": 200}', 400, "at most 256"),
+        (
+            b'{"prompt": "a", "n": 2, "kv_transfer_params": {"do_remote_decode": true}}',
+            400,
+            "one prompt and one choice",
+        ),
+        (b'{"prompt": "a", "logprobs": 21}', 400, "logprobs must be in 0 .. 20"),
         (b'{"prompt": "a", "max_tokens": 4096}', 400, "maximum context length is 4096 tokens"),
     ],
 )
@@ -114,6 +121,53 @@ def test_bad_completion_bodies_are_refused(body: bytes, status: int, message: st
     error = json.loads(caught.value.body)["error"]
     assert error["code"] == status
     assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_choices_differ_and_the_first_is_the_same_as_alone() -> None:
+    alone = completion(prompt="abc").request
+    several = completion(prompt=["abc", "xyz"], n=3)
+    assert len(several.requests) == 6
+    assert several.request.output_offset == alone.output_offset
+    assert len({request.output_offset for request in several.requests}) == 6
+    assert len({request.request_id for request in several.requests}) == 6
+    assert [request.prompt_tokens for request in several.requests] == [1] * 6
+    assert (several.choices, alone.output_offset) == (3, completion(prompt="abc", n=1).request.output_offset)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("structured_outputs", {"regex": "a"}),
+        ("guided_json", {}),
+        ("guided_choice", ["a"]),
+        ("prompt_logprobs", 1),
+        ("use_beam_search", True),
+        ("best_of", 2),
+        ("echo", True),
+        ("suffix", "x"),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("functions", [{"name": "f"}]),
+        ("function_call", {"name": "f"}),
+    ],
+)
+def test_features_that_the_simulator_lacks_are_refused_by_name(name: str, value: Any) -> None:
+    for body in ({"prompt": "abc"}, {"messages": [{"role": "user", "content": "x"}]}):
+        parse = parse_completion if "prompt" in body else parse_chat
+        with pytest.raises(ApiError, match=f"does not support this value of '{name}'") as refused:
+            parse(json.dumps({**body, name: value}).encode(), SETTINGS, None)
+        assert (refused.value.status, json.loads(refused.value.body)["error"]["param"]) == (400, name)
+
+
+def test_values_that_ask_for_nothing_are_accepted() -> None:
+    nothing = {"response_format": {"type": "text"}, "tool_choice": "auto", "best_of": 1, "echo": False, "suffix": None}
+    assert completion(prompt="abc", **nothing).logprobs is None
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert chat({"role": "user", "content": "x"}, tools=tools, tool_choice="none", logprobs=False).logprobs is None
+    assert completion(prompt="abc", logprobs=0).logprobs == 0
+    assert chat({"role": "user", "content": "x"}, logprobs=True, top_logprobs=3).logprobs == 3
 
 
 @pytest.mark.parametrize(

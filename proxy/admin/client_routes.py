@@ -1,0 +1,86 @@
+"""Routes of the client side that the proxy answers itself: models, version, load, ping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from proxy.clip import clip
+from proxy.core import Core
+from proxy.errors import RequestError
+from proxy.paths import CLIENT_PATHS, OTHER_METHODS, methods_of
+
+
+def client_routes(core: Core) -> APIRouter:
+    """Routes over one core."""
+    routes = APIRouter()
+
+    @routes.get("/v1/models", summary="Models, adapters and aliases that the fleet serves")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": _cards(core)}
+
+    @routes.get("/version", summary="Version of warmroute, and those of the engines")
+    async def versions() -> dict[str, Any]:
+        return {"version": _version(), "server": "warmroute", "engines": await core.versions.read()}
+
+    @routes.get("/load", summary="Requests that are being served")
+    async def load() -> dict[str, int]:
+        return {"server_load": core.breakdown.started - core.breakdown.finished}
+
+    @routes.get("/ping", summary="Empty answer: 200 if an instance can be sent requests, else 503")
+    async def ping() -> Response:
+        return _ping(core)
+
+    @routes.post("/ping", summary="Same as GET")
+    async def posted_ping() -> Response:
+        return _ping(core)
+
+    return routes
+
+
+def client_methods(core: Core, scope: Mapping[str, Any]) -> tuple[str, ...]:
+    """Methods that the path of an ASGI scope has on the client side; empty for an unknown path."""
+    return methods_of(scope["path"]) or (OTHER_METHODS if core.other_paths.entry(scope["raw_path"]) else ())
+
+
+def unsupported(method: str, path: str, methods: tuple[str, ...]) -> RequestError:
+    """Error for a path of the client side that is not served, or that has only other ``methods``."""
+    if methods:
+        message = f"{method} {clip(path, 200)}: this path has {', '.join(methods)} only"
+        return RequestError(405, message, code="method_not_allowed")
+    return RequestError(
+        404,
+        f"{method} {clip(path, 200)}: this proxy does not serve the path. It serves {', '.join(sorted(CLIENT_PATHS))}; "
+        "pass_through.paths adds others below /v1/. See 'Endpoints' in docs/proxy.md",
+        kind="not_found_error",
+        code="unknown_path",
+    )
+
+
+def _ping(core: Core) -> Response:
+    return Response(status_code=200 if core.instances.healthy() and not core.draining else 503)
+
+
+def _version() -> str:
+    try:
+        return version("warmroute")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _cards(core: Core) -> list[dict[str, Any]]:
+    """One card for each name: the first instance's, with the shortest context length of all, then the aliases'."""
+    cards: dict[str, dict[str, Any]] = {}
+    for instance in core.instances:
+        for card in instance.cards:
+            cards.setdefault(str(card["id"]), dict(card))
+    for name, card in cards.items():
+        if (length := core.context_tokens(name)) is not None:
+            card["max_model_len"] = length
+    for alias, model in core.settings.models.aliases.items():
+        if model in cards:
+            cards[alias] = {**cards[model], "id": alias, "root": cards[model].get("root") or model}
+    return list(cards.values())

@@ -1,0 +1,96 @@
+"""Paths of the client side: those with full routing, and those passed on to the least loaded instance."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from types import MappingProxyType
+
+COUNT_TOKENS = "/v1/messages/count_tokens"
+STORED = "/v1/responses/{response_id}"
+CANCEL = "/v1/responses/{response_id}/cancel"
+GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+"""POST requests that generate."""
+PASSED_ON = frozenset(
+    (
+        *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank"),
+        *("/pooling", "/classify", "/tokenize", "/detokenize"),
+        *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech"),
+        *("/v1/images/generations", "/v1/images/edits"),
+        *("/v1/chat/completions/render", "/v1/completions/render"),
+    )
+)
+"""POST requests that the least loaded instance answers."""
+PING = "/ping"
+READ = ("/v1/models", "/version", "/load")
+"""GET requests that the proxy answers itself."""
+CLIENT_PATHS = frozenset((*GENERATION_PATHS, COUNT_TOKENS, *PASSED_ON, *READ))
+"""Paths without an id in them that clients may use."""
+
+POST_PATHS = MappingProxyType({path.encode(): path for path in (*GENERATION_PATHS, COUNT_TOKENS, *sorted(PASSED_ON))})
+"""Paths of POST requests, as in the request line."""
+
+OTHER_METHODS = ("GET", "POST")
+"""Methods of further paths that are passed on."""
+_PROBES = frozenset(("/health", "/ready"))
+_STORED_PATHS = MappingProxyType(
+    {
+        b"GET": (re.compile(rb"/v1/responses/[^/]+"), STORED),
+        b"POST": (re.compile(rb"/v1/responses/[^/]+/cancel"), CANCEL),
+    }
+)
+_SEGMENT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~:@-]+")
+_EVERYTHING_BELOW = "*"
+
+
+def stored_path(path: bytes, method: bytes) -> str | None:
+    """The pattern of a path that names a stored response, or None."""
+    pattern, name = _STORED_PATHS.get(method, (None, None))
+    return name if pattern is not None and pattern.fullmatch(path) else None
+
+
+def methods_of(path: str) -> tuple[str, ...]:
+    """Methods of a path that clients may use; empty for an unknown path."""
+    if path in _PROBES or path in READ:
+        return ("GET",)
+    if path == PING:
+        return ("GET", "POST")
+    if path in CLIENT_PATHS:
+        return ("POST",)
+    encoded = path.encode("utf-8", "replace")
+    return tuple(method.decode() for method in _STORED_PATHS if stored_path(encoded, method))
+
+
+class OtherPaths:
+    """Allow-list of further paths below ``/v1/``: exact ones, and ``/v1/NAME/*`` for everything below one.
+
+    Raises:
+        ValueError: an entry has another form.
+    """
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        self._exact: dict[str, str] = {}
+        self._below: dict[str, str] = {}
+        for entry in entries:
+            head, version, *rest = entry.split("/")
+            below = len(rest) > 1 and rest[-1] == _EVERYTHING_BELOW
+            names = rest[:-1] if below else rest
+            if head or version != "v1" or not names or not all(_SEGMENT.fullmatch(name) for name in names):
+                raise ValueError(f"{entry!r}: give a path like /v1/NAME, or /v1/NAME/* for everything below it")
+            if below:
+                self._below[entry.removesuffix(_EVERYTHING_BELOW)] = entry
+            else:
+                self._exact[entry] = entry
+
+    def entry(self, path: bytes) -> str | None:
+        """The entry that allows a path of the request line, or None."""
+        if not self._exact and not self._below:
+            return None
+        text = path.decode("latin-1")
+        if (found := self._exact.get(text)) is not None:
+            return found
+        for start, entry in self._below.items():
+            # Neither dots nor escapes: an engine's gateway could resolve them to another path.
+            if text.startswith(start) and all(_SEGMENT.fullmatch(name) for name in text[len(start) :].split("/")):
+                return entry
+        return None
