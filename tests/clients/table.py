@@ -25,6 +25,7 @@ class ClientKind(NamedTuple):
 
 ENGINES = "engines"
 EXTRA = "tests/clients/extra"
+AGENTS = "tests/engines/test_agents.py"
 CLIENTS = {
     "openai": ClientKind("`openai`", "tests/clients/test_openai.py", None, ("openai",)),
     "anthropic": ClientKind("`anthropic`", "tests/clients/test_anthropic.py", None, ("anthropic",)),
@@ -48,6 +49,12 @@ class ClientFeature(NamedTuple):
     feature: str
     engine: str
     test: str
+    other_file: str | None = None
+
+    @property
+    def file(self) -> str:
+        """The test's file, relative to the repository; its client's, unless it has another."""
+        return self.other_file or CLIENTS[self.client].test
 
 
 class Traffic(NamedTuple):
@@ -109,8 +116,10 @@ FEATURES = (
     ClientFeature("claude_code", "a turn with a tool of its own, streamed", SCRIPTED, "test_turn_with_a_tool"),
     ClientFeature("claude_code", "a resumed session, recognised, on one engine", SCRIPTED, "test_resumed_session"),
     ClientFeature("claude_code", "a sub-agent, tied to its parent session", SCRIPTED, "test_sub_agent"),
+    ClientFeature("claude_code", "its requests accepted, its session recognised", REAL, "test_claude_code", AGENTS),
     ClientFeature("codex", "a resumed session, recognised, its cache read reported", SIMULATED, "test_resumed_session"),
     ClientFeature("codex", "a turn with a tool of its own, streamed", SCRIPTED, "test_turn_with_a_tool"),
+    ClientFeature("codex", "a turn, its session recognised", REAL, "test_codex", AGENTS),
     ClientFeature(
         "litellm", "chat of many turns, streamed and not; messages; responses; tools", SIMULATED, "test_library"
     ),
@@ -153,7 +162,7 @@ def page() -> str:
     """The page's text."""
     rows = "\n".join(
         f"| {CLIENTS[each.client].label} | {each.feature} | works | {each.engine} | "
-        f"`{Path(CLIENTS[each.client].test).name}::{each.test}` |"
+        f"`{Path(each.file).name}::{each.test}` |"
         for each in FEATURES
     )
     clients = "\n".join(

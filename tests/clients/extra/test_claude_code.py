@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.clients.extra.agent_engine import AgentEngine, ToolCall, tool_results
-from tests.clients.extra.rig import EXTRA, Client, Platform, check_traffic
+from tests.clients.extra.rig import EXTRA, Client, Outcome, Platform, check_traffic
 from tests.proxy.conftest import Running, StartProxy
 
 pytestmark = EXTRA
@@ -30,23 +30,31 @@ class ClaudeCode:
     def note(self) -> Path:
         return self.client.work / "note.txt"
 
-    async def run(self, proxy: Running, *arguments: str) -> dict[str, Any]:
-        """One run; its result object."""
+    @classmethod
+    def of(cls, client: Client, platform: Platform) -> ClaudeCode:
+        return cls(client, f"node_modules/@anthropic-ai/claude-code-{platform.npm}/claude")
+
+    async def start(self, url: str, model: str, *arguments: str, **variables: str) -> Outcome:
+        """One run to its end, successful or not."""
         self.note.write_text(f"The word is {SECRET}.\n", encoding="utf-8")
         self.client.variables = {
-            "ANTHROPIC_BASE_URL": proxy.url,
+            "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_AUTH_TOKEN": "unused",
-            "ANTHROPIC_MODEL": "stub",
+            "ANTHROPIC_MODEL": model,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
+            **variables,
         }
-        done = await self.client.run(self.program, *arguments, "--output-format", "json")
-        return json.loads(done.checked)
+        return await self.client.run(self.program, *arguments, "--output-format", "json")
+
+    async def run(self, proxy: Running, *arguments: str) -> dict[str, Any]:
+        """One successful run; its result object."""
+        return json.loads((await self.start(proxy.url, "stub", *arguments)).checked)
 
 
 @pytest.fixture
 def claude(client_of: Callable[[str], Client], platform: Platform) -> ClaudeCode:
-    return ClaudeCode(client_of("node"), f"node_modules/@anthropic-ai/claude-code-{platform.npm}/claude")
+    return ClaudeCode.of(client_of("node"), platform)
 
 
 async def test_turn_with_a_tool(claude: ClaudeCode, start_proxy: StartProxy) -> None:

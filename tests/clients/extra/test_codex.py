@@ -40,12 +40,18 @@ class Codex:
 
     client: Client
     program: str
+    more: str = ""
+    """Further tables of its configuration."""
+
+    @classmethod
+    def of(cls, client: Client, platform: Platform, more: str = "") -> Codex:
+        return cls(client, f"node_modules/@openai/codex-{platform.npm}/vendor/{platform.triple}/bin/codex", more)
 
     async def run(self, url: str, model: str, *arguments: str) -> list[dict[str, Any]]:
         """One run; its events."""
         home = self.client.folder / "codex"
         home.mkdir(exist_ok=True)
-        (home / "config.toml").write_text(CONFIG.format(url=url, model=model), encoding="utf-8")
+        (home / "config.toml").write_text(CONFIG.format(url=url, model=model) + self.more, encoding="utf-8")
         self.client.variables = {"CODEX_HOME": str(home), "WARMROUTE_KEY": "unused"}
         done = await self.client.run(self.program, "exec", *arguments, "--skip-git-repo-check", "--json")
         return [json.loads(line) for line in done.checked.splitlines()]
@@ -53,8 +59,7 @@ class Codex:
 
 @pytest.fixture
 def codex(client_of: Callable[[str], Client], platform: Platform) -> Codex:
-    program = f"node_modules/@openai/codex-{platform.npm}/vendor/{platform.triple}/bin/codex"
-    return Codex(client_of("node"), program)
+    return Codex.of(client_of("node"), platform)
 
 
 def said(events: list[dict[str, Any]]) -> list[str]:
