@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ENGINES := .venv-engines
+CLIENTS ?= litellm langchain aiperf guidellm node
 READY := $(VENV)/.ready
 SRC := warmroute.py warmroute_names.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types imports unit engines test-engines test-package audit soak bench-data-plane tournament analysis-docs reference lock clean
+.PHONY: help setup demo test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -49,6 +50,10 @@ engines: $(READY) ## real vLLM engines on the CPU and a tiny model for them (abo
 test-engines: engines ## the proxy's tests on real engines (about 8 minutes)
 	$(BIN)/python -m pytest -m engines tests/engines
 
+test-clients: $(READY) ## LiteLLM, LangChain, AIPerf, GuideLLM, Claude Code, Codex against the proxy (about 3 minutes, 9 GB)
+	$(BIN)/python -m tests.clients.extra.environments $(CLIENTS)
+	$(BIN)/python -m pytest -m clients_extra tests/clients/extra
+
 test-package: $(READY) ## build the package, install it into fresh environments, run it there (about two minutes)
 	$(BIN)/python -m pytest -m package tests/package
 
@@ -79,4 +84,4 @@ lock: $(READY) ## regenerate requirements.lock from pyproject.toml
 	  --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements.lock
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) $(ENGINES) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(ENGINES) .venv-clients .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

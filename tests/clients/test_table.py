@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
-from tests.clients.table import FEATURES, PAGE, page
-
-HERE = Path(__file__).parent
+from tests.clients.table import CLIENTS, EXTRA, FEATURES, PAGE, ROOT, page
 
 
-def functions_in(client: str) -> set[str]:
-    tree = ast.parse((HERE / f"test_{client}.py").read_text(encoding="utf-8"))
+def functions_in(file: str) -> set[str]:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     functions = (each for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
     return {each.name for each in functions if each.name.startswith("test_")}
 
 
 def test_every_row_has_a_test_and_every_test_a_row() -> None:
-    for client in {each.client for each in FEATURES}:
-        assert {each.test for each in FEATURES if each.client == client} == functions_in(client)
+    assert {each.client for each in FEATURES} == set(CLIENTS)
+    for file in {each.file for each in FEATURES}:
+        assert {each.test for each in FEATURES if each.file == file} == functions_in(file)
+
+
+def test_every_test_of_a_client_is_on_the_page() -> None:
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / EXTRA).glob("test_*.py")}
+    assert files - {f"{EXTRA}/test_environments.py"} <= {client.test for client in CLIENTS.values()}
 
 
 def test_the_page_is_the_generated_one() -> None:

@@ -47,6 +47,8 @@ FLEET_OVERRIDES = (
     "restart_backoff_s=0.2",
     # Without it an engine forgets every response.
     "env.VLLM_ENABLE_RESPONSES_API_STORE='1'",
+    # Coding agents send tools with tool_choice auto.
+    "vllm.extra_args=[--enable-auto-tool-choice, --tool-call-parser, hermes]",
 )
 
 
