@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 from policies.admission.base import SessionView
 from policies.admission.residency import Residency
+from policies.admission.return_gaps import ReturnGaps
 from policies.costs.formulas import PrefillModel
 from policies.types import RequestView
 
 HALF_LIFE_S = 30.0
 """Half-life of the time lost by recomputation."""
-RETURNS_PER_INSTANCE = 25
-"""Returns of sessions over which the share of early ones is averaged, the latest counting most. A fixed number would be
-seconds of a large fleet's traffic and minutes of a small one's.
+TURNS_PER_INSTANCE = 25
+"""Turns over which the share that another one follows is averaged, and returns over which gaps are, the latest counting
+most. A fixed number would be seconds of a large fleet's traffic and minutes of a small one's.
 """
 LONGEST_DIFFERENCE = 128
 """Blocks at the end of a prompt that a further turn may have changed and still be recognised."""
@@ -42,8 +43,9 @@ class _Account:
     __slots__ = (
         "before_tokens",
         "context_tokens",
-        "early",
         "ends",
+        "expired",
+        "gap_s",
         "in_flight",
         "request_id",
         "since_s",
@@ -61,8 +63,10 @@ class _Account:
         """When its last request ended."""
         self.request_id: str | None = None
         """Its last request."""
-        self.early = False
-        """A request of it came while it was kept, and was held or has yet to be sent."""
+        self.gap_s: float | None = None
+        """Seconds between its last request's end and one that was held or has yet to be sent."""
+        self.expired = False
+        """It was kept to the end and had not returned."""
         self.before_tokens = 0
         """Tokens of that one's prompt that had been computed before."""
         self.ends: tuple[Beginnings, ...] = ()
@@ -72,8 +76,9 @@ class _Account:
 class SessionAccounts:
     """Owner of the sessions' contexts and of the fleet's loss. Single writer, O(1) per call, amortised.
 
-    A session is active while a request of it is in flight, then kept for ``keep_s`` seconds, or until a request of it
-    finds its context evicted, then remembered: of those, at most ``capacity``.
+    A session is active while a request of it is in flight, then kept until nearly all that return have done so
+    (`policies.admission.return_gaps`), ``keep_s`` seconds at most, or until a request of it finds its context evicted,
+    then remembered: of those, at most ``capacity``.
     """
 
     def __init__(self, keep_s: float = 30.0, capacity: int = 100_000, residency: Residency | None = None) -> None:
@@ -81,7 +86,7 @@ class SessionAccounts:
         self._residency = residency
         self.instances = 1
         """Instances of the fleet, set by its owner."""
-        self._keep_s = keep_s
+        self._gaps = ReturnGaps(keep_s)
         self._capacity = capacity
         self._active: dict[str, _Account] = {}
         self._kept: OrderedDict[str, _Account] = OrderedDict()
@@ -90,8 +95,8 @@ class SessionAccounts:
         self.kept_tokens = 0
         self._seen_s = 0.0
         self.return_share = 1.0
-        """Share of returning sessions that return within ``keep_s`` of their last request's end, lately. Begins at 1:
-        late returns show that sessions do not.
+        """Share of turns that another of the same session follows while it is kept, lately. Begins at 1: what is not
+        known yet may return.
         """
         self._lost_s = 0.0
         self._lost_at_s = 0.0
@@ -107,14 +112,20 @@ class SessionAccounts:
 
     @property
     def kept_sessions(self) -> int:
-        """Sessions whose last request ended less than ``keep_s`` ago, as of the last call with a time, less those found
-        evicted.
+        """Sessions whose last request ended less than ``keeps_s`` ago, as of the last call with a time, less those
+        found evicted.
         """
         return len(self._kept)
 
+    @property
+    def keeps_s(self) -> float:
+        """Seconds for which a session is kept, as learned."""
+        return self._gaps.keep_s
+
     def set_keep(self, keep_s: float, now_s: float) -> None:
-        """Another ``keep_s``. O(sessions)."""
-        self._keep_s = keep_s
+        """Another ``keep_s``, from which learning begins again. O(sessions)."""
+        if keep_s != self._gaps.longest_s:
+            self._gaps = ReturnGaps(keep_s)
         idle = sorted([*self._past.items(), *self._kept.items()], key=lambda item: item[1].since_s)
         self._past.clear()
         self._kept = OrderedDict(idle)
@@ -122,14 +133,16 @@ class SessionAccounts:
         self.expire(now_s)
 
     def expire(self, now_s: float) -> None:
-        """Move sessions that were kept for ``keep_s`` to those that are remembered."""
-        kept, oldest_s = self._kept, now_s - self._keep_s
+        """Move sessions that were kept for long enough to those that are remembered."""
+        kept, oldest_s = self._kept, now_s - self._gaps.keep_s
         while kept:
             name = next(iter(kept))
             account = kept[name]
             if account.since_s > oldest_s:
                 return
             self._forget(name, account)
+            account.expired = True
+            self._followed(0.0)
 
     def _forget(self, name: str, account: _Account) -> None:
         """A kept session is only remembered from now on."""
@@ -155,14 +168,22 @@ class SessionAccounts:
     def view_of(self, request: RequestView, now_s: float, waited_s: float = 0.0) -> SessionView:
         """The session of a request that is about to be sent, without it.
 
-        With its first question (``waited_s`` = 0) a kept session has returned in time, however long the request is held
-        then. If its context turns out to be evicted it is kept no longer. A prompt that continues none of the
-        session's, as a new sub-agent's, is no evidence of that.
+        With its first question (``waited_s`` = 0) a session has returned, however long the request is held then, and a
+        kept one is kept for as long. If its context turns out to be evicted it is kept no longer. A prompt that
+        continues none of the session's, as a new sub-agent's, is no evidence of that.
         """
         session_id = request.session_id
-        account = self._kept.get(session_id) if session_id is not None and not waited_s else None
-        if account is not None and session_id is not None and account.since_s > now_s - self._keep_s:
-            account.early = True
+        account = None if session_id is None else self._kept.get(session_id)
+        if session_id is None or (account is None and waited_s):
+            return self.view(session_id, now_s, waited_s)
+        if account is None:
+            if (past := self._past.get(session_id)) is not None:
+                past.gap_s = now_s - past.since_s
+        elif waited_s:
+            account.since_s = now_s
+            self._kept.move_to_end(session_id)
+        else:
+            account.gap_s = now_s - account.since_s
             end = _longest(account, request.block_hashes)
             if end is not None and self._residency is not None:
                 before_tokens = int(end[0] * request.block_tokens)
@@ -185,15 +206,13 @@ class SessionAccounts:
         account = self._kept.pop(name, None)
         if account is not None:
             self.kept_tokens -= account.context_tokens
-            self._returned(early=True)
-            account.early = False
+            self._returned(account, now_s)
         else:
             account = self._past.pop(name, None)
             if account is None:
                 account = _Account()
             else:
-                self._returned(early=account.early)
-                account.early = False
+                self._returned(account, now_s)
         account.in_flight = 1
         account.single = single
         account.turns += 1
@@ -201,8 +220,15 @@ class SessionAccounts:
         self._active[name] = account
         self.active_tokens += prompt_tokens
 
-    def _returned(self, *, early: bool) -> None:
-        self.return_share += (early - self.return_share) / (RETURNS_PER_INSTANCE * self.instances)
+    def _returned(self, account: _Account, now_s: float) -> None:
+        gap_s = now_s - account.since_s if account.gap_s is None else account.gap_s
+        self._gaps.add(gap_s, TURNS_PER_INSTANCE * self.instances)
+        if not account.expired:
+            self._followed(1.0)
+        account.gap_s, account.expired = None, False
+
+    def _followed(self, followed: float) -> None:
+        self.return_share += (followed - self.return_share) / (TURNS_PER_INSTANCE * self.instances)
 
     def end(self, name: str, now_s: float | None) -> None:
         """A request of the session has ended; None: at the time of the last ``begin``."""

@@ -7,6 +7,8 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from policies.types import RequestView
 
+DEFAULT_RULE = "working_set"
+"""Rule of a proxy or a simulation for which none is chosen."""
 MAX_HOLD_S = 480.0
 """Default bound on holding, seconds: two minutes less than the ten that clients' libraries wait by default."""
 
@@ -25,8 +27,6 @@ class AdmissionReason(StrEnum):
     BELOW_CAP = "below_cap"
     NO_LOSS = "no_loss"
     """The contexts exceed the pools, but the fleet recomputes little of what it had computed before."""
-    NO_RETURN = "no_return"
-    """Few sessions return while their context is kept, so room for it saves little."""
     HELD_LONG_ENOUGH = "held_long_enough"
     """The bound on holding was reached."""
     LINE_FULL = "line_full"
@@ -52,9 +52,7 @@ class SessionView(NamedTuple):
     waited_s: float = 0.0
     """Seconds for which this request has been held."""
     kept: bool = False
-    """No request of it is in flight, its last one ended less than the rule's ``keep_s`` ago, and its context was not
-    found evicted.
-    """
+    """No request of it is in flight, it is not yet unlikely to return, and its context was not found evicted."""
 
     @property
     def resident(self) -> bool:
@@ -71,14 +69,12 @@ class AdmissionView(NamedTuple):
     """Sessions with a request in flight."""
     active_tokens: int = 0
     kept_sessions: int = 0
-    """Sessions without a request in flight that ended their last one less than the rule's ``keep_s`` ago, less those
-    whose context was found evicted.
-    """
+    """Sessions without a request in flight that may return, less those whose context was found evicted."""
     kept_tokens: int = 0
     lost_share: float = 0.0
     """Share of the fleet's time that went into recomputing evicted prefixes, lately."""
     return_share: float = 1.0
-    """Share of returning sessions that return within ``keep_s`` of their last request's end, lately."""
+    """Share of turns that another one of the same session follows while it is kept, lately."""
     instances: int = 0
     """Instances that can be chosen."""
     prefilling: int = 0
@@ -123,7 +119,10 @@ class AdmissionRule(Protocol):
 
     @property
     def keep_s(self) -> float:
-        """Seconds after its last request for which a session counts as kept."""
+        """Longest time for which a session counts as kept after its last request, seconds.
+
+        What is learned of the gaps between turns shortens it (`policies.admission.return_gaps`).
+        """
         ...
 
     def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:

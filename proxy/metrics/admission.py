@@ -37,7 +37,7 @@ class AdmissionMetrics(Collector):
         )
         contexts = GaugeMetricFamily(
             "warmroute_working_set_tokens",
-            "Contexts of sessions in flight (active), or idle for less than the rule's keep_s (kept)",
+            "Contexts of sessions in flight (active), or idle and likely to return (kept)",
             labels=["state"],
         )
         contexts.add_metric(["active"], accounts.active_tokens)

@@ -322,7 +322,7 @@ async def crowd(pair: SmallPair, **admission: Any) -> Crowd:
 
 async def test_holding_sessions_keeps_their_caches(pair: SmallPair) -> None:
     """More agents than the pools hold: without holding each turn evicts what the next one needs."""
-    never = await crowd(pair)
+    never = await crowd(pair, name="never_hold")
     assert never.reasons == {"never_holds": AGENTS * TURNS}
     # Thresholds for a model whose prefills take milliseconds: engines that idle are no reason to send.
     params = {"keep_s": 5.0, "lost_share": 0.001, "least_prefilling": 0.0, "kept_share": 1.0}

@@ -73,20 +73,45 @@ def test_a_request_without_a_session_counts_while_it_is_in_flight_only() -> None
     assert accounts.view("req-1", 100.0).turns == 0
 
 
-def test_the_share_of_early_returns_follows_what_sessions_do() -> None:
+def test_the_share_of_turns_that_others_follow_is_what_sessions_do() -> None:
     accounts = SessionAccounts(keep_s=10.0)
-    for number in range(1_000):  # that do not return say nothing
-        accounts.begin(f"once-{number}", 100, number * 1.0)
-        accounts.end(f"once-{number}", number * 1.0)
+    for turn in range(1_000):
+        accounts.begin("agent", 100, float(turn))
+        accounts.end("agent", turn + 0.5)
     assert accounts.return_share == 1.0
-    for turn in range(1_000):  # a chat with a minute between its turns
-        accounts.begin("chat", 100, 2_000.0 + turn * 60.0)
-        accounts.end("chat", 2_000.5 + turn * 60.0)
+    for number in range(1_000):  # that do not return
+        accounts.begin(f"once-{number}", 100, 2_000.0 + number)
+        accounts.end(f"once-{number}", 2_000.0 + number)
     assert accounts.return_share < 0.02
     for turn in range(1_000):
-        accounts.begin("agent", 100, 70_000.0 + turn)
-        accounts.end("agent", 70_000.5 + turn)
+        accounts.begin("agent", 100, 4_000.0 + turn)
+        accounts.end("agent", 4_000.5 + turn)
     assert accounts.return_share > 0.98
+    for turn in range(1_000):  # a chat with a minute between its turns
+        accounts.begin("chat", 100, 6_000.0 + turn * 60.0)
+        accounts.end("chat", 6_000.5 + turn * 60.0)
+    assert accounts.return_share < 0.02
+
+
+def test_sessions_are_kept_for_as_long_as_nearly_all_that_return_take() -> None:
+    accounts = SessionAccounts(keep_s=32.0)
+    assert accounts.keeps_s == 32.0
+    for turn in range(7):
+        accounts.begin("agent", 100, turn * 5.0)
+        accounts.end("agent", turn * 5.0 + 1.5)
+    assert accounts.keeps_s == 32.0
+    for turn in range(7, 50):
+        accounts.begin("agent", 100, turn * 5.0)
+        accounts.end("agent", turn * 5.0 + 1.5)
+    assert accounts.keeps_s == 5.0  # gaps of 3.5 s, buckets of a second
+    accounts.expire(300.0)
+    assert accounts.kept_sessions == 0
+    for turn in range(200):  # slower ones lengthen it again
+        accounts.begin("slow", 100, 1_000.0 + turn * 20.0)
+        accounts.end("slow", 1_001.5 + turn * 20.0)
+    assert accounts.keeps_s == 20.0
+    accounts.set_keep(10.0, 5_000.0)
+    assert accounts.keeps_s == 10.0
 
 
 def test_the_number_of_returns_that_count_grows_with_the_fleet() -> None:
@@ -101,17 +126,24 @@ def test_the_number_of_returns_that_count_grows_with_the_fleet() -> None:
     assert shares == pytest.approx([0.37, 0.37], abs=0.01)
 
 
-def test_a_session_that_was_held_after_an_early_return_has_returned_early() -> None:
+def test_a_held_session_has_returned_and_is_kept_while_it_waits() -> None:
     accounts = SessionAccounts(keep_s=10.0)
     accounts.begin("a", 100, 0.0)
     accounts.end("a", 1.0)
-    assert accounts.view_of(RequestView("a2", 120, session_id="a"), 5.0).kept
+    request = RequestView("a2", 120, session_id="a")
+    assert accounts.view_of(request, 5.0).kept
+    for now_s in range(10, 101, 5):
+        assert accounts.view_of(request, float(now_s), now_s - 5.0).kept
     accounts.begin("a", 120, 100.0)
     assert accounts.return_share == 1.0
     accounts.end("a", 101.0)
-    accounts.view_of(RequestView("a3", 140, session_id="a"), 120.0)
-    accounts.begin("a", 140, 120.0)
+    late = RequestView("a3", 140, session_id="a")
+    accounts.expire(120.0)
+    assert not accounts.view_of(late, 120.0).kept
     assert accounts.return_share < 1.0
+    share = accounts.return_share
+    accounts.begin("a", 140, 130.0)
+    assert accounts.return_share == share  # it counts once
 
 
 def test_sessions_of_the_past_are_bounded() -> None:

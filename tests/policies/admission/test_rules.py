@@ -66,11 +66,11 @@ def test_a_resident_session_is_never_held(rule: Any, session: SessionView, resid
 
 def test_a_kept_session_needs_room_beside_the_contexts_in_flight_only() -> None:
     kept = SessionView(turns=3, idle_s=5.0, kept=True)
-    queued = FULL._replace(active_tokens=920_000, kept_tokens=80_000)
-    assert reason(WorkingSet(), kept, queued, tokens=30_000) is AdmissionReason.RESIDENT
-    assert WorkingSet().admit(ask(50_000), kept, queued) == Hold(AdmissionReason.WORKING_SET, 970_000, 1_000_000)
+    queued = FULL._replace(active_tokens=900_000, kept_tokens=80_000)
+    # Room: 950,000 less half a context of 980,000 / 80 tokens for each of the 4 instances.
+    assert reason(WorkingSet(), kept, queued, tokens=25_500) is AdmissionReason.RESIDENT
+    assert WorkingSet().admit(ask(25_501), kept, queued) == Hold(AdmissionReason.WORKING_SET, 925_501, 1_000_000)
     assert reason(WorkingSet(), SessionView(in_flight=1, turns=1), queued) is AdmissionReason.RESIDENT
-    assert reason(WorkingSet(), kept, queued._replace(lost_share=0.1)) is AdmissionReason.NO_LOSS
     assert reason(WorkingSet(), kept, queued._replace(pool_tokens=0)) is AdmissionReason.RESIDENT
 
 
@@ -83,13 +83,27 @@ def test_the_working_set_holds_a_session_that_would_evict_while_the_fleet_recomp
     [
         (FULL._replace(pool_tokens=0), AdmissionReason.POOLS_UNKNOWN),
         (FULL._replace(kept_tokens=0), AdmissionReason.ROOM),
-        (FULL._replace(prefilling=2), AdmissionReason.IDLE_FLEET),
-        (FULL._replace(return_share=0.3), AdmissionReason.NO_RETURN),
+        (FULL._replace(prefilling=0), AdmissionReason.IDLE_FLEET),
+        (FULL._replace(return_share=0.1), AdmissionReason.ROOM),
         (FULL._replace(lost_share=0.1), AdmissionReason.NO_LOSS),
     ],
 )
 def test_the_working_set_sends_while_one_condition_is_missing(fleet: AdmissionView, expected: AdmissionReason) -> None:
     assert reason(WorkingSet(), fleet=fleet) is expected
+
+
+def test_contexts_in_flight_that_exceed_the_room_hold_others_before_anything_is_lost() -> None:
+    queued = FULL._replace(active_tokens=900_000, kept_tokens=0, kept_sessions=0, lost_share=0.0)
+    assert WorkingSet().admit(ask(), NEW, queued) == Hold(AdmissionReason.WORKING_SET, 950_000, 1_000_000)
+
+
+def test_a_pool_holds_whole_contexts_only() -> None:
+    large = AdmissionView(pool_tokens=1_280_000, active_sessions=16, active_tokens=960_000, instances=8, prefilling=8)
+    # 8 pools of 160,000 tokens hold 16 contexts of 60,000 and no seventeenth, though the sum is below the sum of pools.
+    assert isinstance(WorkingSet().admit(ask(60_000), NEW, large), Hold)
+    assert reason(WorkingSet(spare_contexts=0.0), NEW, large, 60_000) is AdmissionReason.ROOM
+    small = large._replace(active_sessions=960)
+    assert reason(WorkingSet(), NEW, small, 60_000) is AdmissionReason.ROOM
 
 
 def test_kept_contexts_take_no_more_than_their_share_of_the_pools() -> None:
@@ -100,6 +114,14 @@ def test_kept_contexts_take_no_more_than_their_share_of_the_pools() -> None:
     )
     working = thinking._replace(active_tokens=420_000)
     assert WorkingSet().admit(ask(), NEW, working) == Hold(AdmissionReason.WORKING_SET, 970_000, 1_000_000)
+
+
+def test_kept_contexts_count_as_much_as_turns_are_followed_by_others() -> None:
+    thinking = FULL._replace(active_tokens=420_000, kept_tokens=900_000, return_share=0.8)
+    assert reason(WorkingSet(), fleet=thinking) is AdmissionReason.ROOM
+    assert WorkingSet(kept_share=1.0).admit(ask(), NEW, thinking) == Hold(
+        AdmissionReason.WORKING_SET, 1_270_000, 1_000_000
+    )
 
 
 def test_an_idle_moment_is_no_reason_to_send_where_idling_is_permitted() -> None:
@@ -125,7 +147,7 @@ def test_once_some_wait_others_wait_too_although_the_loss_has_fallen() -> None:
         (WorkingSet, {"fill": 0.0}),
         (WorkingSet, {"lost_share": 1.5}),
         (WorkingSet, {"least_prefilling": -1.0}),
-        (WorkingSet, {"return_share": -0.1}),
+        (WorkingSet, {"spare_contexts": -0.1}),
         (WorkingSet, {"kept_share": 1.5}),
     ],
 )

@@ -1,0 +1,45 @@
+"""Gaps between sessions' turns: for how long a session must be kept so that nearly all that return find their place."""
+
+from __future__ import annotations
+
+BUCKETS = 32
+ENOUGH = 0.95
+"""Share of the returns that come while the session is kept."""
+RETURNS_PER_LOOK = 8
+"""Returns after which a conclusion is drawn, each time."""
+_LARGEST = 1e9
+"""Weight of the newest return at which all weights are scaled down."""
+
+
+class ReturnGaps:
+    """Histogram of the gaps, in seconds, below the longest that counts; the latest count most. Single writer."""
+
+    def __init__(self, longest_s: float) -> None:
+        self.longest_s = longest_s
+        """Sessions are never kept longer."""
+        self.keep_s = longest_s
+        """Time to keep a session: within it ``ENOUGH`` of the returns came, and up to two buckets more."""
+        self._buckets = [0.0] * BUCKETS
+        self._weight = 1.0
+        self._returns = 0
+
+    def add(self, gap_s: float, memory: int) -> None:
+        """A session has returned after ``gap_s``; each return counts 1 / ``memory`` less than the next. O(1)."""
+        if not 0.0 <= gap_s < self.longest_s:
+            return
+        self._weight *= 1.0 + 1.0 / memory
+        if self._weight > _LARGEST:
+            self._buckets = [each / self._weight for each in self._buckets]
+            self._weight = 1.0
+        self._buckets[int(gap_s / self.longest_s * BUCKETS)] += self._weight
+        self._returns += 1
+        if not self._returns % RETURNS_PER_LOOK:
+            self._look()
+
+    def _look(self) -> None:
+        left = ENOUGH * sum(self._buckets)
+        for place, each in enumerate(self._buckets):
+            left -= each
+            if left <= 0.0:
+                self.keep_s = self.longest_s * min(1.0, (place + 2) / BUCKETS)
+                return
