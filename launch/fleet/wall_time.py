@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S
 from policies.registry import PolicyParameterError, UnknownPolicyError, make_admission, make_routing, parameters
 from proxy.settings.prediction import LedgerSettings
-from proxy.settings.routing import AdmissionSettings
 
 _SECONDS = re.compile(r"_s(_per_|$)")
 """Parameters of policies that are times: ``hold_s``, ``ttft_slo_s_per_1k_tokens``."""
@@ -32,11 +32,10 @@ def in_wall_time(proxy: dict[str, Any], clock_scale: float) -> dict[str, Any]:
     policy = dict(proxy.get("policy") or {})
     if policy.get("name"):
         scaled["policy"] = {**policy, "params": _faster(make_routing, policy, clock_scale)}
-    admission = dict(proxy.get("admission") or {})
-    if admission.get("name"):
-        bound_s = float(admission.get("max_hold_s", AdmissionSettings().max_hold_s)) / clock_scale
-        params = _faster(make_admission, admission, clock_scale)
-        scaled["admission"] = {**admission, "params": params, "max_hold_s": bound_s}
+    admission = {"name": DEFAULT_RULE, **(proxy.get("admission") or {})}
+    bound_s = float(admission.get("max_hold_s", MAX_HOLD_S)) / clock_scale
+    params = _faster(make_admission, admission, clock_scale)
+    scaled["admission"] = {**admission, "params": params, "max_hold_s": bound_s}
     return scaled
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from policies.admission.base import MAX_HOLD_S, AdmissionRule
+from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S, AdmissionRule
 from policies.classes import ClassThresholds
 from policies.registry import PolicyLoadError, PolicyParameterError, make_admission, make_planner, make_routing
 from proxy.settings.section import Seconds, Section
@@ -32,7 +32,7 @@ class PolicySettings(Section):
 class AdmissionSettings(Section):
     """Admission rule by registered name, and bounds on the requests that it holds."""
 
-    name: str = Field(default="never_hold", description="registered admission rule")
+    name: str = Field(default=DEFAULT_RULE, description="registered admission rule")
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that rule")
     max_hold_s: Seconds = Field(
         default=MAX_HOLD_S, description="longest time a request is held, after which it is sent"

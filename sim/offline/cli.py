@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from policies.admission.base import MAX_HOLD_S
+from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S
 from policies.types import Role
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def simulate_command(
     planner_param: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE: parameter of the planner. Repeatable.", show_default=False)
     ] = None,
-    admission: Annotated[str, typer.Option(help="Name of the admission rule.")] = "never_hold",
+    admission: Annotated[str, typer.Option(help="Name of the admission rule.")] = DEFAULT_RULE,
     admission_param: Annotated[
         list[str] | None,
         typer.Option(help="KEY=VALUE: parameter of the admission rule. Repeatable.", show_default=False),

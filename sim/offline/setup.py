@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from policies.admission.base import MAX_HOLD_S, AdmissionRule
+from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S, AdmissionRule
 from policies.offload.base import OffloadPlanner
 from policies.registry import PolicyParameterError, make_admission, make_planner, make_routing
 from policies.routing.base import RoutingPolicy
@@ -26,7 +26,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     policy_params: dict[str, Any] = {}
     planner: str = "never"
     planner_params: dict[str, Any] = {}
-    admission: str = "never_hold"
+    admission: str = DEFAULT_RULE
     admission_params: dict[str, Any] = {}
     max_hold_s: float = MAX_HOLD_S
     instances: int = 8

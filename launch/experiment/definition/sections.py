@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from policies.admission.base import MAX_HOLD_S
+from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S
 from policies.registry import make_admission, make_planner
 from policies.types import Role
 from proxy.settings import PolicySettings
@@ -101,7 +101,7 @@ class ArmOffload(Section):
 class ArmAdmission(Section):
     """The admission rule of an arm."""
 
-    name: str = Field(default="never_hold", description="registered admission rule")
+    name: str = Field(default=DEFAULT_RULE, description="registered admission rule")
     params: dict[str, Any] = Field(default_factory=dict, description="parameters of that rule")
     max_hold_s: float = Field(default=MAX_HOLD_S, gt=0, description="longest time a request is held, engine seconds")
 

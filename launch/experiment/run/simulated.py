@@ -18,6 +18,7 @@ from launch.experiment.records.record import Callbacks, Measured
 from launch.experiment.records.state import write_json
 from launch.freshness.proof import FRESH_FILE
 from launch.run.processes import ManagedProcess, finish_despite_cancellation, stop_processes
+from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S
 from replayer.records.runs import read_run
 
 _SIMULATOR = "simulate"
@@ -65,15 +66,15 @@ def simulator_command(experiment: LoadedExperiment, slot: Slot, trace: Path, run
     """Command line of the simulator for one run; options at their defaults are left out."""
     settings = experiment.settings
     backend, arm, replay = settings.simulated(slot.arm), settings.arms[slot.arm], settings.replay
-    holds = arm.admission.name != "never_hold"
+    other = arm.admission.name != DEFAULT_RULE
     options: dict[str, object] = {
         "output": run_dir / RUN_FILE,
         "breakdown-output": run_dir / BREAKDOWN_FILE if backend.breakdown else None,
         "label": slot.arm,
         "policy": arm.policy.name,
         "planner": arm.offload.planner,
-        "admission": arm.admission.name if holds else None,
-        "max-hold-s": arm.admission.max_hold_s if holds else None,
+        "admission": arm.admission.name if other else None,
+        "max-hold-s": arm.admission.max_hold_s if arm.admission.max_hold_s != MAX_HOLD_S else None,
         "instances": backend.instances,
         "profile": backend.profile,
         "pool-tokens": backend.pool_tokens,

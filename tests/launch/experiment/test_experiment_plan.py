@@ -65,23 +65,26 @@ class TestAdmission:
     ARMS: ClassVar[dict[str, Any]] = {
         "a": {"policy": "warm"},
         "b": {"policy": "warm", "admission": {"name": "working_set", "params": {"fill": 0.9}, "max_hold_s": 60.0}},
+        "c": {"policy": "warm", "admission": "never_hold"},
     }
 
     def test_an_arm_s_rule_reaches_the_simulator(self, tmp_path: Path) -> None:
         experiment = loaded(tmp_path, arms=self.ARMS)
         slots = {slot.arm: slot for slot in plan_runs(experiment.settings)}
-        plain, holding = (simulator_command(experiment, slots[arm], Path("t"), tmp_path) for arm in "ab")
+        plain, holding, other = (simulator_command(experiment, slots[arm], Path("t"), tmp_path) for arm in "abc")
         assert not [part for part in plain if "admission" in part or "hold" in part]
         flags = dict(itertools.pairwise(holding))
-        assert (flags["--admission"], flags["--admission-param"]) == ("working_set", "fill=0.9")
-        assert flags["--max-hold-s"] == "60.0"
+        assert (flags["--admission-param"], flags["--max-hold-s"]) == ("fill=0.9", "60.0")
+        assert dict(itertools.pairwise(other))["--admission"] == "never_hold"
 
     def test_an_arm_s_rule_reaches_the_proxy_in_its_time(self, tmp_path: Path) -> None:
         experiment = loaded(tmp_path, LIVE, arms=self.ARMS)
         admission = arm_fleet(experiment, "b").proxy["admission"]
         assert (admission["name"], admission["max_hold_s"]) == ("working_set", 3.0)  # time_scale is 20
         assert admission["params"] == {"fill": 0.9, "keep_s": 1.5}
-        assert arm_fleet(experiment, "a").proxy["admission"]["name"] == "never_hold"
+        plain = arm_fleet(experiment, "a").proxy["admission"]
+        assert (plain["name"], plain["params"]) == ("working_set", {"keep_s": 1.5})
+        assert arm_fleet(experiment, "c").proxy["admission"]["name"] == "never_hold"
 
     def test_an_unknown_rule_is_refused(self) -> None:
         with pytest.raises(ExperimentError, match="nonsense"):

@@ -425,11 +425,11 @@ async def test_an_admission_rule_switched_over_http_stays_until_the_files_change
     assert effective() == ("session_cap", 50.0, 3)
     await running.reload(admission={"max_hold_s": 70.0, "max_held": 3})
     assert effective() == ("session_cap", 70.0, 3)
-    await running.reload(admission={"name": "working_set", "max_hold_s": 70.0, "max_held": 3})
-    assert effective() == ("working_set", 70.0, 3)
+    await running.reload(admission={"name": "never_hold", "max_hold_s": 70.0, "max_held": 3})
+    assert effective() == ("never_hold", 70.0, 3)
     report = await running.reload(status=400, admission={"name": "working_sets"})
     assert "working_set" in str(report)
-    assert effective() == ("working_set", 70.0, 3)
+    assert effective() == ("never_hold", 70.0, 3)
 
 
 async def test_a_reload_leaves_held_requests_in_line(start: StartReloadable) -> None:

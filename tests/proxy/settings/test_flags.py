@@ -37,7 +37,7 @@ def test_rule_and_parameters_are_settings(served: list[Settings]) -> None:
     assert serve(*flags).exit_code == 0
     assert serve().exit_code == 0
     assert served[0].admission.params == {"sessions": 3, "keep_s": 0.5}
-    assert [settings.admission.name for settings in served] == ["session_cap", "never_hold"]
+    assert [settings.admission.name for settings in served] == ["session_cap", "working_set"]
 
 
 @pytest.mark.parametrize(
