@@ -53,7 +53,7 @@ async def test_messages_of_many_turns(client: Any) -> None:
     said: list[dict[str, Any]] = []
     before = 0
     for turn in range(5):
-        marked = {"type": "text", "text": f"{turn} " + "look at this " * 60, "cache_control": {"type": "ephemeral"}}
+        marked = {"type": "text", "text": f"{turn} " + "look at this " * 600, "cache_control": {"type": "ephemeral"}}
         messages: Any = [*said, {"role": "user", "content": [marked]}]
         answer = await client.messages.create(model=MODEL, max_tokens=8, system=SYSTEM, messages=messages)
         usage = answer.usage
