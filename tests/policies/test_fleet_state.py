@@ -282,7 +282,7 @@ def test_adding_an_instance_again_takes_the_role_and_keeps_its_blocks() -> None:
     state.add_instance("inst-0", Role.KV_PRODUCER)
     seen = view_of(state, request, "inst-0")
     assert (seen.role, seen.cached_tokens) == (Role.KV_PRODUCER, 1_584)
-    assert state.role("inst-0") is Role.KV_PRODUCER
+    assert state.producers == {"inst-0"}
 
 
 @pytest.mark.parametrize("session_id", [None, "s"])
