@@ -213,7 +213,7 @@ class Instances:
         """The ``healthy`` instances that may be sent one more request now: an instance on trial accepts only a few."""
         healthy = self.healthy(model)
         most = self._health.trial_requests
-        busy = [name for name in healthy if self._by_name[name].breaker.trials >= most]
+        busy = [name for name, each in self._by_name.items() if each.breaker.trials >= most]
         return healthy.difference(busy) if busy else healthy
 
     def succeeded(self, which: Instance | str, sent_s: float | None = None, *, complete: bool = True) -> None:
