@@ -180,6 +180,8 @@ class FleetState:
         self.costs = CostBook()
         self.accounts = SessionAccounts(residency=Residency(self.predictor, self.sessions))
         self.offloads_in_flight = 0
+        self.producers: set[str] = set()
+        """Instances that only prefill for others."""
         self._instances: dict[str, _Instance] = {}
         self._sequence = 0
 
@@ -187,10 +189,6 @@ class FleetState:
     def instances(self) -> list[str]:
         """Names of all registered instances, in the order they were added."""
         return list(self._instances)
-
-    def role(self, instance: str) -> Role:
-        """Role of a registered instance."""
-        return self._instances[instance].role
 
     def add_instance(
         self,
@@ -201,6 +199,7 @@ class FleetState:
         connector: Connector = Connector.MOONCAKE,
     ) -> None:
         """Register an instance, or update role, host, transport and connector of a known one. Idempotent."""
+        (self.producers.add if role is Role.KV_PRODUCER else self.producers.discard)(instance)
         known = self._instances.get(instance)
         if known:
             known.role, known.host, known.transport, known.connector = role, host, transport, connector
@@ -216,6 +215,7 @@ class FleetState:
         Returns a function that reads the number of its unreleased leases.
         """
         self._instances.pop(instance, None)
+        self.producers.discard(instance)
         self.accounts.instances = max(1, len(self._instances))
         self.index.remove_instance(instance)
         self.predictor.remove_instance(instance)

@@ -110,7 +110,8 @@ class Breakdown:
     def close_row(self, row: Row) -> None:
         """Store a finished row; every opened row is closed once."""
         self.finished += 1
-        self.outcomes[row.outcome.value] = self.outcomes.get(row.outcome.value, 0) + 1
+        outcome = row.outcome.value
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         line = _line(row)
         unserved = row.unserved
         (self._rejected if unserved else self._lines).append((self.finished, line))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from policies.routing.base import lowest, require
 from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
+from policies.types import CandidateScore, Choice, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Linear:
         require(self.recent_weight >= 0, "linear: recent_weight must not be negative")
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        scores = tuple([self._score(view) for view in fleet.instances])
+        # One loop without a call per instance: it runs for every instance of every request.
+        alpha, weight, new = self.alpha, self.recent_weight, tuple.__new__
+        scored = []
+        for view in fleet.instances:
+            ongoing = view.pending_prefill_tokens + view.decoding_tokens
+            recent, cached = view.recent_tokens, view.cached_tokens
+            inputs = {"ongoing_tokens": ongoing, "recent_tokens": recent, "cached_tokens": cached}
+            score = ongoing + weight * recent - alpha * cached
+            scored.append(new(CandidateScore, (view.instance, score, inputs, False, None)))
+        scores = tuple(scored)
         return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, scores)
-
-    def _score(self, view: InstanceView) -> CandidateScore:
-        ongoing = view.pending_prefill_tokens + view.decoding_tokens
-        recent, cached = view.recent_tokens, view.cached_tokens
-        return CandidateScore(
-            view.instance,
-            ongoing + self.recent_weight * recent - self.alpha * cached,
-            {"ongoing_tokens": ongoing, "recent_tokens": recent, "cached_tokens": cached},
-        )

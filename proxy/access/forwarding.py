@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import uuid
+from os import urandom
 
 from proxy.access.keys import Keys
 from proxy.settings import InstanceSettings, Settings
@@ -121,4 +121,4 @@ def request_id_of(headers: dict[bytes, bytes]) -> str:
     given = headers.get(b"x-request-id")
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode("ascii")
-    return f"req-{uuid.uuid4().hex}"
+    return f"req-{urandom(16).hex()}"

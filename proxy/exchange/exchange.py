@@ -197,7 +197,7 @@ class Exchange:
         sent_s = self._sent_s = time.monotonic()
         try:
             async with asyncio.timeout(bound_s):
-                url, headers = decode.url + parsed.endpoint.value, self._upstream_headers(decode)
+                url, headers = decode.url + parsed.endpoint, self._upstream_headers(decode)
                 if query := self._inbound.query:
                     answer = await core.upstream.send("POST", f"{url}?{query}", body, headers)
                 else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from types import MappingProxyType
 
 from policies.row import RequestOutcome, Row
 from proxy.access.forwarding import request_id_of
@@ -19,7 +20,7 @@ from proxy.paths import GENERATION_PATHS, OTHER_METHODS
 from proxy.request.parse import Endpoint, Parsed
 
 _OTHER_METHODS = frozenset(method.encode() for method in OTHER_METHODS)
-_GENERATION = frozenset(GENERATION_PATHS)
+_ENDPOINTS = MappingProxyType({path: Endpoint(path) for path in GENERATION_PATHS})
 
 log = logging.getLogger("warmroute.proxy")
 
@@ -94,10 +95,11 @@ class Generation:
             raise
         row.tenant = visit.tenant.name or None
         try:
-            if inbound.path in _GENERATION:
-                parsed = await self._parsed(inbound, row, allow_priority=visit.allows_priority)
+            endpoint = _ENDPOINTS.get(inbound.path)
+            if endpoint is not None:
+                parsed = await self._parsed(endpoint, inbound, row, allow_priority=visit.allows_priority)
                 await Exchange(core, row, inbound, visit).run(parsed)
-                if parsed.endpoint is not Endpoint.COMPLETIONS:
+                if endpoint is not Endpoint.COMPLETIONS:
                     self._compare_turns(parsed, row)
             else:
                 await ShortExchange(core, row, inbound, allow_priority=visit.allows_priority).run()
@@ -114,12 +116,12 @@ class Generation:
             clip(error.message, 300),
         )
 
-    async def _parsed(self, inbound: Inbound, row: Row, *, allow_priority: bool) -> Parsed:
+    async def _parsed(self, endpoint: Endpoint, inbound: Inbound, row: Row, *, allow_priority: bool) -> Parsed:
         try:
             body, row.normalized = self._core.normalizer.normalized(inbound.path, inbound.headers, inbound.body)
-            parsed = await self._core.router.parse_fairly(Endpoint(inbound.path), body, allow_priority=allow_priority)
+            parsed = await self._core.router.parse_fairly(endpoint, body, allow_priority=allow_priority)
             self._core.check_model(parsed.fields.model)
-            if parsed.endpoint is Endpoint.RESPONSES:
+            if endpoint is Endpoint.RESPONSES:
                 parsed = self._core.responses.continued(parsed, time.monotonic())
         except RequestError:
             row.outcome = RequestOutcome.REJECTED

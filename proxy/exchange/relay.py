@@ -219,7 +219,6 @@ def stream_relay(
     answer: Answer, inbound: Inbound, keep: StreamFilter, timeouts: TimeoutSettings, total_s: float
 ) -> StreamRelay:
     """The relay for a stream and its filter; ``total_s`` bounds the rest of the answer, in seconds."""
-    bounds = (timeouts.idle_s, timeouts.client_stall_s, total_s)
     if isinstance(keep, TypedEvents):
-        return TypedRelay(answer, inbound, keep, *bounds)
-    return StreamRelay(answer, inbound, keep, *bounds)
+        return TypedRelay(answer, inbound, keep, timeouts.idle_s, timeouts.client_stall_s, total_s)
+    return StreamRelay(answer, inbound, keep, timeouts.idle_s, timeouts.client_stall_s, total_s)

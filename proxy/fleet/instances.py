@@ -87,8 +87,6 @@ RECYCLE_PATIENCE_S = 60.0
 
 
 def _resting(instance: Instance) -> bool:
-    if instance.recycle_wanted is None:
-        return False
     return time.monotonic() - instance.recycle_wanted_at_s < RECYCLE_PATIENCE_S
 
 
@@ -195,7 +193,7 @@ class Instances:
         healthy = {name for name, instance in self._by_name.items() if instance.healthy and not instance.draining}
         if model is not None and (lacking := self.served.lacking(model)):
             healthy -= lacking
-        resting = [name for name in healthy if _resting(self._by_name[name])]
+        resting = [name for name, each in self._by_name.items() if each.recycle_wanted is not None and _resting(each)]
         if not resting:
             return healthy
         rested = healthy.difference(resting)
@@ -215,7 +213,7 @@ class Instances:
         """The ``healthy`` instances that may be sent one more request now: an instance on trial accepts only a few."""
         healthy = self.healthy(model)
         most = self._health.trial_requests
-        busy = [name for name in healthy if self._by_name[name].breaker.trials >= most]
+        busy = [name for name, each in self._by_name.items() if each.breaker.trials >= most]
         return healthy.difference(busy) if busy else healthy
 
     def succeeded(self, which: Instance | str, sent_s: float | None = None, *, complete: bool = True) -> None:

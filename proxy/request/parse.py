@@ -172,17 +172,18 @@ def parse_steps(
         fields.model = rules.aliases[fields.model]
         body = yield from with_model(body, fields.model)
     salts = (fields.model, fields.cache_salt or "")
-    if endpoint is Endpoint.CHAT:
+    if endpoint is Endpoint.COMPLETIONS:
+        prompt = yield from _completion_prompt(
+            fields, rules, _Ids(rules.block_tokens, salts, is_base_model(fields.model), rules.seed), chunks
+        )
+    elif endpoint is Endpoint.CHAT:
         prompt = yield from _chat_prompt(fields, rules, salts, may_have_media(body))
     elif isinstance(fields, MessagesBody):
         text = yield from messages_text(fields)
         prompt = yield from _conversation_prompt(text, "messages", fields, rules, salts)
-    elif isinstance(fields, ResponsesBody):
-        prompt = yield from _conversation_prompt(responses_text(fields), "responses", fields, rules, salts)
     else:
-        prompt = yield from _completion_prompt(
-            fields, rules, _Ids(rules.block_tokens, salts, is_base_model(fields.model), rules.seed), chunks
-        )
+        assert isinstance(fields, ResponsesBody)
+        prompt = yield from _conversation_prompt(responses_text(fields), "responses", fields, rules, salts)
     return Parsed(endpoint, body, fields, prompt)
 
 

@@ -19,7 +19,7 @@ from policies.admission.base import AdmissionReason, Admit, Hold
 from policies.admission.gate import LOOK_S, Held
 from policies.registry import parameters
 from policies.row import Row
-from policies.types import RequestView, Role
+from policies.types import RequestView
 from proxy.fleet.instances import Instances
 from proxy.routing.admission import NO_INSTANCES, Admission, Seat
 from proxy.routing.hold_text import held_sentence, offer_sentence
@@ -272,8 +272,7 @@ class HoldingLine:
         return room
 
     def _may_decode(self, model: str | None) -> bool:
-        role = self._router.state.role
-        return any(role(name) is not Role.KV_PRODUCER for name in self._instances.healthy(model))
+        return not self._instances.healthy(model) <= self._router.state.producers
 
 
 def _shown(answer: Admit | Hold, sentence: str) -> dict[str, Any]:

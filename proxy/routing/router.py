@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 from policies.admission.base import Admit, Hold
@@ -25,7 +25,7 @@ from policies.session import Routed, RoutingSession
 from policies.sessions import SessionTable
 from policies.snapshot import FleetSnapshot
 from policies.state import FleetState
-from policies.types import NO_TENANT, Decision, PolicyFailure, RequestView, Role, Tenant
+from policies.types import NO_TENANT, Decision, PolicyFailure, RequestView, Tenant
 from proxy.request.addressed import Addressed, AddressRules, address_steps
 from proxy.request.parse import (
     AT_ONCE_BYTES,
@@ -46,6 +46,7 @@ from proxy.settings.routing import admission_rule
 log = logging.getLogger("warmroute.policy")
 
 _PRIORITY = frozenset({"priority"})
+_NO_PRODUCERS: frozenset[str] = frozenset()
 
 
 class Router:
@@ -268,10 +269,10 @@ class Router:
         )
         return self._rules
 
-    def _by_role(self, available: set[str]) -> tuple[set[str], set[str]]:
+    def _by_role(self, available: Set[str]) -> tuple[Set[str], Set[str]]:
         """Instances that may decode, and those that may only prefill for another."""
-        decoders = {name for name in available if self.state.role(name) is not Role.KV_PRODUCER}
-        return decoders, available - decoders
+        producers = self.state.producers
+        return (available - producers, available & producers) if producers else (available, _NO_PRODUCERS)
 
 
 def _ignore_failure(_: PolicyFailure) -> None:

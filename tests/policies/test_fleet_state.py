@@ -282,7 +282,16 @@ def test_adding_an_instance_again_takes_the_role_and_keeps_its_blocks() -> None:
     state.add_instance("inst-0", Role.KV_PRODUCER)
     seen = view_of(state, request, "inst-0")
     assert (seen.role, seen.cached_tokens) == (Role.KV_PRODUCER, 1_584)
-    assert state.role("inst-0") is Role.KV_PRODUCER
+    assert state.producers == {"inst-0"}
+    state.add_instance("inst-0", Role.NONE)
+    assert not state.producers
+
+
+def test_an_instance_that_was_removed_is_no_producer() -> None:
+    state = state_of(1)
+    state.add_instance("inst-0", Role.KV_PRODUCER)
+    state.remove_instance("inst-0")
+    assert not state.producers
 
 
 @pytest.mark.parametrize("session_id", [None, "s"])
