@@ -141,8 +141,9 @@ class SessionAccounts:
             if account.since_s > oldest_s:
                 return
             self._forget(name, account)
-            account.expired = True
-            self._followed(0.0)
+            if not account.expired:  # else it was counted before a longer time to keep brought it back
+                account.expired = True
+                self._followed(0.0)
 
     def _forget(self, name: str, account: _Account) -> None:
         """A kept session is only remembered from now on."""

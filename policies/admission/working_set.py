@@ -18,7 +18,7 @@ class WorkingSet:
       less ``spare_contexts`` contexts of average size per instance, since a pool holds whole contexts only. Kept
       contexts count up to ``kept_share`` of the pools, times the share of turns that another one follows: those of
       agents that return are protected, those of chats that do not take no room.
-    - *Busy*: more than ``least_prefilling`` requests per instance wait for their first token. Below that engines would
+    - *Busy*: at least ``least_prefilling`` requests per instance wait for their first token. Below that engines would
       idle, and time that nobody uses is worth less than an eviction.
     - *It hurts*: the contexts in flight and this prompt exceed the room by themselves, so it would wait in an engine's
       queue, where cached contexts are evicted before their turn; or recomputing evicted prefixes took more than

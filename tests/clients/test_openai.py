@@ -105,12 +105,16 @@ async def test_refused_features(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_responses(client: openai.AsyncOpenAI) -> None:
-    told = "be brief " * 2_000  # so long that its cached prefix outweighs any difference in load
-    answer = await client.responses.create(model=MODEL, instructions=told, input="hi", max_output_tokens=6, store=False)
+    instructions = "be brief " * 2_000  # so long that its cached prefix outweighs any difference in load
+    answer = await client.responses.create(
+        model=MODEL, instructions=instructions, input="hi", max_output_tokens=6, store=False
+    )
     assert len(answer.output_text) == 24
     assert answer.usage is not None
     assert answer.usage.output_tokens == 6
-    again = await client.responses.create(model=MODEL, instructions=told, input="hi", max_output_tokens=6, store=False)
+    again = await client.responses.create(
+        model=MODEL, instructions=instructions, input="hi", max_output_tokens=6, store=False
+    )
     assert again.usage is not None
     assert again.usage.input_tokens_details.cached_tokens > 0
     assert again.output_text == answer.output_text

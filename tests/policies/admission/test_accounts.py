@@ -53,6 +53,22 @@ def test_another_time_to_keep_applies_to_idle_sessions_too() -> None:
     assert accounts.kept_tokens == 0
 
 
+def test_another_time_to_keep_counts_no_session_twice() -> None:
+    accounts = SessionAccounts(keep_s=10.0)
+    for number in range(100):
+        accounts.begin(str(number), 100, 0.0)
+        accounts.end(str(number), 0.0)
+    accounts.expire(50.0)
+    share = accounts.return_share
+    assert share < 0.1
+    for keep_s in (100.0, 10.0, 10.0, 20.0):
+        accounts.set_keep(keep_s, 50.0)
+    assert accounts.return_share == share
+    accounts.set_keep(100.0, 50.0)
+    accounts.begin("7", 100, 51.0)  # had not returned in time when it was counted
+    assert accounts.return_share == share
+
+
 def test_a_request_that_ends_twice_or_never_began_changes_nothing() -> None:
     accounts = SessionAccounts()
     accounts.end("a", 1.0)
