@@ -5,8 +5,8 @@ from __future__ import annotations
 BUCKETS = 32
 ENOUGH = 0.95
 """Share of the returns that come while the session is kept."""
-RETURNS_PER_LOOK = 8
-"""Returns after which a conclusion is drawn, each time."""
+LEAST_RETURNS = 8
+"""Returns before which nothing is concluded."""
 _LARGEST = 1e9
 """Weight of the newest return at which all weights are scaled down."""
 
@@ -24,7 +24,7 @@ class ReturnGaps:
         self._returns = 0
 
     def add(self, gap_s: float, memory: int) -> None:
-        """A session has returned after ``gap_s``; each return counts 1 / ``memory`` less than the next. O(1)."""
+        """A session has returned after ``gap_s``; each return counts 1 / ``memory`` less than the next. O(BUCKETS)."""
         if not 0.0 <= gap_s < self.longest_s:
             return
         self._weight *= 1.0 + 1.0 / memory
@@ -33,7 +33,7 @@ class ReturnGaps:
             self._weight = 1.0
         self._buckets[int(gap_s / self.longest_s * BUCKETS)] += self._weight
         self._returns += 1
-        if not self._returns % RETURNS_PER_LOOK:
+        if self._returns >= LEAST_RETURNS:
             self._look()
 
     def _look(self) -> None:

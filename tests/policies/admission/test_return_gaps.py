@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from policies.admission.return_gaps import BUCKETS, RETURNS_PER_LOOK, ReturnGaps
+from policies.admission.return_gaps import BUCKETS, LEAST_RETURNS, ReturnGaps
 
 
 def test_the_longest_time_holds_until_enough_have_returned() -> None:
     gaps = ReturnGaps(32.0)
-    for _ in range(RETURNS_PER_LOOK - 1):
+    for _ in range(LEAST_RETURNS - 1):
         gaps.add(1.5, 25)
     assert gaps.keep_s == 32.0
     gaps.add(1.5, 25)
