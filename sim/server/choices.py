@@ -44,8 +44,11 @@ async def stream_choices(shape: AnswerBuilder, deliveries: Sequence[Delivery], s
                     events += shape.failure(error)
                     await send({"type": "http.response.body", "body": events})
                     return True
-                events += shape.event(delivery.sent - task.result(), delivery.sent, delivery.finish_reason, index)
-                if not delivery.ended:
+                # More tokens may have arrived since the task ended; the last event is the one that leaves none behind.
+                ended = delivery.ended and not delivery.pending
+                reason = delivery.finish_reason if ended else None
+                events += shape.event(delivery.sent - task.result(), delivery.sent, reason, index)
+                if not ended:
                     waiting[asyncio.create_task(delivery.tokens())] = index
             if not waiting:
                 events += shape.ending_of(deliveries)
