@@ -36,6 +36,9 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="PEM file with the certificate's private key.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text, or json: one object per line.")] = None,
+    access_log: Annotated[
+        str | None, typer.Option(help="File for one JSON line per request; `-`: standard output.")
+    ] = None,
 ) -> None:
     """Serve the OpenAI API in front of a fleet of engines.
 
@@ -58,6 +61,7 @@ def serve(
         "port": port,
         "log_level": log_level,
         "log_format": log_format,
+        "logs": _given(access=access_log),
         "admin": _given(host=admin_host, port=admin_port),
         "tls": _given(certificate=tls_certificate, key=tls_key),
         "policy": {"name": policy} if policy else None,

@@ -37,12 +37,13 @@ class HealthMonitor:
 
     async def run(self) -> None:
         """Probe until cancelled."""
+        core = self._core
         while True:
             await self.probe_all()
-            self._core.breakdown.flush()
-            for limited in (self._core.rejections, self._core.clients.refusals, self._core.access.refusals):
+            core.breakdown.flush()
+            for limited in (core.rejections, core.failures, core.clients.refusals, core.access.refusals):
                 limited.flush()
-            await asyncio.sleep(self._core.settings.health.interval_s)
+            await asyncio.sleep(core.settings.health.interval_s)
 
     async def probe_all(self) -> None:
         """Probe every instance once, concurrently."""

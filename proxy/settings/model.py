@@ -31,7 +31,7 @@ from proxy.settings.routing import AdmissionSettings, ClassSettings, OffloadSett
 from proxy.settings.secrets import checked_secret, secret_from
 from proxy.settings.section import Seconds, SettingsError
 from proxy.settings.security import AdminSettings, FairnessSettings, KeySettings, TlsSettings, checked_forward_headers
-from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
+from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
 
 
@@ -72,6 +72,7 @@ class Settings(BaseSettings):
     cors: CorsSettings = Field(default_factory=CorsSettings)
     resume: ResumeSettings = Field(default_factory=ResumeSettings)
     breakdown: BreakdownSettings = Field(default_factory=BreakdownSettings)
+    logs: LogSettings = Field(default_factory=LogSettings)
     keys: KeySettings = Field(default_factory=KeySettings)
     fairness: FairnessSettings = Field(default_factory=FairnessSettings)
     admin: AdminSettings = Field(default_factory=AdminSettings)
