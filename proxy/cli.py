@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,10 +40,14 @@ def serve(
     access_log: Annotated[
         str | None, typer.Option(help="File for one JSON line per request; `-`: standard output.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the settings, probe every engine once, print a table, and exit.")
+    ] = False,
 ) -> None:
     """Serve the OpenAI API in front of a fleet of engines.
 
-    Settings come from --config, then WARMROUTE_ environment variables, then these flags; the later wins.
+    Settings come from --config, then WARMROUTE_ environment variables, then these flags; the later wins. With --check
+    nothing is served: the exit status is 0 if every engine can be used, 1 if not, 2 for invalid settings.
     """
     from proxy.clients.uvicorn_check import UnsupportedUvicornError, check_uvicorn
 
@@ -54,6 +59,9 @@ def serve(
 
     from proxy.server import run
     from proxy.settings import SettingsError, load_settings
+    from proxy.start.address import ListenError
+    from proxy.start.check import check_fleet
+    from proxy.start.environment import service_link
     from proxy.tokens.encoder import TokenizerError
 
     overrides: dict[str, Any] = {
@@ -72,12 +80,15 @@ def serve(
     given = {key: value for key, value in overrides.items() if value is not None}
     load = partial(load_settings, config, **given)
     try:
+        if port is None and (link := service_link(os.environ)):
+            raise SettingsError(link)
         settings = load()
-    except SettingsError as error:
+        if check:
+            raise typer.Exit(0 if check_fleet(settings) else 1)
+        run(settings, load)
+    except (SettingsError, ListenError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from error
-    try:
-        run(settings, load)
     except TokenizerError as error:
         typer.secho(f"tokenizer: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
