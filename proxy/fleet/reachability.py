@@ -83,7 +83,7 @@ def status_diagnosis(path: str, status: int, url: str) -> str:
 
 
 def outage(instances: Instances) -> str | None:
-    """Why no instance can be sent requests, each with its reason; None if one can."""
+    """Reasons for which no instance can be sent requests, in one sentence; None if one can."""
     if instances.healthy():
         return None
     reasons = [f"{each.name}: {clip(_reason(each), _LONGEST)}" for each in instances]

@@ -8,7 +8,7 @@ from policies.row import Row
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instances
 from proxy.metrics.instances import Readings, instance_families
-from proxy.metrics.latencies import Latencies
+from proxy.metrics.latencies import LatencyHistograms
 from proxy.metrics.predictions import PredictionErrors
 from proxy.metrics.tallies import Spread, Tally
 from proxy.metrics.tenants import TenantTallies
@@ -95,7 +95,7 @@ class Metrics:
             "Sum of |predicted - actual| seconds of legs",
             ["leg"],
         )
-        self._latencies = Latencies(self.registry)
+        self._latencies = LatencyHistograms(self.registry)
         self.tenants = TenantTallies(self.registry)
         self._readings = Readings()
         self.registry.register(self._readings)

@@ -22,8 +22,8 @@ _CHAT = ("chat",)
 """``gen_ai.operation.name`` of every other generation endpoint."""
 
 
-class Latencies:
-    """Latencies of routed requests. Times to the first and per output token are those of complete streams."""
+class LatencyHistograms:
+    """LatencyHistograms of routed requests. Times to the first and per output token are those of complete streams."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._instance_first = Spread(

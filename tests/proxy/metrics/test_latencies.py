@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from policies.row import RequestOutcome, Row
 from policies.types import RequestClass
-from proxy.metrics.latencies import Latencies
+from proxy.metrics.latencies import LatencyHistograms
 from tests.proxy.conftest import StartProxy
 
 BODY = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 4}
@@ -24,7 +24,7 @@ def finished(endpoint: str = "/v1/completions", **fields: object) -> Row:
 def sums(*rows: Row, forgotten: str | None = None) -> dict[str, float]:
     """Sum of every series after these requests on instance ``a``."""
     registry = CollectorRegistry()
-    latencies = Latencies(registry)
+    latencies = LatencyHistograms(registry)
     for row in rows:
         latencies.record(row, "a", RequestClass.WARM)
     if forgotten is not None:
