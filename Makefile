@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ENGINES := .venv-engines
 CLIENTS ?= litellm langchain aiperf guidellm node
 READY := $(VENV)/.ready
-SRC := warmroute.py warmroute_names.py policies proxy launch replayer sim bench tests
+SRC := warmroute.py warmroute_man.py warmroute_names.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference lock clean

@@ -11,6 +11,7 @@ from proxy.access.forwarding import Forwarding
 from proxy.access.keys import Keys
 from proxy.access.rules import Access
 from proxy.access.tenants import Tenants
+from proxy.access_log import AccessLog
 from proxy.breakdown import Breakdown
 from proxy.clients.bounds import ClientBounds
 from proxy.clients.cors import Cors
@@ -28,6 +29,7 @@ from proxy.handoff.leaks import LeakWatch
 from proxy.handoff.legs import HandOff
 from proxy.logs import LimitedLog
 from proxy.loop_lag import LoopLag
+from proxy.metrics.access_log import AccessLogMetrics
 from proxy.metrics.admission import AdmissionMetrics
 from proxy.metrics.cache_killers import CacheKillerMetrics
 from proxy.metrics.exporter import Metrics
@@ -68,6 +70,8 @@ class Core:
         self.access = Access(settings, self.keys)
         self.rejections = LimitedLog(logging.getLogger("warmroute.proxy"))
         """Log of rejected generation requests; others are in ``access.refusals``."""
+        self.failures = LimitedLog(logging.getLogger("warmroute.proxy"))
+        """Log of generation requests that failed in serving."""
         self.port: int | None = None
         """Port of the main listener, once it listens."""
         self.admin_port: int | None = None
@@ -86,6 +90,8 @@ class Core:
             rejected_capacity=rows.rejected_capacity,
             rejected_to_file=rows.rejected_to_jsonl,
         )
+        self.access_log = AccessLog(settings.logs.access, settings.logs.access_buffer)
+        AccessLogMetrics(self.metrics.registry, self.access_log)
         self.session_sources = SessionSources(settings.sessions)
         self.prefix_chains = PrefixChains(settings.sessions.prefix_bound)
         self.normalizer = Normalizer(settings.normalize)
@@ -116,6 +122,7 @@ class Core:
     def open(self) -> None:
         """Open the connections; needs a running event loop."""
         self.lag.open()
+        self.access_log.open()
         resolver = Resolver()
         self.upstream = EngineClient(self.settings.timeouts.connect_s, resolver)
         self.control = Control(self.settings.health.timeout_s, resolver)
@@ -138,6 +145,7 @@ class Core:
             finally:
                 self.tokens.close()
                 self.breakdown.close()
+                self.access_log.close()
 
     def identify(self, headers: dict[bytes, bytes], parsed: Parsed, *, keep: bool = True) -> SessionIdentity:
         """The session of a request: named by it, else recognised by its prompt; ``keep``: it is the next turn."""

@@ -14,6 +14,7 @@ from proxy.core import Core
 from proxy.engines.shortage import own_shortage
 from proxy.fleet.instances import Instance
 from proxy.fleet.model_lists import AnotherServerError
+from proxy.fleet.reachability import diagnosis
 from proxy.handoff.legs import query_engine_id
 
 log = logging.getLogger("warmroute.health")
@@ -36,12 +37,13 @@ class HealthMonitor:
 
     async def run(self) -> None:
         """Probe until cancelled."""
+        core = self._core
         while True:
             await self.probe_all()
-            self._core.breakdown.flush()
-            for limited in (self._core.rejections, self._core.clients.refusals, self._core.access.refusals):
+            core.breakdown.flush()
+            for limited in (core.rejections, core.failures, core.clients.refusals, core.access.refusals):
                 limited.flush()
-            await asyncio.sleep(self._core.settings.health.interval_s)
+            await asyncio.sleep(core.settings.health.interval_s)
 
     async def probe_all(self) -> None:
         """Probe every instance once, concurrently."""
@@ -51,18 +53,22 @@ class HealthMonitor:
 
     async def probe(self, instance: Instance) -> None:
         """Probe one instance now. Results for an instance that has left the fleet are dropped."""
+        timeout_s = self._core.settings.health.timeout_s
+        url, whose = instance.url, ""
         try:
-            async with asyncio.timeout(self._core.settings.health.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 (await self._get(instance, "/health")).raise_for_status()
                 await self._read_metrics(instance)
                 await self._core.model_lists.read(instance)
-                await self._read_identity(instance)
+                if instance.settings.bootstrap_url is not None:
+                    url, whose = instance.settings.bootstrap_url, "its bootstrap server: "
+                    await self._read_identity(instance, url)
         except Exception as error:
             # An invalid answer of one engine must not stop the probing of the others.
             expected = isinstance(error, httpx.HTTPError | TimeoutError | AnotherServerError)
             log.debug("probe of %s failed", instance.name, exc_info=not expected)
             late = isinstance(error, TimeoutError | httpx.TimeoutException)
-            if late and self._core.lag.explains(self._core.settings.health.timeout_s):
+            if late and self._core.lag.explains(timeout_s):
                 log.warning(
                     "a probe of %s took too long because this process lacks CPU; its result is ignored", instance.name
                 )
@@ -72,10 +78,10 @@ class HealthMonitor:
                 log.warning("a probe of %s was not sent: this proxy is out of sockets: %s", instance.name, shortage)
                 return
             gone = isinstance(error, httpx.ConnectError | AnotherServerError)
-            failure = clip(f"probe: {error!r}")
-            if isinstance(error, AnotherServerError) and instance.last_error != failure:
-                log.warning("%s is not used: %s", instance.name, error)  # one that was never up does not go down
-            self._core.instances.probe_failed(instance, failure, refused=gone)
+            failure = clip(whose + diagnosis(error, url, timeout_s))
+            if not instance.up and instance.diagnosis != failure:  # one that is up goes down with a warning
+                log.warning("%s is not used: %s", instance.name, failure)
+            self._core.instances.probe_failed(instance, f"probe: {failure}", refused=gone)
         else:
             self._core.instances.probed(instance)
 
@@ -135,10 +141,7 @@ class HealthMonitor:
             )
         router.state.set_capacity(instance.name, instance.kv_capacity_tokens, router.block_tokens)
 
-    async def _read_identity(self, instance: Instance) -> None:
-        url = instance.settings.bootstrap_url
-        if url is None:
-            return
+    async def _read_identity(self, instance: Instance, url: str) -> None:
         engine_id = await query_engine_id(self._core.control, url, self._core.settings.offload.query_timeout_s)
         if not self._core.instances.contains(instance):
             return

@@ -23,7 +23,7 @@ from proxy.settings.security import (
     KeySettings,
     TlsSettings,
 )
-from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
+from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "KeySettings",
     "LedgerSettings",
     "LimitSettings",
+    "LogSettings",
     "ModelNameSettings",
     "NormalizeSettings",
     "OffloadSettings",

@@ -97,6 +97,17 @@ class LimitSettings(Section):
     )
 
 
+class LogSettings(Section):
+    """Log of requests, apart from the log of the process (``log_level``, ``log_format``)."""
+
+    access: str | None = Field(
+        default=None, min_length=1, description="file to append one JSON line per request to; -: standard output"
+    )
+    access_buffer: int = Field(
+        default=10_000, ge=1, description="requests that may wait to be written; those above are dropped and counted"
+    )
+
+
 class BreakdownSettings(Section):
     """Per-request records."""
 
