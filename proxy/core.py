@@ -85,6 +85,8 @@ class Core:
             rows.jsonl_path,
             rejected_capacity=rows.rejected_capacity,
             rejected_to_file=rows.rejected_to_jsonl,
+            jsonl_max_bytes=rows.jsonl_max_bytes,
+            jsonl_files=rows.jsonl_files,
         )
         self.session_sources = SessionSources(settings.sessions)
         self.prefix_chains = PrefixChains(settings.sessions.prefix_bound)
@@ -116,6 +118,7 @@ class Core:
     def open(self) -> None:
         """Open the connections; needs a running event loop."""
         self.lag.open()
+        self.breakdown.open()
         resolver = Resolver()
         self.upstream = EngineClient(self.settings.timeouts.connect_s, resolver)
         self.control = Control(self.settings.health.timeout_s, resolver)

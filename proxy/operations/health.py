@@ -38,7 +38,6 @@ class HealthMonitor:
         """Probe until cancelled."""
         while True:
             await self.probe_all()
-            self._core.breakdown.flush()
             for limited in (self._core.rejections, self._core.clients.refusals, self._core.access.refusals):
                 limited.flush()
             await asyncio.sleep(self._core.settings.health.interval_s)
