@@ -20,7 +20,7 @@ from warmroute_names import RenamedGroup
 __version__ = "0.1.0"
 
 PANELS: Mapping[str, tuple[str, ...]] = {
-    "Serve": ("serve", "settings", "key"),
+    "Serve": ("serve", "settings", "key", "top", "explain"),
     "Fleet": ("up", "down", "status", "doctor", "telemetry"),
     "Measure": ("demo", "replay", "simulate", "experiment", "trace", "sim"),
     "Analyse": ("summary", "compare", "report", "analyse"),

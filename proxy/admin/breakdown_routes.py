@@ -147,7 +147,11 @@ def _number(last_event_id: str | None) -> int | None:
 
 def _body(page: RowPage, started_unix_s: float) -> bytes:
     """The page as one JSON object. Its rows are JSON already."""
-    rest = {"next": {"before": page.before, "after": page.after}, "proxy_started_unix_s": started_unix_s}
+    rest = {
+        "next": {"before": page.before, "after": page.after},
+        "proxy_started_unix_s": started_unix_s,
+        "unix_s": round(time.time(), 3),
+    }
     return b'{"rows":[%b],%b' % (b",".join(line for _, line in page.rows), msgspec.json.encode(rest)[1:])
 
 
