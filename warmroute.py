@@ -21,7 +21,7 @@ from warmroute_names import RenamedGroup, suggestion
 __version__ = "0.1.0"
 
 PANELS: Mapping[str, tuple[str, ...]] = {
-    "Serve": ("serve", "settings", "key", "man"),
+    "Serve": ("serve", "settings", "key", "top", "explain", "man"),
     "Fleet": ("up", "down", "status", "doctor", "telemetry"),
     "Measure": ("demo", "replay", "simulate", "experiment", "trace", "sim"),
     "Analyse": ("summary", "compare", "report", "analyse"),

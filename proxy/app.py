@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from proxy.access.guard import Guard
 from proxy.access.rules import Listener, Side, side_of
 from proxy.admin.admission_routes import admission_routes
+from proxy.admin.breakdown_routes import breakdown_routes
 from proxy.admin.client_routes import client_methods, client_routes, unsupported
 from proxy.admin.client_side import ClientSide
 from proxy.admin.fleet_routes import fleet_routes
@@ -77,6 +78,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
                     yield
             finally:
                 core.draining = True
+                core.breakdown.end_subscriptions()
                 for task in tasks:
                     task.cancel()
                 for task in tasks:
@@ -93,6 +95,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
 
     app = FastAPI(title="warmroute", lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.include_router(admin_routes(core, operations.fleet))
+    app.include_router(breakdown_routes(core))
     app.include_router(client_routes(core))
     app.include_router(admission_routes(core))
     app.include_router(session_routes(core))

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from proxy.access.key_cli import key_app
+from proxy.console.explain import explain
+from proxy.console.top import top
 
 
 def serve(
@@ -125,4 +127,6 @@ def register(app: typer.Typer) -> None:
     """Add this package's commands to the root application."""
     app.command()(serve)
     app.command()(settings)
+    app.command()(top)
+    app.command()(explain)
     app.add_typer(key_app, name="key")

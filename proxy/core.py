@@ -89,6 +89,8 @@ class Core:
             rows.jsonl_path,
             rejected_capacity=rows.rejected_capacity,
             rejected_to_file=rows.rejected_to_jsonl,
+            jsonl_max_bytes=rows.jsonl_max_bytes,
+            jsonl_files=rows.jsonl_files,
         )
         self.access_log = AccessLog(settings.logs.access, settings.logs.access_buffer)
         AccessLogMetrics(self.metrics.registry, self.access_log)
@@ -123,6 +125,7 @@ class Core:
         """Open the connections; needs a running event loop."""
         self.lag.open()
         self.access_log.open()
+        self.breakdown.open()
         resolver = Resolver()
         self.upstream = EngineClient(self.settings.timeouts.connect_s, resolver)
         self.control = Control(self.settings.health.timeout_s, resolver)

@@ -91,11 +91,13 @@ def _plug_ins(core: Core) -> Condition:
 
 
 def _records(core: Core) -> Condition:
-    if core.breakdown.file_error is None:
-        return Condition("records", True, "rows are recorded")
+    breakdown = core.breakdown
+    lost = f"; {breakdown.file_dropped} rows were not written since the start" if breakdown.file_dropped else ""
+    if breakdown.file_error is None:
+        return Condition("records", True, f"rows are recorded{lost}")
     return Condition(
         "records",
         False,
-        "writing the breakdown file failed; rows are kept in memory only",
-        "make room where breakdown.jsonl_path is, then restart",
+        f"writing the breakdown file failed; rows are kept in memory{lost}",
+        "make room where breakdown.jsonl_path is; writing is tried again every 2 s, and the log has the error",
     )

@@ -40,7 +40,6 @@ class HealthMonitor:
         core = self._core
         while True:
             await self.probe_all()
-            core.breakdown.flush()
             for limited in (core.rejections, core.failures, core.clients.refusals, core.access.refusals):
                 limited.flush()
             await asyncio.sleep(core.settings.health.interval_s)
