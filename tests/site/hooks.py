@@ -49,7 +49,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     docs = Path(config.docs_dir)
     parts = _FENCE.split(markdown)
     folder = (docs / page.file.src_uri).parent
-    return "".join(part if number % 2 else without_links_outside(part, folder, docs) for number, part in enumerate(parts))
+    return "".join(
+        part if number % 2 else without_links_outside(part, folder, docs) for number, part in enumerate(parts)
+    )
 
 
 def without_links_outside(text: str, folder: Path, docs: Path) -> str:
