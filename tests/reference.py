@@ -12,7 +12,7 @@ from launch.fleet import reference as fleet_file
 from proxy.settings import reference as settings
 from tests.chaos.rig import matrix_table
 from tests.command_line import reference as command_line
-from tests.policies import reference as policies
+from tests.policies.pages import reference as policies
 from tests.proxy.metrics import reference as metrics
 from tests.replayer.report import options_reference as report_options
 

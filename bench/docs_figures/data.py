@@ -73,7 +73,7 @@ EVERY_S = 5.0
 """Interval of the points of the simulated figure."""
 
 
-class Load(NamedTuple):
+class SimulatedLoad(NamedTuple):
     """One simulated run under an admission rule."""
 
     rule: str
@@ -116,18 +116,18 @@ def prefill_times() -> list[tuple[int, float]]:
     return [(tokens, model.predict(tokens).seconds) for tokens in range(500, 40_001, 500)]
 
 
-def loads() -> list[Load]:
+def loads() -> list[SimulatedLoad]:
     """The simulated fleet without holding, and with the default rule."""
     return [_load(NeverHold()), _load(WorkingSet())]
 
 
-def _load(rule: AdmissionRule) -> Load:
+def _load(rule: AdmissionRule) -> SimulatedLoad:
     records = simulate(synthetic_trace(TRACE), FLEET, Warm(), admission=rule).run.records
     end_s = max(record.finished_s or 0.0 for record in records)
     at_s = [step * EVERY_S for step in range(int(end_s // EVERY_S) + 1)]
     e2e_s = [record.e2e_scheduled_s for record in records if record.e2e_scheduled_s is not None]
     prompt = sum(record.prompt_tokens or 0 for record in records)
-    return Load(
+    return SimulatedLoad(
         rule.name,
         at_s,
         [_context_tokens(records, now_s) for now_s in at_s],

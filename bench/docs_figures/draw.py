@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from bench.docs_figures.data import EXAMPLE, PARTS, POOL_TOKENS, PROMPT_TOKENS, Load
+from bench.docs_figures.data import EXAMPLE, PARTS, POOL_TOKENS, PROMPT_TOKENS, SimulatedLoad
 from policies.classes import ClassThresholds
 from replayer.report.figures.style import COLOURS, style
 
@@ -70,7 +70,7 @@ def _top(axes: Any) -> Any:
     return axes.get_xaxis_transform()
 
 
-def working_set(loads: Sequence[Load], pool_tokens: int) -> str:
+def working_set(loads: Sequence[SimulatedLoad], pool_tokens: int) -> str:
     """Contexts at the engines against the KV pools, and held requests, over the time of simulated runs."""
     with style():
         figure = Figure(figsize=(7.2, 4.2))

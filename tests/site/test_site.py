@@ -21,7 +21,7 @@ LOADED = re.compile(
     r"""|<link\b(?=[^>]*\brel=["']?(?:stylesheet|preconnect|icon|preload))[^>]*\bhref=["']?(?:https?:)?//[^>]*>"""
     r"""|(?:@import\s+|url\()["']?(?:https?:)?//[^)]*"""
 )
-"""What a browser fetches from another host by itself."""
+"""Parts of a page that a browser fetches from another host by itself."""
 
 
 def build(target: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:

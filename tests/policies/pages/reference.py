@@ -19,7 +19,7 @@ from policies.routing.base import RoutingPolicy
 from policies.snapshot import FleetSnapshot
 from policies.types import RequestClass, RequestView, Role
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 INTRODUCTION = """# Reference: policies, planners and admission rules
 
 Generated from the docstrings by `make reference`. Terms, tie-breaks and reasons: [policies](../policies.md); when

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policies.registry import BUILT_IN
-from tests.policies.reference import complexity, inputs, markdown, reference
+from tests.policies.pages.reference import complexity, inputs, markdown, reference
 
 CLASSES = {f"{group}/{name}": each for group, built_in in BUILT_IN.items() for name, each in built_in.items()}
 
