@@ -38,6 +38,7 @@ class Generation:
 
     def opened(self, inbound: Inbound) -> Row:
         row = Row(request_id_of(inbound.headers), inbound.path, inbound.arrived_unix_s)
+        row.trace = self._core.tracing.begin(inbound.headers, inbound.arrived_s)
         return self._core.breakdown.open_row(row)
 
     def admit(self, inbound: Inbound) -> None:
@@ -98,6 +99,8 @@ class Generation:
             endpoint = _ENDPOINTS.get(inbound.path)
             if endpoint is not None:
                 parsed = await self._parsed(endpoint, inbound, row, allow_priority=visit.allows_priority)
+                if row.trace is not None:
+                    row.trace.named(parsed.fields.model)
                 await Exchange(core, row, inbound, visit).run(parsed)
                 if endpoint is not Endpoint.COMPLETIONS:
                     self._compare_turns(parsed, row)
@@ -145,6 +148,8 @@ class Generation:
     def _close_row(self, row: Row) -> None:
         self._core.breakdown.close_row(row)
         self._core.metrics.record(row)
+        if row.trace is not None:
+            self._core.tracing.finished(row, time.perf_counter())
 
 
 def _send_error(inbound: Inbound, error: RequestError, row: Row) -> None:
