@@ -32,6 +32,7 @@ from proxy.metrics.admission import AdmissionMetrics
 from proxy.metrics.cache_killers import CacheKillerMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
+from proxy.metrics.loop import LoopMetrics
 from proxy.metrics.tenants import TenantMetrics
 from proxy.metrics.traces import TraceMetrics
 from proxy.paths import OtherPaths
@@ -113,6 +114,7 @@ class Core:
         self.tracing = tracing_of(settings.tracing)
         TraceMetrics(self.metrics.registry, self.tracing)
         self.lag = LoopLag()
+        LoopMetrics(self.metrics.registry, self.lag)
         self.draining = False
         self.ends_s: float | None = None
         """End of the grace period of running requests, on the event loop's clock; set when the proxy shuts down."""
