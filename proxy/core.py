@@ -34,7 +34,9 @@ from proxy.metrics.admission import AdmissionMetrics
 from proxy.metrics.cache_killers import CacheKillerMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
+from proxy.metrics.loop import LoopMetrics
 from proxy.metrics.tenants import TenantMetrics
+from proxy.metrics.traces import TraceMetrics
 from proxy.paths import OtherPaths
 from proxy.request.parse import Endpoint, Parsed
 from proxy.resolver import Resolver
@@ -51,6 +53,7 @@ from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
 from proxy.sessions.turn_texts import chat_turn
 from proxy.settings import Settings
 from proxy.tokens.service import Tokens
+from proxy.tracing.tracing import tracing_of
 
 _SHOWN_CHARACTERS = 100
 _SHOWN_MODELS = 20
@@ -116,7 +119,10 @@ class Core:
         CacheKillerMetrics(self.metrics.registry, self.cache_killers)
         AdmissionMetrics(self.metrics.registry, self.router.state.accounts, self.holding)
         TenantMetrics(self.metrics.registry, self.metrics.tenants, shares, self.keys)
+        self.tracing = tracing_of(settings.tracing)
+        TraceMetrics(self.metrics.registry, self.tracing)
         self.lag = LoopLag()
+        LoopMetrics(self.metrics.registry, self.lag)
         self.draining = False
         self.ends_s: float | None = None
         """End of the grace period of running requests, on the event loop's clock; set when the proxy shuts down."""
@@ -129,6 +135,7 @@ class Core:
         resolver = Resolver()
         self.upstream = EngineClient(self.settings.timeouts.connect_s, resolver)
         self.control = Control(self.settings.health.timeout_s, resolver)
+        self.tracing.open()
         self.handoff = HandOff(self.settings.offload, self.upstream, self.control, self.forwarding)
 
     async def close(self) -> None:
@@ -146,9 +153,12 @@ class Core:
             try:
                 await self.control.aclose()
             finally:
-                self.tokens.close()
-                self.breakdown.close()
-                self.access_log.close()
+                try:
+                    await self.tracing.close()
+                finally:
+                    self.tokens.close()
+                    self.breakdown.close()
+                    self.access_log.close()
 
     def identify(self, headers: dict[bytes, bytes], parsed: Parsed, *, keep: bool = True) -> SessionIdentity:
         """The session of a request: named by it, else recognised by its prompt; ``keep``: it is the next turn."""

@@ -38,6 +38,7 @@ class Generation:
 
     def opened(self, inbound: Inbound) -> Row:
         row = Row(request_id_of(inbound.headers), inbound.path, inbound.arrived_unix_s)
+        row.trace = self._core.tracing.begin(inbound.headers, inbound.arrived_s)
         return self._core.breakdown.open_row(row)
 
     def admit(self, inbound: Inbound) -> None:
@@ -98,6 +99,8 @@ class Generation:
             endpoint = _ENDPOINTS.get(inbound.path)
             if endpoint is not None:
                 parsed = await self._parsed(endpoint, inbound, row, allow_priority=visit.allows_priority)
+                if row.trace is not None:
+                    row.trace.named(parsed.fields.model)
                 await Exchange(core, row, inbound, visit).run(parsed)
                 if endpoint is not Endpoint.COMPLETIONS:
                     self._compare_turns(parsed, row)
@@ -153,6 +156,8 @@ class Generation:
         self._core.breakdown.close_row(row)
         self._core.metrics.record(row)
         self._core.access_log.record(row)
+        if row.trace is not None:
+            self._core.tracing.finished(row, time.perf_counter())
         if row.status >= 500 or row.outcome is RequestOutcome.STREAM_BROKEN:
             self._log_failed(row)
         elif log.isEnabledFor(logging.DEBUG):

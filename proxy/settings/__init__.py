@@ -25,6 +25,7 @@ from proxy.settings.security import (
 )
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
+from proxy.settings.tracing import TracingSettings
 
 __all__ = [
     "AdminKey",
@@ -62,5 +63,6 @@ __all__ = [
     "TimeoutSettings",
     "TlsSettings",
     "TokenizerSettings",
+    "TracingSettings",
     "load_settings",
 ]
