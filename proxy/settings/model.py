@@ -18,6 +18,7 @@ from pydantic_settings import (
 from proxy.settings.fields import FieldSettings
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
 from proxy.settings.instance import InstanceSettings
+from proxy.settings.meters import MeterSettings
 from proxy.settings.prediction import (
     EventSettings,
     IndexSettings,
@@ -72,6 +73,7 @@ class Settings(BaseSettings):
     cors: CorsSettings = Field(default_factory=CorsSettings)
     resume: ResumeSettings = Field(default_factory=ResumeSettings)
     breakdown: BreakdownSettings = Field(default_factory=BreakdownSettings)
+    meters: MeterSettings = Field(default_factory=MeterSettings)
     keys: KeySettings = Field(default_factory=KeySettings)
     fairness: FairnessSettings = Field(default_factory=FairnessSettings)
     admin: AdminSettings = Field(default_factory=AdminSettings)
