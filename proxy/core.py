@@ -29,12 +29,14 @@ from proxy.handoff.leaks import LeakWatch
 from proxy.handoff.legs import HandOff
 from proxy.logs import LimitedLog
 from proxy.loop_lag import LoopLag
+from proxy.meters.meters import Meters
 from proxy.metrics.access_log import AccessLogMetrics
 from proxy.metrics.admission import AdmissionMetrics
 from proxy.metrics.cache_killers import CacheKillerMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
 from proxy.metrics.loop import LoopMetrics
+from proxy.metrics.meters import MeterMetrics
 from proxy.metrics.tenants import TenantMetrics
 from proxy.metrics.traces import TraceMetrics
 from proxy.paths import OtherPaths
@@ -86,6 +88,7 @@ class Core:
         self.events = EventSubscriber(settings.instances, settings.events, self.router.state.predictor.exact)
         self.tokens = Tokens(settings.tokenizer)
         self.metrics = Metrics()
+        self.meters = Meters(settings.meters, self.router.state, self.instances, self.events)
         rows = settings.breakdown
         self.breakdown = Breakdown(
             rows.capacity,
@@ -118,6 +121,7 @@ class Core:
         )
         CacheKillerMetrics(self.metrics.registry, self.cache_killers)
         AdmissionMetrics(self.metrics.registry, self.router.state.accounts, self.holding)
+        MeterMetrics(self.metrics.registry, self.meters, self.instances)
         TenantMetrics(self.metrics.registry, self.metrics.tenants, shares, self.keys)
         self.tracing = tracing_of(settings.tracing)
         TraceMetrics(self.metrics.registry, self.tracing)

@@ -16,6 +16,7 @@ from proxy.fleet.instances import Instance
 from proxy.fleet.model_lists import AnotherServerError
 from proxy.fleet.reachability import diagnosis
 from proxy.handoff.legs import query_engine_id
+from proxy.meters.engine import COUNTERS
 
 log = logging.getLogger("warmroute.health")
 
@@ -25,6 +26,7 @@ _WANTED = (
     "vllm:kv_cache_usage_perc",
     "vllm:cache_config_info",
     "process_start_time_seconds",
+    *COUNTERS,
 )
 
 
@@ -93,11 +95,10 @@ class HealthMonitor:
             return
         # An engine exposes hundreds of lines; only these few are parsed on the event loop.
         lines = [line for line in answer.text.splitlines() if line.startswith(_WANTED)]
-        samples = {
-            sample.name: sample
-            for family in text_string_to_metric_families("\n".join(lines) + "\n")
-            for sample in family.samples
-        }
+        found = [
+            sample for family in text_string_to_metric_families("\n".join(lines) + "\n") for sample in family.samples
+        ]
+        samples = {sample.name: sample for sample in found}
         if "vllm:num_requests_running" in samples:
             instance.running = int(samples["vllm:num_requests_running"].value)
         if "vllm:num_requests_waiting" in samples:
@@ -107,6 +108,13 @@ class HealthMonitor:
         config = samples.get("vllm:cache_config_info")
         if config is not None:
             self._saw_cache_config(instance, config.labels)
+        counters = {
+            name: sum(sample.value for sample in found if sample.name == f"{key}_total")  # one for each engine core
+            for key, name in COUNTERS.items()
+            if f"{key}_total" in samples
+        }
+        caching = config.labels.get("enable_prefix_caching") if config is not None else None
+        self._core.meters.probed(instance, counters, caching, time.monotonic())
         usage = samples.get("vllm:kv_cache_usage_perc")
         if usage is not None:
             instance.kv_usage = usage.value
@@ -154,5 +162,6 @@ class HealthMonitor:
         instance.engine_id = None
         self._core.instances.restarted(instance)
         self._core.leaks.restarted(instance)
+        self._core.meters.restarted(instance.name)
         self._core.router.state.restarted(instance.name)
         log.warning("%s restarted: its cache index is cleared", instance.name)

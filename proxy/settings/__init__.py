@@ -2,6 +2,7 @@
 
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
 from proxy.settings.instance import InstanceSettings
+from proxy.settings.meters import MeterSettings
 from proxy.settings.model import Settings, load_settings
 from proxy.settings.prediction import (
     EventSettings,
@@ -46,6 +47,7 @@ __all__ = [
     "LedgerSettings",
     "LimitSettings",
     "LogSettings",
+    "MeterSettings",
     "ModelNameSettings",
     "NormalizeSettings",
     "OffloadSettings",

@@ -19,6 +19,7 @@ from pydantic_settings import (
 from proxy.settings.fields import FieldSettings
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
 from proxy.settings.instance import InstanceSettings, instances_of
+from proxy.settings.meters import MeterSettings
 from proxy.settings.prediction import (
     EventSettings,
     IndexSettings,
@@ -78,6 +79,7 @@ class Settings(BaseSettings):
     breakdown: BreakdownSettings = Field(default_factory=BreakdownSettings)
     logs: LogSettings = Field(default_factory=LogSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)
+    meters: MeterSettings = Field(default_factory=MeterSettings)
     keys: KeySettings = Field(default_factory=KeySettings)
     fairness: FairnessSettings = Field(default_factory=FairnessSettings)
     admin: AdminSettings = Field(default_factory=AdminSettings)
