@@ -27,6 +27,7 @@ from proxy.exchange.generation import Generation
 from proxy.operations.operations import Operations
 from proxy.restart.snapshots import Snapshots
 from proxy.settings import Settings
+from proxy.ui.routes import ui_routes
 
 
 class ProxyApp:
@@ -91,12 +92,13 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
                 finally:
                     await core.close()
 
-    app = FastAPI(title="warmroute", lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="warmroute", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(admin_routes(core, operations.fleet))
     app.include_router(client_routes(core))
     app.include_router(admission_routes(core))
     app.include_router(session_routes(core))
     app.include_router(fleet_routes(core, operations))
+    app.include_router(ui_routes(core, operations.fleet))
     describe_generation(app)
 
     @app.exception_handler(RequestError)

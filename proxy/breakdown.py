@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -98,6 +98,8 @@ class Breakdown:
         if jsonl_path is not None:
             jsonl_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = jsonl_path.open("ab")
+        self.open_rows: set[Row] = set()
+        """Rows of the requests in flight."""
         self.started = 0
         self.finished = 0
         self.outcomes: dict[str, int] = {}
@@ -105,11 +107,13 @@ class Breakdown:
     def open_row(self, row: Row) -> Row:
         """Count a new request and return its row."""
         self.started += 1
+        self.open_rows.add(row)
         return row
 
     def close_row(self, row: Row) -> None:
         """Store a finished row; every opened row is closed once."""
         self.finished += 1
+        self.open_rows.discard(row)
         outcome = row.outcome.value
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         line = _line(row)
@@ -126,6 +130,15 @@ class Breakdown:
         matching = chain(_matching(self._lines, equal), _matching(self._rejected, equal))
         found = sorted(islice(matching, limit), key=itemgetter(0))
         return (row for _, row in found)
+
+    def after(self, number: int, limit: int) -> list[tuple[int, bytes]]:
+        """Numbers and JSON lines of the rows after the row ``number``: the newest ``limit`` of each ring, in order."""
+        found = [
+            numbered
+            for lines in (self._lines, self._rejected)
+            for numbered in takewhile(lambda line: line[0] > number, islice(reversed(lines), limit))
+        ]
+        return sorted(found, key=itemgetter(0))
 
     def flush(self) -> None:
         """Write buffered rows to the file."""
