@@ -31,6 +31,7 @@ from proxy.metrics.conditions import ConditionMetrics
 from proxy.operations.operations import Operations
 from proxy.restart.snapshots import Snapshots
 from proxy.settings import Settings
+from proxy.ui.routes import ui_routes
 
 
 class ProxyApp:
@@ -98,7 +99,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
                 finally:
                     await core.close()
 
-    app = FastAPI(title="warmroute", lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="warmroute", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(admin_routes(core, operations.fleet))
     app.include_router(breakdown_routes(core))
     app.include_router(client_routes(core))
@@ -106,6 +107,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
     app.include_router(session_routes(core))
     app.include_router(meter_routes(core))
     app.include_router(fleet_routes(core, operations))
+    app.include_router(ui_routes(core, operations.fleet))
     describe_generation(app)
 
     @app.exception_handler(RequestError)

@@ -94,9 +94,6 @@ def serve(
     except TokenizerError as error:
         typer.secho(f"tokenizer: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
-    except SettingsError as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from error
 
 
 def _given(**values: Any) -> dict[str, Any] | None:
