@@ -93,6 +93,11 @@ def outage(instances: Instances) -> str | None:
     return f"no engine can be sent requests: {'; '.join(reasons[:_SHOWN_INSTANCES])}{more} (GET /instances)"
 
 
+def list_refusal(instances: Instances) -> str | None:
+    """Reason for which an instance does not list its models, with its name; None if none refuses to."""
+    return next((f"{each.name}: {each.list_refused}" for each in instances if each.list_refused is not None), None)
+
+
 def _reason(instance: Instance) -> str:
     if instance.draining:
         return "it is draining"

@@ -165,6 +165,9 @@ async def test_a_key_that_is_missing_is_logged_once(start_proxy: StartProxy, cap
     assert len(said) == 1
     assert "engine_key_env" in said[0]
     assert proxy.core.instances.healthy() == {"inst-0"}, "it may serve any model"
+    listed = await proxy.client.get("/v1/models")
+    assert (listed.status_code, "engine_key_env" in listed.json()["error"]["message"]) == (503, True)
+    assert "engine_key_env" in (await proxy.client.get("/instances")).json()["instances"][0]["last_error"]
 
 
 @pytest.mark.parametrize(
