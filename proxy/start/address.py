@@ -43,8 +43,8 @@ def _check(host: str, port: int, host_key: str, port_key: str, flag: str) -> Non
     # A machine without IPv6 still resolves localhost to ::1: one address that works is enough, unless another is taken.
     decisive = [error for error in failures if error.errno in {errno.EADDRINUSE, errno.EACCES}]
     if decisive or len(failures) == len(found):
-        error = (decisive or failures)[0]
-        raise ListenError(_text(error, host, port, host_key, port_key, flag)) from error
+        first = (decisive or failures)[0]
+        raise ListenError(_text(first, host, port, host_key, port_key, flag)) from first
 
 
 def _text(error: OSError, host: str, port: int, host_key: str, port_key: str, flag: str) -> str:
