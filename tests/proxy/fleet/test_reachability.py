@@ -187,6 +187,10 @@ def test_an_answer_names_its_remedy(status: int, url: str, remedy: str) -> None:
 
 
 def test_other_failures_are_shown_as_they_are() -> None:
+    refused = httpx.ConnectError("All connection attempts failed")
+    refused.__cause__ = ConnectionRefusedError()
+    assert diagnosis(refused, "http://127.0.0.1:1", 2.0).endswith("once its model is loaded")
+    assert diagnosis(refused, "http://10.0.0.1:1", 2.0).endswith("with --host 0.0.0.0 only")
     assert "within 2 s" in diagnosis(httpx.ReadTimeout("late"), "http://e:1", 2.0)
     assert "no connection (no route)" in diagnosis(httpx.ConnectError("no route"), "http://e:1", 2.0)
     assert diagnosis(KeyError("x"), "http://e:1", 2.0) == "KeyError('x')"
