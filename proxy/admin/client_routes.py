@@ -11,7 +11,7 @@ from fastapi import APIRouter, Response
 from proxy.clip import clip
 from proxy.core import Core
 from proxy.errors import RequestError, no_instance_error
-from proxy.fleet.reachability import outage
+from proxy.fleet.reachability import list_refusal, outage
 from proxy.paths import CLIENT_PATHS, OTHER_METHODS, methods_of
 
 
@@ -22,8 +22,8 @@ def client_routes(core: Core) -> APIRouter:
     @routes.get("/v1/models", summary="Models, adapters and aliases that the fleet serves")
     async def models() -> dict[str, Any]:
         cards = _cards(core)
-        if not cards and not core.instances.healthy():
-            raise no_instance_error(core.settings.health.interval_s, outage(core.instances))
+        if not cards and (reason := outage(core.instances) or list_refusal(core.instances)):
+            raise no_instance_error(core.settings.health.interval_s, reason)
         return {"object": "list", "data": cards}
 
     @routes.get("/version", summary="Version of warmroute, and those of the engines")

@@ -11,6 +11,7 @@ import httpx
 
 from proxy.clip import clip
 from proxy.fleet.instances import Instance, Instances
+from proxy.settings.urls import is_loopback
 
 _DEEPEST = 20
 """Bound on the errors looked at; httpx over anyio nests four."""
@@ -47,10 +48,10 @@ def diagnosis(error: BaseException, url: str, timeout_s: float) -> str:
             "is not stuck"
         )
     if any(isinstance(cause, ConnectionRefusedError) for cause in _causes(error)):
-        return (
-            f"connection refused: is vLLM listening on {_place(url)}? It does once the model is loaded; for other "
-            "machines it needs --host 0.0.0.0"
+        remote = (
+            "" if is_loopback(urlsplit(url).hostname or "") else ", and for other machines with --host 0.0.0.0 only"
         )
+        return f"connection refused: is vLLM listening on {_place(url)}? It does once its model is loaded{remote}"
     if isinstance(error, httpx.RemoteProtocolError):
         secure = "; use https:// if the engine serves TLS" if url.startswith("http://") else ""
         return f"no HTTP answer ({error}): is another service on {_place(url)}?{secure}"
@@ -91,6 +92,11 @@ def outage(instances: Instances) -> str | None:
         return "the fleet has no instance: add one to the settings, or with POST /instances"
     more = f"; and {len(reasons) - _SHOWN_INSTANCES} more" if len(reasons) > _SHOWN_INSTANCES else ""
     return f"no engine can be sent requests: {'; '.join(reasons[:_SHOWN_INSTANCES])}{more} (GET /instances)"
+
+
+def list_refusal(instances: Instances) -> str | None:
+    """Reason for which an instance does not list its models, with its name; None if none refuses to."""
+    return next((f"{each.name}: {each.list_refused}" for each in instances if each.list_refused is not None), None)
 
 
 def _reason(instance: Instance) -> str:

@@ -29,16 +29,22 @@ def _check(host: str, port: int, host_key: str, port_key: str, flag: str) -> Non
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise ListenError(f"{host_key} {host!r} is no address of this machine: {error.strerror}") from error
+    failures = []
     for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as listener:
-            # As the listener does: connections of a process that has just ended do not count.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
+        try:
+            with socket.socket(family, kind, protocol) as listener:
+                # As the listener does: connections of a process that has just ended do not count.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 listener.bind(address)
-            except OSError as error:
-                raise ListenError(_text(error, host, port, host_key, port_key, flag)) from error
+        except OSError as error:
+            failures.append(error)
+    # A machine without IPv6 still resolves localhost to ::1: one address that works is enough, unless another is taken.
+    decisive = [error for error in failures if error.errno in {errno.EADDRINUSE, errno.EACCES}]
+    if decisive or len(failures) == len(found):
+        first = (decisive or failures)[0]
+        raise ListenError(_text(first, host, port, host_key, port_key, flag)) from first
 
 
 def _text(error: OSError, host: str, port: int, host_key: str, port_key: str, flag: str) -> str:

@@ -165,6 +165,9 @@ async def test_a_key_that_is_missing_is_logged_once(start_proxy: StartProxy, cap
     assert len(said) == 1
     assert "engine_key_env" in said[0]
     assert proxy.core.instances.healthy() == {"inst-0"}, "it may serve any model"
+    listed = await proxy.client.get("/v1/models")
+    assert (listed.status_code, "engine_key_env" in listed.json()["error"]["message"]) == (503, True)
+    assert "engine_key_env" in (await proxy.client.get("/instances")).json()["instances"][0]["last_error"]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +187,10 @@ def test_an_answer_names_its_remedy(status: int, url: str, remedy: str) -> None:
 
 
 def test_other_failures_are_shown_as_they_are() -> None:
+    refused = httpx.ConnectError("All connection attempts failed")
+    refused.__cause__ = ConnectionRefusedError()
+    assert diagnosis(refused, "http://127.0.0.1:1", 2.0).endswith("once its model is loaded")
+    assert diagnosis(refused, "http://10.0.0.1:1", 2.0).endswith("with --host 0.0.0.0 only")
     assert "within 2 s" in diagnosis(httpx.ReadTimeout("late"), "http://e:1", 2.0)
     assert "no connection (no route)" in diagnosis(httpx.ConnectError("no route"), "http://e:1", 2.0)
     assert diagnosis(KeyError("x"), "http://e:1", 2.0) == "KeyError('x')"

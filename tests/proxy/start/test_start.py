@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from proxy.settings import load_settings
 from proxy.start.address import ListenError, check_addresses
 from proxy.start.environment import unknown_variables
 from proxy.start.openness import is_exposed, openness
+from tests.proxy.serve_process import serve_process
 from warmroute import build
 
 RUNNER = CliRunner(env={"COLUMNS": "160", "NO_COLOR": "1"})
@@ -105,6 +107,17 @@ def test_a_port_that_kubernetes_has_set_is_explained(monkeypatch: pytest.MonkeyP
     answer = RUNNER.invoke(build(), ["serve", "--instance", "http://127.0.0.1:1"])
     assert answer.exit_code == 2
     assert "enableServiceLinks: false" in answer.output
+
+
+async def test_a_start_logs_access_unknown_variables_and_unreachable_engines(tmp_path: Path) -> None:
+    given = {"instances": ["http://127.0.0.1:1"], "port": 0, "health": {"interval_s": 600.0}}
+    async with serve_process(tmp_path / "proxy.yaml", given, WARMROUTE_POLCY__NAME="warm") as served:
+        variable = await served.logged(r"WARNING .*WARMROUTE_POLCY__NAME is no setting")
+        access = await served.logged(r"INFO .*API on 127\.0\.0\.1:0: open to this machine")
+        engine = await served.logged(r"WARNING .*127\.0\.0\.1:1 is not used: connection refused")
+        running = await served.logged("Uvicorn running")
+        order = [served.lines.index(found.string) for found in (variable, access, engine, running)]
+        assert order == sorted(order)
 
 
 @pytest.mark.parametrize(
