@@ -32,6 +32,7 @@ from proxy.metrics.admission import AdmissionMetrics
 from proxy.metrics.cache_killers import CacheKillerMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
+from proxy.metrics.records import RecordMetrics
 from proxy.metrics.tenants import TenantMetrics
 from proxy.paths import OtherPaths
 from proxy.request.parse import Endpoint, Parsed
@@ -108,6 +109,7 @@ class Core:
             self.metrics.registry, self.instances, self.admission, self.retries, self.router.watch, self.clients
         )
         CacheKillerMetrics(self.metrics.registry, self.cache_killers)
+        RecordMetrics(self.metrics.registry, self.breakdown)
         AdmissionMetrics(self.metrics.registry, self.router.state.accounts, self.holding)
         TenantMetrics(self.metrics.registry, self.metrics.tenants, shares, self.keys)
         self.lag = LoopLag()

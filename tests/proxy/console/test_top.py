@@ -34,13 +34,15 @@ def page(rows: list[dict[str, Any]], after: int = 0, started: float = 1.0) -> To
     return msgspec.json.decode(msgspec.json.encode(answer), type=TopPage)
 
 
-def row(number: int, instance: str = "e0", ago_s: float = 1.0, **fields: Any) -> dict[str, Any]:
+def row(
+    number: int, instance: str = "e0", ago_s: float = 1.0, request_class: str = "WARM", **fields: Any
+) -> dict[str, Any]:
     return {
         "row": number,
         "instance": instance,
         "arrived_unix_s": NOW_S - ago_s,
         "outcome": "ok",
-        "class": "WARM",
+        "class": request_class,
         "reason": "lowest_score",
         "stream": True,
         "prompt_tokens": 100,
@@ -80,7 +82,7 @@ def test_figures_are_those_of_the_window_per_instance() -> None:
     rows = [
         row(1, ago_s=100.0),
         *(row(number, ago_s=10.2) for number in range(2, 12)),
-        row(12, "e1", **{"class": "HEAVY"}),
+        row(12, "e1", request_class="HEAVY"),
     ]
     rows.append(row(13, "e1", outcome="upstream_error", actual_cached_tokens=None, stages_ms={"total": 1.0}))
     recent.add(page(rows, 13), 200)

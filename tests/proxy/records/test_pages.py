@@ -148,7 +148,9 @@ async def test_following_reports_dropped_rows(start_proxy: StartProxy) -> None:
             end(proxy.core.breakdown, f"r{number}")
         assert await anext(events) == {"event": "dropped", "data": '{"rows": 500}'}
         assert (await anext(events))["id"] == "501"
-    await proxy.until(lambda: proxy.core.breakdown.feed_dropped == 500)
+    await proxy.until(lambda: proxy.core.breakdown.subscribers == 0)
+    metrics = (await proxy.client.get("/metrics")).text
+    assert 'warmroute_breakdown_dropped_rows_total{reader="subscriber"} 500.0' in metrics
 
 
 async def test_streams_are_bounded_in_number_and_end_at_the_shutdown(start_proxy: StartProxy) -> None:
