@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from heapq import merge
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,6 +117,8 @@ class Breakdown:
         """Number of the last row of an earlier process."""
         self.started_unix_s = round(time.time(), 3)
         """Start of this process, which its rows have as ``proxy_started_unix_s``."""
+        self.open_rows: set[Row] = set()
+        """Rows of the requests in flight."""
         self.started = 0
         self.finished = 0
         self.outcomes: dict[str, int] = {}
@@ -166,11 +168,13 @@ class Breakdown:
     def open_row(self, row: Row) -> Row:
         """Count a new request and return its row."""
         self.started += 1
+        self.open_rows.add(row)
         return row
 
     def close_row(self, row: Row) -> None:
         """Store a finished row; every opened row is closed once."""
         self.finished += 1
+        self.open_rows.discard(row)
         outcome = row.outcome.value
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         number = self._earlier + self.finished
@@ -198,6 +202,15 @@ class Breakdown:
         newest_first = chain(reversed(self._lines), reversed(self._rejected))
         found = sorted(islice((each for each in newest_first if wanted.matches(each[1])), limit), key=_number)
         return (_decode(line) for _, line in found)
+
+    def after(self, number: int, limit: int) -> list[tuple[int, bytes]]:
+        """Numbers and JSON lines of the rows after the row ``number``: the newest ``limit`` of each ring, in order."""
+        found = [
+            numbered
+            for lines in (self._lines, self._rejected)
+            for numbered in takewhile(lambda line: line[0] > number, islice(reversed(lines), limit))
+        ]
+        return sorted(found, key=_number)
 
     async def page(self, limit: int, wanted: RowFilter, before: int | None = None, after: int | None = None) -> RowPage:
         """Rows that match a filter; other tasks run in between.

@@ -60,6 +60,7 @@ def instance(name: str, **fields: Any) -> dict[str, Any]:
         "breaker": {"state": "closed"},
         "requests": 3,
         "prefilling": 1,
+        "in_flight": {"WARM": 2, "HEAVY": 1},
         "engine": {"running": 2, "waiting": 4, "kv_usage": 0.5},
         **fields,
     }
@@ -90,7 +91,7 @@ def test_figures_are_those_of_the_window_per_instance() -> None:
     draining, busy = figures.instances
     assert (draining.name, draining.state, draining.recent.failed) == ("e1", "draining", 1)
     assert (busy.state, busy.requests, busy.waiting, busy.kv_usage) == ("ok", 3, 4, 0.5)
-    assert busy.recent.classes == (10, 0, 0)
+    assert busy.classes == (2, 0, 1)
     assert busy.recent.hit_rate == 0.8
     assert busy.recent.ttft_ms == 50.0
     assert abs(busy.recent.per_s - 1.0) < 1e-9
@@ -229,3 +230,23 @@ def test_every_row_field_that_is_shown_is_in_a_row() -> None:
     [written] = breakdown.select(1)
     names = {field.encode_name for field in msgspec.structs.fields(TopRow)}
     assert names <= written.keys()
+
+
+async def test_classes_in_flight_are_in_the_rows_of_instances(start_proxy: StartProxy) -> None:
+    engine = StubEngine(prefill_s=30.0)
+    proxy = await start_proxy(1, engines=[engine], classes={"medium_tokens": 50, "heavy_tokens": 100})
+    sent = [
+        asyncio.create_task(
+            proxy.client.post("/v1/completions", json={**BODY, "prompt": list(range(start, start + size))})
+        )
+        for start, size in ((0, 40), (1000, 40), (2000, 200))
+    ]
+    await proxy.until(lambda: engine.running == 3)
+    [shown] = (await proxy.client.get("/instances")).json()["instances"]
+    assert shown["in_flight"] == {"WARM": 2, "HEAVY": 1}
+    for task in sent:
+        task.cancel()
+    await asyncio.gather(*sent, return_exceptions=True)
+    await proxy.settled()
+    assert (await proxy.client.get("/instances/inst-0")).json()["in_flight"] == {}
+    assert proxy.core.breakdown.open_rows == set()
