@@ -203,6 +203,15 @@ class Breakdown:
         found = sorted(islice((each for each in newest_first if wanted.matches(each[1])), limit), key=_number)
         return (_decode(line) for _, line in found)
 
+    def after(self, number: int, limit: int) -> list[tuple[int, bytes]]:
+        """Numbers and JSON lines of the rows after the row ``number``: the newest ``limit`` of each ring, in order."""
+        found = [
+            numbered
+            for lines in (self._lines, self._rejected)
+            for numbered in takewhile(lambda line: line[0] > number, islice(reversed(lines), limit))
+        ]
+        return sorted(found, key=_number)
+
     async def page(self, limit: int, wanted: RowFilter, before: int | None = None, after: int | None = None) -> RowPage:
         """Rows that match a filter; other tasks run in between.
 

@@ -37,6 +37,7 @@ from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
 from proxy.metrics.loop import LoopMetrics
 from proxy.metrics.meters import MeterMetrics
+from proxy.metrics.records import RecordMetrics
 from proxy.metrics.tenants import TenantMetrics
 from proxy.metrics.traces import TraceMetrics
 from proxy.paths import OtherPaths
@@ -120,6 +121,7 @@ class Core:
             self.metrics.registry, self.instances, self.admission, self.retries, self.router.watch, self.clients
         )
         CacheKillerMetrics(self.metrics.registry, self.cache_killers)
+        RecordMetrics(self.metrics.registry, self.breakdown)
         AdmissionMetrics(self.metrics.registry, self.router.state.accounts, self.holding)
         MeterMetrics(self.metrics.registry, self.meters, self.instances)
         TenantMetrics(self.metrics.registry, self.metrics.tenants, shares, self.keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated
@@ -17,6 +18,8 @@ from proxy.errors import RequestError
 from proxy.records.filters import RowFilter
 
 _ROWS_PER_PIECE = 500
+_GATHER_S = 0.05
+"""Rows that end this soon after another are sent with it: at 200 a second, a tenth of the writes."""
 _NUMBER = {"ge": 0, "le": 2**53}
 _SERVER_SENT = "text/event-stream"
 
@@ -58,12 +61,16 @@ class Followers:
                         yield _event(number, line)
                     after = page.after if page.after < newest else None
                 dropped = 0
-                async for line in rows:
+                async for first in rows:
+                    number = rows.number
+                    await asyncio.sleep(_GATHER_S)
+                    found = [(number, first), *rows.take()]
+                    events = [_event(number, line) for number, line in found if wanted.matches(line)]
                     if rows.dropped > dropped:
-                        yield b'event: dropped\ndata: {"rows": %d}\n\n' % (rows.dropped - dropped)
+                        events.insert(0, b'event: dropped\ndata: {"rows": %d}\n\n' % (rows.dropped - dropped))
                         dropped = rows.dropped
-                    if wanted.matches(line):
-                        yield _event(rows.number, line)
+                    if events:
+                        yield b"".join(events)
             yield b'event: end\ndata: {"reason": "shutdown"}\n\n'
         finally:
             self._streams -= 1

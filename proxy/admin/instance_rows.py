@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from proxy.core import Core
@@ -15,11 +17,27 @@ from proxy.operations.fleet_changes import Departure, FleetChanges
 def instance_rows(core: Core, fleet: FleetChanges) -> list[dict[str, Any]]:
     """Every instance: health, identity, load, cache."""
     now_s = time.monotonic()
-    return [instance_row(core, fleet, instance, now_s) for instance in core.instances]
+    classes = _classes_in_flight(core)
+    return [_row(core, fleet, instance, now_s, classes) for instance in core.instances]
 
 
 def instance_row(core: Core, fleet: FleetChanges, instance: Instance, now_s: float) -> dict[str, Any]:
     """Row of one instance of the fleet; ``now_s`` is monotonic."""
+    return _row(core, fleet, instance, now_s, _classes_in_flight(core))
+
+
+def _classes_in_flight(core: Core) -> dict[str, Counter[str]]:
+    """Requests that are decided and not finished, by instance and class."""
+    found: dict[str, Counter[str]] = {}
+    for row in core.breakdown.open_rows:
+        if row.decision is not None:
+            found.setdefault(row.decision.decode_on, Counter())[row.decision.request_class.value] += 1
+    return found
+
+
+def _row(
+    core: Core, fleet: FleetChanges, instance: Instance, now_s: float, classes: Mapping[str, Mapping[str, int]]
+) -> dict[str, Any]:
     state = core.router.state
     load = state.ledger.load(instance.name, now_s)
     return {
@@ -42,6 +60,7 @@ def instance_row(core: Core, fleet: FleetChanges, instance: Instance, now_s: flo
         "transport": instance.settings.transport.value if instance.settings.transport else None,
         "requests": load.requests,
         "prefilling": load.prefilling,
+        "in_flight": dict(classes.get(instance.name, {})),
         "held_tokens": state.holds.tokens(instance.name, now_s),
         "pending_prefill_tokens": load.pending_prefill_tokens,
         "decoding_tokens": load.decoding_tokens,

@@ -31,7 +31,7 @@ class CandidateLine(NamedTuple):
     skipped: bool
 
 
-class Account(NamedTuple):
+class RequestAccount(NamedTuple):
     """A request in plain words."""
 
     parts: tuple[AccountPart, ...]
@@ -39,7 +39,7 @@ class Account(NamedTuple):
     """The best score first; empty if nothing was decided."""
 
 
-def account_of(row: Mapping[str, Any], proxy_started_unix_s: float | None = None) -> Account:
+def account_of(row: Mapping[str, Any], proxy_started_unix_s: float | None = None) -> RequestAccount:
     """The account of a row.
 
     Args:
@@ -57,7 +57,7 @@ def account_of(row: Mapping[str, Any], proxy_started_unix_s: float | None = None
         AccountPart("attempts", tuple(_attempts(row))),
         AccountPart("times", tuple(_times(row))),
     )
-    return Account(tuple(part for part in parts if part.sentences), tuple(_candidates(row)))
+    return RequestAccount(tuple(part for part in parts if part.sentences), tuple(_candidates(row)))
 
 
 def _request(row: Mapping[str, Any], proxy_started_unix_s: float | None) -> Iterator[str]:

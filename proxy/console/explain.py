@@ -16,7 +16,7 @@ from proxy.records.files import record_files
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from proxy.console.account import Account
+    from proxy.console.account import RequestAccount
     from proxy.console.admin_api import AdminApi
 
 _SHOWN_CANDIDATES = 10
@@ -89,7 +89,7 @@ def rows_in(path: Path, request_id: str) -> list[dict[str, Any]]:
     return []
 
 
-def shown(request_id: str, account: Account, rows: int = 1) -> RenderableType:
+def shown(request_id: str, account: RequestAccount, rows: int = 1) -> RenderableType:
     """The account as a table of subjects, and the candidates with their scores below it."""
     from rich.console import Group
     from rich.table import Table

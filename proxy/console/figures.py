@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
-
-from policies.types import RequestClass
 
 WINDOW_S = 60.0
 """Rates, hit rates and latencies are those of requests that ended within so many seconds."""
@@ -68,8 +66,6 @@ class RecentFigures(NamedTuple):
     """Share of prompt tokens that engines reported as cached; None: none reported."""
     ttft_ms: float | None
     """Median time to the first byte of streamed answers; None: there were none."""
-    classes: tuple[int, int, int]
-    """Requests of class WARM, MEDIUM and HEAVY."""
     failed: int
     """Requests with another outcome than ok or a client that left."""
 
@@ -82,6 +78,8 @@ class InstanceFigures(NamedTuple):
     ok: bool
     requests: int
     prefilling: int
+    classes: tuple[int, int, int]
+    """Those of ``requests`` that decode here, of class WARM, MEDIUM and HEAVY."""
     waiting: int | None
     """Requests that wait inside the engine; None: not reported."""
     kv_usage: float | None
@@ -148,7 +146,7 @@ def figures_of(answers: TopAnswers, recent: RecentRows, now_s: float, shown_rows
 
 
 def _instance(row: dict[str, Any], rows: Iterable[TopRow], span_s: float) -> InstanceFigures:
-    engine = row.get("engine") or {}
+    engine, in_flight = row.get("engine") or {}, row.get("in_flight") or {}
     breaker = (row.get("breaker") or {}).get("state", "closed")
     if row.get("leaving"):
         state, ok = "leaving", False
@@ -166,6 +164,7 @@ def _instance(row: dict[str, Any], rows: Iterable[TopRow], span_s: float) -> Ins
         ok,
         int(row.get("requests") or 0),
         int(row.get("prefilling") or 0),
+        (in_flight.get("WARM", 0), in_flight.get("MEDIUM", 0), in_flight.get("HEAVY", 0)),
         _whole(engine.get("waiting")),
         engine.get("kv_usage"),
         _recent(rows, span_s),
@@ -178,12 +177,10 @@ def _recent(rows: Iterable[TopRow], span_s: float) -> RecentFigures:
     prompt = sum(row.prompt_tokens or 0 for row in reported)
     cached = sum(row.actual_cached_tokens or 0 for row in reported)
     first_ms = [row.stages_ms["first_byte"] for row in rows if row.stream and "first_byte" in row.stages_ms]
-    classes = Counter(row.request_class for row in rows)
     return RecentFigures(
         len(rows) / span_s,
         cached / prompt if prompt else None,
         median(first_ms) if first_ms else None,
-        (classes[RequestClass.WARM], classes[RequestClass.MEDIUM], classes[RequestClass.HEAVY]),
         sum(row.outcome not in {"ok", "client_gone"} for row in rows),
     )
 

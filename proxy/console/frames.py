@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from proxy.console.figures import WINDOW_S, FleetFigures, InstanceFigures, RecentFigures, TopRow
+from proxy.console.figures import WINDOW_S, FleetFigures, InstanceFigures, TopRow
 from proxy.console.printable import printable
 
 _FEWEST_ROWS = 3
@@ -57,7 +57,7 @@ def _totals(figures: FleetFigures) -> Text:
         f"{up}/{len(figures.instances)} instances ok   in flight {requests.get('in_flight', 0)}"
         f"   held {holding.get('held', 0)}   queued {queue.get('waiting', 0)}   {recent.per_s:.1f} requests/s\n"
         f"hit rate {_share(recent.hit_rate)}   TTFT p50 {_ms(recent.ttft_ms)}   failed {recent.failed}"
-        f"   W/M/H {_classes(recent)}   (last {WINDOW_S:.0f} s)\n"
+        f"   (last {WINDOW_S:.0f} s)\n"
         f"policy {figures.stats.get('policy')}   planner {figures.stats.get('planner')}"
         f"   admission {holding.get('rule')}"
     )
@@ -67,20 +67,20 @@ def _fleet(instances: tuple[InstanceFigures, ...]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("instance", no_wrap=True, overflow="ellipsis", max_width=24)
     table.add_column("state", no_wrap=True)
-    for name in ("in flight", "prefill", "waiting", "KV", "hit", "TTFT p50", "req/s", "W/M/H"):
+    for name in ("in flight", "W/M/H", "prefill", "waiting", "KV", "hit", "TTFT p50", "req/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in instances:
         table.add_row(
             Text(printable(each.name)),
             Text(each.state, style="green" if each.ok else "bold red"),
             str(each.requests),
+            "/".join(map(str, each.classes)),
             str(each.prefilling),
             _number(each.waiting),
             _share(each.kv_usage),
             _share(each.recent.hit_rate),
             _ms(each.recent.ttft_ms),
             f"{each.recent.per_s:.1f}",
-            _classes(each.recent),
         )
     return table
 
@@ -105,10 +105,6 @@ def _decisions(rows: tuple[TopRow, ...]) -> Table:
             _number(cached),
         )
     return table
-
-
-def _classes(recent: RecentFigures) -> str:
-    return "/".join(map(str, recent.classes))
 
 
 def _number(value: Any) -> str:

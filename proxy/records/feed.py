@@ -37,6 +37,12 @@ class RowSubscription:
         self._closed = True
         self._some.set()
 
+    def take(self) -> list[tuple[int, bytes]]:
+        """The rows that wait in the buffer, with their numbers; does not wait."""
+        rows = list(self._rows)
+        self._rows.clear()
+        return rows
+
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
 

@@ -103,8 +103,8 @@ def _backwards(files: Sequence[Path], most_bytes: int, ends_s: float) -> Iterato
                 file.seek(at)
                 first, *lines = (file.read(size) + rest).split(b"\n")
                 rest = first
-                yield from (line for line in reversed(lines) if line)
+                yield from (line for line in map(bytes.strip, reversed(lines)) if line)
             if at:
                 return  # what is left of this line was not read
-            if rest:
+            if rest := rest.strip():
                 yield rest

@@ -138,7 +138,7 @@ class DashboardFeed:
                 rows.append(_decode(line))
             except msgspec.DecodeError as error:
                 log.debug("a row cannot be shown: %s", error)
-        self._row_number = max(self._row_number, self._core.breakdown.finished)
+        self._row_number = max(self._row_number, self._core.breakdown.number)
         return rows
 
     def _proxy(self) -> dict[str, Any]:
@@ -150,8 +150,8 @@ class DashboardFeed:
             "admission": router.routing.gate.rule.name,
             "draining": core.draining,
             "started": breakdown.started,
-            "finished": breakdown.finished,
-            "in_flight": breakdown.started - breakdown.finished,
+            "finished": breakdown.number,
+            "in_flight": breakdown.started - breakdown.number,
             "held": len(core.holding),
             "sessions": len(router.state.sessions),
             "event_loop_late_s": round(core.lag.late_s(10.0), 3),

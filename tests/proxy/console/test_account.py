@@ -12,7 +12,7 @@ from aiohttp import web
 from policies.admission.base import AdmissionReason
 from policies.row import RequestOutcome
 from policies.types import OffloadReason, Reason
-from proxy.console.account import Account, account_of
+from proxy.console.account import RequestAccount, account_of
 from proxy.console.phrases import ADMISSIONS, OFFLOADS, OUTCOMES, REASONS, RESUMES
 from proxy.resume.plan import ResumeResult
 from tests.proxy.conftest import Running, StartProxy
@@ -26,7 +26,7 @@ def body(tokens: int = 400, **fields: Any) -> dict[str, Any]:
     return {"model": "stub", "prompt": list(range(tokens)), "max_tokens": 4, **fields}
 
 
-async def account_after(proxy: Running, request: dict[str, Any], session: str = "s1") -> Account:
+async def account_after(proxy: Running, request: dict[str, Any], session: str = "s1") -> RequestAccount:
     """The account of one request that is sent and ends now."""
     name = f"r{len(await proxy.rows())}"
     await proxy.client.post("/v1/completions", json=request, headers={"x-session-id": session, "x-request-id": name})
@@ -35,7 +35,7 @@ async def account_after(proxy: Running, request: dict[str, Any], session: str = 
     return account_of(row, proxy.core.breakdown.started_unix_s)
 
 
-def part(account: Account, subject: str) -> str:
+def part(account: RequestAccount, subject: str) -> str:
     return " ".join(" ".join(each.sentences) for each in account.parts if each.subject == subject)
 
 

@@ -34,13 +34,15 @@ def page(rows: list[dict[str, Any]], after: int = 0, started: float = 1.0) -> To
     return msgspec.json.decode(msgspec.json.encode(answer), type=TopPage)
 
 
-def row(number: int, instance: str = "e0", ago_s: float = 1.0, **fields: Any) -> dict[str, Any]:
+def row(
+    number: int, instance: str = "e0", ago_s: float = 1.0, request_class: str = "WARM", **fields: Any
+) -> dict[str, Any]:
     return {
         "row": number,
         "instance": instance,
         "arrived_unix_s": NOW_S - ago_s,
         "outcome": "ok",
-        "class": "WARM",
+        "class": request_class,
         "reason": "lowest_score",
         "stream": True,
         "prompt_tokens": 100,
@@ -58,6 +60,7 @@ def instance(name: str, **fields: Any) -> dict[str, Any]:
         "breaker": {"state": "closed"},
         "requests": 3,
         "prefilling": 1,
+        "in_flight": {"WARM": 2, "HEAVY": 1},
         "engine": {"running": 2, "waiting": 4, "kv_usage": 0.5},
         **fields,
     }
@@ -80,7 +83,7 @@ def test_figures_are_those_of_the_window_per_instance() -> None:
     rows = [
         row(1, ago_s=100.0),
         *(row(number, ago_s=10.2) for number in range(2, 12)),
-        row(12, "e1", **{"class": "HEAVY"}),
+        row(12, "e1", request_class="HEAVY"),
     ]
     rows.append(row(13, "e1", outcome="upstream_error", actual_cached_tokens=None, stages_ms={"total": 1.0}))
     recent.add(page(rows, 13), 200)
@@ -88,7 +91,7 @@ def test_figures_are_those_of_the_window_per_instance() -> None:
     draining, busy = figures.instances
     assert (draining.name, draining.state, draining.recent.failed) == ("e1", "draining", 1)
     assert (busy.state, busy.requests, busy.waiting, busy.kv_usage) == ("ok", 3, 4, 0.5)
-    assert busy.recent.classes == (10, 0, 0)
+    assert busy.classes == (2, 0, 1)
     assert busy.recent.hit_rate == 0.8
     assert busy.recent.ttft_ms == 50.0
     assert abs(busy.recent.per_s - 1.0) < 1e-9
@@ -227,3 +230,23 @@ def test_every_row_field_that_is_shown_is_in_a_row() -> None:
     [written] = breakdown.select(1)
     names = {field.encode_name for field in msgspec.structs.fields(TopRow)}
     assert names <= written.keys()
+
+
+async def test_classes_in_flight_are_in_the_rows_of_instances(start_proxy: StartProxy) -> None:
+    engine = StubEngine(prefill_s=30.0)
+    proxy = await start_proxy(1, engines=[engine], classes={"medium_tokens": 50, "heavy_tokens": 100})
+    sent = [
+        asyncio.create_task(
+            proxy.client.post("/v1/completions", json={**BODY, "prompt": list(range(start, start + size))})
+        )
+        for start, size in ((0, 40), (1000, 40), (2000, 200))
+    ]
+    await proxy.until(lambda: engine.running == 3)
+    [shown] = (await proxy.client.get("/instances")).json()["instances"]
+    assert shown["in_flight"] == {"WARM": 2, "HEAVY": 1}
+    for task in sent:
+        task.cancel()
+    await asyncio.gather(*sent, return_exceptions=True)
+    await proxy.settled()
+    assert (await proxy.client.get("/instances/inst-0")).json()["in_flight"] == {}
+    assert proxy.core.breakdown.open_rows == set()

@@ -276,6 +276,9 @@ async def test_a_full_disk_costs_the_breakdown_file_and_no_request(start_proxy: 
     for _ in range(30):
         assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
     await proxy.until(lambda: proxy.core.breakdown.file_error is not None)
+    conditions = (await proxy.client.get("/ready", params={"verbose": "1"})).json()["conditions"]
+    assert [each["name"] for each in conditions if not each["ok"]] == ["records"]
+    assert "warmroute_breakdown_file_failing 1.0" in (await proxy.client.get("/metrics")).text
     assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
     assert len(await proxy.rows()) == 31
 

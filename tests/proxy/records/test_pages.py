@@ -14,7 +14,9 @@ import pytest
 from policies.row import RequestOutcome, Row
 from proxy.breakdown import Breakdown
 from proxy.records.filters import RowFilter
-from tests.proxy.conftest import Running, StartProxy
+from proxy.settings import load_settings
+from tests.proxy.conftest import Running, StartProxy, serving
+from tests.proxy.stub_engine import StubEngine
 
 BODY = {"model": "stub", "prompt": list(range(40)), "max_tokens": 4}
 ALL = RowFilter({})
@@ -148,7 +150,9 @@ async def test_following_reports_dropped_rows(start_proxy: StartProxy) -> None:
             end(proxy.core.breakdown, f"r{number}")
         assert await anext(events) == {"event": "dropped", "data": '{"rows": 500}'}
         assert (await anext(events))["id"] == "501"
-    await proxy.until(lambda: proxy.core.breakdown.feed_dropped == 500)
+    await proxy.until(lambda: proxy.core.breakdown.subscribers == 0)
+    metrics = (await proxy.client.get("/metrics")).text
+    assert 'warmroute_breakdown_dropped_rows_total{reader="subscriber"} 500.0' in metrics
 
 
 async def test_streams_are_bounded_in_number_and_end_at_the_shutdown(start_proxy: StartProxy) -> None:
@@ -176,3 +180,34 @@ async def test_a_subscription_drops_the_oldest_rows_and_ends_with_the_breakdown(
     assert breakdown.feed_dropped == 3
     async with breakdown.subscribe() as rows:
         assert [row async for row in rows] == []
+
+
+@pytest.mark.parametrize("admin_port", [None, 0], ids=["main listener", "admin listener"])
+async def test_a_stream_does_not_delay_the_shutdown(admin_port: int | None) -> None:
+    engine = await StubEngine().start()
+    fleet: Any = [{"name": "inst-0", "url": engine.url}]
+    settings = load_settings(None, port=0, instances=fleet, log_level="error", admin={"port": admin_port})
+    ended = asyncio.Event()
+
+    async def follow(url: str) -> str:
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client,
+            client.stream("GET", "/breakdown", params={"follow": "true"}) as answer,
+        ):
+            try:
+                return (await answer.aread()).decode()
+            finally:
+                ended.set()
+
+    async with serving(settings) as (app, url):
+        core = app.core
+        following = asyncio.create_task(follow(url if admin_port is None else f"http://127.0.0.1:{core.admin_port}"))
+        for _ in range(400):
+            if core.breakdown.subscribers:
+                break
+            await asyncio.sleep(0.02)
+        assert core.breakdown.subscribers == 1
+        assert not ended.is_set()
+    async with asyncio.timeout(20):
+        assert (await following).endswith('event: end\ndata: {"reason": "shutdown"}\n\n')
+    await engine.stop()
