@@ -243,15 +243,6 @@ class Breakdown:
         oldest = shown[0][0] if len(found) > limit else None
         return RowPage(shown, oldest, newest if before is None else before - 1)
 
-    def after(self, number: int, limit: int) -> list[tuple[int, bytes]]:
-        """Numbers and JSON lines of the rows after the row ``number``: the newest ``limit`` of each ring, in order."""
-        found = [
-            numbered
-            for lines in (self._lines, self._rejected)
-            for numbered in takewhile(lambda line: line[0] > number, islice(reversed(lines), limit))
-        ]
-        return sorted(found, key=_number)
-
     def flush(self) -> None:
         """Write the rows that wait to the file now; blocks for the disk."""
         if self._files is not None:

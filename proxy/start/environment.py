@@ -13,7 +13,17 @@ from proxy.settings import Settings
 _PREFIX = "WARMROUTE_"
 _OTHERS = frozenset(
     _PREFIX + name
-    for name in ("API_KEY", "CLIENTS", "ENGINE_MODEL", "ENGINE_PYTHON", "ENGINES", "ENGINES_RUN", "KEY", "TRACES")
+    for name in (
+        "ADMIN_KEY",
+        "API_KEY",
+        "CLIENTS",
+        "ENGINE_MODEL",
+        "ENGINE_PYTHON",
+        "ENGINES",
+        "ENGINES_RUN",
+        "KEY",
+        "TRACES",
+    )
 )
 """Variables of the other commands, of examples and of the tests."""
 _OF_TESTS = re.compile(rf"{_PREFIX}(TEST|FUZZ)_\w+")
