@@ -132,14 +132,17 @@ class Checks:
         if drift is not None:
             text = f"{drift.ledger} requests by the ledger, {drift.engine} by the engine"
             found["ledger_drift"][name] = text
-        if meter.not_echoed >= settings.min_requests and any(each.echoed for each in engines.values()):
+        instance = self._instances.get(name)
+        # Engines of other kinds never have the id; those with vLLM's metrics do.
+        known = meter.echoed or (instance is not None and instance.block_tokens is not None)
+        if meter.not_echoed >= settings.min_requests and known and any(each.echoed for each in engines.values()):
             text = f"its last {meter.not_echoed} answers do not have the id of x-request-id"
             found["engine_headers"][name] = text
 
     def _of_events(self, engines: Mapping[str, EngineMeter], found: dict[str, dict[str, str]], now_s: float) -> None:
         for name, stream in self._events.streams.items():
             meter = engines.get(name)
-            if meter is None:
+            if meter is None or name in found["prefix_cache"]:  # without a cache there are no events
                 continue
             meter.saw_batches(stream.counters.batches, now_s)
             silent_s = now_s - meter.unreported_since_s

@@ -56,6 +56,8 @@ class LoadReading(NamedTuple):
     """In flight by the proxy's ledger."""
     engine: int = 0
     """Running and waiting by the engine's own report."""
+    off_ledger: int = 0
+    """Most of the engine's that the proxy has sent there without counting them on the ledger."""
 
 
 class EngineMeter:
@@ -126,7 +128,9 @@ class EngineMeter:
         if len(self.readings) < _READINGS:
             return None
         over = [each.ledger - each.engine > max(least, share * each.ledger) + away for each in self.readings]
-        under = [each.engine - each.ledger > max(least, share * each.engine) for each in self.readings]
+        under = [
+            each.engine - each.ledger - each.off_ledger > max(least, share * each.engine) for each in self.readings
+        ]
         return self.readings[-1] if all(over) or all(under) else None
 
     def saw_batches(self, batches: int, now_s: float) -> None:

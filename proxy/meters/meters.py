@@ -29,6 +29,8 @@ class Meters:
         self.settings = settings
         self.engines: dict[str, EngineMeter] = {}
         self.session_headers = SessionHeaders()
+        self.further_sequences = 0
+        """Sequences in flight beyond one for each request: several prompts or choices."""
         self.since: dict[str, tuple[bool, float]] = {}
         """Condition -> its state and the Unix time since which it has it."""
         self._window = SlidingSums(len(HitTokens._fields), settings.window_s)
@@ -74,13 +76,16 @@ class Meters:
         if row.prefill_instance is None and prompt - max(predicted, reported) >= 2 * request.block_tokens:
             self.of(decision.decode_on).computed(sent_s, now_s)
 
-    def probed(self, instance: Instance, counters: Mapping[str, float], caching: str | None, now_s: float) -> None:
+    def probed(
+        self, instance: Instance, counters: Mapping[str, float], caching: str | None, short: int, now_s: float
+    ) -> None:
         """Take a reading of an engine's own figures.
 
         Args:
             instance: has its running and waiting requests.
             counters: its counters, by the names of ``proxy.meters.engine.COUNTERS``.
             caching: its ``enable_prefix_caching``; None: not reported.
+            short: requests in flight there that are on no ledger.
             now_s: monotonic.
         """
         if not self.settings.enabled:
@@ -89,7 +94,7 @@ class Meters:
         meter.caching_off = caching == "False"
         meter.count(counters, now_s)
         ledger = self._state.ledger.requests(instance.name)
-        meter.readings.append(LoadReading(ledger, instance.running + instance.waiting))
+        meter.readings.append(LoadReading(ledger, instance.running + instance.waiting, short + self.further_sequences))
 
     def restarted(self, name: str) -> None:
         """Begin again for an engine that restarted."""

@@ -134,6 +134,14 @@ def test_events_that_cannot_be_used_are_reported_with_their_reason() -> None:
     assert rig.examine(4) == {"kv_events": {"b": "its events are not used: several_cache_groups"}}
 
 
+def test_an_engine_without_a_prefix_cache_owes_no_events() -> None:
+    rig = Rig()
+    rig.engines["a"].caching_off = True
+    for _ in range(3):
+        rig.engines["a"].computed(rig.now_s, rig.now_s)
+    assert list(rig.examine(10)) == ["prefix_cache"]
+
+
 def test_block_sizes_that_differ_name_the_minority() -> None:
     rig = Rig()
     for name, size in (("a", 16), ("b", 32)):
@@ -160,6 +168,8 @@ def test_answers_without_the_id_count_only_where_some_engine_has_it() -> None:
         rig.engines["a"].answered(False)
     assert rig.examine(4) == {}
     rig.engines["b"].answered(True)
+    assert rig.examine(4) == {}  # it may be an engine of another kind
+    rig.instances["a"].block_tokens = 16
     assert rig.examine(4) == {"engine_headers": {"a": "its last 10 answers do not have the id of x-request-id"}}
 
 

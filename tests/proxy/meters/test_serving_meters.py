@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -75,6 +76,16 @@ async def test_requests_that_bypass_the_proxy_are_noticed(start_proxy: StartProx
     assert (row["engine_running"], row["ledger_requests"], row["drift"]) == (30, 0, ["ledger_drift"])
     running.engines[1].running = 0
     await running.until(lambda: not running.core.meters.failing["ledger_drift"])
+
+
+async def test_several_prompts_and_choices_of_one_request_are_no_drift(start_proxy: StartProxy) -> None:
+    engine = StubEngine(prefill_s=0.3)
+    running = await start_proxy(engines=[engine], meters=METERS)
+    body = {"model": "stub", "prompt": [[1, 2, 3]] * 4, "n": 5, "max_tokens": 4}
+    asking = asyncio.create_task(running.client.post("/v1/completions", json=body))
+    await running.until(lambda: running.core.meters.further_sequences == 19)
+    assert (await asking).status_code == 200
+    await running.until(lambda: running.core.meters.further_sequences == 0)
 
 
 async def test_engines_with_different_block_sizes_are_noticed(start_proxy: StartProxy) -> None:
