@@ -26,6 +26,9 @@ _MIN_SILENT = 2
 _TRANSIENT = frozenset({"", "no_events", "waiting_for_events", "replaying"})
 """Reasons without trust in the exact index that pass by themselves; lasting silence is found by its own check."""
 
+_OWN_CONDITION = MappingProxyType({"several_cache_groups": "hybrid_events", "block_size": "block_size"})
+"""Reasons without trust that another condition than kv_events is about, with its remedy."""
+
 REMEDIES = MappingProxyType(
     {
         "prediction_drift": "send all traffic of the engines through this proxy, or set events_url and "
@@ -150,12 +153,13 @@ class Checks:
                 text = f"no events for {silent_s:.0f} s, in which it computed {meter.unreported} prompts"
                 found["kv_events"][name] = text
             elif (reason := self._exact.reason(name)) not in _TRANSIENT:
-                found["kv_events"][name] = f"its events are not used: {reason}"
+                condition = _OWN_CONDITION.get(reason, "kv_events")
+                found[condition][name] = f"its events are not used: {reason}"
 
     def _of_fleet(self, headers: SessionHeaders, found: dict[str, dict[str, str]]) -> None:
         sizes = {each.name: each.block_tokens for each in self._instances if each.block_tokens is not None}
         most = Counter(sizes.values()).most_common(1)
-        found["block_size"] = {
+        found["block_size"] |= {
             name: f"blocks of {size} tokens, others of {most[0][0]}"
             for name, size in sizes.items()
             if size != most[0][0]

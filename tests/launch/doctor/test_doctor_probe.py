@@ -210,6 +210,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 1
     assert "turns NVLink on" in " ".join(output.replace("│", " ").split())
 
+    monkeypatch.delenv("MC_INTRANODE_NVLINK")
+    _, output = doctor("--json", "--proxy", f"http://127.0.0.1:{values['base_port']}")
+    (asked,) = [one for one in json.loads(output)["findings"] if one["check"] == "conditions"]
+    assert (asked["status"], "does not answer" in asked["found"]) == ("note", True)
+
     assert doctor("--fleet", str(tmp_path / "none.yaml"))[0] == 2
     code, output = doctor("--list")
     assert (code, "| check | looks at |" in output) == (0, True)

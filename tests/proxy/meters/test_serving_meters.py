@@ -67,6 +67,16 @@ async def test_an_engine_whose_prefix_cache_is_off_is_noticed(start_proxy: Start
     assert 'warmroute_engine_prefix_hit_tokens_total{instance="inst-0"} 4000.0' in text
 
 
+async def test_an_engine_that_reports_a_disabled_prefix_cache_is_noticed_without_requests(
+    start_proxy: StartProxy,
+) -> None:
+    running = await start_proxy(engines=[StubEngine(prefix_caching=False), StubEngine()], meters=METERS)
+    found = await raised(running, "prefix_cache")
+    assert found["detail"] == "inst-0: its prefix cache is disabled"
+    running.engines[0].prefix_caching = True
+    await running.until(lambda: not running.core.meters.failing["prefix_cache"])
+
+
 async def test_requests_that_bypass_the_proxy_are_noticed(start_proxy: StartProxy) -> None:
     running = await start_proxy(2, meters=METERS)
     running.engines[1].running = 30
