@@ -39,14 +39,20 @@ class EngineSums(NamedTuple):
     transfer_error_s: float = 0
     """Sum of |predicted - measured| seconds of the hand-offs to it."""
     transfer_s: float = 0
+    """Their measured seconds."""
+    transfer_predicted_s: float = 0
 
     def prediction_error(self) -> float | None:
         """Share of the prompt tokens that was predicted wrongly; None without requests."""
         return round(self.error_tokens / self.prompt_tokens, 6) if self.prompt_tokens else None
 
     def transfer_error(self) -> float | None:
-        """Error of the predicted times of hand-offs relative to the measured ones; None without any."""
-        return round(self.transfer_error_s / self.transfer_s, 6) if self.transfer_s else None
+        """Error of predicted times of hand-offs relative to the shorter of predicted and measured; None without any.
+
+        Relative to the measured ones, hand-offs that take forever would be an error of 1.
+        """
+        shorter_s = min(self.transfer_s, self.transfer_predicted_s)
+        return round(self.transfer_error_s / shorter_s, 6) if shorter_s else None
 
 
 class LoadReading(NamedTuple):

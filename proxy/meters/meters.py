@@ -70,8 +70,9 @@ class Meters:
         self.of(row.prefill_instance or decision.decode_on).add(_sums(prompt, predicted, reported, prediction), now_s)
         transfer = row.legs.get("transfer")
         if transfer is not None:
-            off = abs(transfer["predicted_s"] - transfer["actual_s"])
-            times = EngineSums(transfers=1, transfer_error_s=off, transfer_s=transfer["actual_s"])
+            guess_s, taken_s = transfer["predicted_s"], transfer["actual_s"]
+            off_s = abs(guess_s - taken_s)
+            times = EngineSums(transfers=1, transfer_error_s=off_s, transfer_s=taken_s, transfer_predicted_s=guess_s)
             self.of(decision.decode_on).add(times, now_s)
         if row.prefill_instance is None and prompt - max(predicted, reported) >= 2 * request.block_tokens:
             self.of(decision.decode_on).computed(sent_s, now_s)

@@ -73,7 +73,8 @@ def test_a_healthy_fleet_raises_nothing() -> None:
                 reported_tokens=100, error_tokens=400, exact_requests=1, exact_tokens=500, exact_over_tokens=400
             ),
         ),
-        ("transfer_drift", EngineSums(transfers=1, transfer_error_s=5.0, transfer_s=2.0)),
+        ("transfer_drift", EngineSums(transfers=1, transfer_error_s=5.0, transfer_s=2.0, transfer_predicted_s=7.0)),
+        ("transfer_drift", EngineSums(transfers=1, transfer_error_s=5.0, transfer_s=7.0, transfer_predicted_s=2.0)),
     ],
 )
 def test_a_fault_raises_its_condition_alone_with_enough_requests_and_clears(name: str, sums: EngineSums) -> None:
@@ -90,7 +91,7 @@ def test_a_fault_raises_its_condition_alone_with_enough_requests_and_clears(name
 def test_small_errors_raise_nothing() -> None:
     rig = Rig()
     rig.add(REPEAT._replace(reported_tokens=400, error_tokens=100), 100)
-    rig.add(EngineSums(transfers=1, transfer_error_s=1.9, transfer_s=1.0), 100)
+    rig.add(EngineSums(transfers=1, transfer_error_s=1.9, transfer_s=2.9, transfer_predicted_s=1.0), 100)
     assert rig.examine(20) == {}
 
 

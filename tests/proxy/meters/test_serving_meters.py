@@ -163,3 +163,23 @@ async def test_a_check_that_fails_does_not_end_the_examination(start_proxy: Star
     running.core.meters.examine = examine  # type: ignore[method-assign]
     running.engines[0].running = 30
     await raised(running, "ledger_drift")
+
+
+async def test_hand_offs_are_compared_with_their_predicted_times(start_proxy: StartProxy) -> None:
+    running = await start_proxy(
+        2,
+        role="kv_both",
+        meters=METERS,
+        classes={"medium_tokens": 100, "heavy_tokens": 200},
+        offload={"planner": "threshold", "params": {"min_decode_requests": 0}},
+    )
+    body = {"model": "stub", "prompt": list(range(2_000)), "max_tokens": 4, "stream": True}
+    assert (await running.client.post("/v1/completions", json=body)).status_code == 200
+    (row,) = await running.rows()
+    times = row["legs"]["transfer"]
+    rows = (await running.client.get("/meters")).json()["instances"]
+    error_s = abs(times["predicted_s"] - times["actual_s"])
+    shorter_s = min(times["predicted_s"], times["actual_s"])
+    assert rows[row["instance"]]["transfer_error"] == (round(error_s / shorter_s, 6) if shorter_s else None)
+    assert rows[row["prefill_instance"]]["transfer_error"] is None
+    assert rows[row["prefill_instance"]]["window_requests"] == 1
