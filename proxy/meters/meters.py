@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from proxy.meters.engine import EngineMeter, EngineSums, LoadReading
 from proxy.meters.session_headers import SessionHeaders
 from proxy.sessions.prefix_chain import PREFIX_SOURCE
 from proxy.settings import MeterSettings
+
+log = logging.getLogger("warmroute.meters")
 
 
 class Meters:
@@ -41,7 +44,7 @@ class Meters:
         self._checks = Checks(settings, state.predictor.exact, instances, events)
 
     def served(self, request: RequestView, row: Row, sent_s: float, echoed: bool | None) -> None:
-        """Count a request that an engine has answered; called after its last byte.
+        """Count a request that an engine has answered; called after its last byte. Does not raise.
 
         Args:
             request: as it was routed.
@@ -49,8 +52,15 @@ class Meters:
             sent_s: when it was sent to D (monotonic).
             echoed: the answer has the id that was sent in ``x-request-id``; None: such answers have none.
         """
+        if self.settings.enabled and row.status == 200 and not row.resumed:
+            try:
+                self._count(request, row, sent_s, echoed)
+            except Exception:  # its answer is complete, and must not be cut because of a meter
+                log.exception("request %s could not be measured", row.request_id)
+
+    def _count(self, request: RequestView, row: Row, sent_s: float, echoed: bool | None) -> None:
         decision, reported, predicted = row.decision, row.actual_cached_tokens, row.predicted_cached_tokens
-        if not self.settings.enabled or decision is None or row.status != 200 or row.resumed:
+        if decision is None:
             return
         if echoed is not None:
             self.of(decision.decode_on).answered(echoed)

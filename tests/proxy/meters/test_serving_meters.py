@@ -183,3 +183,16 @@ async def test_hand_offs_are_compared_with_their_predicted_times(start_proxy: St
     assert rows[row["instance"]]["transfer_error"] == (round(error_s / shorter_s, 6) if shorter_s else None)
     assert rows[row["prefill_instance"]]["transfer_error"] is None
     assert rows[row["prefill_instance"]]["window_requests"] == 1
+
+
+async def test_a_meter_that_fails_does_not_fail_the_request(start_proxy: StartProxy) -> None:
+    running = await start_proxy(1, meters=METERS)
+
+    def fail(*_: object) -> None:
+        raise ValueError("a fault of a meter")
+
+    running.core.meters.session_headers.add = fail  # type: ignore[method-assign, assignment]
+    for _ in range(2):  # over one connection
+        await ask(running, list(range(160)))
+    rows = await running.rows()
+    assert [(row["outcome"], row["error"]) for row in rows] == [("ok", None)] * 2
