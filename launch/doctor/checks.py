@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from launch.doctor import checks_engines, checks_gpus, checks_host, checks_network
+from launch.doctor import checks_caching, checks_engines, checks_gpus, checks_host, checks_network
 from launch.doctor.findings import CHECKS, Check
 
-MODULES = (checks_engines, checks_gpus, checks_host, checks_network)
+MODULES = (checks_engines, checks_caching, checks_gpus, checks_host, checks_network)
 
 
 def all_checks() -> list[Check]:

@@ -22,6 +22,12 @@ def doctor(
             show_default=False,
         ),
     ] = None,
+    proxy: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of a running proxy whose conditions to report. Default: the fleet's.", show_default=False
+        ),
+    ] = None,
     list_checks: Annotated[
         bool, typer.Option("--list", help="Print the tables of checks and tested versions as Markdown and exit.")
     ] = False,
@@ -50,7 +56,7 @@ def doctor(
     except FleetError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    findings = examine(gather(fleet, source=str(source or ""), engine_python=engine_python), checks)
+    findings = examine(gather(fleet, source=str(source or ""), engine_python=engine_python, proxy=proxy), checks)
     made = report.make_report(findings)
     if as_json:
         import msgspec

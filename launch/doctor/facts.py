@@ -117,6 +117,24 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
     """Smallest certain offset of its clock, ahead positive; 0 within the precision of a Date header (about 2 s)."""
 
 
+class ProxyCondition(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the conditions of ``GET /ready?verbose``."""
+
+    name: str
+    ok: bool
+    detail: str = ""
+    remedy: str | None = None
+
+
+class ProxyConditions(msgspec.Struct, frozen=True, kw_only=True):
+    """Conditions of a running proxy."""
+
+    url: str
+    error: str | None = None
+    """Reason why they could not be read; None when they were."""
+    conditions: list[ProxyCondition] = []
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """All inputs of the checks."""
 
@@ -129,6 +147,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """The doctor's own, which engines started from this shell would inherit."""
     fleet: FleetFacts | None = None
     clocks: list[Clock] = []
+    proxy: ProxyConditions | None = None
+    """None: no proxy is known."""
 
     def engines(self) -> list[FleetEngineFacts]:
         """The fleet's engines; without a fleet one that stands for any engine started from this shell."""

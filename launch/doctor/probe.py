@@ -19,6 +19,7 @@ import psutil
 
 from launch.doctor import facts
 from launch.doctor.probe_clocks import ask_clocks
+from launch.doctor.probe_conditions import ask_proxy
 from launch.doctor.probe_python import ask_python
 from launch.engines.commands import KINDS, ProcessSpec, engine_specs
 from launch.engines.vllm import resolve_python
@@ -43,6 +44,7 @@ def gather(
     engine_python: str | None = None,
     library: NvmlLibrary | None = None,
     environment: Mapping[str, str] | None = None,
+    proxy: str | None = None,
 ) -> facts.Facts:
     """All facts about this machine, and about a fleet when one is given.
 
@@ -52,6 +54,7 @@ def gather(
         engine_python: the engines' Python; default: the fleet's, `.venv-engines`, or this one.
         library: an object with NVML's functions; default: ``pynvml``.
         environment: the environment that engines would inherit; default: this process's.
+        proxy: URL of a running proxy whose conditions are read; default: the fleet's.
     """
     inherited = dict(os.environ if environment is None else environment)
     return facts.Facts(
@@ -63,6 +66,7 @@ def gather(
         environment=inherited,
         fleet=_fleet(fleet, source, inherited) if fleet is not None else None,
         clocks=ask_clocks(fleet) if fleet is not None else [],
+        proxy=ask_proxy(fleet, proxy),
     )
 
 

@@ -47,7 +47,7 @@ class ConditionWatch:
         """Examine all conditions once."""
         self._core.meters.examine(time.monotonic())
         for each in conditions(self._core):
-            if each.ok is not self._known.get(each.name, True):
+            if each.ok is not self._known.get(each.name, True) and not self._core.draining:
                 if each.ok:
                     log.info("condition %s is ok again", each.name)
                 else:

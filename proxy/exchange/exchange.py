@@ -16,7 +16,7 @@ from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotC
 from proxy.errors import AttemptFailedError, dialect_of, draining_error
 from proxy.exchange.attempts import Attempts
 from proxy.exchange.offloading import hand_over
-from proxy.exchange.reading import EventFilter, echoed, event_filter, usage_of
+from proxy.exchange.reading import EventFilter, echoed, event_filter, further_sequences, usage_of
 from proxy.exchange.relay import stream_relay
 from proxy.exchange.while_connected import while_connected
 from proxy.fleet.instances import Instance
@@ -84,6 +84,8 @@ class Exchange:
         core.retries.arrived(time.monotonic())
         seat = self._seat = core.admission.seat(parsed.fields.model)
         seat.only = parsed.only
+        further = 0 if request.may_offload else further_sequences(parsed)
+        core.meters.further_sequences += further
         try:
             self._visit.begin(row.session_id, row.request_id, request.prompt_tokens)
             await self._serve_seated(parsed, request, seat)
@@ -92,6 +94,7 @@ class Exchange:
             row.outcome = error.outcome
             raise
         finally:
+            core.meters.further_sequences -= further
             seat.close()
             if seat.queued_s:
                 row.stages_ms["queued"] = seat.queued_s * 1e3

@@ -39,6 +39,12 @@ def echoed(endpoint: Endpoint, request_id: str, answer: Answer, first: bytes) ->
     return f"cmpl-{request_id}".encode("latin-1") in first[:_ID_BYTES]
 
 
+def further_sequences(parsed: Parsed) -> int:
+    """Sequences beyond the first that an engine runs for one request: several prompts, several choices."""
+    fields = parsed.fields
+    return max(parsed.prompt.prompts, 1) * max(fields.n or 1, fields.best_of or 1) - 1
+
+
 def usage_of(core: Core, parsed: Parsed, instance: Instance, content: bytes) -> Usage | None:
     """Usage of a whole answer of ``instance``; the id of a stored response is remembered."""
     if parsed.endpoint not in _TYPED:

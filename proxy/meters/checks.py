@@ -26,6 +26,9 @@ _MIN_SILENT = 2
 _TRANSIENT = frozenset({"", "no_events", "waiting_for_events", "replaying"})
 """Reasons without trust in the exact index that pass by themselves; lasting silence is found by its own check."""
 
+_OWN_CONDITION = MappingProxyType({"several_cache_groups": "hybrid_events", "block_size": "block_size"})
+"""Reasons without trust that another condition than kv_events is about, with its remedy."""
+
 REMEDIES = MappingProxyType(
     {
         "prediction_drift": "send all traffic of the engines through this proxy, or set events_url and "
@@ -132,14 +135,17 @@ class Checks:
         if drift is not None:
             text = f"{drift.ledger} requests by the ledger, {drift.engine} by the engine"
             found["ledger_drift"][name] = text
-        if meter.not_echoed >= settings.min_requests and any(each.echoed for each in engines.values()):
+        instance = self._instances.get(name)
+        # Engines of other kinds never have the id; those with vLLM's metrics do.
+        known = meter.echoed or (instance is not None and instance.block_tokens is not None)
+        if meter.not_echoed >= settings.min_requests and known and any(each.echoed for each in engines.values()):
             text = f"its last {meter.not_echoed} answers do not have the id of x-request-id"
             found["engine_headers"][name] = text
 
     def _of_events(self, engines: Mapping[str, EngineMeter], found: dict[str, dict[str, str]], now_s: float) -> None:
         for name, stream in self._events.streams.items():
             meter = engines.get(name)
-            if meter is None:
+            if meter is None or name in found["prefix_cache"]:  # without a cache there are no events
                 continue
             meter.saw_batches(stream.counters.batches, now_s)
             silent_s = now_s - meter.unreported_since_s
@@ -147,12 +153,13 @@ class Checks:
                 text = f"no events for {silent_s:.0f} s, in which it computed {meter.unreported} prompts"
                 found["kv_events"][name] = text
             elif (reason := self._exact.reason(name)) not in _TRANSIENT:
-                found["kv_events"][name] = f"its events are not used: {reason}"
+                condition = _OWN_CONDITION.get(reason, "kv_events")
+                found[condition][name] = f"its events are not used: {reason}"
 
     def _of_fleet(self, headers: SessionHeaders, found: dict[str, dict[str, str]]) -> None:
         sizes = {each.name: each.block_tokens for each in self._instances if each.block_tokens is not None}
         most = Counter(sizes.values()).most_common(1)
-        found["block_size"] = {
+        found["block_size"] |= {
             name: f"blocks of {size} tokens, others of {most[0][0]}"
             for name, size in sizes.items()
             if size != most[0][0]

@@ -39,14 +39,20 @@ class EngineSums(NamedTuple):
     transfer_error_s: float = 0
     """Sum of |predicted - measured| seconds of the hand-offs to it."""
     transfer_s: float = 0
+    """Their measured seconds."""
+    transfer_predicted_s: float = 0
 
     def prediction_error(self) -> float | None:
         """Share of the prompt tokens that was predicted wrongly; None without requests."""
         return round(self.error_tokens / self.prompt_tokens, 6) if self.prompt_tokens else None
 
     def transfer_error(self) -> float | None:
-        """Error of the predicted times of hand-offs relative to the measured ones; None without any."""
-        return round(self.transfer_error_s / self.transfer_s, 6) if self.transfer_s else None
+        """Error of predicted times of hand-offs relative to the shorter of predicted and measured; None without any.
+
+        Relative to the measured ones, hand-offs that take forever would be an error of 1.
+        """
+        shorter_s = min(self.transfer_s, self.transfer_predicted_s)
+        return round(self.transfer_error_s / shorter_s, 6) if shorter_s else None
 
 
 class LoadReading(NamedTuple):
@@ -56,6 +62,8 @@ class LoadReading(NamedTuple):
     """In flight by the proxy's ledger."""
     engine: int = 0
     """Running and waiting by the engine's own report."""
+    off_ledger: int = 0
+    """Most of the engine's that the proxy has sent there without counting them on the ledger."""
 
 
 class EngineMeter:
@@ -126,7 +134,9 @@ class EngineMeter:
         if len(self.readings) < _READINGS:
             return None
         over = [each.ledger - each.engine > max(least, share * each.ledger) + away for each in self.readings]
-        under = [each.engine - each.ledger > max(least, share * each.engine) for each in self.readings]
+        under = [
+            each.engine - each.ledger - each.off_ledger > max(least, share * each.engine) for each in self.readings
+        ]
         return self.readings[-1] if all(over) or all(under) else None
 
     def saw_batches(self, batches: int, now_s: float) -> None:

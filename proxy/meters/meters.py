@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,8 @@ from proxy.meters.session_headers import SessionHeaders
 from proxy.sessions.prefix_chain import PREFIX_SOURCE
 from proxy.settings import MeterSettings
 
+log = logging.getLogger("warmroute.meters")
+
 
 class Meters:
     """Meters of the fleet and of each instance. Single writer: the event loop."""
@@ -29,6 +32,8 @@ class Meters:
         self.settings = settings
         self.engines: dict[str, EngineMeter] = {}
         self.session_headers = SessionHeaders()
+        self.further_sequences = 0
+        """Sequences in flight beyond one for each request: several prompts or choices."""
         self.since: dict[str, tuple[bool, float]] = {}
         """Condition -> its state and the Unix time since which it has it."""
         self._window = SlidingSums(len(HitTokens._fields), settings.window_s)
@@ -39,7 +44,7 @@ class Meters:
         self._checks = Checks(settings, state.predictor.exact, instances, events)
 
     def served(self, request: RequestView, row: Row, sent_s: float, echoed: bool | None) -> None:
-        """Count a request that an engine has answered; called after its last byte.
+        """Count a request that an engine has answered; called after its last byte. Does not raise.
 
         Args:
             request: as it was routed.
@@ -47,8 +52,15 @@ class Meters:
             sent_s: when it was sent to D (monotonic).
             echoed: the answer has the id that was sent in ``x-request-id``; None: such answers have none.
         """
+        if self.settings.enabled and row.status == 200 and not row.resumed:
+            try:
+                self._count(request, row, sent_s, echoed)
+            except Exception:  # its answer is complete, and must not be cut because of a meter
+                log.exception("request %s could not be measured", row.request_id)
+
+    def _count(self, request: RequestView, row: Row, sent_s: float, echoed: bool | None) -> None:
         decision, reported, predicted = row.decision, row.actual_cached_tokens, row.predicted_cached_tokens
-        if not self.settings.enabled or decision is None or row.status != 200 or row.resumed:
+        if decision is None:
             return
         if echoed is not None:
             self.of(decision.decode_on).answered(echoed)
@@ -68,19 +80,23 @@ class Meters:
         self.of(row.prefill_instance or decision.decode_on).add(_sums(prompt, predicted, reported, prediction), now_s)
         transfer = row.legs.get("transfer")
         if transfer is not None:
-            off = abs(transfer["predicted_s"] - transfer["actual_s"])
-            times = EngineSums(transfers=1, transfer_error_s=off, transfer_s=transfer["actual_s"])
+            guess_s, taken_s = transfer["predicted_s"], transfer["actual_s"]
+            off_s = abs(guess_s - taken_s)
+            times = EngineSums(transfers=1, transfer_error_s=off_s, transfer_s=taken_s, transfer_predicted_s=guess_s)
             self.of(decision.decode_on).add(times, now_s)
         if row.prefill_instance is None and prompt - max(predicted, reported) >= 2 * request.block_tokens:
             self.of(decision.decode_on).computed(sent_s, now_s)
 
-    def probed(self, instance: Instance, counters: Mapping[str, float], caching: str | None, now_s: float) -> None:
+    def probed(
+        self, instance: Instance, counters: Mapping[str, float], caching: str | None, short: int, now_s: float
+    ) -> None:
         """Take a reading of an engine's own figures.
 
         Args:
             instance: has its running and waiting requests.
             counters: its counters, by the names of ``proxy.meters.engine.COUNTERS``.
             caching: its ``enable_prefix_caching``; None: not reported.
+            short: requests in flight there that are on no ledger.
             now_s: monotonic.
         """
         if not self.settings.enabled:
@@ -89,7 +105,7 @@ class Meters:
         meter.caching_off = caching == "False"
         meter.count(counters, now_s)
         ledger = self._state.ledger.requests(instance.name)
-        meter.readings.append(LoadReading(ledger, instance.running + instance.waiting))
+        meter.readings.append(LoadReading(ledger, instance.running + instance.waiting, short + self.further_sequences))
 
     def restarted(self, name: str) -> None:
         """Begin again for an engine that restarted."""

@@ -188,6 +188,7 @@ class FleetChanges:
         held = core.router.state.holds.held_tokens_reader(name)
         legs = core.router.state.remove_instance(name)
         core.leaks.forget(name)
+        core.meters.forget(name)
         new = self.insert(settings, source)
         old.draining = True
         self._start_departure(Departure(old, self._now_s() + grace_s, legs, held, replaced=True))

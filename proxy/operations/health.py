@@ -114,7 +114,8 @@ class HealthMonitor:
             if f"{key}_total" in samples
         }
         caching = config.labels.get("enable_prefix_caching") if config is not None else None
-        self._core.meters.probed(instance, counters, caching, time.monotonic())
+        short = self._core.short_load.requests(instance.name)
+        self._core.meters.probed(instance, counters, caching, short, time.monotonic())
         usage = samples.get("vllm:kv_cache_usage_perc")
         if usage is not None:
             instance.kv_usage = usage.value

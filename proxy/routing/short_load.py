@@ -25,6 +25,10 @@ class ShortLoad:
         self._chosen += 1
         return equal[self._chosen % len(equal)]
 
+    def requests(self, instance: str) -> int:
+        """Short requests in flight on an instance."""
+        return self._in_flight.get(instance, 0)
+
     @contextlib.contextmanager
     def on(self, instance: str) -> Iterator[None]:
         """Count one request on an instance within the context."""

@@ -30,7 +30,9 @@ class MeterSettings(Section):
         default=0.2, gt=0, le=1, description="share of the prompt tokens predicted wrongly that raises prediction_drift"
     )
     transfer_error: float = Field(
-        default=1.0, gt=0, description="error of predicted transfer times, relative to them, that raises transfer_drift"
+        default=2.0,
+        gt=0,
+        description="error of predicted hand-off times, relative to the shorter ones, that raises transfer_drift",
     )
     ledger_requests: int = Field(
         default=8, ge=1, description="difference between ledger and engine, in requests, that raises ledger_drift"

@@ -32,6 +32,7 @@ class StubEngine:
     prefill_s: float = 0.0
     cached_tokens: int | None = None
     block_tokens: int = 16
+    prefix_caching: bool = True
     blocks: int = 10_000
     kv_usage: float = 0.25
     nixl_block_ids: list[int] | None = None
@@ -108,7 +109,10 @@ class StubEngine:
     async def _metrics(self, _: web.Request) -> web.Response:
         self.probes += 1
         labels = f'{{engine="0",model_name="{self.model}"}}'
-        config = f'{{block_size="{self.block_tokens}",num_gpu_blocks="{self.blocks}"}}'
+        config = (
+            f'{{block_size="{self.block_tokens}",num_gpu_blocks="{self.blocks}",'
+            f'enable_prefix_caching="{self.prefix_caching}"}}'
+        )
         return web.Response(
             text=f"vllm:num_requests_running{labels} {self.running}\n"
             f"vllm:num_requests_waiting{labels} 0\n"

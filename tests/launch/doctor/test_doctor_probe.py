@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from launch.__main__ import app
 from launch.doctor.probe import _verbs_devices, gather
 from launch.doctor.probe_clocks import ask_clocks, certain_offset
+from launch.doctor.probe_conditions import ask_proxy
 from launch.doctor.probe_python import ask_python
 from launch.fleet.file import parse_fleet
 from tests.launch.conftest import fleet_values
@@ -134,6 +135,49 @@ def test_clocks_are_read_from_real_answers() -> None:
     assert "does not answer" in (proxy.error or "")
 
 
+@pytest.mark.parametrize(
+    ("body", "conditions", "error"),
+    [
+        (b'{"ready": false, "conditions": [{"name": "instances", "ok": false, "detail": "0 of 1"}]}', 1, None),
+        (b'{"ready": true}', 0, "answered 503 without conditions"),
+        (b"hello", 0, "answered 503 without conditions"),
+    ],
+)
+def test_conditions_are_read_from_a_running_proxy(body: bytes, conditions: int, error: str | None) -> None:
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response_only(503)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            """No log."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        found = ask_proxy(None, f"http://127.0.0.1:{server.server_port}/")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert found is not None
+    assert (len(found.conditions), found.error, asked) == (conditions, error, ["/ready?verbose"])
+
+
+def test_a_proxy_that_does_not_answer_is_no_error_of_the_doctor() -> None:
+    assert ask_proxy(None, None) is None
+    fleet = parse_fleet(fleet_values(count=1))
+    found = ask_proxy(fleet, None)
+    assert found is not None
+    assert (found.url, found.error) == (fleet.proxy_url(), "does not answer (ConnectError)")
+
+
 def doctor(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["doctor", "--engine-python", sys.executable, *arguments])
     return result.exit_code, result.output
@@ -165,6 +209,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, output = doctor()
     assert code == 1
     assert "turns NVLink on" in " ".join(output.replace("│", " ").split())
+
+    monkeypatch.delenv("MC_INTRANODE_NVLINK")
+    _, output = doctor("--json", "--proxy", f"http://127.0.0.1:{values['base_port']}")
+    (asked,) = [one for one in json.loads(output)["findings"] if one["check"] == "conditions"]
+    assert (asked["status"], "does not answer" in asked["found"]) == ("note", True)
 
     assert doctor("--fleet", str(tmp_path / "none.yaml"))[0] == 2
     code, output = doctor("--list")

@@ -73,7 +73,8 @@ def test_a_healthy_fleet_raises_nothing() -> None:
                 reported_tokens=100, error_tokens=400, exact_requests=1, exact_tokens=500, exact_over_tokens=400
             ),
         ),
-        ("transfer_drift", EngineSums(transfers=1, transfer_error_s=3.0, transfer_s=2.0)),
+        ("transfer_drift", EngineSums(transfers=1, transfer_error_s=5.0, transfer_s=2.0, transfer_predicted_s=7.0)),
+        ("transfer_drift", EngineSums(transfers=1, transfer_error_s=5.0, transfer_s=7.0, transfer_predicted_s=2.0)),
     ],
 )
 def test_a_fault_raises_its_condition_alone_with_enough_requests_and_clears(name: str, sums: EngineSums) -> None:
@@ -90,7 +91,7 @@ def test_a_fault_raises_its_condition_alone_with_enough_requests_and_clears(name
 def test_small_errors_raise_nothing() -> None:
     rig = Rig()
     rig.add(REPEAT._replace(reported_tokens=400, error_tokens=100), 100)
-    rig.add(EngineSums(transfers=1, transfer_error_s=0.9, transfer_s=1.0), 100)
+    rig.add(EngineSums(transfers=1, transfer_error_s=1.9, transfer_s=2.9, transfer_predicted_s=1.0), 100)
     assert rig.examine(20) == {}
 
 
@@ -128,10 +129,27 @@ def test_silent_events_are_found_with_requests_only() -> None:
     assert rig.examine(12) == {}
 
 
-def test_events_that_cannot_be_used_are_reported_with_their_reason() -> None:
+@pytest.mark.parametrize(
+    ("reason", "name"),
+    [
+        ("missed_events", "kv_events"),
+        ("unreadable", "kv_events"),
+        ("several_cache_groups", "hybrid_events"),
+        ("block_size", "block_size"),
+    ],
+)
+def test_events_that_cannot_be_used_are_reported_with_their_reason(reason: str, name: str) -> None:
     rig = Rig()
-    rig.exact.distrust("b", "several_cache_groups")
-    assert rig.examine(4) == {"kv_events": {"b": "its events are not used: several_cache_groups"}}
+    rig.exact.distrust("b", reason)
+    assert rig.examine(4) == {name: {"b": f"its events are not used: {reason}"}}
+
+
+def test_an_engine_without_a_prefix_cache_owes_no_events() -> None:
+    rig = Rig()
+    rig.engines["a"].caching_off = True
+    for _ in range(3):
+        rig.engines["a"].computed(rig.now_s, rig.now_s)
+    assert list(rig.examine(10)) == ["prefix_cache"]
 
 
 def test_block_sizes_that_differ_name_the_minority() -> None:
@@ -160,6 +178,8 @@ def test_answers_without_the_id_count_only_where_some_engine_has_it() -> None:
         rig.engines["a"].answered(False)
     assert rig.examine(4) == {}
     rig.engines["b"].answered(True)
+    assert rig.examine(4) == {}  # it may be an engine of another kind
+    rig.instances["a"].block_tokens = 16
     assert rig.examine(4) == {"engine_headers": {"a": "its last 10 answers do not have the id of x-request-id"}}
 
 

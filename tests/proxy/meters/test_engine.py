@@ -15,7 +15,7 @@ def test_counters_grow_from_the_first_reading_and_over_a_restart() -> None:
     assert meter.engine_hits(100.0) == (0.0, 0.0)
 
 
-def readings(*pairs: tuple[int, int]) -> EngineMeter:
+def readings(*pairs: tuple[int, ...]) -> EngineMeter:
     meter = EngineMeter(60.0)
     meter.readings.extend(LoadReading(*pair) for pair in pairs)
     return meter
@@ -33,6 +33,11 @@ def test_the_larger_bound_counts_and_hand_offs_elsewhere_explain_leases() -> Non
     assert readings(*[(100, 80)] * 3).drift(8, 0.25, 0) is None
     assert readings(*[(100, 70)] * 3).drift(8, 0.25, 0) is not None
     assert readings(*[(100, 70)] * 3).drift(8, 0.25, 10) is None
+
+
+def test_requests_that_are_on_no_ledger_explain_more_on_the_engine() -> None:
+    assert readings(*[(1, 30, 28)] * 3).drift(8, 0.25, 0) is None
+    assert readings(*[(1, 30, 10)] * 3).drift(8, 0.25, 0) is not None
 
 
 def test_only_requests_sent_after_the_last_batch_count_as_unreported() -> None:

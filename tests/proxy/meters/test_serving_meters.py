@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -66,6 +67,16 @@ async def test_an_engine_whose_prefix_cache_is_off_is_noticed(start_proxy: Start
     assert 'warmroute_engine_prefix_hit_tokens_total{instance="inst-0"} 4000.0' in text
 
 
+async def test_an_engine_that_reports_a_disabled_prefix_cache_is_noticed_without_requests(
+    start_proxy: StartProxy,
+) -> None:
+    running = await start_proxy(engines=[StubEngine(prefix_caching=False), StubEngine()], meters=METERS)
+    found = await raised(running, "prefix_cache")
+    assert found["detail"] == "inst-0: its prefix cache is disabled"
+    running.engines[0].prefix_caching = True
+    await running.until(lambda: not running.core.meters.failing["prefix_cache"])
+
+
 async def test_requests_that_bypass_the_proxy_are_noticed(start_proxy: StartProxy) -> None:
     running = await start_proxy(2, meters=METERS)
     running.engines[1].running = 30
@@ -75,6 +86,16 @@ async def test_requests_that_bypass_the_proxy_are_noticed(start_proxy: StartProx
     assert (row["engine_running"], row["ledger_requests"], row["drift"]) == (30, 0, ["ledger_drift"])
     running.engines[1].running = 0
     await running.until(lambda: not running.core.meters.failing["ledger_drift"])
+
+
+async def test_several_prompts_and_choices_of_one_request_are_no_drift(start_proxy: StartProxy) -> None:
+    engine = StubEngine(prefill_s=0.3)
+    running = await start_proxy(engines=[engine], meters=METERS)
+    body = {"model": "stub", "prompt": [[1, 2, 3]] * 4, "n": 5, "max_tokens": 4}
+    asking = asyncio.create_task(running.client.post("/v1/completions", json=body))
+    await running.until(lambda: running.core.meters.further_sequences == 19)
+    assert (await asking).status_code == 200
+    await running.until(lambda: running.core.meters.further_sequences == 0)
 
 
 async def test_engines_with_different_block_sizes_are_noticed(start_proxy: StartProxy) -> None:
@@ -142,3 +163,36 @@ async def test_a_check_that_fails_does_not_end_the_examination(start_proxy: Star
     running.core.meters.examine = examine  # type: ignore[method-assign]
     running.engines[0].running = 30
     await raised(running, "ledger_drift")
+
+
+async def test_hand_offs_are_compared_with_their_predicted_times(start_proxy: StartProxy) -> None:
+    running = await start_proxy(
+        2,
+        role="kv_both",
+        meters=METERS,
+        classes={"medium_tokens": 100, "heavy_tokens": 200},
+        offload={"planner": "threshold", "params": {"min_decode_requests": 0}},
+    )
+    body = {"model": "stub", "prompt": list(range(2_000)), "max_tokens": 4, "stream": True}
+    assert (await running.client.post("/v1/completions", json=body)).status_code == 200
+    (row,) = await running.rows()
+    times = row["legs"]["transfer"]
+    rows = (await running.client.get("/meters")).json()["instances"]
+    error_s = abs(times["predicted_s"] - times["actual_s"])
+    shorter_s = min(times["predicted_s"], times["actual_s"])
+    assert rows[row["instance"]]["transfer_error"] == (round(error_s / shorter_s, 6) if shorter_s else None)
+    assert rows[row["prefill_instance"]]["transfer_error"] is None
+    assert rows[row["prefill_instance"]]["window_requests"] == 1
+
+
+async def test_a_meter_that_fails_does_not_fail_the_request(start_proxy: StartProxy) -> None:
+    running = await start_proxy(1, meters=METERS)
+
+    def fail(*_: object) -> None:
+        raise ValueError("a fault of a meter")
+
+    running.core.meters.session_headers.add = fail  # type: ignore[method-assign, assignment]
+    for _ in range(2):  # over one connection
+        await ask(running, list(range(160)))
+    rows = await running.rows()
+    assert [(row["outcome"], row["error"]) for row in rows] == [("ok", None)] * 2
