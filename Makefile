@@ -88,7 +88,7 @@ reference: $(READY) ## generate the pages of docs/reference and docs/clients.md 
 	$(BIN)/python -m tests.clients.table
 
 docs: $(READY) ## build the documentation site into site/, without warnings (about 5 seconds)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: $(READY) ## show the documentation site on http://127.0.0.1:8123 while you write
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8123
