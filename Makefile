@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 SRC := warmroute.py warmroute_man.py warmroute_names.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup collector monitoring-tools demo test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-figures lock clean
+.PHONY: help setup collector monitoring-tools demo test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -88,10 +88,13 @@ reference: $(READY) ## generate the pages of docs/reference and docs/clients.md 
 	$(BIN)/python -m tests.clients.table
 
 docs: $(READY) ## build the documentation site into site/, without warnings (about 5 seconds)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: $(READY) ## show the documentation site on http://127.0.0.1:8123 while you write
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8123
+
+docs-version: $(READY) ## commit the site of a version to the branch gh-pages: make docs-version VERSION=0.1
+	PATH="$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
 
 docs-figures: $(READY) ## regenerate the figures of docs/images
 	$(BIN)/python -m bench.docs_figures
