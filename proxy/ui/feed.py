@@ -133,12 +133,13 @@ class DashboardFeed:
 
     def _rows(self, limit: int) -> list[FinishedRequest]:
         rows = []
-        for _, line in self._core.breakdown.after(self._row_number or 0, limit):
+        self._row_number = self._row_number or 0
+        for number, line in self._core.breakdown.after(self._row_number, limit):
+            self._row_number = number
             try:
                 rows.append(_decode(line))
             except msgspec.DecodeError as error:
                 log.debug("a row cannot be shown: %s", error)
-        self._row_number = self._core.breakdown.finished
         return rows
 
     def _proxy(self) -> dict[str, Any]:

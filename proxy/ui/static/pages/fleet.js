@@ -9,7 +9,7 @@ const DENSE_FROM = 25;
 
 function makeCard(name) {
   const parts = {
-    name: h("span", { class: "name" }), state: h("span", { class: "pill" }), role: h("span", { class: "tag" }),
+    name: h("span", { class: "name", title: name }), state: h("span", { class: "pill" }), role: h("span", { class: "tag" }),
     load: h("span"), bar: h("span", { class: "meter" }), kv: h("span", { class: "soft end" }), kvBar: h("span", { class: "meter" }),
     hit: h("span", { class: "soft" }), first: h("span", { class: "soft end" }), sessions: h("span", { class: "soft" }), queue: h("span", { class: "soft end" }),
     error: h("div", { class: "error" }),
