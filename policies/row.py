@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from policies.admission.base import AdmissionReason
 from policies.types import CachePrediction, Decision
@@ -35,6 +35,26 @@ class RequestOutcome(StrEnum):
     SHUTDOWN = "shutdown"
     """The proxy shut down before the request ended."""
     INTERNAL_ERROR = "internal_error"
+
+
+class TraceNotes(Protocol):
+    """Receiver of what happens to a traced request while it is served."""
+
+    def named(self, model: str | None) -> None:
+        """Note its model."""
+        ...
+
+    def routed(self, decision: Decision, took_s: float) -> None:
+        """Note a routing decision that has just been taken, within ``took_s`` seconds."""
+        ...
+
+    def leg(self, kind: str, instance: str, url: str, headers: dict[str, str]) -> None:
+        """Note that it is being sent to an engine with these headers, and add those of the trace to them."""
+        ...
+
+    def leg_ended(self, error: str | None = None) -> None:
+        """Note the end of the last leg, with the reason if it failed."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +100,12 @@ class Row:
     """Reason for which it was sent when it was; None: it was not."""
     held_s: float = 0.0
     """Seconds for which admission held it."""
+    held_because: str | None = None
+    """Reason for holding it and its place in line, as a sentence; None: it was not held."""
     tenant: str | None = None
     """Name of its tenant; None: it has none."""
+    trace: TraceNotes | None = None
+    """Notes for its trace; None: it is not traced. Not part of the record."""
 
     def note_leg(self, leg: str, predicted_s: float, actual_s: float) -> None:
         """Record predicted and actual seconds of a leg."""
@@ -125,6 +149,7 @@ class Row:
             "prefill_instance": self.prefill_instance,
             "admission": self.admission,
             "held_s": round(self.held_s, 3),
+            "held_because": self.held_because,
             "reason": decision.reason if decision else None,
             "offload_reason": self.offload_reason,
             "prompt_tokens": self.prompt_tokens,

@@ -9,6 +9,7 @@ from policies.row import RequestOutcome, Row
 from proxy.core import Core
 from proxy.errors import AttemptFailedError, RequestError, no_instance_error, out_of_sockets_error
 from proxy.exchange.poison import PoisonGuard
+from proxy.fleet.reachability import outage
 from proxy.routing.retries import NO_RETRY_HEADER
 
 
@@ -44,6 +45,8 @@ class Attempts:
         if after is not None and after.refusal is None:
             error.refusal = None  # an instance that serves the model has failed
         self.tried.add(error.instance)
+        if self._row.trace is not None:
+            self._row.trace.leg_ended(str(error))
         self._row.attempts.append({"instance": error.instance, "error": str(error)})
         return error
 
@@ -52,7 +55,7 @@ class Attempts:
         row = self._row
         if failure is None:
             row.outcome = RequestOutcome.NO_INSTANCE
-            return no_instance_error(self._core.settings.health.interval_s)
+            return no_instance_error(self._core.settings.health.interval_s, outage(self._core.instances))
         if failure.own:
             row.outcome = RequestOutcome.NO_INSTANCE
             return out_of_sockets_error(str(failure))

@@ -16,7 +16,7 @@ from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotC
 from proxy.errors import AttemptFailedError, dialect_of, draining_error
 from proxy.exchange.attempts import Attempts
 from proxy.exchange.offloading import hand_over
-from proxy.exchange.reading import EventFilter, event_filter, usage_of
+from proxy.exchange.reading import EventFilter, echoed, event_filter, usage_of
 from proxy.exchange.relay import stream_relay
 from proxy.exchange.while_connected import while_connected
 from proxy.fleet.instances import Instance
@@ -47,6 +47,7 @@ class Exchange:
         self._sent_s = 0.0
         self._attempts = Attempts(core, row, inbound.headers)
         self._encoded = False
+        self._echoed: bool | None = None
 
     async def run(self, parsed: Parsed) -> None:
         """Serve a parsed request until it is answered or its client leaves.
@@ -86,6 +87,7 @@ class Exchange:
         try:
             self._visit.begin(row.session_id, row.request_id, request.prompt_tokens)
             await self._serve_seated(parsed, request, seat)
+            core.meters.served(request, row, self._sent_s, self._echoed)
         except (KeyLimitError, QueueError) as error:
             row.outcome = error.outcome
             raise
@@ -132,6 +134,8 @@ class Exchange:
     def _note(self, routed: Routed) -> None:
         row, decision = self._row, routed.decision
         row.decision, row.planner = decision, self._core.router.planner.name
+        if row.trace is not None:
+            row.trace.routed(decision, self._seat.decided_s)
         row.offload_reason, row.prefill_instance = decision.offload.reason.value, decision.prefill_on
         prefill = routed.prefill_view
         row.predicted_cached_tokens = prefill.cached_tokens if prefill else decision.cached_tokens
@@ -151,7 +155,7 @@ class Exchange:
                 routed,
                 parsed.endpoint.value,
                 body,
-                self._upstream_headers(self._core.instances.chosen(decision.prefill_on)),
+                self._upstream_headers(self._core.instances.chosen(decision.prefill_on), "prefill"),
                 lambda leg, bound_s: self._open(decision.decode_on, parsed, leg, bound_s, pulling=True),
                 self._pull_bound(parsed),
                 self._attempts.guard,
@@ -162,6 +166,7 @@ class Exchange:
             opened = await self._open(decision.decode_on, parsed, body, self._first_byte_bound(parsed))
             first_token_s = time.perf_counter() - started_s
         answer, first = opened
+        self._echoed = echoed(parsed.endpoint, self._row.request_id, answer, first)
         try:
             self._row.stages_ms["first_byte"] = self._elapsed_ms()
             routed.commitment.decode.first_token()
@@ -197,7 +202,10 @@ class Exchange:
         sent_s = self._sent_s = time.monotonic()
         try:
             async with asyncio.timeout(bound_s):
-                url, headers = decode.url + parsed.endpoint, self._upstream_headers(decode)
+                url, headers = (
+                    decode.url + parsed.endpoint,
+                    self._upstream_headers(decode, "decode" if pulling else "co-located"),
+                )
                 if query := self._inbound.query:
                     answer = await core.upstream.send("POST", f"{url}?{query}", body, headers)
                 else:
@@ -337,6 +345,8 @@ class Exchange:
         row = self._row
         row.outcome, row.error = RequestOutcome.STREAM_BROKEN, what
         row.attempts.append({"instance": instance, "error": what})
+        if row.trace is not None:
+            row.trace.leg_ended(what)
         self._attempts.guard.suspect(self._decode)
         self._core.instances.failed(self._decode, what, sent_s=self._sent_s, answered=True)
         event = dialect_of(self._inbound.path).event
@@ -373,10 +383,12 @@ class Exchange:
             self._core.router.learn_ratio(parsed, usage.prompt_tokens)
             self._core.tokens.check(parsed, usage.prompt_tokens)
 
-    def _upstream_headers(self, instance: Instance) -> dict[str, str]:
+    def _upstream_headers(self, instance: Instance, leg: str) -> dict[str, str]:
         forwarded = self._core.forwarded_headers(self._headers, instance)
         forwarded["content-type"] = "application/json"
         forwarded["x-request-id"] = self._row.request_id
+        if self._row.trace is not None:
+            self._row.trace.leg(leg, instance.name, instance.url, forwarded)
         return forwarded
 
     def _elapsed_ms(self) -> float:

@@ -38,6 +38,7 @@ class Generation:
 
     def opened(self, inbound: Inbound) -> Row:
         row = Row(request_id_of(inbound.headers), inbound.path, inbound.arrived_unix_s)
+        row.trace = self._core.tracing.begin(inbound.headers, inbound.arrived_s)
         return self._core.breakdown.open_row(row)
 
     def admit(self, inbound: Inbound) -> None:
@@ -98,6 +99,8 @@ class Generation:
             endpoint = _ENDPOINTS.get(inbound.path)
             if endpoint is not None:
                 parsed = await self._parsed(endpoint, inbound, row, allow_priority=visit.allows_priority)
+                if row.trace is not None:
+                    row.trace.named(parsed.fields.model)
                 await Exchange(core, row, inbound, visit).run(parsed)
                 if endpoint is not Endpoint.COMPLETIONS:
                     self._compare_turns(parsed, row)
@@ -115,6 +118,13 @@ class Generation:
             error.status,
             clip(error.message, 300),
         )
+
+    def _log_failed(self, row: Row) -> None:
+        if row.outcome is RequestOutcome.REJECTED:  # in the log of rejections
+            return
+        kind = f"{row.status} {row.outcome.value}"
+        message = "request %s failed: %s, %s: %s"
+        self._core.failures.warning(kind, message, row.request_id, kind, _where(row), clip(row.error or "", 300))
 
     async def _parsed(self, endpoint: Endpoint, inbound: Inbound, row: Row, *, allow_priority: bool) -> Parsed:
         try:
@@ -145,6 +155,19 @@ class Generation:
     def _close_row(self, row: Row) -> None:
         self._core.breakdown.close_row(row)
         self._core.metrics.record(row)
+        self._core.access_log.record(row)
+        if row.trace is not None:
+            self._core.tracing.finished(row, time.perf_counter())
+        if row.status >= 500 or row.outcome is RequestOutcome.STREAM_BROKEN:
+            self._log_failed(row)
+        elif log.isEnabledFor(logging.DEBUG):
+            log.debug("request %s: %d %s, %s", row.request_id, row.status, row.outcome.value, _where(row))
+
+
+def _where(row: Row) -> str:
+    """Instance of a request and the failures before it, for the log."""
+    where = "not routed" if row.decision is None else f"on {row.decision.decode_on}"
+    return f"{where} after {len(row.attempts)} failed attempt(s)" if row.attempts else where
 
 
 def _send_error(inbound: Inbound, error: RequestError, row: Row) -> None:

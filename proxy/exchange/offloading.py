@@ -67,6 +67,8 @@ async def hand_over(
         took_s = time.perf_counter() - started_s
         row.stages_ms["prefill_leg"] = took_s * 1e3
         row.note_leg("prefill", *routing.prefilled_on_p(routed.commitment, took_s))
+        if row.trace is not None:
+            row.trace.leg_ended()
         started_s = time.perf_counter()
         opened = await _pull(core, routed, prefill, handed, open_decode, bound_s)
         took_s = time.perf_counter() - started_s
@@ -81,6 +83,8 @@ async def hand_over(
         routing.fell_back(routed.commitment, time.monotonic())
         row.attempts.append({"instance": decision.prefill_on, "error": str(error), "offload": error.reason.value})
         row.offload_reason, row.prefill_instance = error.reason.value, None
+        if row.trace is not None:
+            row.trace.leg_ended(str(error))
         row.predicted_cached_tokens = decision.cached_tokens
         late = error.reason is OffloadReason.FELL_BACK_D_TIMEOUT
         if late and not await core.handoff.alive(decode):

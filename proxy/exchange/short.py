@@ -225,6 +225,8 @@ class ShortExchange:
     def _headers(self, instance: Instance) -> dict[str, str]:
         headers = self._core.forwarded_headers(self._inbound.headers, instance)
         headers["x-request-id"] = self._row.request_id
+        if self._row.trace is not None:
+            self._row.trace.leg("short", instance.name, instance.url, headers)
         if self._inbound.method == "POST" and self._content_type:
             headers["content-type"] = self._content_type.decode("latin-1")
         return headers

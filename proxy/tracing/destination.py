@@ -1,0 +1,91 @@
+"""Destination and resource of traces: the settings, then OpenTelemetry's environment variables, then defaults.
+
+Read are ``OTEL_EXPORTER_OTLP_[TRACES_]ENDPOINT``, ``…_HEADERS``, ``…_PROTOCOL`` (``http/protobuf`` only),
+``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_SERVICE_NAME`` and ``OTEL_SDK_DISABLED``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from proxy.settings import SettingsError, TracingSettings
+from proxy.settings.tracing import checked_base_url
+
+_PATH = "/v1/traces"
+_DEFAULT = "http://127.0.0.1:4318"
+_PROTOCOLS = frozenset({"", "http/protobuf"})
+
+
+class Destination(NamedTuple):
+    """Address of the exports and the description of this process in them."""
+
+    url: str
+    headers: Mapping[str, str]
+    resource: Mapping[str, str]
+    version: str
+
+
+def tracing_enabled(settings: TracingSettings, environment: Mapping[str, str] = os.environ) -> bool:
+    """True if traces are made: ``tracing.enabled``, unless ``OTEL_SDK_DISABLED`` is true."""
+    return settings.enabled and environment.get("OTEL_SDK_DISABLED", "").strip().lower() != "true"
+
+
+def destination(settings: TracingSettings, environment: Mapping[str, str] = os.environ) -> Destination:
+    """The destination of all exports of this process.
+
+    Raises:
+        SettingsError: a variable of the environment has an invalid URL or a protocol other than ``http/protobuf``.
+    """
+
+    def of_signal(what: str) -> str:
+        specific = environment.get(f"OTEL_EXPORTER_OTLP_TRACES_{what}", "").strip()
+        return specific or environment.get(f"OTEL_EXPORTER_OTLP_{what}", "").strip()
+
+    if of_signal("PROTOCOL") not in _PROTOCOLS:
+        raise SettingsError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is {of_signal('PROTOCOL')!r}: traces are sent as http/protobuf only, "
+            "to the collector's port for OTLP/HTTP (4318)"
+        )
+    headers = _pairs(of_signal("HEADERS"))
+    headers |= {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
+    own_version = _version()
+    named = settings.service_name or environment.get("OTEL_SERVICE_NAME", "").strip()
+    resource = {"service.name": "warmroute", "service.version": own_version, "host.name": socket.gethostname()}
+    resource |= _pairs(environment.get("OTEL_RESOURCE_ATTRIBUTES", ""), lower=False)
+    if named:
+        resource["service.name"] = named
+    return Destination(_url(settings, environment), headers, resource, own_version)
+
+
+def _url(settings: TracingSettings, environment: Mapping[str, str]) -> str:
+    if settings.endpoint is not None:
+        return settings.endpoint.removesuffix(_PATH) + _PATH
+    for name, suffix in (("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", ""), ("OTEL_EXPORTER_OTLP_ENDPOINT", _PATH)):
+        if given := environment.get(name, "").strip():
+            try:
+                return checked_base_url(given) + suffix
+            except ValueError as error:
+                raise SettingsError(f"{name}: {error}") from error
+    return _DEFAULT + _PATH
+
+
+def _pairs(text: str, *, lower: bool = True) -> dict[str, str]:
+    """``a=1,b=2`` with percent encoding, as in OpenTelemetry's variables; entries without a name are left out."""
+    pairs = {}
+    for entry in text.split(","):
+        name, equals, value = entry.partition("=")
+        if equals and name.strip():
+            pairs[unquote(name.strip().lower() if lower else name.strip())] = unquote(value.strip())
+    return pairs
+
+
+def _version() -> str:
+    try:
+        return version("warmroute")
+    except PackageNotFoundError:
+        return "0"

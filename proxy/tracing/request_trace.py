@@ -1,0 +1,109 @@
+"""Notes on one traced request, taken while it is served; spans are made of them afterwards."""
+
+from __future__ import annotations
+
+import time
+from random import Random
+from typing import NamedTuple
+
+from policies.types import Decision
+from proxy.tracing.context import ParentContext, traceparent
+
+_random = Random()
+
+
+def span_id() -> bytes:
+    """A new span id, 8 bytes, not zero."""
+    return (_random.getrandbits(64) or 1).to_bytes(8, "big")
+
+
+def trace_id() -> bytes:
+    """A new trace id, 16 bytes."""
+    return (_random.getrandbits(128) or 1).to_bytes(16, "big")
+
+
+class RoutedNote(NamedTuple):
+    """One routing decision."""
+
+    at_s: float
+    """End of the decision, on the clock of ``time.perf_counter``."""
+    took_s: float
+    decision: Decision
+
+
+class LegNote:
+    """One request to an engine. Times are on the clock of ``time.perf_counter``; None: it has not ended."""
+
+    __slots__ = ("began_s", "ended_s", "error", "instance", "kind", "span_id", "url")
+
+    def __init__(self, kind: str, instance: str, url: str) -> None:
+        self.kind = kind
+        self.instance = instance
+        self.url = url
+        self.span_id = span_id()
+        self.began_s = time.perf_counter()
+        self.ended_s: float | None = None
+        self.error: str | None = None
+
+    def end(self, error: str | None = None) -> None:
+        """End it, unless it has ended."""
+        if self.ended_s is None:
+            self.ended_s = time.perf_counter()
+            self.error = error
+
+
+class RequestTrace:
+    """Ids of one request's trace and the times of its parts. Implements ``policies.row.TraceNotes``.
+
+    Args:
+        trace_id: 16 bytes.
+        flags: W3C trace flags passed to engines.
+        parent: the client's context; None: the trace begins here.
+        sampled: spans are made and exported; else only the context is passed on.
+    """
+
+    __slots__ = (
+        *("arrived_s", "ended_s", "flags", "legs", "model", "parent", "root_id", "routed_notes", "sampled", "trace_id"),
+    )
+
+    def __init__(
+        self, trace_id: bytes, flags: int, parent: ParentContext | None, arrived_s: float, *, sampled: bool
+    ) -> None:
+        self.trace_id = trace_id
+        self.flags = flags
+        self.parent = parent
+        self.sampled = sampled
+        self.root_id = span_id()
+        self.arrived_s = arrived_s
+        self.ended_s = arrived_s
+        self.model: str | None = None
+        self.legs: list[LegNote] = []
+        self.routed_notes: list[RoutedNote] = []
+
+    def named(self, model: str | None) -> None:
+        """Note the request's model."""
+        self.model = model
+
+    def routed(self, decision: Decision, took_s: float) -> None:
+        """Note a routing decision that has just been taken, within ``took_s`` seconds."""
+        self.routed_notes.append(RoutedNote(time.perf_counter(), took_s, decision))
+
+    def leg(self, kind: str, instance: str, url: str, headers: dict[str, str]) -> None:
+        """Begin a leg, end the one before, and set the headers with which an engine continues the trace."""
+        self.leg_ended()
+        leg = LegNote(kind, instance, url)
+        self.legs.append(leg)
+        headers["traceparent"] = traceparent(self.trace_id, leg.span_id, self.flags)
+        if self.parent is not None and self.parent.state:
+            headers["tracestate"] = self.parent.state
+        else:
+            headers.pop("tracestate", None)
+
+    def end(self, at_s: float) -> None:
+        """Note the end of the answer."""
+        self.ended_s = at_s
+
+    def leg_ended(self, error: str | None = None) -> None:
+        """End the last leg, with the reason if it failed; no effect if it has ended."""
+        if self.legs:
+            self.legs[-1].end(error)

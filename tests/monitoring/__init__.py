@@ -1,0 +1,1 @@
+"""Tests of configs/monitoring: alert rules, scrape file and dashboard."""

@@ -1,0 +1,228 @@
+"""Alert rules as promtool evaluates them: each fires on its symptom, none fires on a healthy fleet, each is documented.
+
+promtool comes with Prometheus (`make monitoring-tools`); tests that need it skip without it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from tests.monitoring.names import ROOT, known_metrics, metrics_in
+from tests.test_wording import anchors
+
+FOLDER = ROOT / "configs" / "monitoring"
+RULES = FOLDER / "alerts.yml"
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: `make monitoring-tools` installs it")
+
+ALERTS: dict[str, dict[str, Any]] = {
+    rule["alert"]: rule
+    for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    for rule in group["rules"]
+}
+
+
+class Symptom(NamedTuple):
+    """Series, in promtool's notation, at whose time ``at`` exactly the ``alerts`` fire."""
+
+    alerts: set[str]
+    series: dict[str, str]
+    at: str = "30m"
+    interval: str = "30s"
+
+
+def of(metric: str, **labels: str) -> str:
+    """A series of one proxy."""
+    return metric + "{" + ", ".join(f'{name}="{value}"' for name, value in {"proxy": "p", **labels}.items()) + "}"
+
+
+def hits(then: str, prompt: str) -> dict[str, str]:
+    return {
+        of("warmroute_cached_tokens_total", instance="e0", kind="actual"): then,
+        of("warmroute_prompt_tokens_total", instance="e0"): prompt,
+    }
+
+
+HEALTHY = {
+    of("up", job="warmroute"): "1x60",
+    of("warmroute_instance_healthy", instance="e0"): "1x60",
+    of("warmroute_instance_healthy", instance="e1"): "1x60",
+    of("warmroute_condition", condition="instances"): "1x60",
+    of("warmroute_instance_breaker", instance="e0", state="open"): "0x60",
+    of("warmroute_instance_breaker", instance="e0", state="closed"): "1x60",
+    of("warmroute_instance_breaker_openings_total", instance="e0"): "0x20 1x40",
+    of("warmroute_requests_total", instance="e0", outcome="ok"): "0+100x60",
+    of("warmroute_requests_total", instance="e0", outcome="upstream_error"): "0+1x60",
+    of("warmroute_requests_total", instance="", outcome="rejected"): "0+50x60",
+    of("warmroute_retries_total", result="budget_exhausted"): "3x60",
+    of("warmroute_queue_requests"): "0x20 5 9 0x38",
+    of("warmroute_hold_seconds_count", end="sent"): "0+10x60",
+    of("warmroute_hold_seconds_count", end="at_bound"): "0+0.5x60",
+    of("warmroute_event_loop_late_seconds"): "0.2x60",
+    of("warmroute_policy_failures_total", part="policy", name="mine"): "4x60",
+    **hits("0+800x60", "0+1000x60"),
+    of("warmroute_recomputation_ratio"): "0.05x60",
+    of("warmroute_exact_index_trusted", instance="e0"): "1x60",
+    of("warmroute_kv_event_batches_total", instance="e0"): "0+10x60",
+    of("warmroute_offloads_total", reason="chosen"): "0+20x60",
+    of("warmroute_offloads_total", reason="fell_back_p_error"): "0+1x60",
+    of("warmroute_offloads_total", reason="below_threshold"): "0+500x60",
+    of("warmroute_traces_total", result="exported"): "0+10x60",
+    of("warmroute_traces_total", result="queue_full"): "7x60",
+}
+"""All that rules look at, in a fleet with the usual share of failures."""
+
+SYMPTOMS = {
+    "healthy": Symptom(set(), HEALTHY),
+    "the proxy does not answer": Symptom({"WarmrouteDown"}, {of("up", job="warmroute"): "1x20 0x40"}),
+    "a restart of the proxy": Symptom(set(), {of("up", job="warmroute"): "1x59 0"}),
+    "an engine is killed": Symptom(
+        {"WarmrouteInstanceDown"},
+        {**HEALTHY, of("warmroute_instance_healthy", instance="e1"): "1x59 0"},
+    ),
+    "no engine is left": Symptom(
+        {"WarmrouteInstanceDown", "WarmrouteNoInstance"},
+        {
+            of("warmroute_instance_healthy", instance="e0"): "1x59 0",
+            of("warmroute_instance_healthy", instance="e1"): "0x60",
+        },
+    ),
+    "a breaker is open": Symptom(
+        {"WarmrouteBreakerOpen"}, {of("warmroute_instance_breaker", instance="e0", state="open"): "0x59 1"}
+    ),
+    "a breaker opens again and again": Symptom(
+        {"WarmrouteBreakerOpen"}, {of("warmroute_instance_breaker_openings_total", instance="e0"): "0x40 0+1x20"}
+    ),
+    "a condition": Symptom({"WarmrouteConditionNotOk"}, {of("warmroute_condition", condition="hash_seed"): "1x59 0"}),
+    "requests fail": Symptom(
+        {"WarmrouteErrorShare"},
+        {
+            of("warmroute_requests_total", instance="e0", outcome="ok"): "0+100x60",
+            of("warmroute_requests_total", instance="e0", outcome="upstream_error"): "0+10x60",
+        },
+    ),
+    "clients leave and are rejected": Symptom(
+        set(),
+        {
+            of("warmroute_requests_total", instance="e0", outcome="ok"): "0+10x60",
+            of("warmroute_requests_total", instance="e0", outcome="client_gone"): "0+100x60",
+            of("warmroute_requests_total", instance="", outcome="rejected"): "0+100x60",
+        },
+    ),
+    "no more retries": Symptom(
+        {"WarmrouteRetryBudgetExhausted"}, {of("warmroute_retries_total", result="budget_exhausted"): "0x50 0+1x10"}
+    ),
+    "the queue grows": Symptom({"WarmrouteQueueGrowing"}, {of("warmroute_queue_requests"): "0x20 0+5x40"}),
+    "a long queue that shrinks": Symptom(set(), {of("warmroute_queue_requests"): "0x20 500-5x40"}),
+    "held to the bound": Symptom(
+        {"WarmrouteHeldTooLong"},
+        {
+            of("warmroute_hold_seconds_count", end="sent"): "0+10x60",
+            of("warmroute_hold_seconds_count", end="at_bound"): "0+5x60",
+        },
+    ),
+    "the loop is late": Symptom({"WarmrouteEventLoopLate"}, {of("warmroute_event_loop_late_seconds"): "0x40 3x20"}),
+    "a policy fails": Symptom(
+        {"WarmroutePolicyFailing"}, {of("warmroute_policy_failures_total", part="policy", name="mine"): "0x50 0+1x10"}
+    ),
+    "the hit rate collapses": Symptom(
+        {"WarmrouteHitRateCollapse"}, hits("0+800x120 96000+50x60", "0+1000x180"), at="90m"
+    ),
+    "the hit rate was always low": Symptom(set(), hits("0+50x120 6000+10x60", "0+1000x180"), at="90m"),
+    "the fleet thrashes": Symptom({"WarmrouteThrashing"}, {of("warmroute_recomputation_ratio"): "0.1x40 0.4x20"}),
+    "an index is not trusted": Symptom(
+        {"WarmrouteKvEventsMissing"}, {of("warmroute_exact_index_trusted", instance="e0"): "1x50 0x10"}
+    ),
+    "events stop while requests are served": Symptom(
+        {"WarmrouteKvEventsMissing"},
+        {
+            of("warmroute_kv_event_batches_total", instance="e0"): "0+10x40 400x20",
+            of("warmroute_prompt_tokens_total", instance="e0"): "0+20000x60",
+        },
+    ),
+    "no events because there is no load": Symptom(
+        set(),
+        {
+            of("warmroute_kv_event_batches_total", instance="e0"): "0+10x40 400x20",
+            of("warmroute_prompt_tokens_total", instance="e0"): "0+20000x40 800000x20",
+        },
+    ),
+    "hand-offs fail": Symptom(
+        {"WarmrouteOffloadFailures"},
+        {
+            of("warmroute_offloads_total", reason="chosen"): "0+20x60",
+            of("warmroute_offloads_total", reason="fell_back_d_timeout"): "0+10x60",
+        },
+    ),
+    "traces are lost": Symptom(
+        {"WarmrouteTracesLost"}, {of("warmroute_traces_total", result="export_failed"): "0x30 0+5x30"}
+    ),
+}
+
+
+def test_every_alert_has_a_symptom() -> None:
+    assert set().union(*(symptom.alerts for symptom in SYMPTOMS.values())) == set(ALERTS)
+
+
+@needs_promtool
+def test_each_symptom_fires_its_alerts_and_no_other(tmp_path: Path) -> None:
+    cases = [
+        {
+            "name": name,
+            "interval": symptom.interval,
+            "input_series": [{"series": series, "values": values} for series, values in symptom.series.items()],
+            "promql_expr_test": [
+                {
+                    "expr": 'group by (alertname) (ALERTS{alertstate="firing"})',
+                    "eval_time": symptom.at,
+                    "exp_samples": [
+                        {"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(symptom.alerts)
+                    ],
+                }
+            ],
+        }
+        for name, symptom in SYMPTOMS.items()
+    ]
+    path = tmp_path / "test.yml"
+    tests = {"rule_files": [str(RULES)], "evaluation_interval": "30s", "tests": cases}
+    path.write_text(yaml.safe_dump(tests), encoding="utf-8")
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, "test", "rules", path], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_scrape_file_and_rules_are_valid() -> None:
+    assert PROMTOOL is not None
+    for command in (["check", "config", FOLDER / "prometheus.yml"], ["check", "rules", RULES]):
+        done = subprocess.run([PROMTOOL, *command], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_has_what_its_reader_needs(name: str) -> None:
+    rule = ALERTS[name]
+    assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+    assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+    page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+    assert anchor == name.lower()
+    assert anchor in anchors((ROOT / page).read_text(encoding="utf-8"))
+
+
+def test_the_page_of_incidents_has_no_entry_without_an_alert() -> None:
+    page = (ROOT / "docs" / "incidents.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^## (Warmroute\w+)$", page, re.MULTILINE)) == set(ALERTS)
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_reads_metrics_that_exist(name: str) -> None:
+    used = metrics_in(ALERTS[name]["expr"])
+    assert used
+    assert used <= known_metrics(), used - known_metrics()

@@ -1,0 +1,114 @@
+"""W3C trace context of clients, and the destination read from settings and environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.settings import SettingsError, TracingSettings, load_settings
+from proxy.tracing.context import parent_of, traceparent
+from proxy.tracing.destination import destination, tracing_enabled
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def test_a_valid_context_is_taken_with_its_state() -> None:
+    headers = {b"traceparent": f"00-{TRACE}-{SPAN}-01".encode(), b"tracestate": b"vendor=1,other=2"}
+    parent = parent_of(headers)
+    assert parent is not None
+    assert (parent.trace_id.hex(), parent.span_id.hex(), parent.sampled) == (TRACE, SPAN, True)
+    assert parent.state == "vendor=1,other=2"
+    assert traceparent(parent.trace_id, parent.span_id, parent.flags) == f"00-{TRACE}-{SPAN}-01"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "00",
+        f"00-{TRACE}-{SPAN}",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"00-{TRACE[:-1]}-{SPAN}-01",
+        f" 00-{TRACE}-{SPAN}-01",
+    ],
+)
+def test_an_invalid_context_is_no_context(given: str) -> None:
+    assert parent_of({b"traceparent": given.encode()}) is None
+
+
+def test_a_later_version_may_have_more_fields_and_unknown_flags_are_not_passed_on() -> None:
+    parent = parent_of({b"traceparent": f"01-{TRACE}-{SPAN}-ff-more".encode()})
+    assert parent is not None
+    assert parent.flags == 3
+    assert parent_of({}) is None
+
+
+@pytest.mark.parametrize("state", [b"x" * 513, b"a=\xff", b"a\nb"])
+def test_a_state_that_is_too_long_or_not_ascii_is_dropped(state: bytes) -> None:
+    parent = parent_of({b"traceparent": f"00-{TRACE}-{SPAN}-00".encode(), b"tracestate": state})
+    assert parent is not None
+    assert (parent.state, parent.sampled) == ("", False)
+
+
+def test_the_settings_precede_the_environment_which_precedes_the_default() -> None:
+    environment = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318/",
+        "OTEL_EXPORTER_OTLP_HEADERS": "Api-Key=a%20b,x=1,,nonsense",
+        "OTEL_SERVICE_NAME": "router",
+        "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=prod,service.name=other",
+    }
+    found = destination(TracingSettings(), environment)
+    assert found.url == "http://collector:4318/v1/traces"
+    assert found.headers == {"api-key": "a b", "x": "1"}
+    assert found.resource["service.name"] == "router"
+    assert found.resource["deployment.environment.name"] == "prod"
+    own = TracingSettings.model_validate({"endpoint": "http://other:1/", "headers": {"X": "2"}, "service_name": "mine"})
+    found = destination(own, environment)
+    assert (found.url, found.headers["x"]) == ("http://other:1/v1/traces", "2")
+    assert found.resource["service.name"] == "mine"
+    of_signal = {**environment, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://traces:9/any/path"}
+    assert destination(TracingSettings(), of_signal).url == "http://traces:9/any/path"
+    assert destination(TracingSettings(), {}).url == "http://127.0.0.1:4318/v1/traces"
+    assert destination(TracingSettings(), {}).resource["service.name"] == "warmroute"
+
+
+def test_the_environment_may_switch_traces_off() -> None:
+    on = TracingSettings(enabled=True)
+    assert tracing_enabled(on, {})
+    assert not tracing_enabled(on, {"OTEL_SDK_DISABLED": "TRUE"})
+    assert not tracing_enabled(TracingSettings(), {})
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "http/protobuf only"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4317"}, "OTEL_EXPORTER_OTLP_ENDPOINT: 'collector:4317'"),
+    ],
+)
+def test_an_environment_that_cannot_be_followed_is_an_error_that_names_it(
+    environment: dict[str, str], says: str
+) -> None:
+    with pytest.raises(SettingsError, match=says):
+        destination(TracingSettings(enabled=True), environment)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"endpoint": "collector:4317"},
+        {"endpoint": "http://collector:4318/?x=1"},
+        {"endpoint": "http://user:secret@collector:4318"},
+        {"headers": {"a b": "1"}},
+        {"headers": {"a": "line\r\nend"}},
+        {"sample_ratio": 1.5},
+    ],
+)
+def test_invalid_settings_are_refused_without_showing_secrets(section: dict[str, object]) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings(None, instances=[{"url": "http://127.0.0.1:1"}], tracing=section)
+    assert "line" not in str(refused.value)
+    assert "secret" not in str(refused.value)
