@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 SRC := warmroute.py warmroute_man.py warmroute_names.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup collector monitoring-tools demo test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
+.PHONY: help setup collector monitoring-tools demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -26,6 +26,9 @@ setup: $(READY) ## create .venv with everything the project needs
 demo: $(READY) ## 8 simulated engines, five policies, one verdict (under 4 minutes)
 	$(BIN)/warmroute demo
 
+demo-ui: $(READY) ## simulated engines with endless traffic, and the dashboard's address; Ctrl-C ends it
+	$(BIN)/warmroute demo --ui
+
 lint: $(READY) ## ruff: format and rules
 	$(BIN)/ruff format --check $(SRC)
 	$(BIN)/ruff check $(SRC)
@@ -41,7 +44,7 @@ imports: $(READY) ## which folder may import which
 	$(BIN)/lint-imports
 
 unit: $(READY) ## pytest only
-	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not quiet"
+	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not quiet and not ui"
 	$(BIN)/python -m pytest -m quiet
 
 engines: $(READY) ## real vLLM engines on the CPU and a tiny model for them (about a minute, 7 GB)
@@ -53,6 +56,14 @@ test-engines: engines ## the proxy's tests on real engines (about 8 minutes)
 test-clients: $(READY) ## LiteLLM, LangChain, AIPerf, GuideLLM, Claude Code, Codex against the proxy (about 3 minutes, 9 GB)
 	$(BIN)/python -m tests.clients.extra.environments $(CLIENTS)
 	$(BIN)/python -m pytest -m clients_extra tests/clients/extra
+
+browser: ## Chromium from the distribution's packages, for `make test-ui`
+	@command -v chromium chromium-browser google-chrome || { command -v apt-get >/dev/null && \
+	  { [ $$(id -u) = 0 ] || S=sudo; $$S apt-get update && $$S apt-get install -y --no-install-recommends chromium; }; } || \
+	  { echo "install Chromium or Chrome with this system's packages, so that chromium or google-chrome is on the PATH"; exit 1; }
+
+test-ui: $(READY) ## the dashboard in headless Chromium (`make browser` first; SCREENSHOTS=docs/images takes the pages' pictures)
+	WARMROUTE_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest -m ui tests/ui
 
 collector: .collector/out/otelcol-warmroute ## OpenTelemetry collector for the tests of traces; needs Go (5 minutes on one core, 34 MB)
 

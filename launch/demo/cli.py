@@ -39,17 +39,21 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="Run two policies and 80 requests, in under a minute.")
     ] = False,
+    ui: Annotated[
+        bool, typer.Option("--ui", help="Instead: endless traffic, and the address of the dashboard, until Ctrl-C.")
+    ] = False,
 ) -> None:
     """Compare routing policies on simulated engines, in about three minutes.
 
     Generates a trace of agentic sessions; then, for each policy, starts fresh simulated engines and a proxy, proves
     them fresh, replays the trace and stops everything; then prints a matrix of policies and metrics, and writes an
-    HTML report. Ctrl-C stops everything at once (exit status 130).
+    HTML report. Ctrl-C stops everything at once (exit status 130). With --ui nothing is compared: one fleet serves
+    endless traffic for the dashboard.
     """
     if quick:
         arms, requests = arms or "round_robin,warm", requests or 80
     try:
-        raise typer.Exit(_run(config, arms, requests, engine_speed, seed, output, base_port))
+        raise typer.Exit(_run(config, arms, requests, engine_speed, seed, output, base_port, ui=ui))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -62,10 +66,13 @@ def _run(
     seed: int | None,
     output: Path | None,
     base_port: int,
+    *,
+    ui: bool,
 ) -> int:
     from rich.console import Console
 
     from launch.arm import ArmError
+    from launch.demo.live import ENGINE_SPEED, run_live
     from launch.demo.run import run_demo
     from launch.demo.settings import DEMO_CONFIG, choose_base_port, load_demo
     from launch.fleet.file import FleetError
@@ -76,6 +83,8 @@ def _run(
     from replayer.traces.trace import TraceError
 
     named = [name.strip() for name in arms.split(",") if name.strip()] if arms else None
+    if ui:
+        engine_speed = engine_speed or ENGINE_SPEED
     try:
         settings = load_demo(
             config or DEMO_CONFIG, arms=named, clock_scale=engine_speed, trace__requests=requests, trace__seed=seed
@@ -90,8 +99,9 @@ def _run(
     except FileExistsError:
         typer.echo(f"error: {directory} exists already; choose another --output", err=True)
         return 2
+    run = run_live if ui else run_demo
     try:
-        return run_until_signal(run_demo(settings, directory, base, Console()))
+        return run_until_signal(run(settings, directory, base, Console()))
     except (StartError, StaleEngineError, ArmError, TraceError) as error:
         typer.echo(f"error: {error}", err=True)
         return 1

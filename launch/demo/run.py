@@ -61,6 +61,7 @@ async def run_demo(settings: DemoSettings, run_dir: Path, base_port: int, consol
     for line in _warnings(shown):
         console.print(Text(line), style="red")
     console.print(Text(f"Open the report: {page}"), soft_wrap=True)
+    console.print(Text("See a fleet at work in the dashboard: warmroute demo --ui"), soft_wrap=True)
     return 0
 
 

@@ -54,7 +54,8 @@ class DashboardFeed:
         self._fleet = fleet
         self._recent = RecentRequests()
         self._shown: list[dict[str, Any]] = []
-        self._row_number = 0
+        self._row_number: int | None = None
+        """Number of the last row read; None: none was looked for."""
         self._message = b""
         self._state: dict[str, Any] = {}
         self._computed_s = float("-inf")
@@ -98,18 +99,18 @@ class DashboardFeed:
         if age_s < 0.9 * PERIOD_S:
             return
         if age_s > 10 * PERIOD_S:  # nobody looked
-            self._recent, self._shown, self._row_number = RecentRequests(), [], 0
+            self._recent, self._shown, self._row_number = RecentRequests(), [], None
         self._computed_s = now_s
         self.messages += 1
         self.compute(time.time())
 
     def compute(self, now_unix_s: float) -> bytes:
         """The message of this moment."""
-        fresh = self._row_number > 0
-        rows = self._rows(_READ_PER_MESSAGE if fresh else _READ_AT_START)
+        first = self._row_number is None
+        rows = self._rows(_READ_AT_START if first else _READ_PER_MESSAGE)
         recent = self._recent
         recent.add(rows)
-        chosen = sample(rows, DECISIONS_PER_MESSAGE if fresh else _SHOWN_AT_START)
+        chosen = sample(rows, _SHOWN_AT_START if first else DECISIONS_PER_MESSAGE)
         shown = list(decisions(chosen))
         self._shown = (self._shown + shown)[-_SHOWN_AT_START:]
         proxy = self._proxy()
@@ -132,13 +133,13 @@ class DashboardFeed:
 
     def _rows(self, limit: int) -> list[FinishedRequest]:
         rows = []
+        self._row_number = self._row_number or 0
         for number, line in self._core.breakdown.after(self._row_number, limit):
             self._row_number = number
             try:
                 rows.append(_decode(line))
             except msgspec.DecodeError as error:
                 log.debug("a row cannot be shown: %s", error)
-        self._row_number = max(self._row_number, self._core.breakdown.number)
         return rows
 
     def _proxy(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from math import ceil
 from typing import Any
 
@@ -94,15 +95,43 @@ class _Sums:
         }
 
 
+class _Second:
+    """Requests that ended in one second, and their figures for the charts."""
+
+    __slots__ = ("cached_tokens", "failed", "first_bytes_ms", "known_prompt_tokens", "rows", "totals_ms", "unix_s")
+
+    def __init__(self, unix_s: int) -> None:
+        self.unix_s = unix_s
+        self.rows: list[FinishedRequest] = []
+        self.failed = 0
+        self.known_prompt_tokens = 0
+        self.cached_tokens = 0
+        self.first_bytes_ms: list[float] = []
+        self.totals_ms: list[float] = []
+
+    def add(self, row: FinishedRequest) -> None:
+        """Count a request."""
+        self.rows.append(row)
+        self.failed += row.failed
+        if row.prompt_tokens and row.actual_cached_tokens is not None:
+            self.known_prompt_tokens += row.prompt_tokens
+            self.cached_tokens += row.actual_cached_tokens
+        stages = row.stages_ms
+        if "first_byte" in stages:
+            self.first_bytes_ms.append(stages["first_byte"])
+        if row.outcome == "ok" and "total" in stages:
+            self.totals_ms.append(stages["total"])
+
+
 class RecentRequests:
     """Requests of the last minutes by the second of their end. Seconds are whole Unix seconds.
 
-    A request counts in the second in which it ended, and never in one that was charted before. ``advance`` is O(requests
-    of the last ``SMOOTHING_S`` seconds), plus one step per second passed.
+    A request counts in the second in which it ended, and never in one that was charted before. ``advance`` is
+    O(requests of the last ``SMOOTHING_S`` seconds) per second passed.
     """
 
     def __init__(self) -> None:
-        self._seconds: deque[tuple[int, list[FinishedRequest]]] = deque()
+        self._seconds: deque[_Second] = deque()
         self._charted: int | None = None
         self._instances: dict[str, _Sums] = {}
         self._flows: dict[tuple[str, str], list[int]] = {}
@@ -111,15 +140,12 @@ class RecentRequests:
 
     def add(self, rows: Iterable[FinishedRequest]) -> None:
         """Count finished requests."""
-        by_second: dict[int, list[FinishedRequest]] = {}
         for row in rows:
-            second = int(row.ended_unix_s)
+            unix_s = int(row.ended_unix_s)
             if self._charted is not None:
-                second = max(second, self._charted + 1)
-            by_second.setdefault(second, []).append(row)
+                unix_s = max(unix_s, self._charted + 1)
+            self._second(unix_s).add(row)
             self._count(row, 1)
-        for second in sorted(by_second):
-            self._put(second, by_second[second])
 
     def advance(self, now_unix_s: float, gauges: dict[str, int] | None = None) -> list[dict[str, Any]]:
         """Chart the whole seconds that have passed, and drop what is old; returns the new points, oldest first.
@@ -129,15 +155,15 @@ class RecentRequests:
             gauges: further figures of the last of these seconds.
         """
         last = int(now_unix_s) - 1
-        began = self._seconds[0][0] if self._seconds else last
+        began = self._seconds[0].unix_s if self._seconds else last
         first = max(began if self._charted is None else self._charted + 1, last - KEPT_S + 1)
         points = [self._point(second) for second in range(first, last + 1)]
         if points and gauges:
             points[-1].update(gauges)
         self.points.extend(points)
         self._charted = max(last, self._charted or 0)
-        while self._seconds and self._seconds[0][0] <= last - INSTANCE_WINDOW_S:
-            for row in self._seconds.popleft()[1]:
+        while self._seconds and self._seconds[0].unix_s <= last - INSTANCE_WINDOW_S:
+            for row in self._seconds.popleft().rows:
                 self._count(row, -1)
         return points
 
@@ -153,18 +179,16 @@ class RecentRequests:
         ]
         return sorted(found, key=lambda flow: (-int(flow["requests"]), flow["from"], flow["to"]))
 
-    def _put(self, second: int, rows: list[FinishedRequest]) -> None:
+    def _second(self, unix_s: int) -> _Second:
+        """The second of that time, added in its place if there is none."""
         seconds = self._seconds
-        if not seconds or seconds[-1][0] < second:
-            seconds.append((second, rows))
-            return
-        for place, (other, known) in enumerate(seconds):
-            if other == second:
-                known.extend(rows)
-                return
-            if other > second:
-                seconds.insert(place, (second, rows))
-                return
+        place = len(seconds)
+        while place and seconds[place - 1].unix_s > unix_s:
+            place -= 1
+        if not place or seconds[place - 1].unix_s != unix_s:
+            seconds.insert(place, _Second(unix_s))
+            place += 1
+        return seconds[place - 1]
 
     def _count(self, row: FinishedRequest, sign: int) -> None:
         if row.instance is None:
@@ -181,22 +205,21 @@ class RecentRequests:
             if not flow[0]:
                 del self._flows[pair]
 
-    def _point(self, second: int) -> dict[str, Any]:
-        latest = [rows for at, rows in self._seconds if at == second]
-        covered = [row for at, rows in self._seconds if second - SMOOTHING_S < at <= second for row in rows]
-        first_bytes = sorted(row.stages_ms["first_byte"] for row in covered if "first_byte" in row.stages_ms)
-        totals = sorted(row.stages_ms["total"] for row in covered if row.outcome == "ok" and "total" in row.stages_ms)
-        sums = _Sums()
-        for row in covered:
-            sums.count(row, 1)
+    def _point(self, unix_s: int) -> dict[str, Any]:
+        covered = [second for second in self._seconds if unix_s - SMOOTHING_S < second.unix_s <= unix_s]
+        latest = covered[-1] if covered and covered[-1].unix_s == unix_s else _Second(unix_s)
+        first_bytes = sorted(chain.from_iterable(second.first_bytes_ms for second in covered))
+        totals = sorted(chain.from_iterable(second.totals_ms for second in covered))
+        prompt_tokens = sum(second.known_prompt_tokens for second in covered)
+        cached_tokens = sum(second.cached_tokens for second in covered)
         return {
-            "unix_s": second,
-            "requests": sum(map(len, latest)),
-            "failed": sum(row.failed for rows in latest for row in rows),
+            "unix_s": unix_s,
+            "requests": len(latest.rows),
+            "failed": latest.failed,
             "first_byte_p50_ms": percentile(first_bytes, 0.5),
             "first_byte_p95_ms": percentile(first_bytes, 0.95),
             "total_p50_ms": percentile(totals, 0.5),
-            "hit_rate": None if sums.hit_rate is None else round(sums.hit_rate, 4),
+            "hit_rate": round(cached_tokens / prompt_tokens, 4) if prompt_tokens else None,
         }
 
 

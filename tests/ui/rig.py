@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import subprocess
@@ -17,7 +16,7 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.integration.fleet import ROOT, SimEngine, free_port, start_engines
+from tests.integration.fleet import ROOT, SimEngine, free_port
 
 KEY = "wr-for-the-dashboard"
 KEYS = {"admin": [{"name": "ops", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}]}
@@ -45,6 +44,7 @@ class LiveProxy:
             "keys": KEYS,
             "health": {"interval_s": 0.5},
             "offload": {"planner": "threshold", "params": {"min_decode_requests": 0}},
+            "limits": {"slow_decision_s": 1.0},  # what is slow on a busy machine is no matter of these tests
             "grace_s": 1.0,
         }
         self._config.write_text(yaml.safe_dump(settings), encoding="utf-8")
@@ -71,7 +71,7 @@ class LiveProxy:
         self._process = None
 
     def get(self, path: str, **query: Any) -> Any:
-        answer = self.client.get(path, params=query)
+        answer = self.client.get(path, params=query or None)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -91,7 +91,7 @@ class LiveProxy:
 class Traffic:
     """Agentic sessions, a few at once, until it is stopped: every turn repeats the prompt before it."""
 
-    def __init__(self, proxy: LiveProxy, workers: int = 4) -> None:
+    def __init__(self, proxy: LiveProxy, workers: int = 6) -> None:
         self._proxy = proxy
         self._stopped = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(workers)]
@@ -111,23 +111,28 @@ class Traffic:
         while not self._stopped.is_set():
             number += 1
             # Every third session begins with more new tokens than a HEAVY request needs, so it is handed over.
-            size = 24_000 if number % 3 == 0 else draw.randrange(1_000, 9_000)
+            size = 24_000 if number % 3 == 1 else draw.randrange(1_000, 9_000)
             prompt = [draw.randrange(1_000, 90_000) for _ in range(size)]
             for _ in range(4):
                 if self._stopped.is_set():
                     return
                 with contextlib.suppress(httpx.HTTPError):  # the proxy is being restarted
-                    self._proxy.complete(prompt, f"agent-{worker}-{number}", max_tokens=draw.randrange(20, 120))
+                    self._proxy.complete(
+                        prompt, f"agent-{worker}-{number}", max_tokens=draw.randrange(40, 200), stream=True
+                    )
                 prompt += [draw.randrange(1_000, 90_000) for _ in range(draw.randrange(100, 900))]
-                self._stopped.wait(0.15)
+                self._stopped.wait(0.3)
 
 
 @contextlib.contextmanager
 def live_proxy(folder: Path, engines: int = 4) -> Iterator[LiveProxy]:
-    """A proxy with simulated engines that run 20 times faster than real ones."""
-    started = asyncio.run(start_engines(engines, folder, "--engine-speed", "20"))
+    """A proxy with simulated engines that run 8 times faster than real ones."""
+    started = [SimEngine(folder / f"engine-{number}.log", ("--engine-speed", "8")) for number in range(engines)]
     proxy = LiveProxy(folder, started)
     try:
+        for engine in started:
+            engine.start()
+        until(lambda: all(map(_answers, started)), "the engines answer")
         proxy.start()
         yield proxy
     finally:
@@ -135,6 +140,15 @@ def live_proxy(folder: Path, engines: int = 4) -> Iterator[LiveProxy]:
         proxy.client.close()
         for engine in started:
             engine.kill()
+
+
+def _answers(engine: SimEngine) -> bool:
+    assert engine.process is not None
+    assert engine.process.poll() is None, engine.log.read_text()
+    try:
+        return httpx.get(f"{engine.url}/health", timeout=2, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def until(holds: Callable[[], bool], what: str) -> None:

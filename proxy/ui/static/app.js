@@ -123,6 +123,7 @@ function decode(text) {
 }
 
 function refresh() {
+  if (document.hidden) return; // a tab in the background costs its browser nothing
   const [kind, text] = STATUS[feed.status];
   status.className = `pill ${kind}`;
   say(status, text);
@@ -162,6 +163,7 @@ startTheme();
 shell();
 open();
 feed.addEventListener("change", refresh);
+document.addEventListener("visibilitychange", refresh);
 addEventListener("hashchange", () => {
   adoptKey();
   open();

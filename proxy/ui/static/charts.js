@@ -8,12 +8,14 @@ const HEIGHT = 190;
 const LEFT = 52;
 const BOTTOM = 22;
 const TOP = 8;
+const SHORTEST_S = 60;
+const LONGEST_S = 300;
 
-/** A round number not below `value`: 1, 2, 2.5 or 5 times a power of ten. */
+/** A round number not below `value`, even half of it: 1, 2, 4, 6 or 8 times a power of ten. */
 export function ceiling(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 2.5, 5, 10].map((step) => step * power).find((step) => step >= value * 0.999);
+  return [1, 2, 4, 6, 8, 10].map((step) => step * power).find((step) => step >= value * 0.999);
 }
 
 function pathOf(points, x, y) {
@@ -31,7 +33,7 @@ function pathOf(points, x, y) {
 }
 
 /** A chart. `series`: [{name, field}]; `format`: values as text; `top`: fixed maximum. Returns {element, update}. */
-export function lineChart({ title, series, format, top = null, spanS = 300 }) {
+export function lineChart({ title, series, format, top = null }) {
   const figure = svg("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
   const values = series.map(() => h("b", null, "–"));
   const legend = h(
@@ -47,6 +49,8 @@ export function lineChart({ title, series, format, top = null, spanS = 300 }) {
     const width = Math.max(280, Math.round(figure.clientWidth || WIDTH));
     figure.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     const last = shown.length ? shown[shown.length - 1].unix_s : Date.now() / 1000;
+    // A short history fills the width: nothing is known before it.
+    const spanS = Math.min(LONGEST_S, Math.max(SHORTEST_S, shown.length ? last - shown[0].unix_s : 0));
     const first = last - spanS;
     const highest = Math.max(0, ...shown.flatMap((point) => series.map((each) => point[each.field] ?? 0)));
     const limit = top ?? ceiling(highest);

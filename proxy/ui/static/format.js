@@ -6,6 +6,7 @@ const known = (value) => value !== null && value !== undefined && Number.isFinit
 /** Milliseconds. */
 export function ms(value) {
   if (!known(value)) return DASH;
+  if (value === 0) return "0";
   if (value < 10) return `${value.toFixed(1)} ms`;
   return value < 1000 ? `${Math.round(value)} ms` : seconds(value / 1000);
 }
@@ -14,6 +15,7 @@ export function ms(value) {
 export function seconds(value) {
   if (!known(value)) return DASH;
   if (value !== 0 && Math.abs(value) < 0.1) return `${Math.round(value * 1000)} ms`;
+  if (value === 0) return "0";
   if (value < 10) return `${value.toFixed(2)} s`;
   if (value < 120) return `${value.toFixed(1)} s`;
   return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
@@ -35,7 +37,7 @@ export function share(value) {
 
 /** A rate per second. */
 export function rate(value) {
-  return known(value) ? value.toFixed(value < 10 ? 1 : 0) : DASH;
+  return known(value) ? value.toFixed(value > 0 && value < 10 ? 1 : 0) : DASH;
 }
 
 /** Time of day. */

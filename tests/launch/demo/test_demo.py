@@ -55,7 +55,8 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["demo", *options])
     assert result.exit_code == 0, result.output
     assert "session_sticky against round_robin:" in result.output
-    assert result.output.splitlines()[-1] == f"Open the report: {run_dir / 'report.html'}"
+    assert result.output.splitlines()[-2] == f"Open the report: {run_dir / 'report.html'}"
+    assert result.output.splitlines()[-1].endswith("dashboard: warmroute demo --ui")
     page = (run_dir / "report.html").read_text()
     assert 'class="matrix"' in page
     [stored] = msgspec.json.decode((run_dir / "comparison.json").read_bytes())

@@ -9,7 +9,7 @@ const DENSE_FROM = 25;
 
 function makeCard(name) {
   const parts = {
-    name: h("span", { class: "name" }), state: h("span", { class: "pill" }), role: h("span", { class: "tag" }),
+    name: h("span", { class: "name", title: name }), state: h("span", { class: "pill" }), role: h("span", { class: "tag" }),
     load: h("span"), bar: h("span", { class: "meter" }), kv: h("span", { class: "soft end" }), kvBar: h("span", { class: "meter" }),
     hit: h("span", { class: "soft" }), first: h("span", { class: "soft end" }), sessions: h("span", { class: "soft" }), queue: h("span", { class: "soft end" }),
     error: h("div", { class: "error" }),
@@ -69,7 +69,7 @@ export default function fleetPage() {
   const total = lineChart({ title: "Requests", series: [{ name: "per second", field: "requests" }, { name: "failed", field: "failed" }], format: rate });
   const waiting = lineChart({ title: "In flight and held", series: [{ name: "in flight", field: "in_flight" }, { name: "held", field: "held" }], format: count });
   const map = h("div", { class: "map", id: "map" });
-  const conditions = h("div");
+  const conditions = h("div", { hidden: true });
   const legend = h("div", { class: "legend" }, CLASSES.map((each) => h("span", { class: `swatch-${each}` }, h("i"), each)));
   const summary = h("span", { class: "faint", id: "fleet-summary" });
   const cards = new Map();
@@ -90,6 +90,7 @@ export default function fleetPage() {
     for (const chart of [latency, hits, total, waiting]) chart.update(feed.points);
 
     const broken = known.filter((each) => !each.ok);
+    conditions.hidden = broken.length === 0;
     put(conditions, broken.length ? h("a", { class: "banner", href: "#/health" }, h("strong", null, `${broken.length} condition${broken.length > 1 ? "s" : ""} not met`), broken.map((each) => each.detail).join("; ")) : null);
 
     const busiest = Math.max(0, ...instances.map((row) => row.requests));
