@@ -20,6 +20,7 @@ from proxy.admin.fleet_routes import fleet_routes
 from proxy.admin.openapi import describe_generation
 from proxy.admin.routes import admin_routes
 from proxy.admin.session_routes import session_routes
+from proxy.admin.shadow_routes import shadow_routes
 from proxy.admin_listener import admin_listener
 from proxy.core import Core
 from proxy.errors import RequestError, error_body
@@ -69,6 +70,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
             tasks = [
                 asyncio.create_task(monitor.run(), name="health"),
                 asyncio.create_task(core.events.run(), name="kv-events"),
+                asyncio.create_task(core.shadows.run(), name="shadows"),
             ]
             try:
                 answering = [instance.name for instance in core.instances if instance.good_probes_in_a_row]
@@ -96,6 +98,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
     app.include_router(client_routes(core))
     app.include_router(admission_routes(core))
     app.include_router(session_routes(core))
+    app.include_router(shadow_routes(core))
     app.include_router(fleet_routes(core, operations))
     describe_generation(app)
 

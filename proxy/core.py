@@ -32,6 +32,7 @@ from proxy.metrics.admission import AdmissionMetrics
 from proxy.metrics.cache_killers import CacheKillerMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
+from proxy.metrics.shadows import ShadowMetrics
 from proxy.metrics.tenants import TenantMetrics
 from proxy.paths import OtherPaths
 from proxy.request.parse import Endpoint, Parsed
@@ -48,6 +49,7 @@ from proxy.sessions.normalize import Normalizer
 from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
 from proxy.sessions.turn_texts import chat_turn
 from proxy.settings import Settings
+from proxy.shadow.shadows import Shadows
 from proxy.tokens.service import Tokens
 
 _SHOWN_CHARACTERS = 100
@@ -96,6 +98,7 @@ class Core:
         self.admission = Admission(settings.limits, self.instances, self.router, state.ledger, shares)
         self.holding = HoldingLine(settings.admission, self.router, self.instances, self.admission)
         self.short_load = ShortLoad(state.ledger)
+        self.shadows = Shadows(settings.shadow, self.router.routing)
         self.responses = StoredResponses(settings.responses, self.instances)
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
@@ -107,6 +110,7 @@ class Core:
         )
         CacheKillerMetrics(self.metrics.registry, self.cache_killers)
         AdmissionMetrics(self.metrics.registry, self.router.state.accounts, self.holding)
+        ShadowMetrics(self.metrics.registry, self.shadows)
         TenantMetrics(self.metrics.registry, self.metrics.tenants, shares, self.keys)
         self.lag = LoopLag()
         self.draining = False

@@ -122,6 +122,16 @@ class CostModel:
         }
         return OffloadPlan(*self._verdict(best, alone.seconds), inputs)
 
+    def saving_s(
+        self, request: RequestView, decode: InstanceView, prefill: InstanceView, fleet: FleetSnapshot
+    ) -> float:
+        """Seconds of all requests' waiting that prefilling on ``prefill`` is estimated to save; negative: it costs."""
+        costs = fleet.costs or Costs()
+        waiting = sum(view.prefilling for view in fleet.instances) / len(fleet.instances)
+        alone = costs.prefill.predict(request.prompt_tokens - decode.cached_tokens, decode.cached_tokens)
+        queue_s = costs.prefill.queue_s(decode.pending_prefill_tokens, decode.prefilling)
+        return self._price(request, decode, prefill, fleet, costs, alone, queue_s, waiting).net_s
+
     def _verdict(self, best: _Priced, alone_s: float) -> tuple[str | None, OffloadReason]:
         least_s = self.min_gain * alone_s
         if best.net_s <= least_s or best.own_s < -self.max_own_loss * alone_s:

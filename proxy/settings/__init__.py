@@ -25,6 +25,7 @@ from proxy.settings.security import (
 )
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
+from proxy.settings.shadow import ShadowEntry, ShadowSettings
 
 __all__ = [
     "AdminKey",
@@ -57,6 +58,8 @@ __all__ = [
     "SessionSettings",
     "Settings",
     "SettingsError",
+    "ShadowEntry",
+    "ShadowSettings",
     "SnapshotSettings",
     "TimeoutSettings",
     "TlsSettings",
