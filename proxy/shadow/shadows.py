@@ -21,6 +21,7 @@ from policies.session import RoutingSession
 from policies.shadow import LiveDecision, ShadowVerdict, admitted_by
 from policies.snapshot import FleetSnapshot
 from policies.types import Decision, PolicyPart, RequestView
+from proxy.logs import LimitedLog
 from proxy.settings.shadow import ShadowEntry, ShadowParts, ShadowSettings
 from proxy.shadow.figures import LatestDecisions, ShadowFigures, shown
 
@@ -74,9 +75,10 @@ class Shadows:
         self.requests = 0
         """Live routing decisions that the shadows were asked about."""
         self.skipped = 0
-        """Live decisions that found the queue full."""
+        """Live decisions that found the queue full, or could not be priced."""
         self.pricing_s = 0.0
         """Seconds spent on prices of candidates, which all shadow policies share."""
+        self._log = LimitedLog(log)
         self._clock = time.perf_counter
         self.switch(settings)
 
@@ -156,10 +158,20 @@ class Shadows:
                     break
                 entry = queue.popleft()
                 self._steps = self._decide(entry) if isinstance(entry, Decided) else self._admit(entry)
-            if next(self._steps, _DONE) is _DONE:
+            if not self._step(self._steps):
                 self._steps = None
             now_s = self._clock()
         return now_s - began_s
+
+    def _step(self, steps: Iterator[None]) -> bool:
+        """Do one step; False if it was the last. An error ends this decision only, not the task."""
+        try:
+            return next(steps, _DONE) is not _DONE
+        except Exception as error:
+            log.debug("a shadow decision failed", exc_info=True)
+            self._log.warning("unpriced", "the shadows skip a decision: %s: %s", type(error).__name__, error)
+            self.skipped += 1
+            return False
 
     def _decided(self, request: RequestView, fleet: FleetSnapshot, decision: Decision) -> None:
         self._append(Decided(request, fleet, decision))

@@ -1,4 +1,4 @@
-"""Flags of `warmroute serve` that name an admission rule and its parameters."""
+"""Flags of `warmroute serve` that name an admission rule and its parameters, or shadow policies."""
 
 from __future__ import annotations
 
@@ -40,9 +40,15 @@ def test_rule_and_parameters_are_settings(served: list[Settings]) -> None:
     assert [settings.admission.name for settings in served] == ["session_cap", "working_set"]
 
 
+def test_shadow_policies_are_settings(served: list[Settings]) -> None:
+    assert serve("--shadow", "lmetric", "--shadow", "warm").exit_code == 0
+    assert [each.name for each in served[0].shadow.policies] == ["lmetric", "warm"]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (("--shadow", "lmetrik"), "unknown routing policy 'lmetrik'"),
         (("--admission", "sometimes"), "unknown admission rule 'sometimes'"),
         (("--admission", "session_cap", "--admission-param", "sessions"), "KEY=VALUE"),
         (("--admission", "session_cap", "--admission-param", "sessions=many"), "sessions must be an integer"),

@@ -12,6 +12,7 @@ from policies.classes import ClassThresholds
 from policies.offload.never import Never
 from policies.routing.least_loaded import LeastLoaded
 from policies.session import RoutingSession
+from policies.shadow import LiveDecision
 from policies.snapshot import FleetSnapshot
 from policies.state import FleetState
 from policies.types import Choice, RequestView
@@ -170,6 +171,20 @@ def test_the_newest_decisions_are_kept_newest_first() -> None:
     assert [row["request_id"] for row in latest] == [f"r{number}" for number in range(KEPT + 5, 5, -1)]
     assert set(latest[0]) == {"request_id", "unix_s", "live", "shadow"}
     assert set(latest[0]["shadow"]["round_robin"]) >= {"instance", "reason", "regret_s"}
+
+
+def test_a_decision_that_cannot_be_priced_is_skipped_and_the_next_one_compared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = Fleet(policies=["lmetric"])
+    fleet.route()
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveDecision, "price", lambda _: 1 // 0)
+        fleet.shadows.work_off(LONG_S)
+    fleet.route()
+    fleet.shadows.work_off(LONG_S)
+    assert (fleet.shadows.skipped, fleet.figures("lmetric").requests, fleet.shadows.waiting) == (1, 1, 0)
+    assert [message for message in caplog.messages if "ZeroDivisionError" in message]
 
 
 async def test_the_task_works_off_what_arrives_and_ends_when_cancelled() -> None:
