@@ -1,10 +1,11 @@
-"""Processor time of shadow decisions: microseconds per policy, planner and admission rule and live decision.
+"""Time of shadow decisions: microseconds per policy, planner and admission rule and live decision.
 
 ``python -m bench.shadow [--instances 8 --instances 64] [--decisions 400]`` lets every built-in policy, planner and rule
 decide, without effect, on the snapshots of a fleet under load, and prints the median of the fastest of five rounds (a
-processor shared with others only adds time). *pricing* is the time of the
-common prices if another policy than ``warm`` is the live one, *append* the time that a live decision itself spends on
-its shadows. Snapshots are drawn with a seed; requests are heavy enough for planners to price a hand-off.
+processor shared with others only adds time). *pricing* is the time of the common prices if another policy than ``warm``
+is the live one, *whole* the mean of all work for a decision of ``warm`` with three shadows, *append* the time that a
+live decision itself spends on its shadows. Snapshots are drawn with a seed; requests are heavy enough for planners to
+price a hand-off.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from policies.registry import (
     make_routing,
 )
 from policies.routing.least_loaded import LeastLoaded
+from policies.routing.warm import Warm
 from policies.session import RoutingSession
 from policies.shadow import LiveDecision, admitted_by
 from policies.snapshot import FleetSnapshot
@@ -47,6 +49,7 @@ from proxy.shadow.shadows import Shadows
 BUDGET_US = 50.0
 """Goal for one policy and request."""
 _ROUNDS = 5
+WHOLE = ("lmetric", "session_sticky", "least_loaded")
 _THRESHOLDS = ClassThresholds(5_000, 20_000)
 
 
@@ -120,8 +123,22 @@ def rows(instances: int, count: int) -> list[tuple[str, str, float]]:
         rule, session, sent = make_admission(name), SessionView(turns=3), Admit(AdmissionReason.ROOM)
         asked = [partial(admitted_by, rule, live.request, session, view, sent) for live in priced]
         table.append(("admission", name, median_us(asked)))
+    table.append(("whole", " + ".join(WHOLE), _whole_us(made)))
     table.append(("live path", "append", _append_us(made)))
     return table
+
+
+def _whole_us(made: Sequence[tuple[RequestView, FleetSnapshot, Decision]]) -> float:
+    """Mean time of all work for one decision of ``warm`` with three shadows: queue, decisions, figures, latest row."""
+    routing = RoutingSession(FleetState(), Warm(), Never(), _THRESHOLDS)
+    shadows = Shadows(ShadowSettings(policies=[*WHOLE]), routing)  # type: ignore[list-item]
+    observer = routing.on_decided
+    assert observer is not None
+    for start in range(0, len(made), 100):
+        for request, fleet, _ in made[start : start + 100]:
+            observer(request, fleet, decide(request, fleet, Warm(), Never(), _THRESHOLDS))
+        shadows.work_off(3600.0)
+    return shadows.seconds / shadows.requests * 1e6
 
 
 def _append_us(made: Sequence[tuple[RequestView, FleetSnapshot, Decision]]) -> float:

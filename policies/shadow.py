@@ -53,6 +53,11 @@ class LiveDecision:
         self.decision = decision
         self._prices: Mapping[str, float] | None = None
 
+    @property
+    def has_prices(self) -> bool:
+        """True if the live decision's scores are the prices, so that ``price`` costs nothing."""
+        return self.decision.policy == Warm.name
+
     def price(self) -> Mapping[str, float]:
         """Seconds that the request costs all requests by candidate: the scores of ``warm``, computed once.
 
@@ -60,7 +65,7 @@ class LiveDecision:
         """
         if self._prices is None:
             decision = self.decision
-            scores = decision.scores if decision.policy == Warm.name else Warm().choose(self.request, self.fleet).scores
+            scores = decision.scores if self.has_prices else Warm().choose(self.request, self.fleet).scores
             self._prices = {score.instance: score.score for score in scores}
         return self._prices
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from policies.shadow import ShadowVerdict
-from policies.types import PolicyPart
+from policies.admission.base import Admit, Hold
+from policies.shadow import HELD, SENT, ShadowVerdict
+from policies.types import Decision, PolicyPart
 
 KEPT = 50
 """Newest decisions kept."""
@@ -101,23 +102,34 @@ class ShadowFigures:
         }
 
 
+class _Latest(NamedTuple):
+    unix_s: float
+    decision: Decision | None
+    admission: Admit | Hold | None
+    shadow: dict[str, ShadowVerdict]
+
+
 class LatestDecisions:
     """The newest live decisions by request, each with the shadows' ones; at most ``KEPT``."""
 
     def __init__(self) -> None:
-        self._rows: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._rows: OrderedDict[str, _Latest] = OrderedDict()
 
-    def note(self, request_id: str, unix_s: float, live: dict[str, Any], shadow: dict[str, Any]) -> None:
-        """Add to the request's row, which becomes the newest."""
-        row = self._rows.pop(request_id, None)
-        if row is None:
-            row = {"request_id": request_id, "unix_s": unix_s, "live": {"instance": None, "reason": None}, "shadow": {}}
-        row["unix_s"] = round(unix_s, 3)
-        row["live"].update(live)
-        row["shadow"].update(shadow)
-        self._rows[request_id] = row
-        if len(self._rows) > KEPT:
-            self._rows.popitem(last=False)
+    def note(
+        self, request_id: str, unix_s: float, live: Decision | Admit | Hold, shadow: dict[str, ShadowVerdict]
+    ) -> None:
+        """Add to the request's row, which becomes the newest. ``shadow`` is kept, not copied: this runs every time."""
+        rows = self._rows
+        row = rows.pop(request_id, None)
+        if row is not None:
+            shadow = {**row.shadow, **shadow}
+        if isinstance(live, Decision):
+            row = _Latest(unix_s, live, row.admission if row is not None else None, shadow)
+        else:
+            row = _Latest(unix_s, row.decision if row is not None else None, live, shadow)
+        rows[request_id] = row
+        if len(rows) > KEPT:
+            rows.popitem(last=False)
 
     def clear(self) -> None:
         """Forget all of them."""
@@ -125,11 +137,34 @@ class LatestDecisions:
 
     def as_list(self) -> list[dict[str, Any]]:
         """JSON-ready, newest first."""
-        return [*reversed(self._rows.values())]
+        return [
+            {
+                "request_id": request_id,
+                "unix_s": round(row.unix_s, 3),
+                "live": _live(row),
+                "shadow": {label: _shown(verdict) for label, verdict in row.shadow.items()},
+            }
+            for request_id, row in reversed(self._rows.items())
+        ]
 
 
-def shown(verdict: ShadowVerdict) -> dict[str, Any]:
-    """A verdict in a row of ``LatestDecisions``."""
+def _live(row: _Latest) -> dict[str, Any]:
+    decision, admission = row.decision, row.admission
+    live: dict[str, Any] = {"instance": None, "reason": None}
+    if decision is not None:
+        live = {
+            "instance": decision.decode_on,
+            "reason": decision.reason.value,
+            "prefill_instance": decision.prefill_on,
+            "offload_reason": decision.offload.reason.value,
+        }
+    if admission is not None:
+        live["admission"] = SENT if isinstance(admission, Admit) else HELD
+        live["admission_reason"] = admission.reason.value
+    return live
+
+
+def _shown(verdict: ShadowVerdict) -> dict[str, Any]:
     row: dict[str, Any] = {
         "instance": verdict.instance,
         "reason": verdict.reason,

@@ -13,7 +13,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from policies.admission.base import AdmissionView, Admit, Hold, SessionView
@@ -23,7 +22,7 @@ from policies.snapshot import FleetSnapshot
 from policies.types import Decision, PolicyPart, RequestView
 from proxy.logs import LimitedLog
 from proxy.settings.shadow import ShadowEntry, ShadowParts, ShadowSettings
-from proxy.shadow.figures import LatestDecisions, ShadowFigures, shown
+from proxy.shadow.figures import LatestDecisions, ShadowFigures
 
 log = logging.getLogger("warmroute.shadow")
 
@@ -78,6 +77,8 @@ class Shadows:
         """Live decisions that found the queue full, or could not be priced."""
         self.pricing_s = 0.0
         """Seconds spent on prices of candidates, which all shadow policies share."""
+        self.seconds = 0.0
+        """Seconds spent on all of it."""
         self._log = LimitedLog(log)
         self._clock = time.perf_counter
         self.switch(settings)
@@ -132,6 +133,7 @@ class Shadows:
             "requests": self.requests,
             "skipped": self.skipped,
             "waiting": self.waiting,
+            "request_us_mean": round(self.seconds / self.requests * 1e6, 3) if self.requests else None,
             "pricing_us_mean": round(self.pricing_s / self.requests * 1e6, 3) if self.requests else None,
             "policies": [each.as_dict() for each in self.figures.values()],
             "latest": self.latest.as_list(),
@@ -161,6 +163,7 @@ class Shadows:
             if not self._step(self._steps):
                 self._steps = None
             now_s = self._clock()
+        self.seconds += now_s - began_s
         return now_s - began_s
 
     def _step(self, steps: Iterator[None]) -> bool:
@@ -191,35 +194,36 @@ class Shadows:
         """Steps of one decision, one for each shadow."""
         self.requests += 1
         live = LiveDecision(*entry)
-        verdicts: dict[str, Any] = {}
-        if self._parts.policies:
+        verdicts: dict[str, ShadowVerdict] = {}
+        policies, planners = self._parts.policies, self._parts.planners
+        if policies and not live.has_prices:
             began_s = self._clock()
             live.price()
             self.pricing_s += self._clock() - began_s
             yield
-        for label, (_, policy) in self._parts.policies.items():
-            self._ask(label, verdicts, partial(live.routed_by, policy))
+        for label, (_, policy) in policies.items():
+            self._ask(label, verdicts, live.routed_by, policy)
             yield
         thresholds = self._routing.thresholds
-        for label, (_, planner) in self._parts.planners.items():
-            self._ask(label, verdicts, partial(live.planned_by, planner, thresholds))
+        for label, (_, planner) in planners.items():
+            self._ask(label, verdicts, live.planned_by, planner, thresholds)
             yield
-        decision = entry.decision
-        shown_live: dict[str, str | None] = {"instance": decision.decode_on, "reason": decision.reason.value}
-        if self._parts.planners:
-            shown_live |= {"prefill_instance": decision.prefill_on, "offload_reason": decision.offload.reason.value}
-        self.latest.note(entry.request.request_id, time.time(), shown_live, verdicts)
+        self.latest.note(entry.request.request_id, time.time(), entry.decision, verdicts)
 
     def _admit(self, entry: Offered) -> Iterator[None]:
-        verdicts: dict[str, Any] = {}
+        verdicts: dict[str, ShadowVerdict] = {}
         for label, (_, rule) in self._parts.admission.items():
-            self._ask(label, verdicts, partial(admitted_by, rule, *entry))
+            self._ask(label, verdicts, admitted_by, rule, *entry)
             yield
-        answer = "sent" if isinstance(entry.answer, Admit) else "held"
-        shown_live = {"admission": answer, "admission_reason": entry.answer.reason.value}
-        self.latest.note(entry.request.request_id, time.time(), shown_live, verdicts)
+        self.latest.note(entry.request.request_id, time.time(), entry.answer, verdicts)
 
-    def _ask(self, label: str, verdicts: dict[str, Any], decide: Callable[[], ShadowVerdict | None]) -> None:
+    def _ask(
+        self,
+        label: str,
+        verdicts: dict[str, ShadowVerdict],
+        decide: Callable[..., ShadowVerdict | None],
+        *arguments: object,
+    ) -> None:
         """Let one shadow decide; its failure is counted and ends there."""
         figures = self.figures[label]
         if figures.paused:
@@ -227,7 +231,7 @@ class Shadows:
         verdict, error = None, ""
         began_s = self._clock()
         try:
-            verdict = decide()
+            verdict = decide(*arguments)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"[:500]
             log.debug("the shadow %r failed", label, exc_info=True)
@@ -236,7 +240,7 @@ class Shadows:
         figures.seconds += took_s
         if verdict is not None:
             figures.compared(verdict)
-            verdicts[label] = shown(verdict)
+            verdicts[label] = verdict
         if not error and took_s > SLOW_S:
             error = f"a decision took {took_s * 1e3:.0f} ms"
         if not error:
