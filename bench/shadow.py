@@ -131,7 +131,7 @@ def rows(instances: int, count: int) -> list[tuple[str, str, float]]:
 def _whole_us(made: Sequence[tuple[RequestView, FleetSnapshot, Decision]]) -> float:
     """Mean time of all work for one decision of ``warm`` with three shadows: queue, decisions, figures, latest row."""
     routing = RoutingSession(FleetState(), Warm(), Never(), _THRESHOLDS)
-    shadows = Shadows(ShadowSettings.model_validate({"policies": [*WHOLE]}), routing)
+    shadows = Shadows(ShadowSettings.model_validate({"policies": WHOLE}), routing)
     observer = routing.on_decided
     assert observer is not None
     for start in range(0, len(made), 100):
@@ -144,7 +144,7 @@ def _whole_us(made: Sequence[tuple[RequestView, FleetSnapshot, Decision]]) -> fl
 def _append_us(made: Sequence[tuple[RequestView, FleetSnapshot, Decision]]) -> float:
     """Time that the routing step spends on its shadows."""
     routing = RoutingSession(FleetState(), LeastLoaded(), Never(), _THRESHOLDS)
-    Shadows(ShadowSettings(policies=["round_robin"], queue=65_536), routing)  # type: ignore[arg-type]
+    Shadows(ShadowSettings.model_validate({"policies": ["round_robin"], "queue": 65_536}), routing)
     observer = routing.on_decided
     assert observer is not None
     return median_us([partial(observer, *each) for each in made])
