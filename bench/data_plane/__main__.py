@@ -13,7 +13,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from bench.data_plane.launches import BASELINE, LAUNCHES, StackError
+from bench.data_plane.launches import BASELINE, LAUNCHES, VARIANTS, StackError
 from bench.data_plane.measure import DataPlaneRecord, memory_after, run
 from bench.data_plane.processes import ChildError
 from bench.data_plane.quantities import FULL, QUICK, SIZES, measurements
@@ -37,7 +37,9 @@ def _chosen(given: str, known: list[str], option: str) -> list[str]:
 @app.command()
 def main(
     rounds: Annotated[int, typer.Option(min=0, help="Shuffled rounds; 0: 1 with --quick, else 5.")] = 0,
-    only: Annotated[str, typer.Option(help=f"Stacks, with commas: {', '.join(STACKS)}.")] = ",".join(STACKS),
+    only: Annotated[
+        str, typer.Option(help=f"Stacks, with commas: {', '.join(STACKS)}; more: {', '.join(VARIANTS)}.")
+    ] = ",".join(STACKS),
     sizes: Annotated[str, typer.Option(help="Prompt sizes, with commas.")] = ",".join(SIZES),
     measure: Annotated[str, typer.Option(help="Measurements, with commas; empty: all.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Few requests, one round: about two minutes.")] = False,
@@ -68,7 +70,7 @@ def main(
     else:
         scale = QUICK if quick else FULL
         chosen_sizes = _chosen(sizes, list(SIZES), "--sizes")
-        names = _chosen(only, list(STACKS), "--only") + ([] if baseline_tree is None else [BASELINE])
+        names = _chosen(only, [*STACKS, *VARIANTS], "--only") + ([] if baseline_tree is None else [BASELINE])
         known = [each.name for each in measurements(scale, chosen_sizes)]
         chosen = _chosen(measure, known, "--measure")
 

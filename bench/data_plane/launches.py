@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -20,6 +21,11 @@ HOST = "127.0.0.1"
 OURS = "warmroute"
 BASELINE = "baseline"
 """Our proxy from another source tree, to measure a change against what was there before in one interleaved run."""
+UNOBSERVED = "warmroute-unobserved"
+"""Our proxy without a breakdown file, shadow policies, traces or an open dashboard."""
+OBSERVED = "warmroute-observed"
+"""Our proxy with all of these."""
+SHADOWS = ["linear", "least_loaded", "lmetric"]
 
 
 class StackError(Exception):
@@ -37,8 +43,10 @@ class Launch:
     command: list[str]
     note: str
     """Version and settings, for the record."""
-    evidence: tuple[str, str] | None = None
-    """URL of its metrics, and the name of the metric that counts its prefix-routing decisions."""
+    evidence: tuple[str, str | tuple[str, ...]] | None = None
+    """URL of its metrics, and the names of those that show what it did."""
+    companions: tuple[list[str], ...] = ()
+    """Commands of processes that run beside it, whose CPU is not counted as its own."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -51,6 +59,26 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
+def _settings(port: int, engines: Sequence[LoadTarget]) -> dict[str, Any]:
+    return {
+        "host": HOST,
+        "port": port,
+        "instances": [
+            {"name": f"inst-{i}", "url": f"http://{engine.host}:{engine.port}"} for i, engine in enumerate(engines)
+        ],
+        "policy": {"name": "linear"},
+        "grace_s": 3.0,
+        "log_level": "warning",
+    }
+
+
+def _serve(folder: Path, settings: dict[str, Any]) -> list[str]:
+    """Arguments for Python; the settings are written to ``folder``."""
+    config = folder / "warmroute.yaml"
+    config.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return ["-m", "warmroute", "serve", "--config", str(config)]
+
+
 def warmroute(
     port: int, engines: Sequence[LoadTarget], folder: Path, profile: Path | None = None, tree: Path | None = None
 ) -> Launch:
@@ -59,26 +87,42 @@ def warmroute(
     Args:
         tree: source tree to run it from; None: the one this benchmark runs from.
     """
-    config = folder / "warmroute.yaml"
-    settings = {
-        "host": HOST,
-        "port": port,
-        "instances": [
-            {"name": f"inst-{i}", "url": f"http://{engine.host}:{engine.port}"} for i, engine in enumerate(engines)
-        ],
-        "policy": {"name": "linear"},
-        "breakdown": {"jsonl_path": str(folder / "breakdown.jsonl")},
-        "grace_s": 3.0,
-        "log_level": "warning",
-    }
-    config.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    serve = ["-m", "warmroute", "serve", "--config", str(config)]
+    file = {"breakdown": {"jsonl_path": str(folder / "breakdown.jsonl")}}
+    serve = _serve(folder, {**_settings(port, engines), **file})
     note = f"warmroute {version('warmroute')}, policy linear, breakdown file on"
     if tree is not None:
         # -P: the current folder must not come before the tree.
         command = ["env", f"PYTHONPATH={tree.resolve()}", sys.executable, "-P", *serve]
         return Launch(command=command, note=f"{note}, from {tree.name}")
     return Launch(command=_profiled(serve, profile), note=note)
+
+
+def unobserved(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
+    """Our proxy without what an operator may switch on to watch it."""
+    serve = _serve(folder, {**_settings(port, engines), "policy": {"name": "warm"}})
+    return Launch(command=[sys.executable, *serve], note=f"warmroute {version('warmroute')}, policy warm, not observed")
+
+
+def observed(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
+    """Our proxy with the breakdown in a file, three shadow policies, every request traced, and a dashboard open."""
+    collector = free_ports(1)[0]
+    watched = {
+        "policy": {"name": "warm"},
+        "breakdown": {"jsonl_path": str(folder / "breakdown.jsonl")},
+        "shadow": {"policies": SHADOWS},
+        "tracing": {"enabled": True, "endpoint": f"http://{HOST}:{collector}", "sample_ratio": 1.0},
+    }
+    serve = _serve(folder, {**_settings(port, engines), **watched})
+    observer = [sys.executable, "-m", "bench.data_plane.observers"]
+    return Launch(
+        command=[sys.executable, *serve],
+        note=f"warmroute {version('warmroute')}, policy warm, file, {len(SHADOWS)} shadows, traces, dashboard open",
+        evidence=(f"http://{HOST}:{port}/metrics", ("warmroute_shadow_requests_total", "warmroute_traces_total")),
+        companions=(
+            [*observer, "collect", str(collector)],
+            [*observer, "watch", f"http://{HOST}:{port}"],
+        ),
+    )
 
 
 def _profiled(arguments: list[str], profile: Path | None) -> list[str]:
@@ -197,3 +241,6 @@ LAUNCHES: dict[str, Callable[[int, Sequence[LoadTarget], Path], Launch]] = {
     "nginx": nginx,
 }
 """Every stack but ``direct``, which is the engines themselves."""
+
+VARIANTS: dict[str, Callable[[int, Sequence[LoadTarget], Path], Launch]] = {UNOBSERVED: unobserved, OBSERVED: observed}
+"""Stacks that are measured only where they are named."""

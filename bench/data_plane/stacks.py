@@ -15,7 +15,17 @@ import httpx
 import psutil
 
 from bench.data_plane import cpu
-from bench.data_plane.launches import BASELINE, HOST, LAUNCHES, OURS, Launch, StackError, free_ports, warmroute
+from bench.data_plane.launches import (
+    BASELINE,
+    HOST,
+    LAUNCHES,
+    OURS,
+    VARIANTS,
+    Launch,
+    StackError,
+    free_ports,
+    warmroute,
+)
 from bench.data_plane.load.client import LoadTarget
 from bench.data_plane.stub.answers import MODEL
 
@@ -35,10 +45,11 @@ class Stack:
     targets: list[LoadTarget]
     note: str = ""
     process: subprocess.Popen[bytes] | None = None
+    companions: list[subprocess.Popen[bytes]] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     """Its process and its children at the time it became ready."""
-    metrics: tuple[str, str] | None = None
-    """(URL of its metrics, name of the metric to report), from ``Launch.evidence``."""
+    metrics: tuple[str, str | tuple[str, ...]] | None = None
+    """(URL of its metrics, names of those to report), from ``Launch.evidence``."""
     endings: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
     """Sent to its process group, each after a grace time."""
 
@@ -51,7 +62,9 @@ class Stack:
         return cpu.rss_bytes(self.pids)
 
     def evidence(self) -> list[str]:
-        """Its own counters of decisions, which show whether a router fell back to a cheaper path."""
+        """Its own counters, which show whether a router fell back to a cheaper path. Raises StackError."""
+        if any(companion.poll() is not None for companion in self.companions):
+            raise StackError(f"{self.name}: a process that observes it has ended")
         if self.metrics is None:
             return []
         url, name = self.metrics
@@ -59,7 +72,10 @@ class Stack:
         return [line for line in answer.text.splitlines() if line.startswith(name)]
 
     def stop(self) -> None:
-        """Stop it and all its child processes."""
+        """Stop it, all its child processes and its companions."""
+        for companion in self.companions:
+            companion.kill()
+            companion.wait()
         if self.process is None:
             return
         for ending in self.endings:
@@ -95,7 +111,7 @@ def start(
     if name in {OURS, BASELINE}:
         launch = warmroute(port, engines, folder, profile, baseline_tree if name == BASELINE else None)
     else:
-        launch = LAUNCHES[name](port, engines, folder)
+        launch = {**LAUNCHES, **VARIANTS}[name](port, engines, folder)
     log_path = folder / "log.txt"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -110,6 +126,10 @@ def start(
     try:
         _wait_ready(stack, log_path)
         stack.pids = cpu.tree(process.pid)
+        for command in launch.companions:
+            stack.companions.append(
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+            )
     except BaseException:
         stack.stop()
         raise
