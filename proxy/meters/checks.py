@@ -94,9 +94,9 @@ class Checks:
     def examine(self, engines: Mapping[str, EngineMeter], headers: SessionHeaders, away: int, now_s: float) -> None:
         """Examine everything once; ``away``: hand-offs in flight."""
         found: dict[str, dict[str, str]] = {name: {} for name in REMEDIES}
+        # An engine that is down has the condition `instances`; its figures are old.
+        engines = {each.name: engines[each.name] for each in self._instances if each.up and each.name in engines}
         for name, meter in engines.items():
-            if self._instances.get(name) is None:
-                continue
             for condition, text in self._of_requests(meter, now_s):
                 found[condition][name] = text
             self._of_engine(name, meter, away, engines, found)

@@ -41,7 +41,7 @@ class MeterSettings(Section):
         default=0.25, ge=0, le=1, description="the same as a share of the larger of both; the larger bound counts"
     )
     events_silent_s: Seconds = Field(
-        default=3.0, description="time without KV events, although prompts are computed, that raises kv_events"
+        default=2.0, description="time without KV events, although prompts are computed, that raises kv_events"
     )
     equal_hash_seeds: Literal["auto", "always", "never"] = Field(
         default="auto", description="engines must hash blocks alike; auto: once two of them have done so"

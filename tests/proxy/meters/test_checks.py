@@ -33,6 +33,8 @@ class Rig:
         for name in "ab":
             self.exact.add_instance(name)
         self.instances = Instances(settings.instances, settings.health)
+        for each in self.instances:
+            each.up = True
         self.events = EventSubscriber(settings.instances, settings.events, self.exact)
         self.engines = {name: EngineMeter(settings.meters.window_s) for name in "ab"}
         self.headers = SessionHeaders()
@@ -122,7 +124,7 @@ def test_silent_events_are_found_with_requests_only() -> None:
     assert rig.examine(60) == {}
     for _ in range(3):
         rig.engines["a"].computed(rig.now_s, rig.now_s)
-    assert rig.examine(4) == {}
+    assert rig.examine(3) == {}
     found = rig.examine(2)
     assert re.fullmatch(r"no events for \d s, in which it computed 3 prompts", found["kv_events"]["a"])
     rig.events.streams["a"].counters.batches += 1
@@ -189,6 +191,15 @@ def test_lost_session_ids_concern_the_fleet() -> None:
     for turn in range(10):
         rig.headers.add(False, list(range(1, turn + 4)), turn + 2)
     assert set(rig.examine(4)["session_headers"]) == {""}
+
+
+def test_an_engine_that_is_down_is_left_to_the_condition_instances() -> None:
+    rig = Rig()
+    rig.exact.distrust("a", "missed_events")
+    rig.engines["a"].readings.extend([LoadReading(2, 40)] * 3)
+    assert set(rig.examine(4)) == {"kv_events", "ledger_drift"}
+    rig.instances["a"].up = False
+    assert rig.examine(12) == {}
 
 
 def test_an_instance_that_leaves_is_forgotten() -> None:
