@@ -68,7 +68,7 @@ def decide(
     failures: tuple[PolicyFailure, ...] = ()
     if request.may_offload:
         try:
-            plan, prefill = _plan(request, chosen, request_class, fleet, planner)
+            plan, prefill = planned_by(request, chosen, request_class, fleet, planner)
         except Exception as error:
             if not guarded:
                 raise
@@ -94,20 +94,25 @@ def decide(
     )
 
 
-def _choose(
-    request: RequestView, fleet: FleetSnapshot, policy: RoutingPolicy
-) -> tuple[Choice, InstanceView, tuple[CandidateScore, ...]]:
-    """The policy's choice, D and the scores; raises ValueError for an answer that no request can follow."""
+def chosen_by(request: RequestView, fleet: FleetSnapshot, policy: RoutingPolicy) -> tuple[Choice, InstanceView]:
+    """The policy's choice and D; raises ValueError for an answer that no request can follow."""
     choice = policy.choose(request, fleet)
     chosen = fleet.view(choice.instance)
     if chosen is None:
         raise ValueError(f"policy {policy.name!r} chose {choice.instance!r}, which is not a candidate")
     if type(choice.reason) is not Reason:  # it becomes a metric's label
         raise ValueError(f"policy {policy.name!r} gave the reason {choice.reason!r}, which is not a Reason")
+    return choice, chosen
+
+
+def _choose(
+    request: RequestView, fleet: FleetSnapshot, policy: RoutingPolicy
+) -> tuple[Choice, InstanceView, tuple[CandidateScore, ...]]:
+    choice, chosen = chosen_by(request, fleet, policy)
     return choice, chosen, _with_cached_tokens(choice.scores, fleet)
 
 
-def _plan(
+def planned_by(
     request: RequestView,
     chosen: InstanceView,
     request_class: RequestClass,

@@ -6,7 +6,7 @@ proxy on the wall clock and a simulation in virtual time decide, count and learn
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import NamedTuple
 
 from policies.admission.base import MAX_HOLD_S, AdmissionRule, Admit
@@ -70,6 +70,8 @@ class RoutingSession:
         self.hold_s = hold_s
         self._guarded = guarded
         self.gate = AdmissionGate(admission or NeverHold(), state.accounts, max_hold_s)
+        self.on_decided: Callable[[RequestView, FleetSnapshot, Decision], None] | None = None
+        """Called with every decision and its snapshot after it was counted; None: by nobody."""
 
     def offer(self, request: RequestView, instances: Collection[str], now_s: float) -> Admit | Held:
         """Decide whether a new request is routed now; a ``Held`` one waits until ``admitted`` returns it.
@@ -110,6 +112,8 @@ class RoutingSession:
         fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
         decision = decide(request, fleet, self.policy, self.planner, self.thresholds, guarded=self._guarded)
         commitment = self.state.commit(request, fleet, decision, now_s)
+        if self.on_decided is not None:
+            self.on_decided(request, fleet, decision)
         prefill = fleet.prefill_view(decision.prefill_on) if decision.prefill_on is not None else None
         return Routed(decision, commitment, prefill)
 

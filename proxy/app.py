@@ -23,6 +23,7 @@ from proxy.admin.meter_routes import ConditionWatch, meter_routes
 from proxy.admin.openapi import describe_generation
 from proxy.admin.routes import admin_routes
 from proxy.admin.session_routes import session_routes
+from proxy.admin.shadow_routes import shadow_routes
 from proxy.admin_listener import admin_listener
 from proxy.core import Core
 from proxy.errors import RequestError, error_body
@@ -76,6 +77,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
                 asyncio.create_task(monitor.run(), name="health"),
                 asyncio.create_task(core.events.run(), name="kv-events"),
                 asyncio.create_task(ConditionWatch(core).run(), name="conditions"),
+                asyncio.create_task(core.shadows.run(), name="shadows"),
             ]
             try:
                 answering = [instance.name for instance in core.instances if instance.good_probes_in_a_row]
@@ -106,6 +108,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
     app.include_router(admission_routes(core))
     app.include_router(session_routes(core))
     app.include_router(meter_routes(core))
+    app.include_router(shadow_routes(core))
     app.include_router(fleet_routes(core, operations))
     app.include_router(ui_routes(core, operations.fleet))
     describe_generation(app)

@@ -29,6 +29,9 @@ def serve(
         list[str] | None, typer.Option(help="KEY=VALUE: parameter of the admission rule. Repeatable.")
     ] = None,
     planner: Annotated[str | None, typer.Option(help="Offload planner, with its default parameters.")] = None,
+    shadow: Annotated[
+        list[str] | None, typer.Option(help="Routing policy that decides too, without effect. Repeatable.")
+    ] = None,
     admin_host: Annotated[str | None, typer.Option(help="Address of the admin listener (with --admin-port).")] = None,
     admin_port: Annotated[
         int | None, typer.Option(help="Port for the admin endpoints alone; without it they share the main listener.")
@@ -77,6 +80,7 @@ def serve(
         "policy": {"name": policy} if policy else None,
         "admission": _given(name=admission, params=_params(admission_param)),
         "offload": {"planner": planner} if planner else None,
+        "shadow": {"policies": shadow} if shadow else None,
         "instances": [{"url": url} for url in instance] if instance else None,
     }
     given = {key: value for key, value in overrides.items() if value is not None}

@@ -38,6 +38,7 @@ from proxy.metrics.limits import LimitMetrics
 from proxy.metrics.loop import LoopMetrics
 from proxy.metrics.meters import MeterMetrics
 from proxy.metrics.records import RecordMetrics
+from proxy.metrics.shadows import ShadowMetrics
 from proxy.metrics.tenants import TenantMetrics
 from proxy.metrics.traces import TraceMetrics
 from proxy.paths import OtherPaths
@@ -55,6 +56,7 @@ from proxy.sessions.normalize import Normalizer
 from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
 from proxy.sessions.turn_texts import chat_turn
 from proxy.settings import Settings
+from proxy.shadow.shadows import Shadows
 from proxy.tokens.service import Tokens
 from proxy.tracing.tracing import tracing_of
 
@@ -111,6 +113,7 @@ class Core:
         self.admission = Admission(settings.limits, self.instances, self.router, state.ledger, shares)
         self.holding = HoldingLine(settings.admission, self.router, self.instances, self.admission)
         self.short_load = ShortLoad(state.ledger)
+        self.shadows = Shadows(settings.shadow, self.router.routing)
         self.responses = StoredResponses(settings.responses, self.instances)
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
@@ -124,6 +127,7 @@ class Core:
         RecordMetrics(self.metrics.registry, self.breakdown)
         AdmissionMetrics(self.metrics.registry, self.router.state.accounts, self.holding)
         MeterMetrics(self.metrics.registry, self.meters, self.instances)
+        ShadowMetrics(self.metrics.registry, self.shadows)
         TenantMetrics(self.metrics.registry, self.metrics.tenants, shares, self.keys)
         self.tracing = tracing_of(settings.tracing)
         TraceMetrics(self.metrics.registry, self.tracing)

@@ -7,7 +7,15 @@ from collections.abc import Callable, Container
 from typing import NamedTuple
 
 from policies.admission.accounts import SessionAccounts
-from policies.admission.base import MAX_HOLD_S, AdmissionReason, AdmissionRule, AdmissionView, Admit, Hold
+from policies.admission.base import (
+    MAX_HOLD_S,
+    AdmissionReason,
+    AdmissionRule,
+    AdmissionView,
+    Admit,
+    Hold,
+    SessionView,
+)
 from policies.admission.never_hold import NeverHold
 from policies.fairness import TenantShares
 from policies.types import PolicyFailure, PolicyPart, RequestView, Tenant
@@ -47,6 +55,9 @@ class Held:
         """Set when it may be sent."""
 
 
+OfferObserver = Callable[[RequestView, SessionView, AdmissionView, Admit | Hold], None]
+
+
 class _Place(NamedTuple):
     """Requests before one in line."""
 
@@ -82,6 +93,8 @@ class AdmissionGate:
         self._held_since_s = 0.0
         self.on_failure: Callable[[PolicyFailure], None] | None = None
         """Called when the rule fails, after which the request is sent at once; None: its failure is raised."""
+        self.on_offer: OfferObserver | None = None
+        """Called with the answer to every new request and the views that it was given on; None: by nobody."""
         self.set_rule(rule, max_hold_s, 0.0)
 
     def set_rule(self, rule: AdmissionRule, max_hold_s: float, now_s: float) -> None:
@@ -96,7 +109,8 @@ class AdmissionGate:
 
     def offer(self, request: RequestView, room: Room, now_s: float) -> Admit | Held:
         """A new request: send it now, or hold it."""
-        answer = self.answer(request, room, now_s)
+        place = self._place_of(request, now_s)
+        answer = self._ask(request, 0.0, place, len(self._line), room, now_s, self.on_offer)
         if isinstance(answer, Admit):
             self._passed(answer, request, now_s)
             return answer
@@ -113,6 +127,13 @@ class AdmissionGate:
         """The answer that ``offer`` would give; nothing is changed."""
         place = self._place_of(request, now_s)
         return self._ask(request, 0.0, place, len(self._line), room, now_s)
+
+    def observe_offer(self, request: RequestView, room: Room, now_s: float) -> None:
+        """Report a new request to ``on_offer`` that was sent without asking the rule; no session is changed."""
+        if self.on_offer is not None:
+            self.accounts.expire(now_s)
+            session = self.accounts.view(request.session_id, now_s)
+            self.on_offer(request, session, self._fleet_view(len(self._line), 0.0, room, now_s), self.sent_at_once)
 
     def line(self, now_s: float) -> list[Held]:
         """Held requests in the order in which they are looked at."""
@@ -180,11 +201,34 @@ class AdmissionGate:
         held: int,
         room: Room,
         now_s: float,
+        observer: OfferObserver | None = None,
     ) -> Admit | Hold:
         accounts = self.accounts
         accounts.expire(now_s)
         expected_s = self._expected_wait_s(place.tokens + request.prompt_tokens, now_s)
-        fleet = AdmissionView(
+        fleet = self._fleet_view(held, expected_s, room, now_s)
+        try:
+            session = accounts.view_of(request, now_s, waited_s)
+            answer = checked_answer(self.rule.name, self.rule.admit(request, session, fleet))
+        except Exception as error:
+            if self.on_failure is None:
+                raise
+            self.on_failure(PolicyFailure.of(PolicyPart.ADMISSION, self.rule.name, error))
+            return _FAILED
+        if observer is not None:
+            observer(request, session, fleet, answer)
+        if isinstance(answer, Admit):
+            return answer
+        return answer._replace(
+            expected_wait_s=expected_s,
+            behind=place.ahead,
+            tenant=request.tenant.name,
+            behind_in_tenant=place.of_tenant,
+        )
+
+    def _fleet_view(self, held: int, expected_s: float, room: Room, now_s: float) -> AdmissionView:
+        accounts = self.accounts
+        return AdmissionView(
             room.pool_tokens,
             accounts.active_sessions,
             accounts.active_tokens,
@@ -197,22 +241,6 @@ class AdmissionGate:
             held,
             expected_s,
             self.max_hold_s,
-        )
-        try:
-            answer = self.rule.admit(request, accounts.view_of(request, now_s, waited_s), fleet)
-            _check(self.rule.name, answer)
-        except Exception as error:
-            if self.on_failure is None:
-                raise
-            self.on_failure(PolicyFailure.of(PolicyPart.ADMISSION, self.rule.name, error))
-            return _FAILED
-        if isinstance(answer, Admit):
-            return answer
-        return answer._replace(
-            expected_wait_s=expected_s,
-            behind=place.ahead,
-            tenant=request.tenant.name,
-            behind_in_tenant=place.of_tenant,
         )
 
     def _passed(self, answer: Admit, request: RequestView, now_s: float) -> None:
@@ -233,14 +261,15 @@ class AdmissionGate:
         return tokens * window_s / max(1, self._flow_tokens)
 
 
-def _check(rule: str, answer: Admit | Hold) -> None:
-    """Raise ValueError for an answer that is none of the two, or whose fields are of other types."""
+def checked_answer(rule: str, answer: Admit | Hold) -> Admit | Hold:
+    """The answer; raises ValueError for one that is none of the two, or whose fields are of other types."""
     if type(answer) is Admit and type(answer.reason) is AdmissionReason:
-        return  # without the cost of the checks below, for most requests
+        return answer  # without the cost of the checks below, for most requests
     if not isinstance(answer, Admit | Hold) or type(answer.reason) is not AdmissionReason:
         raise ValueError(f"admission rule {rule!r} answered {answer!r}: neither Admit nor Hold with a reason")
     if isinstance(answer, Hold) and not (type(answer.needed_tokens) is type(answer.pool_tokens) is int):
         raise ValueError(f"admission rule {rule!r} answered {answer!r}, whose tokens are no integers")
+    return answer
 
 
 def _rank(held: Held, now_s: float) -> float:

@@ -100,7 +100,10 @@ class CostModel:
         waiting = sum(view.prefilling for view in fleet.instances) / len(fleet.instances)
         alone = costs.prefill.predict(new_tokens, decode.cached_tokens)
         queue_s = costs.prefill.queue_s(decode.pending_prefill_tokens, decode.prefilling)
-        priced = [self._price(request, decode, view, fleet, costs, alone, queue_s, waiting) for view in usable]
+        prefills: dict[int, TimeEstimate] = {}
+        priced = [
+            self._price(request, decode, view, fleet, costs, alone, queue_s, waiting, prefills) for view in usable
+        ]
         best = max(
             priced,
             key=lambda each: (
@@ -122,6 +125,16 @@ class CostModel:
         }
         return OffloadPlan(*self._verdict(best, alone.seconds), inputs)
 
+    def saving_s(
+        self, request: RequestView, decode: InstanceView, prefill: InstanceView, fleet: FleetSnapshot
+    ) -> float:
+        """Seconds of all requests' waiting that prefilling on ``prefill`` is estimated to save; negative: it costs."""
+        costs = fleet.costs or Costs()
+        waiting = sum(view.prefilling for view in fleet.instances) / len(fleet.instances)
+        alone = costs.prefill.predict(request.prompt_tokens - decode.cached_tokens, decode.cached_tokens)
+        queue_s = costs.prefill.queue_s(decode.pending_prefill_tokens, decode.prefilling)
+        return self._price(request, decode, prefill, fleet, costs, alone, queue_s, waiting, {}).net_s
+
     def _verdict(self, best: _Priced, alone_s: float) -> tuple[str | None, OffloadReason]:
         least_s = self.min_gain * alone_s
         if best.net_s <= least_s or best.own_s < -self.max_own_loss * alone_s:
@@ -140,10 +153,15 @@ class CostModel:
         alone: TimeEstimate,
         queue_s: float,
         waiting: float,
+        prefills: dict[int, TimeEstimate],
     ) -> _Priced:
+        """``prefills``: estimates made so far by cached tokens, which are mostly equal across instances."""
         job = transfer_job(request, prefill, decode, fleet.offloads_in_flight, self.kv_bytes_per_token)
         transfer = costs.transfer.predict(job, costs.now_s)
-        there = costs.prefill.predict(request.prompt_tokens - prefill.cached_tokens, prefill.cached_tokens)
+        cached = prefill.cached_tokens
+        there = prefills.get(cached)
+        if there is None:
+            there = prefills[cached] = costs.prefill.predict(request.prompt_tokens - cached, cached)
         queue_there_s = costs.prefill.queue_s(prefill.pending_prefill_tokens, prefill.prefilling)
         # D gives every step's budget to the prefills it has, so a pulled request waits for those as well.
         offloaded_s = max(queue_there_s + there.seconds + transfer.seconds, queue_s)

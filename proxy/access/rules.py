@@ -42,7 +42,7 @@ class Side(StrEnum):
 _OPEN = frozenset({"/health", "/ready", PING})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 # Any other unsafe request is treated as changing the fleet and always needs an admin key.
-_CHANGES_NO_FLEET = frozenset({("PUT", "/policy"), ("PUT", "/admission"), ("POST", "/explain")})
+_CHANGES_NO_FLEET = frozenset({("PUT", "/policy"), ("PUT", "/admission"), ("PUT", "/shadow"), ("POST", "/explain")})
 
 
 def side_of(path: str) -> Side:

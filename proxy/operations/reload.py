@@ -158,6 +158,8 @@ class Reloader:
         core.forwarding.apply(settings)
         core.router.apply(settings)
         self._switch(settings, changes)
+        if any(change.key.startswith("shadow.") for change in changes):
+            core.shadows.switch(settings.shadow)
         core.instances.apply(settings.health)
         core.admission.apply(limits)
         core.holding.apply(settings.admission)

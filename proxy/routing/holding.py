@@ -100,6 +100,9 @@ class HoldingLine:
         """
         if self._gate.never_holds:
             row.admission = AdmissionReason.NEVER_HOLDS
+            if self._gate.on_offer is not None:
+                room = self._router.state.room(self._instances.decoders())
+                self._gate.observe_offer(request, room, time.monotonic())
             return
         # Pools of the whole fleet, as contexts are: against the pools of one model, contexts of another would hold
         # its requests although they take no room there.

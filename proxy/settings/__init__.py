@@ -26,6 +26,7 @@ from proxy.settings.security import (
 )
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
+from proxy.settings.shadow import ShadowEntry, ShadowSettings
 from proxy.settings.tracing import TracingSettings
 
 __all__ = [
@@ -61,6 +62,8 @@ __all__ = [
     "SessionSettings",
     "Settings",
     "SettingsError",
+    "ShadowEntry",
+    "ShadowSettings",
     "SnapshotSettings",
     "TimeoutSettings",
     "TlsSettings",

@@ -19,6 +19,7 @@ LIVE = (
     "policy",
     "admission",
     "offload",
+    "shadow",
     "classes",
     "ledger",
     "sessions",
@@ -125,7 +126,7 @@ def _leaves(value: Any, key: str, skip: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, Mapping):
         items = [(str(name), each) for name, each in value.items()]
     elif isinstance(value, tuple) and value and all(isinstance(each, BaseModel) for each in value):
-        items = [(str(getattr(each, "name", number)), each) for number, each in enumerate(value)]
+        items = [(_name_of(each, number), each) for number, each in enumerate(value)]
     else:
         if not isinstance(value, tuple | Mapping):
             yield key, value
@@ -134,6 +135,10 @@ def _leaves(value: Any, key: str, skip: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, each in items:
         yield from _leaves(each, f"{key}.{name}" if key else name)
+
+
+def _name_of(entry: BaseModel, number: int) -> str:
+    return str(getattr(entry, "label", "") or getattr(entry, "name", number))
 
 
 def _shown(key: str, value: Any) -> Any:

@@ -35,6 +35,7 @@ from proxy.settings.section import Seconds, SettingsError
 from proxy.settings.security import AdminSettings, FairnessSettings, KeySettings, TlsSettings, checked_forward_headers
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
+from proxy.settings.shadow import ShadowSettings
 from proxy.settings.tracing import TracingSettings
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -58,6 +59,7 @@ class Settings(BaseSettings):
     policy: PolicySettings = Field(default_factory=PolicySettings)
     admission: AdmissionSettings = Field(default_factory=AdmissionSettings)
     offload: OffloadSettings = Field(default_factory=OffloadSettings)
+    shadow: ShadowSettings = Field(default_factory=ShadowSettings)
     classes: ClassSettings = Field(default_factory=ClassSettings)
     index: IndexSettings = Field(default_factory=IndexSettings)
     events: EventSettings = Field(default_factory=EventSettings)

@@ -124,7 +124,7 @@ def test_a_guarded_decision_replaces_what_fails_and_names_it() -> None:
         "ValueError: policy 'stray' chose 'nowhere', which is not a candidate",
     )
     assert (planner.part, planner.name, planner.error) == (PolicyPart.PLANNER, "failing", "KeyError: 'lost'")
-    assert [call.rpartition(" ")[2] for call in planner.trace] == ["decide", "_plan", "plan"]
+    assert [call.rpartition(" ")[2] for call in planner.trace] == ["decide", "planned_by", "plan"]
 
 
 @pytest.mark.parametrize("policy", [Linear(), _Stray()])

@@ -120,6 +120,8 @@ async def test_a_probe_that_repeats_what_it_read_is_cut(start_chaos: StartChaos)
         ("PUT", "/admission", {"params": {LONG: 1}}, 400),
         ("PUT", "/admission", {"name": "session_cap", "params": {"sessions": LONG}}, 400),
         ("PUT", "/admission", {LONG: 1}, 400),
+        ("PUT", "/shadow", {"policies": [LONG]}, 400),
+        ("PUT", "/shadow", {"policies": [{"name": "warm", "label": LONG}]}, 400),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -48,7 +48,7 @@ CONTROL = [
     *(("GET", "/health"), ("GET", "/ready"), ("GET", "/v1/models"), ("GET", "/stats"), ("GET", "/metrics")),
     *(("GET", "/version"), ("GET", "/load"), ("GET", "/ping"), ("POST", "/ping")),
     *(("GET", "/instances"), ("POST", "/instances"), ("GET", "/breakdown"), ("GET", "/policy"), ("PUT", "/policy")),
-    *(("GET", "/admission"), ("PUT", "/admission"), ("GET", "/cache-killers")),
+    *(("GET", "/admission"), ("PUT", "/admission"), ("GET", "/shadow"), ("PUT", "/shadow"), ("GET", "/cache-killers")),
     *(("POST", "/explain"), ("POST", "/reload"), ("GET", "/instances/{name}"), ("PUT", "/instances/{name}")),
     *(("DELETE", "/instances/{name}"), ("POST", "/instances/{name}/drain"), ("POST", "/instances/{name}/undrain")),
 ]

@@ -18,7 +18,17 @@ from tests.proxy.access.test_keys import ADMIN, KEY, KEYS, OK, bearer
 from tests.proxy.conftest import Running, StartProxy, serving
 
 READING = [
-    *("/instances", "/stats", "/metrics", "/breakdown", "/policy", "/admission", "/meters", "/cache-killers"),
+    *(
+        "/instances",
+        "/stats",
+        "/metrics",
+        "/breakdown",
+        "/policy",
+        "/admission",
+        "/meters",
+        "/shadow",
+        "/cache-killers",
+    ),
     "/openapi.json",
 ]
 CHANGING = [
@@ -67,6 +77,7 @@ async def test_by_default_the_admin_side_is_on_the_loopback_listener_without_a_k
         assert (await proxy.client.get(path)).status_code == 200
     assert (await proxy.client.put("/policy", json={"name": "random"})).status_code == 200
     assert (await proxy.client.put("/admission", json={"name": "working_set"})).status_code == 200
+    assert (await proxy.client.put("/shadow", json={"policies": ["warm"]})).status_code == 200
     assert (await proxy.client.post("/explain", json=OK)).status_code == 200
     assert proxy.core.admin_port is None
 
@@ -94,6 +105,7 @@ async def test_a_listener_that_others_reach_has_no_admin_side_without_admin_keys
         assert "admin.port" in answer.json()["error"]["message"]
     assert (await proxy.client.put("/policy", json={"name": "random"})).status_code == 403
     assert (await proxy.client.put("/admission", json={"name": "working_set"})).status_code == 403
+    assert (await proxy.client.put("/shadow", json={"policies": ["warm"]})).status_code == 403
     assert (await proxy.client.get("/health")).status_code == 200
     assert (await proxy.client.get("/ready")).status_code == 200
     assert (await proxy.client.get("/v1/models")).status_code == 200
@@ -108,6 +120,7 @@ async def test_with_admin_keys_every_admin_endpoint_needs_one(start_proxy: Start
         assert (await proxy.client.get(path, headers=bearer(ADMIN))).status_code == 200
     assert (await proxy.client.put("/policy", json={"name": "random"})).status_code == 401
     assert (await proxy.client.put("/admission", json={"name": "never_hold"})).status_code == 401
+    assert (await proxy.client.put("/shadow", json={"policies": ["warm"]})).status_code == 401
     assert (await proxy.client.put("/policy", json={"name": "random"}, headers=bearer(ADMIN))).status_code == 200
     assert (await proxy.client.post("/explain", json=OK)).status_code == 401
     assert (await proxy.client.post("/explain", json=OK, headers=bearer(ADMIN))).status_code == 200

@@ -131,6 +131,11 @@ EFFECTS: dict[str, tuple[Any, Callable[[Core], Any], Any]] = {
         lambda core: (core.cache_killers._settings.conversations, core.cache_killers._found.maxlen),
         (3, 4),
     ),
+    "shadow": (
+        {"policies": ["lmetric"], "queue": 7},
+        lambda core: (list(core.shadows.figures), core.shadows._bound),
+        (["lmetric"], 7),
+    ),
     "normalize": (
         {"chat": ["cch"]},
         lambda core: core.normalizer._rules,

@@ -1,4 +1,4 @@
-"""Flags of `warmroute serve` that name an admission rule and its parameters."""
+"""Flags of `warmroute serve` that name an admission rule and its parameters, or shadow policies."""
 
 from __future__ import annotations
 
@@ -46,9 +46,15 @@ def test_the_access_log_is_a_setting(served: list[Settings]) -> None:
     assert [settings.logs.access for settings in served] == ["-", None]
 
 
+def test_shadow_policies_are_settings(served: list[Settings]) -> None:
+    assert serve("--shadow", "lmetric", "--shadow", "warm").exit_code == 0
+    assert [each.name for each in served[0].shadow.policies] == ["lmetric", "warm"]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (("--shadow", "lmetrik"), "unknown routing policy 'lmetrik'"),
         (("--admission", "sometimes"), "unknown admission rule 'sometimes'"),
         (("--admission", "session_cap", "--admission-param", "sessions"), "KEY=VALUE"),
         (("--admission", "session_cap", "--admission-param", "sessions=many"), "sessions must be an integer"),

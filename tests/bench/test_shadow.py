@@ -1,0 +1,14 @@
+"""The benchmark of shadow decisions measures everything that is built in."""
+
+from __future__ import annotations
+
+from bench.shadow import rows
+from policies.registry import BUILT_IN
+
+
+def test_every_built_in_part_is_measured() -> None:
+    measured = rows(3, 10)
+    names = {name for part, name, _ in measured if part != "whole"}
+    assert names >= {name for group in BUILT_IN.values() for name in group}
+    assert len(measured) == len(names) + 1
+    assert all(cost > 0 for _, _, cost in measured)
