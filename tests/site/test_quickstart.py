@@ -78,5 +78,5 @@ def test_the_commands_work_and_print_what_the_page_shows(tmp_path: Path) -> None
     assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
     printed = [line.strip() for line in done.stdout.splitlines()]
     assert [line for line in output if line not in printed] == [], done.stdout
-    for name in ("why.json", "row.json", "run.jsonl", "report.html"):
+    for name in ("why.json", "run.jsonl", "report.html"):
         assert (tmp_path / name).stat().st_size > 500, name
