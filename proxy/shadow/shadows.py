@@ -1,9 +1,9 @@
 """Shadow decisions off the latency path: a bounded queue of live decisions, and the one task that works it off.
 
 The routing step appends request, snapshot and decision (all immutable) and continues. The task waits ``BATCH_S``, so
-that the request's bytes leave first, then decides for the shadows in slices of ``SLICE_S`` with a rest after each that
-is ``REST`` times as long: they take at most a fifth of the event loop's time, however many they are. What the queue
-cannot hold is skipped and counted.
+that the request's bytes leave first and several decisions have arrived, then decides for the shadows in slices of
+``SLICE_S`` with a rest after each that is ``REST`` times as long: they take at most a fifth of the event loop's time,
+however many they are. What the queue cannot hold is skipped and counted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from proxy.shadow.figures import LatestDecisions, ShadowFigures
 
 log = logging.getLogger("warmroute.shadow")
 
-BATCH_S = 0.002
-"""Seconds from the first waiting decision to the shadows'."""
+BATCH_S = 0.05
+"""Seconds from the first waiting decision to the shadows'. Several at once cost less than one by one: the event loop
+wakes once, and the processor's caches are warm.
+"""
 SLICE_S = 0.00025
 """Seconds after which the shadows leave the rest to a later turn of the event loop; one shadow's is never split."""
 REST = 4.0
