@@ -164,11 +164,25 @@ def test_conditions_are_those_of_the_readiness_endpoint(proxy: LiveProxy, open_p
         expect(page.locator("#meters tbody tr")).to_have_count(4)
 
 
-def test_the_shadow_page_says_so_where_there_are_none(proxy: LiveProxy, open_page: OpenPage) -> None:
+def test_shadow_policies_are_chosen_by_click_and_compared_live(proxy: LiveProxy, open_page: OpenPage) -> None:
     page = open_page("#/shadow")
-    absent = proxy.client.get("/shadow").status_code == 404
-    text = "This proxy has no shadow policies" if absent else "No shadow policies are set"
-    expect(page.locator("#page-shadow .empty")).to_contain_text(text)
+    if proxy.client.get("/shadow").status_code == 404:
+        expect(page.locator("#page-shadow .empty")).to_contain_text("This proxy has no shadow policies")
+        return
+    expect(page.locator("#page-shadow .empty")).to_contain_text("No shadow policies are set")
+    for name in ("linear", "round_robin"):
+        page.get_by_role("checkbox", name=name, exact=True).check()
+    page.locator("#apply-shadow").click()
+    expect(page.locator("#shadows tbody tr")).to_have_count(2)
+    until(lambda: proxy.get("/shadow")["requests"] > 5, "requests were compared")
+    expect(page.locator("#shadow-latest tbody tr").nth(3)).to_be_visible()
+    figures = {row["name"]: row for row in proxy.get("/shadow")["policies"]}
+    for row in page.locator("#shadows tbody tr").all():
+        cells = row.locator("td").all_inner_texts()
+        # Counts grow while they are read.
+        assert 0 < int(cells[2].replace(",", "")) <= proxy.get("/shadow")["requests"]
+        assert cells[0] in figures
+    proxy.client.put("/shadow", json={"policies": []}).raise_for_status()
 
 
 def test_the_shadow_page_compares_policies(open_page: OpenPage, screenshot: Screenshot) -> None:
@@ -193,11 +207,11 @@ def test_the_shadow_page_compares_policies(open_page: OpenPage, screenshot: Scre
     page = open_page("#/health")
     page.route("**/shadow", lambda route: route.fulfill(json=answer))
     page.keyboard.press("4")
-    rows = page.locator("#page-shadow tbody tr")
-    expect(rows).to_have_count(3)
+    rows = page.locator("#shadows tbody tr")
+    expect(rows).to_have_count(2)
     for text in ("linear", "75 %", "41.5 s", "88.0k", "21.4"):
         expect(rows.first).to_contain_text(text)
-    expect(rows.last).to_contain_text("+0.25 s")
+    expect(page.locator("#shadow-latest tbody tr").last).to_contain_text("+0.25 s")
     screenshot(page, "shadow-light")
 
 

@@ -14,8 +14,9 @@ export function ms(value) {
 /** Seconds. */
 export function seconds(value) {
   if (!known(value)) return DASH;
-  if (value !== 0 && Math.abs(value) < 0.1) return `${Math.round(value * 1000)} ms`;
   if (value === 0) return "0";
+  if (value < 0) return `−${seconds(-value)}`;
+  if (value < 0.1) return `${Math.round(value * 1000)} ms`;
   if (value < 10) return `${value.toFixed(2)} s`;
   if (value < 120) return `${value.toFixed(1)} s`;
   return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;

@@ -2,7 +2,7 @@
 
 import * as api from "../api.js";
 import { empty, h, panel, put, say, table } from "../dom.js";
-import { count, share, words } from "../format.js";
+import { clock, count, share, words } from "../format.js";
 import { instanceLink, pill } from "../parts.js";
 
 const METERS_EVERY_MS = 3_000;
@@ -13,14 +13,14 @@ function conditionRow(each) {
     { class: "condition", "data-condition": each.name },
     pill(each.ok ? "good" : "bad", each.ok ? "ok" : "not met"),
     h("strong", null, words(each.name)),
-    h("span", null, each.detail),
+    h("span", null, each.detail, each.ok || !each.since_unix_s ? null : h("span", { class: "faint" }, ` since ${clock(each.since_unix_s)}`)),
     each.ok || !each.remedy ? null : h("span", { class: "remedy" }, "Remedy: ", each.remedy),
   );
 }
 
 function meters(answer) {
   const fleet = answer.fleet;
-  const facts = [["achieved", fleet.achieved], ["reachable: the best instance for each request", fleet.reachable], ["ceiling: one unlimited cache", fleet.ceiling], ...Object.entries(fleet.loss ?? {}).map(([name, value]) => [`lost by ${name}`, value])];
+  const facts = [["achieved", fleet.achieved], ["reachable by the best routing", fleet.reachable], ["ceiling of one unlimited cache", fleet.ceiling], ...Object.entries(fleet.loss ?? {}).map(([name, value]) => [`lost by ${name}`, value])];
   const rows = Object.entries(answer.instances).map(([name, row]) => [
     instanceLink(name), share(row.prediction_error), words(row.index_trust), count(row.ledger_requests), `${count(row.engine_running)} + ${count(row.engine_waiting)}`,
     share(row.transfer_error), row.drift?.length ? h("span", { class: "bad-text" }, row.drift.map(words).join(", ")) : "none",
