@@ -86,6 +86,7 @@ analysis-docs: $(READY) ## regenerate the tables of docs/analysis.md
 reference: $(READY) ## generate the pages of docs/reference and docs/clients.md from the code
 	$(BIN)/python -m tests.reference
 	$(BIN)/python -m tests.clients.table
+	$(BIN)/python -m tests.monitoring.dashboard
 
 test: lint types imports unit ## formatting, types, imports and all tests that need no engine
 
