@@ -109,6 +109,12 @@ class Row:
         """Record predicted and actual seconds of a leg."""
         self.legs[leg] = {"predicted_s": round(predicted_s, 4), "actual_s": round(actual_s, 4)}
 
+    def note_failed(self, instance: str, error: str, **more: str) -> None:
+        """Record a failed attempt; it is also the end of its leg in the trace."""
+        self.attempts.append({"instance": instance, "error": error, **more})
+        if self.trace is not None:
+            self.trace.leg_ended(error)
+
     @property
     def unserved(self) -> bool:
         """True if the proxy rejected the request, or its client left, before the request was understood."""
