@@ -106,6 +106,7 @@ async def test_a_co_located_request_is_one_trace_with_genai_names(
     assert receiver.named("first token")[0].parent_id == leg.span_id
     assert engine.seen_headers[-1]["traceparent"] == f"00-{root.trace_id}-{leg.span_id}-03"
     assert receiver.resources[0]["service.name"] == "warmroute"
+    assert (await proxy.rows())[0]["trace_id"] == root.trace_id
 
 
 async def test_the_clients_context_is_continued_and_each_leg_passes_its_own(
@@ -279,6 +280,7 @@ async def test_a_request_that_is_not_sampled_passes_a_context_on_and_exports_not
     assert SPAN not in continued
     assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-02", invalid)
     assert "tracestate" not in proxy.engines[0].seen_headers[2]
+    assert {row["trace_id"] for row in await proxy.rows()} == {None}
     await proxy.core.tracing.close()
     assert receiver.posts == 0
 
