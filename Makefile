@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 ENGINES := .venv-engines
 CLIENTS ?= litellm langchain aiperf guidellm node
 READY := $(VENV)/.ready
-SRC := warmroute.py warmroute_names.py policies proxy launch replayer sim bench tests
+SRC := warmroute.py warmroute_man.py warmroute_names.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup collector monitoring-tools demo test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference lock clean
+.PHONY: help setup collector monitoring-tools demo test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-figures lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -88,6 +88,15 @@ reference: $(READY) ## generate the pages of docs/reference and docs/clients.md 
 	$(BIN)/python -m tests.clients.table
 	$(BIN)/python -m tests.monitoring.dashboard
 
+docs: $(READY) ## build the documentation site into site/, without warnings (about 5 seconds)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(READY) ## show the documentation site on http://127.0.0.1:8123 while you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8123
+
+docs-figures: $(READY) ## regenerate the figures of docs/images
+	$(BIN)/python -m bench.docs_figures
+
 test: lint types imports unit ## formatting, types, imports and all tests that need no engine
 
 lock: $(READY) ## regenerate requirements.lock from pyproject.toml
@@ -95,4 +104,4 @@ lock: $(READY) ## regenerate requirements.lock from pyproject.toml
 	  --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements.lock
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) $(ENGINES) .venv-clients .venv-peers .collector .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf site $(VENV) $(ENGINES) .venv-clients .venv-peers .collector .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

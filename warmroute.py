@@ -15,12 +15,13 @@ from typing import Annotated, Any
 
 import typer
 
-from warmroute_names import RenamedGroup
+from warmroute_man import man_page
+from warmroute_names import RenamedGroup, suggestion
 
 __version__ = "0.1.0"
 
 PANELS: Mapping[str, tuple[str, ...]] = {
-    "Serve": ("serve", "settings", "key"),
+    "Serve": ("serve", "settings", "key", "top", "explain", "man"),
     "Fleet": ("up", "down", "status", "doctor", "telemetry"),
     "Measure": ("demo", "replay", "simulate", "experiment", "trace", "sim"),
     "Analyse": ("summary", "compare", "report", "analyse"),
@@ -75,6 +76,20 @@ class _Root(RenamedGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [name for names in PANELS.values() for name in names]
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command; a word for which another command exists ends with that command's name."""
+        if args and args[0] not in self.commands and (sentence := suggestion(args[0])):
+            ctx.fail(sentence)
+        return super().resolve_command(ctx, args)
+
+
+def _man(context: typer.Context) -> None:
+    """Print the manual page `warmroute.1`, generated from this help.
+
+    `warmroute man > ~/.local/share/man/man1/warmroute.1` installs it for `man warmroute`.
+    """
+    typer.echo(man_page(context.find_root().command, __version__), nl=False)
+
 
 def build() -> typer.Typer:
     """The root application with every folder's commands."""
@@ -89,6 +104,7 @@ def build() -> typer.Typer:
     app.callback()(_options)
     for register in (register_proxy, register_replayer, register_launch, register_sim, register_analysis):
         register(app)
+    app.command("man")(_man)
     panel_of = {name: panel for panel, names in PANELS.items() for name in names}
     for command in app.registered_commands:
         command.rich_help_panel = panel_of[str(command.name or getattr(command.callback, "__name__", ""))]

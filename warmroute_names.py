@@ -22,6 +22,24 @@ COMMANDS: Mapping[str, str] = {
 }
 """Old command of the root -> group and command."""
 
+SUGGESTIONS: Mapping[str, str] = {
+    **dict.fromkeys(("bench", "benchmark", "load", "loadtest", "load-test", "loadgen"), "replay"),
+    **dict.fromkeys(("proxy", "router", "route", "run", "start", "server", "gateway"), "serve"),
+    **dict.fromkeys(("check", "validate", "lint"), "serve --check"),
+    **dict.fromkeys(("config", "configure", "options"), "settings"),
+    **dict.fromkeys(("launch", "fleet", "engines"), "up"),
+    **dict.fromkeys(("stop", "kill", "shutdown"), "down"),
+    **dict.fromkeys(("ps", "ls", "list", "instances"), "status"),
+    **dict.fromkeys(("diagnose", "troubleshoot"), "doctor"),
+    **dict.fromkeys(("gpus", "gpu"), "telemetry"),
+    **dict.fromkeys(("quickstart", "try", "example"), "demo"),
+    **dict.fromkeys(("diff", "ab"), "compare"),
+    **dict.fromkeys(("plot", "graph", "html"), "report"),
+    **dict.fromkeys(("analyze", "analysis"), "analyse"),
+    **dict.fromkeys(("generate", "synthesize", "workload"), "trace synth"),
+}
+"""Word that is no command -> the command that does what is likely meant."""
+
 _PACE = {"--time-scale": "--arrival-speed", "--think-scale": "--think-speed", "--idle-gap-cap": "--idle-gap-cap-s"}
 
 OPTIONS: Mapping[str, Mapping[str, str]] = {
@@ -57,6 +75,12 @@ def current(arguments: Sequence[str], note: Callable[[str], None]) -> list[str]:
         if renamed := OPTIONS.get(" ".join(words[:length])):
             return [*words[:length], *_options(words[length:], renamed, note)]
     return words
+
+
+def suggestion(word: str) -> str | None:
+    """Sentence with the command for a word that is none; None if there is no suggestion."""
+    meant = SUGGESTIONS.get(word.lower())
+    return None if meant is None else f"No such command '{word}'. Did you mean `warmroute {meant}`?"
 
 
 def _options(words: Sequence[str], renamed: Mapping[str, str], note: Callable[[str], None]) -> list[str]:

@@ -193,7 +193,7 @@ class Loop:
             under_way.append(self._begin(body, session))
             if len(under_way) > in_flight:
                 self._end(*under_way.popleft())
-            if number % 500 == 499:  # the health monitor does so every few seconds
+            if number % 500 == 499:  # live, a thread does so five times a second
                 self._clock("flush", self._breakdown.flush)
         while under_way:
             self._end(*under_way.popleft())

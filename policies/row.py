@@ -105,6 +105,8 @@ class Row:
     """Reason for which it was sent when it was; None: it was not."""
     held_s: float = 0.0
     """Seconds for which admission held it."""
+    held_because: str | None = None
+    """Reason for holding it and its place in line, as a sentence; None: it was not held."""
     tenant: str | None = None
     """Name of its tenant; None: it has none."""
     trace: TraceNotes | None = None
@@ -159,6 +161,7 @@ class Row:
             "prefill_instance": self.prefill_instance,
             "admission": self.admission,
             "held_s": round(self.held_s, 3),
+            "held_because": self.held_because,
             "reason": decision.reason if decision else None,
             "offload_reason": self.offload_reason,
             "prompt_tokens": self.prompt_tokens,

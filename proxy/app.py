@@ -14,9 +14,12 @@ from starlette.exceptions import HTTPException
 from proxy.access.guard import Guard
 from proxy.access.rules import Listener, Side, side_of
 from proxy.admin.admission_routes import admission_routes
+from proxy.admin.breakdown_routes import breakdown_routes
 from proxy.admin.client_routes import client_methods, client_routes, unsupported
 from proxy.admin.client_side import ClientSide
+from proxy.admin.conditions import conditions
 from proxy.admin.fleet_routes import fleet_routes
+from proxy.admin.meter_routes import ConditionWatch, meter_routes
 from proxy.admin.openapi import describe_generation
 from proxy.admin.routes import admin_routes
 from proxy.admin.session_routes import session_routes
@@ -24,16 +27,19 @@ from proxy.admin_listener import admin_listener
 from proxy.core import Core
 from proxy.errors import RequestError, error_body
 from proxy.exchange.generation import Generation
+from proxy.metrics.conditions import ConditionMetrics
 from proxy.operations.operations import Operations
 from proxy.restart.snapshots import Snapshots
 from proxy.settings import Settings
+from proxy.ui.routes import ui_routes
 
 
 class ProxyApp:
     """ASGI application over one core; ``generation`` handles the generation requests of the listener."""
 
     def __init__(self, settings: Settings) -> None:
-        self.core = Core(settings)
+        self.core = core = Core(settings)
+        ConditionMetrics(core.metrics.registry, lambda: ((each.name, each.ok) for each in conditions(core)))
         self.operations = Operations(self.core)
         self.generation = Generation(self.core)
         guarded = Guard(_control_app(self.core, self.operations), self.core.access, Listener.MAIN)
@@ -69,6 +75,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
             tasks = [
                 asyncio.create_task(monitor.run(), name="health"),
                 asyncio.create_task(core.events.run(), name="kv-events"),
+                asyncio.create_task(ConditionWatch(core).run(), name="conditions"),
             ]
             try:
                 answering = [instance.name for instance in core.instances if instance.good_probes_in_a_row]
@@ -77,6 +84,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
                     yield
             finally:
                 core.draining = True
+                core.breakdown.end_subscriptions()
                 for task in tasks:
                     task.cancel()
                 for task in tasks:
@@ -91,12 +99,15 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
                 finally:
                     await core.close()
 
-    app = FastAPI(title="warmroute", lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="warmroute", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(admin_routes(core, operations.fleet))
+    app.include_router(breakdown_routes(core))
     app.include_router(client_routes(core))
     app.include_router(admission_routes(core))
     app.include_router(session_routes(core))
+    app.include_router(meter_routes(core))
     app.include_router(fleet_routes(core, operations))
+    app.include_router(ui_routes(core, operations.fleet))
     describe_generation(app)
 
     @app.exception_handler(RequestError)

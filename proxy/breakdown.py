@@ -1,49 +1,60 @@
-"""Breakdown: one row per request in one of two ring buffers, and optionally in a JSONL file."""
+"""Breakdown: one row per request in one of two ring buffers, and optionally in rotating JSONL files."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from heapq import merge
+from itertools import chain, islice, takewhile
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import msgspec
 
 from policies.row import Row
 from proxy.clip import clip
+from proxy.records.feed import DEFAULT_BUFFER_ROWS, RowFeed, RowSubscription
+from proxy.records.files import RecordFiles, record_files
+from proxy.records.filters import RowFilter
+from proxy.records.past import past_rows
 
 log = logging.getLogger("warmroute.breakdown")
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
+_ROWS_PER_TURN = 200
+"""Rows that are compared with a filter before other tasks run: 2 ms at most."""
 
 
 _Numbered = tuple[int, bytes]
 """Number of the request in the order of their ends, and its row as a JSON line."""
+_number = itemgetter(0)
 
 
-def _matching(lines: deque[_Numbered], equal: Mapping[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The numbered rows whose fields equal ``equal``, newest first."""
-    # A line without the text cannot match, so few lines need decoding.
-    needles = [_encode(value)[1:-1] for value in equal.values()]
-    for number, line in reversed(lines):
-        if all(needle in line for needle in needles):
-            row = _decode(line)
-            if all(str(row.get(key)) == value for key, value in equal.items()):
-                yield number, row
+class RowPage(NamedTuple):
+    """Some of the rows that match a filter."""
+
+    rows: list[_Numbered]
+    """Oldest first."""
+    before: int | None
+    """Cursor of the page with older rows; None: there are none."""
+    after: int
+    """Cursor of the page with newer rows."""
 
 
-def _line(row: Row) -> bytes:
+def _line(row: Row, number: int, started_unix_s: float) -> bytes:
     """The row as one JSON line, with error texts cut: they may repeat input of any size."""
     if row.error is not None:
         row.error = clip(row.error)
     for attempt in row.attempts:
         attempt["error"] = clip(attempt["error"])
-    as_dict = row.as_dict()
+    as_dict = {"row": number, "proxy_started_unix_s": started_unix_s, **row.as_dict()}
     try:
         return _encode(as_dict)
     except (TypeError, UnicodeEncodeError, RecursionError):
@@ -79,6 +90,11 @@ class Breakdown:
         jsonl_path: file to which rows are appended; None: no file.
         rejected_capacity: rows kept of requests that were rejected, or left by their client, before they were routed.
         rejected_to_file: append those rows to the file as well.
+        jsonl_max_bytes: size at which the file is rotated.
+        jsonl_files: files kept, the current one included.
+
+    Raises:
+        OSError: the file cannot be opened.
     """
 
     def __init__(
@@ -88,70 +104,173 @@ class Breakdown:
         *,
         rejected_capacity: int = 1_000,
         rejected_to_file: bool = False,
+        jsonl_max_bytes: int = 256 * 1024 * 1024,
+        jsonl_files: int = 4,
     ) -> None:
         self._lines: deque[_Numbered] = deque(maxlen=capacity)
         self._rejected: deque[_Numbered] = deque(maxlen=rejected_capacity)
         self._rejected_to_file = rejected_to_file
-        self._file: BinaryIO | None = None
-        self.file_error: str | None = None
-        """Reason for which writing to the file has ended; None while it works."""
-        if jsonl_path is not None:
-            jsonl_path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = jsonl_path.open("ab")
+        self._path = jsonl_path
+        self._files = RecordFiles(jsonl_path, jsonl_max_bytes, jsonl_files) if jsonl_path is not None else None
+        self._feed = RowFeed()
+        self._earlier = 0
+        """Number of the last row of an earlier process."""
+        self.started_unix_s = round(time.time(), 3)
+        """Start of this process, which its rows have as ``proxy_started_unix_s``."""
+        self.open_rows: set[Row] = set()
+        """Rows of the requests in flight."""
         self.started = 0
         self.finished = 0
         self.outcomes: dict[str, int] = {}
 
+    @property
+    def file_error(self) -> str | None:
+        """Reason for which rows cannot be written to the file at the moment; None while they can."""
+        return self._files.error if self._files is not None else None
+
+    @property
+    def file_dropped(self) -> int:
+        """Rows that were not written to the file since the start."""
+        return self._files.dropped if self._files is not None else 0
+
+    @property
+    def feed_dropped(self) -> int:
+        """Rows that slow subscribers did not receive since the start."""
+        return self._feed.dropped
+
+    @property
+    def subscribers(self) -> int:
+        """Number of subscriptions."""
+        return len(self._feed)
+
+    @property
+    def number(self) -> int:
+        """Number of the newest row."""
+        return self._earlier + self.finished
+
+    def open(self) -> None:
+        """Read the rows of earlier processes from the files, 64 MiB and 5 s at most, and start writing."""
+        if self._files is None or self._path is None:
+            return
+        try:
+            past = past_rows(record_files(self._path), self._lines.maxlen or 0)
+        except OSError as error:
+            log.warning("earlier rows cannot be read from %s: %s", self._path, error)
+        else:
+            for row in past.rows:
+                (self._rejected if row.unserved else self._lines).append((row.number, row.line))
+            self._earlier = past.rows[-1].number if past.rows else 0
+            if past.rows or past.damaged:
+                damaged = f", {past.damaged} damaged lines left out" if past.damaged else ""
+                log.info("%d rows of earlier processes read from %s%s", len(past.rows), self._path, damaged)
+        self._files.open()
+
     def open_row(self, row: Row) -> Row:
         """Count a new request and return its row."""
         self.started += 1
+        self.open_rows.add(row)
         return row
 
     def close_row(self, row: Row) -> None:
         """Store a finished row; every opened row is closed once."""
         self.finished += 1
+        self.open_rows.discard(row)
         outcome = row.outcome.value
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        line = _line(row)
+        number = self._earlier + self.finished
+        line = _line(row, number, self.started_unix_s)
         unserved = row.unserved
-        (self._rejected if unserved else self._lines).append((self.finished, line))
-        if self._file is not None and (self._rejected_to_file or not unserved):
-            self._write(line)
+        (self._rejected if unserved else self._lines).append((number, line))
+        if self._files is not None and (self._rejected_to_file or not unserved):
+            self._files.write(line)
+        self._feed.publish(number, line)
+
+    def subscribe(self, buffer_rows: int = DEFAULT_BUFFER_ROWS) -> AbstractAsyncContextManager[RowSubscription]:
+        """Rows that end from now on, as encoded JSON; the oldest of ``buffer_rows`` unread ones is dropped first."""
+        return self._feed.subscribe(buffer_rows)
+
+    def end_subscriptions(self) -> None:
+        """End every subscription, and those still to come: the proxy shuts down."""
+        self._feed.close()
 
     def select(self, limit: int, **equal: str) -> Iterator[dict[str, Any]]:
-        """The newest ``limit`` rows, oldest first, whose fields equal ``equal`` (by name of the JSON field).
+        """The newest ``limit`` rows, oldest first, whose fields equal ``equal`` (``EQUAL_FIELDS``, by JSON name).
 
         Rows of rejected requests fill what the others leave of ``limit``.
         """
-        matching = chain(_matching(self._lines, equal), _matching(self._rejected, equal))
-        found = sorted(islice(matching, limit), key=itemgetter(0))
-        return (row for _, row in found)
+        wanted = RowFilter(equal)
+        newest_first = chain(reversed(self._lines), reversed(self._rejected))
+        found = sorted(islice((each for each in newest_first if wanted.matches(each[1])), limit), key=_number)
+        return (_decode(line) for _, line in found)
+
+    async def page(self, limit: int, wanted: RowFilter, before: int | None = None, after: int | None = None) -> RowPage:
+        """Rows that match a filter; other tasks run in between.
+
+        Without a cursor, the newest, where rows of rejected requests fill what the others leave of ``limit``. With one,
+        all rows count the same.
+
+        Args:
+            limit: rows, at most.
+            wanted: the filter.
+            before: only rows with smaller numbers, the newest of them.
+            after: only rows with larger numbers, the oldest of them. Larger than the newest row's: it belongs to a
+                process whose last rows are lost, and all rows are returned from the oldest on.
+        """
+        newest = self.number
+        lines, rejected = list(self._lines), list(self._rejected)
+        if after is not None:
+            first = 0 if after > newest else after
+            since = merge(_later(lines, first), _later(rejected, first), key=_number)
+            last = newest + 1 if before is None else before
+            found = await _matching((each for each in since if each[0] < last), wanted, limit)
+            more = found[-1][0] if len(found) == limit else min(newest, last - 1)
+            return RowPage(found, first + 1, more)
+        if before is None:
+            found = await _matching(chain(reversed(lines), reversed(rejected)), wanted, limit + 1)
+        else:
+            older = merge(_earlier(lines, before), _earlier(rejected, before), key=_number, reverse=True)
+            found = await _matching(older, wanted, limit + 1)
+        shown = sorted(found[:limit], key=_number)
+        oldest = shown[0][0] if len(found) > limit else None
+        return RowPage(shown, oldest, newest if before is None else before - 1)
+
+    def after(self, number: int, limit: int) -> list[tuple[int, bytes]]:
+        """Numbers and JSON lines of the rows after the row ``number``: the newest ``limit`` of each ring, in order."""
+        found = [
+            numbered
+            for lines in (self._lines, self._rejected)
+            for numbered in takewhile(lambda line: line[0] > number, islice(reversed(lines), limit))
+        ]
+        return sorted(found, key=_number)
 
     def flush(self) -> None:
-        """Write buffered rows to the file."""
-        self._write(b"")
+        """Write the rows that wait to the file now; blocks for the disk."""
+        if self._files is not None:
+            self._files.flush()
 
     def close(self) -> None:
-        """Flush and close the file."""
-        self._write(b"")
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """End the subscriptions; write the rows that wait, and close the file."""
+        self.end_subscriptions()
+        if self._files is not None:
+            self._files.close()
 
-    def _write(self, line: bytes) -> None:
-        """Append, or flush for an empty line. A full disk disables the file, but does not fail the request."""
-        if self._file is None:
-            return
-        try:
-            if line:
-                self._file.write(line)
-                self._file.write(b"\n")
-            else:
-                self._file.flush()
-        except OSError as error:
-            log.error("writing the breakdown file failed, rows are kept in memory only: %s", error)
-            self.file_error = str(error)
-            # Closing normally would write the buffer again, so close only the descriptor.
-            with suppress(OSError):
-                self._file.raw.close()  # type: ignore[attr-defined]
-            self._file = None
+
+async def _matching(rows: Iterable[_Numbered], wanted: RowFilter, limit: int) -> list[_Numbered]:
+    """The first ``limit`` rows that match."""
+    found: list[_Numbered] = []
+    for scanned, each in enumerate(rows, 1):
+        if wanted.matches(each[1]):
+            found.append(each)
+            if len(found) == limit:
+                break
+        if scanned % _ROWS_PER_TURN == 0:
+            await asyncio.sleep(0)
+    return found
+
+
+def _later(rows: list[_Numbered], number: int) -> Iterator[_Numbered]:
+    return islice(rows, bisect_right(rows, number, key=_number), None)
+
+
+def _earlier(rows: list[_Numbered], number: int) -> Iterator[_Numbered]:
+    return reversed(rows[: bisect_left(rows, number, key=_number)])

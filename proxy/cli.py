@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from proxy.access.key_cli import key_app
+from proxy.console.explain import explain
+from proxy.console.top import top
 
 
 def serve(
@@ -36,10 +39,17 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="PEM file with the certificate's private key.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text, or json: one object per line.")] = None,
+    access_log: Annotated[
+        str | None, typer.Option(help="File for one JSON line per request; `-`: standard output.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the settings, probe every engine once, print a table, and exit.")
+    ] = False,
 ) -> None:
     """Serve the OpenAI API in front of a fleet of engines.
 
-    Settings come from --config, then WARMROUTE_ environment variables, then these flags; the later wins.
+    Settings come from --config, then WARMROUTE_ environment variables, then these flags; the later wins. With --check
+    nothing is served: the exit status is 0 if every engine can be used, 1 if not, 2 for invalid settings.
     """
     from proxy.clients.uvicorn_check import UnsupportedUvicornError, check_uvicorn
 
@@ -51,6 +61,9 @@ def serve(
 
     from proxy.server import run
     from proxy.settings import SettingsError, load_settings
+    from proxy.start.address import ListenError
+    from proxy.start.check import check_fleet
+    from proxy.start.environment import service_link
     from proxy.tokens.encoder import TokenizerError
 
     overrides: dict[str, Any] = {
@@ -58,6 +71,7 @@ def serve(
         "port": port,
         "log_level": log_level,
         "log_format": log_format,
+        "logs": _given(access=access_log),
         "admin": _given(host=admin_host, port=admin_port),
         "tls": _given(certificate=tls_certificate, key=tls_key),
         "policy": {"name": policy} if policy else None,
@@ -68,17 +82,17 @@ def serve(
     given = {key: value for key, value in overrides.items() if value is not None}
     load = partial(load_settings, config, **given)
     try:
+        if port is None and (link := service_link(os.environ)):
+            raise SettingsError(link)
         settings = load()
-    except SettingsError as error:
+        if check:
+            raise typer.Exit(0 if check_fleet(settings) else 1)
+        run(settings, load)
+    except (SettingsError, ListenError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from error
-    try:
-        run(settings, load)
     except TokenizerError as error:
         typer.secho(f"tokenizer: {error}", fg="red", err=True)
-        raise typer.Exit(2) from error
-    except SettingsError as error:
-        typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from error
 
 
@@ -113,4 +127,6 @@ def register(app: typer.Typer) -> None:
     """Add this package's commands to the root application."""
     app.command()(serve)
     app.command()(settings)
+    app.command()(top)
+    app.command()(explain)
     app.add_typer(key_app, name="key")

@@ -11,6 +11,7 @@ from proxy.access.forwarding import Forwarding
 from proxy.access.keys import Keys
 from proxy.access.rules import Access
 from proxy.access.tenants import Tenants
+from proxy.access_log import AccessLog
 from proxy.breakdown import Breakdown
 from proxy.clients.bounds import ClientBounds
 from proxy.clients.cors import Cors
@@ -28,11 +29,14 @@ from proxy.handoff.leaks import LeakWatch
 from proxy.handoff.legs import HandOff
 from proxy.logs import LimitedLog
 from proxy.loop_lag import LoopLag
+from proxy.meters.meters import Meters
+from proxy.metrics.access_log import AccessLogMetrics
 from proxy.metrics.admission import AdmissionMetrics
 from proxy.metrics.cache_killers import CacheKillerMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
 from proxy.metrics.loop import LoopMetrics
+from proxy.metrics.meters import MeterMetrics
 from proxy.metrics.tenants import TenantMetrics
 from proxy.metrics.traces import TraceMetrics
 from proxy.paths import OtherPaths
@@ -71,6 +75,8 @@ class Core:
         self.access = Access(settings, self.keys)
         self.rejections = LimitedLog(logging.getLogger("warmroute.proxy"))
         """Log of rejected generation requests; others are in ``access.refusals``."""
+        self.failures = LimitedLog(logging.getLogger("warmroute.proxy"))
+        """Log of generation requests that failed in serving."""
         self.port: int | None = None
         """Port of the main listener, once it listens."""
         self.admin_port: int | None = None
@@ -82,13 +88,18 @@ class Core:
         self.events = EventSubscriber(settings.instances, settings.events, self.router.state.predictor.exact)
         self.tokens = Tokens(settings.tokenizer)
         self.metrics = Metrics()
+        self.meters = Meters(settings.meters, self.router.state, self.instances, self.events)
         rows = settings.breakdown
         self.breakdown = Breakdown(
             rows.capacity,
             rows.jsonl_path,
             rejected_capacity=rows.rejected_capacity,
             rejected_to_file=rows.rejected_to_jsonl,
+            jsonl_max_bytes=rows.jsonl_max_bytes,
+            jsonl_files=rows.jsonl_files,
         )
+        self.access_log = AccessLog(settings.logs.access, settings.logs.access_buffer)
+        AccessLogMetrics(self.metrics.registry, self.access_log)
         self.session_sources = SessionSources(settings.sessions)
         self.prefix_chains = PrefixChains(settings.sessions.prefix_bound)
         self.normalizer = Normalizer(settings.normalize)
@@ -110,6 +121,7 @@ class Core:
         )
         CacheKillerMetrics(self.metrics.registry, self.cache_killers)
         AdmissionMetrics(self.metrics.registry, self.router.state.accounts, self.holding)
+        MeterMetrics(self.metrics.registry, self.meters, self.instances)
         TenantMetrics(self.metrics.registry, self.metrics.tenants, shares, self.keys)
         self.tracing = tracing_of(settings.tracing)
         TraceMetrics(self.metrics.registry, self.tracing)
@@ -122,6 +134,8 @@ class Core:
     def open(self) -> None:
         """Open the connections; needs a running event loop."""
         self.lag.open()
+        self.access_log.open()
+        self.breakdown.open()
         resolver = Resolver()
         self.upstream = EngineClient(self.settings.timeouts.connect_s, resolver)
         self.control = Control(self.settings.health.timeout_s, resolver)
@@ -148,6 +162,7 @@ class Core:
                 finally:
                     self.tokens.close()
                     self.breakdown.close()
+                    self.access_log.close()
 
     def identify(self, headers: dict[bytes, bytes], parsed: Parsed, *, keep: bool = True) -> SessionIdentity:
         """The session of a request: named by it, else recognised by its prompt; ``keep``: it is the next turn."""

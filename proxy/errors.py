@@ -43,11 +43,16 @@ def draining_error() -> RequestError:
     return RequestError(503, "the proxy is shutting down", kind="service_unavailable", code="draining", retry_after_s=1)
 
 
-def no_instance_error(probed_every_s: float) -> RequestError:
-    """Error for requests that no instance may take now; one may be able to after the next probes."""
+def no_instance_error(probed_every_s: float, outage: str | None = None) -> RequestError:
+    """Error for requests that no instance may take now; one may be able to after the next probes.
+
+    Args:
+        probed_every_s: interval of the probes, in seconds.
+        outage: reasons, if no instance at all can be sent requests.
+    """
     return RequestError(
         503,
-        "no healthy instance serves the model: all that do are down or draining; see GET /instances",
+        outage or "no healthy instance serves the model: all that do are down or draining; see GET /instances",
         kind="service_unavailable",
         code="no_instance",
         retry_after_s=max(1, round(probed_every_s)),

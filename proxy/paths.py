@@ -22,6 +22,9 @@ PASSED_ON = frozenset(
 )
 """POST requests that the least loaded instance answers."""
 PING = "/ping"
+DASHBOARD_PAGES = frozenset(("/ui", "/ui/", "/docs"))
+DASHBOARD_FILES = "/ui/static/"
+"""Pages of the admin side without any data, and the folder of their files."""
 READ = ("/v1/models", "/version", "/load")
 """GET requests that the proxy answers itself."""
 CLIENT_PATHS = frozenset((*GENERATION_PATHS, COUNT_TOKENS, *PASSED_ON, *READ))

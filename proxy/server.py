@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -14,13 +16,28 @@ from proxy.clients.bounds import raise_descriptor_limit
 from proxy.clients.protocol import ProxyProtocol
 from proxy.operations.shutdown import ProxyServer
 from proxy.settings import Settings
+from proxy.start.address import check_addresses
+from proxy.start.environment import unknown_variables
+from proxy.start.openness import is_exposed, openness
+
+log = logging.getLogger("warmroute.server")
 
 
 def run(settings: Settings, load: Callable[[], Settings]) -> None:
-    """Serve until SIGINT or SIGTERM; running streams get ``grace_s`` seconds. SIGHUP applies what ``load`` reads."""
+    """Serve until SIGINT or SIGTERM; running streams get ``grace_s`` seconds. SIGHUP applies what ``load`` reads.
+
+    Raises:
+        ListenError: an address is in use, or not of this machine.
+        SettingsError: a file that the settings name cannot be used.
+        TokenizerError: the tokenizer cannot be loaded.
+    """
     logs.configure(settings.log_level, settings.log_format)
     raise_descriptor_limit()
+    for sentence in unknown_variables(os.environ, settings):
+        log.warning("%s", sentence)
+    check_addresses(settings)
     config = server_config(settings)
+    log.log(logging.WARNING if is_exposed(settings) else logging.INFO, "%s", openness(settings))
     app = cast(ProxyApp, config.app)
     app.operations.reloader.load = load
     memory.tune()

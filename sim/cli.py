@@ -76,6 +76,9 @@ def engine(
         int | None,
         typer.Option(help="Also replay past KV events on this port. Default: off.", min=1, show_default=False),
     ] = None,
+    hash_seed: Annotated[
+        int, typer.Option(help="Seed of the block hashes in KV events; the same for all engines of a fleet.", min=0)
+    ] = 0,
 ) -> None:
     """Run one simulated engine.
 
@@ -109,6 +112,7 @@ def engine(
             access_log=access_log,
             kv_events_port=kv_events_port,
             kv_events_replay_port=kv_events_replay_port,
+            hash_seed=hash_seed,
         )
     except (EngineSettingsError, ProfileError) as error:
         typer.echo(f"engine: {error}", err=True)

@@ -12,6 +12,7 @@ from launch.fleet import reference as fleet_file
 from proxy.settings import reference as settings
 from tests.chaos.rig import matrix_table
 from tests.command_line import reference as command_line
+from tests.policies.pages import reference as policies
 from tests.proxy.metrics import reference as metrics
 from tests.replayer.report import options_reference as report_options
 
@@ -23,6 +24,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "fleet-file.md": fleet_file.reference,
     "experiment-file.md": experiment_file.reference,
     "metrics.md": metrics.reference,
+    "policies.md": policies.reference,
     "report.md": report_options.reference,
     "doctor.md": lambda: doctor.reference(all_checks()),
     "failure-matrix.md": matrix_table.reference,

@@ -62,7 +62,12 @@ def proxy_process(port: int, engines: list[ManagedProcess], plan: SoakPlan, fold
                 {"name": "hostile", "sha256": _digest(TENANT_KEY), "max_concurrent": 8},
             ]
         },
-        "breakdown": {"capacity": 1_000, "jsonl_path": str(folder / "breakdown.jsonl"), "rejected_to_jsonl": True},
+        "breakdown": {
+            "capacity": 1_000,
+            "jsonl_path": str(folder / "breakdown.jsonl"),
+            "jsonl_files": 1_000,  # every row is compared with the clients' requests
+            "rejected_to_jsonl": True,
+        },
         "grace_s": 10.0,
     }
     path = folder / "proxy.yaml"

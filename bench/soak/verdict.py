@@ -14,6 +14,7 @@ from bench.soak.load import Seen
 from bench.soak.phases import SliceComparison
 from bench.soak.plan import SoakPlan
 from bench.soak.samples import ProcessSample, Trend, trend
+from proxy.records.files import record_files
 
 WRONG = ("wrong answer", "cut without an error event")
 _SPARE_DESCRIPTORS = 8
@@ -51,9 +52,12 @@ def figures(samples: list[ProcessSample], before: ProcessSample, after: ProcessS
 
 
 def breakdown_ids(path: Path) -> Counter[str]:
-    """Rows per request id in the proxy's records."""
-    with path.open("rb") as lines:
-        return Counter(msgspec.json.decode(line)["request_id"] for line in lines)
+    """Rows per request id in the proxy's records, rotated files included."""
+    found: Counter[str] = Counter()
+    for each in record_files(path):
+        with each.open("rb") as lines:
+            found.update(msgspec.json.decode(line)["request_id"] for line in lines)
+    return found
 
 
 def violations(

@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 from policies.predict.block_holders import BlockHolders
 from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
+from policies.predict.engine_hashes import EngineHashes
 
 EngineHash: TypeAlias = "int | bytes"
 """An engine's own identifier of a block: opaque here."""
@@ -104,6 +105,7 @@ class ExactIndex:
         self._instances: dict[str, _Instance] = {}
         self.partial_instances: frozenset[str] = frozenset()
         """Names of the instances whose contents are a lower bound while trusted."""
+        self.engine_hashes = EngineHashes()
 
     # Instances
 
@@ -243,6 +245,8 @@ class ExactIndex:
         plain = 0 if parent == _FOREIGN else max(0, min(stored.plain_blocks, count))
         packed = memoryview(_packed(stored.token_ids[: plain * stored.block_tokens])).cast("B")
         hashes = hash_byte_blocks(packed, stored.block_tokens * TOKEN_ID_BYTES, parent)
+        if stored.parent is None and hashes:
+            self.engine_hashes.note(instance, hashes[0], stored.hashes[0])
         ours, copies = known.ours, known.further_copies
         new: list[tuple[int, int]] = []
         for number, engine_hash in enumerate(stored.hashes):
@@ -334,6 +338,7 @@ class ExactIndex:
     def _drop(self, instance: str) -> None:
         known = self._instances[instance]
         self.partial_instances -= {instance}
+        self.engine_hashes.forget(instance)
         self._holders.clear((block for block in known.ours.values() if block != _FOREIGN), known.bit)
         known.ours = {}
         known.further_copies = {}

@@ -11,7 +11,7 @@ from proxy.access.keys import KeyName, Keys
 from proxy.clip import clip
 from proxy.errors import RequestError
 from proxy.logs import LimitedLog
-from proxy.paths import CLIENT_PATHS, PING
+from proxy.paths import CLIENT_PATHS, DASHBOARD_FILES, DASHBOARD_PAGES, PING
 from proxy.settings import Settings
 from proxy.settings.urls import is_loopback
 
@@ -105,6 +105,8 @@ class Access:
     def _check_admin(self, listener: Listener, method: str, path: str, headers: dict[bytes, bytes]) -> KeyName | None:
         if path == "/metrics" and method in _SAFE and self._admin.open_metrics:
             return None
+        if method in _SAFE and (path in DASHBOARD_PAGES or path.startswith(DASHBOARD_FILES)):
+            return None  # a browser sends no key with them, and they contain no data
         if method not in _SAFE:
             self._refuse_foreign_origin(headers)
         if self._keys.for_admins:

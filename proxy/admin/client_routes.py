@@ -10,7 +10,8 @@ from fastapi import APIRouter, Response
 
 from proxy.clip import clip
 from proxy.core import Core
-from proxy.errors import RequestError
+from proxy.errors import RequestError, no_instance_error
+from proxy.fleet.reachability import list_refusal, outage
 from proxy.paths import CLIENT_PATHS, OTHER_METHODS, methods_of
 
 
@@ -20,7 +21,10 @@ def client_routes(core: Core) -> APIRouter:
 
     @routes.get("/v1/models", summary="Models, adapters and aliases that the fleet serves")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": _cards(core)}
+        cards = _cards(core)
+        if not cards and (reason := outage(core.instances) or list_refusal(core.instances)):
+            raise no_instance_error(core.settings.health.interval_s, reason)
+        return {"object": "list", "data": cards}
 
     @routes.get("/version", summary="Version of warmroute, and those of the engines")
     async def versions() -> dict[str, Any]:

@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 
 from policies.types import PolicyPart
 from proxy.core import Core
+from proxy.meters.checks import MEANINGS, REMEDIES
 from proxy.routing.policy_watch import RECENT_S
+
+_SHOWN = 5
+"""Instances that the detail of a condition names."""
 
 
 class Condition(NamedTuple):
@@ -22,6 +26,8 @@ class Condition(NamedTuple):
     detail: str
     remedy: str | None = None
     """Action that makes it ok; None if it is."""
+    since_unix_s: float | None = None
+    """Time since which it has this state, as observed."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -30,7 +36,8 @@ class Condition(NamedTuple):
 
 def conditions(core: Core) -> list[Condition]:
     """Every condition; those that hold are listed too."""
-    return [_instances(core), _accepting(core), *_policies(core), _plug_ins(core), _records(core)]
+    now = [_instances(core), _accepting(core), *_policies(core), _plug_ins(core), _records(core), *_meters(core)]
+    return [each._replace(since_unix_s=_since(core.meters.since, each)) for each in now]
 
 
 def _instances(core: Core) -> Condition:
@@ -91,11 +98,32 @@ def _plug_ins(core: Core) -> Condition:
 
 
 def _records(core: Core) -> Condition:
-    if core.breakdown.file_error is None:
-        return Condition("records", True, "rows are recorded")
+    breakdown = core.breakdown
+    lost = f"; {breakdown.file_dropped} rows were not written since the start" if breakdown.file_dropped else ""
+    if breakdown.file_error is None:
+        return Condition("records", True, f"rows are recorded{lost}")
     return Condition(
         "records",
         False,
-        "writing the breakdown file failed; rows are kept in memory only",
-        "make room where breakdown.jsonl_path is, then restart",
+        f"writing the breakdown file failed; rows are kept in memory{lost}",
+        "make room where breakdown.jsonl_path is; writing is tried again every 2 s, and the log has the error",
     )
+
+
+def _meters(core: Core) -> Iterator[Condition]:
+    """Conditions of ``proxy.meters.checks``."""
+    for name, found in core.meters.failing.items():
+        if not found:
+            yield Condition(name, True, MEANINGS[name])
+            continue
+        shown = [f"{instance}: {text}" if instance else text for instance, text in sorted(found.items())[:_SHOWN]]
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        yield Condition(name, False, "; ".join(shown) + more, REMEDIES[name])
+
+
+def _since(times: dict[str, tuple[bool, float]], condition: Condition) -> float:
+    """Unix time since which a condition has its state; noted when it is first observed."""
+    known = times.get(condition.name)
+    if known is None or known[0] is not condition.ok:
+        known = times[condition.name] = (condition.ok, round(time.time(), 3))
+    return known[1]

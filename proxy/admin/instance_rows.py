@@ -30,7 +30,7 @@ def instance_row(core: Core, fleet: FleetChanges, instance: Instance, now_s: flo
         "healthy": instance.healthy,
         "draining": instance.draining,
         "leaving": fleet.leaving(instance),
-        "last_error": instance.last_error,
+        "last_error": instance.last_error or instance.list_refused,
         "breaker": _breaker(instance, now_s),
         "engine_id": instance.engine_id,
         "started_unix_s": instance.started_unix_s,

@@ -1,13 +1,12 @@
-"""Read-only and policy routes: health, instances, statistics, breakdown, explanations, policy switch."""
+"""Read-only and policy routes: health, instances, statistics, explanations, policy switch."""
 
 from __future__ import annotations
 
 import time
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from policies.registry import parameters
@@ -70,34 +69,6 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
     async def metrics() -> Response:
         text = core.metrics.render(core.router, core.instances, core.events, time.monotonic())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @routes.get("/breakdown", summary="The newest requests: decision, timings, cached tokens", response_model=None)
-    async def breakdown(
-        limit: Annotated[int, Query(ge=1, le=1_000_000, description="maximum number of rows")] = 100,
-        fmt: Annotated[str, Query(alias="format", pattern="^(json|jsonl)$")] = "json",
-        instance: str | None = None,
-        request_class: Annotated[str | None, Query(alias="class", description="WARM, MEDIUM or HEAVY")] = None,
-        outcome: str | None = None,
-        session_id: str | None = None,
-        tenant: str | None = None,
-        request_id: str | None = None,
-    ) -> JSONResponse | StreamingResponse:
-        wanted = {
-            "instance": instance,
-            "class": request_class,
-            "outcome": outcome,
-            "session_id": session_id,
-            "tenant": tenant,
-            "request_id": request_id,
-        }
-        rows = core.breakdown.select(limit, **{key: value for key, value in wanted.items() if value is not None})
-        if fmt == "json":
-            return JSONResponse({"rows": list(rows)})
-        return StreamingResponse(
-            (msgspec.json.encode(row) + b"\n" for row in rows),
-            media_type="application/x-ndjson",
-            headers={"content-disposition": "attachment; filename=breakdown.jsonl"},
-        )
 
     @routes.get("/policy", summary="The active policy and planner, and the installed ones")
     async def policy() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from policies.row import RequestOutcome, Row
 from proxy.core import Core
 from proxy.errors import AttemptFailedError, RequestError, no_instance_error, out_of_sockets_error
 from proxy.exchange.poison import PoisonGuard
+from proxy.fleet.reachability import outage
 from proxy.routing.retries import NO_RETRY_HEADER
 
 
@@ -52,7 +53,7 @@ class Attempts:
         row = self._row
         if failure is None:
             row.outcome = RequestOutcome.NO_INSTANCE
-            return no_instance_error(self._core.settings.health.interval_s)
+            return no_instance_error(self._core.settings.health.interval_s, outage(self._core.instances))
         if failure.own:
             row.outcome = RequestOutcome.NO_INSTANCE
             return out_of_sockets_error(str(failure))

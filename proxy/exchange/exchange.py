@@ -16,7 +16,7 @@ from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotC
 from proxy.errors import AttemptFailedError, dialect_of, draining_error
 from proxy.exchange.attempts import Attempts
 from proxy.exchange.offloading import hand_over
-from proxy.exchange.reading import EventFilter, event_filter, usage_of
+from proxy.exchange.reading import EventFilter, echoed, event_filter, usage_of
 from proxy.exchange.relay import stream_relay
 from proxy.exchange.while_connected import while_connected
 from proxy.fleet.instances import Instance
@@ -47,6 +47,7 @@ class Exchange:
         self._sent_s = 0.0
         self._attempts = Attempts(core, row, inbound.headers)
         self._encoded = False
+        self._echoed: bool | None = None
 
     async def run(self, parsed: Parsed) -> None:
         """Serve a parsed request until it is answered or its client leaves.
@@ -86,6 +87,7 @@ class Exchange:
         try:
             self._visit.begin(row.session_id, row.request_id, request.prompt_tokens)
             await self._serve_seated(parsed, request, seat)
+            core.meters.served(request, row, self._sent_s, self._echoed)
         except (KeyLimitError, QueueError) as error:
             row.outcome = error.outcome
             raise
@@ -164,6 +166,7 @@ class Exchange:
             opened = await self._open(decision.decode_on, parsed, body, self._first_byte_bound(parsed))
             first_token_s = time.perf_counter() - started_s
         answer, first = opened
+        self._echoed = echoed(parsed.endpoint, self._row.request_id, answer, first)
         try:
             self._row.stages_ms["first_byte"] = self._elapsed_ms()
             routed.commitment.decode.first_token()

@@ -119,6 +119,13 @@ class Generation:
             clip(error.message, 300),
         )
 
+    def _log_failed(self, row: Row) -> None:
+        if row.outcome is RequestOutcome.REJECTED:  # in the log of rejections
+            return
+        kind = f"{row.status} {row.outcome.value}"
+        message = "request %s failed: %s, %s: %s"
+        self._core.failures.warning(kind, message, row.request_id, kind, _where(row), clip(row.error or "", 300))
+
     async def _parsed(self, endpoint: Endpoint, inbound: Inbound, row: Row, *, allow_priority: bool) -> Parsed:
         try:
             body, row.normalized = self._core.normalizer.normalized(inbound.path, inbound.headers, inbound.body)
@@ -148,8 +155,19 @@ class Generation:
     def _close_row(self, row: Row) -> None:
         self._core.breakdown.close_row(row)
         self._core.metrics.record(row)
+        self._core.access_log.record(row)
         if row.trace is not None:
             self._core.tracing.finished(row, time.perf_counter())
+        if row.status >= 500 or row.outcome is RequestOutcome.STREAM_BROKEN:
+            self._log_failed(row)
+        elif log.isEnabledFor(logging.DEBUG):
+            log.debug("request %s: %d %s, %s", row.request_id, row.status, row.outcome.value, _where(row))
+
+
+def _where(row: Row) -> str:
+    """Instance of a request and the failures before it, for the log."""
+    where = "not routed" if row.decision is None else f"on {row.decision.decode_on}"
+    return f"{where} after {len(row.attempts)} failed attempt(s)" if row.attempts else where
 
 
 def _send_error(inbound: Inbound, error: RequestError, row: Row) -> None:

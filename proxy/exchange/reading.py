@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from proxy.core import Core
+from proxy.engines.upstream import Answer
 from proxy.fleet.instances import Instance
 from proxy.request.generation_body import ResponsesBody
 from proxy.request.parse import Endpoint, Parsed
@@ -16,6 +17,8 @@ EventFilter = UsageFilter | TypedEvents
 """Filter of a stream that reads its usage."""
 
 _TYPED = frozenset((Endpoint.MESSAGES, Endpoint.RESPONSES))
+_ID_BYTES = 512
+"""Beginning of an answer in which engines have its id."""
 
 
 def event_filter(
@@ -27,6 +30,13 @@ def event_filter(
     if parsed.endpoint is Endpoint.RESPONSES:
         return TypedEvents(RESPONSE_EVENTS, lambda response_id: _learn(core, parsed, instance, response_id))
     return UsageFilter(drop=drop, cached_tokens=cached_tokens)
+
+
+def echoed(endpoint: Endpoint, request_id: str, answer: Answer, first: bytes) -> bool | None:
+    """True if the answer's id has the request's id, as vLLM makes it from ``x-request-id``; None: no such answer."""
+    if answer.status != 200 or endpoint in _TYPED or answer.headers.encoded:
+        return None
+    return f"cmpl-{request_id}".encode("latin-1") in first[:_ID_BYTES]
 
 
 def usage_of(core: Core, parsed: Parsed, instance: Instance, content: bytes) -> Usage | None:

@@ -44,6 +44,10 @@ class Instance:
     good_probes_in_a_row: int = 0
     bad_probes_in_a_row: int = 0
     last_error: str | None = None
+    diagnosis: str | None = None
+    """Cause and remedy of its last probe's failure; None after a good one. Without texts of answers to clients."""
+    list_refused: str | None = None
+    """Reason for which it does not list its models; None if it does, or has not been asked."""
     engine_id: str | None = None
     started_unix_s: float | None = None
     models: ModelList | None = None
@@ -270,6 +274,7 @@ class Instances:
         instance = self._current(which)
         if instance is None:
             return
+        instance.diagnosis = None
         instance.bad_probes_in_a_row = 0
         instance.good_probes_in_a_row += 1
         if instance.good_probes_in_a_row >= self._health.healthy_after:
@@ -285,7 +290,7 @@ class Instances:
         instance = self._current(which)
         if instance is None:
             return
-        instance.last_error = error
+        instance.last_error, instance.diagnosis = error, error.removeprefix("probe: ")
         instance.good_probes_in_a_row = 0
         instance.bad_probes_in_a_row += 1
         if refused or instance.bad_probes_in_a_row >= self._health.unhealthy_after:

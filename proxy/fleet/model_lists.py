@@ -14,6 +14,7 @@ import msgspec
 from proxy.errors import AttemptFailedError, RequestError
 from proxy.fleet.instances import Instance, Instances
 from proxy.fleet.models import ModelList, NoModelListError
+from proxy.fleet.reachability import status_diagnosis
 
 log = logging.getLogger("warmroute.health")
 
@@ -23,6 +24,7 @@ _MOST_BYTES = 64 * 1024
 """Longest error answer that is examined."""
 _NEUTRAL = frozenset({401, 403, 408, 429})
 """Statuses that, like 5xx, say nothing about the models."""
+_KEY_REFUSED = frozenset({401, 403})
 _MISSING = re.compile(r"\bmodel\b.*\b(does not exist|not found)", re.IGNORECASE | re.DOTALL)
 """vLLM: "The model `x` does not exist."; others say "not found"."""
 
@@ -72,6 +74,9 @@ class ModelLists:
         answer = await self._get(instance, "/v1/models")
         status = answer.status_code
         if status != 200:
+            if status in _KEY_REFUSED and instance.list_refused is None:
+                instance.list_refused = status_diagnosis("/v1/models", status, instance.url)
+                log.warning("%s does not list its models: %s", instance.name, instance.list_refused)
             if instance.models is None or status in _NEUTRAL or status >= 500:
                 return
             raise AnotherServerError(f"GET /v1/models answered {status}: another server on its port?")
@@ -81,7 +86,7 @@ class ModelLists:
             raise AnotherServerError(f"GET /v1/models answered {error}: another server on its port?") from error
         if not self._instances.contains(instance):
             return
-        known = instance.models
+        known, instance.list_refused = instance.models, None
         if known is not None and known.base and models.base and known.base.isdisjoint(models.base):
             log.warning("%s serves other models than before: it is another engine", instance.name)
             self.on_replaced(instance)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from policies.row import Row
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instances
 from proxy.metrics.instances import Readings, instance_families
+from proxy.metrics.latencies import LatencyHistograms
 from proxy.metrics.predictions import PredictionErrors
 from proxy.metrics.tallies import Spread, Tally
 from proxy.metrics.tenants import TenantTallies
@@ -94,9 +95,11 @@ class Metrics:
             "Sum of |predicted - actual| seconds of legs",
             ["leg"],
         )
+        self._latencies = LatencyHistograms(self.registry)
         self.tenants = TenantTallies(self.registry)
         self._readings = Readings()
         self.registry.register(self._readings)
+        ProcessCollector(registry=self.registry)
 
     def record(self, row: Row) -> None:
         """Count one finished request."""
@@ -138,6 +141,7 @@ class Metrics:
             self._first_byte.observe((request_class,), stages["first_byte"] / 1e3)
         if "total" in stages:
             self._total.observe((request_class,), stages["total"] / 1e3)
+        self._latencies.record(row, instance, request_class)
 
     def forget(self, instance: str) -> None:
         """Remove the series of an instance that left the fleet."""
@@ -145,6 +149,7 @@ class Metrics:
             if isinstance(metric, Tally | Spread):
                 metric.forget("instance", instance)
         self.errors.forget(instance)
+        self._latencies.forget(instance)
 
     def render(self, router: Router, instances: Instances, events: EventSubscriber, now_s: float) -> bytes:
         """The exposition text; gauges are read at this moment."""

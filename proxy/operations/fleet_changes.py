@@ -312,6 +312,7 @@ class FleetChanges:
         legs = core.router.state.remove_instance(name)
         core.instances.remove(name)
         core.leaks.forget(name)
+        core.meters.forget(name)
         return legs
 
     def _now_s(self) -> float:

@@ -14,7 +14,9 @@ from proxy.core import Core
 from proxy.engines.shortage import own_shortage
 from proxy.fleet.instances import Instance
 from proxy.fleet.model_lists import AnotherServerError
+from proxy.fleet.reachability import diagnosis
 from proxy.handoff.legs import query_engine_id
+from proxy.meters.engine import COUNTERS
 
 log = logging.getLogger("warmroute.health")
 
@@ -24,6 +26,7 @@ _WANTED = (
     "vllm:kv_cache_usage_perc",
     "vllm:cache_config_info",
     "process_start_time_seconds",
+    *COUNTERS,
 )
 
 
@@ -36,12 +39,12 @@ class HealthMonitor:
 
     async def run(self) -> None:
         """Probe until cancelled."""
+        core = self._core
         while True:
             await self.probe_all()
-            self._core.breakdown.flush()
-            for limited in (self._core.rejections, self._core.clients.refusals, self._core.access.refusals):
+            for limited in (core.rejections, core.failures, core.clients.refusals, core.access.refusals):
                 limited.flush()
-            await asyncio.sleep(self._core.settings.health.interval_s)
+            await asyncio.sleep(core.settings.health.interval_s)
 
     async def probe_all(self) -> None:
         """Probe every instance once, concurrently."""
@@ -51,18 +54,22 @@ class HealthMonitor:
 
     async def probe(self, instance: Instance) -> None:
         """Probe one instance now. Results for an instance that has left the fleet are dropped."""
+        timeout_s = self._core.settings.health.timeout_s
+        url, whose = instance.url, ""
         try:
-            async with asyncio.timeout(self._core.settings.health.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 (await self._get(instance, "/health")).raise_for_status()
                 await self._read_metrics(instance)
                 await self._core.model_lists.read(instance)
-                await self._read_identity(instance)
+                if instance.settings.bootstrap_url is not None:
+                    url, whose = instance.settings.bootstrap_url, "its bootstrap server: "
+                    await self._read_identity(instance, url)
         except Exception as error:
             # An invalid answer of one engine must not stop the probing of the others.
             expected = isinstance(error, httpx.HTTPError | TimeoutError | AnotherServerError)
             log.debug("probe of %s failed", instance.name, exc_info=not expected)
             late = isinstance(error, TimeoutError | httpx.TimeoutException)
-            if late and self._core.lag.explains(self._core.settings.health.timeout_s):
+            if late and self._core.lag.explains(timeout_s):
                 log.warning(
                     "a probe of %s took too long because this process lacks CPU; its result is ignored", instance.name
                 )
@@ -72,10 +79,10 @@ class HealthMonitor:
                 log.warning("a probe of %s was not sent: this proxy is out of sockets: %s", instance.name, shortage)
                 return
             gone = isinstance(error, httpx.ConnectError | AnotherServerError)
-            failure = clip(f"probe: {error!r}")
-            if isinstance(error, AnotherServerError) and instance.last_error != failure:
-                log.warning("%s is not used: %s", instance.name, error)  # one that was never up does not go down
-            self._core.instances.probe_failed(instance, failure, refused=gone)
+            failure = clip(whose + diagnosis(error, url, timeout_s))
+            if not instance.up and instance.diagnosis != failure:  # one that is up goes down with a warning
+                log.warning("%s is not used: %s", instance.name, failure)
+            self._core.instances.probe_failed(instance, f"probe: {failure}", refused=gone)
         else:
             self._core.instances.probed(instance)
 
@@ -88,11 +95,10 @@ class HealthMonitor:
             return
         # An engine exposes hundreds of lines; only these few are parsed on the event loop.
         lines = [line for line in answer.text.splitlines() if line.startswith(_WANTED)]
-        samples = {
-            sample.name: sample
-            for family in text_string_to_metric_families("\n".join(lines) + "\n")
-            for sample in family.samples
-        }
+        found = [
+            sample for family in text_string_to_metric_families("\n".join(lines) + "\n") for sample in family.samples
+        ]
+        samples = {sample.name: sample for sample in found}
         if "vllm:num_requests_running" in samples:
             instance.running = int(samples["vllm:num_requests_running"].value)
         if "vllm:num_requests_waiting" in samples:
@@ -102,6 +108,13 @@ class HealthMonitor:
         config = samples.get("vllm:cache_config_info")
         if config is not None:
             self._saw_cache_config(instance, config.labels)
+        counters = {
+            name: sum(sample.value for sample in found if sample.name == f"{key}_total")  # one for each engine core
+            for key, name in COUNTERS.items()
+            if f"{key}_total" in samples
+        }
+        caching = config.labels.get("enable_prefix_caching") if config is not None else None
+        self._core.meters.probed(instance, counters, caching, time.monotonic())
         usage = samples.get("vllm:kv_cache_usage_perc")
         if usage is not None:
             instance.kv_usage = usage.value
@@ -135,10 +148,7 @@ class HealthMonitor:
             )
         router.state.set_capacity(instance.name, instance.kv_capacity_tokens, router.block_tokens)
 
-    async def _read_identity(self, instance: Instance) -> None:
-        url = instance.settings.bootstrap_url
-        if url is None:
-            return
+    async def _read_identity(self, instance: Instance, url: str) -> None:
         engine_id = await query_engine_id(self._core.control, url, self._core.settings.offload.query_timeout_s)
         if not self._core.instances.contains(instance):
             return
@@ -152,5 +162,6 @@ class HealthMonitor:
         instance.engine_id = None
         self._core.instances.restarted(instance)
         self._core.leaks.restarted(instance)
+        self._core.meters.restarted(instance.name)
         self._core.router.state.restarted(instance.name)
         log.warning("%s restarted: its cache index is cleared", instance.name)

@@ -85,6 +85,8 @@ class ProxyServer(BoundedServer):
         ends_s = core.ends_s = self._now_s() + settings.grace_s
         log.info("shutting down: %d request(s) have %g s to finish", self._in_flight(), settings.grace_s)
         await self._wait(lambda: not self._in_flight(), ends_s)
+        core.breakdown.end_subscriptions()
+        await self._wait(lambda: not core.breakdown.subscribers, self._now_s() + _FLUSH_S)
         await self._cut()
         # Finished answers may still be in transit to slow clients.
         await self._wait(lambda: not self.server_state.connections, max(ends_s, self._now_s() + _FLUSH_S))

@@ -16,6 +16,11 @@ def held_sentence(hold: Hold, held_s: float) -> str:
     return f"held {held_s:.0f} s: {_state(hold)}"
 
 
+def hold_reason(hold: Hold) -> str:
+    """Reason for holding a request and its place, for example ``working set 1.91 of 1.92 M tokens, third in line``."""
+    return _state(hold)
+
+
 def offer_sentence(answer: Admit | Hold) -> str:
     """Sentence on a request that was not sent yet."""
     if isinstance(answer, Admit):

@@ -22,7 +22,7 @@ from policies.row import Row
 from policies.types import RequestView
 from proxy.fleet.instances import Instances
 from proxy.routing.admission import NO_INSTANCES, Admission, Seat
-from proxy.routing.hold_text import held_sentence, offer_sentence
+from proxy.routing.hold_text import held_sentence, hold_reason, offer_sentence
 from proxy.routing.refusals import wait_too_long
 from proxy.routing.router import Router
 from proxy.settings import AdmissionSettings
@@ -189,6 +189,7 @@ class HoldingLine:
         loop = asyncio.get_running_loop()
         waiter = self._waiters[held] = _Waiter(held, seat, loop.create_future())
         seat.request = held.request
+        row.held_because = hold_reason(held.hold)
         if self._timer is None:
             self._timer = loop.call_later(LOOK_S, self._tick)
         end = HoldEnd.LEFT

@@ -2,6 +2,7 @@
 
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
 from proxy.settings.instance import InstanceSettings
+from proxy.settings.meters import MeterSettings
 from proxy.settings.model import Settings, load_settings
 from proxy.settings.prediction import (
     EventSettings,
@@ -23,7 +24,7 @@ from proxy.settings.security import (
     KeySettings,
     TlsSettings,
 )
-from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
+from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
 from proxy.settings.tracing import TracingSettings
 
@@ -45,6 +46,8 @@ __all__ = [
     "KeySettings",
     "LedgerSettings",
     "LimitSettings",
+    "LogSettings",
+    "MeterSettings",
     "ModelNameSettings",
     "NormalizeSettings",
     "OffloadSettings",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
@@ -40,6 +43,15 @@ class InstanceSettings(Section):
         default=None, description="environment variable with this engine's key; default: engine_key_env"
     )
     api_key: SecretStr | None = Field(default=None, description="the key itself; api_key_env keeps it out of files")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _url_alone(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"url": value}
+        if not isinstance(value, Mapping | InstanceSettings):
+            raise ValueError("give the engine's URL, such as http://127.0.0.1:8000, or {url: http://127.0.0.1:8000}")
+        return value
 
     @field_validator("name")
     @classmethod
@@ -86,3 +98,22 @@ class InstanceSettings(Section):
             ValueError: the environment variable named by ``api_key_env`` is not set.
         """
         return self.api_key if self.api_key_env is None else secret_from(self.api_key_env, "api_key_env")
+
+
+def instances_of(value: Any) -> Any:
+    """The list of instances in a setting: itself, JSON, or URLs separated by commas as in an environment variable.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, Mapping):
+        raise ValueError("give a list of engines: each a URL, or url: with further keys")
+    if not isinstance(value, str):
+        return value
+    if not value.lstrip().startswith(("[", "{")):
+        return [url.strip() for url in value.split(",")]
+    try:
+        found = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}; URLs separated by commas are accepted too") from error
+    return found if isinstance(found, list) else [found]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     YamlConfigSettingsSource,
@@ -17,7 +18,8 @@ from pydantic_settings import (
 
 from proxy.settings.fields import FieldSettings
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
-from proxy.settings.instance import InstanceSettings
+from proxy.settings.instance import InstanceSettings, instances_of
+from proxy.settings.meters import MeterSettings
 from proxy.settings.prediction import (
     EventSettings,
     IndexSettings,
@@ -31,9 +33,11 @@ from proxy.settings.routing import AdmissionSettings, ClassSettings, OffloadSett
 from proxy.settings.secrets import checked_secret, secret_from
 from proxy.settings.section import Seconds, SettingsError
 from proxy.settings.security import AdminSettings, FairnessSettings, KeySettings, TlsSettings, checked_forward_headers
-from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, TimeoutSettings
+from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
 from proxy.settings.tracing import TracingSettings
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class Settings(BaseSettings):
@@ -50,7 +54,7 @@ class Settings(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=9090, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    instances: tuple[InstanceSettings, ...] = Field(description="the fleet: at least one engine")
+    instances: Annotated[tuple[InstanceSettings, ...], NoDecode] = Field(description="the fleet: at least one engine")
     policy: PolicySettings = Field(default_factory=PolicySettings)
     admission: AdmissionSettings = Field(default_factory=AdmissionSettings)
     offload: OffloadSettings = Field(default_factory=OffloadSettings)
@@ -73,7 +77,9 @@ class Settings(BaseSettings):
     cors: CorsSettings = Field(default_factory=CorsSettings)
     resume: ResumeSettings = Field(default_factory=ResumeSettings)
     breakdown: BreakdownSettings = Field(default_factory=BreakdownSettings)
+    logs: LogSettings = Field(default_factory=LogSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)
+    meters: MeterSettings = Field(default_factory=MeterSettings)
     keys: KeySettings = Field(default_factory=KeySettings)
     fairness: FairnessSettings = Field(default_factory=FairnessSettings)
     admin: AdminSettings = Field(default_factory=AdminSettings)
@@ -99,6 +105,18 @@ class Settings(BaseSettings):
     )
     log_level: str = Field(default="info", description="debug, info, warning or error")
     log_format: Literal["text", "json"] = Field(default="text", description="text, or json: one object per line")
+
+    @field_validator("instances", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return instances_of(value)
+
+    @field_validator("log_level")
+    @classmethod
+    def _known_level(cls, value: str) -> str:
+        if value.lower() not in LOG_LEVELS:
+            raise ValueError(f"{value!r} is no log level: give {', '.join(LOG_LEVELS[:-1])} or {LOG_LEVELS[-1]}")
+        return value.lower()
 
     @field_validator("instances")
     @classmethod
@@ -188,6 +206,14 @@ def _explain(error: ValidationError, path: Path | None) -> str:
     lines = [f"{path or 'settings'}: {error.error_count()} problem(s)"]
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
-        what = "unknown key; check the spelling" if problem["type"] == "extra_forbidden" else problem["msg"]
+        what = (
+            "unknown key; check the spelling"
+            if problem["type"] == "extra_forbidden"
+            else problem["msg"].removeprefix("Value error, ")
+        )
+        if problem["type"] == "missing" and where == "instances":
+            what = (
+                "give at least one engine: --instance http://HOST:PORT, instances in --config, or WARMROUTE_INSTANCES"
+            )
         lines.append(f"  {where}: {what}")
     return "\n".join(lines)

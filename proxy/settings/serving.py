@@ -97,6 +97,17 @@ class LimitSettings(Section):
     )
 
 
+class LogSettings(Section):
+    """Log of requests, apart from the log of the process (``log_level``, ``log_format``)."""
+
+    access: str | None = Field(
+        default=None, min_length=1, description="file to append one JSON line per request to; -: standard output"
+    )
+    access_buffer: int = Field(
+        default=10_000, ge=1, description="requests that may wait to be written; those above are dropped and counted"
+    )
+
+
 class BreakdownSettings(Section):
     """Per-request records."""
 
@@ -106,6 +117,17 @@ class BreakdownSettings(Section):
     )
     jsonl_path: Path | None = Field(
         default=None, description="also append every row to this file, except those of rejected requests"
+    )
+    jsonl_max_bytes: int = Field(
+        default=256 * 1024 * 1024,
+        ge=64 * 1024,
+        description="size at which jsonl_path is renamed to jsonl_path.1, that to jsonl_path.2 and so on",
+    )
+    jsonl_files: int = Field(
+        default=4, ge=1, le=1000, description="files kept, the current one included; the oldest is removed"
+    )
+    max_followers: int = Field(
+        default=16, ge=0, description="concurrent streams of GET /breakdown?follow=true; above it 503"
     )
     rejected_to_jsonl: bool = Field(
         default=False, description="append rows of rejected requests too: clients without a key can then fill the disk"

@@ -19,6 +19,7 @@ Mode = Literal[
     "kv_pull_hang",
     "kv_pull_error",
     "p_eos",
+    "no_kv_events",
 ]
 Leg = Literal["any", "prefill", "decode", "plain"]
 
@@ -46,6 +47,7 @@ class Fault(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _PULL_MODES = {"kv_pull_hang", "kv_pull_error"}
+_NO_REQUESTS = {"none", "no_kv_events", *_PULL_MODES}
 
 
 class Faults:
@@ -66,7 +68,7 @@ class Faults:
     def for_request(self, transfer: KvTransfer | None) -> Fault | None:
         """The fault that applies to a generation request, if any; counts it."""
         fault = self.current
-        if fault.mode == "none" or fault.mode in _PULL_MODES:
+        if fault.mode in _NO_REQUESTS:
             return None
         if fault.mode == "p_eos" and (transfer is None or not transfer.do_remote_decode):
             return None
@@ -75,6 +77,11 @@ class Faults:
     def for_pull(self) -> Fault | None:
         """The fault that applies to a KV pull, if any; counts it."""
         return self._hit() if self.current.mode in _PULL_MODES else None
+
+    @property
+    def mutes_events(self) -> bool:
+        """True while KV events are numbered and kept for replays, but not sent."""
+        return self.current.mode == "no_kv_events"
 
     def for_health(self) -> Fault | None:
         """The fault that applies to a health probe, if any; probes are not counted."""

@@ -18,16 +18,19 @@ TOPIC = b"kv-events"
 _END = (-1).to_bytes(8, "big", signed=True)
 _HIGH_WATER_MARK = 100_000
 _KEPT_BATCHES = 10_000
+_GOLDEN, _MASK = 0x9E3779B97F4A7C15, 2**63 - 1
 
 
 class KvEventPublisher:
     """One engine's stream of events. ``open`` binds, ``run`` answers replays, ``close`` ends both."""
 
-    def __init__(self, host: str, port: int, replay_port: int | None, block_tokens: int) -> None:
+    def __init__(self, host: str, port: int, replay_port: int | None, block_tokens: int, hash_seed: int = 0) -> None:
+        """``hash_seed``: engines of different seeds give equal blocks different hashes."""
         self._host = host
         self._port = port
         self._replay_port = replay_port
         self._block_tokens = block_tokens
+        self._hash_mask = hash_seed * _GOLDEN & _MASK
         self._sequence = 0
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT_BATCHES)
         self._context = zmq.asyncio.Context()
@@ -51,15 +54,16 @@ class KvEventPublisher:
             self.close()
             raise OSError(f"cannot publish KV events on {self._host}:{self._port}: {error}") from error
 
-    def publish(self, events: Sequence[KvEvent]) -> None:
-        """Send one batch; nothing for no events."""
+    def publish(self, events: Sequence[KvEvent], *, muted: bool = False) -> None:
+        """Send one batch; nothing for no events. ``muted``: it is numbered and kept for replays only."""
         if not events or self._publisher is None:
             return
         payload = msgspec.msgpack.encode([time.time(), [self._wire(event) for event in events], 0])
         number = self._sequence.to_bytes(8, "big")
         self._sequence += 1
         self._kept.append((number, payload))
-        self._publisher.send_multipart([TOPIC, number, payload], zmq.NOBLOCK)
+        if not muted:
+            self._publisher.send_multipart([TOPIC, number, payload], zmq.NOBLOCK)
 
     async def run(self) -> None:
         """Answer replay requests until cancelled."""
@@ -86,7 +90,9 @@ class KvEventPublisher:
     def _wire(self, event: KvEvent) -> list[object]:
         if isinstance(event, BlocksStored):
             ids = token_ids(event.tokens)
-            return ["BlockStored", event.keys, event.parent, ids, self._block_tokens, None, "GPU", None, None]
+            keys = [key ^ self._hash_mask for key in event.keys]
+            parent = None if event.parent is None else event.parent ^ self._hash_mask
+            return ["BlockStored", keys, parent, ids, self._block_tokens, None, "GPU", None, None]
         if isinstance(event, BlockRemoved):
-            return ["BlockRemoved", [event.key], "GPU"]
+            return ["BlockRemoved", [event.key ^ self._hash_mask], "GPU"]
         return ["AllBlocksCleared"]

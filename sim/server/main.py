@@ -97,7 +97,9 @@ async def _serve(settings: ServerSettings, sockets: list[socket.socket]) -> int:
         on_pull=lambda pull: puller.start(driver, pull),
         on_first_token=metrics.first_token,
         on_dead=stop.soon,
-        on_step=lambda: publisher.publish(engine.take_kv_events()) if publisher is not None else None,
+        on_step=lambda: (
+            publisher.publish(engine.take_kv_events(), muted=faults.mutes_events) if publisher is not None else None
+        ),
     )
     applications = [EngineApp(settings, driver, metrics, faults).routes()]
     if len(sockets) > 1:
@@ -132,7 +134,9 @@ def _publisher(settings: ServerSettings) -> KvEventPublisher | None:
     port = settings.kv_events_port
     if port is None:
         return None
-    return KvEventPublisher(settings.host, port, settings.kv_events_replay_port, settings.config.block_tokens)
+    return KvEventPublisher(
+        settings.host, port, settings.kv_events_replay_port, settings.config.block_tokens, settings.hash_seed
+    )
 
 
 def _server(application: EngineRoutes, settings: ServerSettings) -> _Server:

@@ -37,6 +37,7 @@ class ServerSettings:
     kv_events_port: int | None = None
     """None: no KV events."""
     kv_events_replay_port: int | None = None
+    hash_seed: int = 0
 
     @classmethod
     def resolve(
@@ -64,6 +65,7 @@ class ServerSettings:
         access_log: bool = False,
         kv_events_port: int | None = None,
         kv_events_replay_port: int | None = None,
+        hash_seed: int = 0,
     ) -> ServerSettings:
         """Settings with every option that is not given taken from the profile.
 
@@ -122,6 +124,7 @@ class ServerSettings:
             config=config,
             kv_events_port=kv_events_port,
             kv_events_replay_port=kv_events_replay_port,
+            hash_seed=hash_seed,
         )
 
     def engine(self) -> Engine:

@@ -148,6 +148,6 @@ async def test_what_answers_instead_of_an_engine_is_reported_once(
     for _ in range(3):
         await proxy.app.operations.fleet.probe(proxy.instance())
     assert not proxy.instance().healthy
-    said = [message for message in caplog.messages if "is not used" in message]
+    said = [message for message in caplog.messages if "another server on its port" in message]
     assert len(said) == 1
     assert "another server" in said[0]

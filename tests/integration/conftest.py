@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import pytest
 
 from proxy.core import Core
 from proxy.settings import load_settings
-from tests.integration.fleet import SimEngine, start_engines
+from tests.integration.fleet import SimEngine, free_port, start_engines
 from tests.proxy.conftest import serving
 
 
@@ -56,6 +57,43 @@ async def start_cluster(tmp_path: Path) -> AsyncIterator[StartCluster]:
                 },
             )
             app, url = await stack.enter_async_context(serving(settings))
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
+            return Cluster(app.core, url, engines, client)
+
+        yield start
+
+
+StartListening = Callable[..., Awaitable[Cluster]]
+
+
+@pytest.fixture
+async def start_listening(tmp_path: Path) -> AsyncIterator[StartListening]:
+    """``await start_listening(count, *engine_flags, replay=False, **proxy_settings)``."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(count: int, *flags: str, replay: bool = False, **overrides: Any) -> Cluster:
+            engines, instances = [], []
+            for number in range(count):
+                events, again = free_port(), free_port()
+                publishing = ("--kv-events-port", str(events), "--kv-events-replay-port", str(again))
+                engine = SimEngine(tmp_path / f"engine-{number}.log", (*flags, *publishing))
+                stack.callback(engine.kill)
+                engine.start()
+                engines.append(engine)
+                instances.append(
+                    {
+                        "name": f"inst-{number}",
+                        "url": engine.url,
+                        "bootstrap_url": engine.bootstrap_url,
+                        "role": "kv_both",
+                        "events_url": f"tcp://127.0.0.1:{events}",
+                        "events_replay_url": f"tcp://127.0.0.1:{again}" if replay else None,
+                    }
+                )
+            async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+                await asyncio.gather(*(engine.healthy(client) for engine in engines))
+            given = {"port": 0, "instances": instances, "health": {"interval_s": 0.25}, "log_level": "error"}
+            app, url = await stack.enter_async_context(serving(load_settings(None, **{**given, **overrides})))
             client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
             return Cluster(app.core, url, engines, client)
 

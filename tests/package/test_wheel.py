@@ -25,7 +25,12 @@ def shipped() -> set[str]:
     """Files of the source tree that a wheel has."""
     files = {path for name in warmroute.PACKAGES for path in (ROOT / name).rglob("*") if path.is_file()}
     kept = {path for path in files if "__pycache__" not in path.parts and path.suffix != ".pyc"}
-    return {"warmroute.py", "warmroute_names.py", *(path.relative_to(ROOT).as_posix() for path in kept)}
+    return {
+        "warmroute.py",
+        "warmroute_man.py",
+        "warmroute_names.py",
+        *(path.relative_to(ROOT).as_posix() for path in kept),
+    }
 
 
 # files

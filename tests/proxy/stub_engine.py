@@ -39,6 +39,8 @@ class StubEngine:
     pull_s: float = 0.0
     query_delay_s: float = 0.0
     health_delay_s: float = 0.0
+    counters: dict[str, float] = field(default_factory=dict)
+    """Further lines of /metrics."""
     seen: list[dict[str, Any]] = field(default_factory=list)
     seen_headers: list[dict[str, str]] = field(default_factory=list)
     raw_bodies: list[bytes] = field(default_factory=list)
@@ -113,6 +115,7 @@ class StubEngine:
             f"vllm:kv_cache_usage_perc{labels} {self.kv_usage}\n"
             f"vllm:cache_config_info{config} 1.0\n"
             f"process_start_time_seconds {self.started_unix_s}\n"
+            + "".join(f"{name}{labels} {value}\n" for name, value in self.counters.items())
         )
 
     def _usage(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from tests.chaos.rig.wire import MODEL
 
 EVERYWHERE = {400, 401, 403, 404, 405, 409, 413, 415, 422}
 """Errors that any operation may return."""
-UNAVAILABLE = {("GET", "/ready"), ("POST", "/explain"), ("GET", "/ping"), ("POST", "/ping")}
-"""Operations that may return 503 without a healthy instance."""
+UNAVAILABLE = {("GET", "/ready"), ("POST", "/explain"), ("GET", "/ping"), ("POST", "/ping"), ("GET", "/breakdown")}
+"""Operations that may return 503: without a healthy instance, and a stream of rows, which would not end."""
 
 drawn = settings(
     max_examples=EXAMPLES or 10,

@@ -52,6 +52,7 @@ async def _serve(served: Served) -> None:
             port=0,
             instances=[{"name": "inst-0", "url": engine.url}],
             keys={"admin": [admin]},
+            breakdown={"max_followers": 0},  # generated requests wait for the end of an answer
             health={"interval_s": 0.5, "timeout_s": 10.0},
             log_level="error",
         )

@@ -18,7 +18,7 @@ from tests.proxy.access.test_keys import ADMIN, KEY, KEYS, OK, bearer
 from tests.proxy.conftest import Running, StartProxy, serving
 
 READING = [
-    *("/instances", "/stats", "/metrics", "/breakdown", "/policy", "/admission", "/cache-killers"),
+    *("/instances", "/stats", "/metrics", "/breakdown", "/policy", "/admission", "/meters", "/cache-killers"),
     *("/docs", "/openapi.json"),
 ]
 CHANGING = [

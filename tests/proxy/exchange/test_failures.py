@@ -275,7 +275,7 @@ async def test_a_full_disk_costs_the_breakdown_file_and_no_request(start_proxy: 
     proxy = await start_proxy(1, breakdown={"jsonl_path": "/dev/full"})
     for _ in range(30):
         assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
-    await proxy.until(lambda: proxy.core.breakdown._file is None)
+    await proxy.until(lambda: proxy.core.breakdown.file_error is not None)
     assert (await proxy.client.post("/v1/completions", json=OK)).status_code == 200
     assert len(await proxy.rows()) == 31
 

@@ -40,6 +40,12 @@ def test_rule_and_parameters_are_settings(served: list[Settings]) -> None:
     assert [settings.admission.name for settings in served] == ["session_cap", "working_set"]
 
 
+def test_the_access_log_is_a_setting(served: list[Settings]) -> None:
+    assert serve("--access-log", "-").exit_code == 0
+    assert serve().exit_code == 0
+    assert [settings.logs.access for settings in served] == ["-", None]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

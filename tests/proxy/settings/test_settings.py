@@ -69,12 +69,32 @@ def test_name_defaults_to_the_address() -> None:
         ({"instances": [{"url": "http://a"}, {"url": "http://a"}]}, "share the same"),
         ({"instances": [{"url": "http://a", "role": "kv_both"}]}, "bootstrap_url"),
         ({"instances": [{"url": "http://a", "role": "both"}]}, "kv_both"),
+        ({"instances": ["127.0.0.1:8000"]}, "'127.0.0.1:8000' is not an http:// or https:// URL"),
+        ({"instances": [8000]}, "give the engine's URL, such as http://127.0.0.1:8000"),
+        ({"instances": {"a": "http://a"}}, "give a list of engines"),
+        ({"instances": "[http://a]"}, "URLs separated by commas are accepted too"),
+        ({"log_level": "loud"}, "'loud' is no log level: give debug, info, warning or error"),
     ],
 )
 def test_refusals_name_the_key_and_what_it_takes(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings(None, **{**ONE, **wrong})
     assert says in str(caught.value)
+
+
+def test_an_instance_may_be_its_url_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "proxy.yaml"
+    file.write_text("instances: [http://127.0.0.1:8000, {url: 'http://b', name: b}]\n")
+    assert [each.name for each in load_settings(file).instances] == ["127.0.0.1:8000", "b"]
+    for value in ("http://c, http://d", '["http://c", {"url": "http://d"}]'):
+        monkeypatch.setenv("WARMROUTE_INSTANCES", value)
+        assert [each.url for each in load_settings(file).instances] == ["http://c", "http://d"]
+    monkeypatch.setenv("WARMROUTE_INSTANCES", '{"url": "http://e"}')
+    assert [each.url for each in load_settings(None).instances] == ["http://e"]
+
+
+def test_levels_are_accepted_in_capitals() -> None:
+    assert load_settings(None, **ONE, log_level="WARNING").log_level == "warning"
 
 
 def test_missing_or_broken_file_is_named(tmp_path: Path) -> None:
@@ -93,7 +113,7 @@ def test_the_shipped_settings_file_loads() -> None:
 
 
 def test_no_instance_at_all_is_refused() -> None:
-    with pytest.raises(SettingsError, match="instances"):
+    with pytest.raises(SettingsError, match="instances: give at least one engine: --instance http://HOST:PORT"):
         load_settings(None)
 
 

@@ -1,0 +1,86 @@
+"""Admin endpoints of a running proxy, as its own commands read them."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+_Kind = TypeVar("_Kind")
+
+
+class NoAnswerError(Exception):
+    """A proxy that does not answer, or refuses; the message has the remedy."""
+
+
+class AdminApi:
+    """Client of one proxy's admin endpoints; a context manager.
+
+    Args:
+        url: of the proxy, or of its admin listener.
+        key: admin key; None: none is sent.
+        ca_file: PEM file with the authority of its certificate; None: the system's.
+        timeout_s: bound on connecting, and on each wait for data.
+
+    Raises:
+        NoAnswerError: the URL or the file cannot be used.
+    """
+
+    def __init__(self, url: str, key: str | None, ca_file: Path | None = None, timeout_s: float = 10.0) -> None:
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        try:
+            context = ssl.create_default_context(cafile=str(ca_file) if ca_file is not None else None)
+            self._client = httpx.Client(
+                base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False, verify=context
+            )
+        except (OSError, httpx.InvalidURL, UnicodeError) as error:
+            raise NoAnswerError(f"{self.url}: {error}") from error
+
+    def __enter__(self) -> AdminApi:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def get(self, path: str, **query: str | int | float) -> dict[str, Any]:
+        """The JSON object of a path; 503 of ``/ready`` counts as an answer.
+
+        Raises:
+            NoAnswerError: no answer, an error, or no JSON object.
+        """
+        return self.read(path, dict[str, Any], **query)
+
+    def read(self, path: str, kind: type[_Kind], **query: str | int | float) -> _Kind:
+        """The JSON of a path as a type that msgspec knows, like ``get``."""
+        try:
+            answer = self._client.get(path, params=query)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise NoAnswerError(
+                f"no answer from {self.url} ({error or type(error).__name__}): is the proxy running? --url names it"
+            ) from error
+        if answer.is_error and not (path == "/ready" and answer.status_code == 503):
+            raise NoAnswerError(f"{self.url}{path}: {answer.status_code} {_message(answer)}{_remedy(answer)}")
+        try:
+            return msgspec.json.decode(answer.content, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise NoAnswerError(f"{self.url}{path} is not a proxy's: {error}") from error
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.reason_phrase
+
+
+def _remedy(answer: httpx.Response) -> str:
+    if answer.status_code == 401:
+        return "; give an admin key with --key or in WARMROUTE_ADMIN_KEY"
+    return ""

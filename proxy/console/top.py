@@ -1,0 +1,130 @@
+"""Command ``top``: the fleet and its last decisions, in a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from proxy.console.options import DEFAULT_URL, CaOption, KeyOption, UrlOption
+
+if TYPE_CHECKING:
+    from proxy.console.admin_api import AdminApi
+    from proxy.console.figures import FleetFigures, RecentRows
+
+_ANSWER_S = 3.0
+_FIRST_ROWS = 200
+_NEXT_ROWS = 500
+
+
+def top(
+    url: UrlOption = DEFAULT_URL,
+    key: KeyOption = None,
+    ca_file: CaOption = None,
+    interval_s: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two frames.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit; so it does without a terminal.")] = (
+        False
+    ),
+) -> None:
+    """Show the fleet of a running proxy: load, KV use, hit rate, latency, last decisions.
+
+    `q` quits. Rates, hit rates and latencies are those of requests that ended within the last minute. While the proxy
+    does not answer, the last figures stay, with the reason above them.
+
+    Exit status 0: shown; 2: with --once, the proxy did not answer.
+    """
+    from rich.console import Console
+
+    from proxy.console.admin_api import AdminApi, NoAnswerError
+    from proxy.console.figures import RecentRows
+    from proxy.console.frames import frame
+
+    console = Console()
+    try:
+        with AdminApi(url, key, ca_file, _ANSWER_S) as api:
+            if once or not console.is_terminal:
+                console.print(frame(poll(api, RecentRows()), url, None, None))
+            else:
+                _live(api, interval_s)
+    except NoAnswerError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def poll(api: AdminApi, recent: RecentRows) -> FleetFigures:
+    """The figures of now.
+
+    Raises:
+        NoAnswerError: the proxy does not answer.
+    """
+    from proxy.console.figures import TopAnswers, TopPage, figures_of
+
+    limit = _FIRST_ROWS if recent.cursor is None else _NEXT_ROWS
+    query = {} if recent.cursor is None else {"after": recent.cursor}
+    page = api.read("/breakdown", TopPage, limit=limit, **query)
+    recent.add(page, limit)
+    answers = TopAnswers(
+        api.get("/instances").get("instances") or (),
+        api.get("/stats"),
+        api.get("/ready", verbose="true").get("conditions") or (),
+        page,
+    )
+    return figures_of(answers, recent, page.unix_s or time.time())
+
+
+def _live(api: AdminApi, interval_s: float) -> None:
+    """Draw frames until ``q`` or Ctrl-C."""
+    from rich.live import Live
+
+    from proxy.console.admin_api import NoAnswerError
+    from proxy.console.figures import RecentRows
+    from proxy.console.frames import frame
+
+    recent = RecentRows()
+    figures: FleetFigures | None = None
+    with contextlib.suppress(KeyboardInterrupt), _keys() as pressed, Live(screen=True, auto_refresh=False) as live:
+        while True:
+            problem = None
+            try:
+                figures = poll(api, recent)
+            except NoAnswerError as error:
+                problem = str(error)
+            live.update(frame(figures, api.url, problem, live.console.height), refresh=True)
+            if pressed(interval_s) in {"q", "Q"}:
+                return
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Function that waits for a key for some seconds and returns it, or an empty text."""
+    if not sys.stdin.isatty():
+        yield _rest
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield _key
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _rest(most_s: float) -> str:
+    time.sleep(most_s)
+    return ""
+
+
+def _key(most_s: float) -> str:
+    ready, _, _ = select.select([sys.stdin], [], [], most_s)
+    if not ready:
+        return ""
+    # A terminal that is gone is ready forever.
+    return os.read(sys.stdin.fileno(), 1).decode("latin-1") or "q"

@@ -1,0 +1,4 @@
+"""Records of requests beside the ring in memory: rotating files, rows of earlier processes, filters, live feeds.
+
+May import the standard library and msgspec only; ``proxy.breakdown`` combines them.
+"""

@@ -1,0 +1,229 @@
+"""Command ``top``: its figures, its frames, and a proxy that goes and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import pty
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from typer.testing import CliRunner
+
+from proxy.breakdown import Breakdown
+from proxy.console.figures import RecentRows, TopAnswers, TopPage, figures_of
+from proxy.console.frames import frame
+from proxy.settings import load_settings
+from tests.proxy.conftest import StartProxy, serving
+from tests.proxy.stub_engine import StubEngine
+from warmroute import build
+
+BODY = {"model": "stub", "prompt": list(range(40)), "max_tokens": 4}
+NOW_S = 1_800_000_000.0
+ROOT = Path(__file__).parents[3]
+
+
+def page(rows: list[dict[str, Any]], after: int = 0, started: float = 1.0) -> TopPage:
+    answer = {"rows": rows, "next": {"before": None, "after": after}, "proxy_started_unix_s": started}
+    return msgspec.json.decode(msgspec.json.encode(answer), type=TopPage)
+
+
+def row(number: int, instance: str = "e0", ago_s: float = 1.0, **fields: Any) -> dict[str, Any]:
+    return {
+        "row": number,
+        "instance": instance,
+        "arrived_unix_s": NOW_S - ago_s,
+        "outcome": "ok",
+        "class": "WARM",
+        "reason": "lowest_score",
+        "stream": True,
+        "prompt_tokens": 100,
+        "actual_cached_tokens": 80,
+        "stages_ms": {"first_byte": 50.0, "total": 200.0},
+        **fields,
+    }
+
+
+def instance(name: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "healthy": True,
+        "draining": False,
+        "breaker": {"state": "closed"},
+        "requests": 3,
+        "prefilling": 1,
+        "engine": {"running": 2, "waiting": 4, "kv_usage": 0.5},
+        **fields,
+    }
+
+
+def answers(instances: list[dict[str, Any]], conditions: list[dict[str, Any]] | None = None) -> TopAnswers:
+    stats = {"requests": {"in_flight": 7}, "holding": {"held": 2, "rule": "working_set"}, "policy": "linear"}
+    return TopAnswers(instances, stats, conditions or [], page([]))
+
+
+def drawn(shown: Any, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return captured.get()
+
+
+def test_figures_are_those_of_the_window_per_instance() -> None:
+    recent = RecentRows()
+    rows = [
+        row(1, ago_s=100.0),
+        *(row(number, ago_s=10.2) for number in range(2, 12)),
+        row(12, "e1", **{"class": "HEAVY"}),
+    ]
+    rows.append(row(13, "e1", outcome="upstream_error", actual_cached_tokens=None, stages_ms={"total": 1.0}))
+    recent.add(page(rows, 13), 200)
+    figures = figures_of(answers([instance("e0"), instance("e1", draining=True)]), recent, NOW_S)
+    draining, busy = figures.instances
+    assert (draining.name, draining.state, draining.recent.failed) == ("e1", "draining", 1)
+    assert (busy.state, busy.requests, busy.waiting, busy.kv_usage) == ("ok", 3, 4, 0.5)
+    assert busy.recent.classes == (10, 0, 0)
+    assert busy.recent.hit_rate == 0.8
+    assert busy.recent.ttft_ms == 50.0
+    assert abs(busy.recent.per_s - 1.0) < 1e-9
+    assert figures.last[0].row == 13
+    assert recent.cursor == 13
+
+
+def test_a_poll_that_is_behind_continues_with_the_newest_rows_and_a_restart_begins_again() -> None:
+    recent = RecentRows()
+    recent.add(page([row(1)], 1), 200)
+    recent.add(page([row(2), row(3)], 3), limit=2)
+    assert recent.cursor is None
+    recent.add(page([row(3), row(9)], 9), limit=2)
+    assert (recent.cursor, [each.row for each in recent.last(10)]) == (9, [9, 3, 2, 1])
+    recent.add(page([row(1)], 1, started=2.0), 200)
+    assert (recent.cursor, [each.row for each in recent.last(10)]) == (1, [1])
+
+
+def test_sixty_four_instances_fit_eighty_columns_and_a_small_terminal() -> None:
+    recent = RecentRows()
+    names = [f"engine-with-a-long-name-{number:02}" for number in range(64)]
+    recent.add(page([row(number, names[number % 64]) for number in range(1, 200)], 199), 200)
+    fleet = [instance(name, requests=number) for number, name in enumerate(names)]
+    fleet[5] = instance(names[5], healthy=False, requests=0)
+    problem = {"name": "instances", "ok": False, "detail": "63 of 64 instances", "remedy": "GET /instances"}
+    figures = figures_of(answers(fleet, [problem, {"name": "policy", "ok": True}]), recent, NOW_S)
+    text = drawn(frame(figures, "http://localhost:9090", None, 24))
+    lines = text.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert "63/64 instances ok   in flight 7   held 2" in text
+    assert "instances: 63 of 64 instances -> GET /instances" in text
+    assert "policy:" not in text
+    assert " down " in next(line for line in lines if line.startswith("engine-"))
+    assert "more instances, less loaded" in text
+    assert "lowest_score" in text
+    assert len(drawn(frame(figures, "u", None, None)).splitlines()) > 64
+
+
+def test_the_last_figures_stay_while_the_proxy_does_not_answer() -> None:
+    assert "refused" in drawn(frame(None, "http://localhost:9090", "no answer: refused", 24))
+    figures = figures_of(answers([instance("e0")]), RecentRows(), NOW_S)
+    text = drawn(frame(figures, "http://localhost:9090", "no answer: refused", 24))
+    assert "no answer: refused" in text
+    assert "e0" in text
+
+
+async def test_one_frame_of_a_running_proxy(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(2)
+    await proxy.client.post("/v1/completions", json={**BODY, "stream": True})
+    proxy.engines[1].mode = "sick"
+    runner = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"})
+    await proxy.until(lambda: not proxy.core.instances["inst-1"].healthy)
+    shown = await asyncio.to_thread(runner.invoke, build(), ["top", "--once", "--url", proxy.url])
+    assert shown.exit_code == 0, shown.output
+    assert "1/2 instances ok" in shown.output
+    assert "instances: 1 of 2 instances can be sent requests" in shown.output
+    assert "WARM" in shown.output
+    nobody = await asyncio.to_thread(runner.invoke, build(), ["top", "--once", "--url", "http://127.0.0.1:9"])
+    assert (nobody.exit_code, "no answer from" in nobody.output) == (2, True)
+
+
+class Terminal:
+    """A terminal with the command in it."""
+
+    def __init__(self) -> None:
+        self._master, self.slave = pty.openpty()
+        self._seen = bytearray()
+
+    def open(self) -> None:
+        asyncio.get_running_loop().add_reader(self._master, self._read)
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            self._seen += os.read(self._master, 65536)
+
+    async def shows(self, text: bytes) -> None:
+        """Wait for a text that was not waited for before."""
+        for _ in range(600):
+            if (at := self._seen.find(text)) >= 0:
+                del self._seen[: at + len(text)]
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"{text!r} was not shown: {bytes(self._seen[-2000:])!r}")
+
+    def press(self, key: bytes) -> None:
+        os.write(self._master, key)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._master)
+        os.close(self._master)
+
+
+async def test_in_a_terminal_it_survives_a_proxy_that_goes_and_ends_with_q() -> None:
+    engine = await StubEngine().start()
+    terminal = Terminal()
+    terminal.open()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    fleet: Any = [{"name": "inst-0", "url": engine.url}]
+    settings = load_settings(None, port=port, instances=fleet, log_level="error", grace_s=0.1)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "warmroute", "top", "--url", f"http://127.0.0.1:{port}", "--interval-s", "0.2"),
+        stdin=terminal.slave,
+        stdout=terminal.slave,
+        stderr=terminal.slave,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
+        cwd=ROOT,
+    )
+    os.close(terminal.slave)
+    try:
+        await terminal.shows(b"no answer from")
+        async with serving(settings):
+            await terminal.shows(b"1/1 instances ok")
+        await terminal.shows(b"no answer from")
+        async with serving(settings):
+            await terminal.shows(b"1/1 instances ok")
+            assert process.returncode is None
+        terminal.press(b"q")
+        async with asyncio.timeout(30):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        terminal.close()
+        await engine.stop()
+
+
+def test_every_row_field_that_is_shown_is_in_a_row() -> None:
+    from policies.row import Row
+    from proxy.console.figures import TopRow
+
+    breakdown = Breakdown(1)
+    breakdown.close_row(breakdown.open_row(Row("x", "/v1/completions", 1.0)))
+    [written] = breakdown.select(1)
+    names = {field.encode_name for field in msgspec.structs.fields(TopRow)}
+    assert names <= written.keys()

@@ -1,0 +1,1 @@
+"""Tests of rotating files, feeds, filters and pages of rows."""

@@ -1,0 +1,91 @@
+"""``warmroute serve --check``: one row and one remedy per engine, and the exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from proxy.settings import load_settings
+from proxy.start.check import probed
+from tests.proxy.stub_engine import StubEngine
+from warmroute import build
+
+RUNNER = CliRunner(env={"COLUMNS": "160", "NO_COLOR": "1"})
+
+
+def check(*flags: str) -> Result:
+    return RUNNER.invoke(build(), ["serve", "--check", *flags])
+
+
+@contextlib.contextmanager
+def in_a_thread(*engines: StubEngine) -> Iterator[None]:
+    """Engines with an event loop of their own: the command has another."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        for engine in engines:
+            asyncio.run_coroutine_threadsafe(engine.start(), loop).result(20)
+        yield
+        for engine in engines:
+            asyncio.run_coroutine_threadsafe(engine.stop(), loop).result(20)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(20)
+        loop.close()
+
+
+def test_a_fleet_that_can_be_used_is_a_table_and_status_0(tmp_path: Path) -> None:
+    engine = StubEngine(block_tokens=32)
+    with in_a_thread(engine):
+        rows = tmp_path / "rows" / "breakdown.jsonl"
+        config = tmp_path / "proxy.yaml"
+        config.write_text(f"instances: [{engine.url}]\nbreakdown: {{jsonl_path: {rows}}}\n")
+        answer = check("--config", str(config))
+    assert answer.exit_code == 0
+    row = next(line for line in answer.output.splitlines() if f"127.0.0.1:{engine.port} " in line)
+    assert [cell.strip() for cell in row.split("│")[3:-1]] == ["yes", "stub", "32", "off"]
+    assert "every engine can be used" in answer.output
+    assert not rows.parent.exists(), "a check writes nothing"
+
+
+def test_an_engine_that_cannot_be_used_has_its_remedy_and_status_1() -> None:
+    engine = StubEngine()
+    with in_a_thread(engine):
+        answer = check("--instance", engine.url, "--instance", f"{engine.url}/v1")
+    assert answer.exit_code == 1
+    assert f"write {engine.url}, without /v1" in answer.output
+    assert "not every engine can be used" in answer.output
+
+
+def test_invalid_settings_are_status_2() -> None:
+    answer = check("--instance", "127.0.0.1:8000")
+    assert answer.exit_code == 2
+    assert "is not an http:// or https:// URL" in answer.output
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+async def test_events_that_cannot_be_reached_and_sizes_that_differ_are_remedies(tmp_path: Path, scheme: str) -> None:
+    first, second = StubEngine(), StubEngine(block_tokens=64)
+    await first.start()
+    await second.start()
+    closed = "tcp://127.0.0.1:1" if scheme == "tcp" else f"ipc://{tmp_path}/events"
+    given: list[dict[str, Any]] = [
+        {"url": first.url, "name": "a", "events_url": closed},
+        {"url": second.url, "name": "b", "events_url": f"tcp://127.0.0.1:{second.port}"},
+    ]
+    try:
+        one, two = await probed(load_settings(None, instances=given))
+    finally:
+        await first.stop()
+        await second.stop()
+    assert (one.events, two.events) == ("unreachable", "reachable")
+    assert [remedy.partition(" ")[0] for remedy in one.remedies] == ["events_url", "block"]
+    assert [remedy.partition(":")[0] for remedy in two.remedies] == ["block sizes differ within the fleet (16, 64)"]

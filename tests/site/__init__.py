@@ -1,0 +1,1 @@
+"""The documentation site: its build, its figures, the pages that name commands, flags and files."""
