@@ -109,6 +109,10 @@ async def test_a_killed_engine_is_an_alert_and_the_alert_ends_when_it_is_back(
         [(alert, _)] = await until_results(client, 'ALERTS{alertname="WarmrouteInstanceDown", alertstate="firing"}', 1)
         assert (alert["instance"], alert["severity"]) == ("inst-1", "warning")
         assert await results(client, 'ALERTS{alertname="WarmrouteNoInstance"}') == []
+        [(condition, _)] = await until_results(
+            client, 'ALERTS{alertname="WarmrouteConditionNotOk", condition="instances", alertstate="firing"}', 1
+        )
+        assert condition["proxy"] == alert["proxy"]
 
         cluster.engines[1].start()
         await until_results(client, 'ALERTS{alertname="WarmrouteInstanceDown", alertstate="firing"}', 0)

@@ -96,6 +96,22 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "s",
         ),
         Panel("Whole request", _quantiles("warmroute_request_seconds"), "s"),
+        Panel("Time per output token", _quantiles("warmroute_output_token_seconds"), "s"),
+        Panel(
+            "Time to first byte, p90 by instance",
+            {
+                "{{instance}}": "histogram_quantile(0.9, "
+                + _rate("warmroute_instance_first_byte_seconds_bucket", "le, instance", _EACH)
+                + ")"
+            },
+            "s",
+        ),
+        Panel(
+            "CPU of the proxy",
+            {"{{proxy}}": _rate("process_cpu_seconds_total", "proxy")},
+            "percentunit",
+            description="Share of one core: the event loop has one.",
+        ),
         Panel("Routing decision", _quantiles("warmroute_decide_seconds"), "s"),
         Panel("Wait in the queue", _quantiles("warmroute_queue_wait_seconds"), "s"),
         Panel(
@@ -132,6 +148,18 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
     "Cache": (
         Panel(
             "Hit rate, actual and predicted", {kind: _hit_rate(kind) for kind in ("actual", "predicted")}, "percentunit"
+        ),
+        Panel(
+            "Hit rate: achieved, reachable, ceiling",
+            {"{{kind}}": f"warmroute_hit_ratio{{{_FLEET}}}"},
+            "percentunit",
+            description="Reachable: the best instance for each request. Ceiling: one infinite cache.",
+        ),
+        Panel(
+            "Lost hits by cause",
+            {"{{cause}}": f"warmroute_hit_loss_ratio{{{_FLEET}}}"},
+            "percentunit",
+            stacked=True,
         ),
         Panel(
             "Prediction error by instance",
