@@ -97,6 +97,7 @@ analysis-docs: $(READY) ## regenerate the tables of docs/analysis.md
 reference: $(READY) ## generate the pages of docs/reference and docs/clients.md from the code
 	$(BIN)/python -m tests.reference
 	$(BIN)/python -m tests.clients.table
+	$(BIN)/python -m tests.monitoring.dashboard
 
 docs: $(READY) ## build the documentation site into site/, without warnings (about 5 seconds)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

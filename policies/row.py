@@ -40,6 +40,11 @@ class RequestOutcome(StrEnum):
 class TraceNotes(Protocol):
     """Receiver of what happens to a traced request while it is served."""
 
+    @property
+    def recorded_id(self) -> str | None:
+        """Trace id in hexadecimal digits; None: the trace is not recorded."""
+        ...
+
     def named(self, model: str | None) -> None:
         """Note its model."""
         ...
@@ -105,11 +110,17 @@ class Row:
     tenant: str | None = None
     """Name of its tenant; None: it has none."""
     trace: TraceNotes | None = None
-    """Notes for its trace; None: it is not traced. Not part of the record."""
+    """Notes for its trace; None: it is not traced. Of these the record has the trace id only."""
 
     def note_leg(self, leg: str, predicted_s: float, actual_s: float) -> None:
         """Record predicted and actual seconds of a leg."""
         self.legs[leg] = {"predicted_s": round(predicted_s, 4), "actual_s": round(actual_s, 4)}
+
+    def note_failed(self, instance: str, error: str, **more: str) -> None:
+        """Record a failed attempt; it is also the end of its leg in the trace."""
+        self.attempts.append({"instance": instance, "error": error, **more})
+        if self.trace is not None:
+            self.trace.leg_ended(error)
 
     @property
     def unserved(self) -> bool:
@@ -130,6 +141,7 @@ class Row:
         decision, prediction = self.decision, self.prediction
         return {
             "request_id": self.request_id,
+            "trace_id": self.trace.recorded_id if self.trace is not None else None,
             "session_id": self.session_id,
             "tenant": self.tenant,
             "session_source": self.session_source,

@@ -45,9 +45,7 @@ class Attempts:
         if after is not None and after.refusal is None:
             error.refusal = None  # an instance that serves the model has failed
         self.tried.add(error.instance)
-        if self._row.trace is not None:
-            self._row.trace.leg_ended(str(error))
-        self._row.attempts.append({"instance": error.instance, "error": str(error)})
+        self._row.note_failed(error.instance, str(error))
         return error
 
     async def give_up(self, failure: AttemptFailedError | None) -> RequestError:

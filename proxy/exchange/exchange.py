@@ -347,9 +347,7 @@ class Exchange:
         """
         row = self._row
         row.outcome, row.error = RequestOutcome.STREAM_BROKEN, what
-        row.attempts.append({"instance": instance, "error": what})
-        if row.trace is not None:
-            row.trace.leg_ended(what)
+        row.note_failed(instance, what)
         self._attempts.guard.suspect(self._decode)
         self._core.instances.failed(self._decode, what, sent_s=self._sent_s, answered=True)
         event = dialect_of(self._inbound.path).event

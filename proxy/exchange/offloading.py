@@ -81,10 +81,8 @@ async def hand_over(
         if error.received:
             guard.suspect(prefill)
         routing.fell_back(routed.commitment, time.monotonic())
-        row.attempts.append({"instance": decision.prefill_on, "error": str(error), "offload": error.reason.value})
+        row.note_failed(decision.prefill_on, str(error), offload=error.reason.value)
         row.offload_reason, row.prefill_instance = error.reason.value, None
-        if row.trace is not None:
-            row.trace.leg_ended(str(error))
         row.predicted_cached_tokens = decision.cached_tokens
         late = error.reason is OffloadReason.FELL_BACK_D_TIMEOUT
         if late and not await core.handoff.alive(decode):

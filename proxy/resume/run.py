@@ -149,11 +149,11 @@ class Resuming:
                 await self._continue_on(steps, routed, cut)
             except AttemptFailedError as error:
                 routed.commitment.retract(instance)
-                row.attempts.append({"instance": instance, "error": str(error)})
+                row.note_failed(instance, str(error))
                 row.resume = ResumeResult.FAILED
             except DivergedError as error:
                 # The engine is healthy: it only generated a different text.
-                row.attempts.append({"instance": instance, "error": f"diverged: {error}"})
+                row.note_failed(instance, f"diverged: {error}")
                 row.resume = ResumeResult.DIVERGED
                 break
             except UpstreamError as error:

@@ -1,15 +1,17 @@
 """Destination and resource of traces: the settings, then OpenTelemetry's environment variables, then defaults.
 
 Read are ``OTEL_EXPORTER_OTLP_[TRACES_]ENDPOINT``, ``…_HEADERS``, ``…_PROTOCOL`` (``http/protobuf`` only),
-``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_SERVICE_NAME`` and ``OTEL_SDK_DISABLED``.
+``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_SERVICE_NAME`` and ``OTEL_SDK_DISABLED``. Others are reported if they are set.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -19,6 +21,18 @@ from proxy.settings.tracing import checked_base_url
 _PATH = "/v1/traces"
 _DEFAULT = "http://127.0.0.1:4318"
 _PROTOCOLS = frozenset({"", "http/protobuf"})
+_IGNORED = MappingProxyType(
+    {
+        "OTEL_EXPORTER_OTLP_COMPRESSION": "exports are not compressed",
+        "OTEL_EXPORTER_OTLP_CERTIFICATE": "set SSL_CERT_FILE",
+        "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": "client certificates are not supported, send to a collector nearby",
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "set tracing.timeout_s",
+        "OTEL_TRACES_SAMPLER": "set tracing.sample_ratio",
+    }
+)
+"""Variables that are not followed -> what applies instead."""
+
+log = logging.getLogger("warmroute.tracing")
 
 
 class Destination(NamedTuple):
@@ -51,6 +65,9 @@ def destination(settings: TracingSettings, environment: Mapping[str, str] = os.e
             f"OTEL_EXPORTER_OTLP_PROTOCOL is {of_signal('PROTOCOL')!r}: traces are sent as http/protobuf only, "
             "to the collector's port for OTLP/HTTP (4318)"
         )
+    for variable, instead in _IGNORED.items():
+        if environment.get(variable) or environment.get(variable.replace("_OTLP_", "_OTLP_TRACES_")):
+            log.warning("%s has no effect: %s", variable, instead)
     headers = _pairs(of_signal("HEADERS"))
     headers |= {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
     own_version = _version()

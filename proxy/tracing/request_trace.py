@@ -80,6 +80,11 @@ class RequestTrace:
         self.legs: list[LegNote] = []
         self.routed_notes: list[RoutedNote] = []
 
+    @property
+    def recorded_id(self) -> str | None:
+        """Trace id in hexadecimal digits; None: the trace is not recorded."""
+        return self.trace_id.hex() if self.sampled else None
+
     def named(self, model: str | None) -> None:
         """Note the request's model."""
         self.model = model

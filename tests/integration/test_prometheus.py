@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a proxy and its simulated engines with the shipped files, and evaluates the shipped rules."""
+"""A real Prometheus scrapes a proxy and simulated engines with the shipped files and evaluates the shipped rules."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def until_results(client: httpx.AsyncClient, expression: str, count: int) 
 async def test_a_killed_engine_is_an_alert_and_the_alert_ends_when_it_is_back(
     start_cluster: StartCluster, tmp_path: Path
 ) -> None:
-    cluster = await start_cluster(2)
+    cluster = await start_cluster(2, health={"interval_s": 0.25, "open_s": 0.5})
     body = {"model": "sim", "prompt": list(range(600)), "max_tokens": 2}
     async with prometheus(scrape_file(cluster), tmp_path) as client:
         model = (await cluster.client.get("/v1/models")).json()["data"][0]["id"]
@@ -109,6 +109,10 @@ async def test_a_killed_engine_is_an_alert_and_the_alert_ends_when_it_is_back(
         [(alert, _)] = await until_results(client, 'ALERTS{alertname="WarmrouteInstanceDown", alertstate="firing"}', 1)
         assert (alert["instance"], alert["severity"]) == ("inst-1", "warning")
         assert await results(client, 'ALERTS{alertname="WarmrouteNoInstance"}') == []
+        [(condition, _)] = await until_results(
+            client, 'ALERTS{alertname="WarmrouteConditionNotOk", condition="instances", alertstate="firing"}', 1
+        )
+        assert condition["proxy"] == alert["proxy"]
 
         cluster.engines[1].start()
         await until_results(client, 'ALERTS{alertname="WarmrouteInstanceDown", alertstate="firing"}', 0)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-PENDING = frozenset({"warmroute_condition"})
-"""Metrics of the proxy that docs/reference/metrics.md does not list yet."""
 OF_ENGINES = frozenset(
     {
         "vllm:num_requests_running",
@@ -26,8 +24,8 @@ OF_ENGINES = frozenset(
 """Metrics of vLLM 0.20 that rules and dashboard may use."""
 OF_PROMETHEUS = frozenset({"up"})
 
-_NAME = re.compile(r"\b(?:warmroute_|vllm:)[a-zA-Z0-9_:]+|\bup\b(?=[{\s])")
-_ROW = re.compile(r"^\| `(warmroute_\w+)` \| (\w+) \|", re.MULTILINE)
+_NAME = re.compile(r"\b(?:warmroute_|process_|vllm:)[a-zA-Z0-9_:]+|\bup\b(?=[{\s])")
+_ROW = re.compile(r"^\| `((?:warmroute|process)_\w+)` \| (\w+) \|", re.MULTILINE)
 
 
 def metrics_in(expression: str) -> set[str]:
@@ -41,4 +39,4 @@ def known_metrics() -> set[str]:
     names = set()
     for name, kind in _ROW.findall(page):
         names |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
-    return names | PENDING | OF_ENGINES | OF_PROMETHEUS
+    return names | OF_ENGINES | OF_PROMETHEUS

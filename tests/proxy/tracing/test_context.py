@@ -82,6 +82,15 @@ def test_the_environment_may_switch_traces_off() -> None:
     assert not tracing_enabled(TracingSettings(), {})
 
 
+def test_variables_without_effect_are_reported_with_what_applies_instead(caplog: pytest.LogCaptureFixture) -> None:
+    environment = {"OTEL_TRACES_SAMPLER": "always_on", "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION": "gzip"}
+    destination(TracingSettings(enabled=True), environment)
+    assert [record.getMessage() for record in caplog.records] == [
+        "OTEL_EXPORTER_OTLP_COMPRESSION has no effect: exports are not compressed",
+        "OTEL_TRACES_SAMPLER has no effect: set tracing.sample_ratio",
+    ]
+
+
 @pytest.mark.parametrize(
     ("environment", "says"),
     [

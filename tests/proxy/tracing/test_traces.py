@@ -7,13 +7,16 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.proxy.conftest import Running, StartProxy
+from tests.proxy.resume.rig import GREEDY
 from tests.proxy.stub_engine import StubEngine
+from tests.proxy.tokens.engine import TokenEngine
 from tests.proxy.tracing.receiver import ReceivedSpan, TraceReceiver, trace_receiver
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -103,6 +106,7 @@ async def test_a_co_located_request_is_one_trace_with_genai_names(
     assert receiver.named("first token")[0].parent_id == leg.span_id
     assert engine.seen_headers[-1]["traceparent"] == f"00-{root.trace_id}-{leg.span_id}-03"
     assert receiver.resources[0]["service.name"] == "warmroute"
+    assert (await proxy.rows())[0]["trace_id"] == root.trace_id
 
 
 async def test_the_clients_context_is_continued_and_each_leg_passes_its_own(
@@ -198,6 +202,59 @@ async def test_a_client_that_leaves_ends_its_trace_without_an_error_of_the_serve
     assert receiver.named("co-located leg")[0].end_ns == root.end_ns
 
 
+async def test_a_request_that_waits_in_the_queue_shows_it(start_proxy: StartProxy, receiver: TraceReceiver) -> None:
+    slow = StubEngine(prefill_s=0.2)
+    proxy = await start_proxy(engines=[slow], limits={"max_in_flight": 1}, **traced(receiver))
+    first = asyncio.create_task(post(proxy))
+    await proxy.until(lambda: slow.running == 1)
+    await asyncio.gather(first, post(proxy))
+    await receiver.got(2)
+    [queue] = receiver.named("queue")
+    assert_one_tree([span for span in receiver.spans if span.trace_id == queue.trace_id])
+    assert queue.end_ns > queue.start_ns
+
+
+async def test_a_resumed_stream_has_a_leg_for_each_engine_and_its_first_token_below_the_first(
+    start_proxy: StartProxy, receiver: TraceReceiver
+) -> None:
+    engines: list[StubEngine] = [TokenEngine(break_after=7, break_by="reset"), TokenEngine()]
+    resume = {"enabled": "always"}
+    proxy = await start_proxy(engines=engines, resume=resume, policy={"name": "round_robin"}, **traced(receiver))
+    assert (await proxy.client.post("/v1/completions", json=GREEDY)).status_code == 200
+    await receiver.got()
+    assert_one_tree(receiver.spans)
+    broken, last = sorted(receiver.named("co-located leg"), key=lambda leg: leg.start_ns)
+    assert (broken.failed, last.failed, receiver.root().failed) == (True, False, False)
+    assert broken.end_ns <= last.start_ns
+    assert receiver.named("first token")[0].parent_id == broken.span_id
+    assert receiver.root().attributes["warmroute.resume"] == "resumed"
+
+
+async def test_a_stream_that_breaks_off_is_an_error_of_leg_and_request(
+    start_proxy: StartProxy, receiver: TraceReceiver
+) -> None:
+    proxy = await start_proxy(engines=[StubEngine(mode="break_stream")], **traced(receiver))
+    await post(proxy, stream=True)
+    await receiver.got()
+    assert_one_tree(receiver.spans)
+    [leg], root = receiver.named("co-located leg"), receiver.root()
+    assert (leg.failed, root.failed, root.attributes["error.type"]) == (True, True, "stream_broken")
+
+
+async def test_the_page_on_observability_names_every_span_and_attribute(
+    start_proxy: StartProxy, receiver: TraceReceiver
+) -> None:
+    proxy = await start_proxy(**HAND_OFF, **traced(receiver))
+    await post(proxy, headers={"x-session-id": "s"}, stream=True)
+    await post(proxy, prompt=[1, 2, 3])
+    await receiver.got(2)
+    page = (Path(__file__).parents[3] / "docs" / "observability.md").read_text(encoding="utf-8")
+    names = {span.name for span in receiver.spans if span.kind != SERVER}
+    names |= {name for span in receiver.spans for name in span.attributes}
+    assert len(names) > 25
+    assert {name for name in names if f"`{name}`" not in page} == set()
+
+
 async def test_rejected_and_passed_on_requests_are_traced_too(start_proxy: StartProxy, receiver: TraceReceiver) -> None:
     proxy = await start_proxy(1, **traced(receiver))
     assert (await proxy.client.post("/v1/completions", content=b"{nope")).status_code == 400
@@ -223,6 +280,7 @@ async def test_a_request_that_is_not_sampled_passes_a_context_on_and_exports_not
     assert SPAN not in continued
     assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-02", invalid)
     assert "tracestate" not in proxy.engines[0].seen_headers[2]
+    assert {row["trace_id"] for row in await proxy.rows()} == {None}
     await proxy.core.tracing.close()
     assert receiver.posts == 0
 
