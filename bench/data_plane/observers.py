@@ -1,4 +1,4 @@
-"""What watches the stack ``warmroute-observed``: a collector of traces, and a viewer of its dashboard."""
+"""Observers of the stack ``warmroute-observed``: a collector of traces, and a viewer of its dashboard."""
 
 from __future__ import annotations
 
