@@ -73,7 +73,7 @@ collector: .collector/out/otelcol-warmroute ## OpenTelemetry collector for the t
 	cd .collector && GOFLAGS=-buildvcs=false ./builder --config $(CURDIR)/$< --ldflags="-s -w"
 
 monitoring-tools: ## Prometheus and promtool, for the tests of configs/monitoring (Debian and Ubuntu)
-	apt-get install --yes --no-install-recommends prometheus
+	@command -v promtool || { [ $$(id -u) = 0 ] || S=sudo; $$S apt-get update && $$S apt-get install --yes --no-install-recommends prometheus; }
 
 test-package: $(READY) ## build the package, install it into fresh environments, run it there (about two minutes)
 	$(BIN)/python -m pytest -m package tests/package
