@@ -2,8 +2,10 @@
 
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
 from proxy.settings.instance import InstanceSettings
-from proxy.settings.meters import MeterSettings
 from proxy.settings.model import Settings, load_settings
+from proxy.settings.observation.meters import MeterSettings
+from proxy.settings.observation.shadow import ShadowEntry, ShadowSettings
+from proxy.settings.observation.tracing import TracingSettings
 from proxy.settings.prediction import (
     EventSettings,
     IndexSettings,
@@ -26,8 +28,6 @@ from proxy.settings.security import (
 )
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
-from proxy.settings.shadow import ShadowEntry, ShadowSettings
-from proxy.settings.tracing import TracingSettings
 
 __all__ = [
     "AdminKey",

@@ -19,7 +19,9 @@ from pydantic_settings import (
 from proxy.settings.fields import FieldSettings
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
 from proxy.settings.instance import InstanceSettings, instances_of
-from proxy.settings.meters import MeterSettings
+from proxy.settings.observation.meters import MeterSettings
+from proxy.settings.observation.shadow import ShadowSettings
+from proxy.settings.observation.tracing import TracingSettings
 from proxy.settings.prediction import (
     EventSettings,
     IndexSettings,
@@ -35,8 +37,6 @@ from proxy.settings.section import Seconds, SettingsError
 from proxy.settings.security import AdminSettings, FairnessSettings, KeySettings, TlsSettings, checked_forward_headers
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
-from proxy.settings.shadow import ShadowSettings
-from proxy.settings.tracing import TracingSettings
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

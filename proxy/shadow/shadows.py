@@ -21,7 +21,7 @@ from policies.shadow import LiveDecision, ShadowVerdict, admitted_by
 from policies.snapshot import FleetSnapshot
 from policies.types import Decision, PolicyPart, RequestView
 from proxy.logs import LimitedLog
-from proxy.settings.shadow import ShadowEntry, ShadowParts, ShadowSettings
+from proxy.settings.observation.shadow import ShadowEntry, ShadowParts, ShadowSettings
 from proxy.shadow.figures import LatestDecisions, ShadowFigures
 
 log = logging.getLogger("warmroute.shadow")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from proxy.settings import SettingsError, TracingSettings
-from proxy.settings.tracing import checked_base_url
+from proxy.settings.observation.tracing import checked_base_url
 
 _PATH = "/v1/traces"
 _DEFAULT = "http://127.0.0.1:4318"

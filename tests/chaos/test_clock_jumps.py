@@ -18,11 +18,20 @@ from tests.chaos.rig.wire import good_body
 HOUR_S = 3600.0
 
 WALL_CLOCK = {
+    "proxy/access_log.py": "time of a line",
+    "proxy/admin/breakdown_routes.py": "times of rows",
+    "proxy/admin/conditions.py": "display of the time since which a condition is not met",
     "proxy/admin/instance_rows.py": "display of the end of a breaker's open time",
+    "proxy/breakdown.py": "start of the process, which its rows have",
     "proxy/clients/inbound.py": "arrived_unix_s of records",
+    "proxy/console/account.py": "display of the time of a request",
+    "proxy/console/frames.py": "times of rows",
+    "proxy/console/top.py": "age of rows, if the proxy gives no time",
     "proxy/logs.py": "time of a line",
     "proxy/restart/snapshots.py": "age of a file of an earlier process; one from the future counts as old",
+    "proxy/shadow/shadows.py": "time of a decision shown",
     "proxy/tokens/template.py": "strftime_now of chat templates",
+    "proxy/ui/feed.py": "seconds of the dashboard's charts",
 }
 """Modules that read the wall clock, and the reason why a step of it does no harm."""
 

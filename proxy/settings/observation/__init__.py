@@ -1,0 +1,1 @@
+"""Settings of meters, shadow policies and traces. Imports `proxy.settings.section` and the policies only."""
