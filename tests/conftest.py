@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import ssl
 import sys
@@ -51,3 +52,13 @@ def _authorities_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", create_default_context)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _log_levels() -> Iterator[None]:
+    """The levels that a proxy served in this process has set, or reloaded, do not reach the next test."""
+    loggers = [logging.getLogger(name) for name in ("warmroute", "uvicorn", "uvicorn.error", "httpx")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
