@@ -57,7 +57,7 @@ def _authorities_read_once() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _log_levels() -> Iterator[None]:
     """The levels that a proxy served in this process has set, or reloaded, do not reach the next test."""
-    loggers = [logging.getLogger(name) for name in ("warmroute", "uvicorn", "uvicorn.error", "httpx")]
+    loggers = [logging.getLogger(name) for name in ("", "uvicorn", "uvicorn.error", "httpx", "httpcore", "asyncio")]
     before = [logger.level for logger in loggers]
     yield
     for logger, level in zip(loggers, before, strict=True):
