@@ -153,7 +153,15 @@ def test_the_health_check_passes_with_a_proxy_that_answers_and_fails_otherwise()
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of the source tree, as the builder receives them."""
     target = tmp_path_factory.mktemp("container") / "src"
-    kept = ("warmroute.py", "warmroute_names.py", "pyproject.toml", "README.md", "LICENSE", "requirements.lock")
+    kept = (
+        "warmroute.py",
+        "warmroute_man.py",
+        "warmroute_names.py",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "requirements.lock",
+    )
     target.mkdir()
     for name in kept:
         shutil.copy(ROOT / name, target)
