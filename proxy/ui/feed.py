@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -160,17 +159,8 @@ class DashboardFeed:
         }
 
     def _instances(self) -> list[dict[str, Any]]:
-        classes, recent = self._classes(), self._recent.by_instance()
+        recent = self._recent.by_instance()
         rows = instance_rows(self._core, self._fleet)
         for row in rows:
-            row["in_flight"] = classes.get(row["name"], {})
             row["recent"] = recent.get(row["name"])
         return rows
-
-    def _classes(self) -> dict[str, Counter[str]]:
-        """Requests that are decided and not finished, by instance and class."""
-        found: dict[str, Counter[str]] = {}
-        for row in self._core.breakdown.open_rows:
-            if row.decision is not None:
-                found.setdefault(row.decision.decode_on, Counter())[row.decision.request_class.value] += 1
-        return found
