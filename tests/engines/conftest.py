@@ -16,7 +16,7 @@ from launch.fleet.file import load_fleet
 from launch.run.supervisor import Fleet
 from proxy.settings import load_settings
 from tests.engines.relay import Relay
-from tests.engines.rig import Engines, Proxy
+from tests.engines.rig import ABORT_S, Engines, Proxy
 from tests.proxy.conftest import serving
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +40,7 @@ FLEET_OVERRIDES = (
     "base_events_port=15701",
     "base_events_replay_port=15801",
     "base_master_port=19601",
-    # Time after which P drops a transfer that is not pulled; short, so that a test can wait for it.
-    "vllm.transfer.abort_timeout_s=3",
+    f"vllm.transfer.abort_timeout_s={ABORT_S}",
     "restart=on_failure",
     "max_restarts=20",
     "restart_backoff_s=0.2",
@@ -156,7 +155,7 @@ class StartProxy:
             "params": {"min_decode_requests": 0, "max_in_flight": 8},
             "prefill_timeout_s": 8.0,
             "first_token_timeout_s": 8.0,
-            "hold_s": 3.0,
+            "hold_s": float(ABORT_S),
             # Longer than any D leg is queued here, so that none is cut while D has it queued.
             "abandoned_s": 20.0,
             **settings.pop("offload", {}),

@@ -46,6 +46,12 @@ def fresh_text(length: int) -> str:
     return " ".join(f"{draw.choice(words)}{draw.randrange(100)}" for _ in range(length // 7))
 
 
+ABORT_S = 6
+"""Time after which P drops a transfer that is not pulled: short, so that a test can wait for it, and longer than a
+request waits in D's queue on two busy processors.
+"""
+
+
 async def until(holds: Callable[[], Awaitable[bool]], what: str, bound_s: float = 60.0) -> None:
     """Wait until a condition is true."""
     deadline = asyncio.get_running_loop().time() + bound_s

@@ -16,7 +16,7 @@ import pytest
 
 from tests.engines.conftest import StartProxy
 from tests.engines.relay import Relay
-from tests.engines.rig import REAL_ENGINES, Engines, Proxy, Said, fresh_prompt, until
+from tests.engines.rig import ABORT_S, REAL_ENGINES, Engines, Proxy, Said, fresh_prompt, until
 
 pytestmark = REAL_ENGINES
 
@@ -194,11 +194,11 @@ async def test_a_d_that_has_met_p_needs_no_bootstrap(engines: Engines, start_pro
 
 async def test_expired_at_p(engines: Engines, start_proxy: StartProxy) -> None:
     """D pulls after P has dropped the KV. P drops it only at its next step, so the test causes one."""
-    pair = await start_pair(engines, start_proxy, first_token_timeout_s=12.0)
+    pair = await start_pair(engines, start_proxy, first_token_timeout_s=15.0)
 
     async def too_late(path: str, body: dict[str, Any]) -> dict[str, Any]:
         if pulls(body):
-            await asyncio.sleep(4)
+            await asyncio.sleep(ABORT_S + 1)
             await engines.post(P, pair.proxy.body(fresh_prompt(20)))
             await asyncio.sleep(0.5)
             await engines.post(P, pair.proxy.body(fresh_prompt(20)))

@@ -188,7 +188,7 @@ async def test_an_instance_killed_under_twenty_streams(engines: Engines, start_p
             assert row["instance"] == engines.name(victim)
             assert each.error is not None
             assert each.error["code"] == "stream_broken"
-            assert each.text
+            assert each.token_ids  # a single token may have no text
             assert not each.done
         else:
             assert row["outcome"] == "ok", row
