@@ -46,7 +46,7 @@ def fresh_text(length: int) -> str:
     return " ".join(f"{draw.choice(words)}{draw.randrange(100)}" for _ in range(length // 7))
 
 
-ABORT_S = 6
+ABORT_S = 12
 """Time after which P drops a transfer that is not pulled: short, so that a test can wait for it, and longer than a
 request waits in D's queue on two busy processors.
 """

@@ -194,7 +194,7 @@ async def test_a_d_that_has_met_p_needs_no_bootstrap(engines: Engines, start_pro
 
 async def test_expired_at_p(engines: Engines, start_proxy: StartProxy) -> None:
     """D pulls after P has dropped the KV. P drops it only at its next step, so the test causes one."""
-    pair = await start_pair(engines, start_proxy, first_token_timeout_s=15.0)
+    pair = await start_pair(engines, start_proxy, first_token_timeout_s=ABORT_S + 9.0)
 
     async def too_late(path: str, body: dict[str, Any]) -> dict[str, Any]:
         if pulls(body):
