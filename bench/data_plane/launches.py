@@ -16,6 +16,7 @@ import yaml
 
 from bench.data_plane.load.client import LoadTarget
 from bench.data_plane.peers import PEERS_BIN, peer_version
+from proxy.settings import TracingSettings
 
 HOST = "127.0.0.1"
 OURS = "warmroute"
@@ -24,7 +25,9 @@ BASELINE = "baseline"
 UNOBSERVED = "warmroute-unobserved"
 """Our proxy without a breakdown file, shadow policies, traces or an open dashboard."""
 OBSERVED = "warmroute-observed"
-"""Our proxy with all of these."""
+"""Our proxy with all of these; traces of the default share of requests."""
+TRACED = "warmroute-traced"
+"""The same with a trace of every request."""
 SHADOWS = ["linear", "least_loaded", "lmetric"]
 
 
@@ -104,19 +107,29 @@ def unobserved(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch
 
 
 def observed(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
-    """Our proxy with the breakdown in a file, three shadow policies, every request traced, and a dashboard open."""
+    """Our proxy with the breakdown in a file, three shadow policies, traces, and a dashboard open."""
+    return _watched(port, engines, folder, TracingSettings().sample_ratio)
+
+
+def traced(port: int, engines: Sequence[LoadTarget], folder: Path) -> Launch:
+    """The same with a trace of every request."""
+    return _watched(port, engines, folder, 1.0)
+
+
+def _watched(port: int, engines: Sequence[LoadTarget], folder: Path, sample_ratio: float) -> Launch:
     collector = free_ports(1)[0]
     watched = {
         "policy": {"name": "warm"},
         "breakdown": {"jsonl_path": str(folder / "breakdown.jsonl")},
         "shadow": {"policies": SHADOWS},
-        "tracing": {"enabled": True, "endpoint": f"http://{HOST}:{collector}", "sample_ratio": 1.0},
+        "tracing": {"enabled": True, "endpoint": f"http://{HOST}:{collector}", "sample_ratio": sample_ratio},
     }
     serve = _serve(folder, {**_settings(port, engines), **watched})
     observer = [sys.executable, "-m", "bench.data_plane.observers"]
     return Launch(
         command=[sys.executable, *serve],
-        note=f"warmroute {version('warmroute')}, policy warm, file, {len(SHADOWS)} shadows, traces, dashboard open",
+        note=f"warmroute {version('warmroute')}, policy warm, file, {len(SHADOWS)} shadows, "
+        f"traces of {sample_ratio:.0%}, dashboard open",
         evidence=(f"http://{HOST}:{port}/metrics", ("warmroute_shadow_requests_total", "warmroute_traces_total")),
         companions=(
             [*observer, "collect", str(collector)],
@@ -242,5 +255,9 @@ LAUNCHES: dict[str, Callable[[int, Sequence[LoadTarget], Path], Launch]] = {
 }
 """Every stack but ``direct``, which is the engines themselves."""
 
-VARIANTS: dict[str, Callable[[int, Sequence[LoadTarget], Path], Launch]] = {UNOBSERVED: unobserved, OBSERVED: observed}
+VARIANTS: dict[str, Callable[[int, Sequence[LoadTarget], Path], Launch]] = {
+    UNOBSERVED: unobserved,
+    OBSERVED: observed,
+    TRACED: traced,
+}
 """Stacks that are measured only where they are named."""
