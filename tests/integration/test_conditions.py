@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import Any
 
-import aiohttp
 import httpx
-from aiohttp import web
 
 from proxy.settings import load_settings
 from tests.integration.conftest import Cluster, StartCluster, StartListening
+from tests.integration.hop import Hop
 from tests.integration.test_kv_events import send, until
 from tests.proxy.conftest import serving
 
@@ -132,40 +130,6 @@ async def test_a_killed_engine_and_one_that_comes_back_with_another_hash_seed(st
     await restart(cluster, 1, "--hash-seed", "0")
     await becomes(cluster, "instances", True)
     await becomes(cluster, "hash_seed", True, traffic)
-
-
-class Hop:
-    """A hop between proxy and engine that removes request headers, all but a few, while ``strips``."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self.strips = False
-
-    async def handle(self, request: web.Request) -> web.Response:
-        kept = {"content-type"} if self.strips else {"content-type", "x-request-id"}
-        headers = {name: value for name, value in request.headers.items() if name.lower() in kept}
-        url, body = self._target + request.path_qs, await request.read()
-        async with (
-            aiohttp.ClientSession() as session,
-            session.request(request.method, url, data=body, headers=headers) as answer,
-        ):
-            return web.Response(
-                body=await answer.read(), status=answer.status, headers={"content-type": answer.headers["content-type"]}
-            )
-
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[str]:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self.handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            assert site._server is not None
-            yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
-        finally:
-            await runner.cleanup()
 
 
 async def test_headers_stripped_before_an_engine_are_noticed_in_its_answers(start_cluster: StartCluster) -> None:

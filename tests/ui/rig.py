@@ -28,7 +28,8 @@ _WAIT_S = 30.0
 class LiveProxy:
     """The proxy as a process on a fixed port, so that it can be stopped and started again."""
 
-    def __init__(self, folder: Path, engines: list[SimEngine]) -> None:
+    def __init__(self, folder: Path, engines: list[SimEngine], **settings: Any) -> None:
+        """``settings`` replace those below."""
         self.engines = engines
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -38,7 +39,7 @@ class LiveProxy:
             {"name": f"engine-{at}", "url": each.url, "bootstrap_url": each.bootstrap_url, "role": "kv_both"}
             for at, each in enumerate(engines)
         ]
-        settings = {
+        given = {
             "port": self.port,
             "instances": instances,
             "keys": KEYS,
@@ -46,8 +47,9 @@ class LiveProxy:
             "offload": {"planner": "threshold", "params": {"min_decode_requests": 0}},
             "limits": {"slow_decision_s": 1.0},  # what is slow on a busy machine is no matter of these tests
             "grace_s": 1.0,
+            **settings,
         }
-        self._config.write_text(yaml.safe_dump(settings), encoding="utf-8")
+        self._config.write_text(yaml.safe_dump(given), encoding="utf-8")
         self._process: subprocess.Popen[bytes] | None = None
         self.client = httpx.Client(
             base_url=self.url, timeout=30, trust_env=False, headers={"authorization": f"Bearer {KEY}"}
@@ -132,7 +134,7 @@ def live_proxy(folder: Path, engines: int = 4) -> Iterator[LiveProxy]:
     try:
         for engine in started:
             engine.start()
-        until(lambda: all(map(_answers, started)), "the engines answer")
+        until(lambda: all(map(answers, started)), "the engines answer")
         proxy.start()
         yield proxy
     finally:
@@ -142,7 +144,8 @@ def live_proxy(folder: Path, engines: int = 4) -> Iterator[LiveProxy]:
             engine.kill()
 
 
-def _answers(engine: SimEngine) -> bool:
+def answers(engine: SimEngine) -> bool:
+    """True if the engine's process serves."""
     assert engine.process is not None
     assert engine.process.poll() is None, engine.log.read_text()
     try:
