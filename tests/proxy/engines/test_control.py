@@ -39,7 +39,7 @@ async def engine() -> AsyncIterator[str]:
 
 @pytest.fixture
 async def control() -> AsyncIterator[Control]:
-    control = Control(0.5, connections=8)
+    control = Control(0.5)
     yield control
     await control.aclose()
 
