@@ -28,7 +28,7 @@ class Scale(msgspec.Struct, kw_only=True, frozen=True):
     """Workload name -> counted requests of the CPU measurements."""
     pairs: int
     window_s: float
-    """Measured seconds of the 64 streams."""
+    """Measured seconds of paced streams."""
     saturation_s: float
     many: int
     """Streams held at once in the test of 512."""
@@ -37,13 +37,14 @@ class Scale(msgspec.Struct, kw_only=True, frozen=True):
     """Aborted requests of each kind."""
     idle_s: float
     warmup: int = 30
-    streams: int = 64
+    streams: dict[str, int] = msgspec.field(default_factory=lambda: {"event_1ms": 8, "event": 64, "event_many": 512})
+    """Measurement of paced streams -> their number."""
     concurrency: int = 8
     saturation_concurrency: int = 32
 
 
 FULL = Scale(
-    requests={"2k": 3000, "130k": 800, "350k": 300, "ids": 300, "sessions": 24 * SESSION_TURNS},
+    requests={"2k": 400, "130k": 300, "350k": 200, "ids": 200, "sessions": 16 * SESSION_TURNS},
     pairs=250,
     window_s=4.0,
     saturation_s=3.0,
@@ -53,7 +54,7 @@ FULL = Scale(
     idle_s=3.0,
 )
 QUICK = Scale(
-    requests={"2k": 800, "130k": 200, "350k": 64, "ids": 64, "sessions": 8 * SESSION_TURNS},
+    requests={"2k": 160, "130k": 120, "350k": 64, "ids": 64, "sessions": 8 * SESSION_TURNS},
     pairs=40,
     window_s=1.5,
     saturation_s=1.0,
@@ -114,8 +115,12 @@ def _busy_s(bench: Bench, stack: Stack, result: JobResult) -> float:
     return max(0.0, result.cpu_s - bench.idle.get(stack.name, 0.0) * result.seconds)
 
 
+TOKEN_RATE = 1000.0
+"""Events per second of a stream whose engine writes each event by itself, 1 ms apart."""
+
+
 def cpu_per_request(workload: str) -> Measurement:
-    """CPU of the router per request, with 8 requests in flight."""
+    """CPU of the router per request, with 8 requests in flight; events are written one by one, 1 ms apart."""
 
     def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         scale = bench.scale
@@ -137,7 +142,7 @@ def cpu_per_request(workload: str) -> Measurement:
             values = {f"cpu_ms_{workload}": _busy_s(bench, stack, result) / result.requests * 1e3}
         return values, result
 
-    return Measurement(name=f"cpu_{workload}", stub={}, run=run)
+    return Measurement(name=f"cpu_{workload}", stub={"events_per_s": TOKEN_RATE}, run=run)
 
 
 def added_ttft(workload: str) -> Measurement:
@@ -185,14 +190,18 @@ def max_rate() -> Measurement:
     return Measurement(name="saturation", stub={}, run=run)
 
 
-STREAM_RATE = 100.0
+STREAM_RATES = {"event_1ms": TOKEN_RATE, "event": 100.0, "event_many": 10.0}
+"""Measurement of paced streams -> events per second of each. 512 streams of 100/s need more than two cores for the load
+generator and the engine stub alone.
+"""
 STREAM_SETTLE_S = 0.5
 
 
-def cpu_per_event(scale: Scale) -> Measurement:
-    """CPU of the router per relayed event: paced streams side by side."""
+def cpu_per_event(scale: Scale, name: str) -> Measurement:
+    """CPU of the router per relayed event: paced streams side by side, one event a write."""
+    rate = STREAM_RATES[name]
     # The window, settling before and after it, and half a second for streams that begin late.
-    events = round((scale.window_s + STREAM_SETTLE_S + 1.3) * STREAM_RATE)
+    events = round((scale.window_s + STREAM_SETTLE_S + 1.3) * rate)
 
     def run(bench: Bench, stack: Stack, first: int) -> tuple[dict[str, float], JobResult]:
         result = bench.load.run(
@@ -201,16 +210,17 @@ def cpu_per_event(scale: Scale) -> Measurement:
                 workload=_workload(bench, "2k", events),
                 first=first,
                 pids=stack.pids,
-                streams=bench.scale.streams,
+                streams=bench.scale.streams[name],
                 settle_s=STREAM_SETTLE_S,
                 window_s=bench.scale.window_s,
             )
         )
         if not result.events or stack.name == DIRECT:
             return {}, result
-        return {"cpu_us_event": _busy_s(bench, stack, result) / result.events * 1e6}, result
+        return {f"cpu_us_{name}": _busy_s(bench, stack, result) / result.events * 1e6}, result
 
-    return Measurement(name="events", stub={"events": events, "events_per_s": STREAM_RATE}, run=run)
+    label = name.replace("event", "events")
+    return Measurement(name=label, stub={"events": events, "events_per_s": rate}, run=run)
 
 
 def many_streams() -> Measurement:
@@ -278,7 +288,7 @@ def measurements(scale: Scale, sizes: list[str]) -> list[Measurement]:
     return [
         *(cpu_per_request(name) for name in (*sizes, "ids", "sessions")),
         *(added_ttft(size) for size in sizes),
-        cpu_per_event(scale),
+        *(cpu_per_event(scale, name) for name in STREAM_RATES),
         max_rate(),
         many_streams(),
         abort_latency(False),

@@ -37,7 +37,7 @@ class StubSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     event_bytes: int = 250
     events_per_s: float = 0.0
     """Rate of one stream; 0: all events at once."""
-    events_per_write: int = 8
+    events_per_write: int = 1
     """A burst leaves in writes of this many events, one per turn of the event loop; 0: in one write."""
     first_event_delay_s: float = 0.0
     """Length of a prefill in seconds. The answer's head is sent before it, as in vLLM's server."""

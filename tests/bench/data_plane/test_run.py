@@ -30,7 +30,7 @@ TINY = Scale(
     aborts=4,
     idle_s=0.1,
     warmup=2,
-    streams=8,
+    streams={"event_1ms": 2, "event": 8, "event_many": 16},
     concurrency=2,
     saturation_concurrency=4,
 )
