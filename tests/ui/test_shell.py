@@ -101,6 +101,7 @@ def test_the_keyboard_is_enough(open_page: OpenPage) -> None:
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
     page.keyboard.press("2")
+    expect(page.locator("h1")).to_have_text("Decisions")  # the page changes after the key was handled
     page.keyboard.press("p")
     expect(page.locator("#pause")).to_have_text("Resume")
     page.keyboard.press("/")
@@ -109,6 +110,7 @@ def test_the_keyboard_is_enough(open_page: OpenPage) -> None:
     expect(page.locator("h1")).to_have_text("Decisions")
     assert page.locator("#search").input_value() == "1t?"
     page.keyboard.press("Escape")
+    expect(page.locator("#search")).not_to_be_focused()
     page.keyboard.press("1")
     # Cards are links in the order of tabs, and keep the focus while their figures change.
     page.locator('[data-instance="engine-0"]').focus()
