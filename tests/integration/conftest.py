@@ -68,10 +68,13 @@ StartListening = Callable[..., Awaitable[Cluster]]
 
 @pytest.fixture
 async def start_listening(tmp_path: Path) -> AsyncIterator[StartListening]:
-    """``await start_listening(count, *engine_flags, replay=False, **proxy_settings)``."""
+    """``await start_listening(count, *engine_flags, replay=True, **proxy_settings)``.
+
+    Without ``replay``, an engine whose first event precedes the subscription is never trusted.
+    """
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(count: int, *flags: str, replay: bool = False, **overrides: Any) -> Cluster:
+        async def start(count: int, *flags: str, replay: bool = True, **overrides: Any) -> Cluster:
             engines, instances = [], []
             for number in range(count):
                 events, again = free_port(), free_port()
@@ -92,7 +95,13 @@ async def start_listening(tmp_path: Path) -> AsyncIterator[StartListening]:
                 )
             async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
                 await asyncio.gather(*(engine.healthy(client) for engine in engines))
-            given = {"port": 0, "instances": instances, "health": {"interval_s": 0.25}, "log_level": "error"}
+            given = {
+                "port": 0,
+                "instances": instances,
+                "health": {"interval_s": 0.25},
+                "events": {"join_interval_s": 0.1},
+                "log_level": "error",
+            }
             app, url = await stack.enter_async_context(serving(load_settings(None, **{**given, **overrides})))
             client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
             return Cluster(app.core, url, engines, client)

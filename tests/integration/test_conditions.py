@@ -63,9 +63,7 @@ async def becomes(
 
 
 async def test_an_engine_whose_events_stop_is_named_until_they_come_again(start_listening: StartListening) -> None:
-    cluster = await start_listening(
-        2, "--engine-speed", "100", replay=True, policy={"name": "round_robin"}, meters=METERS
-    )
+    cluster = await start_listening(2, "--engine-speed", "100", policy={"name": "round_robin"}, meters=METERS)
 
     async def traffic() -> None:
         await send(cluster, fresh_prompt())
@@ -98,9 +96,7 @@ async def restart(cluster: Cluster, number: int, *flags: str) -> None:
 
 
 async def test_a_killed_engine_and_one_that_comes_back_with_another_hash_seed(start_listening: StartListening) -> None:
-    cluster = await start_listening(
-        2, "--engine-speed", "100", replay=True, policy={"name": "round_robin"}, meters=METERS
-    )
+    cluster = await start_listening(2, "--engine-speed", "100", policy={"name": "round_robin"}, meters=METERS)
 
     async def traffic() -> None:
         prompt = fresh_prompt()
