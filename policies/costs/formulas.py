@@ -6,9 +6,9 @@ live proxy, an explanation and a simulation compute the same costs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp, log, log2
+from math import exp, log
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -254,11 +254,32 @@ class PrefillModel:
             return self.fixed_s
         return self._formula(new_tokens, cached_tokens) * exp(self._nearest(_bucket(new_tokens)).log_ratio)
 
+    def factors(self, new_tokens: Iterable[float]) -> list[float]:
+        """Learned factor of the formula for prefills of several sizes, each as in ``seconds``."""
+        by_bucket: dict[int, float] = {}
+        factors = []
+        for each in new_tokens:
+            bits = int(each).bit_length()
+            factor = by_bucket.get(bits)
+            if factor is None:
+                factor = by_bucket[bits] = exp(self._nearest(_bucket(each)).log_ratio)
+            factors.append(factor)
+        return factors
+
     def queue_s(self, pending_tokens: float, requests: int) -> float:
         """Seconds to finish the pending tokens: ``requests`` prefills of equal length, the first of them half done."""
         if pending_tokens <= 0 or requests <= 0:
             return 0.0
         return self.predict(pending_tokens / requests).seconds * (requests - 0.5)
+
+    def queues_s(self, pending_tokens: Sequence[int], requests: Sequence[int]) -> list[float]:
+        """``queue_s`` of several instances."""
+        fixed_s, linear, squared = self.fixed_s, self.s_per_token, self.s_per_token_squared
+        news = [pending / each if each > 0 else 0.0 for pending, each in zip(pending_tokens, requests, strict=True)]
+        return [
+            (fixed_s + linear * new + squared * (new * (0.0 + new / 2))) * factor * (each - 0.5) if new > 0 else 0.0
+            for new, each, factor in zip(news, requests, self.factors(news), strict=True)
+        ]
 
     def observe(self, new_tokens: float, cached_tokens: float, queue_s: float, seconds: float) -> PrefillModel:
         """Return the model after a first token that took ``seconds``, with ``queue_s`` of them expected as queueing."""
@@ -297,7 +318,8 @@ class PrefillModel:
 
 
 def _bucket(tokens: float) -> int:
-    return int(log2(max(1.0, tokens)))
+    """Whole part of log2, 0 below 2."""
+    return max(1, int(tokens)).bit_length() - 1
 
 
 class Costs(NamedTuple):

@@ -76,9 +76,7 @@ class Shadows:
         self.requests = 0
         """Live routing decisions that the shadows were asked about."""
         self.skipped = 0
-        """Live decisions that found the queue full, or could not be priced."""
-        self.pricing_s = 0.0
-        """Seconds spent on prices of candidates, which all shadow policies share."""
+        """Live decisions that found the queue full."""
         self.seconds = 0.0
         """Seconds spent on all of it."""
         self._log = LimitedLog(log)
@@ -136,7 +134,6 @@ class Shadows:
             "skipped": self.skipped,
             "waiting": self.waiting,
             "request_us_mean": round(self.seconds / self.requests * 1e6, 3) if self.requests else None,
-            "pricing_us_mean": round(self.pricing_s / self.requests * 1e6, 3) if self.requests else None,
             "policies": [each.as_dict() for each in self.figures.values()],
             "latest": self.latest.as_list(),
         }
@@ -198,11 +195,6 @@ class Shadows:
         live = LiveDecision(*entry)
         verdicts: dict[str, ShadowVerdict] = {}
         policies, planners = self._parts.policies, self._parts.planners
-        if policies and not live.has_prices:
-            began_s = self._clock()
-            live.price()
-            self.pricing_s += self._clock() - began_s
-            yield
         for label, (_, policy) in policies.items():
             self._ask(label, verdicts, live.routed_by, policy)
             yield
