@@ -26,7 +26,7 @@ from proxy.shadow.figures import LatestDecisions, ShadowFigures
 
 log = logging.getLogger("warmroute.shadow")
 
-BATCH_S = 0.05
+BATCH_S = 0.1
 """Seconds from the first waiting decision to the shadows'. Several at once cost less than one by one: the event loop
 wakes once, and the processor's caches are warm.
 """
@@ -76,7 +76,7 @@ class Shadows:
         self.requests = 0
         """Live routing decisions that the shadows were asked about."""
         self.skipped = 0
-        """Live decisions that found the queue full."""
+        """Live decisions that found the queue full, or could not be read."""
         self.seconds = 0.0
         """Seconds spent on all of it."""
         self._log = LimitedLog(log)
@@ -146,7 +146,8 @@ class Shadows:
             await asyncio.sleep(BATCH_S)
             while queue or self._steps is not None:
                 took_s = self.work_off(SLICE_S)
-                await asyncio.sleep(min(REST * took_s, LONGEST_REST_S))
+                if self.waiting:  # else the wait for the next batch is rest enough
+                    await asyncio.sleep(min(REST * took_s, LONGEST_REST_S))
             waiting.clear()
 
     def work_off(self, for_s: float) -> float:
@@ -171,7 +172,7 @@ class Shadows:
             return next(steps, _DONE) is not _DONE
         except Exception as error:
             log.debug("a shadow decision failed", exc_info=True)
-            self._log.warning("unpriced", "the shadows skip a decision: %s: %s", type(error).__name__, error)
+            self._log.warning("unread", "the shadows skip a decision: %s: %s", type(error).__name__, error)
             self.skipped += 1
             return False
 
