@@ -7,7 +7,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from policies.costs.formulas import Costs
-from policies.types import HotspotView, InstanceView, Role
+from policies.types import Connector, HotspotView, InstanceView, Role, Transport
 
 
 class FleetSnapshot(NamedTuple):
@@ -55,6 +55,9 @@ class Columns(NamedTuple):
     role: tuple[Role, ...]
     holds_class: tuple[bool, ...]
     prefilling: tuple[int, ...]
+    host: tuple[str, ...]
+    transport: tuple[Transport | None, ...]
+    connector: tuple[Connector, ...]
 
     @classmethod
     def of(cls, views: Sequence[InstanceView]) -> Columns:
