@@ -2,10 +2,10 @@
 
 ``python -m bench.shadow [--instances 8 --instances 64] [--decisions 400]`` lets every built-in policy, planner and rule
 decide, without effect, on the snapshots of a fleet under load, and prints the median of the fastest of five rounds (a
-processor shared with others only adds time). *pricing* is the time of the common prices if another policy than ``warm``
-is the live one, *whole* the mean of all work for a decision of ``warm`` with three shadows, *append* the time that a
-live decision itself spends on its shadows. Snapshots are drawn with a seed; requests are heavy enough for planners to
-price a hand-off.
+processor shared with others only adds time). A shadow that chooses another instance than the live decision prices both.
+*columns* is the time of the form of the snapshot that all shadow policies share, *whole* the mean of all work for a
+decision of ``warm`` with three shadows, *append* the time that a live decision itself spends on its shadows. Snapshots
+are drawn with a seed; requests are heavy enough for planners to price a hand-off.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from policies.routing.least_loaded import LeastLoaded
 from policies.routing.warm import Warm
 from policies.session import RoutingSession
 from policies.shadow import LiveDecision, admitted_by
-from policies.snapshot import FleetSnapshot
+from policies.snapshot import Columns, FleetSnapshot
 from policies.state import FleetState
 from policies.types import Decision, HotspotView, InstanceView, RequestView, Role
 from proxy.settings import ShadowSettings
@@ -82,7 +82,7 @@ def _view(draw: random.Random, place: int, tokens: int, *, cached: bool) -> Inst
         f"inst-{place}",
         cached_tokens=tokens * 9 // 10 if cached else draw.choice((0, 0, 3_200)),
         requests=requests,
-        pending_prefill_tokens=prefilling * 6_000,
+        pending_prefill_tokens=prefilling * draw.randint(2_000, 10_000),
         decoding_tokens=(requests - prefilling) * 25_000,
         recent_tokens=draw.random() * 50_000,
         sessions=draw.randint(0, 40),
@@ -108,12 +108,15 @@ def median_us(calls: Sequence[Callable[[], object]]) -> float:
 def rows(instances: int, count: int) -> list[tuple[str, str, float]]:
     """Part, name and median microseconds of everything that is built in."""
     made = live_decisions(instances, count)
-    priced = [LiveDecision(*each) for each in made]
-    table = [("pricing", "warm's scores", median_us([each.price for each in priced]))]
+    table = [("shared", "columns", median_us([partial(Columns.of, fleet.instances) for _, fleet, _ in made]))]
     for name in BUILT_IN[ROUTING_GROUP]:
         policy = make_routing(name)
-        calls = [partial(live.routed_by, policy) for live in priced]
+        fresh = [LiveDecision(*each) for each in made]
+        for live in fresh:
+            _ = live.columns
+        calls = [partial(live.routed_by, policy) for live in fresh]
         table.append(("policy", name, median_us(calls)))
+    priced = [LiveDecision(*each) for each in made]
     for name in BUILT_IN[OFFLOAD_GROUP]:
         planner = make_planner(name)
         plans = [partial(live.planned_by, planner, _THRESHOLDS) for live in priced]

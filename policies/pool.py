@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from policies.snapshot import Columns
 from policies.types import InstanceView
 
 POOL_SHARE = 0.9
@@ -15,3 +16,13 @@ def tokens_over(view: InstanceView, prompt_tokens: int, share: float = POOL_SHAR
     """
     pool = view.kv_capacity_tokens
     return view.kv_used_tokens + view.kv_promised_tokens + prompt_tokens - share * pool if pool else 0.0
+
+
+def all_tokens_over(columns: Columns, prompt_tokens: int, share: float = POOL_SHARE) -> list[float]:
+    """``tokens_over`` of every candidate."""
+    return [
+        used + promised + prompt_tokens - share * pool if pool else 0.0
+        for pool, used, promised in zip(
+            columns.kv_capacity_tokens, columns.kv_used_tokens, columns.kv_promised_tokens, strict=True
+        )
+    ]

@@ -5,7 +5,6 @@ Pure: nothing is counted here. ``proxy.shadow`` calls it between requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from policies.admission.base import AdmissionRule, AdmissionView, Admit, Hold, SessionView
@@ -14,13 +13,15 @@ from policies.classes import ClassThresholds
 from policies.decide import chosen_by, planned_by
 from policies.offload.base import OffloadPlanner
 from policies.offload.cost_model import CostModel
-from policies.routing.base import RoutingPolicy
+from policies.routing.base import ColumnPolicy, RoutingPolicy
 from policies.routing.warm import Warm
-from policies.snapshot import FleetSnapshot
+from policies.snapshot import Columns, FleetSnapshot
 from policies.types import Decision, RequestView
 
 SENT = "sent"
 HELD = "held"
+_YARDSTICK = Warm()
+_SAVINGS = CostModel()
 OFFLOADED = "offloaded"
 STAYED = "stayed"
 
@@ -43,45 +44,54 @@ class ShadowVerdict(NamedTuple):
 
 
 class LiveDecision:
-    """A live decision with the prices of its candidates, which all shadows share."""
+    """A live decision with what its shadows share: the fleet's columns, and prices of candidates."""
 
-    __slots__ = ("_prices", "decision", "fleet", "request")
+    __slots__ = ("_columns", "_prices", "decision", "fleet", "request")
 
     def __init__(self, request: RequestView, fleet: FleetSnapshot, decision: Decision) -> None:
         self.request = request
         self.fleet = fleet
         self.decision = decision
-        self._prices: Mapping[str, float] | None = None
+        self._columns: Columns | None = None
+        self._prices: dict[int, float] = {}
 
     @property
-    def has_prices(self) -> bool:
-        """True if the live decision's scores are the prices, so that ``price`` costs nothing."""
-        return self.decision.policy == Warm.name
+    def columns(self) -> Columns:
+        """The candidates by field, made once."""
+        if self._columns is None:
+            self._columns = Columns.of(self.fleet.instances)
+        return self._columns
 
-    def price(self) -> Mapping[str, float]:
-        """Seconds that the request costs all requests by candidate: the scores of ``warm``, computed once.
+    def prices(self, *places: int) -> list[float]:
+        """Seconds that the request costs all requests, for the candidates at these places: the score of ``warm``.
 
-        The live decision's own if ``warm`` decided, with its parameters, else those with the defaults.
+        The live decision's own if ``warm`` decided, with its parameters, else those with the defaults. Each is computed
+        once, and only for candidates that somebody chose.
         """
-        if self._prices is None:
-            decision = self.decision
-            scores = decision.scores if self.has_prices else Warm().choose(self.request, self.fleet).scores
-            self._prices = {score.instance: score.score for score in scores}
-        return self._prices
+        decision, known = self.decision, self._prices
+        if decision.policy == Warm.name:
+            return [decision.scores[place].score for place in places]
+        missing = tuple([place for place in places if place not in known])
+        if missing:
+            known.update(zip(missing, _YARDSTICK.prices(self.request, self.fleet, self.columns, missing), strict=True))
+        return [known[place] for place in places]
 
     def routed_by(self, policy: RoutingPolicy) -> ShadowVerdict:
         """Decision of another routing policy. Raises ValueError for an invalid choice, and what the policy raises."""
-        choice, shadow = chosen_by(self.request, self.fleet, policy)
-        decision = self.decision
-        if shadow.instance == decision.decode_on:
-            return ShadowVerdict(shadow.instance, choice.reason.value, True)
-        prices = self.price()
+        columns, decision = self.columns, self.decision
+        if isinstance(policy, ColumnPolicy):
+            place, reason, _ = policy.quick(self.request, self.fleet, columns)
+            instance = columns.instance[place]
+        else:
+            choice, _ = chosen_by(self.request, self.fleet, policy)
+            instance, reason = choice.instance, choice.reason
+        if instance == decision.decode_on:
+            return ShadowVerdict(instance, reason.value, True)
+        names = columns.instance
+        place, live = names.index(instance), names.index(decision.decode_on)
+        live_s, shadow_s = self.prices(live, place)
         return ShadowVerdict(
-            shadow.instance,
-            choice.reason.value,
-            False,
-            prices[decision.decode_on] - prices[shadow.instance],
-            shadow.cached_tokens - decision.cached_tokens,
+            instance, reason.value, False, live_s - shadow_s, columns.cached_tokens[place] - decision.cached_tokens
         )
 
     def planned_by(self, planner: OffloadPlanner, thresholds: ClassThresholds) -> ShadowVerdict | None:
@@ -101,8 +111,7 @@ class LiveDecision:
             return ShadowVerdict(shadow_p, plan.reason.value, True, answer=answer)
         live_prefill = None if live_p is None else fleet.prefill_view(live_p)
         saved_s = [
-            0.0 if view is None else CostModel().saving_s(request, decode, view, fleet)
-            for view in (prefill, live_prefill)
+            0.0 if view is None else _SAVINGS.saving_s(request, decode, view, fleet) for view in (prefill, live_prefill)
         ]
         return ShadowVerdict(shadow_p, plan.reason.value, False, saved_s[0] - saved_s[1], answer=answer)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from policies.costs.formulas import Costs
-from policies.types import HotspotView, InstanceView
+from policies.types import Connector, HotspotView, InstanceView, Role, Transport
 
 
 class FleetSnapshot(NamedTuple):
@@ -32,6 +34,38 @@ class FleetSnapshot(NamedTuple):
     def prefill_view(self, instance: str) -> InstanceView | None:
         """The instance of that name among those that may prefill for another, or None."""
         return _named(self.prefill_instances or self.instances, instance)
+
+
+class Columns(NamedTuple):
+    """The first fields of all candidates' views, each as one tuple in the order of the fleet.
+
+    A loop over columns takes a third of the time of a loop over views, whose every field is an attribute to look up.
+    """
+
+    instance: tuple[str, ...]
+    cached_tokens: tuple[int, ...]
+    requests: tuple[int, ...]
+    pending_prefill_tokens: tuple[int, ...]
+    decoding_tokens: tuple[int, ...]
+    recent_tokens: tuple[float, ...]
+    sessions: tuple[int, ...]
+    kv_capacity_tokens: tuple[int, ...]
+    kv_used_tokens: tuple[int, ...]
+    kv_promised_tokens: tuple[int, ...]
+    role: tuple[Role, ...]
+    holds_class: tuple[bool, ...]
+    prefilling: tuple[int, ...]
+    host: tuple[str, ...]
+    transport: tuple[Transport | None, ...]
+    connector: tuple[Connector, ...]
+
+    @classmethod
+    def of(cls, views: Sequence[InstanceView]) -> Columns:
+        """Columns of these views, of which there must be one at least."""
+        return tuple.__new__(cls, islice(zip(*views, strict=True), _COLUMNS))
+
+
+_COLUMNS = len(Columns._fields)
 
 
 def _named(views: tuple[InstanceView, ...], instance: str) -> InstanceView | None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import ClassVar
 
-from policies.routing.base import lowest, preferred, require
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
+from policies.baselines.shortest_queue import ShortestQueue
+from policies.routing.base import Pick, least, require
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class AibrixPrefix:
+class AibrixPrefix(ShortestQueue):
     """Prefix match in per cent, limited to instances without an unusual number of requests.
 
     1. ``max - min > imbalance_requests`` requests in flight: the fewest requests.
@@ -37,30 +39,28 @@ class AibrixPrefix:
         require(self.imbalance_requests >= 0, "aibrix_prefix: imbalance_requests must not be negative")
         require(self.sigma_factor >= 0, "aibrix_prefix: sigma_factor must not be negative")
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        loads = [view.requests for view in fleet.instances]
-        mean = sum(loads) / len(loads)
-        limit = mean + self.sigma_factor * sqrt(sum((load - mean) ** 2 for load in loads) / len(loads))
-        scores = tuple([self._score(view, request) for view in fleet.instances])
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        return [
+            {"requests": requests, "match_per_cent": per_cent}
+            for requests, per_cent in zip(columns.requests, _per_cents(request, columns), strict=True)
+        ]
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        loads = columns.requests
         if max(loads) - min(loads) > self.imbalance_requests:
-            return Choice(lowest(fleet, scores).instance, Reason.LEAST_LOADED, scores)
-
-        def rank(view: InstanceView) -> tuple[bool, int, int]:
-            per_cent = _per_cent(view, request)
-            return per_cent <= 0 or view.requests > limit, -per_cent, view.requests
-
-        holder = preferred(fleet, rank)
-        if rank(holder)[0]:
-            return Choice(lowest(fleet, scores).instance, Reason.LEAST_LOADED, scores)
-        return Choice(holder.instance, Reason.AFFINITY, scores)
-
-    def _score(self, view: InstanceView, request: RequestView) -> CandidateScore:
-        return CandidateScore(
-            view.instance,
-            float(view.requests),
-            {"requests": view.requests, "match_per_cent": _per_cent(view, request)},
-        )
+            return Pick(least(fleet, loads), Reason.LEAST_LOADED)
+        mean = sum(loads) / len(loads)
+        limit = mean + self.sigma_factor * sqrt(sum([(load - mean) ** 2 for load in loads]) / len(loads))
+        ranks = [
+            (per_cent <= 0 or load > limit, -per_cent, load)
+            for load, per_cent in zip(loads, _per_cents(request, columns), strict=True)
+        ]
+        holder = least(fleet, ranks)
+        if ranks[holder][0]:
+            return Pick(least(fleet, loads), Reason.LEAST_LOADED)
+        return Pick(holder, Reason.AFFINITY)
 
 
-def _per_cent(view: InstanceView, request: RequestView) -> int:
-    return 100 * view.cached_tokens // request.prompt_tokens if request.prompt_tokens else 0
+def _per_cents(request: RequestView, columns: Columns) -> list[int]:
+    prompt = request.prompt_tokens
+    return [100 * cached // prompt if prompt else 0 for cached in columns.cached_tokens]

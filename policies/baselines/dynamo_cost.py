@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.routing.base import lowest, require
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
+from policies.routing.base import ColumnPolicy, Pick, least, require
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class DynamoCost:
+class DynamoCost(ColumnPolicy):
     """``cost = prefill_load_scale x max(0, raw_prefill - credit) + decode + request_weight x requests``, in blocks.
 
     ``raw_prefill = (active_prefill_tokens + prompt) / block``; ``credit = overlap_score_credit x decay x cached /
@@ -43,25 +44,43 @@ class DynamoCost:
             self.decode_active_request_weight >= 0, "dynamo_cost: decode_active_request_weight must not be negative"
         )
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        least = min([view.pending_prefill_tokens for view in fleet.instances])
-        scores = tuple([self._score(view, request, least) for view in fleet.instances])
-        return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, scores)
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        scale, weight = self.prefill_load_scale, self.decode_active_request_weight
+        return [
+            (scale * (raw_prefill - credit) if raw_prefill > credit else 0.0) + decode + weight * requests
+            for raw_prefill, credit, decode, requests in self._terms(request, columns)
+        ]
 
-    def _score(self, view: InstanceView, request: RequestView, least_pending_tokens: int) -> CandidateScore:
-        block, prompt = request.block_tokens, max(1, request.prompt_tokens)
-        excess = (view.pending_prefill_tokens - least_pending_tokens) / prompt
-        credit = self.overlap_score_credit / (1 + self.overlap_score_credit_decay * excess) * view.cached_tokens / block
-        raw_prefill = (view.pending_prefill_tokens + request.prompt_tokens) / block
-        decode = (view.decoding_tokens + view.pending_prefill_tokens) / block
-        cost = self.prefill_load_scale * max(0.0, raw_prefill - credit) + decode
-        return CandidateScore(
-            view.instance,
-            cost + self.decode_active_request_weight * view.requests,
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        return [
             {
                 "raw_prefill_blocks": raw_prefill,
                 "credit_blocks": credit,
                 "decode_blocks": decode,
-                "requests": view.requests,
-            },
-        )
+                "requests": requests,
+            }
+            for raw_prefill, credit, decode, requests in self._terms(request, columns)
+        ]
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
+
+    def _terms(self, request: RequestView, columns: Columns) -> Sequence[tuple[float, float, float, int]]:
+        block, prompt = request.block_tokens, request.prompt_tokens
+        overlap, decay, divisor = self.overlap_score_credit, self.overlap_score_credit_decay, max(1, prompt)
+        fewest = min(columns.pending_prefill_tokens)
+        return [
+            (
+                (pending + prompt) / block,
+                overlap / (1 + decay * ((pending - fewest) / divisor)) * cached / block,
+                (decoding + pending) / block,
+                requests,
+            )
+            for pending, decoding, cached, requests in zip(
+                columns.pending_prefill_tokens,
+                columns.decoding_tokens,
+                columns.cached_tokens,
+                columns.requests,
+                strict=True,
+            )
+        ]

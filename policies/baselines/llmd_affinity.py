@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.routing.base import lowest, require
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
+from policies.routing.base import ColumnPolicy, Pick, least, require
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class LlmdAffinity:
+class LlmdAffinity(ColumnPolicy):
     """Filter, then score.
 
     1. Sticky instances are those with at least ``affinity_threshold`` of the prompt cached. If there are any, only they
@@ -40,34 +41,32 @@ class LlmdAffinity:
         require(self.peak_prefill_tokens_per_s > 0, "llmd_affinity: peak_prefill_tokens_per_s must be positive")
         require(self.queue_threshold_tokens > 0, "llmd_affinity: queue_threshold_tokens must be positive")
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        needed_tokens = self.affinity_threshold * request.prompt_tokens
-        sticky = [view.cached_tokens >= needed_tokens > 0 for view in fleet.instances]
-        keeps_sticky = any(sticky) and not self._too_slow(fleet, sticky)
-        scores = tuple(
-            [
-                self._score(view, request, skipped=keeps_sticky and not is_sticky)
-                for view, is_sticky in zip(fleet.instances, sticky, strict=True)
-            ]
-        )
-        reason = Reason.LEAST_LOADED
-        if any(sticky):
-            reason = Reason.AFFINITY if keeps_sticky else Reason.AFFINITY_OVERLOADED
-        return Choice(lowest(fleet, scores).instance, reason, scores)
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        prompt, threshold = request.prompt_tokens, self.queue_threshold_tokens
+        return [
+            min(1.0, (pending + (prompt - cached)) / threshold)
+            for pending, cached in zip(columns.pending_prefill_tokens, columns.cached_tokens, strict=True)
+        ]
 
-    def _too_slow(self, fleet: FleetSnapshot, sticky: list[bool]) -> bool:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        return [
+            {"pending_prefill_tokens": pending, "new_tokens": request.prompt_tokens - cached}
+            for pending, cached in zip(columns.pending_prefill_tokens, columns.cached_tokens, strict=True)
+        ]
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        needed_tokens = self.affinity_threshold * request.prompt_tokens
+        sticky = [cached >= needed_tokens > 0 for cached in columns.cached_tokens]
+        if not any(sticky):
+            return Pick(least(fleet, scores), Reason.LEAST_LOADED)
+        if self._too_slow(columns.pending_prefill_tokens, sticky):
+            return Pick(least(fleet, scores), Reason.AFFINITY_OVERLOADED)
+        skipped = [not is_sticky for is_sticky in sticky]
+        return Pick(least(fleet, scores, skipped), Reason.AFFINITY, skipped)
+
+    def _too_slow(self, pending: Sequence[int], sticky: list[bool]) -> bool:
         if all(sticky) or not self.max_ttft_penalty_ms:
             return False
-        views = list(zip(fleet.instances, sticky, strict=True))
-        on_sticky = min([view.pending_prefill_tokens for view, is_sticky in views if is_sticky])
-        on_other = min([view.pending_prefill_tokens for view, is_sticky in views if not is_sticky])
+        on_sticky = min([each for each, is_sticky in zip(pending, sticky, strict=True) if is_sticky])
+        on_other = min([each for each, is_sticky in zip(pending, sticky, strict=True) if not is_sticky])
         return (on_sticky - on_other) / self.peak_prefill_tokens_per_s * 1_000 > self.max_ttft_penalty_ms
-
-    def _score(self, view: InstanceView, request: RequestView, skipped: bool) -> CandidateScore:
-        new = request.prompt_tokens - view.cached_tokens
-        return CandidateScore(
-            view.instance,
-            min(1.0, (view.pending_prefill_tokens + new) / self.queue_threshold_tokens),
-            {"pending_prefill_tokens": view.pending_prefill_tokens, "new_tokens": new},
-            skipped,
-        )

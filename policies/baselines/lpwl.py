@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.routing.base import lowest
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, Reason, RequestView
+from policies.routing.base import ColumnPolicy, Pick, least
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class Lpwl:
+class Lpwl(ColumnPolicy):
     """``score = pending_prefill + max(0, prompt - cached)``, lowest wins. No parameters.
 
     Source: the agentic-kvc reports, ``analysis/lpwl_5policy_600s.md`` (8 x H20, one run of 600 s): TTFT p90 7,983 ms
@@ -22,18 +23,18 @@ class Lpwl:
 
     name: ClassVar[str] = "lpwl"
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        scores = tuple(
-            [
-                CandidateScore(
-                    view.instance,
-                    float(view.pending_prefill_tokens + max(0, request.prompt_tokens - view.cached_tokens)),
-                    {
-                        "pending_prefill_tokens": view.pending_prefill_tokens,
-                        "new_tokens": request.prompt_tokens - view.cached_tokens,
-                    },
-                )
-                for view in fleet.instances
-            ]
-        )
-        return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, scores)
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        prompt = request.prompt_tokens
+        return [
+            float(pending + max(0, prompt - cached))
+            for pending, cached in zip(columns.pending_prefill_tokens, columns.cached_tokens, strict=True)
+        ]
+
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        return [
+            {"pending_prefill_tokens": pending, "new_tokens": request.prompt_tokens - cached}
+            for pending, cached in zip(columns.pending_prefill_tokens, columns.cached_tokens, strict=True)
+        ]
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        return Pick(least(fleet, scores), Reason.LOWEST_SCORE)

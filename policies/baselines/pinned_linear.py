@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.routing.base import lowest, require
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
+from policies.routing.base import ColumnPolicy, Pick, least, require
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedLinear:
+class PinnedLinear(ColumnPolicy):
     """Pin, override, score.
 
     ``score = ongoing_tokens - alpha x cached_tokens``, lowest wins; ``ongoing_tokens`` is queued prefill plus context
@@ -39,23 +40,36 @@ class PinnedLinear:
         require(self.overload_factor >= 1, "pinned_linear: overload_factor must be at least 1")
         require(self.alpha >= 0, "pinned_linear: alpha must not be negative")
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        alpha = self.alpha
+        return [
+            ongoing - alpha * cached for ongoing, cached in zip(_ongoing(columns), columns.cached_tokens, strict=True)
+        ]
+
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        return [
+            {"ongoing_tokens": ongoing, "cached_tokens": cached}
+            for ongoing, cached in zip(_ongoing(columns), columns.cached_tokens, strict=True)
+        ]
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
         """Answer by the three rules of the class."""
-        scores = tuple([self._score(view) for view in fleet.instances])
         if fleet.pinned is None:
             reason = Reason.LOWEST_SCORE if request.session_id is None else Reason.SESSION_PLACED
-            return Choice(lowest(fleet, scores).instance, reason, scores)
-        home = next((view for view in fleet.instances if view.instance == fleet.pinned), None)
-        if home is None:
-            return Choice(lowest(fleet, scores).instance, Reason.SESSION_INSTANCE_GONE, scores)
-        mean = sum([view.ongoing_tokens for view in fleet.instances]) / len(fleet.instances)
-        if len(scores) == 1 or home.ongoing_tokens <= self.overload_factor * mean:
-            return Choice(home.instance, Reason.SESSION_PINNED, scores)
-        others = tuple([score._replace(skipped=score.instance == home.instance) for score in scores])
-        return Choice(lowest(fleet, others).instance, Reason.SESSION_OVERLOADED, others)
+            return Pick(least(fleet, scores), reason)
+        if fleet.pinned not in columns.instance:
+            return Pick(least(fleet, scores), Reason.SESSION_INSTANCE_GONE)
+        home, ongoing = columns.instance.index(fleet.pinned), _ongoing(columns)
+        mean = sum(ongoing) / len(ongoing)
+        if len(scores) == 1 or ongoing[home] <= self.overload_factor * mean:
+            return Pick(home, Reason.SESSION_PINNED)
+        skipped = [place == home for place in range(len(scores))]
+        return Pick(least(fleet, scores, skipped), Reason.SESSION_OVERLOADED, skipped)
 
-    def _score(self, view: InstanceView) -> CandidateScore:
-        ongoing, cached = view.ongoing_tokens, view.cached_tokens
-        return CandidateScore(
-            view.instance, ongoing - self.alpha * cached, {"ongoing_tokens": ongoing, "cached_tokens": cached}
-        )
+
+def _ongoing(columns: Columns) -> list[int]:
+    """``ongoing_tokens`` of every candidate."""
+    return [
+        pending + decoding
+        for pending, decoding in zip(columns.pending_prefill_tokens, columns.decoding_tokens, strict=True)
+    ]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.baselines.shortest_queue import is_imbalanced, match_rate, queue_scores, shortest_queue
-from policies.routing.base import preferred, require
-from policies.snapshot import FleetSnapshot
-from policies.types import Choice, Reason, RequestView
+from policies.baselines.shortest_queue import ShortestQueue, is_imbalanced, matched_or_shortest
+from policies.routing.base import Pick, least, require
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class SglangCacheAware:
+class SglangCacheAware(ShortestQueue):
     """Longest match, shortest queue; of several holders the last one, not the least busy one.
 
     1. Queues are uneven (``max - min > balance_abs_threshold`` and ``max > balance_rel_threshold x min``, in requests
@@ -39,11 +40,10 @@ class SglangCacheAware:
         require(self.balance_abs_threshold >= 0, "sglang_cache_aware: balance_abs_threshold must not be negative")
         require(self.balance_rel_threshold >= 1, "sglang_cache_aware: balance_rel_threshold must be at least 1")
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        scores = queue_scores(request, fleet)
-        if is_imbalanced(fleet, self.balance_abs_threshold, self.balance_rel_threshold):
-            return shortest_queue(fleet, scores)
-        holder = preferred(fleet, lambda view: (-view.cached_tokens, view.instance != fleet.pinned))
-        if match_rate(holder, request) > self.cache_threshold:
-            return Choice(holder.instance, Reason.AFFINITY, scores)
-        return shortest_queue(fleet, scores)
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        if is_imbalanced(columns.requests, self.balance_abs_threshold, self.balance_rel_threshold):
+            return Pick(least(fleet, columns.requests), Reason.LEAST_LOADED)
+        names = columns.instance
+        return matched_or_shortest(
+            request, fleet, columns, self.cache_threshold, lambda place: names[place] != fleet.pinned
+        )

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
-from policies.routing.base import lowest
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from policies.routing.base import ColumnPolicy, Pick, least, longest_cached
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
-def is_imbalanced(fleet: FleetSnapshot, abs_threshold: int, rel_threshold: float) -> bool:
+def is_imbalanced(loads: Sequence[int], abs_threshold: int, rel_threshold: float) -> bool:
     """True if ``max - min > abs_threshold`` and ``max > rel_threshold x min``, in requests in flight."""
-    loads = [view.requests for view in fleet.instances]
-    most, least = max(loads), min(loads)
-    return most - least > abs_threshold and most > rel_threshold * least
+    most, fewest = max(loads), min(loads)
+    return most - fewest > abs_threshold and most > rel_threshold * fewest
 
 
-def match_rate(view: InstanceView, request: RequestView) -> float:
-    """Share of the prompt that is cached on an instance, 0..1; 0 for an empty prompt."""
-    return view.cached_tokens / request.prompt_tokens if request.prompt_tokens else 0.0
+def queue_inputs(request: RequestView, columns: Columns) -> list[dict[str, float]]:
+    """Requests in flight, and share of the prompt that is cached (0 for an empty prompt), of every candidate."""
+    prompt = request.prompt_tokens
+    return [
+        {"requests": requests, "match_rate": cached / prompt if prompt else 0.0}
+        for requests, cached in zip(columns.requests, columns.cached_tokens, strict=True)
+    ]
 
 
-def queue_scores(request: RequestView, fleet: FleetSnapshot) -> tuple[CandidateScore, ...]:
-    """Every candidate scored by its requests in flight."""
-    return tuple(
-        [
-            CandidateScore(
-                view.instance,
-                float(view.requests),
-                {"requests": view.requests, "match_rate": match_rate(view, request)},
-            )
-            for view in fleet.instances
-        ]
-    )
+class ShortestQueue(ColumnPolicy):
+    """Every candidate is scored by its requests in flight."""
+
+    __slots__ = ()
+
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        return [float(requests) for requests in columns.requests]
+
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        return queue_inputs(request, columns)
 
 
-def shortest_queue(fleet: FleetSnapshot, scores: tuple[CandidateScore, ...]) -> Choice:
-    """The candidate with the fewest requests in flight."""
-    return Choice(lowest(fleet, scores).instance, Reason.LEAST_LOADED, scores)
+def matched_or_shortest(
+    request: RequestView, fleet: FleetSnapshot, columns: Columns, cache_threshold: float, then: Callable[[int], Any]
+) -> Pick:
+    """The longest match if its share of the prompt exceeds ``cache_threshold``, of equals the lowest ``then``.
+
+    Else the fewest requests in flight.
+    """
+    cached, prompt = columns.cached_tokens, request.prompt_tokens
+    if prompt and max(cached) / prompt > cache_threshold:
+        return Pick(longest_cached(fleet, columns, then), Reason.AFFINITY)
+    return Pick(least(fleet, columns.requests), Reason.LEAST_LOADED)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.costs.formulas import PrefillModel
-from policies.routing.base import lowest, preferred, require
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, Reason, RequestView
+from policies.routing.base import ColumnPolicy, Pick, choice_of, least, longest_cached, require
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Choice, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class Smetric:
+class Smetric(ColumnPolicy):
     """Cache affinity within the TTFT objective, else load balancing.
 
     ``load(i) = queued(i) + c_lin x n + c_attn x n x (L - n / 2)`` seconds of prefill, for ``n`` new of ``L`` prompt
@@ -44,26 +45,45 @@ class Smetric:
         require(self.ttft_slo_s >= 0, "smetric: ttft_slo_s must not be negative")
         require(self.ttft_slo_s_per_1k_tokens >= 0, "smetric: ttft_slo_s_per_1k_tokens must not be negative")
 
+    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Pick:
+        queued, own = _times(request, fleet, columns)
+        loads = [queued_s + own_s for queued_s, own_s in zip(queued, own, strict=True)]
+        return self._placed(request, fleet, columns, loads)
+
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        model = fleet.costs.prefill if fleet.costs else PrefillModel()
-        loads: dict[str, float] = {}
-        scores = []
-        for view in fleet.instances:
-            queued_s = model.queue_s(view.pending_prefill_tokens, view.prefilling)
-            own_s = model.predict(request.prompt_tokens - view.cached_tokens, view.cached_tokens).seconds
-            loads[view.instance] = queued_s + own_s
-            scores.append(
-                CandidateScore(
-                    view.instance,
-                    (queued_s + own_s) * view.requests,
-                    {"queued_s": queued_s, "own_s": own_s, "requests": view.requests, "cached": view.cached_tokens},
-                )
+        columns = Columns.of(fleet.instances)
+        queued, own = _times(request, fleet, columns)
+        loads = [queued_s + own_s for queued_s, own_s in zip(queued, own, strict=True)]
+        inputs = [
+            {"queued_s": queued_s, "own_s": own_s, "requests": requests, "cached": cached}
+            for queued_s, own_s, requests, cached in zip(
+                queued, own, columns.requests, columns.cached_tokens, strict=True
             )
+        ]
+        placed = self._placed(request, fleet, columns, loads)
+        return choice_of(columns, placed, _balanced(columns, loads), inputs)
+
+    def _placed(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, loads: Sequence[float]) -> Pick:
         is_first_turn = request.session_id is not None and fleet.pinned is None
-        if not is_first_turn:
-            holder = preferred(fleet, lambda view: (-view.cached_tokens, loads[view.instance]))
-            objective_s = self.slack * (self.ttft_slo_s + self.ttft_slo_s_per_1k_tokens * request.prompt_tokens / 1_000)
-            sticks = holder.cached_tokens > self.hit_ratio * request.prompt_tokens
-            if sticks and (loads[holder.instance] <= objective_s or min(loads.values()) > objective_s):
-                return Choice(holder.instance, Reason.AFFINITY, tuple(scores))
-        return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, tuple(scores))
+        cached, prompt = columns.cached_tokens, request.prompt_tokens
+        if not is_first_turn and max(cached) > self.hit_ratio * prompt:
+            holder = longest_cached(fleet, columns, loads.__getitem__)
+            objective_s = self.slack * (self.ttft_slo_s + self.ttft_slo_s_per_1k_tokens * prompt / 1_000)
+            if loads[holder] <= objective_s or min(loads) > objective_s:
+                return Pick(holder, Reason.AFFINITY)
+        return Pick(least(fleet, _balanced(columns, loads)), Reason.LOWEST_SCORE)
+
+
+def _balanced(columns: Columns, loads: Sequence[float]) -> list[float]:
+    return [load * requests for load, requests in zip(loads, columns.requests, strict=True)]
+
+
+def _times(request: RequestView, fleet: FleetSnapshot, columns: Columns) -> tuple[Sequence[float], Sequence[float]]:
+    """Seconds queued, and seconds of this prefill, by candidate."""
+    model = fleet.costs.prefill if fleet.costs else PrefillModel()
+    prompt = request.prompt_tokens
+    # By cached tokens, which are mostly equal across instances.
+    owns = {cached: model.seconds(prompt - cached, cached) for cached in set(columns.cached_tokens)}
+    return model.queues_s(columns.pending_prefill_tokens, columns.prefilling), [
+        owns[cached] for cached in columns.cached_tokens
+    ]

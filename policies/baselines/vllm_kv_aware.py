@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.routing.base import lowest
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, Reason, RequestView
+from policies.routing.base import ColumnPolicy, Pick, least
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class VllmKvAware:
+class VllmKvAware(ColumnPolicy):
     """``cost = (active_prefill + new) x (requests + 1)``, lowest wins; ties by fewer requests.
 
     Source: vllm-project/router 0.1.17 (PyPI sdist, 2026-11-04), ``src/policies/kv_aware.rs``, ``MultiplicativeScorer``
@@ -25,21 +26,22 @@ class VllmKvAware:
 
     name: ClassVar[str] = "vllm_kv_aware"
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        scores = tuple(
-            [
-                CandidateScore(
-                    view.instance,
-                    float(
-                        (view.pending_prefill_tokens + request.prompt_tokens - view.cached_tokens) * (view.requests + 1)
-                    ),
-                    {
-                        "pending_prefill_tokens": view.pending_prefill_tokens,
-                        "new_tokens": request.prompt_tokens - view.cached_tokens,
-                        "requests": view.requests,
-                    },
-                )
-                for view in fleet.instances
-            ]
-        )
-        return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, scores)
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        prompt = request.prompt_tokens
+        return [
+            float((pending + prompt - cached) * (requests + 1))
+            for pending, cached, requests in zip(*self._terms(columns), strict=True)
+        ]
+
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        return [
+            {"pending_prefill_tokens": pending, "new_tokens": request.prompt_tokens - cached, "requests": requests}
+            for pending, cached, requests in zip(*self._terms(columns), strict=True)
+        ]
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
+
+    @staticmethod
+    def _terms(columns: Columns) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+        return columns.pending_prefill_tokens, columns.cached_tokens, columns.requests

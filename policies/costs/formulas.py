@@ -6,9 +6,9 @@ live proxy, an explanation and a simulation compute the same costs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp, log, log2
+from math import exp, log
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -82,11 +82,16 @@ def pair_transport(prefill: InstanceView, decode: InstanceView) -> Transport:
 
     Everything else counts as TCP, the slowest; the actual speed is learned from the transfers themselves.
     """
-    if prefill.transport is None or prefill.transport is not decode.transport:
-        return Transport.TCP
-    if prefill.transport is Transport.NVLINK and prefill.host != decode.host:
-        return Transport.TCP
-    return prefill.transport
+    transport = decode.transport
+    return transport if transport is not None and shares_transport(prefill, decode) else Transport.TCP
+
+
+def shares_transport(prefill: InstanceView, decode: InstanceView) -> bool:
+    """True if KV goes by the transport that both instances are proven to have."""
+    transport = decode.transport
+    if transport is None or prefill.transport is not transport:
+        return False
+    return transport is not Transport.NVLINK or prefill.host == decode.host
 
 
 class TimeEstimate(NamedTuple):
@@ -136,6 +141,10 @@ class TransferModel:
         estimate = self._estimate(job, now_s)
         return TimeEstimate(transfer_formula(job) * exp(estimate.log_ratio), estimate.sigma)
 
+    def curve(self, job: TransferJob, now_s: float, z: float) -> TransferCurve:
+        """``predict`` for any number of streams, and its upper bound at ``z`` standard deviations."""
+        return TransferCurve(job, self._estimate(job, now_s), z)
+
     def observe(self, job: TransferJob, seconds: float, now_s: float) -> TransferModel:
         """Return the model after one successful transfer of ``seconds``."""
         expected_s = transfer_formula(job)
@@ -174,6 +183,10 @@ class TransferModel:
         """Share of hand-offs over this pair that failed, 0..1, exponentially weighted."""
         return self._failure_rates.get(pair, self.prior_failure_rate)
 
+    def observed(self, pair: Pair) -> bool:
+        """True if a transfer of the pair was observed; else its times are those of its transport."""
+        return pair in self._pairs
+
     def observations(self) -> dict[Pair, LearnedRatio]:
         """Learned correction per pair, for display."""
         return dict(self._pairs)
@@ -196,12 +209,38 @@ class TransferModel:
 
 def transfer_formula(job: TransferJob) -> float:
     """Seconds from the published constants alone."""
+    formula, moving_s = _unloaded(job)
+    return _loaded(formula, moving_s, job.streams, 1 + formula.crowd * job.others)
+
+
+def _unloaded(job: TransferJob) -> tuple[TransferFormula, float]:
+    """The formula, and the seconds that the bytes alone take."""
     formula, regime = TRANSFER_FORMULAS[job.transport], _regime(job)
-    moving_s = job.size_bytes / formula.bytes_per_s
     if regime:
-        moving_s = _between(REGIMES[job.transport], regime, job.size_bytes)[0]
-    moving_s *= (1 + formula.slowdown * job.streams) * (1 + formula.crowd * job.others)
-    return formula.setup_s + formula.stream_setup_s * job.streams + moving_s
+        return formula, _between(REGIMES[job.transport], regime, job.size_bytes)[0]
+    return formula, job.size_bytes / formula.bytes_per_s
+
+
+def _loaded(formula: TransferFormula, moving_s: float, streams: int, crowding: float) -> float:
+    moving_s *= (1 + formula.slowdown * streams) * crowding
+    return formula.setup_s + formula.stream_setup_s * streams + moving_s
+
+
+class TransferCurve:
+    """Estimated time of one transfer by the streams on its busier side."""
+
+    __slots__ = ("_crowding", "_factor", "_formula", "_moving_s", "_upper")
+
+    def __init__(self, job: TransferJob, estimate: LearnedRatio, z: float) -> None:
+        self._formula, self._moving_s = _unloaded(job)
+        self._crowding = 1 + self._formula.crowd * job.others
+        self._factor = exp(estimate.log_ratio)
+        self._upper = exp(estimate.sigma * z)
+
+    def at(self, streams: int) -> tuple[float, float]:
+        """Seconds, and their upper bound at ``z`` standard deviations."""
+        seconds = _loaded(self._formula, self._moving_s, streams, self._crowding) * self._factor
+        return seconds, seconds * self._upper
 
 
 def _regime(job: TransferJob) -> int:
@@ -254,11 +293,32 @@ class PrefillModel:
             return self.fixed_s
         return self._formula(new_tokens, cached_tokens) * exp(self._nearest(_bucket(new_tokens)).log_ratio)
 
+    def factors(self, new_tokens: Iterable[float]) -> list[float]:
+        """Learned factor of the formula for prefills of several sizes, each as in ``seconds``."""
+        by_bucket: dict[int, float] = {}
+        factors = []
+        for each in new_tokens:
+            bits = int(each).bit_length()
+            factor = by_bucket.get(bits)
+            if factor is None:
+                factor = by_bucket[bits] = exp(self._nearest(_bucket(each)).log_ratio)
+            factors.append(factor)
+        return factors
+
     def queue_s(self, pending_tokens: float, requests: int) -> float:
         """Seconds to finish the pending tokens: ``requests`` prefills of equal length, the first of them half done."""
         if pending_tokens <= 0 or requests <= 0:
             return 0.0
         return self.predict(pending_tokens / requests).seconds * (requests - 0.5)
+
+    def queues_s(self, pending_tokens: Sequence[int], requests: Sequence[int]) -> list[float]:
+        """``queue_s`` of several instances."""
+        fixed_s, linear, squared = self.fixed_s, self.s_per_token, self.s_per_token_squared
+        news = [pending / each if each > 0 else 0.0 for pending, each in zip(pending_tokens, requests, strict=True)]
+        return [
+            (fixed_s + linear * new + squared * (new * (0.0 + new / 2))) * factor * (each - 0.5) if new > 0 else 0.0
+            for new, each, factor in zip(news, requests, self.factors(news), strict=True)
+        ]
 
     def observe(self, new_tokens: float, cached_tokens: float, queue_s: float, seconds: float) -> PrefillModel:
         """Return the model after a first token that took ``seconds``, with ``queue_s`` of them expected as queueing."""
@@ -297,7 +357,8 @@ class PrefillModel:
 
 
 def _bucket(tokens: float) -> int:
-    return int(log2(max(1.0, tokens)))
+    """Whole part of log2, 0 below 2."""
+    return max(1, int(tokens)).bit_length() - 1
 
 
 class Costs(NamedTuple):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import ClassVar, Protocol
 
-from policies.snapshot import FleetSnapshot
+from policies.snapshot import Columns, FleetSnapshot
 from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView, Role
 
 
@@ -30,40 +31,58 @@ def has_room(decode: InstanceView, request: RequestView) -> bool:
 
 def best_prefill(request: RequestView, decode: InstanceView, fleet: FleetSnapshot) -> InstanceView | None:
     """P with the least ``pending_prefill + new tokens``; never D, and only sending roles and unbroken pairs."""
-    candidates = [
-        view
-        for view in fleet.prefill_instances or fleet.instances
-        if may_send(view, decode) and (view.instance, decode.instance) not in fleet.broken_pairs
+    views = fleet.prefill_instances or fleet.instances
+    columns = Columns.of(views)
+    prompt = request.prompt_tokens
+    ranks = [
+        (pending + prompt - cached, requests, recent, name, place)
+        for place, (pending, cached, requests, recent, name, sends) in enumerate(
+            zip(
+                columns.pending_prefill_tokens,
+                columns.cached_tokens,
+                columns.requests,
+                columns.recent_tokens,
+                columns.instance,
+                senders(columns, decode, fleet.broken_pairs),
+                strict=True,
+            )
+        )
+        if sends
     ]
-    return min(
-        candidates,
-        key=lambda view: (
-            view.pending_prefill_tokens + request.prompt_tokens - view.cached_tokens,
-            view.requests,
-            view.recent_tokens,
-            view.instance,
-        ),
-        default=None,
-    )
+    return views[min(ranks)[4]] if ranks else None
+
+
+def senders(columns: Columns, decode: InstanceView, broken_pairs: Set[tuple[str, str]]) -> list[bool]:
+    """Which candidates may prefill for D: ``may_send``, over a pair whose breaker is closed."""
+    target, connector, both, producer = decode.instance, decode.connector, Role.KV_BOTH, Role.KV_PRODUCER
+    allowed = [
+        (role is both or role is producer) and its is connector and name != target
+        for role, its, name in zip(columns.role, columns.connector, columns.instance, strict=True)
+    ]
+    if broken_pairs:
+        return [
+            sends and (name, target) not in broken_pairs for sends, name in zip(allowed, columns.instance, strict=True)
+        ]
+    return allowed
 
 
 def no_prefill_reason(decode: InstanceView, fleet: FleetSnapshot) -> OffloadReason:
     """Reason why no P can be chosen: all pairs' breakers are open, or there is no candidate."""
-    senders = [view for view in fleet.prefill_instances or fleet.instances if may_send(view, decode)]
-    if senders and all((view.instance, decode.instance) in fleet.broken_pairs for view in senders):
+    sending = [view for view in fleet.prefill_instances or fleet.instances if may_send(view, decode)]
+    if sending and all((view.instance, decode.instance) in fleet.broken_pairs for view in sending):
         return OffloadReason.PAIR_BROKEN
     return OffloadReason.NO_PREFILL_CANDIDATE
 
 
 def may_receive(decode: InstanceView) -> bool:
     """True if D's role lets it pull KV."""
-    return decode.role in {Role.KV_BOTH, Role.KV_CONSUMER}
+    return decode.role is Role.KV_BOTH or decode.role is Role.KV_CONSUMER
 
 
 def may_send(view: InstanceView, decode: InstanceView) -> bool:
     """True if the instance can prefill for D: a different one, in a sending role, with the same connector."""
     return (
         view.instance != decode.instance
-        and view.role in {Role.KV_BOTH, Role.KV_PRODUCER}
+        and (view.role is Role.KV_BOTH or view.role is Role.KV_PRODUCER)
         and view.connector is decode.connector
     )

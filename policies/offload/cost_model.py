@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from policies.costs.book import KV_BYTES_PER_TOKEN, transfer_job
-from policies.costs.formulas import Costs, TimeEstimate
-from policies.offload.base import has_room, may_receive, may_send, no_prefill_reason
-from policies.snapshot import FleetSnapshot
+from policies.costs.formulas import Costs, TransferCurve, shares_transport
+from policies.offload.base import has_room, may_receive, no_prefill_reason, senders
+from policies.snapshot import Columns, FleetSnapshot
 from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
 
@@ -16,6 +17,8 @@ class _Priced(NamedTuple):
     """One candidate P and the effect of prefilling there, in seconds."""
 
     view: InstanceView
+    net_s: float
+    """All of the following but ``doubt_s``."""
     own_s: float
     """The request's own time to first token: co-located minus offloaded."""
     streams_s: float
@@ -25,12 +28,12 @@ class _Priced(NamedTuple):
     risk_s: float
     doubt_s: float
     """Margin by which the transfer may exceed its estimate."""
-    prefill: TimeEstimate
-    transfer: TimeEstimate
+    prefill_s: float
+    transfer_s: float
 
-    @property
-    def net_s(self) -> float:
-        return self.own_s + self.streams_s - self.others_s - self.risk_s
+
+_Terms = tuple[float, float, float, float, float, float, float, float]
+"""The fields of ``_Priced`` after its view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,88 +94,138 @@ class CostModel:
         if not decode.kv_capacity_tokens or not has_room(decode, request):
             # A pool of unknown size may be too small; co-located always works.
             return OffloadPlan(None, OffloadReason.NO_ROOM_ON_D, inputs)
-        senders = [view for view in fleet.prefill_instances or fleet.instances if may_send(view, decode)]
-        usable = [view for view in senders if (view.instance, decode.instance) not in fleet.broken_pairs]
-        usable = [view for view in usable if has_room(view, request)]
+        views = fleet.prefill_instances or fleet.instances
+        columns = Columns.of(views)
+        sends = senders(columns, decode, fleet.broken_pairs)
+        usable = [
+            place for place, (view, may) in enumerate(zip(views, sends, strict=True)) if may and has_room(view, request)
+        ]
         if not usable:
             return OffloadPlan(None, no_prefill_reason(decode, fleet), inputs)
-        costs = fleet.costs or Costs()
-        waiting = sum(view.prefilling for view in fleet.instances) / len(fleet.instances)
-        alone = costs.prefill.predict(new_tokens, decode.cached_tokens)
-        queue_s = costs.prefill.queue_s(decode.pending_prefill_tokens, decode.prefilling)
-        prefills: dict[int, TimeEstimate] = {}
-        priced = [
-            self._price(request, decode, view, fleet, costs, alone, queue_s, waiting, prefills) for view in usable
-        ]
-        best = max(
-            priced,
-            key=lambda each: (
-                self._verdict(each, alone.seconds)[0] is not None,
-                each.net_s - each.doubt_s,
-                -each.view.requests,
-                each.view.instance,
-            ),
-        )
+        pricing = _Pricing(request, decode, fleet, self.kv_bytes_per_token)
+        alone, queue_s = pricing.alone, pricing.queue_s
+        best: _Priced | None = None
+        best_rank: tuple[bool, float] = (False, 0.0)
+        for place, priced in zip(usable, self._prices(pricing, views, usable), strict=True):
+            rank = (self._verdict(priced, alone.seconds) is OffloadReason.CHOSEN, priced[0] - priced[5])
+            if best is not None and (rank < best_rank or (rank == best_rank and _goes_after(views[place], best.view))):
+                continue
+            best, best_rank = _Priced(views[place], *priced), rank
+        assert best is not None
         inputs |= {
             "colocated_s": queue_s + alone.seconds,
-            "prefill_s": best.prefill.seconds,
-            "transfer_s": best.transfer.seconds,
+            "prefill_s": best.prefill_s,
+            "transfer_s": best.transfer_s,
             "own_gain_s": best.own_s,
             "streams_gain_s": best.streams_s,
             "others_cost_s": best.others_s,
             "risk_s": best.risk_s,
             "doubt_s": best.doubt_s,
         }
-        return OffloadPlan(*self._verdict(best, alone.seconds), inputs)
+        verdict = self._verdict(best[1:], alone.seconds)
+        return OffloadPlan(best.view.instance if verdict is OffloadReason.CHOSEN else None, verdict, inputs)
 
     def saving_s(
         self, request: RequestView, decode: InstanceView, prefill: InstanceView, fleet: FleetSnapshot
     ) -> float:
         """Seconds of all requests' waiting that prefilling on ``prefill`` is estimated to save; negative: it costs."""
-        costs = fleet.costs or Costs()
-        waiting = sum(view.prefilling for view in fleet.instances) / len(fleet.instances)
-        alone = costs.prefill.predict(request.prompt_tokens - decode.cached_tokens, decode.cached_tokens)
-        queue_s = costs.prefill.queue_s(decode.pending_prefill_tokens, decode.prefilling)
-        return self._price(request, decode, prefill, fleet, costs, alone, queue_s, waiting, {}).net_s
+        pricing = _Pricing(request, decode, fleet, self.kv_bytes_per_token)
+        return self._prices(pricing, (prefill,), (0,))[0][0]
 
-    def _verdict(self, best: _Priced, alone_s: float) -> tuple[str | None, OffloadReason]:
-        least_s = self.min_gain * alone_s
-        if best.net_s <= least_s or best.own_s < -self.max_own_loss * alone_s:
-            return None, OffloadReason.DOES_NOT_PAY
-        if best.net_s - best.doubt_s <= least_s:
-            return None, OffloadReason.UNSURE
-        return best.view.instance, OffloadReason.CHOSEN
+    def _verdict(self, priced: _Terms, alone_s: float) -> OffloadReason:
+        net_s, own_s, least_s = priced[0], priced[1], self.min_gain * alone_s
+        if net_s <= least_s or own_s < -self.max_own_loss * alone_s:
+            return OffloadReason.DOES_NOT_PAY
+        if net_s - priced[5] <= least_s:
+            return OffloadReason.UNSURE
+        return OffloadReason.CHOSEN
 
-    def _price(
-        self,
-        request: RequestView,
-        decode: InstanceView,
-        prefill: InstanceView,
-        fleet: FleetSnapshot,
-        costs: Costs,
-        alone: TimeEstimate,
-        queue_s: float,
-        waiting: float,
-        prefills: dict[int, TimeEstimate],
-    ) -> _Priced:
-        """``prefills``: estimates made so far by cached tokens, which are mostly equal across instances."""
-        job = transfer_job(request, prefill, decode, fleet.offloads_in_flight, self.kv_bytes_per_token)
-        transfer = costs.transfer.predict(job, costs.now_s)
-        cached = prefill.cached_tokens
-        there = prefills.get(cached)
-        if there is None:
-            there = prefills[cached] = costs.prefill.predict(request.prompt_tokens - cached, cached)
-        queue_there_s = costs.prefill.queue_s(prefill.pending_prefill_tokens, prefill.prefilling)
-        # D gives every step's budget to the prefills it has, so a pulled request waits for those as well.
-        offloaded_s = max(queue_there_s + there.seconds + transfer.seconds, queue_s)
-        stalled_s = decode.decode_streams * alone.seconds - prefill.decode_streams * there.seconds
-        return _Priced(
-            prefill,
-            queue_s + alone.seconds - offloaded_s,
-            self.stall_share * stalled_s,
-            waiting * max(0.0, there.seconds - alone.seconds),
-            costs.transfer.failure_rate(job.pair) * offloaded_s,
-            transfer.upper(self.sigmas) - transfer.seconds,
-            there,
-            transfer,
+    def _prices(self, pricing: _Pricing, views: Sequence[InstanceView], places: Sequence[int]) -> list[_Terms]:
+        """Prices of the candidates at these places of ``views``. A loop with few calls: it runs for each of them."""
+        columns, stall, sigmas = Columns.of(views), self.stall_share, self.sigmas
+        model = pricing.costs.prefill
+        queues_s = model.queues_s(columns.pending_prefill_tokens, columns.prefilling)
+        alone_s, queue_s, waiting, prompt = (
+            pricing.alone.seconds,
+            pricing.queue_s,
+            pricing.waiting,
+            pricing.prompt_tokens,
         )
+        spared_s, target, failure_rate = pricing.streams * alone_s, pricing.decode.instance, pricing.failure_rate
+        prefills: dict[int, float] = {}
+        """By the tokens cached on P."""
+        terms = []
+        for place in places:
+            cached, streams = columns.cached_tokens[place], columns.requests[place] - columns.prefilling[place]
+            there_s = prefills.get(cached)
+            if there_s is None:
+                there_s = prefills[cached] = model.seconds(prompt - cached, cached)
+            pair = (columns.instance[place], target)
+            transfer_s, upper_s = pricing.transfer(views[place], pair, streams, sigmas)
+            # D gives every step's budget to the prefills it has, so a pulled request waits for those as well.
+            offloaded_s = max(queues_s[place] + there_s + transfer_s, queue_s)
+            own_s = queue_s + alone_s - offloaded_s
+            streams_s = stall * (spared_s - streams * there_s)
+            others_s = waiting * max(0.0, there_s - alone_s)
+            risk_s = failure_rate(pair) * offloaded_s
+            net_s = own_s + streams_s - others_s - risk_s
+            terms.append((net_s, own_s, streams_s, others_s, risk_s, upper_s - transfer_s, there_s, transfer_s))
+        return terms
+
+
+def _goes_after(view: InstanceView, best: InstanceView) -> bool:
+    """True if of two equal candidates the second is taken: fewer requests, then the later name."""
+    return (-view.requests, view.instance) < (-best.requests, best.instance)
+
+
+class _Pricing:
+    """What the prices of all candidates for one request have in common, and estimates that several of them share."""
+
+    __slots__ = (
+        "_bytes_per_token",
+        "_curves",
+        "_others",
+        "_request",
+        "alone",
+        "costs",
+        "decode",
+        "failure_rate",
+        "prompt_tokens",
+        "queue_s",
+        "streams",
+        "waiting",
+    )
+
+    def __init__(
+        self, request: RequestView, decode: InstanceView, fleet: FleetSnapshot, bytes_per_token: float
+    ) -> None:
+        costs = self.costs = fleet.costs or Costs()
+        self._request = request
+        self._others = fleet.offloads_in_flight
+        self._bytes_per_token = bytes_per_token
+        self._curves: list[TransferCurve | None] = [None, None]
+        """Of pairs without observations, by the sharing of a transport."""
+        self.decode = decode
+        self.prompt_tokens = request.prompt_tokens
+        self.streams = decode.decode_streams
+        self.waiting = sum([view.prefilling for view in fleet.instances]) / len(fleet.instances)
+        self.alone = costs.prefill.predict(request.prompt_tokens - decode.cached_tokens, decode.cached_tokens)
+        self.queue_s = costs.prefill.queue_s(decode.pending_prefill_tokens, decode.prefilling)
+        self.failure_rate = costs.transfer.failure_rate
+
+    def transfer(
+        self, prefill: InstanceView, pair: tuple[str, str], streams: int, sigmas: float
+    ) -> tuple[float, float]:
+        """Seconds of the transfer from a P with this many streams, and their upper bound.
+
+        All pairs without observations that share a transport, or share none, have one curve.
+        """
+        model, decode = self.costs.transfer, self.decode
+        learned, shares = model.observed(pair), shares_transport(prefill, decode)
+        curve = None if learned else self._curves[shares]
+        if curve is None:
+            job = transfer_job(self._request, prefill, decode, self._others, self._bytes_per_token)
+            curve = model.curve(job, self.costs.now_s, sigmas)
+            if not learned:
+                self._curves[shares] = curve
+        return curve.at(max(streams, self.streams))

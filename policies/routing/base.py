@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, InstanceView, RequestView
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
 
 
 class RoutingPolicy(Protocol):
@@ -17,6 +18,85 @@ class RoutingPolicy(Protocol):
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         """Choose an instance for one request; a pure function of its arguments. ``fleet.instances`` is never empty."""
         ...
+
+
+class Pick(NamedTuple):
+    """A choice without the candidates' scores."""
+
+    place: int
+    """Position in ``fleet.instances``."""
+    reason: Reason
+    skipped: Sequence[bool] | None = None
+    """By candidate: a rule excludes it although its score may be lowest; None: no candidate is excluded."""
+
+
+class ColumnPolicy:
+    """A policy in two parts: the pick, which shadows take alone, and the inputs of the scores, for those who read them.
+
+    Both work on columns, which all policies that decide on one snapshot share.
+    """
+
+    __slots__ = ()
+
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        """Score of every candidate, lower is better."""
+        raise NotImplementedError
+
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        """Inputs of every candidate's score."""
+        raise NotImplementedError
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        """The choice, given the scores."""
+        raise NotImplementedError
+
+    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Pick:
+        """The same choice as that of ``choose``."""
+        return self.pick(request, fleet, columns, self.scores(request, fleet, columns))
+
+    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
+        """Choose an instance for one request, with all scores and their inputs."""
+        columns = Columns.of(fleet.instances)
+        scores = self.scores(request, fleet, columns)
+        picked = self.pick(request, fleet, columns, scores)
+        return choice_of(columns, picked, scores, self.inputs(request, fleet, columns))
+
+
+def choice_of(columns: Columns, picked: Pick, scores: Sequence[float], inputs: Iterable[dict[str, float]]) -> Choice:
+    """The choice with all candidates' scores."""
+    place, reason, skipped = picked
+    new = tuple.__new__  # a third of the time of the class's own call
+    excluded = repeat(False) if skipped is None else skipped
+    rows = zip(columns.instance, scores, inputs, excluded, repeat(None))
+    return Choice(columns.instance[place], reason, tuple([new(CandidateScore, row) for row in rows]))
+
+
+def least(fleet: FleetSnapshot, ranks: Sequence[Any], skipped: Sequence[bool] | None = None) -> int:
+    """Position of the lowest rank that is not skipped; ties by ``tie_break``. Ranks are in fleet order."""
+    if skipped is not None:
+        kept = [place for place, skips in enumerate(skipped) if not skips]
+        return kept[least_of(fleet, [ranks[place] for place in kept], kept)]
+    return least_of(fleet, ranks, range(len(ranks)))
+
+
+def longest_cached(fleet: FleetSnapshot, columns: Columns, then: Callable[[int], Any]) -> int:
+    """Position of the longest cached prefix; of equals the lowest ``then`` of its position, then ``tie_break``."""
+    cached = columns.cached_tokens
+    most = max(cached)
+    if cached.count(most) < 2:
+        return cached.index(most)
+    tied = [place for place, each in enumerate(cached) if each == most]
+    return tied[least_of(fleet, [then(place) for place in tied], tied)]
+
+
+def least_of(fleet: FleetSnapshot, ranks: Sequence[Any], places: Sequence[int]) -> int:
+    """Index of the lowest rank among those of the candidates at ``places``; ties by ``tie_break``."""
+    best = min(ranks)
+    first = ranks.index(best)
+    if ranks.count(best) < 2:  # skip the rule when there is no tie
+        return first
+    tied = [at for at, rank in enumerate(ranks) if rank == best]
+    return min(tied, key=lambda at: tie_break(fleet, places[at]))
 
 
 def tie_break(fleet: FleetSnapshot, position: int) -> tuple[int, float, int]:
@@ -58,6 +138,12 @@ def is_overloaded(view: InstanceView, fleet: FleetSnapshot, factor: float, floor
         return False
     mean = sum(other.pending_prefill_tokens for other in fleet.instances) / len(fleet.instances)
     return view.pending_prefill_tokens > factor * mean
+
+
+def exceeds_mean(place: int, columns: Columns, factor: float, floor_tokens: int) -> bool:
+    """``is_overloaded`` of the candidate at ``place``."""
+    pending = columns.pending_prefill_tokens
+    return pending[place] > floor_tokens and pending[place] > factor * (sum(pending) / len(pending))
 
 
 def require(condition: bool, message: str) -> None:

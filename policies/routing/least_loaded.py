@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.routing.base import lowest, require
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, Reason, RequestView
+from policies.routing.base import ColumnPolicy, Pick, least, require
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class LeastLoaded:
+class LeastLoaded(ColumnPolicy):
     """``pending_prefill_tokens + decode_weight x decoding_tokens + recent_weight x recent_tokens``, lowest wins.
 
     The recent term spreads work even when nothing is in flight, which with agent pacing is most of the time.
@@ -26,19 +27,22 @@ class LeastLoaded:
     def __post_init__(self) -> None:
         require(self.decode_weight >= 0 and self.recent_weight >= 0, "least_loaded: weights must not be negative")
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        scores = tuple(
-            CandidateScore(
-                view.instance,
-                view.pending_prefill_tokens
-                + self.decode_weight * view.decoding_tokens
-                + self.recent_weight * view.recent_tokens,
-                {
-                    "pending_prefill_tokens": view.pending_prefill_tokens,
-                    "decoding_tokens": view.decoding_tokens,
-                    "recent_tokens": view.recent_tokens,
-                },
-            )
-            for view in fleet.instances
-        )
-        return Choice(lowest(fleet, scores).instance, Reason.LEAST_LOADED, scores)
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        decode_weight, recent_weight = self.decode_weight, self.recent_weight
+        return [
+            pending + decode_weight * decoding + recent_weight * recent
+            for pending, decoding, recent in zip(*self._terms(columns), strict=True)
+        ]
+
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        return [
+            {"pending_prefill_tokens": pending, "decoding_tokens": decoding, "recent_tokens": recent}
+            for pending, decoding, recent in zip(*self._terms(columns), strict=True)
+        ]
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        return Pick(least(fleet, scores), Reason.LEAST_LOADED)
+
+    @staticmethod
+    def _terms(columns: Columns) -> tuple[Sequence[int], Sequence[int], Sequence[float]]:
+        return columns.pending_prefill_tokens, columns.decoding_tokens, columns.recent_tokens

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.routing.base import lowest, require
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, Reason, RequestView
+from policies.routing.base import ColumnPolicy, Pick, least, require
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(ColumnPolicy):
     """``score = ongoing_tokens + recent_weight x recent_tokens - alpha x cached_tokens``, lowest wins.
 
     ``ongoing_tokens`` is queued prefill plus context being decoded. Source: the co-located baseline of the agentic-kvc
@@ -27,15 +28,22 @@ class Linear:
         require(self.alpha >= 0, "linear: alpha must not be negative")
         require(self.recent_weight >= 0, "linear: recent_weight must not be negative")
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        # One loop without a call per instance: it runs for every instance of every request.
-        alpha, weight, new = self.alpha, self.recent_weight, tuple.__new__
-        scored = []
-        for view in fleet.instances:
-            ongoing = view.pending_prefill_tokens + view.decoding_tokens
-            recent, cached = view.recent_tokens, view.cached_tokens
-            inputs = {"ongoing_tokens": ongoing, "recent_tokens": recent, "cached_tokens": cached}
-            score = ongoing + weight * recent - alpha * cached
-            scored.append(new(CandidateScore, (view.instance, score, inputs, False, None)))
-        scores = tuple(scored)
-        return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, scores)
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        alpha, weight = self.alpha, self.recent_weight
+        return [
+            pending + decoding + weight * recent - alpha * cached
+            for pending, decoding, recent, cached in zip(*self._terms(columns), strict=True)
+        ]
+
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        return [
+            {"ongoing_tokens": pending + decoding, "recent_tokens": recent, "cached_tokens": cached}
+            for pending, decoding, recent, cached in zip(*self._terms(columns), strict=True)
+        ]
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
+
+    @staticmethod
+    def _terms(columns: Columns) -> tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]:
+        return columns.pending_prefill_tokens, columns.decoding_tokens, columns.recent_tokens, columns.cached_tokens

@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.hotspots import is_hotspot
-from policies.routing.base import lowest, require
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
+from policies.routing.base import ColumnPolicy, Pick, least, require
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
-def lmetric_score(
-    view: InstanceView, prompt_tokens: int, batch: int, decode_weight: float = 0.0, recent_weight: float = 0.0
-) -> CandidateScore:
+def lmetric_scores(
+    columns: Columns, prompt_tokens: int, own: int, decode_weight: float = 0.0, recent_weight: float = 0.0
+) -> list[float]:
     """``max(1, P) x max(1, BS)``: P is the prefill before this request's first token, its own included.
 
-    ``P = pending_prefill + (prompt - cached) + decode_weight x decoding + recent_weight x recent``, in tokens.
+    ``P = pending_prefill + (prompt - cached) + decode_weight x decoding + recent_weight x recent``, in tokens; ``BS``
+    is the requests in flight and ``own``.
     """
-    prefill = (
-        view.pending_prefill_tokens
-        + prompt_tokens
-        - view.cached_tokens
-        + decode_weight * view.decoding_tokens
-        + recent_weight * view.recent_tokens
-    )
-    inputs: dict[str, float] = {
-        "pending_prefill_tokens": view.pending_prefill_tokens,
-        "new_tokens": prompt_tokens - view.cached_tokens,
-        "batch": batch,
-    }
-    if decode_weight:
-        inputs["decoding_tokens"] = view.decoding_tokens
-    if recent_weight:
-        inputs["recent_tokens"] = view.recent_tokens
-    return CandidateScore(view.instance, max(1.0, prefill) * max(1, batch), inputs)
+    prompt = float(prompt_tokens)  # conditions instead of `max`: a call for each candidate takes as long as the rest
+    if not decode_weight and not recent_weight:
+        return [
+            (prefill if (prefill := pending + prompt - cached) > 1.0 else 1.0)
+            * (batch if (batch := requests + own) > 1 else 1)
+            for pending, cached, requests in zip(
+                columns.pending_prefill_tokens, columns.cached_tokens, columns.requests, strict=True
+            )
+        ]
+    return [
+        (
+            prefill
+            if (prefill := pending + prompt - cached + decode_weight * decoding + recent_weight * recent) > 1.0
+            else 1.0
+        )
+        * (batch if (batch := requests + own) > 1 else 1)
+        for pending, cached, decoding, recent, requests in zip(
+            columns.pending_prefill_tokens,
+            columns.cached_tokens,
+            columns.decoding_tokens,
+            columns.recent_tokens,
+            columns.requests,
+            strict=True,
+        )
+    ]
+
+
+def lmetric_inputs(columns: Columns, prompt_tokens: int, own: int) -> list[dict[str, float]]:
+    """Inputs of those scores, without those that a weight adds."""
+    return [
+        {"pending_prefill_tokens": pending, "new_tokens": prompt_tokens - cached, "batch": requests + own}
+        for pending, cached, requests in zip(
+            columns.pending_prefill_tokens, columns.cached_tokens, columns.requests, strict=True
+        )
+    ]
 
 
 @dataclass(frozen=True, slots=True)
-class LMetric:
+class LMetric(ColumnPolicy):
     """``score = max(1, pending_prefill + new) x max(1, requests + 1)``, lowest wins.
 
     Source: LMetric, arXiv 2603.15202 (OSDI'26): P x BS, where P counts queued prefill and BS counts this request. Both
@@ -57,18 +77,20 @@ class LMetric:
     def __post_init__(self) -> None:
         require(self.min_window >= 1, "lmetric: min_window must be at least 1")
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        scores = [lmetric_score(view, request.prompt_tokens, view.requests + 1) for view in fleet.instances]
-        if self._skips_holders(fleet):
-            scores = [
-                score._replace(skipped=view.holds_class) for view, score in zip(fleet.instances, scores, strict=True)
-            ]
-            return Choice(lowest(fleet, scores).instance, Reason.HOTSPOT_AVOIDED, tuple(scores))
-        return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, tuple(scores))
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        return lmetric_scores(columns, request.prompt_tokens, 1)
 
-    def _skips_holders(self, fleet: FleetSnapshot) -> bool:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        return lmetric_inputs(columns, request.prompt_tokens, 1)
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        if self._skips_holders(fleet, columns):
+            return Pick(least(fleet, scores, columns.holds_class), Reason.HOTSPOT_AVOIDED, columns.holds_class)
+        return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
+
+    def _skips_holders(self, fleet: FleetSnapshot, columns: Columns) -> bool:
         if not self.detect_hotspots or fleet.hotspot.window < self.min_window:
             return False
-        holders = sum(view.holds_class for view in fleet.instances)
+        holders = sum(columns.holds_class)
         alarmed = is_hotspot(fleet.hotspot.share, holders, len(fleet.instances) - holders)
         return alarmed and fleet.hotspot.streak >= 2 * holders

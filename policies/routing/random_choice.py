@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from xxhash import xxh3_64_intdigest
 
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, Reason, RequestView
+from policies.routing.base import ColumnPolicy, Pick
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class RandomChoice:
+class RandomChoice(ColumnPolicy):
     """``hash(seed, sequence) mod n``: uniform, and the same for the same seed and decision number.
 
     Hashing the decision's number instead of using a generator keeps the policy a pure function. Complexity: O(n).
@@ -21,10 +23,19 @@ class RandomChoice:
     seed: int = 0
     name: ClassVar[str] = "random"
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        drawn = xxh3_64_intdigest(f"{self.seed}:{fleet.sequence}".encode()) % len(fleet.instances)
-        scores = tuple(
-            CandidateScore(view.instance, float(position != drawn), {"position": float(position)})
-            for position, view in enumerate(fleet.instances)
-        )
-        return Choice(fleet.instances[drawn].instance, Reason.DRAWN, scores)
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        drawn = self._drawn(fleet)
+        return [float(place != drawn) for place in range(len(fleet.instances))]
+
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        return [{"position": float(place)} for place in range(len(fleet.instances))]
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        return Pick(self._drawn(fleet), Reason.DRAWN)
+
+    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Pick:
+        """The same choice as that of ``choose``."""
+        return self.pick(request, fleet, columns, ())
+
+    def _drawn(self, fleet: FleetSnapshot) -> int:
+        return xxh3_64_intdigest(f"{self.seed}:{fleet.sequence}".encode()) % len(fleet.instances)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, Reason, RequestView
+from policies.routing.base import ColumnPolicy, Pick
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class RoundRobin:
+class RoundRobin(ColumnPolicy):
     """Instance number ``sequence mod n``.
 
     A baseline without affinity: under even load the difference to another policy is the effect of its affinity.
@@ -19,11 +21,17 @@ class RoundRobin:
 
     name: ClassVar[str] = "round_robin"
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
         n = len(fleet.instances)
         turn = fleet.sequence % n
-        scores = tuple(
-            CandidateScore(view.instance, float((position - turn) % n), {"position": float(position)})
-            for position, view in enumerate(fleet.instances)
-        )
-        return Choice(fleet.instances[turn].instance, Reason.NEXT_IN_TURN, scores)
+        return [float((place - turn) % n) for place in range(n)]
+
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        return [{"position": float(place)} for place in range(len(fleet.instances))]
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        return Pick(fleet.sequence % len(fleet.instances), Reason.NEXT_IN_TURN)
+
+    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Pick:
+        """The same choice as that of ``choose``."""
+        return self.pick(request, fleet, columns, ())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.routing.base import is_overloaded, lowest, preferred, require
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
+from policies.routing.base import ColumnPolicy, Pick, exceeds_mean, least, longest_cached, require
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class SessionSticky:
+class SessionSticky(ColumnPolicy):
     """The pinned instance, overridden when its queued prefill exceeds ``overload_factor`` x the fleet's mean.
 
     It is overridden only if moving pays: the prefill queued here, less that queued there, must exceed ``move_margin`` x
@@ -39,44 +40,52 @@ class SessionSticky:
         require(self.move_margin >= 0, "session_sticky: move_margin must not be negative")
         require(0 <= self.affinity_gate <= 1, "session_sticky: affinity_gate must be between 0 and 1")
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        scores = tuple(
-            CandidateScore(
-                view.instance,
-                view.pending_prefill_tokens + request.prompt_tokens - view.cached_tokens + view.recent_tokens,
-                {
-                    "pending_prefill_tokens": view.pending_prefill_tokens,
-                    "recent_tokens": view.recent_tokens,
-                    "new_tokens": request.prompt_tokens - view.cached_tokens,
-                    "cached_tokens": view.cached_tokens,
-                },
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        prompt = request.prompt_tokens
+        return [
+            pending + prompt - cached + recent
+            for pending, cached, recent in zip(
+                columns.pending_prefill_tokens, columns.cached_tokens, columns.recent_tokens, strict=True
             )
-            for view in fleet.instances
-        )
-        home, reason = self._home(request, fleet)
-        if home is None:
-            return Choice(lowest(fleet, scores).instance, reason, scores)
-        if not is_overloaded(home, fleet, self.overload_factor, self.overload_floor_tokens):
-            return Choice(home.instance, reason, scores)
-        moved = tuple(score._replace(skipped=score.instance == home.instance) for score in scores)
-        if len(moved) == 1:
-            return Choice(home.instance, reason, scores)
-        target = lowest(fleet, moved)
-        waits_longer = home.pending_prefill_tokens - target.pending_prefill_tokens
-        if waits_longer <= self.move_margin * (home.cached_tokens - target.cached_tokens):
-            return Choice(home.instance, reason, scores)
-        overloaded = Reason.SESSION_OVERLOADED if reason is Reason.SESSION_PINNED else Reason.AFFINITY_OVERLOADED
-        return Choice(target.instance, overloaded, moved)
+        ]
 
-    def _home(self, request: RequestView, fleet: FleetSnapshot) -> tuple[InstanceView | None, Reason]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        return [
+            {
+                "pending_prefill_tokens": pending,
+                "recent_tokens": recent,
+                "new_tokens": request.prompt_tokens - cached,
+                "cached_tokens": cached,
+            }
+            for pending, cached, recent in zip(
+                columns.pending_prefill_tokens, columns.cached_tokens, columns.recent_tokens, strict=True
+            )
+        ]
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        home, reason = self._home(request, fleet, columns)
+        if home is None:
+            return Pick(least(fleet, scores), reason)
+        if not exceeds_mean(home, columns, self.overload_factor, self.overload_floor_tokens) or len(scores) == 1:
+            return Pick(home, reason)
+        skipped = [place == home for place in range(len(scores))]
+        target = least(fleet, scores, skipped)
+        pending, cached = columns.pending_prefill_tokens, columns.cached_tokens
+        waits_longer = pending[home] - pending[target]
+        if waits_longer <= self.move_margin * (cached[home] - cached[target]):
+            return Pick(home, reason)
+        overloaded = Reason.SESSION_OVERLOADED if reason is Reason.SESSION_PINNED else Reason.AFFINITY_OVERLOADED
+        return Pick(target, overloaded, skipped)
+
+    def _home(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> tuple[int | None, Reason]:
         if fleet.pinned is not None:
-            for view in fleet.instances:
-                if view.instance == fleet.pinned:
-                    return view, Reason.SESSION_PINNED
+            if fleet.pinned in columns.instance:
+                return columns.instance.index(fleet.pinned), Reason.SESSION_PINNED
             return None, Reason.SESSION_INSTANCE_GONE
         if request.session_id is None:
-            warmest = preferred(fleet, lambda view: -view.cached_tokens)
-            if warmest.cached_tokens > self.affinity_gate * request.prompt_tokens:
+            cached = columns.cached_tokens
+            warmest = longest_cached(fleet, columns, lambda place: 0)
+            if cached[warmest] > self.affinity_gate * request.prompt_tokens:
                 return warmest, Reason.AFFINITY
             return None, Reason.LEAST_LOADED
         return None, Reason.SESSION_PLACED

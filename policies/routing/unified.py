@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.routing.base import is_overloaded, lowest, preferred, require
-from policies.routing.lmetric import lmetric_score
-from policies.snapshot import FleetSnapshot
-from policies.types import Choice, Reason, RequestView
+from policies.routing.base import ColumnPolicy, Pick, exceeds_mean, least, longest_cached, require
+from policies.routing.lmetric import lmetric_inputs, lmetric_scores
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class Unified:
+class Unified(ColumnPolicy):
     """Affinity gate with LMetric fallback and an explicit tie-break.
 
     1. The instance with the longest cached prefix keeps the request when that prefix covers more than ``affinity_gate``
@@ -40,17 +41,24 @@ class Unified:
         require(self.overload_floor_tokens >= 0, "unified: overload_floor_tokens must not be negative")
         require(self.decode_weight >= 0 and self.recent_weight >= 0, "unified: weights must not be negative")
 
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        scores = tuple(
-            lmetric_score(view, request.prompt_tokens, view.requests, self.decode_weight, self.recent_weight)
-            for view in fleet.instances
-        )
-        warmest = preferred(
-            fleet,
-            lambda view: (-view.cached_tokens, view.pending_prefill_tokens, view.instance != fleet.pinned),
-        )
-        if warmest.cached_tokens <= self.affinity_gate * request.prompt_tokens:
-            return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, scores)
-        if is_overloaded(warmest, fleet, self.overload_factor, self.overload_floor_tokens):
-            return Choice(lowest(fleet, scores).instance, Reason.AFFINITY_OVERLOADED, scores)
-        return Choice(warmest.instance, Reason.AFFINITY, scores)
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        return lmetric_scores(columns, request.prompt_tokens, 0, self.decode_weight, self.recent_weight)
+
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        inputs = lmetric_inputs(columns, request.prompt_tokens, 0)
+        if self.decode_weight:
+            for each, decoding in zip(inputs, columns.decoding_tokens, strict=True):
+                each["decoding_tokens"] = decoding
+        if self.recent_weight:
+            for each, recent in zip(inputs, columns.recent_tokens, strict=True):
+                each["recent_tokens"] = recent
+        return inputs
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        pending, names = columns.pending_prefill_tokens, columns.instance
+        warmest = longest_cached(fleet, columns, lambda place: (pending[place], names[place] != fleet.pinned))
+        if columns.cached_tokens[warmest] <= self.affinity_gate * request.prompt_tokens:
+            return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
+        if exceeds_mean(warmest, columns, self.overload_factor, self.overload_floor_tokens):
+            return Pick(least(fleet, scores), Reason.AFFINITY_OVERLOADED)
+        return Pick(warmest, Reason.AFFINITY)

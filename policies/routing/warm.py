@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.costs.formulas import PrefillModel
-from policies.pool import POOL_SHARE, tokens_over
-from policies.routing.base import lowest, require
-from policies.snapshot import FleetSnapshot
-from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
+from policies.pool import POOL_SHARE, all_tokens_over
+from policies.routing.base import ColumnPolicy, Pick, least, least_of, require
+from policies.snapshot import Columns, FleetSnapshot
+from policies.types import CandidateScore, Choice, Reason, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class Warm:
+class Warm(ColumnPolicy):
     """``score = queue + crowd + room + own + others``, all in seconds; lowest wins.
 
     With ``T(new, context)`` the learned time of a prefill (`policies.costs.formulas.PrefillModel`), ``r`` the requests
@@ -58,57 +59,121 @@ class Warm:
         require(self.hold_s >= 0, "warm: hold_s must not be negative")
         require(0 < self.pool_share <= 1, "warm: pool_share must be above 0 and at most 1")
 
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+        overs = all_tokens_over(columns, request.prompt_tokens, self.pool_share)
+        return _totals(self._terms(request, fleet, columns, overs, nobody_has_room=min(overs) > 0))
+
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+        return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
+
+    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Pick:
+        """The same choice as that of ``choose``; only candidates that may be the cheapest are priced."""
+        model, prompt = self._model(fleet), request.prompt_tokens
+        owns = {cached: model.seconds(prompt - cached, cached) for cached in set(columns.cached_tokens)}
+        weight = self.others_weight
+        # Each at most the score: rounding is monotonic, and the terms left out are not negative.
+        bounds = [
+            (own_s := owns[cached]) + weight * requests * own_s
+            for cached, requests in zip(columns.cached_tokens, columns.requests, strict=True)
+        ]
+        cheapest = bounds.index(min(bounds))
+        most_s = self.prices(request, fleet, columns, (cheapest,))[0]
+        places = tuple([place for place, bound_s in enumerate(bounds) if bound_s <= most_s])
+        if len(places) == 1:
+            return Pick(cheapest, Reason.LOWEST_SCORE)
+        scores = self.prices(request, fleet, columns, places)
+        return Pick(places[least_of(fleet, scores, places)], Reason.LOWEST_SCORE)
+
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        model = fleet.costs.prefill if fleet.costs is not None and self.learned else PrefillModel()
-        prompt = request.prompt_tokens
-        overs = [tokens_over(view, prompt, self.pool_share) for view in fleet.instances]
-        nobody_has_room = min(overs) > 0
+        # Not the base class's: score and inputs are the same terms, which are computed once.
+        columns = Columns.of(fleet.instances)
+        overs = all_tokens_over(columns, request.prompt_tokens, self.pool_share)
+        terms = self._terms(request, fleet, columns, overs, nobody_has_room=min(overs) > 0)
+        scores, new = _totals(terms), tuple.__new__
+        made = [
+            new(
+                CandidateScore,
+                (
+                    instance,
+                    score,
+                    {
+                        "queue_s": queue_s,
+                        "crowd_s": crowd_s,
+                        "room_s": room_s,
+                        "own_s": own_s,
+                        "others_s": others_s,
+                        "cached_tokens": cached,
+                    },
+                    False,
+                    None,
+                ),
+            )
+            for instance, score, cached, (queue_s, crowd_s, room_s, own_s, others_s) in zip(
+                columns.instance, scores, columns.cached_tokens, terms, strict=True
+            )
+        ]
+        return Choice(columns.instance[least(fleet, scores)], Reason.LOWEST_SCORE, tuple(made))
+
+    def prices(
+        self, request: RequestView, fleet: FleetSnapshot, columns: Columns, places: tuple[int, ...]
+    ) -> Sequence[float]:
+        """Scores of the candidates at these places only."""
+        some = Columns.of([fleet.instances[place] for place in places])
+        overs = all_tokens_over(some, request.prompt_tokens, self.pool_share)
+        nobody_has_room = min(overs) > 0 and min(all_tokens_over(columns, request.prompt_tokens, self.pool_share)) > 0
+        return _totals(self._terms(request, fleet, some, overs, nobody_has_room=nobody_has_room))
+
+    def _model(self, fleet: FleetSnapshot) -> PrefillModel:
+        return fleet.costs.prefill if fleet.costs is not None and self.learned else PrefillModel()
+
+    def _terms(
+        self,
+        request: RequestView,
+        fleet: FleetSnapshot,
+        columns: Columns,
+        overs: Sequence[float],
+        *,
+        nobody_has_room: bool,
+    ) -> list[tuple[float, float, float, float, float]]:
+        """Queue, crowd, room, own and others of every candidate. A loop with few calls: it runs for every request."""
+        model, prompt = self._model(fleet), request.prompt_tokens
+        crowd, weight, step_s, hold_s = self.queue_crowd, self.others_weight, self.step_s, self.hold_s
         owns: dict[int, float] = {}
         """By cached tokens, which are mostly equal across instances."""
-        scores: list[CandidateScore] = []
-        made = tuple.__new__  # a third of the time of the class's own call
-        for view, over in zip(fleet.instances, overs, strict=True):
-            cached, requests = view.cached_tokens, view.requests
+        terms = []
+        for cached, requests, prefilling, queue_s, pool, over in zip(
+            columns.cached_tokens,
+            columns.requests,
+            columns.prefilling,
+            _queues_s(columns, model),
+            columns.kv_capacity_tokens,
+            overs,
+            strict=True,
+        ):
             own_s = owns.get(cached)
             if own_s is None:
                 own_s = owns[cached] = model.seconds(prompt - cached, cached)
-            queue_s = _queue_s(view, model) if view.prefilling else 0.0
-            crowd_s = self.queue_crowd * requests * queue_s
-            alone_s = 0.0 if view.prefilling else self.step_s
-            others_s = self.others_weight * requests * (own_s + alone_s)
+            others_s = weight * requests * (own_s if prefilling else own_s + step_s)
             room_s = 0.0
             if over > 0:
-                pool = view.kv_capacity_tokens
-                room_s = self.hold_s * over / pool
-                waiting = requests if nobody_has_room else view.prefilling
-                others_s += self.hold_s * min(over, prompt) / pool * waiting
-            scores.append(
-                made(
-                    CandidateScore,
-                    (
-                        view.instance,
-                        queue_s + crowd_s + room_s + own_s + others_s,
-                        {
-                            "queue_s": queue_s,
-                            "crowd_s": crowd_s,
-                            "room_s": room_s,
-                            "own_s": own_s,
-                            "others_s": others_s,
-                            "cached_tokens": cached,
-                        },
-                        False,
-                        None,
-                    ),
-                )
-            )
-        return Choice(lowest(fleet, scores).instance, Reason.LOWEST_SCORE, tuple(scores))
+                room_s = hold_s * over / pool
+                others_s += hold_s * min(over, prompt) / pool * (requests if nobody_has_room else prefilling)
+            terms.append((queue_s, crowd * requests * queue_s, room_s, own_s, others_s))
+        return terms
 
 
-def _queue_s(view: InstanceView, model: PrefillModel) -> float:
-    """Seconds to finish the queued prefills, the first of them half done."""
-    new = view.pending_prefill_tokens / view.prefilling
-    if not new:
-        return 0.0
-    work_s = model.s_per_token * new + model.s_per_token_squared * new * (new / 2)
-    learned = model.seconds(new, 0.0) / (model.fixed_s + work_s)
-    return (view.prefilling - 0.5) * learned * work_s
+def _totals(terms: Iterable[tuple[float, float, float, float, float]]) -> list[float]:
+    return [queue_s + crowd_s + room_s + own_s + others_s for queue_s, crowd_s, room_s, own_s, others_s in terms]
+
+
+def _queues_s(columns: Columns, model: PrefillModel) -> list[float]:
+    """Seconds to finish the queued prefills of every candidate, the first of them half done."""
+    linear, squared = model.s_per_token, model.s_per_token_squared
+    news = [
+        pending / prefilling if prefilling else 0.0
+        for pending, prefilling in zip(columns.pending_prefill_tokens, columns.prefilling, strict=True)
+    ]
+    return [
+        (prefilling - 0.5) * learned * (linear * new + squared * new * (new / 2)) if new else 0.0
+        for new, prefilling, learned in zip(news, columns.prefilling, model.factors(news), strict=True)
+    ]

@@ -325,6 +325,13 @@ class Inbound:
             framed, self._head = self._head + framed, b""
         self._link_write(framed)
 
+    def chunk_writer(self) -> Callable[[bytes], None] | None:
+        """A function that writes whole chunks as they are framed; None if the body is not sent in chunks.
+
+        For an answer whose head has been written, while the client is there (``gone``).
+        """
+        return self._link_write if self._chunked and not self._head else None
+
     def finish(self, data: bytes = b"") -> None:
         """Write the last piece of the body, if any, and end it."""
         if self.response_complete:

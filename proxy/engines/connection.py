@@ -22,6 +22,8 @@ _MAX_WHOLE_BYTES = 512 * 1024 * 1024
 _MAX_WAITING_BYTES = 256 * 1024
 """Bound on unread bytes of a stream before reading from the socket pauses."""
 _NO_BODY = frozenset({204, 304})
+_EVENTS_END = b"\n\n\r\n"
+"""The end of an event and of its chunk."""
 
 
 class ConnectionLostError(UpstreamError):
@@ -43,6 +45,7 @@ class EngineAnswer:
         "complete",
         "head_there",
         "headers",
+        "passage",
         "status",
     )
 
@@ -59,6 +62,7 @@ class EngineAnswer:
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[bytes], None] | None = None
         self._ended: Callable[[UpstreamError | None], None] | None = None
+        self.passage: Callable[[bytes], bool] | None = None
 
     async def head(self) -> None:
         """Wait for status and headers. Raises UpstreamError."""
@@ -85,13 +89,18 @@ class EngineAnswer:
             await self._wait()
         return self._take()
 
-    def pump(self, sink: Callable[[bytes], None], ended: Callable[[UpstreamError | None], None]) -> None:
+    def pump(
+        self,
+        sink: Callable[[bytes], None],
+        ended: Callable[[UpstreamError | None], None],
+        passage: Callable[[bytes], bool] | None = None,
+    ) -> None:
         if self._pieces:
             sink(self._take())
         if self.complete or self._error is not None:
             ended(self._error and self._broken(self._error))
             return
-        self._sink, self._ended = sink, ended
+        self._sink, self._ended, self.passage = sink, ended, passage
         self.resume()
 
     def pause(self) -> None:
@@ -103,7 +112,7 @@ class EngineAnswer:
             self._connection.resume()
 
     def close(self) -> None:
-        self._sink = self._ended = None
+        self._sink = self._ended = self.passage = None
         if self._connection is not None:
             self._connection.cut()
 
@@ -140,7 +149,7 @@ class EngineAnswer:
 
     def _finish(self) -> None:
         self._wake()
-        ended, self._ended, self._sink = self._ended, None, None
+        ended, self._ended, self._sink, self.passage = self._ended, None, None, None
         if ended is not None:
             ended(self._error and self._broken(self._error))
 
@@ -188,6 +197,8 @@ class EngineConnection(asyncio.Protocol):
         self._bytes_seen = 0
         self._framed = False
         self._complete = False
+        self._between_chunks = False
+        """True if the next byte begins a chunk; False where that is not certain."""
         self._keep_alive = False
         self._extra = False
         self._paused = False
@@ -212,7 +223,7 @@ class EngineConnection(asyncio.Protocol):
         assert self._answer is None
         self._answer = EngineAnswer(self)
         self._bytes_seen = 0
-        self._complete = self._extra = False
+        self._complete = self._extra = self._between_chunks = False
         if len(body) < 16_384:
             self._transport.write(head + body)
         else:
@@ -252,6 +263,9 @@ class EngineConnection(asyncio.Protocol):
         if answer is None:  # an unsolicited answer must not be taken for the next request's
             self.cut()
             return
+        # Most reads of a stream are one chunk, which the parser need not see.
+        if self._between_chunks and answer.passage is not None and answer.passage(data):
+            return
         self._bytes_seen += len(data)
         try:
             self._parser.feed_data(data)  # in C, a fifth of a microsecond for an event
@@ -260,6 +274,8 @@ class EngineConnection(asyncio.Protocol):
             answer.fail(UpstreamError(f"answered what is not HTTP: {error}"))
             self.cut()
             return
+        if self._between_chunks:  # unless the next one's size line has begun, which does not end like this
+            self._between_chunks = data.endswith(_EVENTS_END)
         self._flush(answer)
         if self._complete:
             self._end(answer)
@@ -330,8 +346,13 @@ class EngineConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """Callback of httptools: a piece of the body; several of one read are joined."""
+        self._between_chunks = False
         if not self._complete:
             self._pieces.append(body)
+
+    def on_chunk_complete(self) -> None:
+        """Callback of httptools: a chunk has ended."""
+        self._between_chunks = True
 
     def on_message_complete(self) -> None:
         """Callback of httptools: the answer, or an interim one (1xx), has ended."""

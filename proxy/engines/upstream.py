@@ -49,8 +49,16 @@ class Answer(Protocol):
         """The whole body. Raises UpstreamError if it breaks off."""
         ...
 
-    def pump(self, sink: Callable[[bytes], None], ended: Callable[[UpstreamError | None], None]) -> None:
+    def pump(
+        self,
+        sink: Callable[[bytes], None],
+        ended: Callable[[UpstreamError | None], None],
+        passage: Callable[[bytes], bool] | None = None,
+    ) -> None:
         """Call ``sink`` with every further piece as it arrives, then ``ended`` once, with the error if it broke off.
+
+        Reads from between two chunks on are first offered to ``passage`` as they are, framing included. It returns True
+        if the read was one whole chunk, of which it then has disposed; all others are parsed.
 
         No task is woken per piece, as needed for relaying streams. After ``close`` neither is called again.
         """

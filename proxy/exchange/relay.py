@@ -10,9 +10,11 @@ from collections.abc import Callable
 
 from proxy.clients.inbound import Inbound
 from proxy.engines.upstream import Answer, UpstreamError
+from proxy.exchange.passage import Progress, passage
 from proxy.request.stream_end import shows_end
 from proxy.request.stream_filter import StreamFilter
 from proxy.request.typed_events import TypedEvents
+from proxy.request.usage import UsageFilter
 from proxy.settings import TimeoutSettings
 
 _DONE = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
@@ -58,11 +60,10 @@ class StreamRelay:
         self._loop = asyncio.get_running_loop()
         self._ends_s = self._loop.time() + total_s
         self._total_s = total_s
-        self._heard_s = self._loop.time()
+        self._progress = Progress(self._loop.time())
         self._paused_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._done_seen = False
-        self._last = self._before_last = b""
         self._error: Exception | None = None
         self._done: asyncio.Future[None] = self._loop.create_future()
 
@@ -87,7 +88,7 @@ class StreamRelay:
                 self._mark_done()
             else:
                 self._timer = self._loop.call_later(min(self._idle_s, self._stall_s), self._check_timeouts)
-            self._answer.pump(self._take, self._ended)
+            self._answer.pump(self._take, self._ended, self._passage())
             await self._done
             if self._error is not None:
                 # Released, as it will reference this frame.
@@ -117,12 +118,13 @@ class StreamRelay:
 
     def _complete(self, held: bytes) -> bool:
         """True if the answer was complete when its body ended, with ``held`` after its last event."""
-        return shows_end(self._before_last + self._last + held)
+        return shows_end(self._progress.before_last + self._progress.last + held)
 
     def _take(self, piece: bytes) -> None:
         if self._done_seen:
             return
-        self._heard_s = self._loop.time()
+        progress = self._progress
+        progress.heard_s = self._loop.time()
         try:
             piece = self._keep.feed(piece)
         except UpstreamError as error:
@@ -130,9 +132,15 @@ class StreamRelay:
             return
         if piece:
             self._inbound.write(piece)
-            self._before_last, self._last = self._last, piece
+            progress.before_last, progress.last = progress.last, piece
             if piece.endswith(_DONE):
                 self._mark_done()
+
+    def _passage(self) -> Callable[[bytes], bool] | None:
+        keep = self._keep
+        if type(keep) is not UsageFilter or self._done_seen:
+            return None
+        return passage(keep, self._inbound, self._progress, self._loop.time)
 
     def _mark_done(self) -> None:
         """Record that the last event has arrived. The end of the answer then only decides if the connection is kept."""
@@ -151,7 +159,7 @@ class StreamRelay:
     def _writable(self, writable: bool) -> None:
         if writable:
             self._paused_s = None
-            self._heard_s = self._loop.time()  # nothing was read from the engine in the meantime
+            self._progress.heard_s = self._loop.time()  # nothing was read from the engine in the meantime
             self._answer.resume()
         elif self._paused_s is None:
             self._paused_s = self._loop.time()
@@ -164,7 +172,7 @@ class StreamRelay:
             due_s = self._paused_s + self._stall_s
             error: Exception = ClientStalledError(f"the client read nothing for {self._stall_s:g} s")
         else:
-            due_s = self._heard_s + self._idle_s
+            due_s = self._progress.heard_s + self._idle_s
             error = UpstreamError(f"no data for {self._idle_s:g} s")
         if self._ends_s < due_s:
             due_s, error = self._ends_s, UpstreamError(f"the answer took over {self._total_s:g} s")
@@ -199,7 +207,7 @@ class TypedRelay(StreamRelay):
         return self._events.ending
 
     def _take(self, piece: bytes) -> None:
-        self._heard_s = self._loop.time()
+        self._progress.heard_s = self._loop.time()
         piece = self._events.feed(piece)
         if piece:
             self._inbound.write(piece)

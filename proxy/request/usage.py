@@ -143,12 +143,14 @@ class UsageFilter:
     breaks off inside one is cut at its last complete event.
     """
 
-    __slots__ = ("_cached_tokens", "_drop", "_held", "_usage_event", "events")
+    __slots__ = ("_cached_tokens", "_usage_event", "drop", "events", "held")
 
     def __init__(self, *, drop: bool = False, cached_tokens: int | None = None) -> None:
-        self._drop = drop
+        self.drop = drop
+        """True if usage is removed."""
         self._cached_tokens = cached_tokens
-        self._held = b""
+        self.held = b""
+        """The incomplete event at the end of what was fed."""
         self._usage_event = b""
         self.events = 0
         """Number of events fed so far, including ``[DONE]``."""
@@ -160,25 +162,25 @@ class UsageFilter:
 
     def feed(self, chunk: bytes) -> bytes:
         """The bytes to send for one piece of the stream; may be empty."""
-        data = self._held + chunk if self._held else chunk
+        data = self.held + chunk if self.held else chunk
         if data.endswith(b"\n\n"):
-            self._held = b""
+            self.held = b""
         else:
             end = max(_after(data, b"\n\n"), _after(data, b"\r\n\r\n"))
             if not end and len(data) > _MAX_HELD_BYTES:  # not made of events
                 end = len(data)
-            self._held = data[end:]
+            self.held = data[end:]
             data = data[:end]
         events = data.count(b"data: ")
         self.events += events
-        if self._drop:
+        if self.drop:
             if events != 1:
                 data = data.replace(_NULL_AT_END, _END)
             elif data.endswith(_NULL_AT_END):
                 return data[: -len(_NULL_AT_END)] + _END
         at = data.rfind(b'"usage"')  # at the end of an event, where it is found at once
         if at >= 0:
-            if self._drop and _ANY_NULL.search(data):
+            if self.drop and _ANY_NULL.search(data):
                 data = _without_nulls(data)
             # Engines may write "usage": null on every event; only an object is a usage.
             if events > 1 or data.startswith(_OBJECT, at + 7):
@@ -204,9 +206,9 @@ class UsageFilter:
 
     def _correct(self, event: bytes, gap: bytes) -> bytes:
         self._usage_event = event
-        if not (self._drop or self._cached_tokens is not None) or not is_usage_event(event):
+        if not (self.drop or self._cached_tokens is not None) or not is_usage_event(event):
             return event
-        if self._drop:
+        if self.drop:
             return b""
         start = event.find(b"{")
         assert self._cached_tokens is not None
@@ -214,7 +216,7 @@ class UsageFilter:
 
     def flush(self) -> bytes:
         """The incomplete event left at the end of the stream."""
-        held, self._held = self._held, b""
+        held, self.held = self.held, b""
         return held
 
 

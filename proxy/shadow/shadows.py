@@ -26,7 +26,7 @@ from proxy.shadow.figures import LatestDecisions, ShadowFigures
 
 log = logging.getLogger("warmroute.shadow")
 
-BATCH_S = 0.05
+BATCH_S = 0.1
 """Seconds from the first waiting decision to the shadows'. Several at once cost less than one by one: the event loop
 wakes once, and the processor's caches are warm.
 """
@@ -76,9 +76,7 @@ class Shadows:
         self.requests = 0
         """Live routing decisions that the shadows were asked about."""
         self.skipped = 0
-        """Live decisions that found the queue full, or could not be priced."""
-        self.pricing_s = 0.0
-        """Seconds spent on prices of candidates, which all shadow policies share."""
+        """Live decisions that found the queue full, or could not be read."""
         self.seconds = 0.0
         """Seconds spent on all of it."""
         self._log = LimitedLog(log)
@@ -136,7 +134,6 @@ class Shadows:
             "skipped": self.skipped,
             "waiting": self.waiting,
             "request_us_mean": round(self.seconds / self.requests * 1e6, 3) if self.requests else None,
-            "pricing_us_mean": round(self.pricing_s / self.requests * 1e6, 3) if self.requests else None,
             "policies": [each.as_dict() for each in self.figures.values()],
             "latest": self.latest.as_list(),
         }
@@ -149,7 +146,8 @@ class Shadows:
             await asyncio.sleep(BATCH_S)
             while queue or self._steps is not None:
                 took_s = self.work_off(SLICE_S)
-                await asyncio.sleep(min(REST * took_s, LONGEST_REST_S))
+                if self.waiting:  # else the wait for the next batch is rest enough
+                    await asyncio.sleep(min(REST * took_s, LONGEST_REST_S))
             waiting.clear()
 
     def work_off(self, for_s: float) -> float:
@@ -174,7 +172,7 @@ class Shadows:
             return next(steps, _DONE) is not _DONE
         except Exception as error:
             log.debug("a shadow decision failed", exc_info=True)
-            self._log.warning("unpriced", "the shadows skip a decision: %s: %s", type(error).__name__, error)
+            self._log.warning("unread", "the shadows skip a decision: %s: %s", type(error).__name__, error)
             self.skipped += 1
             return False
 
@@ -198,11 +196,6 @@ class Shadows:
         live = LiveDecision(*entry)
         verdicts: dict[str, ShadowVerdict] = {}
         policies, planners = self._parts.policies, self._parts.planners
-        if policies and not live.has_prices:
-            began_s = self._clock()
-            live.price()
-            self.pricing_s += self._clock() - began_s
-            yield
         for label, (_, policy) in policies.items():
             self._ask(label, verdicts, live.routed_by, policy)
             yield

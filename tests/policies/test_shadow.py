@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from policies.admission.base import AdmissionReason, AdmissionView, Admit, Hold,
 from policies.admission.never_hold import NeverHold
 from policies.admission.session_cap import SessionCap
 from policies.classes import ClassThresholds
+from policies.costs.formulas import Costs, PrefillModel
 from policies.decide import decide
 from policies.offload.cost_model import CostModel
 from policies.offload.never import Never
@@ -25,7 +27,7 @@ from policies.session import RoutingSession
 from policies.shadow import HELD, OFFLOADED, SENT, STAYED, LiveDecision, admitted_by
 from policies.snapshot import FleetSnapshot
 from policies.state import FleetState
-from policies.types import Choice, Decision, InstanceView, Reason, RequestView, Role
+from policies.types import Choice, Decision, HotspotView, InstanceView, Reason, RequestView, Role
 from tests.policies.builders import ask, ask_new, cases, fleet_of
 
 THRESHOLDS = ClassThresholds(5_000, 20_000)
@@ -75,9 +77,9 @@ def test_a_shadow_that_is_worse_has_the_same_amounts_with_the_other_sign() -> No
 
 def test_prices_are_the_live_warm_policys_own() -> None:
     fleet, patient = fleet_of(COLD, HOT), Warm(others_weight=0.0)
-    prices = live(LONG, fleet, patient).price()
-    assert prices == {score.instance: score.score for score in patient.choose(LONG, fleet).scores}
-    assert prices != {score.instance: score.score for score in Warm().choose(LONG, fleet).scores}
+    prices = live(LONG, fleet, patient).prices(0, 1)
+    assert prices == [score.score for score in patient.choose(LONG, fleet).scores]
+    assert prices != [score.score for score in Warm().choose(LONG, fleet).scores]
 
 
 @given(cases())
@@ -94,10 +96,50 @@ def test_nobody_is_better_than_warm_by_its_own_estimate(case: tuple[RequestView,
 @given(cases())
 def test_a_policy_decides_as_a_shadow_as_it_does_live(case: tuple[RequestView, FleetSnapshot]) -> None:
     request, fleet = case
+    assert_the_shadows_choose_as_live(request, fleet)
+
+
+@pytest.mark.parametrize("instances", [2, 8, 64])
+def test_a_policy_decides_as_a_shadow_as_it_does_live_in_fleets_full_of_ties(instances: int) -> None:
+    draw = random.Random(instances)
+    for sequence in range(150):
+        prompt = draw.choice((1, 900, 40_000))
+        capacity = draw.choice((0, 100_000, 700_000))
+        views = [
+            InstanceView(
+                f"inst-{place}",
+                cached_tokens=draw.choice((0, 0, prompt // 2, prompt - 1)),
+                requests=(requests := draw.choice((0, 1, 2, 9, 80))),
+                pending_prefill_tokens=draw.choice((0, 6_000, 6_001, 90_000)),
+                decoding_tokens=draw.choice((0, 25_000)),
+                recent_tokens=draw.choice((0.0, 500.5)),
+                kv_capacity_tokens=capacity,
+                kv_used_tokens=draw.choice((0, 60_000, 99_000)),
+                holds_class=draw.random() < 0.2,
+                prefilling=draw.randint(0, requests),
+            )
+            for place in range(instances)
+        ]
+        costs = Costs(prefill=PrefillModel().observe(draw.choice((2_000, 30_000)), 0, 0.0, draw.uniform(0.01, 5.0)))
+        fleet = fleet_of(
+            *views,
+            sequence=sequence,
+            pinned=draw.choice((None, "gone", "inst-1")),
+            hotspot=HotspotView(draw.random(), draw.randint(0, 40), 900),
+            costs=draw.choice((None, costs)),
+        )
+        assert_the_shadows_choose_as_live(ask(prompt, session_id=draw.choice((None, "s"))), fleet)
+
+
+def assert_the_shadows_choose_as_live(request: RequestView, fleet: FleetSnapshot) -> None:
     decided = live(request, fleet, LeastLoaded())
+    prices = {score.instance: score.score for score in Warm().choose(request, fleet).scores}
     for name in BUILT_IN[ROUTING_GROUP]:
         policy = make_routing(name)
-        assert decided.routed_by(policy).instance == policy.choose(request, fleet).instance
+        choice, verdict = policy.choose(request, fleet), decided.routed_by(policy)
+        assert (verdict.instance, verdict.reason) == (choice.instance, choice.reason.value), name
+        regret_s = prices[decided.decision.decode_on] - prices[choice.instance]
+        assert verdict.regret_s == (0.0 if verdict.agreed else regret_s)
 
 
 def test_a_choice_that_is_no_candidate_is_an_error() -> None:
