@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from proxy.discovery.dns import DnsInstances
 from proxy.discovery.file import FileInstances
+from proxy.discovery.kubernetes import PodInstances
 from proxy.discovery.source import Source
 from proxy.settings import DiscoverySettings
 
@@ -20,4 +21,6 @@ def source_of(settings: DiscoverySettings) -> Source | None:
             return FileInstances(settings.file.path, settings.interval_s, settings.timeout_s)
         case "dns":
             return DnsInstances(settings)
+        case "kubernetes":
+            return PodInstances(settings)
     return None

@@ -28,7 +28,7 @@ def instance_at(
     port = port or template.port
     if port is None:
         raise ValueError("its port is not known: give discovery.engine.port")
-    host = _authority(address)
+    host = authority(address)
     ports = {
         key: other.pop(key, None) or getattr(template, key)
         for key in ("bootstrap_port", "events_port", "events_replay_port")
@@ -59,7 +59,8 @@ def _url(scheme: str, host: str, port: int | None) -> str | None:
     return None if port is None else f"{scheme}://{host}:{port}"
 
 
-def _authority(address: str) -> str:
+def authority(address: str) -> str:
+    """A host as URLs have it: IPv6 addresses in brackets."""
     try:
         return f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
     except ValueError:

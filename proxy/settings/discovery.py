@@ -73,12 +73,14 @@ class KubernetesSource(Section):
         default=None, description="URL of the API server; none: the cluster that the proxy runs in"
     )
     token_file: Path | None = Field(
-        default=Path("/var/run/secrets/kubernetes.io/serviceaccount/token"),
-        description="file with the bearer token, read for every request; none: no token",
+        default=None,
+        description="file with the bearer token, read for every request; none: the service account's, and with api_url "
+        "no token",
     )
     ca_file: Path | None = Field(
-        default=Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"),
-        description="authority of the API server's certificate; none: those of this machine",
+        default=None,
+        description="authority of the API server's certificate; none: the service account's, and with api_url those of "
+        "this machine",
     )
     watch_s: Seconds = Field(
         default=60.0, description="length of one watch; a connection that died silently is noticed after it"

@@ -18,6 +18,7 @@ from proxy.app import ProxyApp
 from proxy.settings import load_settings
 from tests.integration.fleet import SimEngine, free_port, start_engines
 from tests.proxy.conftest import serving
+from tests.proxy.discovery.stub_api_server import stub_api_server
 from tests.proxy.discovery.stub_dns import stub_dns
 
 FLAGS = ("--model", "sim", "--role", "none", "--engine-speed", "20", "--profile", "h20")
@@ -114,31 +115,67 @@ async def test_engines_replaced_one_by_one_in_a_file_lose_no_request(tmp_path: P
             each.kill()
 
 
-@pytest.mark.fleet
-async def test_engines_behind_one_name_come_and_go_with_its_addresses(tmp_path: Path) -> None:
-    """As a headless service: every engine has an address of its own, and the same port. The name server is a stub."""
+@contextlib.asynccontextmanager
+async def engines_at(folder: Path, *addresses: str) -> AsyncIterator[dict[str, SimEngine]]:
+    """Engines with an address of their own and the same port, as pods have them."""
     port = free_port()
-    engines = {f"127.0.0.{number}": SimEngine(tmp_path / f"{number}.log", (*FLAGS,)) for number in (2, 3, 4)}
-    for address, each in engines.items():
-        each.port, each.flags = port, (*FLAGS, "--host", address)
-        each.address = address
-        each.start()
+    engines = {
+        address: SimEngine(folder / f"{address}.log", (*FLAGS, "--host", address), port=port, address=address)
+        for address in addresses
+    }
     try:
+        for each in engines.values():
+            each.start()
         async with httpx.AsyncClient(trust_env=False) as client:
             await asyncio.gather(*(each.healthy(client) for each in engines.values()))
-        async with stub_dns() as server:
-            server.records["engines.test.", "A"] = ["127.0.0.2", "127.0.0.3"]
-            names = {"name": "engines.test.", "servers": [server.address], "absent_s": 0.3}
-            found = {"source": "dns", "dns": names, "engine": {"port": port}, "interval_s": 0.1}
-            settings = load_settings(None, port=0, discovery=found, policy={"name": "round_robin"}, grace_s=30)
-            async with serving(settings) as (app, url), traffic(url) as running:
-                await running.until_answered_by(f"127.0.0.2:{port}", 5)
-                server.records["engines.test.", "A"] = ["127.0.0.3", "127.0.0.4"]
-                await gone(app, f"127.0.0.2:{port}")
-                engines["127.0.0.2"].kill()
-                await running.until_answered_by(f"127.0.0.4:{port}", 5)
-                server.silent = True
-                await running.until_answered_by(f"127.0.0.3:{port}", 5)
+        yield engines
     finally:
         for each in engines.values():
             each.kill()
+
+
+@pytest.mark.fleet
+async def test_engines_behind_one_name_come_and_go_with_its_addresses(tmp_path: Path) -> None:
+    """As a headless service. The name server is a stub."""
+    async with engines_at(tmp_path, "127.0.0.2", "127.0.0.3", "127.0.0.4") as engines, stub_dns() as server:
+        first, second, third = (each.url.removeprefix("http://") for each in engines.values())
+        server.records["engines.test.", "A"] = ["127.0.0.2", "127.0.0.3"]
+        names = {"name": "engines.test.", "servers": [server.address], "absent_s": 0.3}
+        port = engines["127.0.0.2"].port
+        found = {"source": "dns", "dns": names, "engine": {"port": port}, "interval_s": 0.1}
+        settings = load_settings(None, port=0, discovery=found, policy={"name": "round_robin"}, grace_s=30)
+        async with serving(settings) as (app, url), traffic(url) as running:
+            await running.until_answered_by(first, 5)
+            server.records["engines.test.", "A"] = ["127.0.0.3", "127.0.0.4"]
+            await gone(app, first)
+            engines["127.0.0.2"].kill()
+            await running.until_answered_by(third, 5)
+            server.silent = True
+            await running.until_answered_by(second, 5)
+
+
+@pytest.mark.fleet
+async def test_pods_come_and_go_and_the_api_server_fails_meanwhile(tmp_path: Path) -> None:
+    """The API server is a stub; the engines are processes."""
+    addresses = ("127.0.0.5", "127.0.0.6", "127.0.0.7")
+    async with engines_at(tmp_path, *addresses) as engines, stub_api_server(tmp_path) as server:
+        ports = {address: each.port for address, each in engines.items()}
+        await server.put("engine-0", addresses[0], port=ports[addresses[0]])
+        await server.put("engine-1", addresses[1], port=ports[addresses[1]])
+        settings = load_settings(None, port=0, discovery=server.settings(), policy={"name": "round_robin"}, grace_s=30)
+        async with serving(settings) as (app, url), traffic(url) as running:
+            await running.until_answered_by("engine-0", 5)
+            await server.begin_deletion("engine-0")
+            await gone(app, "engine-0")
+            engines[addresses[0]].kill()
+            await server.delete("engine-0")
+            await server.put("engine-2", addresses[2], port=ports[addresses[2]])
+            await running.until_answered_by("engine-2", 5)
+            port = server.port
+            await server.stop()
+            await until(lambda: app.core.discovery.failures_in_a_row > 1)
+            await running.until_answered_by("engine-1", 5)
+            await server.begin_deletion("engine-1")
+            await server.start(port)
+            await gone(app, "engine-1")
+            await running.until_answered_by("engine-2", 5)
