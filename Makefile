@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 SRC := warmroute.py warmroute_man.py warmroute_names.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup collector monitoring-tools demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
+.PHONY: help setup collector helm api-server ray test-ray monitoring-tools demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -72,6 +72,18 @@ collector: .collector/out/otelcol-warmroute ## OpenTelemetry collector for the t
 	GOBIN=$(CURDIR)/.collector go install go.opentelemetry.io/collector/cmd/builder@v0.160.0
 	cd .collector && GOFLAGS=-buildvcs=false ./builder --config $(CURDIR)/$< --ldflags="-s -w"
 
+helm: .helm/helm ## Helm, for the tests that render the chart; needs Go (3 minutes on two cores)
+
+.helm/helm:
+	mkdir -p .helm
+	GOBIN=$(CURDIR)/.helm GOFLAGS=-buildvcs=false go install -ldflags="-s -w" helm.sh/helm/v3/cmd/helm@v3.22.0
+
+api-server: .api-server/etcd ## Kubernetes' API server and etcd, for the tests of discovery; needs Go (25 minutes on one core, 130 MB)
+
+.api-server/etcd: tests/proxy/discovery/api_server/build.sh
+	mkdir -p .api-server
+	$< .api-server
+
 monitoring-tools: ## Prometheus and promtool, for the tests of configs/monitoring (Debian and Ubuntu)
 	@command -v promtool || { [ $$(id -u) = 0 ] || S=sudo; $$S apt-get update && $$S apt-get install --yes --no-install-recommends prometheus; }
 
@@ -118,4 +130,4 @@ lock: $(READY) ## regenerate requirements.lock from pyproject.toml
 	  --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements.lock
 
 clean: ## remove what the targets made
-	rm -rf site $(VENV) $(ENGINES) .venv-clients .venv-peers .collector .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf site $(VENV) $(ENGINES) .venv-clients .venv-peers .venv-ray .collector .helm .api-server .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

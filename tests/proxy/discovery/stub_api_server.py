@@ -134,8 +134,9 @@ class StubApiServer(Cluster):
         loop = asyncio.get_running_loop()
         ends_s = loop.time() + int(request.query["timeoutSeconds"])
         while loop.time() < ends_s:
-            for version, kind, pod in [each for each in self._changes if each[0] > since]:
-                since = version
+            following = [each for each in self._changes if each[0] > since]
+            since = self._version
+            for _, kind, pod in following:
                 if _selected(pod, labels):
                     await _send(answer, kind, pod)
             try:
@@ -143,7 +144,6 @@ class StubApiServer(Cluster):
                     await self._changed.wait()
             except TimeoutError:
                 if self.bookmarks:
-                    since = self._version
                     bookmark = {"kind": "Pod", "apiVersion": "v1", "metadata": {"resourceVersion": str(since)}}
                     await _send(answer, "BOOKMARK", bookmark)
         return answer

@@ -13,6 +13,7 @@ from proxy.discovery.kubernetes import PodInstances
 from proxy.discovery.source import DiscoveryError, Wanted
 from proxy.settings import SettingsError
 from tests.proxy.discovery.cluster import Cluster
+from tests.proxy.discovery.real_api_server import real_api_server
 from tests.proxy.discovery.stub_api_server import StubApiServer, stub_api_server
 
 
@@ -22,9 +23,10 @@ async def stub(tmp_path: Path) -> AsyncIterator[StubApiServer]:
         yield server
 
 
-@pytest.fixture
-def cluster(stub: StubApiServer) -> Cluster:
-    return stub
+@pytest.fixture(params=["stub", "real"])
+async def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Cluster]:
+    async with stub_api_server(tmp_path) if request.param == "stub" else real_api_server(tmp_path) as server:
+        yield server
 
 
 async def until(sets: AsyncGenerator[Wanted, None], *names: str) -> Wanted:
@@ -62,6 +64,17 @@ async def test_the_watch_is_repeated_from_where_it_ended(cluster: Cluster) -> No
             await until(sets, "a", f"b{number}")
             await cluster.delete(f"b{number}")
             await until(sets, "a")
+
+
+async def test_a_version_that_has_expired_is_followed_by_a_list(cluster: Cluster) -> None:
+    source = PodInstances(cluster.model())
+    await cluster.put("a", "127.0.0.2")
+    async with aclosing(source.sets()) as sets:
+        await until(sets, "a")
+        await cluster.compact()
+        source._version = "1"
+        source._pods.clear()  # only a list brings it back
+        await until(sets, "a")
 
 
 async def test_bookmarks_advance_the_version_of_the_next_watch(stub: StubApiServer) -> None:
