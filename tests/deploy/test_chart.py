@@ -222,7 +222,7 @@ def test_rendered_values_fit_the_schemas_of_kubernetes(
     document["proxy.yaml"] = document["proxy.yaml"].replace(
         "/etc/warmroute/keys/keys.yaml", str(tmp_path / "keys.yaml")
     )
-    (tmp_path / "keys.yaml").write_text("client: []\n")
+    (tmp_path / "keys.yaml").write_text(f"client: [{{name: a, sha256: '{'0' * 64}'}}]\n")
     monkeypatch.setenv("ENGINE_KEY", "x")
     settings = settings_of(found, tmp_path, name)
     assert settings.discovery.source == "kubernetes"
