@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import tempfile
@@ -70,7 +71,8 @@ class EngineActor:
 
         context = ray.get_runtime_context()
         self._node_id = context.get_node_id()
-        self._node_ip = ray.util.get_node_ip_address()
+        # As the node has registered itself: a look at this host's interfaces finds another one.
+        self._node_ip = next(each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == self._node_id)
         address = self._node_ip if fleet.host == "127.0.0.1" else fleet.host
         # A copy without values that were worked out for the launcher's own machine.
         self._fleet = FleetFile(
@@ -132,14 +134,12 @@ class EngineActor:
             log=str(self._process.log_path),
             devices=list(spec.member.devices) if spec.member else [],
         )
-        try:
+        with contextlib.suppress(StaleEngineError):  # the proof has the reasons
             asyncio.run(
                 prove_fresh(
                     [state], since_unix_s=self._since_unix_s, previous_engine_ids=previous_engine_ids, path=path
                 )
             )
-        except StaleEngineError:
-            pass  # the proof has the reasons
         return path.read_bytes()
 
     def stop(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ from launch.fleet.members import Member
 from launch.on_ray.actor import NAMESPACE, EngineActor
 from launch.run.processes import StartError
 
-_LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.2"
+"""Address of a cluster of this machine alone. Ray replaces 127.0.0.1 by an address that other machines reach."""
+_CONNECT_S = 5.0
 _STOP_S = 5.0
 
 
@@ -42,7 +45,9 @@ class Cluster:
             import ray
         except ImportError as error:
             raise StartError("--on ray needs the extra ray: pip install 'warmroute[ray]' on every node") from error
-        common: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "warning"}
+        if self._address is not None:
+            _check_reachable(self._address)
+        common: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "error"}
         try:
             ray.init(address=self._address or "auto", **common)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -95,7 +100,7 @@ class Cluster:
         try:
             return ray.get(getattr(self._actors[name], method.__name__).remote(*values), timeout=timeout_s)
         except (RayError, TimeoutError) as error:
-            raise LostError(str(error).strip().partition("\n")[0]) from error
+            raise LostError(str(error).strip().partition("\n")[0][:200]) from error
 
     def close(self, stop_grace_s: float) -> None:
         """End engines and actors, free their resources, and leave the cluster."""
@@ -118,6 +123,15 @@ class Cluster:
         finally:
             self._actors = {}
             ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raises StartError: nothing listens there; Ray would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise StartError(f"no Ray cluster at {address}: {error}") from error
 
 
 def _resources(member: Member, fleet: FleetFile) -> dict[str, float]:

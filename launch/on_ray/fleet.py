@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +165,7 @@ class RayFleet:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_state(self.run_dir, self.state)
         self._notify(await asyncio.to_thread(self._cluster.open))
+        _own_signals_again()
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self.fleet.ready_timeout_s
         await asyncio.to_thread(self._cluster.place, self.fleet.ready_timeout_s)
@@ -317,6 +320,15 @@ class RayFleet:
             process.status = "stopped"
         self.state.status = status
         write_state(self.run_dir, self.state)
+
+
+def _own_signals_again() -> None:
+    """Put this process's signal handlers back: joining Ray replaces them by one that ends the process after 3 s."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.getsignal(signum))
+        signal.siginterrupt(signum, False)
 
 
 async def _answers(client: httpx.AsyncClient, url: str) -> bool:
