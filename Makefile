@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 SRC := warmroute.py warmroute_man.py warmroute_names.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup collector monitoring-tools demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
+.PHONY: help setup collector helm api-server ray test-ray monitoring-tools demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -72,8 +72,34 @@ collector: .collector/out/otelcol-warmroute ## OpenTelemetry collector for the t
 	GOBIN=$(CURDIR)/.collector go install go.opentelemetry.io/collector/cmd/builder@v0.160.0
 	cd .collector && GOFLAGS=-buildvcs=false ./builder --config $(CURDIR)/$< --ldflags="-s -w"
 
+helm: .helm/helm ## Helm, for the tests that render the chart; needs Go (3 minutes on two cores)
+
+.helm/helm:
+	mkdir -p .helm
+	GOBIN=$(CURDIR)/.helm GOFLAGS=-buildvcs=false go install -ldflags="-s -w" helm.sh/helm/v3/cmd/helm@v3.22.0
+
+api-server: .api-server/etcd ## Kubernetes' API server and etcd, for the tests of discovery; needs Go (25 minutes on one core, 130 MB)
+
+.api-server/etcd: tests/proxy/discovery/api_server/build.sh
+	mkdir -p .api-server
+	$< .api-server
+
 monitoring-tools: ## Prometheus and promtool, for the tests of configs/monitoring (Debian and Ubuntu)
 	@command -v promtool || { [ $$(id -u) = 0 ] || S=sudo; $$S apt-get update && $$S apt-get install --yes --no-install-recommends prometheus; }
+
+RAY_READY := .venv-ray/.ready
+
+$(RAY_READY): requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock ray==2.60.0
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+ray: $(RAY_READY) ## Ray in .venv-ray, for `make test-ray` (two minutes, 1.3 GB)
+
+test-ray: $(RAY_READY) ## fleets on a Ray cluster of local nodes (about a minute)
+	.venv-ray/bin/python -m pytest -n 0 -m ray tests/launch/on_ray
 
 test-package: $(READY) ## build the package, install it into fresh environments, run it there (about two minutes)
 	$(BIN)/python -m pytest -m package tests/package
@@ -118,4 +144,4 @@ lock: $(READY) ## regenerate requirements.lock from pyproject.toml
 	  --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements.lock
 
 clean: ## remove what the targets made
-	rm -rf site $(VENV) $(ENGINES) .venv-clients .venv-peers .collector .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf site $(VENV) $(ENGINES) .venv-clients .venv-peers .venv-ray .collector .helm .api-server .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -67,8 +67,10 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         core.open()
+        discovering = AsyncExitStack()
         monitor, snapshots = operations.monitor, Snapshots(core)
         try:
+            await discovering.enter_async_context(operations.discovery.running())
             # The first probe reads block size and capacity, so it precedes the first request.
             await monitor.probe_all()
             await snapshots.restore()
@@ -93,13 +95,11 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
                     with suppress(asyncio.CancelledError):
                         await task
         finally:
-            try:
-                await snapshots.close()
-            finally:
-                try:
-                    await operations.close()
-                finally:
-                    await core.close()
+            async with AsyncExitStack() as closing:
+                closing.push_async_callback(core.close)
+                closing.push_async_callback(operations.close)
+                closing.push_async_callback(snapshots.close)
+                await discovering.aclose()
 
     app = FastAPI(title="warmroute", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(admin_routes(core, operations.fleet))

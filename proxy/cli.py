@@ -19,6 +19,10 @@ def serve(
     instance: Annotated[
         list[str] | None, typer.Option(help="Engine URL; repeat for each. Replaces the file's instances.")
     ] = None,
+    discovery: Annotated[
+        str | None,
+        typer.Option(help="Find engines by file:PATH, dns:NAME:PORT, srv:NAME, kubernetes:SELECTOR or ray:FLEET."),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     policy: Annotated[str | None, typer.Option(help="Routing policy, with its default parameters.")] = None,
@@ -82,6 +86,7 @@ def serve(
         "offload": {"planner": planner} if planner else None,
         "shadow": {"policies": shadow} if shadow else None,
         "instances": [{"url": url} for url in instance] if instance else None,
+        "discovery": _discovery(discovery),
     }
     given = {key: value for key, value in overrides.items() if value is not None}
     load = partial(load_settings, config, **given)
@@ -102,6 +107,15 @@ def serve(
 
 def _given(**values: Any) -> dict[str, Any] | None:
     return {name: value for name, value in values.items() if value is not None} or None
+
+
+def _discovery(specification: str | None) -> dict[str, Any] | None:
+    from proxy.settings.discovery import discovery_of
+
+    try:
+        return None if specification is None else discovery_of(specification)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--discovery") from error
 
 
 def _params(pairs: list[str] | None) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from proxy.breakdown import Breakdown
 from proxy.clients.bounds import ClientBounds
 from proxy.clients.cors import Cors
 from proxy.clip import clip
+from proxy.discovery.status import DiscoveryStatus
 from proxy.engines.client import EngineClient
 from proxy.engines.control import Control
 from proxy.engines.upstream import Upstream
@@ -33,6 +34,7 @@ from proxy.meters.meters import Meters
 from proxy.metrics.access_log import AccessLogMetrics
 from proxy.metrics.admission import AdmissionMetrics
 from proxy.metrics.cache_killers import CacheKillerMetrics
+from proxy.metrics.discovery import DiscoveryMetrics
 from proxy.metrics.exporter import Metrics
 from proxy.metrics.limits import LimitMetrics
 from proxy.metrics.loop import LoopMetrics
@@ -86,6 +88,7 @@ class Core:
         """Port of the admin listener, once it listens."""
         self.forwarding = Forwarding(settings, self.keys)
         self.instances = Instances(settings.instances, settings.health)
+        self.discovery = DiscoveryStatus(settings.discovery.source)
         self.model_lists = ModelLists(self.instances, self.get)
         self.router = Router(settings, self.is_base_model, lambda: self.instances.served.sole_model)
         self.events = EventSubscriber(settings.instances, settings.events, self.router.state.predictor.exact)
@@ -123,6 +126,7 @@ class Core:
         LimitMetrics(
             self.metrics.registry, self.instances, self.admission, self.retries, self.router.watch, self.clients
         )
+        DiscoveryMetrics(self.metrics.registry, self.discovery)
         CacheKillerMetrics(self.metrics.registry, self.cache_killers)
         RecordMetrics(self.metrics.registry, self.breakdown)
         AdmissionMetrics(self.metrics.registry, self.router.state.accounts, self.holding)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from policies.types import PolicyPart
 from proxy.core import Core
+from proxy.discovery.status import Reading
 from proxy.meters.checks import MEANINGS, REMEDIES
 from proxy.routing.policy_watch import RECENT_S
 
@@ -36,7 +37,15 @@ class Condition(NamedTuple):
 
 def conditions(core: Core) -> list[Condition]:
     """Every condition; those that hold are listed too."""
-    now = [_instances(core), _accepting(core), *_policies(core), _plug_ins(core), _records(core), *_meters(core)]
+    now = [
+        _instances(core),
+        _discovery(core),
+        _accepting(core),
+        *_policies(core),
+        _plug_ins(core),
+        _records(core),
+        *_meters(core),
+    ]
     return [each._replace(since_unix_s=_since(core.meters.since, each)) for each in now]
 
 
@@ -45,6 +54,25 @@ def _instances(core: Core) -> Condition:
     detail = f"{healthy} of {known} instances can be sent requests"
     remedy = None if healthy == known else "GET /instances has the last error of each instance"
     return Condition("instances", healthy == known, detail, remedy)
+
+
+def _discovery(core: Core) -> Condition:
+    status = core.discovery
+    if status.source == "static":
+        return Condition("discovery", True, "the instances are those of the settings and of POST /instances")
+    found = f"{status.instances} instances of the source {status.source}"
+    if status.last is Reading.FAILED or status.last is None:
+        failed = (
+            f"the last {status.failures_in_a_row} readings failed; " if status.failures_in_a_row else "not read yet; "
+        )
+        return Condition("discovery", False, f"{failed}{found} are kept", "GET /stats has the error, under discovery")
+    if status.last is Reading.EMPTY:
+        remedy = "check the name or selector of the source; discovery.accept_empty: true if it is right"
+        return Condition("discovery", False, f"the source has no instance; {found} are kept", remedy)
+    if status.problems:
+        remedy = "GET /stats has the reasons, under discovery"
+        return Condition("discovery", False, f"{found}, {len(status.problems)} left out", remedy)
+    return Condition("discovery", True, found)
 
 
 def _accepting(core: Core) -> Condition:

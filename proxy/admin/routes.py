@@ -121,6 +121,7 @@ def _stats(core: Core) -> dict[str, Any]:
             "trusted": sorted(state.predictor.exact.trusted_instances()),
             "promised_prompts": len(state.predictor.promises),
         },
+        "discovery": core.discovery.as_dict(),
         "tokenizer": core.tokens.as_dict(),
         "event_loop_late_s": round(core.lag.late_s(10.0), 3),
         "prediction_error": core.metrics.errors.as_dict(),

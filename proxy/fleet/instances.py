@@ -25,6 +25,8 @@ class Source(StrEnum):
     """The settings the proxy was started with or has reloaded."""
     API = "api"
     """``POST /instances``; it stays until it is removed, regardless of reloads."""
+    DISCOVERY = "discovery"
+    """The source of discovery, which removes it too."""
 
 
 @dataclass(slots=True, eq=False)

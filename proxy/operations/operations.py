@@ -1,8 +1,9 @@
-"""The tasks that change a running core, with one owner: health probes, fleet changes, reload of settings."""
+"""The tasks that change a running core, with one owner: probes, fleet changes, discovery, reload of settings."""
 
 from __future__ import annotations
 
 from proxy.core import Core
+from proxy.operations.discovery import Discovery
 from proxy.operations.fleet_changes import FleetChanges
 from proxy.operations.health import HealthMonitor
 from proxy.operations.reload import Reloader
@@ -14,6 +15,7 @@ class Operations:
     def __init__(self, core: Core) -> None:
         self.monitor = HealthMonitor(core)
         self.fleet = FleetChanges(core, self.monitor)
+        self.discovery = Discovery(core, self.fleet)
         self.reloader = Reloader(core, self.fleet)
 
     async def close(self) -> None:

@@ -128,17 +128,19 @@ class Reloader:
         core = self._core
         wanted = {each.name: each for each in new.instances}
         for instance in core.instances:
-            if instance.source is Source.API and instance.name not in wanted and not self._fleet.leaving(instance):
-                same = [each.name for each in new.instances if each.url == instance.url]
-                if same:
-                    raise SettingsError(
-                        f"instance {same[0]!r} has the URL of {instance.name!r}, which was added over HTTP: remove it"
-                    )
+            if instance.source is Source.FILE or instance.name in wanted or self._fleet.leaving(instance):
+                continue
+            same = [each.name for each in new.instances if each.url == instance.url]
+            if same:
+                how = "was added over HTTP" if instance.source is Source.API else "discovery has added"
+                raise SettingsError(
+                    f"instance {same[0]!r} has the URL of {instance.name!r}, which {how}: remove one of them"
+                )
         running = {each.name: each.settings for each in core.instances if self._the_files(each, wanted)}
         adopted = [
-            Change(f"instances.{name}.source", Source.API.value, Source.FILE.value)
+            Change(f"instances.{name}.source", core.instances[name].source.value, Source.FILE.value)
             for name in running
-            if core.instances[name].source is Source.API
+            if core.instances[name].source is not Source.FILE
         ]
         return differences(core.settings, new) + instance_differences(running, wanted) + adopted
 

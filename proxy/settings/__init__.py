@@ -1,5 +1,6 @@
 """Settings of ``warmroute serve``."""
 
+from proxy.settings.discovery import DiscoverySettings, EngineTemplate
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
 from proxy.settings.instance import InstanceSettings
 from proxy.settings.model import Settings, load_settings
@@ -38,6 +39,8 @@ __all__ = [
     "ClassSettings",
     "ClientKey",
     "CorsSettings",
+    "DiscoverySettings",
+    "EngineTemplate",
     "EventSettings",
     "FairnessSettings",
     "HealthSettings",

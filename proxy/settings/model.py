@@ -16,6 +16,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from proxy.settings.discovery import DiscoverySettings
 from proxy.settings.fields import FieldSettings
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
 from proxy.settings.instance import InstanceSettings, instances_of
@@ -39,6 +40,9 @@ from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSetti
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_NO_ENGINE = (
+    "give at least one engine: --instance http://HOST:PORT, instances in --config, WARMROUTE_INSTANCES, or discovery"
+)
 
 
 class Settings(BaseSettings):
@@ -55,7 +59,10 @@ class Settings(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=9090, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    instances: Annotated[tuple[InstanceSettings, ...], NoDecode] = Field(description="the fleet: at least one engine")
+    instances: Annotated[tuple[InstanceSettings, ...], NoDecode] = Field(
+        default=(), description="the fleet: at least one engine, unless discovery finds them"
+    )
+    discovery: DiscoverySettings = Field(default_factory=DiscoverySettings)
     policy: PolicySettings = Field(default_factory=PolicySettings)
     admission: AdmissionSettings = Field(default_factory=AdmissionSettings)
     offload: OffloadSettings = Field(default_factory=OffloadSettings)
@@ -123,8 +130,6 @@ class Settings(BaseSettings):
     @field_validator("instances")
     @classmethod
     def _distinct(cls, value: tuple[InstanceSettings, ...]) -> tuple[InstanceSettings, ...]:
-        if not value:
-            raise ValueError("at least one instance is required")
         for what in ("name", "url"):
             seen = [getattr(instance, what) for instance in value]
             twice = sorted({item for item in seen if seen.count(item) > 1})
@@ -141,6 +146,12 @@ class Settings(BaseSettings):
     @classmethod
     def _plain_secret(cls, value: SecretStr | None) -> SecretStr | None:
         return None if value is None else checked_secret(value, "engine_key")
+
+    @model_validator(mode="after")
+    def _some_engine(self) -> Settings:
+        if not self.instances and self.discovery.source == "static":
+            raise ValueError(_NO_ENGINE)
+        return self
 
     @model_validator(mode="after")
     def _one_engine_key(self) -> Settings:
@@ -213,9 +224,7 @@ def _explain(error: ValidationError, path: Path | None) -> str:
             if problem["type"] == "extra_forbidden"
             else problem["msg"].removeprefix("Value error, ")
         )
-        if problem["type"] == "missing" and where == "instances":
-            what = (
-                "give at least one engine: --instance http://HOST:PORT, instances in --config, or WARMROUTE_INSTANCES"
-            )
+        if what == _NO_ENGINE:
+            where = "instances"
         lines.append(f"  {where}: {what}")
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import aclosing
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -12,6 +13,8 @@ from rich.table import Table
 
 from proxy import logs
 from proxy.core import Core
+from proxy.discovery.source import DiscoveryError
+from proxy.discovery.sources import source_of
 from proxy.fleet.instances import Instance
 from proxy.operations.health import HealthMonitor
 from proxy.settings import LogSettings, Settings
@@ -43,6 +46,7 @@ def check_fleet(settings: Settings, console: Console | None = None) -> bool:
     """
     logs.configure("error", settings.log_format)
     console = console or Console()
+    settings, problems = asyncio.run(with_discovered(settings))
     found = asyncio.run(probed(settings))
     table = Table("instance", "URL", "reachable", "models", "block size", "KV events", title="Engines")
     for row in found:
@@ -51,11 +55,37 @@ def check_fleet(settings: Settings, console: Console | None = None) -> bool:
     for row in found:
         for remedy in row.remedies:
             console.print(f"{row.name}: {remedy}", markup=False, highlight=False, soft_wrap=True)
+    for problem in problems:
+        console.print(f"discovery: {problem}", markup=False, highlight=False, soft_wrap=True)
     for sentence in unknown_variables(os.environ, settings):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-    well = not any(row.remedies for row in found)
+    well = not problems and not any(row.remedies for row in found)
     console.print("every engine can be used" if well else "not every engine can be used", highlight=False)
     return well
+
+
+async def with_discovered(settings: Settings) -> tuple[Settings, list[str]]:
+    """The settings with the instances that discovery finds now, and the problems of finding them.
+
+    Raises:
+        SettingsError: the source cannot be used on this machine.
+    """
+    source = source_of(settings.discovery)
+    if source is None:
+        return settings, []
+    try:
+        async with asyncio.timeout(settings.discovery.start_s), aclosing(source.sets()) as sets:
+            wanted = await anext(sets)
+    except DiscoveryError as error:
+        return settings, [f"{source.origin}: {error}"]
+    except TimeoutError:
+        return settings, [f"{source.origin}: no result within {settings.discovery.start_s:g} s (discovery.start_s)"]
+    problems = list(wanted.problems)
+    if not wanted.instances:
+        problems.append(f"{source.origin} has no instance")
+    taken = {key for each in settings.instances for key in (each.name, each.url)}
+    found = [each for each in wanted.instances if each.name not in taken and each.url not in taken]
+    return settings.model_copy(update={"instances": (*settings.instances, *found)}), problems
 
 
 async def probed(settings: Settings) -> list[EngineCheck]:

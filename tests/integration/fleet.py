@@ -42,11 +42,13 @@ class SimEngine:
     flags: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
     bootstrap_port: int = field(default_factory=free_port)
+    address: str = "127.0.0.1"
+    """Where ``flags`` make it listen."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}:{self.port}"
 
     @property
     def bootstrap_url(self) -> str:

@@ -220,7 +220,7 @@ def test_the_proxy_s_command_is_one_that_is_accepted() -> None:
 
 def test_the_page_names_every_file() -> None:
     for path in FOLDER.rglob("*"):
-        if path.is_file():
+        if path.is_file() and FOLDER / "helm" not in path.parents:
             assert f"configs/deploy/{path.relative_to(FOLDER).as_posix()}" in PAGE, path
     for path in re.findall(r"`(configs/deploy/[^`]+)`", PAGE):
         assert (ROOT / path).exists(), path

@@ -65,3 +65,30 @@ def test_what_names_no_rule_or_parameter_is_refused(served: list[Settings], flag
     answer = serve(*flags)
     assert (answer.exit_code, served) == (2, [])
     assert says in " ".join(answer.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("file:/etc/fleet.yaml", ("file", "/etc/fleet.yaml", None, None)),
+        ("dns:engines.internal:8000", ("dns", None, "engines.internal", 8000)),
+        ("srv:_http._tcp.engines", ("dns", None, "_http._tcp.engines", None)),
+        ("kubernetes:app=engine,tier=a", ("kubernetes", None, None, None)),
+        ("ray:demo", ("ray", None, None, None)),
+    ],
+)
+def test_a_source_of_discovery_is_a_setting(served: list[Settings], flag: str, expected: tuple[Any, ...]) -> None:
+    assert serve("--discovery", flag).exit_code == 0
+    found = served[0].discovery
+    path = None if found.file.path is None else str(found.file.path)
+    assert (found.source, path, found.dns.name, found.engine.port) == expected
+    assert found.kubernetes.selector == ("app=engine,tier=a" if found.source == "kubernetes" else None)
+    assert found.ray.fleet == ("demo" if found.source == "ray" else None)
+    assert found.dns.srv is flag.startswith("srv:")
+
+
+@pytest.mark.parametrize("wrong", ["files:x", "file:", "dns:name", "static:x", "kubernetes:"])
+def test_a_source_of_another_form_is_refused_with_the_forms(served: list[Settings], wrong: str) -> None:
+    answer = serve("--discovery", wrong)
+    assert answer.exit_code == 2
+    assert "dns:NAME:PORT" in " ".join(answer.output.split())

@@ -64,7 +64,7 @@ def test_name_defaults_to_the_address() -> None:
         ({"classes": {"medium_tokens": 9, "heavy_tokens": 9}}, "medium_tokens < heavy_tokens"),
         ({"port": 70000}, "port"),
         ({"timeouts": {"idle_s": 0}}, "timeouts.idle_s"),
-        ({"instances": []}, "at least one instance"),
+        ({"instances": []}, "instances: give at least one engine"),
         ({"instances": [{"url": "127.0.0.1:8000"}]}, "http://"),
         ({"instances": [{"url": "http://a"}, {"url": "http://a"}]}, "share the same"),
         ({"instances": [{"url": "http://a", "role": "kv_both"}]}, "bootstrap_url"),

@@ -89,3 +89,19 @@ async def test_events_that_cannot_be_reached_and_sizes_that_differ_are_remedies(
     assert (one.events, two.events) == ("unreachable", "reachable")
     assert [remedy.partition(" ")[0] for remedy in one.remedies] == ["events_url", "block"]
     assert [remedy.partition(":")[0] for remedy in two.remedies] == ["block sizes differ within the fleet (16, 64)"]
+
+
+def test_engines_that_discovery_finds_are_checked_too(tmp_path: Path) -> None:
+    engine = StubEngine()
+    fleet = tmp_path / "fleet.yaml"
+    with in_a_thread(engine):
+        fleet.write_text(f"- {{url: '{engine.url}', name: found}}\n")
+        answer = check("--discovery", f"file:{fleet}")
+    assert answer.exit_code == 0
+    assert "found" in answer.output
+    fleet.write_text("[]\n")
+    answer = check("--discovery", f"file:{fleet}")
+    assert (answer.exit_code, "has no instance" in answer.output) == (1, True)
+    fleet.unlink()
+    answer = check("--discovery", f"file:{fleet}")
+    assert (answer.exit_code, "cannot be read" in answer.output) == (1, True)

@@ -1,0 +1,78 @@
+"""Interface of a source of instances."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import NamedTuple, Protocol
+
+from proxy.settings import InstanceSettings
+
+
+class DiscoveryError(Exception):
+    """A reading that failed; the message names the source and, where it is known, the remedy."""
+
+
+class Wanted(NamedTuple):
+    """The complete set of instances that a source wants in the fleet."""
+
+    instances: tuple[InstanceSettings, ...] = ()
+    """Names and URLs are distinct."""
+    problems: tuple[str, ...] = ()
+    """Reasons for which entries were left out."""
+
+
+class Source(Protocol):
+    """Origin of a changing set of instances."""
+
+    @property
+    def origin(self) -> str:
+        """Description for logs, such as ``file fleet.yaml``."""
+
+    def sets(self) -> AsyncGenerator[Wanted, None]:
+        """Yield the complete set now, and again after each change; equal sets may be repeated.
+
+        Every wait inside is bounded by the source's settings. After an error the generator is abandoned and a new one
+        starts from the complete set; the caller pauses in between.
+
+        Raises:
+            DiscoveryError: a reading failed.
+        """
+
+
+def distinct(instances: list[InstanceSettings], problems: list[str]) -> Wanted:
+    """A set without entries whose name or URL an earlier entry has; each left out is a problem."""
+    kept: list[InstanceSettings] = []
+    names: set[str] = set()
+    urls: set[str] = set()
+    for each in instances:
+        if each.name in names or each.url in urls:
+            problems = [*problems, f"{each.name} ({each.url}): its name or URL occurs twice"]
+            continue
+        names.add(each.name)
+        urls.add(each.url)
+        kept.append(each)
+    return Wanted(tuple(kept), tuple(problems))
+
+
+async def polled(
+    read: Callable[[], Awaitable[Wanted]], interval_s: float, timeout_s: float
+) -> AsyncGenerator[Wanted, None]:
+    """Readings of a source without notifications.
+
+    Args:
+        read: one reading; raises DiscoveryError.
+        interval_s: pause between two readings, in seconds.
+        timeout_s: bound on one reading, in seconds.
+
+    Raises:
+        DiscoveryError: a reading failed, or had no result in time.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(timeout_s):
+                wanted = await read()
+        except TimeoutError as error:
+            raise DiscoveryError(f"no result within {timeout_s:g} s (discovery.timeout_s)") from error
+        yield wanted
+        await asyncio.sleep(interval_s)
