@@ -8,6 +8,7 @@ from math import exp2, log
 from typing import NamedTuple
 
 from policies.admission.base import SessionView
+from policies.admission.homes import Home, Homes
 from policies.admission.residency import Residency
 from policies.admission.return_gaps import ReturnGaps
 from policies.costs.formulas import PrefillModel
@@ -46,6 +47,7 @@ class _Account:
         "ends",
         "expired",
         "gap_s",
+        "home",
         "in_flight",
         "request_id",
         "since_s",
@@ -54,6 +56,8 @@ class _Account:
     )
 
     def __init__(self) -> None:
+        self.home: Home
+        """Where its last request was sent."""
         self.context_tokens = 0
         self.in_flight = 0
         self.single = False
@@ -84,6 +88,7 @@ class SessionAccounts:
     def __init__(self, keep_s: float = 30.0, capacity: int = 100_000, residency: Residency | None = None) -> None:
         """``residency``: recognises evicted contexts; None: none is."""
         self._residency = residency
+        self.homes = Homes()
         self.instances = 1
         """Instances of the fleet, set by its owner."""
         self._gaps = ReturnGaps(keep_s)
@@ -126,10 +131,13 @@ class SessionAccounts:
         """Another ``keep_s``, from which learning begins again. O(sessions)."""
         if keep_s != self._gaps.longest_s:
             self._gaps = ReturnGaps(keep_s)
+        past = list(self._past.values())
         idle = sorted([*self._past.items(), *self._kept.items()], key=lambda item: item[1].since_s)
         self._past.clear()
         self._kept = OrderedDict(idle)
         self.kept_tokens = sum(account.context_tokens for _, account in idle)
+        for account in past:
+            account.home.keep(account.context_tokens)
         self.expire(now_s)
 
     def expire(self, now_s: float) -> None:
@@ -149,9 +157,16 @@ class SessionAccounts:
         """A kept session is only remembered from now on."""
         del self._kept[name]
         self.kept_tokens -= account.context_tokens
+        account.home.drop(account.context_tokens)
         self._past[name] = account
         if len(self._past) > self._capacity:
             self._past.popitem(last=False)
+
+    def restarted(self, instance: str) -> None:
+        """The instance has lost its contexts: keep its sessions no longer. O(kept sessions)."""
+        home = self.homes.of(instance)
+        for name in [name for name, account in self._kept.items() if account.home is home]:
+            self._forget(name, self._kept[name])
 
     def view(self, session_id: str | None, now_s: float, waited_s: float = 0.0) -> SessionView:
         """A session without the request that is about to be sent."""
@@ -192,21 +207,26 @@ class SessionAccounts:
                     self._forget(session_id, account)
         return self.view(session_id, now_s, waited_s)
 
-    def begin(self, name: str, prompt_tokens: int, now_s: float, *, single: bool = False) -> None:
-        """A request of the session is sent; ``single``: it has no session, and ``name`` is its own."""
+    def begin(self, name: str, prompt_tokens: int, now_s: float, instance: str = "", *, single: bool = False) -> None:
+        """A request of the session is sent to an instance; ``single``: it has no session, and ``name`` is its own."""
         self._seen_s = now_s
+        home = self.homes.of(instance)
         account = self._active.get(name)
         if account is not None:
             account.in_flight += 1
             account.turns += 1
+            account.home.deactivate(account.context_tokens)
             if prompt_tokens > account.context_tokens:
                 self.active_tokens += prompt_tokens - account.context_tokens
                 account.context_tokens = prompt_tokens
+            home.activate(account.context_tokens)
+            account.home = home
             return
         self.expire(now_s)
         account = self._kept.pop(name, None)
         if account is not None:
             self.kept_tokens -= account.context_tokens
+            account.home.drop(account.context_tokens)
             self._returned(account, now_s)
         else:
             account = self._past.pop(name, None)
@@ -220,6 +240,8 @@ class SessionAccounts:
         account.context_tokens = prompt_tokens
         self._active[name] = account
         self.active_tokens += prompt_tokens
+        account.home = home
+        home.activate(prompt_tokens)
 
     def _returned(self, account: _Account, now_s: float) -> None:
         gap_s = now_s - account.since_s if account.gap_s is None else account.gap_s
@@ -241,11 +263,13 @@ class SessionAccounts:
             return
         del self._active[name]
         self.active_tokens -= account.context_tokens
+        account.home.deactivate(account.context_tokens)
         if account.single:
             return
         account.since_s = now_s = self._seen_s if now_s is None else now_s
         self._kept[name] = account
         self.kept_tokens += account.context_tokens
+        account.home.keep(account.context_tokens)
         self.expire(now_s)
 
     def compute(self, name: str, request_id: str, hashes: Sequence[int], block_tokens: float) -> int:
