@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from math import exp2, log
+from operator import itemgetter
 from typing import NamedTuple
 
 from policies.admission.base import SessionView
@@ -26,8 +27,13 @@ REMEMBERED_TURNS = 4
 """Last prompts of a session by which a longer one is recognised: sub-agents of one session take turns."""
 
 
+_LESS = (0, 1, 2, 4, 8, 16, 32, 64, LONGEST_DIFFERENCE)
+"""Differences at a prompt's end that are tried, in blocks."""
+_SAMPLES = [itemgetter(*[-1 - less for less in _LESS[: number + 1]]) for number in range(len(_LESS))]
+"""Readers of the hashes at the first 1, 2, ... of these differences: much faster than a loop."""
+
 Beginnings = tuple[int, ...]
-"""Block counts and hashes in turn (``_sampled``)."""
+"""A prompt's blocks, and the hashes of those after which it is ``_LESS`` blocks shorter."""
 
 
 class ComputedPrompt(NamedTuple):
@@ -338,31 +344,28 @@ class SessionAccounts:
         return self._lost_s * exp2(min(self._lost_at_s - now_s, 0.0) / HALF_LIFE_S) if self._lost_s else 0.0
 
 
-def _sampled(hashes: Sequence[int]) -> tuple[int, ...]:
-    """Block counts and chained hashes of the prompt's beginnings that are compared with later prompts, longest first.
+def _sampled(hashes: Sequence[int]) -> Beginnings:
+    """Samples of a prompt's chained hashes, for comparison with later prompts.
 
     A further turn repeats nearly all of the last prompt, but not always its end: chat templates close it otherwise
     (thoughts are removed, say), and tokens of a last partial block shift. Beginnings that are 1, 2, 4, ... blocks
     shorter find the common part to a factor of two of what differs.
     """
     count = len(hashes)
-    picked = [count, hashes[-1]]
-    step = 1
-    while step < count and step <= LONGEST_DIFFERENCE:
-        picked += (count - step, hashes[count - step - 1])
-        step *= 2
-    return tuple(picked)
+    shorter = min((count - 1).bit_length(), len(_SAMPLES) - 1)  # powers of two below the count
+    return (count, *_SAMPLES[shorter](hashes)) if shorter else (count, hashes[-1])
 
 
 def _longest(account: _Account, hashes: Sequence[int]) -> tuple[int, Beginnings] | None:
     """The longest part in blocks of one of the session's last prompts that this one repeats, and that prompt."""
     count, longest, found = len(hashes), 0, None
     for beginnings in account.ends:
-        for place in range(0, len(beginnings), 2):
-            blocks = beginnings[place]
+        whole = beginnings[0]
+        for place, less in enumerate(_LESS, 1):
+            blocks = whole - less
             if blocks <= longest:
                 break
-            if blocks <= count and hashes[blocks - 1] == beginnings[place + 1]:
+            if blocks <= count and hashes[blocks - 1] == beginnings[place]:
                 longest, found = blocks, beginnings
                 break
     return None if found is None else (longest, found)
