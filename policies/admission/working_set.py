@@ -13,6 +13,8 @@ from policies.types import RequestView
 class _Room(NamedTuple):
     instances: list[str]
     """Those that have room."""
+    evicting_none: list[str]
+    """Those whose pool holds it beside all contexts in use, to the last token."""
     beside_active: bool
     """Whether one has room beside its contexts in flight, those of kept sessions not counted."""
     kept_tokens: int
@@ -39,8 +41,8 @@ class WorkingSet:
 
     While recomputation takes that much or others are held, a session that has room is sent to one of the instances
     that have it: two that fit the pools in sum would evict each other on one instance while another has room. A kept
-    session's own turn needs room beside the contexts in flight only, and the routing policy chooses its instance among
-    all. A session is kept until nearly all that return have done so, at most ``keep_s``
+    session's turn needs room beside the contexts in flight only, and leaves its cached context only for an instance
+    that evicts nothing in use. A session is kept until nearly all that return have done so, at most ``keep_s``
     (`policies.admission.return_gaps`), unless the prefix index says that its context was evicted: then its next turn
     costs as much as a new session's. Complexity: O(instances), O(1) for a session in flight.
     """
@@ -67,9 +69,9 @@ class WorkingSet:
         if not fleet.pool_tokens:
             return Admit(AdmissionReason.RESIDENT if session.kept else AdmissionReason.POOLS_UNKNOWN)
         room = self._room(request, session, fleet)
-        if session.kept and room.beside_active:
-            return Admit(AdmissionReason.RESIDENT)
         hurts = fleet.lost_share > self.lost_share or fleet.held or session.waited_s
+        if session.kept and room.beside_active:
+            return Admit(AdmissionReason.RESIDENT, frozenset(room.evicting_none) if hurts else NO_INSTANCES)
         if room.instances:
             return Admit(AdmissionReason.ROOM, frozenset(room.instances) if hurts else NO_INSTANCES)
         nobody = not fleet.active_sessions and not fleet.kept_sessions
@@ -93,7 +95,9 @@ class WorkingSet:
             sessions, tokens = sessions + 1, tokens + own
         spare = self.spare_contexts * tokens / max(1, sessions)
         kept_share = 0.0 if session.kept else self.kept_share * fleet.return_share
-        instances, beside_active, all_kept, best = [], False, 0, 0.0
+        instances: list[str] = []
+        evicting_none: list[str] = []
+        beside_active, all_kept, best = False, 0, 0.0
         for name, pool, active_sessions, active, _, kept_tokens, _ in fleet.by_instance:
             kept = min(kept_tokens, int(kept_share * pool))
             free = self.fill * pool - spare - active
@@ -101,5 +105,7 @@ class WorkingSet:
             all_kept += kept
             if own <= free - kept or not (active_sessions or kept):
                 instances.append(name)
+            if own + active + kept_tokens <= self.fill * pool:
+                evicting_none.append(name)
             best = max(best, free - kept)
-        return _Room(instances, beside_active, all_kept, best)
+        return _Room(instances, evicting_none, beside_active, all_kept, best)
