@@ -173,6 +173,7 @@ def main(
         list[str] | None, typer.Option(help="RULE or RULE,KEY=VALUE. Default: never_hold, working_set. Repeatable.")
     ] = None,
     draws: Annotated[int, typer.Option(min=1, help="Samples of sessions.")] = 6,
+    first_draw: Annotated[int, typer.Option(help="Seed of the first sample.")] = 1,
     slowdown: Annotated[
         list[float] | None, typer.Option(help="Factor on step times. Default: 1, 1.5 and 2.2. Repeatable.")
     ] = None,
@@ -192,7 +193,7 @@ def main(
     for fleet in instances or [4, 8]:
         sessions = round(SESSIONS_PER_INSTANCE * fleet)
         with tempfile.TemporaryDirectory() as folder:
-            traces = [_drawn(whole, Cut(sessions, seed=draw + 1), Path(folder)) for draw in range(draws)]
+            traces = [_drawn(whole, Cut(sessions, seed=first_draw + draw), Path(folder)) for draw in range(draws)]
         shape = Shape(fleet, traces, slowdown or [1.0, 1.5, 2.2])
         caps = {
             f"session_cap,sessions={cap}": _cap(cap) for cap in dict.fromkeys(round(s * sessions) for s in CAP_SHARES)

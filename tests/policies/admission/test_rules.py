@@ -126,6 +126,17 @@ def test_where_nothing_hurts_the_policy_chooses_among_all() -> None:
     assert admitted(WorkingSet(), fleet=fine._replace(held=1)) == Admit(AdmissionReason.ROOM, everywhere)
 
 
+def test_a_kept_session_leaves_its_instance_only_for_one_where_it_evicts_nothing() -> None:
+    kept = SessionView(turns=3, idle_s=5.0, kept=True)
+    fleet = spread(FULL._replace(active_tokens=400_000, lost_share=0.0))
+    roomy = fleet.by_instance[1]._replace(kept_tokens=87_500)
+    fleet = fleet._replace(by_instance=(fleet.by_instance[0], roomy, *fleet.by_instance[2:]))
+    assert admitted(WorkingSet(), kept, fleet) == Admit(AdmissionReason.RESIDENT)
+    hurting = fleet._replace(lost_share=0.5)
+    assert admitted(WorkingSet(), kept, hurting) == Admit(AdmissionReason.RESIDENT, frozenset({"i1"}))
+    assert admitted(WorkingSet(), kept, hurting, 50_001) == Admit(AdmissionReason.RESIDENT)
+
+
 def test_an_instance_without_contexts_has_room_for_a_prompt_of_any_length() -> None:
     fleet = spread(FULL)
     empty = InstanceUse("i0", 250_000)
