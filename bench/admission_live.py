@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import random
 import re
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import typer
 import yaml
 
 from bench.admission_records import ARM_FILE, RUN_FILE, NoArmError, RuleArmNote, lines_of
+from bench.admission_shapes import Cut, short_sessions, write_rows
 from replayer.records.runs import read_run
 from replayer.replay.plan import PlanOptions
 from replayer.replay.replay import ReplayOptions, replay_trace
@@ -36,8 +36,6 @@ from sim.offline.setup import parsed_params
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
 
-_OWN_IDS = 10_000_000
-"""Distance between the block ids of two sessions, so that they share none."""
 _READY_S = 60.0
 _RESET_S = 60.0
 _STOP_S = 30.0
@@ -258,36 +256,9 @@ def cut(
     except TraceError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    windows = []
-    for session in whole.sessions().values():
-        fitting = [each for each in session if min_tokens <= each.input_length <= max_tokens]
-        windows += [fitting[at : at + turns] for at in range(0, len(fitting) - turns + 1, turns)]
-    random.Random(seed).shuffle(windows)
-    rows: list[dict[str, Any]] = []
-    for number, window in enumerate(windows[:sessions]):
-        at_s, before = float(number), -1
-        for turn, each in enumerate(window):
-            wait_s = min(max(each.think_time_s or 0.0, 0.5), think_s) if turn else 0.0
-            at_s += wait_s + 1.0 if turn else 0.0
-            rows.append(
-                {
-                    "chat_id": len(rows),
-                    "parent_chat_id": before,
-                    "timestamp": round(at_s, 3),
-                    "input_length": each.input_length,
-                    "output_length": min(each.output_length, output_tokens),
-                    "type": "coder",
-                    "turn": turn + 1,
-                    "hash_ids": [_OWN_IDS * (number + 1) + block for block in each.hash_ids],
-                    "session_id": f"s{number:03d}",
-                    "think_time": wait_s,
-                    "api_time": 1.0,
-                }
-            )
-            before = rows[-1]["chat_id"]
-    rows.sort(key=lambda row: row["timestamp"])
-    output.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    typer.echo(f"{len(rows)} requests of {len(windows[:sessions])} sessions, {len(windows)} to choose from")
+    rows, found = short_sessions(whole, Cut(sessions, turns, min_tokens, max_tokens, think_s, output_tokens, seed))
+    write_rows(rows, output)
+    typer.echo(f"{len(rows)} requests of {min(sessions, found)} sessions, {found} to choose from")
 
 
 @app.command()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Mapping
 from typing import NamedTuple
 
-from policies.admission.base import MAX_HOLD_S, AdmissionRule, Admit
+from policies.admission.base import MAX_HOLD_S, NO_INSTANCES, AdmissionRule, Admit
 from policies.admission.gate import AdmissionGate, Held
 from policies.admission.never_hold import NeverHold
 from policies.classes import ClassThresholds
@@ -20,6 +20,9 @@ from policies.snapshot import FleetSnapshot
 from policies.state import Commitment, FleetState
 from policies.types import Decision, InstanceView, RequestView
 
+CACHED_SHARE = 0.5
+"""Share of a prompt that an instance must have cached to be chosen for it although its pool has no room."""
+
 
 class Routed(NamedTuple):
     """A decision that has been counted."""
@@ -28,6 +31,13 @@ class Routed(NamedTuple):
     commitment: Commitment
     prefill_view: InstanceView | None
     """P's view at the decision if the prefill is offloaded."""
+
+
+def with_room(request: RequestView, fleet: FleetSnapshot, room_on: frozenset[str]) -> FleetSnapshot:
+    """The fleet less instances without room, unless they have most of the prompt cached; all if none is left."""
+    enough = CACHED_SHARE * request.prompt_tokens
+    views = tuple([view for view in fleet.instances if view.instance in room_on or view.cached_tokens >= enough])
+    return fleet._replace(instances=views) if views else fleet
 
 
 class LegTime(NamedTuple):
@@ -97,7 +107,12 @@ class RoutingSession:
         self.gate.set_rule(rule, max_hold_s, now_s)
 
     def route(
-        self, request: RequestView, decoders: Collection[str], prefill_only: Collection[str], now_s: float
+        self,
+        request: RequestView,
+        decoders: Collection[str],
+        prefill_only: Collection[str],
+        now_s: float,
+        room_on: frozenset[str] = NO_INSTANCES,
     ) -> Routed:
         """Decide and count in one synchronous step: nothing may be awaited between snapshot and commit.
 
@@ -105,15 +120,17 @@ class RoutingSession:
             decoders: instances that may decode the request, and prefill it.
             prefill_only: instances that may prefill it for another one only.
             now_s: monotonic or virtual time.
+            room_on: instances that the admission rule found room on (``Admit.instances``).
 
         Raises:
             NoCandidateError: ``decoders`` is empty.
         """
         fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
-        decision = decide(request, fleet, self.policy, self.planner, self.thresholds, guarded=self._guarded)
+        choice = with_room(request, fleet, room_on) if room_on else fleet
+        decision = decide(request, choice, self.policy, self.planner, self.thresholds, guarded=self._guarded)
         commitment = self.state.commit(request, fleet, decision, now_s)
         if self.on_decided is not None:
-            self.on_decided(request, fleet, decision)
+            self.on_decided(request, choice, decision)
         prefill = fleet.prefill_view(decision.prefill_on) if decision.prefill_on is not None else None
         return Routed(decision, commitment, prefill)
 
@@ -124,11 +141,16 @@ class RoutingSession:
         decoders: Collection[str],
         prefill_only: Collection[str],
         now_s: float,
+        room_on: frozenset[str] = NO_INSTANCES,
     ) -> tuple[FleetSnapshot, dict[str, Decision]]:
-        """The snapshot and the decision of each of ``policies`` on it; nothing is counted. Raises NoCandidateError."""
+        """The snapshot of the whole fleet, and the decisions of ``policies`` among what ``route`` would leave them.
+
+        Nothing is counted. Raises NoCandidateError.
+        """
         fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
+        choice = with_room(request, fleet, room_on) if room_on else fleet
         return fleet, {
-            name: decide(request, fleet, policy, self.planner, self.thresholds, guarded=self._guarded)
+            name: decide(request, choice, policy, self.planner, self.thresholds, guarded=self._guarded)
             for name, policy in policies.items()
         }
 

@@ -205,6 +205,7 @@ class FleetState:
             known.role, known.host, known.transport, known.connector = role, host, transport, connector
             return
         self._instances[instance] = _Instance(role, host, transport, connector)
+        self.accounts.homes.add(instance)
         self.accounts.instances = max(1, len(self._instances))
         self.index.add_instance(instance)
         self.predictor.add_instance(instance)
@@ -216,6 +217,7 @@ class FleetState:
         """
         self._instances.pop(instance, None)
         self.producers.discard(instance)
+        self.accounts.homes.remove(instance)
         self.accounts.instances = max(1, len(self._instances))
         self.index.remove_instance(instance)
         self.predictor.remove_instance(instance)
@@ -229,6 +231,7 @@ class FleetState:
         """Drop blocks, pins and recent load of an instance that restarted with an empty cache."""
         self.index.clear_instance(instance)
         self.predictor.restarted(instance)
+        self.accounts.restarted(instance)
         self.sessions.remove_instance(instance)
         self.ledger.forget_recent(instance)
         self.holds.forget(instance)
@@ -261,8 +264,16 @@ class FleetState:
 
     def room(self, instances: Collection[str]) -> Room:
         """Pools and prefills of ``instances``."""
-        account = self.ledger.account
-        return Room(self.pool_tokens(instances), len(instances), sum([account(name).prefilling for name in instances]))
+        account_of, unused = self.ledger.accounts.get, self.ledger.unused
+        each = tuple(
+            [
+                (name, known.kv_capacity_tokens, account_of(name, unused).prefilling)
+                for name, known in self._instances.items()
+                if name in instances
+            ]
+        )
+        pools = [pool for _, pool, _ in each]
+        return Room(sum(pools) if all(pools) else 0, len(instances), sum([waiting for _, _, waiting in each]), each)
 
     def snapshot(
         self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()
@@ -319,11 +330,11 @@ class FleetState:
         not_yet_on_decode = new_tokens - new_on_decode
         accounts, session, before = self.accounts, request.session_id, 0
         if session:
-            accounts.begin(session, request.prompt_tokens, now_s)
+            accounts.begin(session, request.prompt_tokens, now_s, decision.decode_on)
             before = accounts.compute(session, request.request_id, request.block_hashes, request.block_tokens)
         else:
             session = request.request_id
-            accounts.begin(session, request.prompt_tokens, now_s, single=True)
+            accounts.begin(session, request.prompt_tokens, now_s, decision.decode_on, single=True)
         cached = chosen.cached_tokens if prefill is None else prefill.cached_tokens
         computed = ComputedPrompt(request.prompt_tokens, before, cached)
         if before > cached:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from math import exp2, log
+from operator import itemgetter
 from typing import NamedTuple
 
 from policies.admission.base import SessionView
+from policies.admission.homes import Home, Homes
 from policies.admission.residency import Residency
 from policies.admission.return_gaps import ReturnGaps
 from policies.costs.formulas import PrefillModel
@@ -25,8 +27,13 @@ REMEMBERED_TURNS = 4
 """Last prompts of a session by which a longer one is recognised: sub-agents of one session take turns."""
 
 
+_LESS = (0, 1, 2, 4, 8, 16, 32, 64, LONGEST_DIFFERENCE)
+"""Differences at a prompt's end that are tried, in blocks."""
+_SAMPLES = [itemgetter(*[-1 - less for less in _LESS[: number + 1]]) for number in range(len(_LESS))]
+"""Readers of the hashes at the first 1, 2, ... of these differences: much faster than a loop."""
+
 Beginnings = tuple[int, ...]
-"""Block counts and hashes in turn (``_sampled``)."""
+"""A prompt's blocks, and the hashes of those after which it is ``_LESS`` blocks shorter."""
 
 
 class ComputedPrompt(NamedTuple):
@@ -46,6 +53,7 @@ class _Account:
         "ends",
         "expired",
         "gap_s",
+        "home",
         "in_flight",
         "request_id",
         "since_s",
@@ -54,6 +62,8 @@ class _Account:
     )
 
     def __init__(self) -> None:
+        self.home: Home
+        """Where its last request was sent."""
         self.context_tokens = 0
         self.in_flight = 0
         self.single = False
@@ -84,6 +94,7 @@ class SessionAccounts:
     def __init__(self, keep_s: float = 30.0, capacity: int = 100_000, residency: Residency | None = None) -> None:
         """``residency``: recognises evicted contexts; None: none is."""
         self._residency = residency
+        self.homes = Homes()
         self.instances = 1
         """Instances of the fleet, set by its owner."""
         self._gaps = ReturnGaps(keep_s)
@@ -126,10 +137,13 @@ class SessionAccounts:
         """Another ``keep_s``, from which learning begins again. O(sessions)."""
         if keep_s != self._gaps.longest_s:
             self._gaps = ReturnGaps(keep_s)
+        past = list(self._past.values())
         idle = sorted([*self._past.items(), *self._kept.items()], key=lambda item: item[1].since_s)
         self._past.clear()
         self._kept = OrderedDict(idle)
         self.kept_tokens = sum(account.context_tokens for _, account in idle)
+        for account in past:
+            account.home.keep(account.context_tokens)
         self.expire(now_s)
 
     def expire(self, now_s: float) -> None:
@@ -149,9 +163,16 @@ class SessionAccounts:
         """A kept session is only remembered from now on."""
         del self._kept[name]
         self.kept_tokens -= account.context_tokens
+        account.home.drop(account.context_tokens)
         self._past[name] = account
         if len(self._past) > self._capacity:
             self._past.popitem(last=False)
+
+    def restarted(self, instance: str) -> None:
+        """The instance has lost its contexts: keep its sessions no longer. O(kept sessions)."""
+        home = self.homes.of(instance)
+        for name in [name for name, account in self._kept.items() if account.home is home]:
+            self._forget(name, self._kept[name])
 
     def view(self, session_id: str | None, now_s: float, waited_s: float = 0.0) -> SessionView:
         """A session without the request that is about to be sent."""
@@ -192,21 +213,26 @@ class SessionAccounts:
                     self._forget(session_id, account)
         return self.view(session_id, now_s, waited_s)
 
-    def begin(self, name: str, prompt_tokens: int, now_s: float, *, single: bool = False) -> None:
-        """A request of the session is sent; ``single``: it has no session, and ``name`` is its own."""
+    def begin(self, name: str, prompt_tokens: int, now_s: float, instance: str = "", *, single: bool = False) -> None:
+        """A request of the session is sent to an instance; ``single``: it has no session, and ``name`` is its own."""
         self._seen_s = now_s
+        home = self.homes.of(instance)
         account = self._active.get(name)
         if account is not None:
             account.in_flight += 1
             account.turns += 1
+            account.home.deactivate(account.context_tokens)
             if prompt_tokens > account.context_tokens:
                 self.active_tokens += prompt_tokens - account.context_tokens
                 account.context_tokens = prompt_tokens
+            home.activate(account.context_tokens)
+            account.home = home
             return
         self.expire(now_s)
         account = self._kept.pop(name, None)
         if account is not None:
             self.kept_tokens -= account.context_tokens
+            account.home.drop(account.context_tokens)
             self._returned(account, now_s)
         else:
             account = self._past.pop(name, None)
@@ -220,6 +246,8 @@ class SessionAccounts:
         account.context_tokens = prompt_tokens
         self._active[name] = account
         self.active_tokens += prompt_tokens
+        account.home = home
+        home.activate(prompt_tokens)
 
     def _returned(self, account: _Account, now_s: float) -> None:
         gap_s = now_s - account.since_s if account.gap_s is None else account.gap_s
@@ -241,11 +269,13 @@ class SessionAccounts:
             return
         del self._active[name]
         self.active_tokens -= account.context_tokens
+        account.home.deactivate(account.context_tokens)
         if account.single:
             return
         account.since_s = now_s = self._seen_s if now_s is None else now_s
         self._kept[name] = account
         self.kept_tokens += account.context_tokens
+        account.home.keep(account.context_tokens)
         self.expire(now_s)
 
     def compute(self, name: str, request_id: str, hashes: Sequence[int], block_tokens: float) -> int:
@@ -314,31 +344,28 @@ class SessionAccounts:
         return self._lost_s * exp2(min(self._lost_at_s - now_s, 0.0) / HALF_LIFE_S) if self._lost_s else 0.0
 
 
-def _sampled(hashes: Sequence[int]) -> tuple[int, ...]:
-    """Block counts and chained hashes of the prompt's beginnings that are compared with later prompts, longest first.
+def _sampled(hashes: Sequence[int]) -> Beginnings:
+    """Samples of a prompt's chained hashes, for comparison with later prompts.
 
     A further turn repeats nearly all of the last prompt, but not always its end: chat templates close it otherwise
     (thoughts are removed, say), and tokens of a last partial block shift. Beginnings that are 1, 2, 4, ... blocks
     shorter find the common part to a factor of two of what differs.
     """
     count = len(hashes)
-    picked = [count, hashes[-1]]
-    step = 1
-    while step < count and step <= LONGEST_DIFFERENCE:
-        picked += (count - step, hashes[count - step - 1])
-        step *= 2
-    return tuple(picked)
+    shorter = min((count - 1).bit_length(), len(_SAMPLES) - 1)  # powers of two below the count
+    return (count, *_SAMPLES[shorter](hashes)) if shorter else (count, hashes[-1])
 
 
 def _longest(account: _Account, hashes: Sequence[int]) -> tuple[int, Beginnings] | None:
     """The longest part in blocks of one of the session's last prompts that this one repeats, and that prompt."""
     count, longest, found = len(hashes), 0, None
     for beginnings in account.ends:
-        for place in range(0, len(beginnings), 2):
-            blocks = beginnings[place]
+        whole = beginnings[0]
+        for place, less in enumerate(_LESS, 1):
+            blocks = whole - less
             if blocks <= longest:
                 break
-            if blocks <= count and hashes[blocks - 1] == beginnings[place + 1]:
+            if blocks <= count and hashes[blocks - 1] == beginnings[place]:
                 longest, found = blocks, beginnings
                 break
     return None if found is None else (longest, found)

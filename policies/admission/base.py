@@ -13,6 +13,9 @@ MAX_HOLD_S = 480.0
 """Default bound on holding, seconds: two minutes less than the ten that clients' libraries wait by default."""
 
 
+NO_INSTANCES: frozenset[str] = frozenset()
+
+
 class AdmissionReason(StrEnum):
     """Reason for sending or holding a request: closed set used in rows, headers and metric labels."""
 
@@ -60,6 +63,22 @@ class SessionView(NamedTuple):
         return self.in_flight > 0 or self.kept
 
 
+class InstanceUse(NamedTuple):
+    """Contexts on one instance that can be chosen. A session is where its last request was sent. Tokens."""
+
+    instance: str
+    pool_tokens: int
+    """0: unknown."""
+    active_sessions: int = 0
+    """Sessions with a request in flight."""
+    active_tokens: int = 0
+    kept_sessions: int = 0
+    """Sessions without a request in flight that may return, less those whose context was found evicted."""
+    kept_tokens: int = 0
+    prefilling: int = 0
+    """Requests in flight without a first token yet."""
+
+
 class AdmissionView(NamedTuple):
     """The fleet as admission sees it at one instant. Tokens are contexts of sessions, each counted once."""
 
@@ -87,12 +106,16 @@ class AdmissionView(NamedTuple):
     """
     longest_hold_s: float = 0.0
     """The bound on holding, seconds."""
+    by_instance: tuple[InstanceUse, ...] = ()
+    """The same for each instance that can be chosen."""
 
 
 class Admit(NamedTuple):
     """The request is sent now."""
 
     reason: AdmissionReason
+    instances: frozenset[str] = NO_INSTANCES
+    """Instances that have room for it, among which the routing policy chooses; empty: it chooses among all."""
 
 
 class Hold(NamedTuple):
@@ -110,6 +133,10 @@ class Hold(NamedTuple):
     """Name of its tenant; filled in by the gate."""
     behind_in_tenant: int = 0
     """Those of ``behind`` that are of its tenant; filled in by the gate."""
+    own_tokens: int = 0
+    """Its own context, where the rule looks for an instance with room for it; 0: it does not."""
+    free_tokens: int = 0
+    """Most room that an instance has."""
 
 
 class AdmissionRule(Protocol):

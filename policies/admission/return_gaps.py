@@ -20,26 +20,46 @@ class ReturnGaps:
         self.keep_s = longest_s
         """Time to keep a session: within it ``ENOUGH`` of the returns came, and up to two buckets more."""
         self._buckets = [0.0] * BUCKETS
+        self._total = 0.0
+        self._place = 0
+        """The bucket up to which ``ENOUGH`` of the total lies."""
+        self._up_to_place = 0.0
+        """Sum of the buckets up to that one, itself included."""
         self._weight = 1.0
         self._returns = 0
 
     def add(self, gap_s: float, memory: int) -> None:
-        """A session has returned after ``gap_s``; each return counts 1 / ``memory`` less than the next. O(BUCKETS)."""
+        """A session has returned after ``gap_s``; each return counts 1 / ``memory`` less than the next.
+
+        O(1) amortised: the place moves by a bucket or two.
+        """
         if not 0.0 <= gap_s < self.longest_s:
             return
         self._weight *= 1.0 + 1.0 / memory
         if self._weight > _LARGEST:
-            self._buckets = [each / self._weight for each in self._buckets]
-            self._weight = 1.0
-        self._buckets[int(gap_s / self.longest_s * BUCKETS)] += self._weight
+            self._scale_down()
+        weight, bucket = self._weight, int(gap_s / self.longest_s * BUCKETS)
+        self._buckets[bucket] += weight
+        self._total += weight
+        if bucket <= self._place:
+            self._up_to_place += weight
         self._returns += 1
         if self._returns >= LEAST_RETURNS:
             self._look()
 
     def _look(self) -> None:
-        left = ENOUGH * sum(self._buckets)
-        for place, each in enumerate(self._buckets):
-            left -= each
-            if left <= 0.0:
-                self.keep_s = self.longest_s * min(1.0, (place + 2) / BUCKETS)
-                return
+        buckets, place, up_to, enough = self._buckets, self._place, self._up_to_place, ENOUGH * self._total
+        while up_to < enough and place < BUCKETS - 1:
+            place += 1
+            up_to += buckets[place]
+        while place and up_to - buckets[place] >= enough:
+            up_to -= buckets[place]
+            place -= 1
+        self._place, self._up_to_place = place, up_to
+        self.keep_s = self.longest_s * min(1.0, (place + 2) / BUCKETS)
+
+    def _scale_down(self) -> None:
+        self._buckets = [each / self._weight for each in self._buckets]
+        self._weight = 1.0
+        self._total = sum(self._buckets)
+        self._up_to_place = sum(self._buckets[: self._place + 1])

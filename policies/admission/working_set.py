@@ -1,37 +1,55 @@
-"""Working set: sessions wait while the contexts in use exceed what the KV pools can hold."""
+"""Working set: a session waits while no instance's KV pool can hold its context beside those in use there."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from policies.admission.base import AdmissionReason, AdmissionView, Admit, Hold, SessionView
+from policies.admission.base import NO_INSTANCES, AdmissionReason, AdmissionView, Admit, Hold, SessionView
 from policies.routing.base import require
 from policies.types import RequestView
+
+
+class _Room(NamedTuple):
+    instances: list[str]
+    """Those that have room."""
+    evicting_none: list[str]
+    """Those whose pool holds it beside all contexts in use, to the last token."""
+    beside_active: bool
+    """Whether one has room beside its contexts in flight, those of kept sessions not counted."""
+    kept_tokens: int
+    """Contexts of kept sessions, as far as they count."""
+    free_tokens: float
+    """Most room of an instance."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkingSet:
     """Holds a request of a session that is not in flight while all of these are true:
 
-    - *No room*: contexts in flight, those of kept sessions and this prompt exceed ``fill`` of the fleet's KV pools,
-      less ``spare_contexts`` contexts of average size per instance, since a pool holds whole contexts only. Kept
-      contexts count up to ``kept_share`` of the pools, times the share of turns that another one follows: those of
-      agents that return are protected, those of chats that do not take no room.
+    - *No room*: on every instance, the contexts in flight, those of kept sessions and this prompt exceed ``fill`` of
+      the KV pool, less ``spare_contexts`` contexts of the fleet's average size: a pool holds whole contexts only, and
+      those in it grow. Kept contexts count up to ``kept_share`` of the pool, times the share of turns that another one
+      follows: those of agents that return are protected, those of chats that do not take no room. An instance whose
+      contexts are all idle and not worth protecting has room for a prompt of any length.
     - *Busy*: at least ``least_prefilling`` requests per instance wait for their first token. Below that engines would
       idle, and time that nobody uses is worth less than an eviction.
-    - *It hurts*: the contexts in flight and this prompt exceed the room by themselves, so it would wait in an engine's
-      queue, where cached contexts are evicted before their turn; or recomputing evicted prefixes took more than
-      ``lost_share`` of the fleet's time of the last half minute (`policies.admission.accounts`); or others are held.
+    - *It hurts*: the contexts in flight and this prompt exceed every instance's room by themselves, so it would wait in
+      an engine's queue, where cached contexts are evicted before their turn; or recomputing evicted prefixes took more
+      than ``lost_share`` of the fleet's time of the last half minute (`policies.admission.accounts`); or others are
+      held.
 
-    A kept session's own turn needs room beside the contexts in flight only. A session is kept until nearly all that
-    return have done so, at most ``keep_s`` (`policies.admission.return_gaps`), unless the prefix index says that its
-    context was evicted: then its next turn costs as much as a new session's. Complexity: O(1).
+    While recomputation takes that much or others are held, a session that has room is sent to one of the instances
+    that have it: two that fit the pools in sum would evict each other on one instance while another has room. A kept
+    session's turn needs room beside the contexts in flight only, and leaves its cached context only for an instance
+    that evicts nothing in use. A session is kept until nearly all that return have done so, at most ``keep_s``
+    (`policies.admission.return_gaps`), unless the prefix index says that its context was evicted: then its next turn
+    costs as much as a new session's. Complexity: O(instances), O(1) for a session in flight.
     """
 
     keep_s: float = 30.0
     fill: float = 0.95
-    spare_contexts: float = 0.5
+    spare_contexts: float = 0.75
     kept_share: float = 0.5
     least_prefilling: float = 0.1
     lost_share: float = 0.3
@@ -50,24 +68,44 @@ class WorkingSet:
             return Admit(AdmissionReason.RESIDENT)
         if not fleet.pool_tokens:
             return Admit(AdmissionReason.RESIDENT if session.kept else AdmissionReason.POOLS_UNKNOWN)
-        room_tokens = self._room_tokens(request, session, fleet)
-        in_flight_tokens = fleet.active_tokens + request.prompt_tokens
-        if session.kept:
-            kept_tokens = 0
-        else:
-            kept_tokens = min(fleet.kept_tokens, int(self.kept_share * fleet.return_share * fleet.pool_tokens))
-        if in_flight_tokens + kept_tokens <= room_tokens:
-            return Admit(AdmissionReason.RESIDENT if session.kept else AdmissionReason.ROOM)
+        room = self._room(request, session, fleet)
+        hurts = fleet.lost_share > self.lost_share or fleet.held or session.waited_s
+        if session.kept and room.beside_active:
+            return Admit(AdmissionReason.RESIDENT, frozenset(room.evicting_none) if hurts else NO_INSTANCES)
+        if room.instances:
+            return Admit(AdmissionReason.ROOM, frozenset(room.instances) if hurts else NO_INSTANCES)
         nobody = not fleet.active_sessions and not fleet.kept_sessions
         if nobody or fleet.prefilling < self.least_prefilling * fleet.instances:
             return Admit(AdmissionReason.IDLE_FLEET)
-        hurts = fleet.lost_share > self.lost_share or fleet.held or session.waited_s
-        if in_flight_tokens <= room_tokens and not hurts:
+        if room.beside_active and not hurts:
             return Admit(AdmissionReason.NO_LOSS)
-        return Hold(AdmissionReason.WORKING_SET, in_flight_tokens + kept_tokens, fleet.pool_tokens)
+        used_tokens = fleet.active_tokens + request.prompt_tokens + room.kept_tokens
+        return Hold(
+            AdmissionReason.WORKING_SET,
+            used_tokens,
+            fleet.pool_tokens,
+            own_tokens=request.prompt_tokens,
+            free_tokens=max(0, int(room.free_tokens)),
+        )
 
-    def _room_tokens(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> float:
+    def _room(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> _Room:
+        own = request.prompt_tokens
         sessions, tokens = fleet.active_sessions + fleet.kept_sessions, fleet.active_tokens + fleet.kept_tokens
         if not session.kept:
-            sessions, tokens = sessions + 1, tokens + request.prompt_tokens
-        return self.fill * fleet.pool_tokens - self.spare_contexts * fleet.instances * tokens / max(1, sessions)
+            sessions, tokens = sessions + 1, tokens + own
+        spare = self.spare_contexts * tokens / max(1, sessions)
+        kept_share = 0.0 if session.kept else self.kept_share * fleet.return_share
+        instances: list[str] = []
+        evicting_none: list[str] = []
+        beside_active, all_kept, best = False, 0, 0.0
+        for name, pool, active_sessions, active, _, kept_tokens, _ in fleet.by_instance:
+            kept = min(kept_tokens, int(kept_share * pool))
+            free = self.fill * pool - spare - active
+            beside_active = beside_active or own <= free or not active_sessions
+            all_kept += kept
+            if own <= free - kept or not (active_sessions or kept):
+                instances.append(name)
+            if own + active + kept_tokens <= self.fill * pool:
+                evicting_none.append(name)
+            best = max(best, free - kept)
+        return _Room(instances, evicting_none, beside_active, all_kept, best)

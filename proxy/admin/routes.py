@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from policies.admission.base import NO_INSTANCES, Admit
 from policies.registry import parameters
 from policies.types import NO_TENANT, Decision, NoCandidateError
 from proxy.admin.conditions import conditions
@@ -159,8 +160,10 @@ async def _explain(
     whose = NO_TENANT if tenant is None else core.tenants.of_name(tenant)
     agent = agent_of(headers)
     request = core.router.view(parsed, "explain", session.session_id, whose, agent, session.parent_id)
+    admission = core.holding.answer(request)
+    room_on = admission.instances if isinstance(admission, Admit) else NO_INSTANCES
     try:
-        fleet, answers = core.router.explain(request, core.instances.healthy(parsed.fields.model))
+        fleet, answers = core.router.explain(request, core.instances.healthy(parsed.fields.model), room_on)
     except NoCandidateError as error:
         raise RequestError(
             503, "no healthy instance that serves the model to choose from", kind="service_unavailable"
@@ -184,7 +187,7 @@ async def _explain(
         "fleet": [view._asdict() for view in fleet.instances],
         "prefill_only": [view._asdict() for view in fleet.prefill_instances if view not in fleet.instances],
         "hotspot": fleet.hotspot._asdict(),
-        "admission": core.holding.explain(request),
+        "admission": core.holding.explained(admission),
         "in_force": core.router.policy.name,
         "decisions": {name: _decision(decision) for name, decision in answers.items()},
     }

@@ -17,6 +17,7 @@ from collections.abc import Callable, Set
 from math import ceil
 from typing import Protocol
 
+from policies.admission.base import NO_INSTANCES
 from policies.fairness import FairQueue, TenantShares
 from policies.ledger import Ledger
 from policies.session import Routed
@@ -28,14 +29,12 @@ from proxy.settings import LimitSettings
 
 log = logging.getLogger("warmroute.admission")
 
-NO_INSTANCES: frozenset[str] = frozenset()
-
 
 class Routes(Protocol):
     """Routes and leases in one step, as ``Router.route`` does."""
 
-    def route(self, request: RequestView, available: set[str]) -> Routed:
-        """Route and lease a request to one of ``available``. Raises NoCandidateError."""
+    def route(self, request: RequestView, available: set[str], room_on: frozenset[str] = NO_INSTANCES) -> Routed:
+        """Route and lease a request to one of ``available``, of ``room_on`` if possible. Raises NoCandidateError."""
         ...
 
 
@@ -129,7 +128,7 @@ class Admission:
             requests_on = self._ledger.requests
             candidates = {name for name in candidates if requests_on(name) < cap}
         try:
-            routed = self._router.route(seat.request, candidates)
+            routed = self._router.route(seat.request, candidates, seat.room_on)
         except NoCandidateError:
             if self._can_answer(seat.among(self._instances.healthy(seat.model))):
                 return False
@@ -157,6 +156,7 @@ class Admission:
                 self._make_place(seat)
         self._loop = asyncio.get_running_loop()
         seat.waits_since_s = time.monotonic()
+        seat.room_on = NO_INSTANCES  # others take that room meanwhile
         if again:
             self._again[seat] = None
             return
@@ -248,6 +248,7 @@ class Seat:
         "only",
         "queued_s",
         "request",
+        "room_on",
         "tried",
         "waited",
         "waits_since_s",
@@ -273,6 +274,8 @@ class Seat:
         """Seconds spent in the queue, over all attempts."""
         self.decided_s = 0.0
         """Seconds taken by the last decision."""
+        self.room_on: frozenset[str] = NO_INSTANCES
+        """Instances on which the admission rule has just found room, for the first attempt; empty: all."""
 
     def route(self, request: RequestView, tried: Set[str]) -> Routed | None:
         """Route now if there is room and none for its model waits. The caller owns the lease; None means ``wait``.
@@ -336,7 +339,7 @@ class Seat:
 
     def take(self, routed: Routed, decided_s: float) -> None:
         """Record the routing result; called by ``Admission``."""
-        self._routed, self.decided_s = routed, decided_s
+        self._routed, self.decided_s, self.room_on = routed, decided_s, NO_INSTANCES
         self._trials = self._admission._begin_trials(routed)
         if not self.admitted:
             self.admitted = True

@@ -6,18 +6,20 @@ from policies.admission.base import AdmissionReason, Admit, Hold
 
 _PLACES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 _CAUSES = {
-    AdmissionReason.WORKING_SET: "the contexts in use and its own exceed the pools",
+    AdmissionReason.WORKING_SET: "no KV pool has room for its context beside those in use",
     AdmissionReason.AT_CAP: "as many sessions as permitted are in flight or kept",
 }
 
 
 def held_sentence(hold: Hold, held_s: float) -> str:
-    """Sentence on a held request, for example ``held 12 s: working set 1.91 of 1.92 M tokens, third in line``."""
+    """Sentence on a held request, for example ``held 12 s: no instance has room for 85,000 tokens: best has 61,000,
+    working set 1.91 of 1.92 M tokens, third in line``.
+    """
     return f"held {held_s:.0f} s: {_state(hold)}"
 
 
 def hold_reason(hold: Hold) -> str:
-    """Reason for holding a request and its place, for example ``working set 1.91 of 1.92 M tokens, third in line``."""
+    """Reason for holding a request, and its place in line."""
     return _state(hold)
 
 
@@ -39,7 +41,10 @@ def _state(hold: Hold) -> str:
 
 def _cause(hold: Hold) -> str:
     if hold.needed_tokens and hold.pool_tokens:
-        return f"working set {_tokens(hold.needed_tokens, hold.pool_tokens)} tokens"
+        fleet = f"working set {_tokens(hold.needed_tokens, hold.pool_tokens)} tokens"
+        if not hold.own_tokens:
+            return fleet
+        return f"no instance has room for {hold.own_tokens:,} tokens: best has {hold.free_tokens:,}, {fleet}"
     return _CAUSES.get(hold.reason, hold.reason.value.replace("_", " "))
 
 

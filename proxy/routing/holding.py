@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from policies.admission.base import AdmissionReason, Admit, Hold
+from policies.admission.base import NO_INSTANCES, AdmissionReason, Admit, Hold
 from policies.admission.gate import LOOK_S, Held
 from policies.registry import parameters
 from policies.row import Row
 from policies.types import RequestView
 from proxy.fleet.instances import Instances
-from proxy.routing.admission import NO_INSTANCES, Admission, Seat
+from proxy.routing.admission import Admission, Seat
 from proxy.routing.hold_text import held_sentence, hold_reason, offer_sentence
 from proxy.routing.refusals import wait_too_long
 from proxy.routing.router import Router
@@ -37,6 +37,9 @@ _REST_UNFINISHED = 1.0
 """The same after a look that has more to send."""
 _SHOWN = 20
 """Held requests listed by ``as_dict``."""
+
+
+_AT_BOUND = Admit(AdmissionReason.HELD_LONG_ENOUGH)
 
 
 class HoldEnd(StrEnum):
@@ -112,7 +115,7 @@ class HoldingLine:
             return  # routing rejects it
         answer = self._router.routing.offer(request, decoders, time.monotonic())
         if isinstance(answer, Admit):
-            row.admission = answer.reason
+            row.admission, seat.room_on = answer.reason, answer.instances
             return
         expected_s, limit_s = answer.hold.expected_wait_s, self._settings.reject_above_s
         if limit_s is not None and expected_s > limit_s:
@@ -132,9 +135,12 @@ class HoldingLine:
         loop, rest_s = asyncio.get_running_loop(), self._rests_until_s - time.monotonic()
         self._look_handle = loop.call_soon(self._look) if rest_s <= 0 else loop.call_later(rest_s, self._look)
 
-    def explain(self, request: RequestView) -> dict[str, Any]:
-        """The answer that a request would get now, JSON-ready; nothing is counted."""
-        answer = self._router.would_admit(request, self._instances.decoders())
+    def answer(self, request: RequestView) -> Admit | Hold:
+        """The answer that a request would get now; nothing is counted."""
+        return self._router.would_admit(request, self._instances.decoders())
+
+    def explained(self, answer: Admit | Hold) -> dict[str, Any]:
+        """An answer of ``answer``, JSON-ready."""
         return {"rule": self._gate.rule.name, "answer": "send" if isinstance(answer, Admit) else "hold"} | _shown(
             answer, offer_sentence(answer)
         )
@@ -244,7 +250,7 @@ class HoldingLine:
                 return True
             assert held.admitted is not None
             waiter = self._waiters[held]
-            if not self._send(waiter, held.admitted.reason):
+            if not self._send(waiter, held.admitted):
                 full.add(waiter.seat.model)
             if time.monotonic() - now_s > _AT_ONCE_S:
                 return False
@@ -255,24 +261,25 @@ class HoldingLine:
         overdue = [each for each in self._waiters.values() if each.held.since_s <= since_s and not each.sent.done()]
         for waiter in overdue:
             self._gate.leave(waiter.held)
-            self._send(waiter, AdmissionReason.HELD_LONG_ENOUGH)
+            self._send(waiter, _AT_BOUND)
             if time.monotonic() - now_s > _AT_ONCE_S:
                 return False
         return True
 
-    def _send(self, waiter: _Waiter, reason: AdmissionReason) -> bool:
+    def _send(self, waiter: _Waiter, admitted: Admit) -> bool:
         """Route a request, and wake it. False if there was no room, so that it waits in the queue."""
         if waiter.sent.done():  # its client has just left
             return True
         room = True
         try:
+            waiter.seat.room_on = admitted.instances
             room = waiter.seat.reserve()
         except Exception as error:
             # A policy's defect must fail this request only, not block the requests behind it.
             log.debug("a held request could not be routed", exc_info=True)
             waiter.sent.set_exception(error)
         else:
-            waiter.sent.set_result(reason)
+            waiter.sent.set_result(admitted.reason)
         return room
 
     def _may_decode(self, model: str | None) -> bool:
@@ -280,7 +287,10 @@ class HoldingLine:
 
 
 def _shown(answer: Admit | Hold, sentence: str) -> dict[str, Any]:
-    return {**answer._asdict(), "reason": answer.reason.value, "sentence": sentence}
+    shown = {**answer._asdict(), "reason": answer.reason.value, "sentence": sentence}
+    if isinstance(answer, Admit):
+        shown["instances"] = sorted(answer.instances)
+    return shown
 
 
 def _ignore_end(_: HoldEnd, __: float) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
-from policies.admission.base import Admit, Hold
+from policies.admission.base import NO_INSTANCES, Admit, Hold
 from policies.hotspots import HotspotTracker
 from policies.ledger import Ledger
 from policies.offload.base import OffloadPlanner
@@ -166,11 +166,14 @@ class Router:
             parent_session_id,
         )
 
-    def route(self, request: RequestView, available: set[str]) -> Routed:
-        """Decide and count, without an await in between. Raises NoCandidateError."""
+    def route(self, request: RequestView, available: set[str], room_on: frozenset[str] = NO_INSTANCES) -> Routed:
+        """Decide and count, without an await in between. Raises NoCandidateError.
+
+        ``room_on``: instances that the admission rule found room on; empty: all.
+        """
         decoders, producers = self._by_role(available)
         now_s = time.monotonic()
-        routed = self.routing.route(request, decoders, producers, now_s)
+        routed = self.routing.route(request, decoders, producers, now_s, room_on)
         if routed.decision.failures:
             self.watch.failed(routed.decision.failures, routed.decision.policy)
         took_s = time.monotonic() - now_s
@@ -178,14 +181,16 @@ class Router:
             self.watch.was_slow(self.policy.name, took_s)
         return routed
 
-    def explain(self, request: RequestView, available: set[str]) -> tuple[FleetSnapshot, dict[str, Decision]]:
-        """Current decision of every installed policy, without counting it.
+    def explain(
+        self, request: RequestView, available: set[str], room_on: frozenset[str] = NO_INSTANCES
+    ) -> tuple[FleetSnapshot, dict[str, Decision]]:
+        """Current decision of every installed policy, without counting it; ``room_on``: as in ``route``.
 
         The active policy uses its parameters, the others their defaults. Raises NoCandidateError.
         """
         decoders, producers = self._by_role(available)
         policies = self.known_policies | {self.policy.name: self.policy}
-        return self.routing.explain(request, policies, decoders, producers, time.monotonic())
+        return self.routing.explain(request, policies, decoders, producers, time.monotonic(), room_on)
 
     def would_admit(self, request: RequestView, decoders: Collection[str]) -> Admit | Hold:
         """The admission rule's answer to a new request; nothing is counted, not even a failure of the rule."""

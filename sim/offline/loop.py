@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Callable
 
-from policies.admission.base import AdmissionReason
+from policies.admission.base import Admit
 from policies.admission.gate import LOOK_S, Held
 from policies.types import OffloadReason, RequestView
 from replayer.traces.trace import TraceRequest
@@ -111,21 +111,21 @@ class Simulation:
             self._held[answer] = turn
             self._look_s = min(self._look_s, now_s + LOOK_S)
         else:
-            self._route(turn, request, answer.reason, 0.0)
+            self._route(turn, request, answer, 0.0)
 
     def _look(self, now_s: float) -> None:
         """Send the held requests that may be sent."""
         while (held := self._router.admitted(now_s)) is not None:
             assert held.admitted is not None
-            self._route(self._held.pop(held), held.request, held.admitted.reason, now_s - held.since_s)
+            self._route(self._held.pop(held), held.request, held.admitted, now_s - held.since_s)
         self._look_s = now_s + LOOK_S if self._held else math.inf
 
-    def _route(self, turn: DueTurn, request: RequestView, admission: AdmissionReason, held_s: float) -> None:
+    def _route(self, turn: DueTurn, request: RequestView, admitted: Admit, held_s: float) -> None:
         """Decide on a turn and send its first leg."""
         step, now_s = turn.step, self._fleet.now_s
-        decision, commitment, prefill = self._router.route(request, now_s)
+        decision, commitment, prefill = self._router.route(request, now_s, admitted.instances)
         exchange = SimulatedExchange(turn.session, step, request, decision, commitment, turn.due_s, now_s)
-        exchange.admission, exchange.held_s = admission, held_s
+        exchange.admission, exchange.held_s = admitted.reason, held_s
         if prefill is None:
             self._send_whole(exchange)
             return

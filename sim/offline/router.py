@@ -65,6 +65,6 @@ class OfflineRouter:
         """The next held request to be sent now."""
         return self.routing.admitted(self._decoders, now_s)
 
-    def route(self, request: RequestView, now_s: float) -> Routed:
-        """Decide and count."""
-        return self.routing.route(request, self._decoders, self._producers, now_s)
+    def route(self, request: RequestView, now_s: float, room_on: frozenset[str]) -> Routed:
+        """Decide and count; ``room_on``: as in ``Admit.instances``."""
+        return self.routing.route(request, self._decoders, self._producers, now_s, room_on)

@@ -402,8 +402,9 @@ class Odd:
         Admit("mine"),  # type: ignore[arg-type]
         Hold(AdmissionReason.AT_CAP, "many"),  # type: ignore[arg-type]
         (AdmissionReason.AT_CAP,),
+        Admit(AdmissionReason.ROOM, ["engine"]),  # type: ignore[arg-type]
     ],
-    ids=["raises", "none", "text", "a reason of its own", "no number", "a tuple"],
+    ids=["raises", "none", "text", "a reason of its own", "no number", "a tuple", "a list of instances"],
 )
 async def test_a_failing_rule_fails_no_request(start: Any, answer: Any) -> None:
     fleet = await start()
@@ -431,6 +432,39 @@ async def test_a_failing_rule_fails_no_request(start: Any, answer: Any) -> None:
     assert explained["admission"]["reason"] == "rule_failed"
     failures = (await fleet.running.client.get("/stats")).json()["policy_failures"]["failures"]
     assert [(each["part"], each["count"]) for each in failures] == [("admission", 2)]
+    await fleet.nothing_left()
+
+
+async def test_requests_are_sent_where_the_rule_found_room_held_before_or_not(start: Any) -> None:
+    fleet = await start(2)
+    await fleet.one_runs_and_waits()
+    fleet.ask("b", prompt=list(range(1_000, 1_100)))
+    await fleet.held(1)
+    first, second = (instance.name for instance in fleet.core.instances)
+    router = fleet.core.router
+    router.routing.set_admission(Odd(Admit(AdmissionReason.ROOM, frozenset({second}))), 600.0, 0.0)
+    fleet.core.holding.wake()
+    await fleet.held(0)
+    for number, session in enumerate("cde", 2):
+        fleet.ask(session, prompt=list(range(number * 1_000, number * 1_000 + 100)))
+    await fleet.at_engines(5)
+    explained = (
+        await fleet.running.client.post("/explain", json={"model": "stub", "prompt": [1, 2], "max_tokens": 1})
+    ).json()
+    assert explained["admission"]["instances"] == [second]
+    assert {decision["instance"] for decision in explained["decisions"].values()} == {second}
+    assert [view["instance"] for view in explained["fleet"]] == [first, second]
+    fleet.open()
+    await fleet.answers()
+    assert {(await fleet.row(session))["instance"] for session in "bcde"} == {second}
+    await fleet.nothing_left()
+
+
+async def test_an_instance_that_has_left_the_fleet_has_no_room(start: Any) -> None:
+    fleet = await start(2)
+    fleet.core.router.routing.set_admission(Odd(Admit(AdmissionReason.ROOM, frozenset({"gone"}))), 600.0, 0.0)
+    fleet.open()
+    assert (await fleet.ask("a")).status_code == 200
     await fleet.nothing_left()
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from policies.admission.base import NO_INSTANCES
 from policies.session import Routed
 from policies.types import NoCandidateError, RequestView
 from proxy.fleet.instances import Instances
@@ -50,9 +51,9 @@ class Gate:
         for instance in self.instances:
             self.instances.probed(instance)
 
-    def route(self, request: RequestView, available: set[str]) -> Routed:
+    def route(self, request: RequestView, available: set[str], room_on: frozenset[str] = NO_INSTANCES) -> Routed:
         """Route with the real router and record the order in which places are given."""
-        routed = self.router.route(request, available)
+        routed = self.router.route(request, available, room_on)
         if request.request_id[1:].isdigit():
             self.order.append(int(request.request_id[1:]))
         return routed
@@ -110,6 +111,50 @@ async def end(*clients: Client) -> None:
     for client in clients:
         client.task.cancel()
     await asyncio.gather(*(client.task for client in clients), return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("room_on", "down", "expected"),
+    [
+        ({"i2"}, (), {"i2"}),
+        ({"i1", "i2"}, ("i1",), {"i2"}),
+        ({"i1"}, ("i1",), {"i0", "i2"}),
+        (set(), (), {"i0", "i1", "i2"}),
+    ],
+)
+async def test_the_first_attempt_goes_where_the_rule_found_room_if_one_of_these_is_healthy(
+    room_on: set[str], down: tuple[str, ...], expected: set[str]
+) -> None:
+    gate = Gate(3)
+    for name in down:
+        gate.instances.probe_failed(name, "down", refused=True)
+    seat = gate.admission.seat()
+    seat.room_on = frozenset(room_on)
+    request = RequestView("r", 100, range(1, 7))
+    first = seat.route(request, frozenset())
+    assert first is not None
+    first.commitment.release()
+    again = seat.route(request, frozenset({first.decision.decode_on}))
+    assert again is not None
+    again.commitment.release()
+    seat.close()
+    assert first.decision.decode_on in expected
+    assert seat.room_on == NO_INSTANCES
+    assert again.decision.decode_on not in {first.decision.decode_on, *down}
+
+
+async def test_a_request_that_waits_in_the_queue_may_be_sent_to_any_instance_afterwards() -> None:
+    gate = Gate(2, max_in_flight=1)
+    first = gate.start(0)
+    await turns()
+    second = gate.start(1)
+    second.seat.room_on = frozenset({"i1"})
+    await turns()
+    assert (gate.admission.waiting, second.seat.room_on) == (1, NO_INSTANCES)
+    await end(first)
+    await turns()
+    assert second.on in {"i0", "i1"}
+    await end(second)
 
 
 ACTIONS = st.lists(
@@ -258,10 +303,10 @@ async def test_a_defect_of_a_policy_is_the_failure_of_one_request(monkeypatch: p
     await turns()
     route = gate.router.route
 
-    def broken(request: RequestView, available: set[str]) -> Routed:
+    def broken(request: RequestView, available: set[str], room_on: frozenset[str]) -> Routed:
         if request.request_id == "r1":
             raise ZeroDivisionError
-        return route(request, available)
+        return route(request, available, room_on)
 
     monkeypatch.setattr(gate.router, "route", broken)
     clients[0].release()

@@ -24,6 +24,11 @@ from proxy.routing.hold_text import held_sentence, offer_sentence
             "held 12 s: working set 700 of 600 tokens, number 12 in line",
         ),
         (
+            Hold(AdmissionReason.WORKING_SET, 450_000, 640_000, behind=2, own_tokens=85_000, free_tokens=61_000),
+            "held 12 s: no instance has room for 85,000 tokens: best has 61,000, working set 450.0 of 640.0 k tokens, "
+            "third in line",
+        ),
+        (
             Hold(AdmissionReason.AT_CAP, behind=1),
             "held 12 s: as many sessions as permitted are in flight or kept, second in line",
         ),

@@ -315,7 +315,7 @@ async def test_a_policy_that_fails_while_the_line_is_sent_fails_that_request_onl
     await turns()
     real = line.router.route
 
-    def failing(request: RequestView, available: set[str]) -> Any:
+    def failing(request: RequestView, available: set[str], room_on: frozenset[str]) -> Any:
         if request.request_id == "r1":
             raise KeyError("a defect")
         return real(request, available)
