@@ -15,6 +15,9 @@ class Operations:
         self.monitor = HealthMonitor(core)
         self.fleet = FleetChanges(core, self.monitor)
         self.reloader = Reloader(core, self.fleet)
+        if core.sharing is not None:
+            core.sharing.others.on_drain = self.fleet.drain_elsewhere
+            core.sharing.others.on_doubt = self.monitor.doubt
 
     async def close(self) -> None:
         """End reloads and fleet changes in progress."""
