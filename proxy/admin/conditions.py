@@ -130,7 +130,7 @@ def _shared_state(core: Core) -> Iterator[Condition]:
             "another process shares state under this replica's name",
             "give every replica a name of its own: sharing.replica",
         )
-    elif sharing.linked:
+    elif sharing.linked or sharing.starting:
         yield Condition("shared_state", True, f"state is shared with {len(sharing.others)} other replica(s)")
     else:
         yield Condition(

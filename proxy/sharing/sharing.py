@@ -75,6 +75,11 @@ class Sharing:
         """Time that this replica's last heard message took through the store."""
 
     @property
+    def starting(self) -> bool:
+        """True while the first connection is still within ``sharing.start_s``."""
+        return not self.links and time.time() - self.since_unix_s < self._settings.start_s
+
+    @property
     def twin(self) -> bool:
         """True if another process has used this replica's name lately."""
         return time.monotonic() - self._twin_s < 10 * self._settings.ttl_s
