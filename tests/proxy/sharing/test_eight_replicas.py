@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.proxy.sharing.replica_processes import ReplicaProcess, replica_processes
+from bench.replicas.processes import ReplicaProcess, replica_processes
 from tests.proxy.sharing.store_server import StoreServer, needs_store
 from tests.proxy.stub_engine import StubEngine
 
@@ -184,11 +184,12 @@ async def test_three_faults_give_no_wrong_answer_no_leak_and_counts_that_agree(t
 
 
 async def _drive(
-    balancer: Balancer, replicas: list[ReplicaProcess], engines: list[EchoEngine], store: StoreServer
+    balancer: Balancer, replicas: list[ReplicaProcess], engines: Sequence[StubEngine], store: StoreServer
 ) -> list[Outcome]:
     """Send all requests, and cause each fault when so many have been sent."""
-    numbers, outcomes = iter(range(REQUESTS)), list[Outcome]()
-    faults = {
+    numbers = iter(range(REQUESTS))
+    outcomes: list[Outcome] = []
+    faults: dict[int, Callable[[], object]] = {
         500: store.kill,
         900: store.start,
         1_200: replicas[VICTIM].kill,
@@ -220,7 +221,7 @@ def _judge(outcomes: list[Outcome]) -> None:
 
 
 async def _counts_agree_under_load(
-    watch: Watch, replicas: list[ReplicaProcess], engines: list[EchoEngine], session: aiohttp.ClientSession
+    watch: Watch, replicas: list[ReplicaProcess], engines: Sequence[StubEngine], session: aiohttp.ClientSession
 ) -> None:
     for engine in engines:
         engine.mode = "hang"

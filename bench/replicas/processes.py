@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import socket
 from collections.abc import Callable, Iterator
@@ -14,15 +13,14 @@ from typing import Any
 import yaml
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_END_S = 10.0
 
 
 class ReplicaProcess:
     """One proxy on a port of its own."""
 
     def __init__(self, config: Path, settings: dict[str, Any]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         config.write_text(yaml.safe_dump({**settings, "port": port}), encoding="utf-8")
         self._process: ForkServerProcess = _CONTEXT.Process(target=_serve, args=(str(config),))
@@ -30,15 +28,17 @@ class ReplicaProcess:
 
     @property
     def alive(self) -> bool:
+        """True until it has ended."""
         return self._process.is_alive()
 
     def kill(self) -> None:
-        """SIGKILL, which the process cannot handle."""
+        """Send SIGKILL, which a process cannot handle."""
         self._process.kill()
 
     def end(self) -> None:
+        """Kill it and wait for its end."""
         self._process.kill()
-        self._process.join(10)
+        self._process.join(_END_S)
         self._process.close()
 
 
@@ -46,7 +46,7 @@ class ReplicaProcess:
 def replica_processes(
     count: int, folder: Path, settings: Callable[[int], dict[str, Any]]
 ) -> Iterator[list[ReplicaProcess]]:
-    """Start replicas with ``settings(number)``; they may not listen yet."""
+    """Start replicas with ``settings(number)``, and end them; they may not listen yet."""
     _CONTEXT.set_forkserver_preload(["proxy.server", "proxy.sharing.redis_store"])
     started: list[ReplicaProcess] = []
     try:
@@ -58,9 +58,16 @@ def replica_processes(
             each.end()
 
 
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
 def _serve(config: str) -> None:
     from proxy.server import run
     from proxy.settings import load_settings
 
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
     run(load_settings(Path(config)), lambda: load_settings(Path(config)))
