@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 SRC := warmroute.py warmroute_man.py warmroute_names.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup collector monitoring-tools demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
+.PHONY: help setup collector monitoring-tools store demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -74,6 +74,11 @@ collector: .collector/out/otelcol-warmroute ## OpenTelemetry collector for the t
 
 monitoring-tools: ## Prometheus and promtool, for the tests of configs/monitoring (Debian and Ubuntu)
 	@command -v promtool || { [ $$(id -u) = 0 ] || S=sudo; $$S apt-get update && $$S apt-get install --yes --no-install-recommends prometheus; }
+
+store: ## a Redis server, for the tests of replicas, which start their own (Debian and Ubuntu)
+	@command -v redis-server valkey-server || { [ $$(id -u) = 0 ] || S=sudo; $$S apt-get update && \
+	  $$S apt-get install --yes --no-install-recommends redis-server && \
+	  { $$S systemctl disable --now redis-server 2>/dev/null || true; }; }
 
 test-package: $(READY) ## build the package, install it into fresh environments, run it there (about two minutes)
 	$(BIN)/python -m pytest -m package tests/package
