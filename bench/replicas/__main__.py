@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from bench.machine import machine
-from bench.replicas.arms import ArmFigures, Load, NoStoreError, ReplicaArm, run_arm
+from bench.replicas.arms import ReplicaFigures, ReplicaLoad, NoStoreError, ReplicaArm, run_arm
 from replayer.traces.formats import bailian
 from replayer.traces.loading import load as load_trace
 from replayer.traces.synth import SynthOptions, synthesise
@@ -19,11 +19,11 @@ class Report(msgspec.Struct, frozen=True):
     """Everything that was measured, and on what."""
 
     machine: dict[str, str]
-    load: Load
+    load: ReplicaLoad
     requests: int
     rate_per_s: float
     seed: int
-    arms: list[ArmFigures]
+    arms: list[ReplicaFigures]
 
 
 def measure(
@@ -44,8 +44,8 @@ def measure(
     trace_path = output / "trace.jsonl"
     bailian.write(trace_path, synthesise(SynthOptions(requests=requests, rate_per_s=rate_per_s, seed=seed)))
     trace = load_trace(trace_path)
-    load = Load(engines, profile, engine_speed, policy)
-    figures: list[ArmFigures] = []
+    load = ReplicaLoad(engines, profile, engine_speed, policy)
+    figures: list[ReplicaFigures] = []
     for arm in arms_of([int(each) for each in replicas.split(",")]):
         try:
             measured = run_arm(arm, load, trace, output / arm.label)
@@ -70,7 +70,7 @@ def arms_of(counts: list[int]) -> list[ReplicaArm]:
     ]
 
 
-def table(figures: list[ArmFigures]) -> list[str]:
+def table(figures: list[ReplicaFigures]) -> list[str]:
     """Markdown: hit rate and TTFT by number of replicas, the state shared or not."""
     lines = [
         "| index | replicas | hit rate alone | hit rate shared | TTFT p90 alone | TTFT p90 shared |",

@@ -31,7 +31,7 @@ class NoStoreError(RuntimeError):
 
 
 class ReplicaArm(msgspec.Struct, frozen=True):
-    """What one arm varies."""
+    """Variables of one arm."""
 
     replicas: int
     events: bool
@@ -44,8 +44,8 @@ class ReplicaArm(msgspec.Struct, frozen=True):
         return f"{self.replicas}-{'events' if self.events else 'shadow'}-{'shared' if self.sharing else 'alone'}"
 
 
-class Load(msgspec.Struct, frozen=True):
-    """What all arms have in common."""
+class ReplicaLoad(msgspec.Struct, frozen=True):
+    """Constants of all arms."""
 
     engines: int
     profile: str
@@ -53,7 +53,7 @@ class Load(msgspec.Struct, frozen=True):
     policy: str
 
 
-class ArmFigures(msgspec.Struct, frozen=True):
+class ReplicaFigures(msgspec.Struct, frozen=True):
     """Figures of one arm; times are engine seconds."""
 
     arm: ReplicaArm
@@ -66,7 +66,7 @@ class ArmFigures(msgspec.Struct, frozen=True):
     wall_s: float
 
 
-def run_arm(arm: ReplicaArm, load: Load, trace: Trace, folder: Path) -> ArmFigures:
+def run_arm(arm: ReplicaArm, load: ReplicaLoad, trace: Trace, folder: Path) -> ReplicaFigures:
     """Run one arm. Raises TimeoutError if a process does not become ready, NoStoreError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.jsonl").unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def run_arm(arm: ReplicaArm, load: Load, trace: Trace, folder: Path) -> ArmFigur
             run = asyncio.run(replay_trace(trace, folder / "run.jsonl", options))
             hits, queries = _counted([engine.url for engine in engines])
     good = [record.ttft_s for record in run.records if record.ok and record.ttft_s is not None]
-    return ArmFigures(
+    return ReplicaFigures(
         arm,
         len(run.records),
         sum(not record.ok for record in run.records),
@@ -108,7 +108,7 @@ def run_arm(arm: ReplicaArm, load: Load, trace: Trace, folder: Path) -> ArmFigur
 
 
 class _Engine:
-    def __init__(self, number: int, load: Load) -> None:
+    def __init__(self, number: int, load: ReplicaLoad) -> None:
         self.number = number
         self.port, self.bootstrap, self.events, self.replay = (free_port() for _ in range(4))
         self.command = [sys.executable, "-m", "warmroute", "sim", "engine", "--port", str(self.port)]
@@ -129,7 +129,7 @@ class _Engine:
 
 
 @contextlib.contextmanager
-def _engines(load: Load, folder: Path) -> Iterator[list[_Engine]]:
+def _engines(load: ReplicaLoad, folder: Path) -> Iterator[list[_Engine]]:
     engines = [_Engine(number, load) for number in range(load.engines)]
     with contextlib.ExitStack() as stack:
         for engine in engines:

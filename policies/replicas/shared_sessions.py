@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Context(NamedTuple):
-    """Where a session ran last."""
+    """Last place of a session."""
 
     instance: str
     tokens: int

@@ -56,14 +56,14 @@ class KeyUse(NamedTuple):
     """Digests of the sessions that count."""
 
 
-class Elsewhere(NamedTuple):
+class UseElsewhere(NamedTuple):
     """Use of one key on all other replicas."""
 
     in_flight: int = 0
     sessions: frozenset[int] = frozenset()
 
 
-_NOWHERE = Elsewhere()
+_NOWHERE = UseElsewhere()
 
 
 class Allowance:

@@ -143,7 +143,7 @@ class FleetChanges:
         if not instance.draining:
             instance.draining = True
             log.info("%s is draining", name)
-        self._tell(name, draining=True)
+        self._share_mark(name, draining=True)
         return instance
 
     def undrain(self, name: str) -> Instance:
@@ -152,7 +152,7 @@ class FleetChanges:
         if instance.draining:
             self._core.instances.set_draining(instance, False)
             log.info("%s is no longer draining", name)
-        self._tell(name, draining=False)
+        self._share_mark(name, draining=False)
         return instance
 
     def drain_elsewhere(self, name: str, draining: bool) -> None:
@@ -238,7 +238,7 @@ class FleetChanges:
 
     # Internals
 
-    def _tell(self, name: str, *, draining: bool) -> None:
+    def _share_mark(self, name: str, *, draining: bool) -> None:
         if self._core.sharing is not None:
             self._core.sharing.mark(name, draining=draining)
 

@@ -11,7 +11,7 @@ from policies.admission.accounts import RemoteContexts
 from policies.ledger import Account
 from policies.state import FleetState
 from proxy.access.keys import KeyName, Keys
-from proxy.access.quotas import Elsewhere, KeyUse
+from proxy.access.quotas import UseElsewhere, KeyUse
 from proxy.fleet.instances import Instances
 from proxy.sharing.drains import DrainMarks
 from proxy.sharing.wire import KeyReport, LoadReport, Message, Pin
@@ -172,7 +172,7 @@ class Others:
             if quota is not None:
                 reports = [each.keys[name] for each in self._known.values() if name in each.keys]
                 sessions = frozenset(digest for report in reports for digest in report.sessions)
-                quota.elsewhere = Elsewhere(sum(report.in_flight for report in reports), sessions)
+                quota.elsewhere = UseElsewhere(sum(report.in_flight for report in reports), sessions)
 
     def _sum_contexts(self) -> None:
         sums = [sum(each.contexts[place] for each in self._known.values()) for place in range(4)]

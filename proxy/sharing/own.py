@@ -1,4 +1,4 @@
-"""State of this replica that others are to know, compared with what they were last told."""
+"""State of this replica that others are to know, compared with what they were last sent."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class DrainMark(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Pin(msgspec.Struct, array_like=True, frozen=True):
-    """Where a session ran last."""
+    """Last place of a session."""
 
     session: bytes
     """Its id in UTF-8, lone surrogates kept."""

@@ -1,4 +1,4 @@
-"""What a replica makes of the others' messages, and what it sends; with the time as an argument, without a store."""
+"""Merging of other replicas' messages, and making of own ones; with the time as an argument, without a store."""
 
 from __future__ import annotations
 
