@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from bench.machine import machine
-from bench.replicas.arms import ReplicaFigures, ReplicaLoad, NoStoreError, ReplicaArm, run_arm
+from bench.replicas.arms import NoStoreError, ReplicaArm, ReplicaFigures, ReplicaLoad, run_arm
 from replayer.traces.formats import bailian
 from replayer.traces.loading import load as load_trace
 from replayer.traces.synth import SynthOptions, synthesise

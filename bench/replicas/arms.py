@@ -23,6 +23,10 @@ from replayer.replay.replay import ReplayOptions, replay_trace
 from replayer.traces.trace import Trace
 
 _READY_S = 120.0
+_INTERVAL_S = 0.05
+"""The setting's default, here in engine seconds."""
+_LEAST_INTERVAL_S = 0.01
+"""The setting's bound."""
 _COUNTER = re.compile(r"^vllm:prefix_cache_(hits|queries)_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -74,12 +78,14 @@ def run_arm(arm: ReplicaArm, load: ReplicaLoad, trace: Trace, folder: Path) -> R
     with _engines(load, folder) as engines, _store(arm, folder) as store:
 
         def settings(number: int) -> dict[str, Any]:
-            sharing = {"url": store, "replica": f"replica-{number}"} if store is not None else {}
+            # The engines' clock runs faster than the replicas', so news would be as much older there.
+            interval_s = max(_LEAST_INTERVAL_S, _INTERVAL_S / load.engine_speed)
+            shared = {"url": store, "replica": f"replica-{number}", "publish_interval_s": interval_s}
             return {
                 "instances": [engine.instance(arm.events) for engine in engines],
                 "policy": {"name": load.policy},
                 "log_level": "warning",
-                "sharing": sharing,
+                "sharing": {} if store is None else shared,
             }
 
         with replica_processes(arm.replicas, folder, settings) as replicas:

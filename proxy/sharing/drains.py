@@ -41,6 +41,11 @@ class DrainMarks:
         mark = self._marks.get(instance)
         return mark is not None and mark.draining
 
+    @property
+    def changed(self) -> bool:
+        """True if a mark given on this replica has not been taken."""
+        return bool(self._changed)
+
     def all(self) -> dict[str, DrainMark]:
         """Every mark, by instance."""
         return dict(self._marks)

@@ -11,7 +11,7 @@ from policies.admission.accounts import RemoteContexts
 from policies.ledger import Account
 from policies.state import FleetState
 from proxy.access.keys import KeyName, Keys
-from proxy.access.quotas import UseElsewhere, KeyUse
+from proxy.access.quotas import KeyUse, UseElsewhere
 from proxy.fleet.instances import Instances
 from proxy.sharing.drains import DrainMarks
 from proxy.sharing.wire import KeyReport, LoadReport, Message, Pin

@@ -63,6 +63,7 @@ class Sharing:
         self._twin_s = float("-inf")
         self._warned = False
         """The state that nothing is shared has been logged."""
+        self._began_s = time.monotonic()
         self.linked = False
         """True while state is exchanged."""
         self.since_unix_s = time.time()
@@ -77,7 +78,7 @@ class Sharing:
     @property
     def starting(self) -> bool:
         """True while the first connection is still within ``sharing.start_s``."""
-        return not self.links and time.time() - self.since_unix_s < self._settings.start_s
+        return not self.links and time.monotonic() < self._began_s + self._settings.start_s
 
     @property
     def twin(self) -> bool:
@@ -180,7 +181,8 @@ class Sharing:
         self._full_due_s = float("-inf")
         while True:
             now_s = time.monotonic()
-            full = now_s >= self._full_due_s
+            # A replica that joins must find the marks, so they are kept in the store at once.
+            full = now_s >= self._full_due_s or self.drains.changed
             message = self._own.message(now_s, time.time(), full=full)
             if message is not None:
                 if full:

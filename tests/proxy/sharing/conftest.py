@@ -14,7 +14,7 @@ from tests.proxy.stub_engine import StubEngine
 
 StartReplicas = Callable[..., Awaitable[list[Running]]]
 
-TTL_S = 1.0
+TTL_S = 3.0
 
 
 @pytest.fixture

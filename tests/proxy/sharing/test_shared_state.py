@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.asyncio import Redis
 
 from proxy.access.keys import digest_of
 from proxy.fleet.breaker import BreakerState
@@ -228,6 +229,19 @@ async def test_a_store_that_is_lost_costs_nobody_a_request_and_all_is_shared_aga
         await each.until(lambda each=each: knows(each) == 1)  # type: ignore[misc]
     await two.until(lambda: remote_requests(two) == 1)
     assert (await shared_state(two))["ok"] is True
+    hanging.cancel()
+    await asyncio.gather(hanging, return_exceptions=True)
+
+
+async def test_a_lost_subscription_is_made_again(start_replicas: StartReplicas, store: StoreServer) -> None:
+    one, two = await start_replicas(2, [StubEngine(mode="hang")])
+    sharing = two.core.sharing
+    assert sharing is not None
+    async with Redis.from_url(store.url) as client:
+        await client.client_kill_filter(_type="pubsub")
+    await two.until(lambda: sharing.links == 2)
+    hanging = asyncio.create_task(ask(one))
+    await two.until(lambda: remote_requests(two) == 1)
     hanging.cancel()
     await asyncio.gather(hanging, return_exceptions=True)
 
