@@ -47,6 +47,8 @@ class RemoteContexts(NamedTuple):
     active_tokens: int = 0
     kept_sessions: int = 0
     kept_tokens: int = 0
+    lost_share: float = 0.0
+    """Share of the fleet's time that recomputing what they had sent before took."""
 
 
 class _Account:

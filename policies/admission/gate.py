@@ -235,7 +235,7 @@ class AdmissionGate:
             accounts.active_tokens + remote.active_tokens,
             accounts.kept_sessions + remote.kept_sessions,
             accounts.kept_tokens + remote.kept_tokens,
-            accounts.lost_share(room.instances, now_s),
+            accounts.lost_share(room.instances, now_s) + remote.lost_share,
             accounts.return_share,
             room.instances,
             room.prefilling,

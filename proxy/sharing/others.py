@@ -30,6 +30,7 @@ class Other:
     keys: dict[str, KeyReport] = field(default_factory=dict)
     open: frozenset[str] = frozenset()
     contexts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    lost_share: float = 0.0
 
     def as_dict(self, now_s: float) -> dict[str, Any]:
         """JSON-ready: its age and its load by instance."""
@@ -92,8 +93,8 @@ class Others:
         other.heard_s = now_s
         self._take_loads(other, message.loads, message.full, now_s)
         self._take_keys(other, message.keys, message.full, now_s)
-        if message.contexts != other.contexts:
-            other.contexts = message.contexts
+        if (message.contexts, message.lost_share) != (other.contexts, other.lost_share):
+            other.contexts, other.lost_share = message.contexts, message.lost_share
             self._sum_contexts()
         self.take_pins(message.pins, now_s, unix_s)
         for name, draining in self._drains.merge(message.drains).items():
@@ -175,8 +176,13 @@ class Others:
                 quota.elsewhere = UseElsewhere(sum(report.in_flight for report in reports), sessions)
 
     def _sum_contexts(self) -> None:
-        sums = [sum(each.contexts[place] for each in self._known.values()) for place in range(4)]
-        self._state.accounts.remote = RemoteContexts(*sums)
+        others = self._known.values()
+        active_sessions, active_tokens, kept_sessions, kept_tokens = (
+            sum(each.contexts[place] for each in others) for place in range(4)
+        )
+        self._state.accounts.remote = RemoteContexts(
+            active_sessions, active_tokens, kept_sessions, kept_tokens, sum(each.lost_share for each in others)
+        )
 
 
 def load_row(account: Account) -> dict[str, Any]:

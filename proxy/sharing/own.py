@@ -25,6 +25,7 @@ class _Small(NamedTuple):
 
     open: tuple[str, ...] = ()
     contexts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    lost_share: float = 0.0
 
 
 class OwnState:
@@ -123,4 +124,6 @@ class OwnState:
         return _Small(
             tuple(each.name for each in self._instances if each.breaker.state is BreakerState.OPEN),
             (accounts.active_sessions, accounts.active_tokens, accounts.kept_sessions, accounts.kept_tokens),
+            # It decays all the time, which alone is no news.
+            round(accounts.lost_share(len(self._instances), now_s), 2),
         )

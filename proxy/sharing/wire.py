@@ -65,6 +65,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Instances whose breaker is open; in every message."""
     contexts: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Of the working set, in every message: sessions in flight, their tokens, kept sessions, their tokens."""
+    lost_share: float = 0.0
+    """Share of the fleet's time that recomputation took, in every message."""
     pins: tuple[Pin, ...] = ()
 
 

@@ -220,3 +220,15 @@ def test_a_key_without_limits_is_not_sent() -> None:
     message = Side().own.message(0.0, UNIX_S, full=True)
     assert message is not None
     assert message.keys == {}
+
+
+# Working set
+
+
+def test_the_working_set_is_the_sum_of_the_others() -> None:
+    side = Side()
+    side.hears(Message("x", 1, contexts=(1, 100, 2, 200), lost_share=0.25))
+    side.hears(Message("y", 1, contexts=(3, 300, 4, 400), lost_share=0.5))
+    assert side.state.accounts.remote == (4, 400, 6, 600, 0.75)
+    side.hears(Message("y", 1, gone=True))
+    assert side.state.accounts.remote == (1, 100, 2, 200, 0.25)
