@@ -32,7 +32,7 @@ def measure(
     ),
     replicas: Annotated[str, typer.Option(help="Numbers of replicas, comma-separated.")] = "1,2,4,8",
     engines: Annotated[int, typer.Option(min=1, help="Simulated engines.")] = 4,
-    requests: Annotated[int, typer.Option(min=10, help="Requests of the generated trace.")] = 260,
+    requests: Annotated[int, typer.Option(min=10, help="Requests of the generated trace.")] = 520,
     rate_per_s: Annotated[float, typer.Option(help="Arrivals per engine second.")] = 0.5,
     engine_speed: Annotated[float, typer.Option(help="Engine seconds per wall second (factor).")] = 10.0,
     profile: Annotated[str, typer.Option(help="Hardware profile.")] = "h20",
