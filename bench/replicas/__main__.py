@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -40,6 +42,7 @@ def measure(
     seed: Annotated[int, typer.Option(help="Seed of the trace.")] = 7,
 ) -> None:
     """Run every arm, write replicas.json, print the table as Markdown."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes of the arm
     output.mkdir(parents=True, exist_ok=True)
     trace_path = output / "trace.jsonl"
     bailian.write(trace_path, synthesise(SynthOptions(requests=requests, rate_per_s=rate_per_s, seed=seed)))
