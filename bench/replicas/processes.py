@@ -35,10 +35,14 @@ class ReplicaProcess:
         """Send SIGKILL, which a process cannot handle."""
         self._process.kill()
 
+    def ended(self) -> None:
+        """Wait for its end, at most 10 s."""
+        self._process.join(_END_S)
+
     def end(self) -> None:
         """Kill it and wait for its end."""
         self._process.kill()
-        self._process.join(_END_S)
+        self.ended()
         self._process.close()
 
 
