@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -29,6 +30,10 @@ class SharedSessions:
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def set_capacity(self, capacity: int) -> None:
+        """Set the bound, effective from the next session on."""
+        self._capacity = capacity
 
     def ran(self, session_id: str, instance: str, tokens: int, now_s: float) -> None:
         """Record a decision of this replica, to be announced."""
@@ -61,7 +66,7 @@ class SharedSessions:
     def take_changes(self, most: int) -> list[tuple[str, Context]]:
         """At most ``most`` decisions of this replica that were not taken before, oldest first."""
         taken = []
-        for session_id in list(self._changed)[:most] if self._changed else ():
+        for session_id in list(islice(self._changed, most)):
             del self._changed[session_id]
             context = self._known.get(session_id)
             if context is not None and context.own:
@@ -80,7 +85,7 @@ class SharedSessions:
     def _keep(self, session_id: str, context: Context) -> None:
         self._known[session_id] = context
         self._known.move_to_end(session_id)
-        if len(self._known) > self._capacity:
+        while len(self._known) > self._capacity:
             self._drop(next(iter(self._known)))
 
     def _drop(self, session_id: str) -> None:

@@ -60,7 +60,7 @@ class RedisStore:
     async def replicas(self) -> list[tuple[Message, float]]:
         async with self._bounded():
             members = await cast(Awaitable[set[bytes]], self._client.smembers(self._key("replicas")))
-            names = sorted(name.decode() for name in members)
+            names = sorted(name.decode(errors="replace") for name in members)
             pipeline = self._client.pipeline(transaction=True)
             for name in names:
                 pipeline.get(self._key(f"replica:{name}"))

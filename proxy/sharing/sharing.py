@@ -237,6 +237,16 @@ class Sharing:
             self.linked, self.since_unix_s = False, time.time()
 
 
+async def replicas_now(settings: Settings) -> list[str]:
+    """Names of the replicas that share state now. Raises StoreError if the store cannot be used, SettingsError."""
+    store = _store_maker(settings)()
+    try:
+        await store.open()
+        return [message.replica for message, _ in await store.replicas()]
+    finally:
+        await store.close()
+
+
 def _store_maker(settings: Settings) -> Callable[[], SharedStore]:
     try:
         from proxy.sharing.redis_store import RedisStore
