@@ -116,9 +116,11 @@ class Core:
         self.holding = HoldingLine(settings.admission, self.router, self.instances, self.admission)
         self.short_load = ShortLoad(state.ledger)
         self.shadows = Shadows(settings.shadow, self.router.routing)
-        self.sharing = None if settings.sharing.url is None else Sharing(settings, state, self.instances, self.keys)
+        self.sharing: Sharing | None = None
         """State shared with other replicas; None: this proxy is the only one."""
-        if self.sharing is not None:
+        if settings.sharing.url is not None:
+            gate = self.router.routing.gate
+            self.sharing = Sharing(settings, state, self.instances, self.keys, lambda: len(gate))
             self.sharing.others.on_load = self.admission.wake
         self.responses = StoredResponses(settings.responses, self.instances)
         self.retries = RetryBudget(settings.limits)

@@ -49,6 +49,8 @@ class RemoteContexts(NamedTuple):
     kept_tokens: int = 0
     lost_share: float = 0.0
     """Share of the fleet's time that recomputing what they had sent before took."""
+    held: int = 0
+    """Requests that their admission rules hold."""
 
 
 class _Account:

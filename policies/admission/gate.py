@@ -239,7 +239,7 @@ class AdmissionGate:
             accounts.return_share,
             room.instances,
             room.prefilling,
-            held,
+            held + remote.held,
             expected_s,
             self.max_hold_s,
         )

@@ -31,6 +31,7 @@ class Other:
     open: frozenset[str] = frozenset()
     contexts: tuple[int, int, int, int] = (0, 0, 0, 0)
     lost_share: float = 0.0
+    held: int = 0
 
     def as_dict(self, now_s: float) -> dict[str, Any]:
         """JSON-ready: its age and its load by instance."""
@@ -39,6 +40,7 @@ class Other:
             "age_s": round(now_s - self.heard_s, 3),
             "requests": sum(account.requests for account in self.loads.values()),
             "load": {name: load_row(account) for name, account in sorted(self.loads.items())},
+            "held": self.held,
             "open_breakers": sorted(self.open),
             "keys_in_flight": {name: report.in_flight for name, report in sorted(self.keys.items())},
         }
@@ -93,8 +95,9 @@ class Others:
         other.heard_s = now_s
         self._take_loads(other, message.loads, message.full, now_s)
         self._take_keys(other, message.keys, message.full, now_s)
-        if (message.contexts, message.lost_share) != (other.contexts, other.lost_share):
-            other.contexts, other.lost_share = message.contexts, message.lost_share
+        now = (message.contexts, message.lost_share, message.held)
+        if now != (other.contexts, other.lost_share, other.held):
+            other.contexts, other.lost_share, other.held = now
             self._sum_contexts()
         self.take_pins(message.pins, now_s, unix_s)
         for name, draining in self._drains.merge(message.drains).items():
@@ -181,7 +184,12 @@ class Others:
             sum(each.contexts[place] for each in others) for place in range(4)
         )
         self._state.accounts.remote = RemoteContexts(
-            active_sessions, active_tokens, kept_sessions, kept_tokens, sum(each.lost_share for each in others)
+            active_sessions,
+            active_tokens,
+            kept_sessions,
+            kept_tokens,
+            sum(each.lost_share for each in others),
+            sum(each.held for each in others),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from policies.replicas.shared_sessions import SharedSessions
@@ -26,6 +27,7 @@ class _Small(NamedTuple):
     open: tuple[str, ...] = ()
     contexts: tuple[int, int, int, int] = (0, 0, 0, 0)
     lost_share: float = 0.0
+    held: int = 0
 
 
 class OwnState:
@@ -40,7 +42,9 @@ class OwnState:
         instances: Instances,
         keys: Keys,
         drains: DrainMarks,
+        held: Callable[[], int],
     ) -> None:
+        """``held``: reads the number of requests that the admission rule holds."""
         self._replica = replica
         self._run = run
         self._state = state
@@ -48,6 +52,7 @@ class OwnState:
         self._instances = instances
         self._keys = keys
         self._drains = drains
+        self._held = held
         self._loads: dict[str, _Load] = {}
         self._quotas: dict[str, tuple[Quota, int]] = {}
         self._small = _Small()
@@ -126,4 +131,5 @@ class OwnState:
             (accounts.active_sessions, accounts.active_tokens, accounts.kept_sessions, accounts.kept_tokens),
             # It decays all the time, which alone is no news.
             round(accounts.lost_share(len(self._instances), now_s), 2),
+            self._held(),
         )

@@ -40,9 +40,18 @@ class Sharing:
         state: FleetState,
         instances: Instances,
         keys: Keys,
+        held: Callable[[], int] = int,
         make_store: Callable[[], SharedStore] | None = None,
     ) -> None:
-        """``make_store`` makes a store for each connection; None: the one of the settings.
+        """Connect nothing yet.
+
+        Args:
+            settings: those of the proxy.
+            state: the fleet's state.
+            instances: the fleet.
+            keys: clients' keys and their limits.
+            held: reads the number of requests that admission holds.
+            make_store: makes a store for each connection; None: the one of the settings.
 
         Raises:
             SettingsError: the store's client is not installed.
@@ -55,7 +64,7 @@ class Sharing:
         state.share(shared)
         self._state = state
         self.drains = DrainMarks(self.replica)
-        self._own = OwnState(self.replica, self.run_number, state, shared, instances, keys, self.drains)
+        self._own = OwnState(self.replica, self.run_number, state, shared, instances, keys, self.drains, held)
         self.others = Others(state, instances, keys, self.drains)
         self._caught_up = asyncio.Event()
         self._full_due_s = 0.0

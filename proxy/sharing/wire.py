@@ -67,6 +67,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the working set, in every message: sessions in flight, their tokens, kept sessions, their tokens."""
     lost_share: float = 0.0
     """Share of the fleet's time that recomputation took, in every message."""
+    held: int = 0
+    """Requests that the admission rule holds, in every message."""
     pins: tuple[Pin, ...] = ()
 
 

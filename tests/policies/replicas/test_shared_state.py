@@ -157,3 +157,13 @@ def test_a_session_is_kept_by_the_replica_that_it_ran_through_last() -> None:
     assert state.accounts.kept_tokens == 1_000
     state.pinned_elsewhere("s", "inst-0", 1_100, 2.0)
     assert (state.accounts.kept_sessions, state.accounts.kept_tokens) == (0, 0)
+
+
+def test_a_new_session_does_not_pass_those_that_another_replica_holds() -> None:
+    state = state_of()
+    gate = AdmissionGate(WorkingSet(), state.accounts)
+    room = Room(10_000, 2, prefilling=2)
+    state.accounts.remote = RemoteContexts(1, 3_000, 4, 5_000)
+    assert isinstance(gate.offer(ask_of("a", 1_000), room, 1.0), Admit), "nothing is lost and nobody waits"
+    state.accounts.remote = RemoteContexts(1, 3_000, 4, 5_000, held=1)
+    assert isinstance(gate.offer(ask_of("b", 1_000), room, 1.0), Held)

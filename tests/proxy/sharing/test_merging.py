@@ -38,7 +38,7 @@ class Side:
         key = ClientKey(name="team", sha256=digest_of("secret"), **limits)
         self.keys = Keys(KeySettings(client=(key,)))
         self.drains = DrainMarks(name)
-        self.own = OwnState(name, 1, self.state, shared, self.instances, self.keys, self.drains)
+        self.own = OwnState(name, 1, self.state, shared, self.instances, self.keys, self.drains, lambda: 0)
         self.others = Others(self.state, self.instances, self.keys, self.drains)
         self.began_s = time.monotonic()
         """Allowances count from the moment at which the keys are read."""
@@ -227,8 +227,8 @@ def test_a_key_without_limits_is_not_sent() -> None:
 
 def test_the_working_set_is_the_sum_of_the_others() -> None:
     side = Side()
-    side.hears(Message("x", 1, contexts=(1, 100, 2, 200), lost_share=0.25))
-    side.hears(Message("y", 1, contexts=(3, 300, 4, 400), lost_share=0.5))
-    assert side.state.accounts.remote == (4, 400, 6, 600, 0.75)
+    side.hears(Message("x", 1, contexts=(1, 100, 2, 200), lost_share=0.25, held=2))
+    side.hears(Message("y", 1, contexts=(3, 300, 4, 400), lost_share=0.5, held=3))
+    assert side.state.accounts.remote == (4, 400, 6, 600, 0.75, 5)
     side.hears(Message("y", 1, gone=True))
-    assert side.state.accounts.remote == (1, 100, 2, 200, 0.25)
+    assert side.state.accounts.remote == (1, 100, 2, 200, 0.25, 2)
