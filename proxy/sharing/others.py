@@ -122,7 +122,6 @@ class Others:
         for other in tuple(self._known.values()):
             if now_s - other.heard_s > ttl_s:
                 self._drop(other, f"has not been heard for {ttl_s:g} s")
-                self.on_load()
 
     def _drop(self, other: Other, why: str) -> None:
         log.info("replica %s %s: its load is forgotten", other.replica, why)
@@ -130,6 +129,7 @@ class Others:
         self._sum_loads(other.loads)
         self._sum_keys(other.keys)
         self._sum_contexts()
+        self.on_load()
 
     def _take_loads(self, other: Other, loads: dict[str, LoadReport], full: bool, now_s: float) -> None:
         changed = {name: _account(report, now_s) for name, report in loads.items()}

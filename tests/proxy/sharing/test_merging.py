@@ -93,8 +93,11 @@ def test_a_restarted_replica_has_nothing_of_its_former_process() -> None:
     side.hears(loads("x", a=5, b=5))
     side.hears(loads("x", run=2, a=1))
     assert (side.remote("a"), side.remote("b")) == (1, 0)
+    woken: list[int] = []
+    side.others.on_load = lambda: woken.append(side.remote("a"))
     side.hears(Message("x", 2, gone=True))
     assert (side.remote("a"), len(side.others)) == (0, 0)
+    assert woken == [0], "requests that wait for room are to be tried again"
 
 
 def test_instances_of_another_fleet_take_no_memory_in_the_ledger() -> None:
