@@ -135,9 +135,11 @@ class Sharing:
         }
 
     async def _expire(self) -> None:
+        ttl_s = self._settings.ttl_s
+        look_s = ttl_s / 10
         while True:
-            await asyncio.sleep(self._settings.ttl_s / 10)
-            self.others.expire(time.monotonic(), self._settings.ttl_s)
+            await asyncio.sleep(look_s)
+            self.others.expire(time.monotonic(), ttl_s - look_s)  # so that none is counted for longer than the TTL
 
     async def _link(self) -> None:
         """Connect, share until something fails, wait, and again."""
