@@ -49,7 +49,9 @@ class Other:
 class Others:
     """The other replicas by name. Owns ``ledger.remote``, the remote contexts and the use of keys elsewhere."""
 
-    def __init__(self, state: FleetState, instances: Instances, keys: Keys, drains: DrainMarks) -> None:
+    def __init__(self, state: FleetState, instances: Instances, keys: Keys, drains: DrainMarks, run: int) -> None:
+        """``run``: number of this process, whose own pins it may find in the store."""
+        self._run = run
         self._state = state
         self._instances = instances
         self._keys = keys
@@ -108,10 +110,10 @@ class Others:
         self.on_load()
 
     def take_pins(self, pins: Iterable[Pin], now_s: float, unix_s: float) -> None:
-        """Merge decisions about sessions, without those from before the start of the engine's process."""
+        """Merge decisions about sessions, without own ones and those from before the start of the engine's process."""
         for pin in pins:
             instance = self._instances.get(pin.instance)
-            if instance is None or pin.unix_s < (instance.started_unix_s or 0.0):
+            if instance is None or pin.unix_s < (instance.started_unix_s or 0.0) or pin.run == self._run:
                 continue
             session = pin.session.decode("utf-8", "surrogatepass")
             at_s = now_s - max(0.0, unix_s - pin.unix_s)

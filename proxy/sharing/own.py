@@ -80,6 +80,7 @@ class OwnState:
                 context.instance,
                 context.tokens,
                 unix_s - max(0.0, now_s - context.at_s),
+                self._run,
             )
             for session, context in self._shared.take_changes(_PINS)
         )

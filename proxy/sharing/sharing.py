@@ -65,7 +65,7 @@ class Sharing:
         self._state = state
         self.drains = DrainMarks(self.replica)
         self._own = OwnState(self.replica, self.run_number, state, shared, instances, keys, self.drains, held)
-        self.others = Others(state, instances, keys, self.drains)
+        self.others = Others(state, instances, keys, self.drains, self.run_number)
         self._caught_up = asyncio.Event()
         self._full_due_s = 0.0
         self._sent_s: float | None = None

@@ -47,6 +47,8 @@ class Pin(msgspec.Struct, array_like=True, frozen=True):
     tokens: int
     """Length of its prompt."""
     unix_s: float
+    run: int = 0
+    """Number of the process that decided."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -23,6 +23,7 @@ class Side:
     """One replica without its store."""
 
     def __init__(self, name: str = "here", **limits: Any) -> None:
+        run = sum(name.encode())  # unlike that of the messages that tests write
         settings = (InstanceSettings(name="a", url="http://127.0.0.1:1"), InstanceSettings(name="b", url="http://h:2"))
         self.state = FleetState()
         shared = SharedSessions()
@@ -33,8 +34,8 @@ class Side:
         key = ClientKey(name="team", sha256=digest_of("secret"), **limits)
         self.keys = Keys(KeySettings(client=(key,)))
         self.drains = DrainMarks(name)
-        self.own = OwnState(name, 1, self.state, shared, self.instances, self.keys, self.drains, lambda: 0)
-        self.others = Others(self.state, self.instances, self.keys, self.drains)
+        self.own = OwnState(name, run, self.state, shared, self.instances, self.keys, self.drains, lambda: 0)
+        self.others = Others(self.state, self.instances, self.keys, self.drains, run)
         self.began_s = time.monotonic()
         """Allowances count from the moment at which the keys are read."""
         self.doubts: list[str] = []

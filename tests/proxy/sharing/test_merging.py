@@ -86,6 +86,20 @@ def test_pins_from_before_the_engine_s_start_and_for_unknown_instances_are_ignor
     assert [session for session, _, _ in side.state.sessions.pins(5.0)] == ["new"]
 
 
+def test_own_pins_that_are_found_in_the_store_are_no_news() -> None:
+    side = Side()
+    request = RequestView("r", 32, (1, 2), session_id="s")
+    side.state.commit(request, side.state.snapshot(request, 1.0, ["a"]), decision_for(request, "a"), 1.0).release(2.0)
+    message = side.own.message(3.0, UNIX_S, full=False)
+    assert message is not None
+    side.others.take_pins(message.pins, 4.0, UNIX_S + 1)
+    assert side.state.accounts.kept_sessions == 1
+    side.own.begin()
+    again = side.own.message(5.0, UNIX_S, full=True)
+    assert again is not None
+    assert [pin.session for pin in again.pins] == [b"s"]
+
+
 def test_session_ids_with_lone_surrogates_survive_the_wire() -> None:
     side, other = Side("one"), Side("two")
     request = RequestView("r", 32, (1, 2), session_id="s\udc80")
