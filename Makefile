@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 SRC := warmroute.py warmroute_man.py warmroute_names.py policies proxy launch replayer sim bench tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup collector helm api-server ray test-ray monitoring-tools demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
+.PHONY: help setup collector helm api-server ray test-ray monitoring-tools store demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -100,6 +100,11 @@ ray: $(RAY_READY) ## Ray in .venv-ray, for `make test-ray` (two minutes, 1.3 GB)
 
 test-ray: $(RAY_READY) ## fleets on a Ray cluster of local nodes (about a minute)
 	.venv-ray/bin/python -m pytest -n 0 -m ray tests/launch/on_ray
+
+store: ## a Redis server, for the tests of replicas, which start their own (Debian and Ubuntu)
+	@command -v redis-server valkey-server || { [ $$(id -u) = 0 ] || S=sudo; $$S apt-get update && \
+	  $$S apt-get install --yes --no-install-recommends redis-server && \
+	  { $$S systemctl disable --now redis-server 2>/dev/null || true; }; }
 
 test-package: $(READY) ## build the package, install it into fresh environments, run it there (about two minutes)
 	$(BIN)/python -m pytest -m package tests/package

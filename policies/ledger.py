@@ -93,6 +93,9 @@ class Ledger:
 
     The recent term decays by half every ``recent_half_life_s`` seconds. With agent pacing nothing is in flight at most
     decisions; without this term all idle instances would be equal and ties would decide the placement.
+
+    ``remote`` has the work that other replicas sent there; only ``joint``, ``joint_requests`` and ``promised_tokens``
+    include it, since only own leases can be released here.
     """
 
     def __init__(self, recent_half_life_s: float = 30.0) -> None:
@@ -102,6 +105,8 @@ class Ledger:
         self.unused = Account()
         """All-zero account for instances without one, for readers."""
         self._departed: list[Account] = []
+        self.remote: dict[str, Account] = {}
+        """Work of other replicas by instance, kept by its reader; empty where there are none."""
         self.on_release: Callable[[], None] | None = None
         """Called after every release of a lease that is acquired after this is set: capacity may have become free."""
 
@@ -159,12 +164,33 @@ class Ledger:
         )
 
     def promised_tokens(self, instance: str) -> int:
-        """KV in tokens that the requests in flight on one instance need; independent of time."""
-        account = self._accounts.get(instance)
-        return account.promised_tokens if account else 0
+        """KV in tokens that the requests in flight on one instance need, of all replicas; independent of time."""
+        own, remote = self._accounts.get(instance), self.remote.get(instance)
+        return (own.promised_tokens if own else 0) + (remote.promised_tokens if remote else 0)
+
+    def joint_requests(self, instance: str) -> int:
+        """Legs in flight on one instance, of all replicas."""
+        remote = self.remote.get(instance)
+        return self.requests(instance) + (remote.requests if remote else 0)
+
+    def joint(self, instance: str, now_s: float) -> Account:
+        """Work of all replicas on one instance at ``now_s``: a copy, or zeros."""
+        own, remote = self._accounts.get(instance), self.remote.get(instance)
+        if own is None or remote is None:
+            return own or remote or self.unused
+        return Account(
+            own.requests + remote.requests,
+            own.prefilling + remote.prefilling,
+            own.pending_prefill_tokens + remote.pending_prefill_tokens,
+            own.decoding_tokens + remote.decoding_tokens,
+            own.promised_tokens + remote.promised_tokens,
+            self.recent_tokens(own, now_s) + self.recent_tokens(remote, now_s),
+            now_s,
+        )
 
     def forget_recent(self, instance: str) -> None:
         """Clear the recent term of an instance that restarted; leases in flight stay counted."""
+        self.remote.pop(instance, None)
         account = self._accounts.get(instance)
         if account is None:
             return
@@ -177,6 +203,7 @@ class Ledger:
 
         Returns a function that reads the number of its leases that are not yet released.
         """
+        self.remote.pop(instance, None)
         self._departed = [account for account in self._departed if account.requests]
         account = self._accounts.pop(instance, None) or Account()
         if account.requests:

@@ -7,7 +7,6 @@ time and a simulation in virtual time run the same code. Switching the policy le
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 from policies.admission.accounts import ComputedPrompt, SessionAccounts
 from policies.admission.gate import Room
@@ -17,22 +16,13 @@ from policies.holds import Holds, KvHold
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger
 from policies.pairs import PairBreaker
-from policies.predict.predictor import Match, Predictor, Promised, cacheable_tokens
+from policies.predict.predictor import Predictor, Promised
 from policies.predict.prefix_index import Insertion, PrefixIndex
+from policies.replicas.shared_sessions import SharedSessions
 from policies.sessions import SessionTable
 from policies.snapshot import FleetSnapshot
-from policies.types import Connector, Decision, IndexSource, InstanceView, RequestView, Role, Transport
-
-
-@dataclass(slots=True)
-class _Instance:
-    role: Role
-    host: str = ""
-    transport: Transport | None = None
-    connector: Connector = Connector.MOONCAKE
-    kv_capacity_tokens: int = 0
-    kv_used_tokens: int = 0
-    promised_at_report_tokens: int = 0
+from policies.types import Connector, Decision, InstanceView, RequestView, Role, Transport
+from policies.views import KnownInstance, Viewer
 
 
 class Commitment:
@@ -179,10 +169,12 @@ class FleetState:
         self.holds = Holds()
         self.costs = CostBook()
         self.accounts = SessionAccounts(residency=Residency(self.predictor, self.sessions))
+        self.shared: SharedSessions | None = None
+        """Sessions that other replicas serve too; None: there are none."""
         self.offloads_in_flight = 0
         self.producers: set[str] = set()
         """Instances that only prefill for others."""
-        self._instances: dict[str, _Instance] = {}
+        self._instances: dict[str, KnownInstance] = {}
         self._sequence = 0
 
     @property
@@ -204,7 +196,7 @@ class FleetState:
         if known:
             known.role, known.host, known.transport, known.connector = role, host, transport, connector
             return
-        self._instances[instance] = _Instance(role, host, transport, connector)
+        self._instances[instance] = KnownInstance(role, host, transport, connector)
         self.accounts.homes.add(instance)
         self.accounts.instances = max(1, len(self._instances))
         self.index.add_instance(instance)
@@ -222,6 +214,8 @@ class FleetState:
         self.index.remove_instance(instance)
         self.predictor.remove_instance(instance)
         self.sessions.remove_instance(instance)
+        if self.shared is not None:
+            self.shared.forget(instance)
         self.holds.forget(instance)
         self.pairs.forget(instance)
         self.costs.forget(instance)
@@ -233,6 +227,8 @@ class FleetState:
         self.predictor.restarted(instance)
         self.accounts.restarted(instance)
         self.sessions.remove_instance(instance)
+        if self.shared is not None:
+            self.shared.forget(instance)
         self.ledger.forget_recent(instance)
         self.holds.forget(instance)
 
@@ -264,7 +260,7 @@ class FleetState:
 
     def room(self, instances: Collection[str]) -> Room:
         """Pools and prefills of ``instances``."""
-        account_of, unused = self.ledger.accounts.get, self.ledger.unused
+        account_of, unused, remote = self.ledger.accounts.get, self.ledger.unused, self.ledger.remote
         each = tuple(
             [
                 (name, known.kv_capacity_tokens, account_of(name, unused).prefilling)
@@ -272,6 +268,13 @@ class FleetState:
                 if name in instances
             ]
         )
+        if remote:
+            each = tuple(
+                [
+                    (name, pool, waiting + (remote[name].prefilling if name in remote else 0))
+                    for name, pool, waiting in each
+                ]
+            )
         pools = [pool for _, pool, _ in each]
         return Room(sum(pools) if all(pools) else 0, len(instances), sum([waiting for _, _, waiting in each]), each)
 
@@ -279,10 +282,12 @@ class FleetState:
         self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()
     ) -> FleetSnapshot:
         """Fleet snapshot for one request: ``eligible`` instances may decode, ``prefill_only`` ones only prefill."""
+        if self.shared is not None and request.session_id:
+            self._learn_context(request, self.shared)
         matched = self.predictor.match(request, now_s)
         class_blocks = min(self.hotspots.class_blocks, len(request.block_hashes))
-        tokens: dict[int, int] = {}
-        views = tuple(self._views(eligible, request, matched, class_blocks, tokens, now_s))
+        viewer = Viewer(request, matched, class_blocks, self.ledger, self.sessions.counts, self.holds, now_s)
+        views = tuple(viewer.views(self._instances, eligible))
         return FleetSnapshot(
             instances=views,
             sequence=self._sequence,
@@ -291,9 +296,7 @@ class FleetState:
             offloads_in_flight=self.offloads_in_flight,
             broken_pairs=self.pairs.broken(now_s),
             costs=self.costs.at(now_s),
-            prefill_instances=(*views, *self._views(prefill_only, request, matched, class_blocks, tokens, now_s))
-            if prefill_only
-            else (),
+            prefill_instances=(*views, *viewer.views(self._instances, prefill_only)) if prefill_only else (),
         )
 
     def commit(self, request: RequestView, fleet: FleetSnapshot, decision: Decision, now_s: float) -> Commitment:
@@ -309,6 +312,8 @@ class FleetState:
         )
         if request.session_id:
             self.sessions.pin(request.session_id, decision.decode_on, now_s)
+            if self.shared is not None:
+                self.shared.ran(request.session_id, decision.decode_on, request.prompt_tokens, now_s)
         prefill_lease = None
         prefill: InstanceView | None = None
         added: dict[str, Insertion] = {}
@@ -343,68 +348,26 @@ class FleetState:
             self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, session, computed
         )
 
-    def _views(
-        self,
-        wanted: Collection[str],
-        request: RequestView,
-        matched: Match,
-        class_blocks: int,
-        tokens: dict[int, int],
-        now_s: float,
-    ) -> list[InstanceView]:
-        """Views of the ``wanted`` instances, in the order they were added.
+    def share(self, shared: SharedSessions) -> None:
+        """Share sessions with other replicas from now on."""
+        self.shared = self.accounts.shared = shared
 
-        ``tokens`` caches cacheable tokens by matched blocks, which are mostly equal across instances. A single loop
-        with few calls, because it runs for every instance of every request.
+    def pinned_elsewhere(self, session_id: str, instance: str, context_tokens: int, at_s: float) -> None:
+        """Another replica sent a request of a session to an instance; the latest such news counts, own ones included.
+
+        Args:
+            context_tokens: length of its prompt.
+            at_s: time of its decision.
         """
-        shadow, exact = matched
-        account_of, recent_of = self.ledger.accounts.get, self.ledger.recent_tokens
-        unused = self.ledger.unused
-        sessions = self.sessions.counts
-        holds = self.holds if self.holds else None
-        new, shadow_source, exact_source = tuple.__new__, IndexSource.SHADOW, IndexSource.EXACT
-        views = []
-        for name, known in self._instances.items():
-            if name not in wanted:
-                continue
-            blocks, source, exact_tokens = shadow[name], shadow_source, None
-            cached = shadow_tokens = tokens.get(blocks)
-            if shadow_tokens is None:
-                cached = shadow_tokens = tokens[blocks] = cacheable_tokens(request, blocks)
-            if exact and name in exact:
-                blocks, source = exact[name], exact_source
-                cached = exact_tokens = cacheable_tokens(request, blocks)
-            account = account_of(name, unused)
-            # Tokens promised before the report are in its figure unless the engine had not allocated them yet; if the
-            # figure is smaller, some of those requests have ended since.
-            reported, used = known.promised_at_report_tokens, known.kv_used_tokens
-            promised = account.promised_tokens - (reported if reported < used else used)
-            held = 0 if holds is None else holds.tokens(name, now_s)
-            # Positional: naming 19 fields takes as long as the rest of the loop.
-            views.append(
-                new(
-                    InstanceView,
-                    (
-                        name,
-                        cached,
-                        account.requests,
-                        account.pending_prefill_tokens,
-                        account.decoding_tokens,
-                        recent_of(account, now_s) if account.recent_tokens else 0.0,
-                        sessions.get(name, 0),
-                        known.kv_capacity_tokens,
-                        used,
-                        promised + held,
-                        known.role,
-                        blocks >= class_blocks > 0,
-                        account.prefilling,
-                        known.host,
-                        known.transport,
-                        known.connector,
-                        source,
-                        shadow_tokens,
-                        exact_tokens,
-                    ),
-                )
-            )
-        return views
+        assert self.shared is not None
+        if instance in self._instances and self.shared.ran_elsewhere(session_id, instance, context_tokens, at_s):
+            self.sessions.pin(session_id, instance, at_s)
+            self.accounts.ran_elsewhere(session_id)
+
+    def _learn_context(self, request: RequestView, shared: SharedSessions) -> None:
+        """Take what another replica sent of this session as cached there: its turns continue each other."""
+        context = shared.unlearned(request.session_id or "")
+        if context is not None and request.block_tokens:
+            blocks = request.block_hashes[: int(context.tokens // request.block_tokens)]
+            if blocks:
+                self.index.insert(context.instance, blocks)

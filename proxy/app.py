@@ -21,6 +21,7 @@ from proxy.admin.conditions import conditions
 from proxy.admin.fleet_routes import fleet_routes
 from proxy.admin.meter_routes import ConditionWatch, meter_routes
 from proxy.admin.openapi import describe_generation
+from proxy.admin.replica_routes import replica_routes
 from proxy.admin.routes import admin_routes
 from proxy.admin.session_routes import session_routes
 from proxy.admin.shadow_routes import shadow_routes
@@ -81,9 +82,13 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
                 asyncio.create_task(ConditionWatch(core).run(), name="conditions"),
                 asyncio.create_task(core.shadows.run(), name="shadows"),
             ]
+            if core.sharing is not None:
+                tasks.append(asyncio.create_task(core.sharing.run(), name="sharing"))
             try:
                 answering = [instance.name for instance in core.instances if instance.good_probes_in_a_row]
                 await core.events.caught_up(answering, core.settings.events.replay_at_start_s)
+                if core.sharing is not None:
+                    await core.sharing.caught_up()
                 async with _admin_listener(app, core):
                     yield
             finally:
@@ -110,6 +115,7 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
     app.include_router(meter_routes(core))
     app.include_router(shadow_routes(core))
     app.include_router(fleet_routes(core, operations))
+    app.include_router(replica_routes(core))
     app.include_router(ui_routes(core, operations.fleet))
     describe_generation(app)
 

@@ -41,6 +41,7 @@ from proxy.metrics.loop import LoopMetrics
 from proxy.metrics.meters import MeterMetrics
 from proxy.metrics.records import RecordMetrics
 from proxy.metrics.shadows import ShadowMetrics
+from proxy.metrics.sharing import SharingMetrics
 from proxy.metrics.tenants import TenantMetrics
 from proxy.metrics.traces import TraceMetrics
 from proxy.paths import OtherPaths
@@ -59,6 +60,7 @@ from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
 from proxy.sessions.turn_texts import chat_turn
 from proxy.settings import Settings
 from proxy.shadow.shadows import Shadows
+from proxy.sharing.sharing import Sharing
 from proxy.tokens.service import Tokens
 from proxy.tracing.tracing import tracing_of
 
@@ -117,6 +119,12 @@ class Core:
         self.holding = HoldingLine(settings.admission, self.router, self.instances, self.admission)
         self.short_load = ShortLoad(state.ledger)
         self.shadows = Shadows(settings.shadow, self.router.routing)
+        self.sharing: Sharing | None = None
+        """State shared with other replicas; None: this proxy is the only one."""
+        if settings.sharing.url is not None:
+            gate = self.router.routing.gate
+            self.sharing = Sharing(settings, state, self.instances, self.keys, lambda: len(gate))
+            self.sharing.others.on_load = self.admission.wake
         self.responses = StoredResponses(settings.responses, self.instances)
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
@@ -132,6 +140,7 @@ class Core:
         AdmissionMetrics(self.metrics.registry, self.router.state.accounts, self.holding)
         MeterMetrics(self.metrics.registry, self.meters, self.instances)
         ShadowMetrics(self.metrics.registry, self.shadows)
+        SharingMetrics(self.metrics.registry, self.sharing)
         TenantMetrics(self.metrics.registry, self.metrics.tenants, shares, self.keys)
         self.tracing = tracing_of(settings.tracing)
         TraceMetrics(self.metrics.registry, self.tracing)

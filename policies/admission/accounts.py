@@ -13,6 +13,7 @@ from policies.admission.homes import Home, Homes
 from policies.admission.residency import Residency
 from policies.admission.return_gaps import ReturnGaps
 from policies.costs.formulas import PrefillModel
+from policies.replicas.shared_sessions import SharedSessions
 from policies.types import RequestView
 
 HALF_LIFE_S = 30.0
@@ -44,6 +45,19 @@ class ComputedPrompt(NamedTuple):
     """Computed by the fleet for this session before."""
     cached_tokens: int
     """Predicted to be cached on the instance that computes it."""
+
+
+class RemoteContexts(NamedTuple):
+    """Sums of the other replicas' accounts; each session is in the account of the one that it ran through last."""
+
+    active_sessions: int = 0
+    active_tokens: int = 0
+    kept_sessions: int = 0
+    kept_tokens: int = 0
+    lost_share: float = 0.0
+    """Share of the fleet's time that recomputing what they had sent before took."""
+    held: int = 0
+    """Requests that their admission rules hold."""
 
 
 class _Account:
@@ -95,6 +109,10 @@ class SessionAccounts:
         """``residency``: recognises evicted contexts; None: none is."""
         self._residency = residency
         self.homes = Homes()
+        self.remote = RemoteContexts()
+        """Sums of other replicas, set by their reader."""
+        self.shared: SharedSessions | None = None
+        """Sessions that other replicas serve too; None: there are none."""
         self.instances = 1
         """Instances of the fleet, set by its owner."""
         self._gaps = ReturnGaps(keep_s)
@@ -174,6 +192,12 @@ class SessionAccounts:
         for name in [name for name, account in self._kept.items() if account.home is home]:
             self._forget(name, self._kept[name])
 
+    def ran_elsewhere(self, session_id: str) -> None:
+        """A request of the session was sent by another replica, whose account has it from now on."""
+        account = self._kept.get(session_id)
+        if account is not None:
+            self._forget(session_id, account)
+
     def view(self, session_id: str | None, now_s: float, waited_s: float = 0.0) -> SessionView:
         """A session without the request that is about to be sent."""
         if session_id is None:
@@ -182,6 +206,10 @@ class SessionAccounts:
         if account is not None:
             return SessionView(account.in_flight, account.context_tokens, 0.0, account.turns, waited_s)
         account = kept = self._kept.get(session_id)
+        if kept is None and self.shared is not None:
+            elsewhere = self.shared.elsewhere(session_id, now_s - self._gaps.keep_s)
+            if elsewhere is not None:
+                return SessionView(0, elsewhere.tokens, max(0.0, now_s - elsewhere.at_s), 1, waited_s, True)
         if account is None and (account := self._past.get(session_id)) is None:
             return SessionView(waited_s=waited_s)
         idle_s = max(0.0, now_s - account.since_s)

@@ -230,17 +230,18 @@ class AdmissionGate:
 
     def _fleet_view(self, held: int, expected_s: float, room: Room, now_s: float) -> AdmissionView:
         accounts = self.accounts
+        remote = accounts.remote
         return AdmissionView(
             room.pool_tokens,
-            accounts.active_sessions,
-            accounts.active_tokens,
-            accounts.kept_sessions,
-            accounts.kept_tokens,
-            accounts.lost_share(room.instances, now_s),
+            accounts.active_sessions + remote.active_sessions,
+            accounts.active_tokens + remote.active_tokens,
+            accounts.kept_sessions + remote.kept_sessions,
+            accounts.kept_tokens + remote.kept_tokens,
+            accounts.lost_share(room.instances, now_s) + remote.lost_share,
             accounts.return_share,
             room.instances,
             room.prefilling,
-            held,
+            held + remote.held,
             expected_s,
             self.max_hold_s,
             accounts.homes.uses(room.each),

@@ -44,6 +44,7 @@ def conditions(core: Core) -> list[Condition]:
         *_policies(core),
         _plug_ins(core),
         _records(core),
+        *_shared_state(core),
         *_meters(core),
     ]
     return [each._replace(since_unix_s=_since(core.meters.since, each)) for each in now]
@@ -136,6 +137,30 @@ def _records(core: Core) -> Condition:
         f"writing the breakdown file failed; rows are kept in memory{lost}",
         "make room where breakdown.jsonl_path is; writing is tried again every 2 s, and the log has the error",
     )
+
+
+def _shared_state(core: Core) -> Iterator[Condition]:
+    """Condition ``shared_state``, where replicas share state."""
+    sharing = core.sharing
+    if sharing is None:
+        return
+    if sharing.twin:
+        yield Condition(
+            "shared_state",
+            False,
+            "another process shares state under this replica's name",
+            "give every replica a name of its own: sharing.replica",
+        )
+    elif sharing.linked or sharing.starting:
+        yield Condition("shared_state", True, f"state is shared with {len(sharing.others)} other replica(s)")
+    else:
+        yield Condition(
+            "shared_state",
+            False,
+            "the store of the shared state cannot be reached: this replica routes from what it knows, and limits of "
+            "keys count its own requests",
+            "check the store of sharing.url; the log has the error, and the connection is tried again every 2 s",
+        )
 
 
 def _meters(core: Core) -> Iterator[Condition]:

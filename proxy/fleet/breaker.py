@@ -48,6 +48,7 @@ class Breaker:
     __slots__ = (
         "_broken_off",
         "_closed_s",
+        "_doubted_until_s",
         "_failures",
         "_half_opened",
         "_judged_since_s",
@@ -70,6 +71,7 @@ class Breaker:
         self._broken_off = 0
         self._closed_s: float | None = None
         self._half_opened = 0
+        self._doubted_until_s = float("-inf")
         # Results of requests sent earlier do not describe the current engine.
         self._judged_since_s = float("-inf")
         self.state = BreakerState.CLOSED
@@ -155,6 +157,10 @@ class Breaker:
         self._open(now_s, reason, refused)
         return True
 
+    def doubt(self, now_s: float) -> None:
+        """Another replica's breaker of this engine has opened: for ``open_s``, the next failure opens this one too."""
+        self._doubted_until_s = now_s + self._settings.open_s
+
     def probed(self, now_s: float) -> bool:
         """Record a successful probe. True if it made the breaker half-open."""
         if self.state is not BreakerState.OPEN or now_s < self.until_s:
@@ -168,6 +174,7 @@ class Breaker:
     def restarted(self, now_s: float) -> None:
         """Record that the engine is a new process: counts are reset, and the next successful probe counts."""
         self._not_begun = self._broken_off = 0
+        self._doubted_until_s = float("-inf")
         self.doublings = 0
         self._requests.clear()
         self._failures.clear()
@@ -178,6 +185,8 @@ class Breaker:
 
     def _too_many(self, now_s: float, why: str) -> str | None:
         settings = self._settings
+        if now_s < self._doubted_until_s:
+            return f"a request failed after another replica stopped using it: {why}"
         if self.failures_in_a_row >= settings.unhealthy_after:
             return f"{self.failures_in_a_row} requests in a row failed, the last: {why}"
         failures, requests = self._failures.total(now_s), self._requests.total(now_s)

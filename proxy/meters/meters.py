@@ -104,7 +104,7 @@ class Meters:
         meter = self.of(instance.name)
         meter.caching_off = caching == "False"
         meter.count(counters, now_s)
-        ledger = self._state.ledger.requests(instance.name)
+        ledger = self._state.ledger.joint_requests(instance.name)
         meter.readings.append(LoadReading(ledger, instance.running + instance.waiting, short + self.further_sequences))
 
     def restarted(self, name: str) -> None:

@@ -143,6 +143,7 @@ class FleetChanges:
         if not instance.draining:
             instance.draining = True
             log.info("%s is draining", name)
+        self._share_mark(name, draining=True)
         return instance
 
     def undrain(self, name: str) -> Instance:
@@ -151,7 +152,16 @@ class FleetChanges:
         if instance.draining:
             self._core.instances.set_draining(instance, False)
             log.info("%s is no longer draining", name)
+        self._share_mark(name, draining=False)
         return instance
+
+    def drain_elsewhere(self, name: str, draining: bool) -> None:
+        """An operator drains an instance on another replica, or no longer: do the same. Unknown names are ignored."""
+        instance = self._core.instances.get(name)
+        if instance is None or self.leaving(instance) or instance.draining is draining:
+            return
+        self._core.instances.set_draining(instance, draining)
+        log.info("%s is %s, as on another replica", name, "draining" if draining else "no longer draining")
 
     def check_free(self, settings: InstanceSettings, but: str | None = None) -> None:
         """Raise FleetChangeError if an instance other than ``but`` has the name or the URL."""
@@ -168,6 +178,7 @@ class FleetChanges:
         """Register an instance under a free name. It receives no requests before a successful probe."""
         core = self._core
         instance = Instance(settings, source)
+        instance.draining = core.sharing is not None and core.sharing.drains.draining(settings.name)
         core.router.state.add_instance(
             settings.name, settings.role, settings.host, settings.transport, settings.connector
         )
@@ -226,6 +237,10 @@ class FleetChanges:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # Internals
+
+    def _share_mark(self, name: str, *, draining: bool) -> None:
+        if self._core.sharing is not None:
+            self._core.sharing.mark(name, draining=draining)
 
     def _known(self, name: str) -> Instance:
         instance = self._core.instances.get(name)

@@ -35,6 +35,8 @@ class HealthMonitor:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._doubted: set[str] = set()
+        self._doubts = asyncio.Event()
         core.model_lists.on_replaced = self._restarted
 
     async def run(self) -> None:
@@ -44,7 +46,30 @@ class HealthMonitor:
             await self.probe_all()
             for limited in (core.rejections, core.failures, core.clients.refusals, core.access.refusals):
                 limited.flush()
-            await asyncio.sleep(core.settings.health.interval_s)
+            await self._rest(core.settings.health.interval_s)
+
+    def doubt(self, name: str) -> None:
+        """Probe an instance at once: another replica has stopped using it. Its next failure opens its breaker."""
+        instance = self._core.instances.get(name)
+        if instance is not None and instance.healthy:
+            instance.breaker.doubt(time.monotonic())
+            self._doubted.add(name)
+            self._doubts.set()
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait until the next round, and meanwhile probe the instances in doubt."""
+        ends_s = time.monotonic() + seconds
+        while (left_s := ends_s - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._doubts.wait()
+            except TimeoutError:
+                return
+            self._doubts.clear()
+            names, self._doubted = self._doubted, set()
+            for name in names:
+                if (instance := self._core.instances.get(name)) is not None:
+                    await self.probe(instance)
 
     async def probe_all(self) -> None:
         """Probe every instance once, concurrently."""

@@ -17,6 +17,9 @@ class Operations:
         self.fleet = FleetChanges(core, self.monitor)
         self.discovery = Discovery(core, self.fleet)
         self.reloader = Reloader(core, self.fleet)
+        if core.sharing is not None:
+            core.sharing.others.on_drain = self.fleet.drain_elsewhere
+            core.sharing.others.on_doubt = self.monitor.doubt
 
     async def close(self) -> None:
         """End reloads and fleet changes in progress."""

@@ -125,7 +125,7 @@ class Admission:
             candidates = seat.among(candidates)
         cap = limits.max_in_flight_per_instance
         if cap is not None:
-            requests_on = self._ledger.requests
+            requests_on = self._ledger.joint_requests
             candidates = {name for name in candidates if requests_on(name) < cap}
         try:
             routed = self._router.route(seat.request, candidates, seat.room_on)

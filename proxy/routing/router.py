@@ -229,6 +229,8 @@ class Router:
         self.routing.hold_s = settings.offload.hold_s
         self._slow_s = settings.limits.slow_decision_s
         self.state.sessions.set_bounds(settings.sessions.capacity, settings.sessions.ttl_s)
+        if self.state.shared is not None:
+            self.state.shared.set_capacity(settings.sessions.capacity)
         self.state.ledger.set_half_life(settings.ledger.recent_half_life_s)
 
     def learn_ratio(self, parsed: Parsed, prompt_tokens: int) -> None:

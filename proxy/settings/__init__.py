@@ -29,6 +29,7 @@ from proxy.settings.security import (
 )
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
+from proxy.settings.sharing import SharingSettings
 
 __all__ = [
     "AdminKey",
@@ -67,6 +68,7 @@ __all__ = [
     "SettingsError",
     "ShadowEntry",
     "ShadowSettings",
+    "SharingSettings",
     "SnapshotSettings",
     "TimeoutSettings",
     "TlsSettings",

@@ -38,6 +38,7 @@ from proxy.settings.section import Seconds, SettingsError
 from proxy.settings.security import AdminSettings, FairnessSettings, KeySettings, TlsSettings, checked_forward_headers
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
+from proxy.settings.sharing import SharingSettings
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _NO_ENGINE = (
@@ -77,6 +78,7 @@ class Settings(BaseSettings):
     cache_killers: CacheKillerSettings = Field(default_factory=CacheKillerSettings)
     normalize: NormalizeSettings = Field(default_factory=NormalizeSettings)
     snapshot: SnapshotSettings = Field(default_factory=SnapshotSettings)
+    sharing: SharingSettings = Field(default_factory=SharingSettings)
     timeouts: TimeoutSettings = Field(default_factory=TimeoutSettings)
     health: HealthSettings = Field(default_factory=HealthSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)

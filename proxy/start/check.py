@@ -18,6 +18,8 @@ from proxy.discovery.sources import source_of
 from proxy.fleet.instances import Instance
 from proxy.operations.health import HealthMonitor
 from proxy.settings import LogSettings, Settings
+from proxy.sharing.sharing import replicas_now
+from proxy.sharing.store import StoreError
 from proxy.start.environment import unknown_variables
 
 _EVENTS_S = 2.0
@@ -61,7 +63,21 @@ def check_fleet(settings: Settings, console: Console | None = None) -> bool:
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     well = not problems and not any(row.remedies for row in found)
     console.print("every engine can be used" if well else "not every engine can be used", highlight=False)
-    return well
+    shares, sentence = asyncio.run(_shared_state(settings))
+    if sentence:
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    return well and shares
+
+
+async def _shared_state(settings: Settings) -> tuple[bool, str]:
+    """True if the store of shared state can be used or none is configured, and a sentence about it."""
+    if settings.sharing.url is None:
+        return True, ""
+    try:
+        names = await replicas_now(settings)
+    except StoreError as error:
+        return False, f"the store of shared state cannot be used (sharing.url): {error}"
+    return True, f"the store of shared state can be used; replicas that run now: {', '.join(names) or 'none'}"
 
 
 async def with_discovered(settings: Settings) -> tuple[Settings, list[str]]:

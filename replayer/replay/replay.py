@@ -7,6 +7,7 @@ in wall time, and measured times are multiplied by it. With real engines ``clock
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a replay. Seconds are engine seconds."""
 
     endpoint: str = "http://127.0.0.1:9090"
+    further_endpoints: tuple[str, ...] = ()
+    """Replicas behind no load balancer: requests take turns, ``endpoint`` first."""
     model: str | None = None
     """None: the first that ``/v1/models`` names."""
     label: str = ""
@@ -83,7 +86,8 @@ class Replay:
         self._journal = journal
         self._on_record = on_record
         self._template = BodyTemplate(model=options.model or "", mode=options.prompt_mode)
-        self._url = base_url(options.endpoint) + self._template.path
+        endpoints = (options.endpoint, *options.further_endpoints)
+        self._urls = itertools.cycle([base_url(each) + self._template.path for each in endpoints])
         # The clock of a resumed run continues at its last record.
         self._base_s = max((record.finished_s or 0.0 for record in journal.recorded.values()), default=0.0)
         self._start = 0.0
@@ -140,7 +144,7 @@ class Replay:
         if options.api_key:
             headers["authorization"] = f"Bearer {options.api_key}"
         body = self._template.body(self._builder, step.request)
-        answer = await send(http, self._url, body, headers, options.timeout_s / options.clock_scale)
+        answer = await send(http, next(self._urls), body, headers, options.timeout_s / options.clock_scale)
         record = self._record(step, due_s, answer)
         self._journal.add(record)
         if self._on_record is not None:

@@ -30,6 +30,8 @@ WALL_CLOCK = {
     "proxy/logs.py": "time of a line",
     "proxy/restart/snapshots.py": "age of a file of an earlier process; one from the future counts as old",
     "proxy/shadow/shadows.py": "time of a decision shown",
+    "proxy/sharing/redis_store.py": "names of the hashes of pins; one more is read each way",
+    "proxy/sharing/sharing.py": "order of decisions and drain marks over hosts: a later mark is later by any clock",
     "proxy/tokens/template.py": "strftime_now of chat templates",
     "proxy/ui/feed.py": "seconds of the dashboard's charts",
 }

@@ -85,8 +85,11 @@ COMPOSE_SCHEMA: dict[str, Any] = {
 """The part of the Compose specification that the file uses; an unknown or misspelt key fails."""
 
 
-def compose() -> dict[str, Any]:
-    return yaml.safe_load((FOLDER / "compose.yaml").read_text(encoding="utf-8"))
+def compose(name: str = "compose.yaml") -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
+
+
+REPLICAS = "compose-replicas.yaml"
 
 
 def unit() -> dict[str, list[tuple[str, str]]]:
@@ -213,6 +216,51 @@ def test_the_proxy_s_command_is_one_that_is_accepted() -> None:
     assert problem(CommandLine("compose", ("serve", *service["command"])), root()) is None
     config = service["command"][service["command"].index("--config") + 1]
     assert config in {mount["target"] for mount in service["volumes"]}
+
+
+# Compose with replicas
+
+
+def replicas() -> dict[str, Any]:
+    return {name: service for name, service in compose(REPLICAS)["services"].items() if name.startswith("replica-")}
+
+
+def test_the_compose_file_of_replicas_has_the_form_of_the_specification() -> None:
+    content = compose(REPLICAS)
+    jsonschema.validate(content, COMPOSE_SCHEMA)
+    for service in content["services"].values():
+        for mount in service.get("volumes", []):
+            assert mount["read_only"] is True
+            assert (FOLDER / mount["source"]).resolve().is_file(), mount
+        assert set(service.get("depends_on", [])) < set(content["services"])
+
+
+def test_the_replicas_settings_are_valid_and_differ_in_name_and_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = compose(REPLICAS)["services"]["store"]["command"]
+    seen = set()
+    for service in replicas().values():
+        assert problem(CommandLine("compose", ("serve", *service["command"])), root()) is None
+        with monkeypatch.context() as variables:
+            for name, value in service["environment"].items():
+                variables.setenv(name, value)
+            port = int(service["command"][service["command"].index("--port") + 1])
+            settings = load_settings(ROOT / "configs" / "proxy.yaml", port=port)
+        assert settings.sharing.url == f"redis://127.0.0.1:{store[store.index('--port') + 1]}/0"
+        assert service["environment"]["HEALTH_URL"] == f"http://127.0.0.1:{port}/health"
+        assert int(service["stop_grace_period"].rstrip("s")) >= settings.drain_delay_s + settings.grace_s + 10
+        seen.add((settings.sharing.replica, port))
+    assert len({name for name, _ in seen}) == len({port for _, port in seen}) == 2
+    balancer = (FOLDER / "nginx-replicas.conf").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"server 127\.0\.0\.1:(\d+)", balancer)) == sorted(str(port) for _, port in seen)
+
+
+def test_nginx_accepts_its_configuration(tmp_path: Path) -> None:
+    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+    if program is None:
+        pytest.skip("nginx is not installed on this machine")
+    command = [program, "-t", "-c", str(FOLDER / "nginx-replicas.conf"), "-p", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # the page

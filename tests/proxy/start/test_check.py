@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from proxy.settings import load_settings
 from proxy.start.check import probed
+from tests.proxy.sharing.store_server import StoreServer, needs_store
 from tests.proxy.stub_engine import StubEngine
 from warmroute import build
 
@@ -105,3 +106,20 @@ def test_engines_that_discovery_finds_are_checked_too(tmp_path: Path) -> None:
     fleet.unlink()
     answer = check("--discovery", f"file:{fleet}")
     assert (answer.exit_code, "cannot be read" in answer.output) == (1, True)
+
+
+@needs_store
+def test_the_store_of_shared_state_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, store = StubEngine(), StoreServer(tmp_path)
+    monkeypatch.setenv("WARMROUTE_SHARING__URL", store.url)
+    with in_a_thread(engine):
+        store.start()
+        try:
+            usable = check("--instance", engine.url)
+        finally:
+            store.kill()
+        lost = check("--instance", engine.url)
+    assert usable.exit_code == 0, usable.output
+    assert "can be used; replicas that run now: none" in usable.output
+    assert lost.exit_code == 1
+    assert "cannot be used (sharing.url)" in lost.output

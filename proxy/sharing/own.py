@@ -1,0 +1,136 @@
+"""State of this replica that others are to know, compared with what they were last sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from policies.replicas.shared_sessions import SharedSessions
+from policies.state import FleetState
+from proxy.access.keys import Keys
+from proxy.access.quotas import Quota
+from proxy.fleet.breaker import BreakerState
+from proxy.fleet.instances import Instances
+from proxy.sharing.drains import DrainMarks
+from proxy.sharing.wire import KeyReport, LoadReport, Message, Pin
+
+_PINS = 200
+"""Most pins of one message: a receiver merges them in one turn of its event loop, in about a millisecond."""
+
+_Load = tuple[int, int, int, int, int, float, float]
+_IDLE = LoadReport()
+
+
+class _Small(NamedTuple):
+    """Parts that every message has."""
+
+    open: tuple[str, ...] = ()
+    contexts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    lost_share: float = 0.0
+    held: int = 0
+
+
+class OwnState:
+    """Makes the messages of one replica. Reads the state, and owns what was last sent of it."""
+
+    def __init__(
+        self,
+        replica: str,
+        run: int,
+        state: FleetState,
+        shared: SharedSessions,
+        instances: Instances,
+        keys: Keys,
+        drains: DrainMarks,
+        held: Callable[[], int],
+    ) -> None:
+        """``held``: reads the number of requests that the admission rule holds."""
+        self._replica = replica
+        self._run = run
+        self._state = state
+        self._shared = shared
+        self._instances = instances
+        self._keys = keys
+        self._drains = drains
+        self._held = held
+        self._loads: dict[str, _Load] = {}
+        self._quotas: dict[str, tuple[Quota, int]] = {}
+        self._small = _Small()
+
+    def begin(self) -> None:
+        """Announce all sessions again, to a store that may have lost them; a full message must follow."""
+        self._shared.announce_all()
+
+    def message(self, now_s: float, unix_s: float, *, full: bool) -> Message | None:
+        """Changes since the last message, or with ``full`` everything; None if nothing changed.
+
+        Args:
+            now_s: monotonic time.
+            unix_s: the same moment as Unix time.
+        """
+        loads, keys = self._changed_loads(now_s, full), self._changed_keys(now_s, full)
+        drains = self._drains.take_changed()
+        if full:
+            drains = self._drains.all()
+        small, before = self._read_small(now_s), self._small
+        self._small = small
+        pins = tuple(
+            Pin(
+                session.encode("utf-8", "surrogatepass"),
+                context.instance,
+                context.tokens,
+                unix_s - max(0.0, now_s - context.at_s),
+                self._run,
+            )
+            for session, context in self._shared.take_changes(_PINS)
+        )
+        if not (full or loads or keys or drains or pins or small != before):
+            return None
+        return Message(
+            self._replica, self._run, full, loads=loads, keys=keys, drains=drains, pins=pins, **small._asdict()
+        )
+
+    def farewell(self) -> Message:
+        """The last message."""
+        return Message(self._replica, self._run, gone=True)
+
+    def _changed_loads(self, now_s: float, full: bool) -> dict[str, LoadReport]:
+        holds = self._state.holds if self._state.holds else None
+        now: dict[str, _Load] = {}
+        for name, account in self._state.ledger.accounts.items():
+            now[name] = (
+                account.requests,
+                account.prefilling,
+                account.pending_prefill_tokens,
+                account.decoding_tokens,
+                account.promised_tokens + (0 if holds is None else holds.tokens(name, now_s)),
+                account.recent_tokens,
+                account.recent_at_s,
+            )
+        before, self._loads = self._loads, now
+        changed = {} if full else {name: _IDLE for name in before if name not in now}
+        for name, load in now.items():
+            if full or before.get(name) != load:
+                changed[name] = LoadReport(*load[:6], recent_age_s=max(0.0, now_s - load[6]))
+        return changed
+
+    def _changed_keys(self, now_s: float, full: bool) -> dict[str, KeyReport]:
+        changed = {}
+        for name, quota in self._keys.quotas().items():
+            if not quota.limited or (not full and self._quotas.get(name) == (quota, quota.changes)):
+                continue
+            self._quotas[name] = (quota, quota.changes)
+            use = quota.use(now_s)
+            changed[str(name)] = KeyReport(*use[:5], sessions=tuple(use.sessions))
+        return changed
+
+    def _read_small(self, now_s: float) -> _Small:
+        accounts = self._state.accounts
+        accounts.expire(now_s)
+        return _Small(
+            tuple(each.name for each in self._instances if each.breaker.state is BreakerState.OPEN),
+            (accounts.active_sessions, accounts.active_tokens, accounts.kept_sessions, accounts.kept_tokens),
+            # It decays all the time, which alone is no news.
+            round(accounts.lost_share(len(self._instances), now_s), 2),
+            self._held(),
+        )

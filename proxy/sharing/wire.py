@@ -1,0 +1,103 @@
+"""Messages between replicas, in MessagePack. Unknown fields are ignored, so that versions may differ in an upgrade."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LoadReport(msgspec.Struct, array_like=True, frozen=True):
+    """Work of one replica on one instance, as in `policies.ledger.Account`."""
+
+    requests: int = 0
+    prefilling: int = 0
+    pending_prefill_tokens: int = 0
+    decoding_tokens: int = 0
+    promised_tokens: int = 0
+    """KV that its requests need, held KV of hand-offs included."""
+    recent_tokens: float = 0.0
+    """As of ``recent_age_s`` before the message was sent."""
+    recent_age_s: float = 0.0
+
+
+class KeyReport(msgspec.Struct, array_like=True, frozen=True):
+    """Use of one key on one replica, as in `proxy.access.quotas.KeyUse`."""
+
+    in_flight: int = 0
+    requests: int = 0
+    tokens: int = 0
+    requests_left: float = 0.0
+    tokens_left: float = 0.0
+    sessions: tuple[int, ...] = ()
+
+
+class DrainMark(msgspec.Struct, array_like=True, frozen=True):
+    """An operator's last word about one instance."""
+
+    draining: bool
+    unix_s: float
+    replica: str
+
+
+class Pin(msgspec.Struct, array_like=True, frozen=True):
+    """Last place of a session."""
+
+    session: bytes
+    """Its id in UTF-8, lone surrogates kept."""
+    instance: str
+    tokens: int
+    """Length of its prompt."""
+    unix_s: float
+    run: int = 0
+    """Number of the process that decided."""
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Changes of one replica since its last message; ``full``: all of its state, except the pins."""
+
+    replica: str
+    run: int
+    """Random number of the process."""
+    full: bool = False
+    gone: bool = False
+    """It has shut down."""
+    loads: dict[str, LoadReport] = {}
+    keys: dict[str, KeyReport] = {}
+    drains: dict[str, DrainMark] = {}
+    open: tuple[str, ...] = ()
+    """Instances whose breaker is open; in every message."""
+    contexts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Of the working set, in every message: sessions in flight, their tokens, kept sessions, their tokens."""
+    lost_share: float = 0.0
+    """Share of the fleet's time that recomputation took, in every message."""
+    held: int = 0
+    """Requests that the admission rule holds, in every message."""
+    pins: tuple[Pin, ...] = ()
+
+
+class WireError(ValueError):
+    """Bytes that are no message."""
+
+
+_decoder = msgspec.msgpack.Decoder(Message)
+_pin_decoder = msgspec.msgpack.Decoder(Pin)
+
+
+def encode(message: Message | Pin) -> bytes:
+    """Encode a message, or one pin for late joiners."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(raw: bytes) -> Message:
+    """Decode a message. Raises WireError."""
+    try:
+        return _decoder.decode(raw)
+    except msgspec.DecodeError as error:
+        raise WireError(str(error)) from error
+
+
+def decode_pin(raw: bytes) -> Pin:
+    """Decode a pin. Raises WireError."""
+    try:
+        return _pin_decoder.decode(raw)
+    except msgspec.DecodeError as error:
+        raise WireError(str(error)) from error
