@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import exp2, log
 from operator import itemgetter
 from typing import NamedTuple
 
 from policies.admission.base import SessionView
-from policies.admission.homes import Home, Homes
+from policies.admission.homes import Contexts, Home, Homes
 from policies.admission.residency import Residency
 from policies.admission.return_gaps import ReturnGaps
 from policies.costs.formulas import PrefillModel
@@ -110,7 +110,7 @@ class SessionAccounts:
         self._residency = residency
         self.homes = Homes()
         self.remote = RemoteContexts()
-        """Sums of other replicas, set by their reader."""
+        """Sums of other replicas (``set_remote``)."""
         self.shared: SharedSessions | None = None
         """Sessions that other replicas serve too; None: there are none."""
         self.instances = 1
@@ -185,6 +185,11 @@ class SessionAccounts:
         self._past[name] = account
         if len(self._past) > self._capacity:
             self._past.popitem(last=False)
+
+    def set_remote(self, contexts: Collection[Mapping[str, Contexts]], lost_share: float, held: int) -> None:
+        """Replace what other replicas report: each one's contexts by instance, the sums of the rest."""
+        self.homes.set_elsewhere(contexts)
+        self.remote = RemoteContexts(*self.homes.sums_elsewhere(), lost_share, held)
 
     def restarted(self, instance: str) -> None:
         """The instance has lost its contexts: keep its sessions no longer. O(kept sessions)."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from policies.admission.base import InstanceUse
+
+Contexts = tuple[int, int, int, int]
+"""Sessions in flight, their tokens, kept sessions, their tokens."""
+_NONE: Contexts = (0, 0, 0, 0)
 
 
 class Home:
@@ -38,6 +42,10 @@ class Home:
         self.kept_sessions -= 1
         self.kept_tokens -= tokens
 
+    def contexts(self) -> Contexts:
+        """Its four numbers."""
+        return self.active_sessions, self.active_tokens, self.kept_sessions, self.kept_tokens
+
 
 class Homes:
     """Homes of the fleet's instances. One that has left the fleet is counted to nobody's sight until it is empty."""
@@ -45,6 +53,8 @@ class Homes:
     def __init__(self) -> None:
         self._homes: dict[str, Home] = {}
         self._elsewhere = Home()
+        self._remote: dict[str, Contexts] = {}
+        """Of other replicas of the proxy, by instance."""
 
     def add(self, instance: str) -> None:
         """Idempotent."""
@@ -58,24 +68,39 @@ class Homes:
         """The instance's; for an unknown one, one that nobody sees."""
         return self._homes.get(instance, self._elsewhere)
 
+    def contexts(self) -> dict[str, Contexts]:
+        """Contexts of each instance that has any."""
+        return {name: found for name, home in self._homes.items() if any(found := home.contexts())}
+
+    def set_elsewhere(self, replicas: Iterable[Mapping[str, Contexts]]) -> None:
+        """Replace the contexts of other replicas of the proxy, each replica's by instance."""
+        sums: dict[str, Contexts] = {}
+        for replica in replicas:
+            for name, (active_sessions, active, kept_sessions, kept) in replica.items():
+                before = sums.get(name, _NONE)
+                sums[name] = (
+                    before[0] + active_sessions,
+                    before[1] + active,
+                    before[2] + kept_sessions,
+                    before[3] + kept,
+                )
+        self._remote = sums
+
+    def sums_elsewhere(self) -> Contexts:
+        """Contexts of other replicas on all instances."""
+        each = self._remote.values()
+        return sum(c[0] for c in each), sum(c[1] for c in each), sum(c[2] for c in each), sum(c[3] for c in each)
+
     def uses(self, each: Iterable[tuple[str, int, int]]) -> tuple[InstanceUse, ...]:
         """Contexts of instances given by name, pool and requests without a first token."""
-        homes, new = self._homes, tuple.__new__
+        homes, remote, new = self._homes, self._remote, tuple.__new__
         uses = []
         for name, pool, prefilling in each:
             home = homes.get(name, self._elsewhere)
-            uses.append(
-                new(
-                    InstanceUse,
-                    (
-                        name,
-                        pool,
-                        home.active_sessions,
-                        home.active_tokens,
-                        home.kept_sessions,
-                        home.kept_tokens,
-                        prefilling,
-                    ),
-                )
-            )
+            active_sessions, active, kept_sessions, kept = home.contexts()
+            if remote and name in remote:
+                more = remote[name]
+                active_sessions, active = active_sessions + more[0], active + more[1]
+                kept_sessions, kept = kept_sessions + more[2], kept + more[3]
+            uses.append(new(InstanceUse, (name, pool, active_sessions, active, kept_sessions, kept, prefilling)))
         return tuple(uses)

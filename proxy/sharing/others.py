@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies.admission.accounts import RemoteContexts
+from policies.admission.homes import Contexts
 from policies.ledger import Account
 from policies.state import FleetState
 from proxy.access.keys import KeyName, Keys
@@ -29,7 +29,7 @@ class Other:
     loads: dict[str, Account] = field(default_factory=dict)
     keys: dict[str, KeyReport] = field(default_factory=dict)
     open: frozenset[str] = frozenset()
-    contexts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    contexts: dict[str, Contexts] = field(default_factory=dict)
     lost_share: float = 0.0
     held: int = 0
 
@@ -182,14 +182,8 @@ class Others:
 
     def _sum_contexts(self) -> None:
         others = self._known.values()
-        active_sessions, active_tokens, kept_sessions, kept_tokens = (
-            sum(each.contexts[place] for each in others) for place in range(4)
-        )
-        self._state.accounts.remote = RemoteContexts(
-            active_sessions,
-            active_tokens,
-            kept_sessions,
-            kept_tokens,
+        self._state.accounts.set_remote(
+            [each.contexts for each in others],
             sum(each.lost_share for each in others),
             sum(each.held for each in others),
         )

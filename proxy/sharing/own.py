@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from policies.admission.homes import Contexts
 from policies.replicas.shared_sessions import SharedSessions
 from policies.state import FleetState
 from proxy.access.keys import Keys
@@ -24,10 +25,10 @@ _IDLE = LoadReport()
 class _Small(NamedTuple):
     """Parts that every message has."""
 
-    open: tuple[str, ...] = ()
-    contexts: tuple[int, int, int, int] = (0, 0, 0, 0)
-    lost_share: float = 0.0
-    held: int = 0
+    open: tuple[str, ...]
+    contexts: dict[str, Contexts]
+    lost_share: float
+    held: int
 
 
 class OwnState:
@@ -55,7 +56,7 @@ class OwnState:
         self._held = held
         self._loads: dict[str, _Load] = {}
         self._quotas: dict[str, tuple[Quota, int]] = {}
-        self._small = _Small()
+        self._small = _Small((), {}, 0.0, 0)
 
     def begin(self) -> None:
         """Announce all sessions again, to a store that may have lost them; a full message must follow."""
@@ -129,7 +130,7 @@ class OwnState:
         accounts.expire(now_s)
         return _Small(
             tuple(each.name for each in self._instances if each.breaker.state is BreakerState.OPEN),
-            (accounts.active_sessions, accounts.active_tokens, accounts.kept_sessions, accounts.kept_tokens),
+            accounts.homes.contexts(),
             # It decays all the time, which alone is no news.
             round(accounts.lost_share(len(self._instances), now_s), 2),
             self._held(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from policies.admission.homes import Contexts
+
 
 class LoadReport(msgspec.Struct, array_like=True, frozen=True):
     """Work of one replica on one instance, as in `policies.ledger.Account`."""
@@ -65,8 +67,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     drains: dict[str, DrainMark] = {}
     open: tuple[str, ...] = ()
     """Instances whose breaker is open; in every message."""
-    contexts: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Of the working set, in every message: sessions in flight, their tokens, kept sessions, their tokens."""
+    contexts: dict[str, Contexts] = {}
+    """Of the working set by instance, in every message."""
     lost_share: float = 0.0
     """Share of the fleet's time that recomputation took, in every message."""
     held: int = 0

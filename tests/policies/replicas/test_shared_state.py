@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from policies.admission.accounts import RemoteContexts
 from policies.admission.base import AdmissionReason, Admit
 from policies.admission.gate import AdmissionGate, Held, Room
 from policies.admission.working_set import WorkingSet
@@ -11,6 +10,9 @@ from policies.replicas.shared_sessions import Context, SharedSessions
 from policies.state import FleetState
 from policies.types import InstanceView, RequestView
 from tests.policies.builders import ask_ids, ask_new, decision_for
+
+IDLE = Room(10_000, 2, 0, (("inst-0", 5_000, 0), ("inst-1", 5_000, 0)))
+BUSY = Room(10_000, 2, 2, (("inst-0", 5_000, 1), ("inst-1", 5_000, 1)))
 
 
 def state_of(count: int = 2) -> FleetState:
@@ -133,19 +135,18 @@ def ask_of(session_id: str, tokens: int) -> RequestView:
 def test_contexts_of_other_replicas_take_room_in_the_working_set() -> None:
     state = state_of()
     gate = AdmissionGate(WorkingSet(), state.accounts)
-    room = Room(10_000, 2, prefilling=2)
-    state.accounts.remote = RemoteContexts(3, 9_500, 0, 0)
-    assert isinstance(gate.offer(ask_of("new", 1_000), room, 1.0), Held)
-    state.accounts.remote = RemoteContexts()
-    assert isinstance(gate.offer(ask_of("other", 1_000), Room(10_000, 2), 1.0), Admit)
+    state.accounts.set_remote([{"inst-0": (2, 4_800, 0, 0)}, {"inst-1": (1, 4_700, 0, 0)}], 0.0, 0)
+    assert isinstance(gate.offer(ask_of("new", 1_000), BUSY, 1.0), Held)
+    state.accounts.set_remote([], 0.0, 0)
+    assert isinstance(gate.offer(ask_of("other", 1_000), IDLE, 1.0), Admit)
 
 
 def test_a_session_that_another_replica_keeps_returns_as_a_kept_one() -> None:
     state = state_of()
     gate = AdmissionGate(WorkingSet(), state.accounts)
     state.pinned_elsewhere("s", "inst-1", 1_000, 1.0)
-    state.accounts.remote = RemoteContexts(0, 0, 1, 1_000)
-    answer = gate.offer(ask_of("s", 1_100), Room(10_000, 2, prefilling=2), 3.0)
+    state.accounts.set_remote([{"inst-1": (0, 0, 1, 1_000)}], 0.0, 0)
+    answer = gate.offer(ask_of("s", 1_100), BUSY, 3.0)
     assert answer == Admit(AdmissionReason.RESIDENT)
 
 
@@ -162,8 +163,8 @@ def test_a_session_is_kept_by_the_replica_that_it_ran_through_last() -> None:
 def test_a_new_session_does_not_pass_those_that_another_replica_holds() -> None:
     state = state_of()
     gate = AdmissionGate(WorkingSet(), state.accounts)
-    room = Room(10_000, 2, prefilling=2)
-    state.accounts.remote = RemoteContexts(1, 3_000, 4, 5_000)
-    assert isinstance(gate.offer(ask_of("a", 1_000), room, 1.0), Admit), "nothing is lost and nobody waits"
-    state.accounts.remote = RemoteContexts(1, 3_000, 4, 5_000, held=1)
-    assert isinstance(gate.offer(ask_of("b", 1_000), room, 1.0), Held)
+    contexts = {"inst-0": (1, 1_500, 2, 2_500), "inst-1": (1, 1_500, 2, 2_500)}
+    state.accounts.set_remote([contexts], 0.0, 0)
+    assert isinstance(gate.offer(ask_of("a", 1_000), BUSY, 1.0), Admit), "nothing is lost and nobody waits"
+    state.accounts.set_remote([contexts], 0.0, 1)
+    assert isinstance(gate.offer(ask_of("b", 1_000), BUSY, 1.0), Held)

@@ -198,8 +198,10 @@ def test_a_key_without_limits_is_not_sent() -> None:
 
 def test_the_working_set_is_the_sum_of_the_others() -> None:
     side = Side()
-    side.hears(Message("x", 1, contexts=(1, 100, 2, 200), lost_share=0.25, held=2))
-    side.hears(Message("y", 1, contexts=(3, 300, 4, 400), lost_share=0.5, held=3))
+    side.hears(Message("x", 1, contexts={"a": (1, 100, 2, 200)}, lost_share=0.25, held=2))
+    side.hears(Message("y", 1, contexts={"a": (2, 200, 0, 0), "b": (1, 100, 4, 400)}, lost_share=0.5, held=3))
     assert side.state.accounts.remote == (4, 400, 6, 600, 0.75, 5)
+    used = side.state.accounts.homes.uses([("a", 1_000, 0), ("b", 1_000, 0), ("c", 1_000, 0)])
+    assert [tuple(each)[2:6] for each in used] == [(3, 300, 2, 200), (1, 100, 4, 400), (0, 0, 0, 0)]
     side.hears(Message("y", 1, gone=True))
     assert side.state.accounts.remote == (1, 100, 2, 200, 0.25, 2)
