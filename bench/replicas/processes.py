@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import random
 import socket
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerProcess
@@ -14,6 +15,7 @@ import yaml
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _END_S = 10.0
+_PORTS = (15_000, 32_000)
 
 
 class ReplicaProcess:
@@ -63,11 +65,12 @@ def replica_processes(
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+    """A port that nobody uses now, below those that the system gives to connections, which could take it meanwhile."""
+    while True:
+        port = random.randrange(*_PORTS)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def _serve(config: str) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.replicas.processes import free_port
+
 PROGRAM = next((found for name in ("redis-server", "valkey-server") if (found := shutil.which(name))), None)
 
 needs_store = pytest.mark.skipif(
@@ -23,9 +25,7 @@ class StoreServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -96,7 +96,7 @@ async def test_a_session_s_next_turn_finds_its_context_through_another_replica(s
     one, two = await start_replicas(2)
     first = await ask(one, "s")
     state = two.core.router.state
-    await two.until(lambda: state.shared is not None and len(state.shared) == 1)
+    await two.until(lambda: state.shared is not None and len(state.shared) == 1 and not remote_requests(two))
     longer = BODY | {"prompt": [*PROMPT, *range(5_000, 5_320)]}
     explained = (await two.client.post("/explain", json=longer, headers={"x-session-id": "s"})).json()
     where = first.headers["x-warmroute-instance"]
