@@ -261,8 +261,9 @@ class FleetState:
 
     def room(self, instances: Collection[str]) -> Room:
         """Pools and prefills of ``instances``."""
-        account = self.ledger.account
-        return Room(self.pool_tokens(instances), len(instances), sum([account(name).prefilling for name in instances]))
+        account_of, unused = self.ledger.accounts.get, self.ledger.unused
+        prefilling = sum([account_of(name, unused).prefilling for name in instances])
+        return Room(self.pool_tokens(instances), len(instances), prefilling)
 
     def snapshot(
         self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()
