@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from policies.snapshot import Columns
+from collections.abc import Iterable
+
 from policies.types import InstanceView
 
 POOL_SHARE = 0.9
@@ -18,11 +19,11 @@ def tokens_over(view: InstanceView, prompt_tokens: int, share: float = POOL_SHAR
     return view.kv_used_tokens + view.kv_promised_tokens + prompt_tokens - share * pool if pool else 0.0
 
 
-def all_tokens_over(columns: Columns, prompt_tokens: int, share: float = POOL_SHARE) -> list[float]:
-    """``tokens_over`` of every candidate."""
+def all_tokens_over(
+    pools: Iterable[int], used: Iterable[int], promised: Iterable[int], prompt_tokens: int, share: float = POOL_SHARE
+) -> list[float]:
+    """``tokens_over`` of several instances, whose pools, KV in use and KV promised since are given in one order."""
     return [
-        used + promised + prompt_tokens - share * pool if pool else 0.0
-        for pool, used, promised in zip(
-            columns.kv_capacity_tokens, columns.kv_used_tokens, columns.kv_promised_tokens, strict=True
-        )
+        used_tokens + promised_tokens + prompt_tokens - share * pool if pool else 0.0
+        for pool, used_tokens, promised_tokens in zip(pools, used, promised, strict=True)
     ]

@@ -46,41 +46,39 @@ class DynamoCost(ColumnPolicy):
 
     def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
         scale, weight = self.prefill_load_scale, self.decode_active_request_weight
+        block, prompt = request.block_tokens, request.prompt_tokens
         return [
-            (scale * (raw_prefill - credit) if raw_prefill > credit else 0.0) + decode + weight * requests
-            for raw_prefill, credit, decode, requests in self._terms(request, columns)
+            (scale * (raw_prefill - credit) if (raw_prefill := (pending + prompt) / block) > credit else 0.0)
+            + (decoding + pending) / block
+            + weight * requests
+            for pending, decoding, credit, requests in self._terms(request, columns)
         ]
 
     def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+        block, prompt = request.block_tokens, request.prompt_tokens
         return [
             {
-                "raw_prefill_blocks": raw_prefill,
+                "raw_prefill_blocks": (pending + prompt) / block,
                 "credit_blocks": credit,
-                "decode_blocks": decode,
+                "decode_blocks": (decoding + pending) / block,
                 "requests": requests,
             }
-            for raw_prefill, credit, decode, requests in self._terms(request, columns)
+            for pending, decoding, credit, requests in self._terms(request, columns)
         ]
 
     def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
         return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
 
-    def _terms(self, request: RequestView, columns: Columns) -> Sequence[tuple[float, float, float, int]]:
-        block, prompt = request.block_tokens, request.prompt_tokens
-        overlap, decay, divisor = self.overlap_score_credit, self.overlap_score_credit_decay, max(1, prompt)
-        fewest = min(columns.pending_prefill_tokens)
-        return [
-            (
-                (pending + prompt) / block,
-                overlap / (1 + decay * ((pending - fewest) / divisor)) * cached / block,
-                (decoding + pending) / block,
-                requests,
-            )
-            for pending, decoding, cached, requests in zip(
-                columns.pending_prefill_tokens,
-                columns.decoding_tokens,
-                columns.cached_tokens,
-                columns.requests,
-                strict=True,
-            )
-        ]
+    def _terms(self, request: RequestView, columns: Columns) -> Iterable[tuple[int, int, float, int]]:
+        """Tokens in prefill and decode, credit in blocks, and requests in flight, of every candidate."""
+        pending, block, overlap = columns.pending_prefill_tokens, request.block_tokens, self.overlap_score_credit
+        decay, divisor = self.overlap_score_credit_decay, max(1, request.prompt_tokens)
+        if decay:
+            fewest = min(pending)
+            credits = [
+                overlap / (1 + decay * ((each - fewest) / divisor)) * cached / block
+                for each, cached in zip(pending, columns.cached_tokens, strict=True)
+            ]
+        else:
+            credits = [overlap * cached / block for cached in columns.cached_tokens]
+        return zip(pending, columns.decoding_tokens, credits, columns.requests, strict=True)

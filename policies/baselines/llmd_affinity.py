@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import ClassVar
 
 from policies.routing.base import ColumnPolicy, Pick, least, require
@@ -44,7 +45,7 @@ class LlmdAffinity(ColumnPolicy):
     def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
         prompt, threshold = request.prompt_tokens, self.queue_threshold_tokens
         return [
-            min(1.0, (pending + (prompt - cached)) / threshold)
+            load if (load := (pending + (prompt - cached)) / threshold) < 1.0 else 1.0
             for pending, cached in zip(columns.pending_prefill_tokens, columns.cached_tokens, strict=True)
         ]
 
@@ -67,6 +68,6 @@ class LlmdAffinity(ColumnPolicy):
     def _too_slow(self, pending: Sequence[int], sticky: list[bool]) -> bool:
         if all(sticky) or not self.max_ttft_penalty_ms:
             return False
-        on_sticky = min([each for each, is_sticky in zip(pending, sticky, strict=True) if is_sticky])
-        on_other = min([each for each, is_sticky in zip(pending, sticky, strict=True) if not is_sticky])
+        on_sticky = min(compress(pending, sticky))
+        on_other = min(compress(pending, [not each for each in sticky]))
         return (on_sticky - on_other) / self.peak_prefill_tokens_per_s * 1_000 > self.max_ttft_penalty_ms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from itertools import compress
 from typing import ClassVar, Protocol
 
 from policies.snapshot import Columns, FleetSnapshot
@@ -33,23 +34,17 @@ def best_prefill(request: RequestView, decode: InstanceView, fleet: FleetSnapsho
     """P with the least ``pending_prefill + new tokens``; never D, and only sending roles and unbroken pairs."""
     views = fleet.prefill_instances or fleet.instances
     columns = Columns.of(views)
+    sends = senders(columns, decode, fleet.broken_pairs)
+    if True not in sends:
+        return None
     prompt = request.prompt_tokens
-    ranks = [
-        (pending + prompt - cached, requests, recent, name, place)
-        for place, (pending, cached, requests, recent, name, sends) in enumerate(
-            zip(
-                columns.pending_prefill_tokens,
-                columns.cached_tokens,
-                columns.requests,
-                columns.recent_tokens,
-                columns.instance,
-                senders(columns, decode, fleet.broken_pairs),
-                strict=True,
-            )
-        )
-        if sends
+    works = [
+        pending + prompt - cached
+        for pending, cached in zip(columns.pending_prefill_tokens, columns.cached_tokens, strict=True)
     ]
-    return views[min(ranks)[4]] if ranks else None
+    least = min(compress(works, sends))
+    tied = [view for view, work, may in zip(views, works, sends, strict=True) if may and work == least]
+    return min(tied, key=lambda view: (view.requests, view.recent_tokens, view.instance))
 
 
 def senders(columns: Columns, decode: InstanceView, broken_pairs: Set[tuple[str, str]]) -> list[bool]:

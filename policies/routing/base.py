@@ -115,33 +115,17 @@ def lowest(fleet: FleetSnapshot, scores: Iterable[CandidateScore]) -> InstanceVi
     return fleet.instances[_first_of_tied(fleet, first, [position for score, position in ranked if score == best])]
 
 
-def preferred(fleet: FleetSnapshot, rank: Callable[[InstanceView], Any]) -> InstanceView:
-    """Instance with the lowest ``rank``; ties by ``tie_break``."""
-    ranks = [rank(view) for view in fleet.instances]
-    first = min(range(len(ranks)), key=ranks.__getitem__)
-    best = ranks[first]
-    return fleet.instances[_first_of_tied(fleet, first, [place for place, each in enumerate(ranks) if each == best])]
-
-
 def _first_of_tied(fleet: FleetSnapshot, first: int, tied: list[int]) -> int:
     if len(tied) < 2:  # skip the rule when there is no tie
         return first
     return min(tied, key=lambda position: tie_break(fleet, position))
 
 
-def is_overloaded(view: InstanceView, fleet: FleetSnapshot, factor: float, floor_tokens: int) -> bool:
-    """True if queued prefill on an instance exceeds ``factor`` x the fleet's mean and also ``floor_tokens``.
+def is_overloaded(place: int, columns: Columns, factor: float, floor_tokens: int) -> bool:
+    """True if queued prefill on a candidate exceeds ``factor`` x the fleet's mean and also ``floor_tokens``.
 
     The floor keeps a nearly idle fleet from treating its only busy instance as overloaded.
     """
-    if view.pending_prefill_tokens <= floor_tokens:
-        return False
-    mean = sum(other.pending_prefill_tokens for other in fleet.instances) / len(fleet.instances)
-    return view.pending_prefill_tokens > factor * mean
-
-
-def exceeds_mean(place: int, columns: Columns, factor: float, floor_tokens: int) -> bool:
-    """``is_overloaded`` of the candidate at ``place``."""
     pending = columns.pending_prefill_tokens
     return pending[place] > floor_tokens and pending[place] > factor * (sum(pending) / len(pending))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.routing.base import ColumnPolicy, Pick, exceeds_mean, least, longest_cached, require
+from policies.routing.base import ColumnPolicy, Pick, is_overloaded, least, longest_cached, require
 from policies.snapshot import Columns, FleetSnapshot
 from policies.types import Reason, RequestView
 
@@ -66,7 +66,7 @@ class SessionSticky(ColumnPolicy):
         home, reason = self._home(request, fleet, columns)
         if home is None:
             return Pick(least(fleet, scores), reason)
-        if not exceeds_mean(home, columns, self.overload_factor, self.overload_floor_tokens) or len(scores) == 1:
+        if not is_overloaded(home, columns, self.overload_factor, self.overload_floor_tokens) or len(scores) == 1:
             return Pick(home, reason)
         skipped = [place == home for place in range(len(scores))]
         target = least(fleet, scores, skipped)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.routing.base import ColumnPolicy, Pick, exceeds_mean, least, longest_cached, require
+from policies.routing.base import ColumnPolicy, Pick, is_overloaded, least, longest_cached, require
 from policies.routing.lmetric import lmetric_inputs, lmetric_scores
 from policies.snapshot import Columns, FleetSnapshot
 from policies.types import Reason, RequestView
@@ -59,6 +59,6 @@ class Unified(ColumnPolicy):
         warmest = longest_cached(fleet, columns, lambda place: (pending[place], names[place] != fleet.pinned))
         if columns.cached_tokens[warmest] <= self.affinity_gate * request.prompt_tokens:
             return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
-        if exceeds_mean(warmest, columns, self.overload_factor, self.overload_floor_tokens):
+        if is_overloaded(warmest, columns, self.overload_factor, self.overload_floor_tokens):
             return Pick(least(fleet, scores), Reason.AFFINITY_OVERLOADED)
         return Pick(warmest, Reason.AFFINITY)

@@ -60,7 +60,7 @@ class Warm(ColumnPolicy):
         require(0 < self.pool_share <= 1, "warm: pool_share must be above 0 and at most 1")
 
     def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
-        overs = all_tokens_over(columns, request.prompt_tokens, self.pool_share)
+        overs = self._overs(request, columns)
         return _totals(self._terms(request, fleet, columns, overs, nobody_has_room=min(overs) > 0))
 
     def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
@@ -87,7 +87,7 @@ class Warm(ColumnPolicy):
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         # Not the base class's: score and inputs are the same terms, which are computed once.
         columns = Columns.of(fleet.instances)
-        overs = all_tokens_over(columns, request.prompt_tokens, self.pool_share)
+        overs = self._overs(request, columns)
         terms = self._terms(request, fleet, columns, overs, nobody_has_room=min(overs) > 0)
         scores, new = _totals(terms), tuple.__new__
         made = [
@@ -119,9 +119,13 @@ class Warm(ColumnPolicy):
     ) -> Sequence[float]:
         """Scores of the candidates at these places only."""
         some = Columns.of([fleet.instances[place] for place in places])
-        overs = all_tokens_over(some, request.prompt_tokens, self.pool_share)
-        nobody_has_room = min(overs) > 0 and min(all_tokens_over(columns, request.prompt_tokens, self.pool_share)) > 0
+        overs = self._overs(request, some)
+        nobody_has_room = min(overs) > 0 and min(self._overs(request, columns)) > 0
         return _totals(self._terms(request, fleet, some, overs, nobody_has_room=nobody_has_room))
+
+    def _overs(self, request: RequestView, columns: Columns) -> list[float]:
+        pools, used, promised = columns.kv_capacity_tokens, columns.kv_used_tokens, columns.kv_promised_tokens
+        return all_tokens_over(pools, used, promised, request.prompt_tokens, self.pool_share)
 
     def _model(self, fleet: FleetSnapshot) -> PrefillModel:
         return fleet.costs.prefill if fleet.costs is not None and self.learned else PrefillModel()
