@@ -5,6 +5,7 @@ from __future__ import annotations
 from proxy.discovery.dns import DnsInstances
 from proxy.discovery.file import FileInstances
 from proxy.discovery.kubernetes import PodInstances
+from proxy.discovery.ray import RayInstances
 from proxy.discovery.source import Source
 from proxy.settings import DiscoverySettings
 
@@ -23,4 +24,6 @@ def source_of(settings: DiscoverySettings) -> Source | None:
             return DnsInstances(settings)
         case "kubernetes":
             return PodInstances(settings)
+        case "ray":
+            return RayInstances(settings)
     return None
