@@ -70,7 +70,7 @@ def up(
     ] = False,
     on: Annotated[
         Literal["host", "ray"],
-        typer.Option(help="Where engines run: this machine, or the nodes of a Ray cluster."),
+        typer.Option(metavar="host|ray", help="Where engines run: this machine, or the nodes of a Ray cluster."),
     ] = "host",
     ray_address: Annotated[
         str | None,
