@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 from urllib.parse import urlsplit
@@ -70,7 +69,7 @@ def up(
     ] = False,
     on: Annotated[
         Literal["host", "ray"],
-        typer.Option(help="Where engines run: this machine, or the nodes of a Ray cluster."),
+        typer.Option(metavar="host|ray", help="Where engines run: this machine, or the nodes of a Ray cluster."),
     ] = "host",
     ray_address: Annotated[
         str | None,
@@ -109,8 +108,12 @@ def up(
     from launch.run.signals import run_until_signal
 
     hurry = asyncio.Event()
-    hold = partial(_hold_on_ray, ray_address) if on == "ray" else _hold
-    work = hold(fleet, directory, source, with_proxy, require_fresh, hurry)
+    if on == "ray":
+        from launch.on_ray.hold import hold
+
+        work = hold(ray_address, fleet, directory, source, with_proxy, require_fresh, hurry)
+    else:
+        work = _hold(fleet, directory, source, with_proxy, require_fresh, hurry)
     raise typer.Exit(run_until_signal(work, on_second=hurry.set))
 
 
@@ -245,52 +248,6 @@ async def _hold(
             if require_fresh:
                 await prove_fresh(runner.state.processes, since_unix_s=since_unix_s, path=directory / FRESH_FILE)
             console.print(state_table(runner.state, directory))
-            if runner.state.proxy_url:
-                console.print(f"ready: {runner.state.proxy_url}/v1 (Ctrl-C stops everything)", soft_wrap=True)
-            reason = await runner.wait()
-            typer.echo(f"error: {reason}; stopping the fleet", err=True)
-            return 1
-    except (StartError, StaleEngineError) as error:
-        typer.echo(f"error: {error}", err=True)
-        return 1
-    finally:
-        console.print(f"stopped; logs in {escape(str(directory))}", soft_wrap=True)
-
-
-async def _hold_on_ray(
-    address: str | None,
-    fleet: FleetFile,
-    directory: Path,
-    source: Path,
-    with_proxy: bool,
-    require_fresh: bool,
-    hurry: asyncio.Event,
-) -> int:
-    """The same on a Ray cluster."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    from launch.freshness.proof import FRESH_FILE, StaleEngineError
-    from launch.on_ray.fleet import RayFleet
-    from launch.run.processes import StartError
-
-    console = Console()
-    (directory / FRESH_FILE).unlink(missing_ok=True)
-
-    def notify(message: str) -> None:
-        console.print(f"{time.strftime('%H:%M:%S')} {escape(message)}", style="yellow", soft_wrap=True)
-
-    runner = RayFleet(
-        fleet, directory, source=source, address=address, with_proxy=with_proxy, notify=notify, hurry=hurry
-    )
-    try:
-        async with runner:
-            if require_fresh:
-                await runner.prove_fresh()
-            for each in runner.placed.values():
-                if each.report is not None:
-                    where = f"{each.report.node_ip}, node {each.report.node_id[:8]}"
-                    console.print(f"{each.name}: {each.status} on {where}", soft_wrap=True)
             if runner.state.proxy_url:
                 console.print(f"ready: {runner.state.proxy_url}/v1 (Ctrl-C stops everything)", soft_wrap=True)
             reason = await runner.wait()

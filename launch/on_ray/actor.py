@@ -32,7 +32,7 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """What an actor reports about its engine."""
+    """State of an actor's engine."""
 
     name: str
     node_id: str

@@ -21,7 +21,7 @@ _NAME_SERVER_S = 2.0
 """Time after which the next name server is asked."""
 
 
-class Endpoint(NamedTuple):
+class DnsRecord(NamedTuple):
     """One record: an address or, for SRV, a host name; port None: the template's."""
 
     address: str
@@ -36,7 +36,7 @@ class DnsInstances:
         self._settings = settings
         self._name = settings.dns.name
         self._resolver = _resolver(settings)
-        self._seen: dict[Endpoint, float] = {}
+        self._seen: dict[DnsRecord, float] = {}
 
     @property
     def origin(self) -> str:
@@ -62,7 +62,7 @@ class DnsInstances:
                 problems.append(f"{endpoint.address}: {error}")
         return distinct(instances, problems)
 
-    async def _records(self, kind: str) -> list[Endpoint]:
+    async def _records(self, kind: str) -> list[DnsRecord]:
         import dns.exception
         import dns.resolver
 
@@ -77,13 +77,13 @@ class DnsInstances:
         if kind == "SRV":
             # A lone dot is a service that its domain does not offer (RFC 2782).
             targets = [(record.target.to_text(omit_final_dot=True), record.port) for record in answer]
-            return [Endpoint(target, port) for target, port in targets if target not in {"", "."}]
-        return [Endpoint(record.address, None) for record in answer]
+            return [DnsRecord(target, port) for target, port in targets if target not in {"", "."}]
+        return [DnsRecord(record.address, None) for record in answer]
 
 
 def remembered(
-    seen: dict[Endpoint, float], found: Iterable[Endpoint], now_s: float, absent_s: float
-) -> dict[Endpoint, float]:
+    seen: dict[DnsRecord, float], found: Iterable[DnsRecord], now_s: float, absent_s: float
+) -> dict[DnsRecord, float]:
     """Endpoints with the times at which they were last found; those not found for ``absent_s`` seconds are gone."""
     kept = {endpoint: last_s for endpoint, last_s in seen.items() if now_s - last_s < absent_s}
     return {**kept, **dict.fromkeys(found, now_s)}

@@ -24,7 +24,7 @@ from proxy.discovery.template import authority
 from proxy.settings import DiscoverySettings, SettingsError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod has its token, its namespace and the API server's authority."""
+"""Folder of a pod's token, its namespace and the API server's authority."""
 PAGE = 500
 """Pods in one answer to a list."""
 MAX_LINE_BYTES = 4 * 1024 * 1024
@@ -71,7 +71,7 @@ class _GoneError(Exception):
 
 
 class _Access(NamedTuple):
-    """Where the API server is, and the credentials for it."""
+    """Address of the API server, and the credentials for it."""
 
     url: str
     token_file: Path | None

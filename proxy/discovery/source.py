@@ -22,7 +22,7 @@ class Wanted(NamedTuple):
     """Reasons for which entries were left out."""
 
 
-class Source(Protocol):
+class InstanceSource(Protocol):
     """Origin of a changing set of instances."""
 
     @property

@@ -5,11 +5,12 @@ from __future__ import annotations
 from proxy.discovery.dns import DnsInstances
 from proxy.discovery.file import FileInstances
 from proxy.discovery.kubernetes import PodInstances
-from proxy.discovery.source import Source
+from proxy.discovery.ray import RayInstances
+from proxy.discovery.source import InstanceSource
 from proxy.settings import DiscoverySettings
 
 
-def source_of(settings: DiscoverySettings) -> Source | None:
+def source_of(settings: DiscoverySettings) -> InstanceSource | None:
     """The source; None: ``instances`` of the settings, which a reload changes.
 
     Raises:
@@ -23,4 +24,6 @@ def source_of(settings: DiscoverySettings) -> Source | None:
             return DnsInstances(settings)
         case "kubernetes":
             return PodInstances(settings)
+        case "ray":
+            return RayInstances(settings)
     return None

@@ -9,16 +9,15 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 
 from proxy.core import Core
-from proxy.discovery.source import DiscoveryError, Source, Wanted
+from proxy.discovery.source import DiscoveryError, InstanceSource, Wanted
 from proxy.discovery.sources import source_of
 from proxy.discovery.status import Reading
-from proxy.fleet import instances as fleet_instances
+from proxy.fleet.instances import Instance, Source
 from proxy.operations.fleet_changes import FleetChanges
 
 log = logging.getLogger("warmroute.discovery")
 
 _FIRST_PAUSE_S = 0.5
-DISCOVERY = fleet_instances.Source.DISCOVERY
 
 
 class Discovery:
@@ -35,7 +34,7 @@ class Discovery:
     def __init__(self, core: Core, fleet: FleetChanges) -> None:
         self._core = core
         self._fleet = fleet
-        self._source: Source | None = source_of(core.settings.discovery)
+        self._source: InstanceSource | None = source_of(core.settings.discovery)
         self._wanted = Wanted()
         self._first = asyncio.Event()
         self._probes: asyncio.TaskGroup | None = None
@@ -62,7 +61,7 @@ class Discovery:
             with suppress(asyncio.CancelledError):
                 await task
 
-    async def _run(self, source: Source) -> None:
+    async def _run(self, source: InstanceSource) -> None:
         async with asyncio.TaskGroup() as self._probes:
             self._probes.create_task(self._keep(), name="discovery repeat")
             pause_s, longest_s = _FIRST_PAUSE_S, self._core.settings.discovery.backoff_max_s
@@ -122,28 +121,28 @@ class Discovery:
         names = {each.name for each in self._wanted.instances}
         changed, problems = False, list(self._wanted.problems)
         for instance in core.instances:
-            if instance.source is DISCOVERY and instance.name not in names and not fleet.leaving(instance):
+            if instance.source is Source.DISCOVERY and instance.name not in names and not fleet.leaving(instance):
                 fleet.depart(instance, grace_s)
                 changed = True
-        others = {each.url: each for each in core.instances if each.source is not DISCOVERY}
+        others = {each.url: each for each in core.instances if each.source is not Source.DISCOVERY}
         for wanted in self._wanted.instances:
             known, holder = core.instances.get(wanted.name), others.get(wanted.url)
-            if known is not None and known.source is not DISCOVERY:
+            if known is not None and known.source is not Source.DISCOVERY:
                 holder = known
             if holder is not None:
                 if not fleet.leaving(holder):
                     problems.append(f"{wanted.name} ({wanted.url}): {holder.name} ({holder.url}) has its name or URL")
             elif known is None:
-                self._probe(fleet.insert(wanted, DISCOVERY))
+                self._probe(fleet.insert(wanted, Source.DISCOVERY))
                 changed = True
             elif known.settings != wanted or fleet.leaving(known):
-                self._probe(fleet.swap(known, wanted, grace_s, DISCOVERY))
+                self._probe(fleet.swap(known, wanted, grace_s, Source.DISCOVERY))
                 changed = True
         self._report(problems)
         core.discovery.instances = len(self._wanted.instances)
         return changed
 
-    def _probe(self, instance: fleet_instances.Instance) -> None:
+    def _probe(self, instance: Instance) -> None:
         assert self._probes is not None
         self._probes.create_task(self._fleet.probe(instance), name=f"discovery probe {instance.name}")
 

@@ -24,7 +24,18 @@ _VERSION = "1.34.0"
 
 def render(values: Mapping[str, Any] | None = None, name: str = "warmroute") -> str:
     """The chart's manifests. Raises subprocess.CalledProcessError with Helm's message in ``stderr``."""
-    command = [HELM, "template", name, CHART, "--namespace", "default", "--kube-version", _VERSION, "--values", "-"]
+    command = [
+        str(HELM),
+        "template",
+        name,
+        str(CHART),
+        "--namespace",
+        "default",
+        "--kube-version",
+        _VERSION,
+        "--values",
+        "-",
+    ]
     ran = subprocess.run(
         command, input=json.dumps(values or {}), capture_output=True, text=True, check=True, timeout=60
     )

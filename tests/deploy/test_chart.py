@@ -29,7 +29,7 @@ jsonschema: Any = importlib.import_module("jsonschema")
 msgspec: Any = importlib.import_module("msgspec")
 
 SCHEMAS = json.loads((Path(__file__).parent / "kubernetes-1.34.schemas.json").read_text())
-VALUES = [
+VALUES: list[dict[str, Any]] = [
     {},
     {"engines": {"enabled": False, "selector": {"app": "vllm"}}},
     {

@@ -43,7 +43,7 @@ class SimEngine:
     port: int = field(default_factory=free_port)
     bootstrap_port: int = field(default_factory=free_port)
     address: str = "127.0.0.1"
-    """Where ``flags`` make it listen."""
+    """Address on which ``flags`` make it listen."""
     process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import dns.rcode
 import pytest
 
-from proxy.discovery.dns import DnsInstances, Endpoint, remembered
+from proxy.discovery.dns import DnsInstances, DnsRecord, remembered
 from proxy.discovery.source import DiscoveryError
 from proxy.settings import DiscoverySettings, SettingsError
 from tests.proxy.discovery.stub_dns import StubDns, stub_dns
@@ -82,7 +82,7 @@ async def test_a_silent_server_is_an_error_after_the_bound(server: StubDns) -> N
 
 
 def test_an_endpoint_is_gone_once_it_was_missing_for_long_enough() -> None:
-    a, b = Endpoint("127.0.0.2", None), Endpoint("127.0.0.3", None)
+    a, b = DnsRecord("127.0.0.2", None), DnsRecord("127.0.0.3", None)
     seen = remembered({}, [a, b], 0.0, 10.0)
     seen = remembered(seen, [a], 9.0, 10.0)
     assert set(seen) == {a, b}
