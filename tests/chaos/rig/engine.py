@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tests.chaos.rig.wire import MODEL, Answer, Request, head, read_body, read_head, reset, whole
+from tests.integration.fleet import free_port
 
 
 class Talk:
@@ -98,9 +99,12 @@ class ChaosEngine:
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
     async def start(self) -> ChaosEngine:
-        """Listen, on the same port as before if there was one."""
+        """Listen, on the same port as before if there was one.
+
+        A port of the system's choice could be taken by an outgoing connection while this engine is dead.
+        """
+        self.port = self.port or free_port()
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port, limit=2**26)
-        self.port = self._server.sockets[0].getsockname()[1]
         return self
 
     def die(self) -> None:
