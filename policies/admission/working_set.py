@@ -39,8 +39,9 @@ class WorkingSet:
       than ``lost_share`` of the fleet's time of the last half minute (`policies.admission.accounts`); or others are
       held.
 
-    While recomputation takes that much or others are held, a session that has room is sent to one of the instances
-    that have it: two that fit the pools in sum would evict each other on one instance while another has room. A kept
+    While that is so and recomputation takes over ``packing_share`` of the time, a session that has room is sent to one
+    of the instances that have it: two that fit the pools in sum would evict each other on one instance while another
+    has room. Where contexts cost little to compute, the routing policy's other reasons weigh more. A kept
     session's turn needs room beside the contexts in flight only, and leaves its cached context only for an instance
     that evicts nothing in use. A session is kept until nearly all that return have done so, at most ``keep_s``
     (`policies.admission.return_gaps`), unless the prefix index says that its context was evicted: then its next turn
@@ -53,6 +54,7 @@ class WorkingSet:
     kept_share: float = 0.5
     least_prefilling: float = 0.1
     lost_share: float = 0.3
+    packing_share: float = 0.05
     name: ClassVar[str] = "working_set"
 
     def __post_init__(self) -> None:
@@ -62,6 +64,7 @@ class WorkingSet:
         require(0 <= self.kept_share <= 1, "working_set: kept_share must be within 0..1")
         require(self.least_prefilling >= 0, "working_set: least_prefilling must not be negative")
         require(0 <= self.lost_share <= 1, "working_set: lost_share must be within 0..1")
+        require(0 <= self.packing_share <= 1, "working_set: packing_share must be within 0..1")
 
     def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:
         if session.in_flight:
@@ -70,10 +73,11 @@ class WorkingSet:
             return Admit(AdmissionReason.RESIDENT if session.kept else AdmissionReason.POOLS_UNKNOWN)
         room = self._room(request, session, fleet)
         hurts = fleet.lost_share > self.lost_share or fleet.held or session.waited_s
+        packs = hurts and fleet.lost_share > self.packing_share
         if session.kept and room.beside_active:
-            return Admit(AdmissionReason.RESIDENT, frozenset(room.evicting_none) if hurts else NO_INSTANCES)
+            return Admit(AdmissionReason.RESIDENT, frozenset(room.evicting_none) if packs else NO_INSTANCES)
         if room.instances:
-            return Admit(AdmissionReason.ROOM, frozenset(room.instances) if hurts else NO_INSTANCES)
+            return Admit(AdmissionReason.ROOM, frozenset(room.instances) if packs else NO_INSTANCES)
         nobody = not fleet.active_sessions and not fleet.kept_sessions
         if nobody or fleet.prefilling < self.least_prefilling * fleet.instances:
             return Admit(AdmissionReason.IDLE_FLEET)

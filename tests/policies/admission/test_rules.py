@@ -122,8 +122,9 @@ def test_room_in_sum_is_none_where_no_instance_has_it() -> None:
 def test_where_nothing_hurts_the_policy_chooses_among_all() -> None:
     fine = FULL._replace(kept_tokens=0, kept_sessions=0, lost_share=0.0)
     assert admitted(WorkingSet(), fleet=fine) == Admit(AdmissionReason.ROOM, NO_INSTANCES)
+    assert admitted(WorkingSet(), fleet=fine._replace(held=1)) == Admit(AdmissionReason.ROOM, NO_INSTANCES)
     everywhere = frozenset({"i0", "i1", "i2", "i3"})
-    assert admitted(WorkingSet(), fleet=fine._replace(held=1)) == Admit(AdmissionReason.ROOM, everywhere)
+    assert admitted(WorkingSet(), fleet=fine._replace(held=1, lost_share=0.1)) == Admit(AdmissionReason.ROOM, everywhere)
 
 
 def test_a_kept_session_leaves_its_instance_only_for_one_where_it_evicts_nothing() -> None:
@@ -212,6 +213,7 @@ def test_once_some_wait_others_wait_too_although_the_loss_has_fallen() -> None:
         (WorkingSet, {"least_prefilling": -1.0}),
         (WorkingSet, {"spare_contexts": -0.1}),
         (WorkingSet, {"kept_share": 1.5}),
+        (WorkingSet, {"packing_share": 1.5}),
     ],
 )
 def test_impossible_parameters_are_refused(rule: Any, params: dict[str, Any]) -> None:
