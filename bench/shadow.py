@@ -40,7 +40,7 @@ from policies.routing.least_loaded import LeastLoaded
 from policies.routing.warm import Warm
 from policies.session import RoutingSession
 from policies.shadow import LiveDecision, admitted_by
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.state import FleetState
 from policies.types import Decision, HotspotView, InstanceView, RequestView, Role
 from proxy.settings import ShadowSettings
@@ -108,7 +108,7 @@ def median_us(calls: Sequence[Callable[[], object]]) -> float:
 def rows(instances: int, count: int) -> list[tuple[str, str, float]]:
     """Part, name and median microseconds of everything that is built in."""
     made = live_decisions(instances, count)
-    table = [("shared", "columns", median_us([partial(Columns.of, fleet.instances) for _, fleet, _ in made]))]
+    table = [("shared", "columns", median_us([partial(FleetColumns.of, fleet.instances) for _, fleet, _ in made]))]
     for name in BUILT_IN[ROUTING_GROUP]:
         policy = make_routing(name)
         fresh = [LiveDecision(*each) for each in made]

@@ -15,13 +15,11 @@ from policies.offload.base import OffloadPlanner
 from policies.offload.cost_model import CostModel
 from policies.routing.base import ColumnPolicy, RoutingPolicy
 from policies.routing.warm import Warm
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Decision, RequestView
 
 SENT = "sent"
 HELD = "held"
-_YARDSTICK = Warm()
-_SAVINGS = CostModel()
 OFFLOADED = "offloaded"
 STAYED = "stayed"
 
@@ -52,14 +50,14 @@ class LiveDecision:
         self.request = request
         self.fleet = fleet
         self.decision = decision
-        self._columns: Columns | None = None
+        self._columns: FleetColumns | None = None
         self._prices: dict[int, float] = {}
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> FleetColumns:
         """The candidates by field, made once."""
         if self._columns is None:
-            self._columns = Columns.of(self.fleet.instances)
+            self._columns = FleetColumns.of(self.fleet.instances)
         return self._columns
 
     def prices(self, *places: int) -> list[float]:
@@ -73,7 +71,7 @@ class LiveDecision:
             return [decision.scores[place].score for place in places]
         missing = tuple([place for place in places if place not in known])
         if missing:
-            known.update(zip(missing, _YARDSTICK.prices(self.request, self.fleet, self.columns, missing), strict=True))
+            known.update(zip(missing, Warm().prices(self.request, self.fleet, self.columns, missing), strict=True))
         return [known[place] for place in places]
 
     def routed_by(self, policy: RoutingPolicy) -> ShadowVerdict:
@@ -111,7 +109,8 @@ class LiveDecision:
             return ShadowVerdict(shadow_p, plan.reason.value, True, answer=answer)
         live_prefill = None if live_p is None else fleet.prefill_view(live_p)
         saved_s = [
-            0.0 if view is None else _SAVINGS.saving_s(request, decode, view, fleet) for view in (prefill, live_prefill)
+            0.0 if view is None else CostModel().saving_s(request, decode, view, fleet)
+            for view in (prefill, live_prefill)
         ]
         return ShadowVerdict(shadow_p, plan.reason.value, False, saved_s[0] - saved_s[1], answer=answer)
 

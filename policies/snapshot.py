@@ -36,7 +36,7 @@ class FleetSnapshot(NamedTuple):
         return _named(self.prefill_instances or self.instances, instance)
 
 
-class Columns(NamedTuple):
+class FleetColumns(NamedTuple):
     """The first fields of all candidates' views, each as one tuple in the order of the fleet.
 
     A loop over columns takes a third of the time of a loop over views, whose every field is an attribute to look up.
@@ -60,12 +60,12 @@ class Columns(NamedTuple):
     connector: tuple[Connector, ...]
 
     @classmethod
-    def of(cls, views: Sequence[InstanceView]) -> Columns:
-        """Columns of these views, of which there must be one at least."""
+    def of(cls, views: Sequence[InstanceView]) -> FleetColumns:
+        """FleetColumns of these views, of which there must be one at least."""
         return tuple.__new__(cls, islice(zip(*views, strict=True), _COLUMNS))
 
 
-_COLUMNS = len(Columns._fields)
+_COLUMNS = len(FleetColumns._fields)
 
 
 def _named(views: tuple[InstanceView, ...], instance: str) -> InstanceView | None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from policies.baselines.shortest_queue import ShortestQueue
 from policies.routing.base import Pick, least, require
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -39,13 +39,13 @@ class AibrixPrefix(ShortestQueue):
         require(self.imbalance_requests >= 0, "aibrix_prefix: imbalance_requests must not be negative")
         require(self.sigma_factor >= 0, "aibrix_prefix: sigma_factor must not be negative")
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         return [
             {"requests": requests, "match_per_cent": per_cent}
             for requests, per_cent in zip(columns.requests, _per_cents(request, columns), strict=True)
         ]
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         loads = columns.requests
         if max(loads) - min(loads) > self.imbalance_requests:
             return Pick(least(fleet, loads), Reason.LEAST_LOADED)
@@ -61,6 +61,6 @@ class AibrixPrefix(ShortestQueue):
         return Pick(holder, Reason.AFFINITY)
 
 
-def _per_cents(request: RequestView, columns: Columns) -> list[int]:
+def _per_cents(request: RequestView, columns: FleetColumns) -> list[int]:
     prompt = request.prompt_tokens
     return [100 * cached // prompt if prompt else 0 for cached in columns.cached_tokens]

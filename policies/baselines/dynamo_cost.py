@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.routing.base import ColumnPolicy, Pick, least, require
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -44,7 +44,7 @@ class DynamoCost(ColumnPolicy):
             self.decode_active_request_weight >= 0, "dynamo_cost: decode_active_request_weight must not be negative"
         )
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         scale, weight = self.prefill_load_scale, self.decode_active_request_weight
         block, prompt = request.block_tokens, request.prompt_tokens
         return [
@@ -54,7 +54,7 @@ class DynamoCost(ColumnPolicy):
             for pending, decoding, credit, requests in self._terms(request, columns)
         ]
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         block, prompt = request.block_tokens, request.prompt_tokens
         return [
             {
@@ -66,10 +66,10 @@ class DynamoCost(ColumnPolicy):
             for pending, decoding, credit, requests in self._terms(request, columns)
         ]
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
 
-    def _terms(self, request: RequestView, columns: Columns) -> Iterable[tuple[int, int, float, int]]:
+    def _terms(self, request: RequestView, columns: FleetColumns) -> Iterable[tuple[int, int, float, int]]:
         """Tokens in prefill and decode, credit in blocks, and requests in flight, of every candidate."""
         pending, block, overlap = columns.pending_prefill_tokens, request.block_tokens, self.overlap_score_credit
         decay, divisor = self.overlap_score_credit_decay, max(1, request.prompt_tokens)

@@ -8,7 +8,7 @@ from itertools import compress
 from typing import ClassVar
 
 from policies.routing.base import ColumnPolicy, Pick, least, require
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -42,20 +42,20 @@ class LlmdAffinity(ColumnPolicy):
         require(self.peak_prefill_tokens_per_s > 0, "llmd_affinity: peak_prefill_tokens_per_s must be positive")
         require(self.queue_threshold_tokens > 0, "llmd_affinity: queue_threshold_tokens must be positive")
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         prompt, threshold = request.prompt_tokens, self.queue_threshold_tokens
         return [
             load if (load := (pending + (prompt - cached)) / threshold) < 1.0 else 1.0
             for pending, cached in zip(columns.pending_prefill_tokens, columns.cached_tokens, strict=True)
         ]
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         return [
             {"pending_prefill_tokens": pending, "new_tokens": request.prompt_tokens - cached}
             for pending, cached in zip(columns.pending_prefill_tokens, columns.cached_tokens, strict=True)
         ]
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         needed_tokens = self.affinity_threshold * request.prompt_tokens
         sticky = [cached >= needed_tokens > 0 for cached in columns.cached_tokens]
         if not any(sticky):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.routing.base import ColumnPolicy, Pick, least
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -23,18 +23,18 @@ class Lpwl(ColumnPolicy):
 
     name: ClassVar[str] = "lpwl"
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         prompt = request.prompt_tokens
         return [
             float(pending + max(0, prompt - cached))
             for pending, cached in zip(columns.pending_prefill_tokens, columns.cached_tokens, strict=True)
         ]
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         return [
             {"pending_prefill_tokens": pending, "new_tokens": request.prompt_tokens - cached}
             for pending, cached in zip(columns.pending_prefill_tokens, columns.cached_tokens, strict=True)
         ]
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         return Pick(least(fleet, scores), Reason.LOWEST_SCORE)

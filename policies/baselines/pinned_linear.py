@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.routing.base import ColumnPolicy, Pick, least, require
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -40,19 +40,19 @@ class PinnedLinear(ColumnPolicy):
         require(self.overload_factor >= 1, "pinned_linear: overload_factor must be at least 1")
         require(self.alpha >= 0, "pinned_linear: alpha must not be negative")
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         alpha = self.alpha
         return [
             ongoing - alpha * cached for ongoing, cached in zip(_ongoing(columns), columns.cached_tokens, strict=True)
         ]
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         return [
             {"ongoing_tokens": ongoing, "cached_tokens": cached}
             for ongoing, cached in zip(_ongoing(columns), columns.cached_tokens, strict=True)
         ]
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         """Answer by the three rules of the class."""
         if fleet.pinned is None:
             reason = Reason.LOWEST_SCORE if request.session_id is None else Reason.SESSION_PLACED
@@ -67,7 +67,7 @@ class PinnedLinear(ColumnPolicy):
         return Pick(least(fleet, scores, skipped), Reason.SESSION_OVERLOADED, skipped)
 
 
-def _ongoing(columns: Columns) -> list[int]:
+def _ongoing(columns: FleetColumns) -> list[int]:
     """``ongoing_tokens`` of every candidate."""
     return [
         pending + decoding

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from policies.baselines.shortest_queue import ShortestQueue, is_imbalanced, matched_or_shortest
 from policies.routing.base import Pick, least, require
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -40,7 +40,7 @@ class SglangCacheAware(ShortestQueue):
         require(self.balance_abs_threshold >= 0, "sglang_cache_aware: balance_abs_threshold must not be negative")
         require(self.balance_rel_threshold >= 1, "sglang_cache_aware: balance_rel_threshold must be at least 1")
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         if is_imbalanced(columns.requests, self.balance_abs_threshold, self.balance_rel_threshold):
             return Pick(least(fleet, columns.requests), Reason.LEAST_LOADED)
         names = columns.instance

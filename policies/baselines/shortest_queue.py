@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from policies.routing.base import ColumnPolicy, Pick, least, longest_cached
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -16,7 +16,7 @@ def is_imbalanced(loads: Sequence[int], abs_threshold: int, rel_threshold: float
     return most - fewest > abs_threshold and most > rel_threshold * fewest
 
 
-def queue_inputs(request: RequestView, columns: Columns) -> list[dict[str, float]]:
+def queue_inputs(request: RequestView, columns: FleetColumns) -> list[dict[str, float]]:
     """Requests in flight, and share of the prompt that is cached (0 for an empty prompt), of every candidate."""
     prompt = request.prompt_tokens
     return [
@@ -30,15 +30,19 @@ class ShortestQueue(ColumnPolicy):
 
     __slots__ = ()
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         return [float(requests) for requests in columns.requests]
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         return queue_inputs(request, columns)
 
 
 def matched_or_shortest(
-    request: RequestView, fleet: FleetSnapshot, columns: Columns, cache_threshold: float, then: Callable[[int], Any]
+    request: RequestView,
+    fleet: FleetSnapshot,
+    columns: FleetColumns,
+    cache_threshold: float,
+    then: Callable[[int], Any],
 ) -> Pick:
     """The longest match if its share of the prompt exceeds ``cache_threshold``, of equals the lowest ``then``.
 

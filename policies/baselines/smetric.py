@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from policies.costs.formulas import PrefillModel
 from policies.routing.base import ColumnPolicy, Pick, choice_of, least, longest_cached, require
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Choice, Reason, RequestView
 
 
@@ -45,13 +45,13 @@ class Smetric(ColumnPolicy):
         require(self.ttft_slo_s >= 0, "smetric: ttft_slo_s must not be negative")
         require(self.ttft_slo_s_per_1k_tokens >= 0, "smetric: ttft_slo_s_per_1k_tokens must not be negative")
 
-    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Pick:
+    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Pick:
         queued, own = _times(request, fleet, columns)
         loads = [queued_s + own_s for queued_s, own_s in zip(queued, own, strict=True)]
         return self._placed(request, fleet, columns, loads)
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        columns = Columns.of(fleet.instances)
+        columns = FleetColumns.of(fleet.instances)
         queued, own = _times(request, fleet, columns)
         loads = [queued_s + own_s for queued_s, own_s in zip(queued, own, strict=True)]
         inputs = [
@@ -63,7 +63,9 @@ class Smetric(ColumnPolicy):
         placed = self._placed(request, fleet, columns, loads)
         return choice_of(columns, placed, _balanced(columns, loads), inputs)
 
-    def _placed(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, loads: Sequence[float]) -> Pick:
+    def _placed(
+        self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, loads: Sequence[float]
+    ) -> Pick:
         is_first_turn = request.session_id is not None and fleet.pinned is None
         cached, prompt = columns.cached_tokens, request.prompt_tokens
         if not is_first_turn and max(cached) > self.hit_ratio * prompt:
@@ -74,11 +76,13 @@ class Smetric(ColumnPolicy):
         return Pick(least(fleet, _balanced(columns, loads)), Reason.LOWEST_SCORE)
 
 
-def _balanced(columns: Columns, loads: Sequence[float]) -> list[float]:
+def _balanced(columns: FleetColumns, loads: Sequence[float]) -> list[float]:
     return [load * requests for load, requests in zip(loads, columns.requests, strict=True)]
 
 
-def _times(request: RequestView, fleet: FleetSnapshot, columns: Columns) -> tuple[Sequence[float], Sequence[float]]:
+def _times(
+    request: RequestView, fleet: FleetSnapshot, columns: FleetColumns
+) -> tuple[Sequence[float], Sequence[float]]:
     """Seconds queued, and seconds of this prefill, by candidate."""
     model = fleet.costs.prefill if fleet.costs else PrefillModel()
     prompt = request.prompt_tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.routing.base import ColumnPolicy, Pick, least
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -26,22 +26,22 @@ class VllmKvAware(ColumnPolicy):
 
     name: ClassVar[str] = "vllm_kv_aware"
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         prompt = request.prompt_tokens
         return [
             float((pending + prompt - cached) * (requests + 1))
             for pending, cached, requests in zip(*self._terms(columns), strict=True)
         ]
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         return [
             {"pending_prefill_tokens": pending, "new_tokens": request.prompt_tokens - cached, "requests": requests}
             for pending, cached, requests in zip(*self._terms(columns), strict=True)
         ]
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
 
     @staticmethod
-    def _terms(columns: Columns) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    def _terms(columns: FleetColumns) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
         return columns.pending_prefill_tokens, columns.cached_tokens, columns.requests

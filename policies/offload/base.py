@@ -6,7 +6,7 @@ from collections.abc import Set
 from itertools import compress
 from typing import ClassVar, Protocol
 
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView, Role
 
 
@@ -33,7 +33,7 @@ def has_room(decode: InstanceView, request: RequestView) -> bool:
 def best_prefill(request: RequestView, decode: InstanceView, fleet: FleetSnapshot) -> InstanceView | None:
     """P with the least ``pending_prefill + new tokens``; never D, and only sending roles and unbroken pairs."""
     views = fleet.prefill_instances or fleet.instances
-    columns = Columns.of(views)
+    columns = FleetColumns.of(views)
     sends = senders(columns, decode, fleet.broken_pairs)
     if True not in sends:
         return None
@@ -47,7 +47,7 @@ def best_prefill(request: RequestView, decode: InstanceView, fleet: FleetSnapsho
     return min(tied, key=lambda view: (view.requests, view.recent_tokens, view.instance))
 
 
-def senders(columns: Columns, decode: InstanceView, broken_pairs: Set[tuple[str, str]]) -> list[bool]:
+def senders(columns: FleetColumns, decode: InstanceView, broken_pairs: Set[tuple[str, str]]) -> list[bool]:
     """Which candidates may prefill for D: ``may_send``, over a pair whose breaker is closed."""
     target, connector, both, producer = decode.instance, decode.connector, Role.KV_BOTH, Role.KV_PRODUCER
     allowed = [

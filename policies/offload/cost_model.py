@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 from policies.costs.book import KV_BYTES_PER_TOKEN, transfer_job
 from policies.costs.formulas import Costs, TransferCurve, shares_transport
 from policies.offload.base import has_room, may_receive, no_prefill_reason, senders
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
 
@@ -95,7 +95,7 @@ class CostModel:
             # A pool of unknown size may be too small; co-located always works.
             return OffloadPlan(None, OffloadReason.NO_ROOM_ON_D, inputs)
         views = fleet.prefill_instances or fleet.instances
-        columns = Columns.of(views)
+        columns = FleetColumns.of(views)
         sends = senders(columns, decode, fleet.broken_pairs)
         usable = [
             place for place, (view, may) in enumerate(zip(views, sends, strict=True)) if may and has_room(view, request)
@@ -142,7 +142,7 @@ class CostModel:
 
     def _prices(self, pricing: _Pricing, views: Sequence[InstanceView], places: Sequence[int]) -> list[_Terms]:
         """Prices of the candidates at these places of ``views``. A loop with few calls: it runs for each of them."""
-        columns, stall, sigmas = Columns.of(views), self.stall_share, self.sigmas
+        columns, stall, sigmas = FleetColumns.of(views), self.stall_share, self.sigmas
         model = pricing.costs.prefill
         queues_s = model.queues_s(columns.pending_prefill_tokens, columns.prefilling)
         alone_s, queue_s, waiting, prompt = (
@@ -179,7 +179,7 @@ def _goes_after(view: InstanceView, best: InstanceView) -> bool:
 
 
 class _Pricing:
-    """What the prices of all candidates for one request have in common, and estimates that several of them share."""
+    """Common part of all candidates' prices for one request, and estimates that several candidates share."""
 
     __slots__ = (
         "_bytes_per_token",

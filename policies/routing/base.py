@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
 
 
@@ -38,31 +38,33 @@ class ColumnPolicy:
 
     __slots__ = ()
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         """Score of every candidate, lower is better."""
         raise NotImplementedError
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         """Inputs of every candidate's score."""
         raise NotImplementedError
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         """The choice, given the scores."""
         raise NotImplementedError
 
-    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Pick:
+    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Pick:
         """The same choice as that of ``choose``."""
         return self.pick(request, fleet, columns, self.scores(request, fleet, columns))
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         """Choose an instance for one request, with all scores and their inputs."""
-        columns = Columns.of(fleet.instances)
+        columns = FleetColumns.of(fleet.instances)
         scores = self.scores(request, fleet, columns)
         picked = self.pick(request, fleet, columns, scores)
         return choice_of(columns, picked, scores, self.inputs(request, fleet, columns))
 
 
-def choice_of(columns: Columns, picked: Pick, scores: Sequence[float], inputs: Iterable[dict[str, float]]) -> Choice:
+def choice_of(
+    columns: FleetColumns, picked: Pick, scores: Sequence[float], inputs: Iterable[dict[str, float]]
+) -> Choice:
     """The choice with all candidates' scores."""
     place, reason, skipped = picked
     new = tuple.__new__  # a third of the time of the class's own call
@@ -79,7 +81,7 @@ def least(fleet: FleetSnapshot, ranks: Sequence[Any], skipped: Sequence[bool] | 
     return least_of(fleet, ranks, range(len(ranks)))
 
 
-def longest_cached(fleet: FleetSnapshot, columns: Columns, then: Callable[[int], Any]) -> int:
+def longest_cached(fleet: FleetSnapshot, columns: FleetColumns, then: Callable[[int], Any]) -> int:
     """Position of the longest cached prefix; of equals the lowest ``then`` of its position, then ``tie_break``."""
     cached = columns.cached_tokens
     most = max(cached)
@@ -121,7 +123,7 @@ def _first_of_tied(fleet: FleetSnapshot, first: int, tied: list[int]) -> int:
     return min(tied, key=lambda position: tie_break(fleet, position))
 
 
-def is_overloaded(place: int, columns: Columns, factor: float, floor_tokens: int) -> bool:
+def is_overloaded(place: int, columns: FleetColumns, factor: float, floor_tokens: int) -> bool:
     """True if queued prefill on a candidate exceeds ``factor`` x the fleet's mean and also ``floor_tokens``.
 
     The floor keeps a nearly idle fleet from treating its only busy instance as overloaded.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.routing.base import ColumnPolicy, Pick, least, require
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -27,22 +27,22 @@ class LeastLoaded(ColumnPolicy):
     def __post_init__(self) -> None:
         require(self.decode_weight >= 0 and self.recent_weight >= 0, "least_loaded: weights must not be negative")
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         decode_weight, recent_weight = self.decode_weight, self.recent_weight
         return [
             pending + decode_weight * decoding + recent_weight * recent
             for pending, decoding, recent in zip(*self._terms(columns), strict=True)
         ]
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         return [
             {"pending_prefill_tokens": pending, "decoding_tokens": decoding, "recent_tokens": recent}
             for pending, decoding, recent in zip(*self._terms(columns), strict=True)
         ]
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         return Pick(least(fleet, scores), Reason.LEAST_LOADED)
 
     @staticmethod
-    def _terms(columns: Columns) -> tuple[Sequence[int], Sequence[int], Sequence[float]]:
+    def _terms(columns: FleetColumns) -> tuple[Sequence[int], Sequence[int], Sequence[float]]:
         return columns.pending_prefill_tokens, columns.decoding_tokens, columns.recent_tokens

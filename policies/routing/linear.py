@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.routing.base import ColumnPolicy, Pick, least, require
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -28,22 +28,22 @@ class Linear(ColumnPolicy):
         require(self.alpha >= 0, "linear: alpha must not be negative")
         require(self.recent_weight >= 0, "linear: recent_weight must not be negative")
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         alpha, weight = self.alpha, self.recent_weight
         return [
             pending + decoding + weight * recent - alpha * cached
             for pending, decoding, recent, cached in zip(*self._terms(columns), strict=True)
         ]
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         return [
             {"ongoing_tokens": pending + decoding, "recent_tokens": recent, "cached_tokens": cached}
             for pending, decoding, recent, cached in zip(*self._terms(columns), strict=True)
         ]
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
 
     @staticmethod
-    def _terms(columns: Columns) -> tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]:
+    def _terms(columns: FleetColumns) -> tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]:
         return columns.pending_prefill_tokens, columns.decoding_tokens, columns.recent_tokens, columns.cached_tokens

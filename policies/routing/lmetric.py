@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from policies.hotspots import is_hotspot
 from policies.routing.base import ColumnPolicy, Pick, least, require
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
 def lmetric_scores(
-    columns: Columns, prompt_tokens: int, own: int, decode_weight: float = 0.0, recent_weight: float = 0.0
+    columns: FleetColumns, prompt_tokens: int, own: int, decode_weight: float = 0.0, recent_weight: float = 0.0
 ) -> list[float]:
     """``max(1, P) x max(1, BS)``: P is the prefill before this request's first token, its own included.
 
@@ -47,7 +47,7 @@ def lmetric_scores(
     ]
 
 
-def lmetric_inputs(columns: Columns, prompt_tokens: int, own: int) -> list[dict[str, float]]:
+def lmetric_inputs(columns: FleetColumns, prompt_tokens: int, own: int) -> list[dict[str, float]]:
     """Inputs of those scores, without those that a weight adds."""
     return [
         {"pending_prefill_tokens": pending, "new_tokens": prompt_tokens - cached, "batch": requests + own}
@@ -77,18 +77,18 @@ class LMetric(ColumnPolicy):
     def __post_init__(self) -> None:
         require(self.min_window >= 1, "lmetric: min_window must be at least 1")
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         return lmetric_scores(columns, request.prompt_tokens, 1)
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         return lmetric_inputs(columns, request.prompt_tokens, 1)
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         if self._skips_holders(fleet, columns):
             return Pick(least(fleet, scores, columns.holds_class), Reason.HOTSPOT_AVOIDED, columns.holds_class)
         return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
 
-    def _skips_holders(self, fleet: FleetSnapshot, columns: Columns) -> bool:
+    def _skips_holders(self, fleet: FleetSnapshot, columns: FleetColumns) -> bool:
         if not self.detect_hotspots or fleet.hotspot.window < self.min_window:
             return False
         holders = sum(columns.holds_class)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from xxhash import xxh3_64_intdigest
 
 from policies.routing.base import ColumnPolicy, Pick
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -23,17 +23,17 @@ class RandomChoice(ColumnPolicy):
     seed: int = 0
     name: ClassVar[str] = "random"
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         drawn = self._drawn(fleet)
         return [float(place != drawn) for place in range(len(fleet.instances))]
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         return [{"position": float(place)} for place in range(len(fleet.instances))]
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         return Pick(self._drawn(fleet), Reason.DRAWN)
 
-    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Pick:
+    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Pick:
         """The same choice as that of ``choose``."""
         return self.pick(request, fleet, columns, ())
 

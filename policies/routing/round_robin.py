@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.routing.base import ColumnPolicy, Pick
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -21,17 +21,17 @@ class RoundRobin(ColumnPolicy):
 
     name: ClassVar[str] = "round_robin"
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         n = len(fleet.instances)
         turn = fleet.sequence % n
         return [float((place - turn) % n) for place in range(n)]
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         return [{"position": float(place)} for place in range(len(fleet.instances))]
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         return Pick(fleet.sequence % len(fleet.instances), Reason.NEXT_IN_TURN)
 
-    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Pick:
+    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Pick:
         """The same choice as that of ``choose``."""
         return self.pick(request, fleet, columns, ())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.routing.base import ColumnPolicy, Pick, is_overloaded, least, longest_cached, require
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -40,7 +40,7 @@ class SessionSticky(ColumnPolicy):
         require(self.move_margin >= 0, "session_sticky: move_margin must not be negative")
         require(0 <= self.affinity_gate <= 1, "session_sticky: affinity_gate must be between 0 and 1")
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         prompt = request.prompt_tokens
         return [
             pending + prompt - cached + recent
@@ -49,7 +49,7 @@ class SessionSticky(ColumnPolicy):
             )
         ]
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         return [
             {
                 "pending_prefill_tokens": pending,
@@ -62,7 +62,7 @@ class SessionSticky(ColumnPolicy):
             )
         ]
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         home, reason = self._home(request, fleet, columns)
         if home is None:
             return Pick(least(fleet, scores), reason)
@@ -77,7 +77,7 @@ class SessionSticky(ColumnPolicy):
         overloaded = Reason.SESSION_OVERLOADED if reason is Reason.SESSION_PINNED else Reason.AFFINITY_OVERLOADED
         return Pick(target, overloaded, skipped)
 
-    def _home(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> tuple[int | None, Reason]:
+    def _home(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> tuple[int | None, Reason]:
         if fleet.pinned is not None:
             if fleet.pinned in columns.instance:
                 return columns.instance.index(fleet.pinned), Reason.SESSION_PINNED

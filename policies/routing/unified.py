@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from policies.routing.base import ColumnPolicy, Pick, is_overloaded, least, longest_cached, require
 from policies.routing.lmetric import lmetric_inputs, lmetric_scores
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Reason, RequestView
 
 
@@ -41,10 +41,10 @@ class Unified(ColumnPolicy):
         require(self.overload_floor_tokens >= 0, "unified: overload_floor_tokens must not be negative")
         require(self.decode_weight >= 0 and self.recent_weight >= 0, "unified: weights must not be negative")
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         return lmetric_scores(columns, request.prompt_tokens, 0, self.decode_weight, self.recent_weight)
 
-    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Iterable[dict[str, float]]:
+    def inputs(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Iterable[dict[str, float]]:
         inputs = lmetric_inputs(columns, request.prompt_tokens, 0)
         if self.decode_weight:
             for each, decoding in zip(inputs, columns.decoding_tokens, strict=True):
@@ -54,7 +54,7 @@ class Unified(ColumnPolicy):
                 each["recent_tokens"] = recent
         return inputs
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         pending, names = columns.pending_prefill_tokens, columns.instance
         warmest = longest_cached(fleet, columns, lambda place: (pending[place], names[place] != fleet.pinned))
         if columns.cached_tokens[warmest] <= self.affinity_gate * request.prompt_tokens:

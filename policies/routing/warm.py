@@ -9,7 +9,7 @@ from typing import ClassVar
 from policies.costs.formulas import PrefillModel
 from policies.pool import POOL_SHARE, all_tokens_over
 from policies.routing.base import ColumnPolicy, Pick, least, least_of, require
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import CandidateScore, Choice, Reason, RequestView
 
 
@@ -59,14 +59,14 @@ class Warm(ColumnPolicy):
         require(self.hold_s >= 0, "warm: hold_s must not be negative")
         require(0 < self.pool_share <= 1, "warm: pool_share must be above 0 and at most 1")
 
-    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Sequence[float]:
+    def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         overs = self._overs(request, columns)
         return _totals(self._terms(request, fleet, columns, overs, nobody_has_room=min(overs) > 0))
 
-    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns, scores: Sequence[float]) -> Pick:
+    def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
 
-    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: Columns) -> Pick:
+    def quick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Pick:
         """The same choice as that of ``choose``; only candidates that may be the cheapest are priced."""
         model, prompt = self._model(fleet), request.prompt_tokens
         owns = {cached: model.seconds(prompt - cached, cached) for cached in set(columns.cached_tokens)}
@@ -86,7 +86,7 @@ class Warm(ColumnPolicy):
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         # Not the base class's: score and inputs are the same terms, which are computed once.
-        columns = Columns.of(fleet.instances)
+        columns = FleetColumns.of(fleet.instances)
         overs = self._overs(request, columns)
         terms = self._terms(request, fleet, columns, overs, nobody_has_room=min(overs) > 0)
         scores, new = _totals(terms), tuple.__new__
@@ -115,15 +115,15 @@ class Warm(ColumnPolicy):
         return Choice(columns.instance[least(fleet, scores)], Reason.LOWEST_SCORE, tuple(made))
 
     def prices(
-        self, request: RequestView, fleet: FleetSnapshot, columns: Columns, places: tuple[int, ...]
+        self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, places: tuple[int, ...]
     ) -> Sequence[float]:
         """Scores of the candidates at these places only."""
-        some = Columns.of([fleet.instances[place] for place in places])
+        some = FleetColumns.of([fleet.instances[place] for place in places])
         overs = self._overs(request, some)
         nobody_has_room = min(overs) > 0 and min(self._overs(request, columns)) > 0
         return _totals(self._terms(request, fleet, some, overs, nobody_has_room=nobody_has_room))
 
-    def _overs(self, request: RequestView, columns: Columns) -> list[float]:
+    def _overs(self, request: RequestView, columns: FleetColumns) -> list[float]:
         pools, used, promised = columns.kv_capacity_tokens, columns.kv_used_tokens, columns.kv_promised_tokens
         return all_tokens_over(pools, used, promised, request.prompt_tokens, self.pool_share)
 
@@ -134,7 +134,7 @@ class Warm(ColumnPolicy):
         self,
         request: RequestView,
         fleet: FleetSnapshot,
-        columns: Columns,
+        columns: FleetColumns,
         overs: Sequence[float],
         *,
         nobody_has_room: bool,
@@ -170,7 +170,7 @@ def _totals(terms: Iterable[tuple[float, float, float, float, float]]) -> list[f
     return [queue_s + crowd_s + room_s + own_s + others_s for queue_s, crowd_s, room_s, own_s, others_s in terms]
 
 
-def _queues_s(columns: Columns, model: PrefillModel) -> list[float]:
+def _queues_s(columns: FleetColumns, model: PrefillModel) -> list[float]:
     """Seconds to finish the queued prefills of every candidate, the first of them half done."""
     linear, squared = model.s_per_token, model.s_per_token_squared
     news = [

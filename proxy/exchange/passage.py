@@ -33,8 +33,8 @@ def _heads() -> list[bytes | None]:
 _HEADS = _heads()
 
 
-class Progress:
-    """What a stream's watch over its engine knows of the pieces that were relayed."""
+class RelayedSoFar:
+    """Time and last pieces of a stream, as its timeouts and its end are judged by them."""
 
     __slots__ = ("before_last", "heard_s", "last")
 
@@ -46,7 +46,7 @@ class Progress:
 
 
 def passage(
-    keep: UsageFilter, inbound: Inbound, progress: Progress, clock: Callable[[], float]
+    keep: UsageFilter, inbound: Inbound, progress: RelayedSoFar, clock: Callable[[], float]
 ) -> Callable[[bytes], bool] | None:
     """The way of ``Answer.pump`` for one stream; None if the client's body is not sent in chunks.
 

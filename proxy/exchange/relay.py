@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from proxy.clients.inbound import Inbound
 from proxy.engines.upstream import Answer, UpstreamError
-from proxy.exchange.passage import Progress, passage
+from proxy.exchange.passage import RelayedSoFar, passage
 from proxy.request.stream_end import shows_end
 from proxy.request.stream_filter import StreamFilter
 from proxy.request.typed_events import TypedEvents
@@ -60,7 +60,7 @@ class StreamRelay:
         self._loop = asyncio.get_running_loop()
         self._ends_s = self._loop.time() + total_s
         self._total_s = total_s
-        self._progress = Progress(self._loop.time())
+        self._progress = RelayedSoFar(self._loop.time())
         self._paused_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._done_seen = False

@@ -9,7 +9,7 @@ from policies.ledger import Ledger
 from policies.predict.predictor import cacheable_tokens
 from policies.predict.prefix_index import PrefixIndex
 from policies.sessions import SessionTable
-from policies.snapshot import Columns, FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.state import Commitment, FleetState
 from policies.types import Connector, InstanceView, RequestView, Role, Transport
 from tests.policies.builders import ask, ask_ids, ask_new, decision_for
@@ -310,9 +310,9 @@ def test_a_short_prompt_holds_its_class_when_all_its_blocks_are_held() -> None:
 
 
 def test_columns_are_the_first_fields_of_the_views() -> None:
-    assert InstanceView._fields[: len(Columns._fields)] == Columns._fields
+    assert InstanceView._fields[: len(FleetColumns._fields)] == FleetColumns._fields
     views = (InstanceView("a", cached_tokens=1, transport=Transport.RDMA), InstanceView("b", requests=2, host="h"))
-    columns = Columns.of(views)
+    columns = FleetColumns.of(views)
     assert [tuple(column[place] for column in columns) for place in (0, 1)] == [
-        view[: len(Columns._fields)] for view in views
+        view[: len(FleetColumns._fields)] for view in views
     ]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from proxy.clients.inbound import Inbound
 from proxy.engines.connection import EngineConnection
 from proxy.exchange import relay as relaying
-from proxy.exchange.passage import Progress, passage
+from proxy.exchange.passage import RelayedSoFar, passage
 from proxy.exchange.relay import StreamRelay
 from proxy.request.usage import UsageFilter
 
@@ -201,7 +201,7 @@ async def test_no_chunk_is_written_to_a_client_that_has_left() -> None:
     inbound = Inbound(link, _Handler(), "/", {}, http_10=False, keep_alive=True, before=None)  # type: ignore[arg-type]
     inbound.start(200, [], None)
     inbound.write(PLAIN)
-    way = passage(keep, inbound, Progress(0.0), lambda: 1.0)
+    way = passage(keep, inbound, RelayedSoFar(0.0), lambda: 1.0)
     assert way is not None
     assert way(framed(PLAIN))
     inbound.gone = True
@@ -213,4 +213,4 @@ async def test_a_client_without_chunks_has_no_short_way() -> None:
     inbound = Inbound(_Link(), _Handler(), "/", {}, http_10=True, keep_alive=False, before=None)  # type: ignore[arg-type]
     inbound.start(200, [], None)
     inbound.write(PLAIN)
-    assert passage(UsageFilter(), inbound, Progress(0.0), lambda: 1.0) is None
+    assert passage(UsageFilter(), inbound, RelayedSoFar(0.0), lambda: 1.0) is None
