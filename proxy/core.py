@@ -34,14 +34,14 @@ from proxy.meters.meters import Meters
 from proxy.metrics.access_log import AccessLogMetrics
 from proxy.metrics.admission import AdmissionMetrics
 from proxy.metrics.cache_killers import CacheKillerMetrics
-from proxy.metrics.discovery import DiscoveryMetrics
 from proxy.metrics.exporter import Metrics
+from proxy.metrics.fleet.discovery import DiscoveryMetrics
+from proxy.metrics.fleet.sharing import SharingMetrics
 from proxy.metrics.limits import LimitMetrics
 from proxy.metrics.loop import LoopMetrics
 from proxy.metrics.meters import MeterMetrics
 from proxy.metrics.records import RecordMetrics
 from proxy.metrics.shadows import ShadowMetrics
-from proxy.metrics.sharing import SharingMetrics
 from proxy.metrics.tenants import TenantMetrics
 from proxy.metrics.traces import TraceMetrics
 from proxy.paths import OtherPaths

@@ -17,7 +17,7 @@ from replayer.traces.loading import load as load_trace
 from replayer.traces.synth import SynthOptions, synthesise
 
 
-class Report(msgspec.Struct, frozen=True):
+class ReplicaReport(msgspec.Struct, frozen=True):
     """Everything that was measured, and on what."""
 
     machine: dict[str, str]
@@ -57,7 +57,7 @@ def measure(
             raise typer.Exit(1) from error
         figures.append(measured)
         typer.echo(f"{arm.label}: {msgspec.json.encode(measured).decode()}", err=True)
-        report = Report(machine(), load, requests, rate_per_s, seed, figures)
+        report = ReplicaReport(machine(), load, requests, rate_per_s, seed, figures)
         (output / "replicas.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     for line in table(figures):
         typer.echo(line)

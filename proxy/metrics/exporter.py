@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from policies.row import Row
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instances
-from proxy.metrics.instances import Readings, instance_families
+from proxy.metrics.fleet.instances import Readings, instance_families
 from proxy.metrics.latencies import LatencyHistograms
 from proxy.metrics.predictions import PredictionErrors
 from proxy.metrics.tallies import Spread, Tally

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from policies.predict.exact_index import ExactCounters
 from proxy.events.stream import StreamCounters
-from proxy.metrics.instances import EVENT_COUNTERS
+from proxy.metrics.fleet.instances import EVENT_COUNTERS
 from tests.proxy.conftest import StartProxy
 
 FOLLOWED = [{"url": "http://127.0.0.1:9", "name": "followed", "events_url": "tcp://127.0.0.1:9"}]
