@@ -124,7 +124,9 @@ def test_where_nothing_hurts_the_policy_chooses_among_all() -> None:
     assert admitted(WorkingSet(), fleet=fine) == Admit(AdmissionReason.ROOM, NO_INSTANCES)
     assert admitted(WorkingSet(), fleet=fine._replace(held=1)) == Admit(AdmissionReason.ROOM, NO_INSTANCES)
     everywhere = frozenset({"i0", "i1", "i2", "i3"})
-    assert admitted(WorkingSet(), fleet=fine._replace(held=1, lost_share=0.1)) == Admit(AdmissionReason.ROOM, everywhere)
+    assert admitted(WorkingSet(), fleet=fine._replace(held=1, lost_share=0.1)) == Admit(
+        AdmissionReason.ROOM, everywhere
+    )
 
 
 def test_a_kept_session_leaves_its_instance_only_for_one_where_it_evicts_nothing() -> None:
