@@ -26,7 +26,7 @@ import typer
 import yaml
 
 from bench.admission_records import ARM_FILE, RUN_FILE, NoArmError, RuleArmNote, lines_of
-from bench.admission_shapes import Cut, short_sessions, write_rows
+from bench.admission_shapes import AgentCut, short_sessions, write_rows
 from replayer.records.runs import read_run
 from replayer.replay.plan import PlanOptions
 from replayer.replay.replay import ReplayOptions, replay_trace
@@ -256,7 +256,7 @@ def cut(
     except TraceError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    rows, found = short_sessions(whole, Cut(sessions, turns, min_tokens, max_tokens, think_s, output_tokens, seed))
+    rows, found = short_sessions(whole, AgentCut(sessions, turns, min_tokens, max_tokens, think_s, output_tokens, seed))
     write_rows(rows, output)
     typer.echo(f"{len(rows)} requests of {min(sessions, found)} sessions, {found} to choose from")
 

@@ -35,7 +35,7 @@ POOL_TOKENS, MODEL_TOKENS, MAX_SEQS = 160_432, 130_000, 32
 IDLE_GAP_CAP_S = 10.0
 
 
-class Cut(NamedTuple):
+class AgentCut(NamedTuple):
     """Sessions that are cut from a longer trace, and their requests."""
 
     sessions: int = 30
@@ -53,7 +53,7 @@ class Cut(NamedTuple):
     """Seed of the choice."""
 
 
-def short_sessions(whole: Trace, cut: Cut) -> tuple[list[dict[str, Any]], int]:
+def short_sessions(whole: Trace, cut: AgentCut) -> tuple[list[dict[str, Any]], int]:
     """Rows of a trace of short sessions with long contexts that share nothing, and how many there were to choose from.
 
     A session is a run of turns of one of the trace's.
@@ -120,7 +120,7 @@ def figures_of(records: Sequence[RequestRecord]) -> DrawFigures:
     )
 
 
-class Shape(NamedTuple):
+class AgentFleet(NamedTuple):
     """A fleet of the live comparison, and the draws of its sessions."""
 
     instances: int
@@ -193,8 +193,8 @@ def main(
     for fleet in instances or [4, 8]:
         sessions = round(SESSIONS_PER_INSTANCE * fleet)
         with tempfile.TemporaryDirectory() as folder:
-            traces = [_drawn(whole, Cut(sessions, seed=first_draw + draw), Path(folder)) for draw in range(draws)]
-        shape = Shape(fleet, traces, slowdown or [1.0, 1.5, 2.2])
+            traces = [_drawn(whole, AgentCut(sessions, seed=first_draw + draw), Path(folder)) for draw in range(draws)]
+        shape = AgentFleet(fleet, traces, slowdown or [1.0, 1.5, 2.2])
         caps = {
             f"session_cap,sessions={cap}": _cap(cap) for cap in dict.fromkeys(round(s * sessions) for s in CAP_SHARES)
         }
@@ -202,7 +202,7 @@ def main(
             typer.echo(line)
 
 
-def _drawn(whole: Trace, cut: Cut, folder: Path) -> Trace:
+def _drawn(whole: Trace, cut: AgentCut, folder: Path) -> Trace:
     path = folder / f"draw-{cut.seed}.jsonl"
     write_rows(short_sessions(whole, cut)[0], path)
     return load_trace(path)

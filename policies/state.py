@@ -250,33 +250,16 @@ class FleetState:
 
     def pool_tokens(self, instances: Collection[str]) -> int:
         """Sum of the KV pools of ``instances`` in tokens; 0 if that of one is unknown."""
-        total = 0
-        for name, known in self._instances.items():
-            if name in instances:
-                if not known.kv_capacity_tokens:
-                    return 0
-                total += known.kv_capacity_tokens
-        return total
+        return self.room(instances).pool_tokens
 
     def room(self, instances: Collection[str]) -> Room:
         """Pools and prefills of ``instances``."""
         account_of, unused, remote = self.ledger.accounts.get, self.ledger.unused, self.ledger.remote
-        each = tuple(
-            [
-                (name, known.kv_capacity_tokens, account_of(name, unused).prefilling)
-                for name, known in self._instances.items()
-                if name in instances
-            ]
-        )
+        known = [(name, each.kv_capacity_tokens) for name, each in self._instances.items() if name in instances]
+        waiting = [account_of(name, unused).prefilling for name, _ in known]
         if remote:
-            each = tuple(
-                [
-                    (name, pool, waiting + (remote[name].prefilling if name in remote else 0))
-                    for name, pool, waiting in each
-                ]
-            )
-        pools = [pool for _, pool, _ in each]
-        return Room(sum(pools) if all(pools) else 0, len(instances), sum([waiting for _, _, waiting in each]), each)
+            waiting = [own + remote.get(name, unused).prefilling for own, (name, _) in zip(waiting, known, strict=True)]
+        return Room.of(tuple([(*each, count) for each, count in zip(known, waiting, strict=True)]))
 
     def snapshot(
         self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()

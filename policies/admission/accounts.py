@@ -30,7 +30,7 @@ REMEMBERED_TURNS = 4
 
 _LESS = (0, 1, 2, 4, 8, 16, 32, 64, LONGEST_DIFFERENCE)
 """Differences at a prompt's end that are tried, in blocks."""
-_SAMPLES = [itemgetter(*[-1 - less for less in _LESS[: number + 1]]) for number in range(len(_LESS))]
+_SAMPLES = tuple(itemgetter(*[-1 - less for less in _LESS[: number + 1]]) for number in range(len(_LESS)))
 """Readers of the hashes at the first 1, 2, ... of these differences: much faster than a loop."""
 
 Beginnings = tuple[int, ...]
@@ -77,7 +77,7 @@ class _Account:
 
     def __init__(self) -> None:
         self.home: Home
-        """Where its last request was sent."""
+        """Contexts of the instance that its last request was sent to."""
         self.context_tokens = 0
         self.in_flight = 0
         self.single = False

@@ -42,6 +42,12 @@ class Room(NamedTuple):
     each: tuple[tuple[str, int, int], ...] = ()
     """Name, KV pool (0: unknown) and ``prefilling`` of each."""
 
+    @classmethod
+    def of(cls, each: tuple[tuple[str, int, int], ...]) -> Room:
+        """The room of these instances."""
+        pools = [pool for _, pool, _ in each]
+        return cls(sum(pools) if all(pools) else 0, len(each), sum([prefilling for _, _, prefilling in each]), each)
+
 
 class Held:
     """A held request."""

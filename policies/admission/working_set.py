@@ -16,7 +16,7 @@ class _Room(NamedTuple):
     evicting_none: list[str]
     """Those whose pool holds it beside all contexts in use, to the last token."""
     beside_active: bool
-    """Whether one has room beside its contexts in flight, those of kept sessions not counted."""
+    """True if one has room beside its contexts in flight, those of kept sessions not counted."""
     kept_tokens: int
     """Contexts of kept sessions, as far as they count."""
     free_tokens: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -114,7 +114,7 @@ def test_instances_add_up_to_the_fleet(steps: list[tuple[str, str, str, int, flo
 class Chosen:
     """Admits everything to fixed instances."""
 
-    name = "chosen"
+    name: ClassVar[str] = "chosen"
     keep_s = 30.0
 
     def __init__(self, *instances: str) -> None:
