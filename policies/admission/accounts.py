@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from policies.admission.base import SessionView
-from policies.admission.homes import Contexts, Home, Homes
+from policies.admission.homes import Contexts, Home, Homes, RemoteContexts
 from policies.admission.residency import Residency
 from policies.admission.return_gaps import ReturnGaps
 from policies.costs.formulas import PrefillModel
@@ -45,19 +45,6 @@ class ComputedPrompt(NamedTuple):
     """Computed by the fleet for this session before."""
     cached_tokens: int
     """Predicted to be cached on the instance that computes it."""
-
-
-class RemoteContexts(NamedTuple):
-    """Sums of the other replicas' accounts; each session is in the account of the one that it ran through last."""
-
-    active_sessions: int = 0
-    active_tokens: int = 0
-    kept_sessions: int = 0
-    kept_tokens: int = 0
-    lost_share: float = 0.0
-    """Share of the fleet's time that recomputing what they had sent before took."""
-    held: int = 0
-    """Requests that their admission rules hold."""
 
 
 class _Account:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from policies.admission.base import InstanceUse
 
 Contexts = tuple[int, int, int, int]
 """Sessions in flight, their tokens, kept sessions, their tokens."""
 _NONE: Contexts = (0, 0, 0, 0)
+
+
+class RemoteContexts(NamedTuple):
+    """Sums of the other replicas' accounts; each session is in the account of the one that it ran through last."""
+
+    active_sessions: int = 0
+    active_tokens: int = 0
+    kept_sessions: int = 0
+    kept_tokens: int = 0
+    lost_share: float = 0.0
+    """Share of the fleet's time that recomputing what they had sent before took."""
+    held: int = 0
+    """Requests that their admission rules hold."""
 
 
 class Home:
