@@ -27,6 +27,7 @@ WALL_CLOCK = {
     "proxy/console/account.py": "display of the time of a request",
     "proxy/console/frames.py": "times of rows",
     "proxy/console/top.py": "age of rows, if the proxy gives no time",
+    "proxy/discovery/status.py": "display of the time of the last reading",
     "proxy/logs.py": "time of a line",
     "proxy/restart/snapshots.py": "age of a file of an earlier process; one from the future counts as old",
     "proxy/shadow/shadows.py": "time of a decision shown",

@@ -49,7 +49,7 @@ CONTROL = [
     *(("GET", "/version"), ("GET", "/load"), ("GET", "/ping"), ("POST", "/ping")),
     *(("GET", "/instances"), ("POST", "/instances"), ("GET", "/breakdown"), ("GET", "/policy"), ("PUT", "/policy")),
     *(("GET", "/admission"), ("PUT", "/admission"), ("GET", "/shadow"), ("PUT", "/shadow"), ("GET", "/cache-killers")),
-    *(("GET", "/meters"), ("POST", "/explain"), ("POST", "/reload")),
+    *(("GET", "/meters"), ("GET", "/replicas"), ("POST", "/explain"), ("POST", "/reload")),
     *(("GET", "/instances/{name}"), ("PUT", "/instances/{name}")),
     *(("DELETE", "/instances/{name}"), ("POST", "/instances/{name}/drain"), ("POST", "/instances/{name}/undrain")),
 ]
