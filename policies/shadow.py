@@ -96,20 +96,23 @@ class LiveDecision:
             ValueError: an invalid plan; the planner's own errors pass through.
         """
         request, fleet, decision = self.request, self.fleet, self.decision
-        decode = fleet.view(decision.decode_on)
-        if decode is None or not request.may_offload:
+        if not request.may_offload or decision.decode_on not in self.columns.instance:
             return None
-        plan, prefill = planned_by(request, decode, thresholds.classify(decision.new_tokens), fleet, planner)
+        decode = fleet.instances[self.columns.instance.index(decision.decode_on)]
+        columns = None if fleet.prefill_instances else self.columns
+        request_class = thresholds.classify(decision.new_tokens)
+        plan, prefill = planned_by(request, decode, request_class, fleet, planner, columns)
         shadow_p, live_p = plan.prefill_on, decision.prefill_on
         answer = STAYED if shadow_p is None else OFFLOADED
         if shadow_p == live_p:
             return ShadowVerdict(shadow_p, plan.reason.value, True, answer=answer)
-        live_prefill = None if live_p is None else fleet.prefill_view(live_p)
-        saved_s = [
-            0.0 if view is None else CostModel().saving_s(request, decode, view, fleet)
-            for view in (prefill, live_prefill)
-        ]
-        return ShadowVerdict(shadow_p, plan.reason.value, False, saved_s[0] - saved_s[1], answer=answer)
+        shadow_s = live_s = 0.0
+        yardstick = CostModel()
+        if prefill is not None:
+            shadow_s = yardstick.saving_in(planner, plan, request, decode, prefill, fleet)
+        if live_p is not None and (live := fleet.prefill_view(live_p)) is not None:
+            live_s = yardstick.saving_s(request, decode, live, fleet)
+        return ShadowVerdict(shadow_p, plan.reason.value, False, shadow_s - live_s, answer=answer)
 
 
 def admitted_by(
