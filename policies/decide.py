@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from policies.classes import ClassThresholds
-from policies.offload.base import OffloadPlanner
+from policies.offload.base import ColumnPlanner, OffloadPlanner
 from policies.routing.base import RoutingPolicy
 from policies.routing.least_loaded import LeastLoaded
 from policies.routing.warm import Warm
-from policies.snapshot import FleetSnapshot
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import (
     CachePrediction,
     CandidateScore,
@@ -118,9 +118,16 @@ def planned_by(
     request_class: RequestClass,
     fleet: FleetSnapshot,
     planner: OffloadPlanner,
+    columns: FleetColumns | None = None,
 ) -> tuple[OffloadPlan, InstanceView | None]:
-    """The planner's plan and P; raises ValueError for a plan that cannot be carried out."""
-    plan = planner.plan(request, chosen, request_class, fleet)
+    """The planner's plan and P; raises ValueError for a plan that cannot be carried out.
+
+    ``columns``: those of ``fleet.senders``, for a planner that uses them.
+    """
+    if columns is not None and isinstance(planner, ColumnPlanner):
+        plan = planner.plan(request, chosen, request_class, fleet, columns)
+    else:
+        plan = planner.plan(request, chosen, request_class, fleet)
     if type(plan.reason) is not OffloadReason:
         raise ValueError(f"planner {planner.name!r} gave the reason {plan.reason!r}, which is not an OffloadReason")
     if plan.prefill_on is None:

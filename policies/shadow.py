@@ -41,24 +41,22 @@ class ShadowVerdict(NamedTuple):
     """Of a planner ``OFFLOADED`` or ``STAYED``, of an admission rule ``SENT`` or ``HELD``."""
 
 
+def _verdict(fields: tuple[str | None, str, bool, float, int, str]) -> ShadowVerdict:
+    return tuple.__new__(ShadowVerdict, fields)  # a third of the time of the class's own call
+
+
 class LiveDecision:
     """A live decision with what its shadows share: the fleet's columns, and prices of candidates."""
 
-    __slots__ = ("_columns", "_prices", "decision", "fleet", "request")
+    __slots__ = ("_prices", "columns", "decision", "fleet", "request")
 
     def __init__(self, request: RequestView, fleet: FleetSnapshot, decision: Decision) -> None:
         self.request = request
         self.fleet = fleet
         self.decision = decision
-        self._columns: FleetColumns | None = None
+        self.columns = FleetColumns.of(fleet.instances)
+        """The candidates by field."""
         self._prices: dict[int, float] = {}
-
-    @property
-    def columns(self) -> FleetColumns:
-        """The candidates by field, made once."""
-        if self._columns is None:
-            self._columns = FleetColumns.of(self.fleet.instances)
-        return self._columns
 
     def prices(self, *places: int) -> list[float]:
         """Seconds that the request costs all requests, for the candidates at these places: the score of ``warm``.
@@ -77,20 +75,19 @@ class LiveDecision:
     def routed_by(self, policy: RoutingPolicy) -> ShadowVerdict:
         """Decision of another routing policy. Raises ValueError for an invalid choice, and what the policy raises."""
         columns, decision = self.columns, self.decision
+        names, live_name = columns.instance, decision.decode_on
         if isinstance(policy, ColumnPolicy):
             place, reason, _ = policy.quick(self.request, self.fleet, columns)
-            instance = columns.instance[place]
+            instance = names[place]
         else:
             choice, _ = chosen_by(self.request, self.fleet, policy)
             instance, reason = choice.instance, choice.reason
-        if instance == decision.decode_on:
-            return ShadowVerdict(instance, reason.value, True)
-        names = columns.instance
-        place, live = names.index(instance), names.index(decision.decode_on)
-        live_s, shadow_s = self.prices(live, place)
-        return ShadowVerdict(
-            instance, reason.value, False, live_s - shadow_s, columns.cached_tokens[place] - decision.cached_tokens
-        )
+            place = names.index(instance)
+        if instance == live_name:
+            return _verdict((instance, reason, True, 0.0, 0, ""))
+        live_s, shadow_s = self.prices(names.index(live_name), place)
+        lost = columns.cached_tokens[place] - decision.cached_tokens
+        return _verdict((instance, reason, False, live_s - shadow_s, lost, ""))
 
     def planned_by(self, planner: OffloadPlanner, thresholds: ClassThresholds) -> ShadowVerdict | None:
         """Plan of another planner for the live D; None if a hand-off cannot carry the request.
@@ -99,20 +96,23 @@ class LiveDecision:
             ValueError: an invalid plan; the planner's own errors pass through.
         """
         request, fleet, decision = self.request, self.fleet, self.decision
-        decode = fleet.view(decision.decode_on)
-        if decode is None or not request.may_offload:
+        if not request.may_offload or decision.decode_on not in self.columns.instance:
             return None
-        plan, prefill = planned_by(request, decode, thresholds.classify(decision.new_tokens), fleet, planner)
+        decode = fleet.instances[self.columns.instance.index(decision.decode_on)]
+        columns = None if fleet.prefill_instances else self.columns
+        request_class = thresholds.classify(decision.new_tokens)
+        plan, prefill = planned_by(request, decode, request_class, fleet, planner, columns)
         shadow_p, live_p = plan.prefill_on, decision.prefill_on
         answer = STAYED if shadow_p is None else OFFLOADED
         if shadow_p == live_p:
             return ShadowVerdict(shadow_p, plan.reason.value, True, answer=answer)
-        live_prefill = None if live_p is None else fleet.prefill_view(live_p)
-        saved_s = [
-            0.0 if view is None else CostModel().saving_s(request, decode, view, fleet)
-            for view in (prefill, live_prefill)
-        ]
-        return ShadowVerdict(shadow_p, plan.reason.value, False, saved_s[0] - saved_s[1], answer=answer)
+        shadow_s = live_s = 0.0
+        yardstick = CostModel()
+        if prefill is not None:
+            shadow_s = yardstick.saving_in(planner, plan, request, decode, prefill, fleet)
+        if live_p is not None and (live := fleet.prefill_view(live_p)) is not None:
+            live_s = yardstick.saving_s(request, decode, live, fleet)
+        return ShadowVerdict(shadow_p, plan.reason.value, False, shadow_s - live_s, answer=answer)
 
 
 def admitted_by(

@@ -27,13 +27,18 @@ class FleetSnapshot(NamedTuple):
     costs: Costs | None = None
     """Cost models at this moment; None if nothing is learned."""
 
+    @property
+    def senders(self) -> tuple[InstanceView, ...]:
+        """Those that may prefill for another."""
+        return self.prefill_instances or self.instances
+
     def view(self, instance: str) -> InstanceView | None:
         """The candidate of that name, or None."""
         return _named(self.instances, instance)
 
     def prefill_view(self, instance: str) -> InstanceView | None:
         """The instance of that name among those that may prefill for another, or None."""
-        return _named(self.prefill_instances or self.instances, instance)
+        return _named(self.senders, instance)
 
 
 class FleetColumns(NamedTuple):

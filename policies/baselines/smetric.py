@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.costs.formulas import PrefillModel
-from policies.routing.base import ColumnPolicy, Pick, choice_of, least, longest_cached, require
+from policies.routing.base import ColumnPolicy, Pick, choice_of, least, least_of, longest_cached, require
 from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Choice, Reason, RequestView
 
@@ -46,9 +46,24 @@ class Smetric(ColumnPolicy):
         require(self.ttft_slo_s_per_1k_tokens >= 0, "smetric: ttft_slo_s_per_1k_tokens must not be negative")
 
     def quick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Pick:
-        queued, own = _times(request, fleet, columns)
-        loads = [queued_s + own_s for queued_s, own_s in zip(queued, own, strict=True)]
-        return self._placed(request, fleet, columns, loads)
+        """The same choice as that of ``choose``; the queue is priced only where it decides."""
+        model, owns = _owns(request, fleet, columns)
+        pending, prefilling, cached = columns.pending_prefill_tokens, columns.prefilling, columns.cached_tokens
+
+        def load_s(place: int) -> float:
+            return model.queue_s(pending[place], prefilling[place]) + owns[cached[place]]
+
+        if self._may_stay(request, fleet, columns):
+            holder, objective_s = longest_cached(fleet, columns, load_s), self._objective_s(request)
+            if load_s(holder) <= objective_s or min([load_s(place) for place in range(len(cached))]) > objective_s:
+                return Pick(holder, Reason.AFFINITY)
+        # Each at most the score: rounding is monotonic, and no queue is negative.
+        bounds = [owns[each] * requests for each, requests in zip(cached, columns.requests, strict=True)]
+        first = bounds.index(min(bounds))
+        most = load_s(first) * columns.requests[first]
+        places = [place for place, bound in enumerate(bounds) if bound <= most]
+        scores = [load_s(place) * columns.requests[place] for place in places]
+        return Pick(places[least_of(fleet, scores, places)], Reason.LOWEST_SCORE)
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         columns = FleetColumns.of(fleet.instances)
@@ -66,14 +81,19 @@ class Smetric(ColumnPolicy):
     def _placed(
         self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, loads: Sequence[float]
     ) -> Pick:
-        is_first_turn = request.session_id is not None and fleet.pinned is None
-        cached, prompt = columns.cached_tokens, request.prompt_tokens
-        if not is_first_turn and max(cached) > self.hit_ratio * prompt:
-            holder = longest_cached(fleet, columns, loads.__getitem__)
-            objective_s = self.slack * (self.ttft_slo_s + self.ttft_slo_s_per_1k_tokens * prompt / 1_000)
+        if self._may_stay(request, fleet, columns):
+            holder, objective_s = longest_cached(fleet, columns, loads.__getitem__), self._objective_s(request)
             if loads[holder] <= objective_s or min(loads) > objective_s:
                 return Pick(holder, Reason.AFFINITY)
         return Pick(least(fleet, _balanced(columns, loads)), Reason.LOWEST_SCORE)
+
+    def _may_stay(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> bool:
+        """True for a later turn whose longest cached prefix exceeds the ratio."""
+        is_first_turn = request.session_id is not None and fleet.pinned is None
+        return not is_first_turn and max(columns.cached_tokens) > self.hit_ratio * request.prompt_tokens
+
+    def _objective_s(self, request: RequestView) -> float:
+        return self.slack * (self.ttft_slo_s + self.ttft_slo_s_per_1k_tokens * request.prompt_tokens / 1_000)
 
 
 def _balanced(columns: FleetColumns, loads: Sequence[float]) -> list[float]:
@@ -84,10 +104,14 @@ def _times(
     request: RequestView, fleet: FleetSnapshot, columns: FleetColumns
 ) -> tuple[Sequence[float], Sequence[float]]:
     """Seconds queued, and seconds of this prefill, by candidate."""
-    model = fleet.costs.prefill if fleet.costs else PrefillModel()
-    prompt = request.prompt_tokens
-    # By cached tokens, which are mostly equal across instances.
-    owns = {cached: model.seconds(prompt - cached, cached) for cached in set(columns.cached_tokens)}
+    model, owns = _owns(request, fleet, columns)
     return model.queues_s(columns.pending_prefill_tokens, columns.prefilling), [
         owns[cached] for cached in columns.cached_tokens
     ]
+
+
+def _owns(request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> tuple[PrefillModel, dict[int, float]]:
+    """The model, and seconds of this prefill by cached tokens, which are mostly equal across instances."""
+    model = fleet.costs.prefill if fleet.costs else PrefillModel()
+    prompt = request.prompt_tokens
+    return model, {cached: model.seconds(prompt - cached, cached) for cached in set(columns.cached_tokens)}

@@ -135,11 +135,28 @@ class TransferModel:
     _transports: Mapping[Transport, LearnedRatio] = field(default_factory=dict)
     _regimes: Mapping[tuple[Pair, int], LearnedRatio] = field(default_factory=dict)
     _failure_rates: Mapping[Pair, float] = field(default_factory=dict)
+    _least: LearnedRatio = UNKNOWN
+    """At most the factor and the variance of any transfer: the least ever learned. Relaxed ones are in between."""
 
     def predict(self, job: TransferJob, now_s: float) -> TimeEstimate:
         """Estimated seconds of the D leg up to its first token."""
         estimate = self._estimate(job, now_s)
         return TimeEstimate(transfer_formula(job) * exp(estimate.log_ratio), estimate.sigma)
+
+    def least(self, job: TransferJob, transports: Iterable[Transport], z: float) -> tuple[float, float, float]:
+        """Lower bounds for the job on any pair, by any of the transports.
+
+        Seconds without streams, seconds that each stream adds, and the excess of the upper bound at ``z`` standard
+        deviations, as a share of the time.
+        """
+        factor, spread = exp(self._least.log_ratio), exp(self._least.sigma * z) - 1
+        alone_s, stream_s = [], []
+        for transport in transports:
+            formula, moving_s = _unloaded(TransferJob(job.pair, transport, job.size_bytes, 0, 0))
+            moving_s *= 1 + formula.crowd * job.others
+            alone_s.append(formula.setup_s + moving_s)
+            stream_s.append(formula.stream_setup_s + formula.slowdown * moving_s)
+        return factor * min(alone_s), factor * min(stream_s), spread
 
     def curve(self, job: TransferJob, now_s: float, z: float) -> TransferCurve:
         """``predict`` for any number of streams, and its upper bound at ``z`` standard deviations."""
@@ -151,17 +168,19 @@ class TransferModel:
         pair, transport = self._pair(job, now_s), self._transport(job.transport, now_s)
         regime = _regime(job)
         regimes = self._regimes
+        pair = pair.learn(expected_s, seconds, now_s, self.pair_weight)
+        transport = transport.learn(expected_s, seconds, now_s, self.transport_weight)
+        ratios = [self._least, pair, transport]
         if regime:
             learned = self._estimate(job, now_s).learn(expected_s, seconds, now_s, self.pair_weight)
             regimes = {**regimes, (job.pair, regime): learned}
+            ratios.append(learned)
         return replace(
             self,
-            _pairs={**self._pairs, job.pair: pair.learn(expected_s, seconds, now_s, self.pair_weight)},
-            _transports={
-                **self._transports,
-                job.transport: transport.learn(expected_s, seconds, now_s, self.transport_weight),
-            },
+            _pairs={**self._pairs, job.pair: pair},
+            _transports={**self._transports, job.transport: transport},
             _regimes=regimes,
+            _least=LearnedRatio(min(each.log_ratio for each in ratios), min(each.variance for each in ratios)),
         )
 
     def settled(self, pair: Pair, ok: bool) -> TransferModel:
@@ -309,7 +328,7 @@ class PrefillModel:
         """Seconds to finish the pending tokens: ``requests`` prefills of equal length, the first of them half done."""
         if pending_tokens <= 0 or requests <= 0:
             return 0.0
-        return self.predict(pending_tokens / requests).seconds * (requests - 0.5)
+        return self.seconds(pending_tokens / requests, 0.0) * (requests - 0.5)
 
     def queues_s(self, pending_tokens: Sequence[int], requests: Sequence[int]) -> list[float]:
         """``queue_s`` of several instances."""
@@ -319,6 +338,14 @@ class PrefillModel:
             (fixed_s + linear * new + squared * (new * (0.0 + new / 2))) * factor * (each - 0.5) if new > 0 else 0.0
             for new, each, factor in zip(news, requests, self.factors(news), strict=True)
         ]
+
+    @property
+    def least_s_per_token(self) -> float:
+        """Lower bound of the seconds of a prefill per new token, whatever its size."""
+        learned = self._buckets
+        if not learned:
+            return self.s_per_token
+        return self.s_per_token * exp(min([each.log_ratio for each in learned.values()]))
 
     def observe(self, new_tokens: float, cached_tokens: float, queue_s: float, seconds: float) -> PrefillModel:
         """Return the model after a first token that took ``seconds``, with ``queue_s`` of them expected as queueing."""

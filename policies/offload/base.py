@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from itertools import compress
 from typing import ClassVar, Protocol
 
 from policies.snapshot import FleetColumns, FleetSnapshot
@@ -22,6 +20,23 @@ class OffloadPlanner(Protocol):
         ...
 
 
+class ColumnPlanner:
+    """A planner whose ``plan`` also takes the columns of the candidates for P: those who have them hand them over."""
+
+    __slots__ = ()
+
+    def plan(
+        self,
+        request: RequestView,
+        decode: InstanceView,
+        request_class: RequestClass,
+        fleet: FleetSnapshot,
+        columns: FleetColumns | None = None,
+    ) -> OffloadPlan:
+        """Plan for one request. ``columns`` are those of ``fleet.senders``."""
+        raise NotImplementedError
+
+
 def has_room(decode: InstanceView, request: RequestView) -> bool:
     """True if D's pool can hold the whole request besides used and promised tokens, or its size is unknown."""
     if not decode.kv_capacity_tokens:
@@ -30,40 +45,38 @@ def has_room(decode: InstanceView, request: RequestView) -> bool:
     return request.prompt_tokens + request.max_tokens <= decode.kv_capacity_tokens - taken
 
 
-def best_prefill(request: RequestView, decode: InstanceView, fleet: FleetSnapshot) -> InstanceView | None:
+def best_prefill(
+    request: RequestView, decode: InstanceView, fleet: FleetSnapshot, columns: FleetColumns | None = None
+) -> InstanceView | None:
     """P with the least ``pending_prefill + new tokens``; never D, and only sending roles and unbroken pairs."""
-    views = fleet.prefill_instances or fleet.instances
-    columns = FleetColumns.of(views)
-    sends = senders(columns, decode, fleet.broken_pairs)
-    if True not in sends:
-        return None
+    views = fleet.senders
+    if columns is None:
+        columns = FleetColumns.of(views)
     prompt = request.prompt_tokens
     works = [
         pending + prompt - cached
         for pending, cached in zip(columns.pending_prefill_tokens, columns.cached_tokens, strict=True)
     ]
-    least = min(compress(works, sends))
-    tied = [view for view, work, may in zip(views, works, sends, strict=True) if may and work == least]
+    # The least of all is nearly always a candidate, and alone: the others are not even asked whether they may send.
+    first = works.index(min(works))
+    if works.count(works[first]) == 1 and sends_to(views[first], decode, fleet):
+        return views[first]
+    usable = [(work, view) for work, view in zip(works, views, strict=True) if sends_to(view, decode, fleet)]
+    if not usable:
+        return None
+    least = min([work for work, _ in usable])
+    tied = [view for work, view in usable if work == least]
     return min(tied, key=lambda view: (view.requests, view.recent_tokens, view.instance))
 
 
-def senders(columns: FleetColumns, decode: InstanceView, broken_pairs: Set[tuple[str, str]]) -> list[bool]:
-    """Which candidates may prefill for D: ``may_send``, over a pair whose breaker is closed."""
-    target, connector, both, producer = decode.instance, decode.connector, Role.KV_BOTH, Role.KV_PRODUCER
-    allowed = [
-        (role is both or role is producer) and its is connector and name != target
-        for role, its, name in zip(columns.role, columns.connector, columns.instance, strict=True)
-    ]
-    if broken_pairs:
-        return [
-            sends and (name, target) not in broken_pairs for sends, name in zip(allowed, columns.instance, strict=True)
-        ]
-    return allowed
+def sends_to(view: InstanceView, decode: InstanceView, fleet: FleetSnapshot) -> bool:
+    """True if the instance may prefill for D: ``may_send``, over a pair whose breaker is closed."""
+    return may_send(view, decode) and (view.instance, decode.instance) not in fleet.broken_pairs
 
 
 def no_prefill_reason(decode: InstanceView, fleet: FleetSnapshot) -> OffloadReason:
     """Reason why no P can be chosen: all pairs' breakers are open, or there is no candidate."""
-    sending = [view for view in fleet.prefill_instances or fleet.instances if may_send(view, decode)]
+    sending = [view for view in fleet.senders if may_send(view, decode)]
     if sending and all((view.instance, decode.instance) in fleet.broken_pairs for view in sending):
         return OffloadReason.PAIR_BROKEN
     return OffloadReason.NO_PREFILL_CANDIDATE

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, NamedTuple
 
 from policies.costs.book import KV_BYTES_PER_TOKEN, transfer_job
 from policies.costs.formulas import Costs, TransferCurve, shares_transport
-from policies.offload.base import has_room, may_receive, no_prefill_reason, senders
+from policies.offload.base import (
+    ColumnPlanner,
+    OffloadPlanner,
+    has_room,
+    may_receive,
+    no_prefill_reason,
+    sends_to,
+)
 from policies.snapshot import FleetColumns, FleetSnapshot
-from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
+from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView, Transport
 
 
 class _Priced(NamedTuple):
-    """One candidate P and the effect of prefilling there, in seconds."""
+    """Effect of prefilling on one candidate P, in seconds."""
 
-    view: InstanceView
     net_s: float
     """All of the following but ``doubt_s``."""
     own_s: float
@@ -32,12 +38,12 @@ class _Priced(NamedTuple):
     transfer_s: float
 
 
-_Terms = tuple[float, float, float, float, float, float, float, float]
-"""The fields of ``_Priced`` after its view."""
+_SLACK_S = 1e-6
+"""Above the rounding of a bound, whose terms are summed in another order than a price's."""
 
 
 @dataclass(frozen=True, slots=True)
-class CostModel:
+class CostModel(ColumnPlanner):
     """Offload if it reduces the sum of all requests' waiting times, using the learned times of this fleet.
 
     With ``T(new, cached)`` the prefill time, ``X`` the transfer time of the blocks D lacks, ``Q`` the prefill queued on
@@ -81,7 +87,12 @@ class CostModel:
             )
 
     def plan(
-        self, request: RequestView, decode: InstanceView, request_class: RequestClass, fleet: FleetSnapshot
+        self,
+        request: RequestView,
+        decode: InstanceView,
+        request_class: RequestClass,
+        fleet: FleetSnapshot,
+        columns: FleetColumns | None = None,
     ) -> OffloadPlan:
         new_tokens = request.prompt_tokens - decode.cached_tokens
         inputs = {"new_tokens": float(new_tokens), "decode_streams": float(decode.decode_streams)}
@@ -94,26 +105,13 @@ class CostModel:
         if not decode.kv_capacity_tokens or not has_room(decode, request):
             # A pool of unknown size may be too small; co-located always works.
             return OffloadPlan(None, OffloadReason.NO_ROOM_ON_D, inputs)
-        views = fleet.prefill_instances or fleet.instances
-        columns = FleetColumns.of(views)
-        sends = senders(columns, decode, fleet.broken_pairs)
-        usable = [
-            place for place, (view, may) in enumerate(zip(views, sends, strict=True)) if may and has_room(view, request)
-        ]
-        if not usable:
+        pricing = _Pricing(self, request, decode, fleet)
+        found = self._best(pricing, request, decode, fleet, columns or FleetColumns.of(fleet.senders))
+        if found is None:
             return OffloadPlan(None, no_prefill_reason(decode, fleet), inputs)
-        pricing = _Pricing(request, decode, fleet, self.kv_bytes_per_token)
-        alone, queue_s = pricing.alone, pricing.queue_s
-        best: _Priced | None = None
-        best_rank: tuple[bool, float] = (False, 0.0)
-        for place, priced in zip(usable, self._prices(pricing, views, usable), strict=True):
-            rank = (self._verdict(priced, alone.seconds) is OffloadReason.CHOSEN, priced[0] - priced[5])
-            if best is not None and (rank < best_rank or (rank == best_rank and _goes_after(views[place], best.view))):
-                continue
-            best, best_rank = _Priced(views[place], *priced), rank
-        assert best is not None
+        view, best = found
         inputs |= {
-            "colocated_s": queue_s + alone.seconds,
+            "colocated_s": pricing.queue_s + pricing.alone_s,
             "prefill_s": best.prefill_s,
             "transfer_s": best.transfer_s,
             "own_gain_s": best.own_s,
@@ -122,17 +120,69 @@ class CostModel:
             "risk_s": best.risk_s,
             "doubt_s": best.doubt_s,
         }
-        verdict = self._verdict(best[1:], alone.seconds)
-        return OffloadPlan(best.view.instance if verdict is OffloadReason.CHOSEN else None, verdict, inputs)
+        verdict = self._verdict(best, pricing.alone_s)
+        return OffloadPlan(view.instance if verdict is OffloadReason.CHOSEN else None, verdict, inputs)
+
+    def _best(
+        self,
+        pricing: _Pricing,
+        request: RequestView,
+        decode: InstanceView,
+        fleet: FleetSnapshot,
+        columns: FleetColumns,
+    ) -> tuple[InstanceView, _Priced] | None:
+        """The candidate that is chosen, or comes nearest to it; None: nobody can.
+
+        Candidates are priced by their bounds, highest first, until no other one can be better: a few of them.
+        """
+        bounds, views, least_s = pricing.bounds(columns), fleet.senders, self.min_gain * pricing.alone_s
+        best: tuple[InstanceView, _Priced] | None = None
+        best_rank: tuple[bool, float, int, str] = (False, 0.0, 0, "")
+        enough_s = -inf
+        places = [bounds.index(max(bounds))]
+        for place in places:
+            if bounds[place] < enough_s:
+                break
+            view = views[place]
+            if sends_to(view, decode, fleet) and has_room(view, request):
+                priced = pricing.of(view)
+                chosen, value_s = self._verdict(priced, pricing.alone_s) is OffloadReason.CHOSEN, priced[0] - priced[5]
+                rank = (chosen, value_s, -view.requests, view.instance)
+                if best is None or rank > best_rank:
+                    best, best_rank = (view, priced), rank
+                    # One that is chosen goes before any that is not, and gains more than the least.
+                    enough_s = value_s if chosen else min(value_s, least_s)
+            if len(places) == 1:  # after the first, which leaves few others
+                others = [each for each, bound_s in enumerate(bounds) if bound_s >= enough_s and each != place]
+                places += sorted(others, key=bounds.__getitem__, reverse=True)
+        return best
 
     def saving_s(
         self, request: RequestView, decode: InstanceView, prefill: InstanceView, fleet: FleetSnapshot
     ) -> float:
         """Seconds of all requests' waiting that prefilling on ``prefill`` is estimated to save; negative: it costs."""
-        pricing = _Pricing(request, decode, fleet, self.kv_bytes_per_token)
-        return self._prices(pricing, (prefill,), (0,))[0][0]
+        return _Pricing(self, request, decode, fleet).of(prefill).net_s
 
-    def _verdict(self, priced: _Terms, alone_s: float) -> OffloadReason:
+    def saving_in(
+        self,
+        planner: OffloadPlanner,
+        plan: OffloadPlan,
+        request: RequestView,
+        decode: InstanceView,
+        prefill: InstanceView,
+        fleet: FleetSnapshot,
+    ) -> float:
+        """``saving_s`` of a planner's plan, which has the same price if that planner is a cost model like this one."""
+        if (
+            isinstance(planner, CostModel)
+            and planner.stall_share == self.stall_share
+            and planner.kv_bytes_per_token == self.kv_bytes_per_token
+        ):
+            inputs = plan.inputs
+            return inputs["own_gain_s"] + inputs["streams_gain_s"] - inputs["others_cost_s"] - inputs["risk_s"]
+        return self.saving_s(request, decode, prefill, fleet)
+
+    def _verdict(self, priced: _Priced, alone_s: float) -> OffloadReason:
         net_s, own_s, least_s = priced[0], priced[1], self.min_gain * alone_s
         if net_s <= least_s or own_s < -self.max_own_loss * alone_s:
             return OffloadReason.DOES_NOT_PAY
@@ -140,92 +190,107 @@ class CostModel:
             return OffloadReason.UNSURE
         return OffloadReason.CHOSEN
 
-    def _prices(self, pricing: _Pricing, views: Sequence[InstanceView], places: Sequence[int]) -> list[_Terms]:
-        """Prices of the candidates at these places of ``views``. A loop with few calls: it runs for each of them."""
-        columns, stall, sigmas = FleetColumns.of(views), self.stall_share, self.sigmas
-        model = pricing.costs.prefill
-        queues_s = model.queues_s(columns.pending_prefill_tokens, columns.prefilling)
-        alone_s, queue_s, waiting, prompt = (
-            pricing.alone.seconds,
-            pricing.queue_s,
-            pricing.waiting,
-            pricing.prompt_tokens,
-        )
-        spared_s, target, failure_rate = pricing.streams * alone_s, pricing.decode.instance, pricing.failure_rate
-        prefills: dict[int, float] = {}
-        """By the tokens cached on P."""
-        terms = []
-        for place in places:
-            cached, streams = columns.cached_tokens[place], columns.requests[place] - columns.prefilling[place]
-            there_s = prefills.get(cached)
-            if there_s is None:
-                there_s = prefills[cached] = model.seconds(prompt - cached, cached)
-            pair = (columns.instance[place], target)
-            transfer_s, upper_s = pricing.transfer(views[place], pair, streams, sigmas)
-            # D gives every step's budget to the prefills it has, so a pulled request waits for those as well.
-            offloaded_s = max(queues_s[place] + there_s + transfer_s, queue_s)
-            own_s = queue_s + alone_s - offloaded_s
-            streams_s = stall * (spared_s - streams * there_s)
-            others_s = waiting * max(0.0, there_s - alone_s)
-            risk_s = failure_rate(pair) * offloaded_s
-            net_s = own_s + streams_s - others_s - risk_s
-            terms.append((net_s, own_s, streams_s, others_s, risk_s, upper_s - transfer_s, there_s, transfer_s))
-        return terms
-
-
-def _goes_after(view: InstanceView, best: InstanceView) -> bool:
-    """True if of two equal candidates the second is taken: fewer requests, then the later name."""
-    return (-view.requests, view.instance) < (-best.requests, best.instance)
-
 
 class _Pricing:
-    """Common part of all candidates' prices for one request, and estimates that several candidates share."""
+    """Prices of candidates for one request, from what they share."""
 
     __slots__ = (
         "_bytes_per_token",
+        "_costs",
         "_curves",
+        "_decode",
+        "_failure_rate",
         "_others",
+        "_prefills",
         "_request",
-        "alone",
-        "costs",
-        "decode",
-        "failure_rate",
-        "prompt_tokens",
+        "_sigmas",
+        "_stall",
+        "_streams",
+        "_waiting",
+        "alone_s",
         "queue_s",
-        "streams",
-        "waiting",
     )
 
-    def __init__(
-        self, request: RequestView, decode: InstanceView, fleet: FleetSnapshot, bytes_per_token: float
-    ) -> None:
-        costs = self.costs = fleet.costs or Costs()
+    def __init__(self, planner: CostModel, request: RequestView, decode: InstanceView, fleet: FleetSnapshot) -> None:
+        costs = self._costs = fleet.costs or Costs()
         self._request = request
         self._others = fleet.offloads_in_flight
-        self._bytes_per_token = bytes_per_token
+        self._bytes_per_token = planner.kv_bytes_per_token
+        self._stall = planner.stall_share
+        self._sigmas = planner.sigmas
         self._curves: list[TransferCurve | None] = [None, None]
         """Of pairs without observations, by the sharing of a transport."""
-        self.decode = decode
-        self.prompt_tokens = request.prompt_tokens
-        self.streams = decode.decode_streams
-        self.waiting = sum([view.prefilling for view in fleet.instances]) / len(fleet.instances)
-        self.alone = costs.prefill.predict(request.prompt_tokens - decode.cached_tokens, decode.cached_tokens)
+        self._decode = decode
+        self._streams = decode.decode_streams
+        self._waiting = sum([view.prefilling for view in fleet.instances]) / len(fleet.instances)
+        cached = decode.cached_tokens
+        self.alone_s = costs.prefill.seconds(request.prompt_tokens - cached, cached)
+        self._prefills = {cached: self.alone_s}
+        """Seconds of this prefill by the tokens cached there, which are mostly equal across instances."""
         self.queue_s = costs.prefill.queue_s(decode.pending_prefill_tokens, decode.prefilling)
-        self.failure_rate = costs.transfer.failure_rate
+        self._failure_rate = costs.transfer.failure_rate
 
-    def transfer(
-        self, prefill: InstanceView, pair: tuple[str, str], streams: int, sigmas: float
-    ) -> tuple[float, float]:
+    def bounds(self, columns: FleetColumns) -> list[float]:
+        """The most that each candidate can save less its doubt, from lower bounds of queue, transfer and doubt."""
+        alone_s, queue_s, stall, waiting = self.alone_s, self.queue_s, self._stall, self._waiting
+        decoding, token_s = self._streams, self._costs.prefill.least_s_per_token
+        decode = self._decode
+        job = transfer_job(self._request, decode, decode, self._others, self._bytes_per_token)
+        transports = {decode.transport or Transport.TCP, Transport.TCP}
+        transfer_s, stream_s, spread = self._costs.transfer.least(job, transports, self._sigmas)
+        transfer_s += stream_s * decoding
+        by_cached = {}
+        for cached in set(columns.cached_tokens):
+            there_s = self._there_s(cached)
+            saved_s = queue_s + alone_s + stall * decoding * alone_s - waiting * max(0.0, there_s - alone_s)
+            by_cached[cached] = saved_s - spread * transfer_s + _SLACK_S, there_s + transfer_s, stall * there_s
+        bounds: list[float] = []
+        add = bounds.append
+        for cached, pending, requests, prefilling in zip(
+            columns.cached_tokens, columns.pending_prefill_tokens, columns.requests, columns.prefilling, strict=True
+        ):
+            saved_s, offloaded_s, stalled_s = by_cached[cached]
+            streams = requests - prefilling
+            if prefilling:
+                offloaded_s += token_s * pending * (1 - 0.5 / prefilling)
+            if streams > decoding:
+                offloaded_s += stream_s * (streams - decoding)
+            add(saved_s - stalled_s * streams - (offloaded_s if offloaded_s > queue_s else queue_s))
+        return bounds
+
+    def of(self, view: InstanceView) -> _Priced:
+        """Price of one candidate."""
+        alone_s, queue_s, streams = self.alone_s, self.queue_s, view.decode_streams
+        there_s, pair = self._there_s(view.cached_tokens), (view.instance, self._decode.instance)
+        transfer_s, upper_s = self._transfer(view, pair, streams)
+        queue_there_s = self._costs.prefill.queue_s(view.pending_prefill_tokens, view.prefilling)
+        # D gives every step's budget to the prefills it has, so a pulled request waits for those as well.
+        offloaded_s = max(queue_there_s + there_s + transfer_s, queue_s)
+        own_s = queue_s + alone_s - offloaded_s
+        streams_s = self._stall * (self._streams * alone_s - streams * there_s)
+        others_s = self._waiting * max(0.0, there_s - alone_s)
+        risk_s = self._failure_rate(pair) * offloaded_s
+        net_s = own_s + streams_s - others_s - risk_s
+        return _Priced(net_s, own_s, streams_s, others_s, risk_s, upper_s - transfer_s, there_s, transfer_s)
+
+    def _there_s(self, cached: int) -> float:
+        seconds = self._prefills.get(cached)
+        if seconds is None:
+            seconds = self._costs.prefill.seconds(self._request.prompt_tokens - cached, cached)
+            self._prefills[cached] = seconds
+        return seconds
+
+    def _transfer(self, prefill: InstanceView, pair: tuple[str, str], streams: int) -> tuple[float, float]:
         """Seconds of the transfer from a P with this many streams, and their upper bound.
 
         All pairs without observations that share a transport, or share none, have one curve.
         """
-        model, decode = self.costs.transfer, self.decode
+        model, decode = self._costs.transfer, self._decode
         learned, shares = model.observed(pair), shares_transport(prefill, decode)
         curve = None if learned else self._curves[shares]
         if curve is None:
             job = transfer_job(self._request, prefill, decode, self._others, self._bytes_per_token)
-            curve = model.curve(job, self.costs.now_s, sigmas)
+            curve = model.curve(job, self._costs.now_s, self._sigmas)
             if not learned:
                 self._curves[shares] = curve
-        return curve.at(max(streams, self.streams))
+        return curve.at(max(streams, self._streams))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.offload.base import best_prefill, has_room, may_receive, no_prefill_reason
-from policies.snapshot import FleetSnapshot
+from policies.offload.base import ColumnPlanner, best_prefill, has_room, may_receive, no_prefill_reason
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class StaticPd:
+class StaticPd(ColumnPlanner):
     """Every prompt with ``min_new_tokens`` or more to compute goes to the P with the least pending plus new tokens.
 
     New tokens on P are those missing from its prefix cache, so the turns of one session return to the P that computed
@@ -29,7 +29,12 @@ class StaticPd:
             raise ValueError("static_pd: max_in_flight must be at least 1 and min_new_tokens at least 0")
 
     def plan(
-        self, request: RequestView, decode: InstanceView, request_class: RequestClass, fleet: FleetSnapshot
+        self,
+        request: RequestView,
+        decode: InstanceView,
+        request_class: RequestClass,
+        fleet: FleetSnapshot,
+        columns: FleetColumns | None = None,
     ) -> OffloadPlan:
         inputs = {"new_tokens": float(request.prompt_tokens - decode.cached_tokens)}
         if request.prompt_tokens - decode.cached_tokens < self.min_new_tokens:
@@ -40,7 +45,7 @@ class StaticPd:
             return OffloadPlan(None, OffloadReason.CAP_REACHED, inputs)
         if not has_room(decode, request):
             return OffloadPlan(None, OffloadReason.NO_ROOM_ON_D, inputs)
-        prefill = best_prefill(request, decode, fleet)
+        prefill = best_prefill(request, decode, fleet, columns)
         if prefill is None:
             return OffloadPlan(None, no_prefill_reason(decode, fleet), inputs)
         return OffloadPlan(prefill.instance, OffloadReason.CHOSEN, inputs)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.offload.base import best_prefill, has_room, may_receive, no_prefill_reason
-from policies.snapshot import FleetSnapshot
+from policies.offload.base import ColumnPlanner, best_prefill, has_room, may_receive, no_prefill_reason
+from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class Threshold:
+class Threshold(ColumnPlanner):
     """HEAVY goes to the P with the least ``pending_prefill + new``, if D has room and something to protect.
 
     Source: the elastic prototype of the agentic-kvc reports (threshold 20k new tokens, at most 4 at once). It lost to
@@ -33,7 +33,12 @@ class Threshold:
             raise ValueError("threshold: max_in_flight must be at least 1 and min_decode_requests at least 0")
 
     def plan(
-        self, request: RequestView, decode: InstanceView, request_class: RequestClass, fleet: FleetSnapshot
+        self,
+        request: RequestView,
+        decode: InstanceView,
+        request_class: RequestClass,
+        fleet: FleetSnapshot,
+        columns: FleetColumns | None = None,
     ) -> OffloadPlan:
         inputs = {
             "new_tokens": float(request.prompt_tokens - decode.cached_tokens),
@@ -43,7 +48,7 @@ class Threshold:
         refusal = self._refusal(request, decode, request_class, fleet)
         if refusal is not None:
             return OffloadPlan(None, refusal, inputs)
-        prefill = best_prefill(request, decode, fleet)
+        prefill = best_prefill(request, decode, fleet, columns)
         if prefill is None:
             return OffloadPlan(None, no_prefill_reason(decode, fleet), inputs)
         return OffloadPlan(

@@ -156,10 +156,12 @@ class RecordFiles:
 
     def _append(self, lines: bytes) -> int:
         """Append whole lines; a failed write leaves no part of them. Returns their bytes. Raises OSError."""
-        if self._descriptor is not None and not _is_at(self._descriptor, self._path):
-            self._close_file()  # removed or renamed by somebody else
         file = self._open_file()
         found = os.fstat(file)
+        if not _is_at(found, self._path):  # removed or renamed by somebody else
+            self._close_file()
+            file = self._open_file()
+            found = os.fstat(file)
         size = found.st_size
         if stat.S_ISREG(found.st_mode) and size and size + len(lines) > self._max_bytes:
             self._rotate()
@@ -207,9 +209,9 @@ def _opened(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def _is_at(found: os.stat_result, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        return os.path.samestat(found, path.stat())
     except FileNotFoundError:
         return False
 

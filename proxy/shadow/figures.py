@@ -167,7 +167,7 @@ def _live(row: _Latest) -> dict[str, Any]:
 def _shown(verdict: ShadowVerdict) -> dict[str, Any]:
     row: dict[str, Any] = {
         "instance": verdict.instance,
-        "reason": verdict.reason,
+        "reason": str(verdict.reason),
         "regret_s": round(verdict.regret_s, 6),
         "agreed": verdict.agreed,
     }

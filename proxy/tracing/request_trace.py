@@ -22,6 +22,46 @@ def trace_id() -> bytes:
     return (_random.getrandbits(128) or 1).to_bytes(16, "big")
 
 
+class PassedTrace:
+    """Context of a request whose trace is not recorded: passed to the engines, and nothing is noted.
+
+    Implements ``policies.row.TraceNotes``. Most requests have one, and many end without a leg: ids are drawn for that.
+
+    Args:
+        flags: W3C trace flags passed to engines.
+        parent: the client's context; None: the trace begins here.
+    """
+
+    __slots__ = ("_flags", "_parent", "_trace_id")
+
+    recorded_id: str | None = None
+
+    def __init__(self, flags: int, parent: ParentContext | None = None) -> None:
+        self._flags = flags
+        self._parent = parent
+        self._trace_id = ""
+
+    def named(self, model: str | None) -> None:
+        """Nothing is noted."""
+
+    def routed(self, decision: Decision, took_s: float) -> None:
+        """Nothing is noted."""
+
+    def leg(self, kind: str, instance: str, url: str, headers: dict[str, str]) -> None:
+        """Set the headers with which an engine continues the trace."""
+        parent = self._parent
+        if not self._trace_id:
+            self._trace_id = f"{_random.getrandbits(128) or 1:032x}" if parent is None else parent.trace_id.hex()
+        headers["traceparent"] = f"00-{self._trace_id}-{_random.getrandbits(64) or 1:016x}-{self._flags:02x}"
+        if parent is not None and parent.state:
+            headers["tracestate"] = parent.state
+        else:
+            headers.pop("tracestate", None)
+
+    def leg_ended(self, error: str | None = None) -> None:
+        """Nothing is noted."""
+
+
 class RoutedNote(NamedTuple):
     """One routing decision."""
 
@@ -53,26 +93,20 @@ class LegNote:
 
 
 class RequestTrace:
-    """Ids of one request's trace and the times of its parts. Implements ``policies.row.TraceNotes``.
+    """Ids of one recorded trace and the times of its parts. Implements ``policies.row.TraceNotes``.
 
     Args:
         trace_id: 16 bytes.
         flags: W3C trace flags passed to engines.
         parent: the client's context; None: the trace begins here.
-        sampled: spans are made and exported; else only the context is passed on.
     """
 
-    __slots__ = (
-        *("arrived_s", "ended_s", "flags", "legs", "model", "parent", "root_id", "routed_notes", "sampled", "trace_id"),
-    )
+    __slots__ = (*("arrived_s", "ended_s", "flags", "legs", "model", "parent", "root_id", "routed_notes", "trace_id"),)
 
-    def __init__(
-        self, trace_id: bytes, flags: int, parent: ParentContext | None, arrived_s: float, *, sampled: bool
-    ) -> None:
+    def __init__(self, trace_id: bytes, flags: int, parent: ParentContext | None, arrived_s: float) -> None:
         self.trace_id = trace_id
         self.flags = flags
         self.parent = parent
-        self.sampled = sampled
         self.root_id = span_id()
         self.arrived_s = arrived_s
         self.ended_s = arrived_s
@@ -82,8 +116,8 @@ class RequestTrace:
 
     @property
     def recorded_id(self) -> str | None:
-        """Trace id in hexadecimal digits; None: the trace is not recorded."""
-        return self.trace_id.hex() if self.sampled else None
+        """Trace id in hexadecimal digits."""
+        return self.trace_id.hex()
 
     def named(self, model: str | None) -> None:
         """Note the request's model."""

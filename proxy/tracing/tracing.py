@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from random import Random
 
-from policies.row import Row
+from policies.row import Row, TraceNotes
 from proxy.settings import TracingSettings
 from proxy.tracing.context import NEW_TRACE, SAMPLED, parent_of
 from proxy.tracing.destination import destination, tracing_enabled
 from proxy.tracing.exporter import TraceExporter, TraceResult
-from proxy.tracing.request_trace import RequestTrace, trace_id
+from proxy.tracing.request_trace import PassedTrace, RequestTrace, trace_id
 
 
 class NoTracing:
@@ -27,7 +27,7 @@ class NoTracing:
     async def close(self) -> None:
         """Export what waits, and stop."""
 
-    def begin(self, headers: dict[bytes, bytes], arrived_s: float) -> RequestTrace | None:
+    def begin(self, headers: dict[bytes, bytes], arrived_s: float) -> TraceNotes | None:
         """Notes for a new request; None: it is not traced.
 
         Args:
@@ -64,16 +64,19 @@ class Tracing(NoTracing):
     async def close(self) -> None:
         await self._exporter.close()
 
-    def begin(self, headers: dict[bytes, bytes], arrived_s: float) -> RequestTrace | None:
+    def begin(self, headers: dict[bytes, bytes], arrived_s: float) -> TraceNotes | None:
         parent = parent_of(headers)
         if parent is not None:
-            return RequestTrace(parent.trace_id, parent.flags, parent, arrived_s, sampled=parent.sampled)
-        sampled = self._random.random() < self._ratio
-        return RequestTrace(trace_id(), NEW_TRACE | sampled * SAMPLED, None, arrived_s, sampled=sampled)
+            if parent.sampled:
+                return RequestTrace(parent.trace_id, parent.flags, parent, arrived_s)
+            return PassedTrace(parent.flags, parent)
+        if self._random.random() < self._ratio:
+            return RequestTrace(trace_id(), NEW_TRACE | SAMPLED, None, arrived_s)
+        return PassedTrace(NEW_TRACE)
 
     def finished(self, row: Row, ended_s: float) -> None:
         trace = row.trace
-        if isinstance(trace, RequestTrace) and trace.sampled:
+        if isinstance(trace, RequestTrace):
             trace.end(ended_s)
             self._exporter.put(row, trace)
 

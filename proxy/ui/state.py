@@ -18,7 +18,7 @@ SMOOTHING_S = 10
 """Seconds that one point of a chart covers."""
 
 
-class FinishedRequest(msgspec.Struct, frozen=True):
+class FinishedRequest(msgspec.Struct, frozen=True, gc=False):  # of texts and numbers: no cycles
     """Fields of a breakdown row that the dashboard shows; scores and attempts are not decoded."""
 
     request_id: str
@@ -207,6 +207,9 @@ class RecentRequests:
 
     def _point(self, unix_s: int) -> dict[str, Any]:
         covered = [second for second in self._seconds if unix_s - SMOOTHING_S < second.unix_s <= unix_s]
+        for second in covered:  # each once, nearly: sorted runs merge in a third of the time of sorting them all
+            second.first_bytes_ms.sort()
+            second.totals_ms.sort()
         latest = covered[-1] if covered and covered[-1].unix_s == unix_s else _Second(unix_s)
         first_bytes = sorted(chain.from_iterable(second.first_bytes_ms for second in covered))
         totals = sorted(chain.from_iterable(second.totals_ms for second in covered))

@@ -20,27 +20,31 @@ def conversation(seed: int, turns: int, system: list[int]) -> list[list[int]]:
     return prompts
 
 
-async def run_sessions(cluster: Cluster, sessions: int, turns: int) -> list[dict[str, Any]]:
-    system = list(range(700))
+async def run_sessions(cluster: Cluster, sessions: int, turns: int, kind: int = 0) -> list[dict[str, Any]]:
+    """Rows of these sessions; those of another ``kind`` share no block with them."""
+    system = list(range(100_000 * kind, 100_000 * kind + 700))
 
     async def run(number: int) -> None:
         for prompt in conversation(number, turns, system):
             answer = await cluster.client.post(
                 "/v1/completions",
                 json={"model": "warm-sim", "prompt": prompt, "max_tokens": 5, "stream": number % 2 == 0},
-                headers={"x-session-id": f"s{number}"},
+                headers={"x-session-id": f"s{kind}-{number}"},
             )
             assert answer.status_code == 200
 
     await asyncio.gather(*(run(number) for number in range(sessions)))
-    return (await cluster.client.get("/breakdown", params={"limit": 10_000})).json()["rows"]
+    rows = (await cluster.client.get("/breakdown", params={"limit": 10_000})).json()["rows"]
+    return [row for row in rows if row["session_id"].startswith(f"s{kind}-")]
 
 
 async def test_predictions_are_exact_for_token_ids_while_nothing_is_evicted(start_cluster: StartCluster) -> None:
-    for policy in ("linear", "session_sticky", "round_robin"):
-        cluster = await start_cluster(3, "--engine-speed", "100", policy={"name": policy})
-        rows = await run_sessions(cluster, sessions=24, turns=6)
+    cluster = await start_cluster(3, "--engine-speed", "100")
+    for kind, policy in enumerate(("linear", "session_sticky", "round_robin")):
+        (await cluster.client.put("/policy", json={"name": policy})).raise_for_status()
+        rows = await run_sessions(cluster, sessions=24, turns=6, kind=kind)
         assert len(rows) == 144
+        assert {row["policy"] for row in rows} == {policy}
         exact = sum(row["predicted_cached_tokens"] == row["actual_cached_tokens"] for row in rows)
         assert exact / len(rows) >= 0.99, policy
         assert sum(row["actual_cached_tokens"] for row in rows) > 0

@@ -27,7 +27,7 @@ def exporter_to(url: str, **more: Any) -> TraceExporter:
 
 def finished() -> tuple[Row, RequestTrace]:
     row = Row("r", "/v1/completions", time.time(), outcome=RequestOutcome.OK)
-    return row, RequestTrace(trace_id(), 1, None, time.perf_counter(), sampled=True)
+    return row, RequestTrace(trace_id(), 1, None, time.perf_counter())
 
 
 async def until(exporter: TraceExporter, result: TraceResult, count: int) -> None:
