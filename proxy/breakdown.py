@@ -30,6 +30,13 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _ROWS_PER_TURN = 200
 """Rows that are compared with a filter before other tasks run: 2 ms at most."""
+WORKER_NUMBERS = 64
+"""Numbers of rows per tenth of a millisecond, one for each worker that there may be."""
+
+
+def number_at(unix_s: float) -> int:
+    """Smallest number of a worker's row that ends at this time; 16 digits in this century."""
+    return int(unix_s * 1e4) * WORKER_NUMBERS
 
 
 _Numbered = tuple[int, bytes]
@@ -92,6 +99,7 @@ class Breakdown:
         rejected_to_file: append those rows to the file as well.
         jsonl_max_bytes: size at which the file is rotated.
         jsonl_files: files kept, the current one included.
+        worker: number of this worker among several; None: it is the only one.
 
     Raises:
         OSError: the file cannot be opened.
@@ -106,6 +114,7 @@ class Breakdown:
         rejected_to_file: bool = False,
         jsonl_max_bytes: int = 256 * 1024 * 1024,
         jsonl_files: int = 4,
+        worker: int | None = None,
     ) -> None:
         self._lines: deque[_Numbered] = deque(maxlen=capacity)
         self._rejected: deque[_Numbered] = deque(maxlen=rejected_capacity)
@@ -113,8 +122,9 @@ class Breakdown:
         self._path = jsonl_path
         self._files = RecordFiles(jsonl_path, jsonl_max_bytes, jsonl_files) if jsonl_path is not None else None
         self._feed = RowFeed()
-        self._earlier = 0
-        """Number of the last row of an earlier process."""
+        self._worker = worker
+        self.number = 0
+        """Number of the newest row, of an earlier process at first."""
         self.started_unix_s = round(time.time(), 3)
         """Start of this process, which its rows have as ``proxy_started_unix_s``."""
         self.open_rows: set[Row] = set()
@@ -143,11 +153,6 @@ class Breakdown:
         """Number of subscriptions."""
         return len(self._feed)
 
-    @property
-    def number(self) -> int:
-        """Number of the newest row."""
-        return self._earlier + self.finished
-
     def open(self) -> None:
         """Read the rows of earlier processes from the files, 64 MiB and 5 s at most, and start writing."""
         if self._files is None or self._path is None:
@@ -159,7 +164,7 @@ class Breakdown:
         else:
             for row in past.rows:
                 (self._rejected if row.unserved else self._lines).append((row.number, row.line))
-            self._earlier = past.rows[-1].number if past.rows else 0
+            self.number = past.rows[-1].number if past.rows else 0
             if past.rows or past.damaged:
                 damaged = f", {past.damaged} damaged lines left out" if past.damaged else ""
                 log.info("%d rows of earlier processes read from %s%s", len(past.rows), self._path, damaged)
@@ -177,13 +182,20 @@ class Breakdown:
         self.open_rows.discard(row)
         outcome = row.outcome.value
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        number = self._earlier + self.finished
+        number = self.number = self._next_number()
         line = _line(row, number, self.started_unix_s)
         unserved = row.unserved
         (self._rejected if unserved else self._lines).append((number, line))
         if self._files is not None and (self._rejected_to_file or not unserved):
             self._files.write(line)
         self._feed.publish(number, line)
+
+    def _next_number(self) -> int:
+        """One more than the last; of several workers the time, so that the rows of all have one order."""
+        if self._worker is None:
+            return self.number + 1
+        number = number_at(time.time()) + self._worker
+        return number if number > self.number else self.number + WORKER_NUMBERS
 
     def subscribe(self, buffer_rows: int = DEFAULT_BUFFER_ROWS) -> AbstractAsyncContextManager[RowSubscription]:
         """Rows that end from now on, as encoded JSON; the oldest of ``buffer_rows`` unread ones is dropped first."""
@@ -223,12 +235,13 @@ class Breakdown:
             wanted: the filter.
             before: only rows with smaller numbers, the newest of them.
             after: only rows with larger numbers, the oldest of them. Larger than the newest row's: it belongs to a
-                process whose last rows are lost, and all rows are returned from the oldest on.
+                process whose last rows are lost, and all rows are returned from the oldest on. Of several workers: the
+                newest is another's, and there are no rows.
         """
         newest = self.number
         lines, rejected = list(self._lines), list(self._rejected)
         if after is not None:
-            first = 0 if after > newest else after
+            first = 0 if after > newest and self._worker is None else after
             since = merge(_later(lines, first), _later(rejected, first), key=_number)
             last = newest + 1 if before is None else before
             found = await _matching((each for each in since if each[0] < last), wanted, limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 import httpx
 
@@ -60,6 +61,8 @@ from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
 from proxy.sessions.turn_texts import chat_turn
 from proxy.settings import Settings
 from proxy.shadow.shadows import Shadows
+from proxy.sharing.line import Line
+from proxy.sharing.local_store import LocalStore
 from proxy.sharing.sharing import Sharing
 from proxy.tokens.service import Tokens
 from proxy.tracing.tracing import tracing_of
@@ -75,8 +78,16 @@ class Core:
     control: Control
     handoff: HandOff
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, worker: int | None = None, line: Line | None = None) -> None:
+        """Open nothing yet.
+
+        Args:
+            settings: those of the proxy.
+            worker: number of this worker among several; None: it is the only one.
+            line: to the parent of the workers, which then share their state through it, unless through a store.
+        """
         self.settings = settings
+        self.worker = worker
         self.keys = Keys(settings.keys)
         self.tenants = Tenants(settings.fairness, self.keys)
         self.access = Access(settings, self.keys)
@@ -105,6 +116,7 @@ class Core:
             rejected_to_file=rows.rejected_to_jsonl,
             jsonl_max_bytes=rows.jsonl_max_bytes,
             jsonl_files=rows.jsonl_files,
+            worker=worker,
         )
         self.access_log = AccessLog(settings.logs.access, settings.logs.access_buffer)
         AccessLogMetrics(self.metrics.registry, self.access_log)
@@ -121,9 +133,10 @@ class Core:
         self.shadows = Shadows(settings.shadow, self.router.routing)
         self.sharing: Sharing | None = None
         """State shared with other replicas; None: this proxy is the only one."""
-        if settings.sharing.url is not None:
+        if settings.sharing.url is not None or line is not None:
             gate = self.router.routing.gate
-            self.sharing = Sharing(settings, state, self.instances, self.keys, lambda: len(gate))
+            make_store = None if settings.sharing.url is not None or line is None else partial(LocalStore, line)
+            self.sharing = Sharing(settings, state, self.instances, self.keys, lambda: len(gate), make_store)
             self.sharing.others.on_load = self.admission.wake
         self.responses = StoredResponses(settings.responses, self.instances)
         self.retries = RetryBudget(settings.limits)
