@@ -124,7 +124,7 @@ async def test_workers_that_cannot_start_end_the_parent_with_their_status(tmp_pa
         {
             "workers": 2,
             "instances": [{"url": "http://127.0.0.1:9"}],
-            "tls": {"certificate": str(config), "key": str(config)},
+            "logs": {"access": str(tmp_path)},
         },
     )
     process = await asyncio.create_subprocess_exec(

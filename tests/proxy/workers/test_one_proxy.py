@@ -22,7 +22,7 @@ async def test_connections_reach_all_workers_and_metrics_count_every_request(sta
 
 
 async def test_a_session_stays_on_its_engine_whichever_worker_it_reaches(start_workers: StartWorkers) -> None:
-    workers = await start_workers(2, policy={"name": "sticky"})
+    workers = await start_workers(2, policy={"name": "session_sticky"})
     for session in range(3):
         placed = []
         for _ in range(8):
