@@ -7,8 +7,9 @@ from pathlib import Path
 from proxy.settings import Settings
 from proxy.workers.hub import replica_name
 
-_INTERVAL_S = 0.02
-"""Time between two reports of changes to the parent, which is on the same host."""
+_INTERVAL_S = 0.01
+"""Time between two reports of changes for each worker that there is: so a worker hears as many messages per second,
+however many others it has."""
 
 
 def own_settings(settings: Settings, worker: int, port: int, admin_port: int | None) -> Settings:
@@ -22,7 +23,7 @@ def own_settings(settings: Settings, worker: int, port: int, admin_port: int | N
     """
     rows, snapshot, sharing = settings.breakdown, settings.snapshot, settings.sharing
     if sharing.url is None:
-        interval_s = min(_INTERVAL_S, sharing.publish_interval_s)
+        interval_s = min(_INTERVAL_S * settings.workers, sharing.ttl_s / 4)
         sharing = sharing.model_copy(update={"replica": replica_name(worker), "publish_interval_s": interval_s})
     elif sharing.replica is not None:
         sharing = sharing.model_copy(update={"replica": f"{sharing.replica}-{worker}"})

@@ -105,12 +105,14 @@ class WorkerProcess:
             self._process.kill()
 
     def send(self, frame: FromParent) -> None:
-        """Send a frame, unless too much waits already."""
-        if self._writer.is_closing():
-            return
-        if isinstance(frame, Told) and self._writer.transport.get_write_buffer_size() > _WAITING_BYTES:
-            return
-        self._writer.write(framed(frame))
+        """Send a frame."""
+        if not self._writer.is_closing():
+            self._writer.write(framed(frame))
+
+    def tell(self, told: bytes) -> None:
+        """Send a framed message of a worker, unless too much waits already."""
+        if not self._writer.is_closing() and self._writer.transport.get_write_buffer_size() < _WAITING_BYTES:
+            self._writer.write(told)
 
     async def close(self) -> None:
         """End the process if it has not ended, and forget its part of the shared state."""
@@ -159,6 +161,7 @@ class WorkerProcess:
 
     def _pass_on(self, message: Message) -> None:
         """Send a message to all workers; to its own only if it is full, as proof that the line works."""
+        told = framed(Told(message))
         for process in self._all():
             if process is not self or message.full:
-                process.send(Told(message))
+                process.tell(told)

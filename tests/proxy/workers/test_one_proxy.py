@@ -28,9 +28,7 @@ async def test_a_session_stays_on_its_engine_whichever_worker_it_reaches(start_w
         for _ in range(8):
             async with workers.new_client() as client:
                 body = {"model": "stub", "prompt": list(range(400)), "max_tokens": 2}
-                answer = await client.post(
-                    "/v1/completions", json=body, headers={"x-session-id": f"session-{session}"}
-                )
+                answer = await client.post("/v1/completions", json=body, headers={"x-session-id": f"session-{session}"})
                 placed.append(answer.headers["x-warmroute-instance"])
                 await asyncio.sleep(0.3)  # longer than a report takes; a turn of a conversation takes as long
         assert len(set(placed)) == 1, placed
