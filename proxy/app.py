@@ -45,7 +45,7 @@ class ProxyApp:
 
     def __init__(self, settings: Settings, place: Place | None = None) -> None:
         """Open nothing yet; ``place``: among several workers, None: the only one."""
-        self.core = core = Core(settings) if place is None else Core(settings, place.number, place.line)
+        self.core = core = Core(settings, None if place is None else place.identity)
         ConditionMetrics(core.metrics.registry, lambda: ((each.name, each.ok) for each in conditions(core)))
         self.operations = Operations(self.core)
         self.generation = Generation(self.core)

@@ -22,6 +22,7 @@ from proxy.clip import clip
 from proxy.records.feed import DEFAULT_BUFFER_ROWS, RowFeed, RowSubscription
 from proxy.records.files import RecordFiles, record_files
 from proxy.records.filters import RowFilter
+from proxy.records.numbers import RowNumbers, SingleNumbers
 from proxy.records.past import past_rows
 
 log = logging.getLogger("warmroute.breakdown")
@@ -30,13 +31,6 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _ROWS_PER_TURN = 200
 """Rows that are compared with a filter before other tasks run: 2 ms at most."""
-WORKER_NUMBERS = 64
-"""Numbers of rows per tenth of a millisecond, one for each worker that there may be."""
-
-
-def number_at(unix_s: float) -> int:
-    """Smallest number of a worker's row that ends at this time; 16 digits in this century."""
-    return int(unix_s * 1e4) * WORKER_NUMBERS
 
 
 _Numbered = tuple[int, bytes]
@@ -99,7 +93,7 @@ class Breakdown:
         rejected_to_file: append those rows to the file as well.
         jsonl_max_bytes: size at which the file is rotated.
         jsonl_files: files kept, the current one included.
-        worker: number of this worker among several; None: it is the only one.
+        numbers: numbers of the rows; None: one after the other.
 
     Raises:
         OSError: the file cannot be opened.
@@ -114,7 +108,7 @@ class Breakdown:
         rejected_to_file: bool = False,
         jsonl_max_bytes: int = 256 * 1024 * 1024,
         jsonl_files: int = 4,
-        worker: int | None = None,
+        numbers: RowNumbers | None = None,
     ) -> None:
         self._lines: deque[_Numbered] = deque(maxlen=capacity)
         self._rejected: deque[_Numbered] = deque(maxlen=rejected_capacity)
@@ -122,7 +116,7 @@ class Breakdown:
         self._path = jsonl_path
         self._files = RecordFiles(jsonl_path, jsonl_max_bytes, jsonl_files) if jsonl_path is not None else None
         self._feed = RowFeed()
-        self._worker = worker
+        self._numbers: RowNumbers = numbers or SingleNumbers()
         self.number = 0
         """Number of the newest row, of an earlier process at first."""
         self.started_unix_s = round(time.time(), 3)
@@ -182,20 +176,13 @@ class Breakdown:
         self.open_rows.discard(row)
         outcome = row.outcome.value
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        number = self.number = self._next_number()
+        number = self.number = self._numbers.after(self.number)
         line = _line(row, number, self.started_unix_s)
         unserved = row.unserved
         (self._rejected if unserved else self._lines).append((number, line))
         if self._files is not None and (self._rejected_to_file or not unserved):
             self._files.write(line)
         self._feed.publish(number, line)
-
-    def _next_number(self) -> int:
-        """One more than the last; of several workers the time, so that the rows of all have one order."""
-        if self._worker is None:
-            return self.number + 1
-        number = number_at(time.time()) + self._worker
-        return number if number > self.number else self.number + WORKER_NUMBERS
 
     def subscribe(self, buffer_rows: int = DEFAULT_BUFFER_ROWS) -> AbstractAsyncContextManager[RowSubscription]:
         """Rows that end from now on, as encoded JSON; the oldest of ``buffer_rows`` unread ones is dropped first."""
@@ -241,7 +228,7 @@ class Breakdown:
         newest = self.number
         lines, rejected = list(self._lines), list(self._rejected)
         if after is not None:
-            first = 0 if after > newest and self._worker is None else after
+            first = 0 if after > newest and not self._numbers.shared else after
             since = merge(_later(lines, first), _later(rejected, first), key=_number)
             last = newest + 1 if before is None else before
             found = await _matching((each for each in since if each[0] < last), wanted, limit)

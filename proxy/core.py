@@ -46,6 +46,7 @@ from proxy.metrics.shadows import ShadowMetrics
 from proxy.metrics.tenants import TenantMetrics
 from proxy.metrics.traces import TraceMetrics
 from proxy.paths import OtherPaths
+from proxy.records.numbers import WorkerNumbers
 from proxy.request.parse import Endpoint, Parsed
 from proxy.resolver import Resolver
 from proxy.routing.admission import Admission
@@ -61,7 +62,7 @@ from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
 from proxy.sessions.turn_texts import chat_turn
 from proxy.settings import Settings
 from proxy.shadow.shadows import Shadows
-from proxy.sharing.line import Line
+from proxy.sharing.line import WorkerIdentity
 from proxy.sharing.local_store import LocalStore
 from proxy.sharing.sharing import Sharing
 from proxy.tokens.service import Tokens
@@ -78,16 +79,17 @@ class Core:
     control: Control
     handoff: HandOff
 
-    def __init__(self, settings: Settings, worker: int | None = None, line: Line | None = None) -> None:
+    def __init__(self, settings: Settings, worker: WorkerIdentity | None = None) -> None:
         """Open nothing yet.
 
         Args:
             settings: those of the proxy.
-            worker: number of this worker among several; None: it is the only one.
-            line: to the parent of the workers, which then share their state through it, unless through a store.
+            worker: this worker among several, which share their state through their parent unless through a store;
+                None: it is the only one.
         """
         self.settings = settings
-        self.worker = worker
+        self.worker = None if worker is None else worker.number
+        """Number of this worker among several."""
         self.keys = Keys(settings.keys)
         self.tenants = Tenants(settings.fairness, self.keys)
         self.access = Access(settings, self.keys)
@@ -116,7 +118,7 @@ class Core:
             rejected_to_file=rows.rejected_to_jsonl,
             jsonl_max_bytes=rows.jsonl_max_bytes,
             jsonl_files=rows.jsonl_files,
-            worker=worker,
+            numbers=None if worker is None else WorkerNumbers(worker.number, worker.clock_offset_s),
         )
         self.access_log = AccessLog(settings.logs.access, settings.logs.access_buffer)
         AccessLogMetrics(self.metrics.registry, self.access_log)
@@ -133,9 +135,10 @@ class Core:
         self.shadows = Shadows(settings.shadow, self.router.routing)
         self.sharing: Sharing | None = None
         """State shared with other replicas; None: this proxy is the only one."""
-        if settings.sharing.url is not None or line is not None:
+        if settings.sharing.url is not None or worker is not None:
             gate = self.router.routing.gate
-            make_store = None if settings.sharing.url is not None or line is None else partial(LocalStore, line)
+            local = worker is not None and settings.sharing.url is None
+            make_store = partial(LocalStore, worker.line) if worker is not None and local else None
             self.sharing = Sharing(settings, state, self.instances, self.keys, lambda: len(gate), make_store)
             self.sharing.others.on_load = self.admission.wake
         self.responses = StoredResponses(settings.responses, self.instances)

@@ -124,7 +124,7 @@ class Gather:
         }:
             await self._follow(scope, receive, send)
             return
-        page = PageQuery(query)
+        page = PageQuery(query, self._place.clock_s)
         answers = await self._peers.ask("GET", page.target, _headers(scope), b"")
         own = answered(answers, self._place.number)
         if not own.ok:

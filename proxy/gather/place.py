@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from proxy.errors import RequestError
 from proxy.sharing.frames import Question, Standing
-from proxy.sharing.line import Line
+from proxy.sharing.line import Line, WorkerIdentity
 
 _LOCK_S = 30.0
 _LOOK_S = 0.01
@@ -20,13 +21,26 @@ _LOOK_S = 0.01
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """One worker of ``count``."""
+    """One worker, and the folder of all workers' sockets."""
 
-    number: int
-    count: int
-    line: Line
+    identity: WorkerIdentity
     folder: Path
-    """Has the sockets, and belongs to the user that runs the proxy alone."""
+    """Belongs to the user that runs the proxy alone."""
+
+    @property
+    def number(self) -> int:
+        """Number of this worker."""
+        return self.identity.number
+
+    @property
+    def line(self) -> Line:
+        """The line to the parent."""
+        return self.identity.line
+
+    @property
+    def clock_s(self) -> float:
+        """Time by which rows are numbered: Unix seconds, without later steps of the clock."""
+        return time.monotonic() + self.identity.clock_offset_s
 
     def socket(self, worker: int) -> Path:
         """The Unix socket of a worker."""

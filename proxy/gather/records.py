@@ -1,7 +1,7 @@
 """Rows of all workers: pages in the order of their numbers, and live streams joined into one.
 
 A row's number is its end in tenths of a millisecond, with the worker in the lowest digits, so that numbers of all
-workers have one order: ``proxy.breakdown``.
+workers have one order: ``proxy.records.numbers``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from urllib.parse import parse_qsl, urlencode
 import httpx
 import msgspec
 
-from proxy.breakdown import number_at
 from proxy.gather.peers import PeerAnswer, Peers
+from proxy.records.numbers import number_at
 
 _END = b"event: end"
 _LOOK_S = 1.0
@@ -43,12 +43,17 @@ _row = msgspec.json.Decoder(_Numbered)
 
 
 class PageQuery:
-    """Query of one page, before and after the workers are asked."""
+    """Query of one page, before and after the workers are asked.
 
-    def __init__(self, query: bytes) -> None:
+    Args:
+        query: of the request.
+        now_s: time by which rows are numbered.
+    """
+
+    def __init__(self, query: bytes, now_s: float) -> None:
         self._pairs = [(name, value) for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True)]
         self.lines = dict(self._pairs).get("format") == "jsonl"
-        self._closed = number_at(time.time())
+        self._closed = number_at(now_s)
         """Rows with smaller numbers have ended on every worker, and are in its answer."""
 
     @property

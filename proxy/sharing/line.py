@@ -8,6 +8,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
 
 from proxy.sharing.frames import (
     Answered,
@@ -28,6 +29,16 @@ _ASK_S = 5.0
 """Bound on an answer of the parent, which does little else."""
 _KEPT = 4096
 """Messages of others that may wait here; of more, the oldest are lost, as the next full ones replace them."""
+
+
+class WorkerIdentity(NamedTuple):
+    """One worker among several."""
+
+    number: int
+    line: Line
+    clock_offset_s: float
+    """Unix time less monotonic time, as the parent read both once: with it all workers number rows by one clock, which
+    steps of the wall clock do not move."""
 
 
 class LineError(Exception):

@@ -64,8 +64,10 @@ def supervise(settings: Settings, config: Path | None, flags: dict[str, Any]) ->
             ) from error
         path = None if config is None else str(config.absolute())
 
+        clock_offset_s = time.time() - time.monotonic()
+
         def start(worker: int, descriptor: int) -> WorkerStart:
-            own = (worker, settings.workers, os.getpid(), descriptor)
+            own = (worker, clock_offset_s, os.getpid(), descriptor)
             return WorkerStart(*own, folder, port, admin_port, path, flags)
 
         return asyncio.run(Supervisor(settings, start).run())

@@ -23,7 +23,7 @@ from proxy.operations.shutdown import ProxyServer
 from proxy.server import server_config
 from proxy.settings import Settings, SettingsError, load_settings
 from proxy.sharing.frames import Ending, Order, Reloaded, Serving
-from proxy.sharing.line import Line
+from proxy.sharing.line import Line, WorkerIdentity
 from proxy.tokens.encoder import TokenizerError
 from proxy.workers.own_settings import own_settings
 
@@ -38,7 +38,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     """All that a worker is given, as the one argument of its process."""
 
     worker: int
-    count: int
+    clock_offset_s: float
     parent_pid: int
     descriptor: int
     """Of its end of the line."""
@@ -71,7 +71,7 @@ def main(argument: str) -> None:
         logs.configure(settings.log_level, settings.log_format, worker=start.worker)
         raise_descriptor_limit()
         line = Line(socket.socket(fileno=start.descriptor))
-        place = Place(start.worker, start.count, line, Path(start.folder))
+        place = Place(WorkerIdentity(start.worker, line, start.clock_offset_s), Path(start.folder))
         config = server_config(settings, place)
     except (SettingsError, TokenizerError) as error:
         sys.stderr.write(f"{error}\n")

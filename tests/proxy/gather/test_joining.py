@@ -10,6 +10,8 @@ from proxy.gather.peers import PeerAnswer
 from proxy.gather.records import PageQuery, resumed
 from proxy.gather.rules import READS, changes_workers, join_of
 
+NOW_S = 1.8e9
+
 
 def test_load_is_summed_and_state_is_the_worst() -> None:
     def row(**fields: Any) -> dict[str, Any]:
@@ -83,21 +85,21 @@ def page(rows: list[int], before: int | None, after: int) -> PeerAnswer:
 
 
 def test_pages_are_joined_by_number_and_cut_to_the_limit() -> None:
-    body, _ = PageQuery(b"limit=3").joined([page([1, 4, 6], None, 6), page([2, 3, 5], 2, 5)])
+    body, _ = PageQuery(b"limit=3", NOW_S).joined([page([1, 4, 6], None, 6), page([2, 3, 5], 2, 5)])
     found = msgspec.json.decode(body)
     assert [row["row"] for row in found["rows"]] == [4, 5, 6]
     assert found["next"] == {"before": 4, "after": 6}
 
 
 def test_a_page_after_a_row_begins_with_the_oldest() -> None:
-    body, _ = PageQuery(b"limit=3&after=0").joined([page([1, 4, 6], 1, 6), page([2, 3, 5], 1, 5)])
+    body, _ = PageQuery(b"limit=3&after=0", NOW_S).joined([page([1, 4, 6], 1, 6), page([2, 3, 5], 1, 5)])
     found = msgspec.json.decode(body)
     assert [row["row"] for row in found["rows"]] == [1, 2, 3]
     assert found["next"] == {"before": 1, "after": 3}
 
 
 def test_rows_that_end_while_workers_are_asked_wait_for_the_next_page() -> None:
-    query = PageQuery(b"after=0")
+    query = PageQuery(b"after=0", NOW_S)
     later = 2**53
     body, _ = query.joined([page([1, later], 1, later), page([2], 1, 2)])
     found = msgspec.json.decode(body)
@@ -106,7 +108,7 @@ def test_rows_that_end_while_workers_are_asked_wait_for_the_next_page() -> None:
 
 
 def test_lines_of_a_download_keep_their_order() -> None:
-    query = PageQuery(b"format=jsonl&limit=10")
+    query = PageQuery(b"format=jsonl&limit=10", NOW_S)
     assert "format" not in query.target
     body, kind = query.joined([page([2], None, 2), page([1, 3], None, 3)])
     assert kind == "application/x-ndjson"
