@@ -133,15 +133,17 @@ class Core:
         self.holding = HoldingLine(settings.admission, self.router, self.instances, self.admission)
         self.short_load = ShortLoad(state.ledger)
         self.shadows = Shadows(settings.shadow, self.router.routing)
+        self.responses = StoredResponses(settings.responses, self.instances)
         self.sharing: Sharing | None = None
         """State shared with other replicas; None: this proxy is the only one."""
         if settings.sharing.url is not None or worker is not None:
             gate = self.router.routing.gate
             local = worker is not None and settings.sharing.url is None
             make_store = partial(LocalStore, worker.line) if worker is not None and local else None
-            self.sharing = Sharing(settings, state, self.instances, self.keys, lambda: len(gate), make_store)
+            self.sharing = Sharing(
+                settings, state, self.instances, self.keys, self.responses, lambda: len(gate), make_store
+            )
             self.sharing.others.on_load = self.admission.wake
-        self.responses = StoredResponses(settings.responses, self.instances)
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
         self.cors = Cors(settings.cors)

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
-from proxy.sharing.wire import Message, Pin
+from proxy.sharing.wire import Message, Pin, SharedResponse
 
 _LENGTH_BYTES = 4
 _LARGEST_BYTES = 256 * 1024 * 1024
@@ -28,9 +28,11 @@ class Question(StrEnum):
     """Things that a worker may ask its parent for."""
 
     REPLICAS = "replicas"
-    """Last full message of every worker. A new reading of the pins begins."""
+    """Last full message of every worker. A new reading of pins and responses begins."""
     PINS = "pins"
     """The next pins of that reading; none: it is complete."""
+    RESPONSES = "responses"
+    """The next stored responses of it, likewise."""
     ROSTER = "roster"
     CHANGES = "changes"
     ENDED = "ended"
@@ -128,6 +130,7 @@ class Answered(msgspec.Struct, frozen=True, tag=True):
     replicas: tuple[tuple[Message, float], ...] = ()
     """With the age of each in seconds."""
     pins: tuple[Pin, ...] = ()
+    responses: tuple[SharedResponse, ...] = ()
     roster: tuple[Standing, ...] = ()
     changes: tuple[ChangeRequest, ...] = ()
     ended: bytes = b""

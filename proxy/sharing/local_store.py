@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from proxy.sharing.frames import Publish, Question
 from proxy.sharing.line import Line, LineError
 from proxy.sharing.store import StoreError
-from proxy.sharing.wire import Message, Pin
+from proxy.sharing.wire import Message, Pin, SharedResponse
 
 
 class LocalStore:
@@ -34,6 +34,16 @@ class LocalStore:
             if not pins:
                 return
             yield pins
+
+    async def responses(self) -> AsyncIterator[Sequence[SharedResponse]]:
+        while True:
+            try:
+                responses = (await self._line.ask(Question.RESPONSES)).responses
+            except LineError as error:
+                raise StoreError(str(error)) from error
+            if not responses:
+                return
+            yield responses
 
     async def publish(self, message: Message) -> None:
         self._line.send(Publish(message))

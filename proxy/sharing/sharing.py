@@ -21,7 +21,7 @@ from proxy.settings import Settings, SettingsError, SharingSettings
 from proxy.sharing.drains import DrainMarks
 from proxy.sharing.others import Others, load_row
 from proxy.sharing.own import OwnState
-from proxy.sharing.store import SharedStore, StoreError
+from proxy.sharing.store import ResponseTable, SharedStore, StoreError
 
 log = logging.getLogger("warmroute.sharing")
 
@@ -40,6 +40,7 @@ class Sharing:
         state: FleetState,
         instances: Instances,
         keys: Keys,
+        responses: ResponseTable,
         held: Callable[[], int] = int,
         make_store: Callable[[], SharedStore] | None = None,
     ) -> None:
@@ -50,6 +51,7 @@ class Sharing:
             state: the fleet's state.
             instances: the fleet.
             keys: clients' keys and their limits.
+            responses: engines of stored responses.
             held: reads the number of requests that admission holds.
             make_store: makes a store for each connection; None: the one of the settings.
 
@@ -64,8 +66,10 @@ class Sharing:
         state.share(shared)
         self._state = state
         self.drains = DrainMarks(self.replica)
-        self._own = OwnState(self.replica, self.run_number, state, shared, instances, keys, self.drains, held)
-        self.others = Others(state, instances, keys, self.drains, self.run_number)
+        responses.share()
+        identity = (self.replica, self.run_number)
+        self._own = OwnState(*identity, state, shared, instances, keys, self.drains, held, responses)
+        self.others = Others(state, instances, keys, self.drains, responses, self.run_number)
         self._caught_up = asyncio.Event()
         self._full_due_s = 0.0
         self._sent_s: float | None = None
@@ -183,6 +187,9 @@ class Sharing:
                 self.others.find(message, age_s, time.monotonic(), time.time())
         async for pins in store.pins():
             self.others.take_pins(pins, time.monotonic(), time.time())
+            await asyncio.sleep(0)
+        async for responses in store.responses():
+            self.others.take_responses(responses, time.monotonic())
             await asyncio.sleep(0)
         self._caught_up.set()
 

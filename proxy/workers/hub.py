@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from typing import NamedTuple, TypeVar
 
 from proxy.gather.families import MergedFamilies, decode_families, encode_families, merged
 from proxy.sharing.frames import Answered, Ask, ChangeRequest, Question, Standing
-from proxy.sharing.wire import Message, Pin
+from proxy.sharing.wire import Message, Pin, SharedResponse
+
+_Key = TypeVar("_Key")
+_Kept = TypeVar("_Kept")
 
 _PINS_PER_ANSWER = 2_000
+_RESPONSES_PER_ANSWER = 200
 _CHANGES = 1_000
 _SECTIONS = {
     "/policy": ("policy", "offload"),
@@ -20,16 +25,25 @@ _SECTIONS = {
 """Path of a change -> sections of the settings that it replaces."""
 
 
+class KeptState(NamedTuple):
+    """Bounds of what is kept for workers that start later: entries, and seconds."""
+
+    pins: int
+    pin_ttl_s: float
+    responses: int
+    response_ttl_s: float
+
+
 class Hub:
     """State between the workers of one parent. Owned by the supervisor; no I/O, times are monotonic seconds."""
 
-    def __init__(self, pin_capacity: int, pin_ttl_s: float, roster: Callable[[], tuple[Standing, ...]]) -> None:
-        self._capacity = pin_capacity
-        self._pin_ttl_s = pin_ttl_s
+    def __init__(self, kept: KeptState, roster: Callable[[], tuple[Standing, ...]]) -> None:
+        self._kept = kept
         self._roster = roster
         self._full: dict[str, tuple[Message, float]] = {}
         self._pins: OrderedDict[bytes, tuple[Pin, float]] = OrderedDict()
-        self._readings: dict[int, Iterator[Pin]] = {}
+        self._responses: OrderedDict[str, tuple[SharedResponse, float]] = OrderedDict()
+        self._readings: dict[int, tuple[Iterator[Pin], Iterator[SharedResponse]]] = {}
         self._changes: dict[tuple[str, str, bytes], ChangeRequest] = {}
         self._shown: dict[int, bytes] = {}
         self._ended: MergedFamilies = {}
@@ -43,8 +57,11 @@ class Hub:
         for pin in message.pins:
             self._pins[pin.session] = (pin, now_s)
             self._pins.move_to_end(pin.session)
-        while self._pins and (len(self._pins) > self._capacity or self._oldest_s() < now_s - self._pin_ttl_s):
-            self._pins.popitem(last=False)
+        for response in message.responses:
+            self._responses.setdefault(response.response_id, (response, now_s))
+        kept = self._kept
+        _shrink(self._pins, kept.pins, now_s - kept.pin_ttl_s)
+        _shrink(self._responses, kept.responses, now_s - kept.response_ttl_s)
 
     def lost(self, worker: int) -> list[Message]:
         """The process of a worker has ended: its farewells, which it may not have sent, and its counters are kept."""
@@ -59,12 +76,14 @@ class Hub:
         """Answer a worker's question."""
         number = asked.number
         if asked.question is Question.REPLICAS:
-            self._readings[worker] = iter([pin for pin, _ in self._pins.values()])
+            pins, responses = list(self._pins.values()), list(self._responses.values())
+            self._readings[worker] = (iter([pin for pin, _ in pins]), iter([each for each, _ in responses]))
             replicas = tuple((message, now_s - at_s) for message, at_s in self._full.values())
             return Answered(number, replicas=replicas)
         if asked.question is Question.PINS:
-            reading = self._readings.get(worker, iter(()))
-            return Answered(number, pins=tuple(islice(reading, _PINS_PER_ANSWER)))
+            return Answered(number, pins=tuple(islice(self._reading(worker)[0], _PINS_PER_ANSWER)))
+        if asked.question is Question.RESPONSES:
+            return Answered(number, responses=tuple(islice(self._reading(worker)[1], _RESPONSES_PER_ANSWER)))
         if asked.question is Question.ROSTER:
             return Answered(number, roster=self._roster())
         if asked.question is Question.CHANGES:
@@ -90,8 +109,14 @@ class Hub:
         """Keep a worker's counters as last shown."""
         self._shown[worker] = families
 
-    def _oldest_s(self) -> float:
-        return next(iter(self._pins.values()))[1]
+    def _reading(self, worker: int) -> tuple[Iterator[Pin], Iterator[SharedResponse]]:
+        return self._readings.get(worker, (iter(()), iter(())))
+
+
+def _shrink(table: OrderedDict[_Key, tuple[_Kept, float]], capacity: int, since_s: float) -> None:
+    """Drop the oldest entries above ``capacity``, and those from before ``since_s``."""
+    while table and (len(table) > capacity or next(iter(table.values()))[1] < since_s):
+        table.popitem(last=False)
 
 
 def replica_name(worker: int) -> str:

@@ -18,7 +18,7 @@ from proxy.server import begin
 from proxy.settings import Settings
 from proxy.sharing.frames import Order, Standing
 from proxy.start.address import ListenError
-from proxy.workers.hub import Hub
+from proxy.workers.hub import Hub, KeptState
 from proxy.workers.process import WorkerProcess
 from proxy.workers.reserved import reserved
 from proxy.workers.worker import WorkerStart
@@ -97,7 +97,9 @@ class Supervisor:
         self._standings = {
             number: Standing(number, None, False, False, 0, _unix_s(), None) for number in range(self._count)
         }
-        self._hub = Hub(settings.sessions.capacity, settings.sessions.ttl_s, lambda: tuple(self._standings.values()))
+        sessions, responses = settings.sessions, settings.responses
+        kept = KeptState(sessions.capacity, sessions.ttl_s, responses.capacity, responses.ttl_s)
+        self._hub = Hub(kept, lambda: tuple(self._standings.values()))
         self._ending = asyncio.Event()
         self._hurried = False
         self._failed_starts = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,8 @@ async def start_workers(tmp_path: Path) -> AsyncIterator[StartWorkers]:
     """``await start_workers(2, engines=2, **settings)``: all workers serve when it returns."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(count: int = 2, engines: int = 2, **settings: Any) -> Workers:
-            fleet = [StubEngine() for _ in range(engines)]
+        async def start(count: int = 2, engines: Sequence[StubEngine] | int = 2, **settings: Any) -> Workers:
+            fleet = [StubEngine() for _ in range(engines)] if isinstance(engines, int) else list(engines)
             for engine in fleet:
                 await engine.start()
                 stack.push_async_callback(engine.stop)

@@ -7,14 +7,14 @@ import pytest
 from proxy.gather.families import Family, decode_families, encode_families
 from proxy.settings import load_settings
 from proxy.sharing.frames import Ask, ChangeRequest, Question
-from proxy.sharing.wire import Message, Pin
-from proxy.workers.hub import Hub
+from proxy.sharing.wire import Message, Pin, SharedResponse
+from proxy.workers.hub import Hub, KeptState
 from proxy.workers.own_settings import own_settings
 
 
 @pytest.fixture
 def hub() -> Hub:
-    return Hub(3, 60.0, tuple)
+    return Hub(KeptState(3, 60.0, 2, 60.0), tuple)
 
 
 def pins_of(hub: Hub, now_s: float) -> list[bytes]:
@@ -39,6 +39,14 @@ def test_pins_expire(hub: Hub) -> None:
     hub.publish(with_pins(b"1"), 0.0)
     hub.publish(with_pins(b"2"), 61.0)
     assert pins_of(hub, 61.0) == [b"2"]
+
+
+def test_a_worker_that_starts_gets_the_newest_stored_responses(hub: Hub) -> None:
+    stored = [SharedResponse(f"resp_{number}", "a", "http://a", None, b"", 0) for number in range(3)]
+    hub.publish(Message("worker-1", 5, responses=tuple(stored)), 0.0)
+    hub.answer(0, Ask(1, Question.REPLICAS), 1.0)
+    assert hub.answer(0, Ask(2, Question.RESPONSES), 1.0).responses == tuple(stored[1:])
+    assert hub.answer(0, Ask(3, Question.RESPONSES), 1.0).responses == ()
 
 
 def test_the_others_hear_the_farewell_of_a_killed_worker(hub: Hub) -> None:

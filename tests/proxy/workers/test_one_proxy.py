@@ -6,6 +6,7 @@ import asyncio
 import json
 
 from tests.proxy.serve_process import until
+from tests.proxy.typed_engine import TypedEngine
 from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers
 
 
@@ -118,3 +119,16 @@ async def test_the_load_of_all_workers_is_shown_while_it_is_there_and_gone_after
         return not any((await workers.get("/stats"))["ledger"].values())
 
     await until(idle)
+
+
+async def test_a_stored_response_is_continued_on_its_engine_by_every_worker(start_workers: StartWorkers) -> None:
+    workers = await start_workers(2, engines=[TypedEngine() for _ in range(3)], policy={"name": "round_robin"})
+    body = {"model": "stub", "input": "hello " * 300, "max_output_tokens": 8}
+    created = await workers.served.client.post("/v1/responses", json=body)
+    instance = created.headers["x-warmroute-instance"]
+    await asyncio.sleep(0.3)  # longer than a report takes
+    for _ in range(12):
+        async with workers.new_client() as client:
+            answer = await client.post("/v1/responses", json={**body, "previous_response_id": created.json()["id"]})
+            assert (answer.status_code, answer.headers["x-warmroute-instance"]) == (200, instance)
+    assert all(row["started"] for row in await workers.stats())
