@@ -19,7 +19,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class GaugeRule(StrEnum):
-    """How a gauge's values of the workers become one."""
+    """Rule that makes one value of a gauge's values of the workers."""
 
     SUM = "sum"
     """Each worker has a part."""
@@ -62,7 +62,7 @@ GAUGES = MappingProxyType({name: rule for rule, names in _RULES.items() for name
 """Name of a gauge -> its rule; every gauge of the proxy is here."""
 
 
-class Family(msgspec.Struct, array_like=True):
+class MetricFamily(msgspec.Struct, array_like=True):
     """One metric with its samples: name, labels and value of each."""
 
     name: str
@@ -76,54 +76,54 @@ class Family(msgspec.Struct, array_like=True):
         return self.kind in {"counter", "histogram", "summary"}
 
 
-class Part(msgspec.Struct, array_like=True, frozen=True):
+class ProcessFamilies(msgspec.Struct, array_like=True, frozen=True):
     """Families of one process."""
 
     pid: int
-    families: list[Family]
+    families: list[MetricFamily]
 
 
-MergedFamilies = dict[str, Family]
+MergedFamilies = dict[str, MetricFamily]
 """Families by name, in the order of the first worker."""
 
-_decoder = msgspec.msgpack.Decoder(list[Family])
-_part_decoder = msgspec.msgpack.Decoder(Part)
+_decoder = msgspec.msgpack.Decoder(list[MetricFamily])
+_part_decoder = msgspec.msgpack.Decoder(ProcessFamilies)
 
 
-def families_of(metrics: Iterable[Metric]) -> Iterator[Family]:
+def families_of(metrics: Iterable[Metric]) -> Iterator[MetricFamily]:
     """Families as the client library collects them."""
     for metric in metrics:
         samples = [(each.name, tuple(each.labels.items()), float(each.value)) for each in metric.samples]
-        yield Family(metric.name, metric.type, metric.documentation, samples)
+        yield MetricFamily(metric.name, metric.type, metric.documentation, samples)
 
 
-def encode_families(families: Iterable[Family]) -> bytes:
+def encode_families(families: Iterable[MetricFamily]) -> bytes:
     """Encode families for another process."""
     return msgspec.msgpack.encode(list(families))
 
 
-def decode_families(raw: bytes) -> list[Family]:
+def decode_families(raw: bytes) -> list[MetricFamily]:
     """Decode families; none for no bytes. Raises msgspec.MsgspecError."""
     return _decoder.decode(raw) if raw else []
 
 
-def encode_part(pid: int, families: Iterable[Family]) -> bytes:
+def encode_part(pid: int, families: Iterable[MetricFamily]) -> bytes:
     """Encode the families of a process."""
-    return msgspec.msgpack.encode(Part(pid, list(families)))
+    return msgspec.msgpack.encode(ProcessFamilies(pid, list(families)))
 
 
-def decode_part(raw: bytes) -> Part:
+def decode_part(raw: bytes) -> ProcessFamilies:
     """Decode the families of a process. Raises msgspec.MsgspecError."""
     return _part_decoder.decode(raw)
 
 
-def merged(parts: Sequence[Iterable[Family]]) -> MergedFamilies:
+def merged(parts: Sequence[Iterable[MetricFamily]]) -> MergedFamilies:
     """Merge the families of several processes; the order of ``parts`` decides that of families and samples only."""
     found: MergedFamilies = {}
     values: dict[str, dict[tuple[str, Labels], list[float]]] = {}
     for part in parts:
         for family in part:
-            found.setdefault(family.name, Family(family.name, family.kind, family.documentation, []))
+            found.setdefault(family.name, MetricFamily(family.name, family.kind, family.documentation, []))
             of_family = values.setdefault(family.name, {})
             for name, labels, value in family.samples:
                 of_family.setdefault((name, labels), []).append(value)
@@ -136,7 +136,7 @@ def merged(parts: Sequence[Iterable[Family]]) -> MergedFamilies:
     return found
 
 
-def exposition(families: Iterable[Family]) -> bytes:
+def exposition(families: Iterable[MetricFamily]) -> bytes:
     """The text that Prometheus reads."""
     return generate_latest(_Merged(families))
 
@@ -144,7 +144,7 @@ def exposition(families: Iterable[Family]) -> bytes:
 class _Merged(Collector):
     """Stands for a registry: ``generate_latest`` uses its ``collect`` only."""
 
-    def __init__(self, families: Iterable[Family]) -> None:
+    def __init__(self, families: Iterable[MetricFamily]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[Metric]:

@@ -19,7 +19,7 @@ from proxy.gather.peers import ADMIN_KEY, READ_S, PeerAnswer, Peers, answered
 from proxy.gather.place import Place
 from proxy.gather.records import JoinedStreams, PageQuery, resumed
 from proxy.gather.rules import changes_workers, join_of
-from proxy.sharing.frames import Changed, ChangeRequest, Question, Standing
+from proxy.sharing.frames import Changed, ChangeRequest, Question, WorkerStanding
 from proxy.sharing.line import LineError
 
 log = logging.getLogger("warmroute.workers")
@@ -191,19 +191,19 @@ class Gather:
             grace_s = self._core.settings.grace_s
         return min(max(0.0, grace_s), _LONGEST_S) + _MARGIN_S
 
-    async def _roster(self) -> tuple[Standing, ...]:
+    async def _roster(self) -> tuple[WorkerStanding, ...]:
         try:
             return await self._place.roster()
         except LineError as error:
             raise RequestError(503, str(error), kind="service_unavailable", code="workers_unknown") from error
 
 
-def _has_served(standing: Standing) -> bool:
+def _has_served(standing: WorkerStanding) -> bool:
     """True unless it has never been there: one that is restarted leaves the others to serve."""
     return standing.serving or standing.restarts > 0
 
 
-def _condition(roster: tuple[Standing, ...]) -> dict[str, Any]:
+def _condition(roster: tuple[WorkerStanding, ...]) -> dict[str, Any]:
     """Condition ``workers`` of ``GET /ready?verbose``."""
     away = [each for each in roster if not each.serving]
     detail = f"{len(roster) - len(away)} of {len(roster)} workers serve"
@@ -220,7 +220,7 @@ def _condition(roster: tuple[Standing, ...]) -> dict[str, Any]:
     }
 
 
-def _row(standing: Standing, answers: list[PeerAnswer]) -> dict[str, Any]:
+def _row(standing: WorkerStanding, answers: list[PeerAnswer]) -> dict[str, Any]:
     """One worker for ``GET /stats``."""
     own: dict[str, Any] = next((each.json()["requests"] for each in answers if each.worker == standing.worker), {})
     return {

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from proxy.errors import RequestError
-from proxy.sharing.frames import Question, Standing
-from proxy.sharing.line import Line, WorkerIdentity
+from proxy.sharing.frames import Question, WorkerStanding
+from proxy.sharing.line import ParentLine, WorkerIdentity
 
 _LOCK_S = 30.0
 _LOOK_S = 0.01
@@ -33,7 +33,7 @@ class Place:
         return self.identity.number
 
     @property
-    def line(self) -> Line:
+    def line(self) -> ParentLine:
         """The line to the parent."""
         return self.identity.line
 
@@ -46,7 +46,7 @@ class Place:
         """The Unix socket of a worker."""
         return self.folder / f"worker-{worker}.sock"
 
-    async def roster(self) -> tuple[Standing, ...]:
+    async def roster(self) -> tuple[WorkerStanding, ...]:
         """Every worker as the parent knows it now. Raises LineError."""
         return (await self.line.ask(Question.ROSTER)).roster
 

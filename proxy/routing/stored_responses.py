@@ -64,7 +64,7 @@ class StoredResponses:
         self._instances = instances
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
         self._learned: OrderedDict[str, None] | None = None
-        """Ids that other replicas have not been told; None: there are no others."""
+        """Ids that were not sent to other replicas; None: there are no others."""
 
     def __len__(self) -> int:
         """Number of known responses, expired ones included until the next is learned."""

@@ -49,7 +49,7 @@ class ChangeRequest(msgspec.Struct, frozen=True):
     admin_key: str | None
 
 
-class Standing(msgspec.Struct, frozen=True):
+class WorkerStanding(msgspec.Struct, frozen=True):
     """One worker, as its parent knows it."""
 
     worker: int
@@ -63,7 +63,7 @@ class Standing(msgspec.Struct, frozen=True):
     since_unix_s: float
     """Start of its process, or the end of the last one."""
     last_end: str | None
-    """How its last process ended."""
+    """End of its last process."""
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
@@ -131,7 +131,7 @@ class Answered(msgspec.Struct, frozen=True, tag=True):
     """With the age of each in seconds."""
     pins: tuple[Pin, ...] = ()
     responses: tuple[SharedResponse, ...] = ()
-    roster: tuple[Standing, ...] = ()
+    roster: tuple[WorkerStanding, ...] = ()
     changes: tuple[ChangeRequest, ...] = ()
     ended: bytes = b""
 

@@ -35,7 +35,7 @@ class WorkerIdentity(NamedTuple):
     """One worker among several."""
 
     number: int
-    line: Line
+    line: ParentLine
     clock_offset_s: float
     """Unix time less monotonic time, as the parent read both once: with it all workers number rows by one clock, which
     steps of the wall clock do not move."""
@@ -45,7 +45,7 @@ class LineError(Exception):
     """The parent did not answer in time, or is gone."""
 
 
-class Line:
+class ParentLine:
     """One connection, used in the context of ``opened``."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from proxy.sharing.frames import Publish, Question
-from proxy.sharing.line import Line, LineError
+from proxy.sharing.line import LineError, ParentLine
 from proxy.sharing.store import StoreError
 from proxy.sharing.wire import Message, Pin, SharedResponse
 
@@ -13,7 +13,7 @@ from proxy.sharing.wire import Message, Pin, SharedResponse
 class LocalStore:
     """`proxy.sharing.store.SharedStore` over the line to the parent, which outlives the store."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: ParentLine) -> None:
         self._line = line
 
     async def open(self) -> None:

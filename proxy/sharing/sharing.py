@@ -71,6 +71,9 @@ class Sharing:
         self._own = OwnState(*identity, state, shared, instances, keys, self.drains, held, responses)
         self.others = Others(state, instances, keys, self.drains, responses, self.run_number)
         self._caught_up = asyncio.Event()
+        self._stirred = asyncio.Event()
+        """Something may have changed that others are to know."""
+        state.ledger.on_acquire = self._stirred.set
         self._full_due_s = 0.0
         self._sent_s: float | None = None
         self._twin_s = float("-inf")
@@ -121,6 +124,7 @@ class Sharing:
     def mark(self, instance: str, *, draining: bool) -> None:
         """An operator drains an instance, or no longer: all replicas are to do the same."""
         self.drains.mark(instance, draining=draining, unix_s=time.time())
+        self._stirred.set()
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: this replica, the others, and the link."""
@@ -208,7 +212,16 @@ class Sharing:
                     self._check_echo(now_s)
                 await store.publish(message)
                 self.sent += 1
+            elif not any(account.requests for account in self._state.ledger.accounts.values()):
+                await self._stir(self._full_due_s - now_s)
             await asyncio.sleep(settings.publish_interval_s)
+
+    async def _stir(self, within_s: float) -> None:
+        """Wait, without load, until a request comes: a replica that looked all the time would cost CPU for nothing."""
+        self._stirred.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._stirred.wait()
 
     async def _listen(self, store: SharedStore) -> None:
         while True:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from proxy.gather.families import MergedFamilies, decode_families, encode_families, merged
-from proxy.sharing.frames import Answered, Ask, ChangeRequest, Question, Standing
+from proxy.sharing.frames import Answered, Ask, ChangeRequest, Question, WorkerStanding
 from proxy.sharing.wire import Message, Pin, SharedResponse
 
 _Key = TypeVar("_Key")
@@ -37,7 +37,7 @@ class KeptState(NamedTuple):
 class Hub:
     """State between the workers of one parent. Owned by the supervisor; no I/O, times are monotonic seconds."""
 
-    def __init__(self, kept: KeptState, roster: Callable[[], tuple[Standing, ...]]) -> None:
+    def __init__(self, kept: KeptState, roster: Callable[[], tuple[WorkerStanding, ...]]) -> None:
         self._kept = kept
         self._roster = roster
         self._full: dict[str, tuple[Message, float]] = {}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from proxy.clients.bounds import raise_descriptor_limit
 from proxy.server import begin
 from proxy.settings import Settings
-from proxy.sharing.frames import Order, Standing
+from proxy.sharing.frames import Order, WorkerStanding
 from proxy.start.address import ListenError
 from proxy.workers.hub import Hub, KeptState
 from proxy.workers.process import WorkerProcess
@@ -95,7 +95,7 @@ class Supervisor:
         self._start = start
         self._processes: dict[int, WorkerProcess] = {}
         self._standings = {
-            number: Standing(number, None, False, False, 0, _unix_s(), None) for number in range(self._count)
+            number: WorkerStanding(number, None, False, False, 0, _unix_s(), None) for number in range(self._count)
         }
         sessions, responses = settings.sessions, settings.responses
         kept = KeptState(sessions.capacity, sessions.ttl_s, responses.capacity, responses.ttl_s)
@@ -141,7 +141,7 @@ class Supervisor:
                 backoff_s = _LEAST_BACKOFF_S
             log.error("worker %d %s: started again in %g s", worker, end.why, backoff_s)
             restarts = self._standings[worker].restarts + 1
-            self._standings[worker] = Standing(worker, None, False, False, restarts, _unix_s(), end.why)
+            self._standings[worker] = WorkerStanding(worker, None, False, False, restarts, _unix_s(), end.why)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(backoff_s):
                     await self._ending.wait()
@@ -217,7 +217,7 @@ class Supervisor:
         """Keep the standing of a process."""
         before = self._standings[process.worker]
         current = self._processes.get(process.worker) is process
-        self._standings[process.worker] = Standing(
+        self._standings[process.worker] = WorkerStanding(
             process.worker,
             process.pid if current else None,
             process.listed and current,

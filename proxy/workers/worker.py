@@ -23,7 +23,7 @@ from proxy.operations.shutdown import ProxyServer
 from proxy.server import server_config
 from proxy.settings import Settings, SettingsError, load_settings
 from proxy.sharing.frames import Ending, Order, Reloaded, Serving
-from proxy.sharing.line import Line, WorkerIdentity
+from proxy.sharing.line import ParentLine, WorkerIdentity
 from proxy.tokens.encoder import TokenizerError
 from proxy.workers.own_settings import own_settings
 
@@ -70,7 +70,7 @@ def main(argument: str) -> None:
         settings = load()
         logs.configure(settings.log_level, settings.log_format, worker=start.worker)
         raise_descriptor_limit()
-        line = Line(socket.socket(fileno=start.descriptor))
+        line = ParentLine(socket.socket(fileno=start.descriptor))
         place = Place(WorkerIdentity(start.worker, line, start.clock_offset_s), Path(start.folder))
         config = server_config(settings, place)
     except (SettingsError, TokenizerError) as error:

@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.gather.families import (
     GAUGES,
-    Family,
     GaugeRule,
+    MetricFamily,
     decode_families,
     encode_families,
     exposition,
@@ -27,7 +27,7 @@ def test_every_gauge_has_a_rule_and_every_rule_a_gauge() -> None:
 def test_every_other_metric_adds_up() -> None:
     kinds = {family.type for family, _ in families(proxy_registry())}
     assert kinds == {"gauge", "counter", "histogram", "summary"}
-    assert all(Family("x", kind, "", []).adds_up for kind in kinds - {"gauge"})
+    assert all(MetricFamily("x", kind, "", []).adds_up for kind in kinds - {"gauge"})
 
 
 def registry(requests: int, healthy: int, seconds: float) -> CollectorRegistry:
@@ -63,12 +63,12 @@ def test_counters_and_histograms_are_summed_and_gauges_follow_their_rule() -> No
 )
 def test_a_gauge_rule_makes_one_value(rule: GaugeRule, value: float) -> None:
     name = next(name for name, of_name in GAUGES.items() if of_name is rule)
-    parts = [[Family(name, "gauge", "", [(name, (), each)])] for each in (1.0, 3.0)]
+    parts = [[MetricFamily(name, "gauge", "", [(name, (), each)])] for each in (1.0, 3.0)]
     assert merged(parts)[name].samples == [(name, (), value)]
 
 
 def test_a_series_of_one_worker_alone_is_kept() -> None:
-    one = Family("warmroute_requests", "counter", "", [("warmroute_requests_total", (("instance", "a"),), 1.0)])
-    other = Family("warmroute_requests", "counter", "", [("warmroute_requests_total", (("instance", "b"),), 2.0)])
+    one = MetricFamily("warmroute_requests", "counter", "", [("warmroute_requests_total", (("instance", "a"),), 1.0)])
+    other = MetricFamily("warmroute_requests", "counter", "", [("warmroute_requests_total", (("instance", "b"),), 2.0)])
     samples = merged([[one], [other]])["warmroute_requests"].samples
     assert {labels: value for _, labels, value in samples} == {(("instance", "a"),): 1.0, (("instance", "b"),): 2.0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.gather.families import Family, decode_families, encode_families
+from proxy.gather.families import MetricFamily, decode_families, encode_families
 from proxy.settings import load_settings
 from proxy.sharing.frames import Ask, ChangeRequest, Question
 from proxy.sharing.wire import Message, Pin, SharedResponse
@@ -57,7 +57,7 @@ def test_the_others_hear_the_farewell_of_a_killed_worker(hub: Hub) -> None:
 
 def test_counters_of_ended_workers_add_up(hub: Hub) -> None:
     for value in (3.0, 4.0):
-        hub.shown(1, encode_families([Family("x", "counter", "", [("x_total", (), value)])]))
+        hub.shown(1, encode_families([MetricFamily("x", "counter", "", [("x_total", (), value)])]))
         hub.lost(1)
     ended = decode_families(hub.answer(0, Ask(1, Question.ENDED), 0.0).ended)
     assert ended[0].samples == [("x_total", (), 7.0)]

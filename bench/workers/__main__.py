@@ -1,9 +1,9 @@
 """Cost of a request behind 1, 2 and 4 workers, side by side: CPU of all processes of the proxy, and throughput.
 
 ``python -m bench.workers`` keeps every stack up and measures them in turns, in an order drawn for each round, so that
-other work on the machine meets all of them alike. CPU is that of the parent and its workers together, without what they
-use idle. Where generator, engine stub and workers have fewer cores than they could use, throughput says little; CPU per
-request then shows what would be left on free cores.
+other work on the machine meets all of them alike. CPU is that of the parent and its workers together, with what they do
+without requests. Where generator, engine stub and workers have fewer cores than they could use, throughput says little;
+CPU per request then shows what would be left on free cores.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WorkerSample(msgspec.Struct, frozen=True):
     requests: int
     seconds: float
     cpu_ms_per_request: float
-    """Of parent and workers, without the idle part."""
+    """Of parent and workers."""
     requests_per_s: float
     ttft_p50_ms: float
     errors: int
@@ -164,14 +164,13 @@ def measure(
                         warmup=concurrency,
                     )
                     result = load.run(job)
-                    cpu_s = result.cpu_s - idle[stack.workers] * result.seconds
                     sample = WorkerSample(
                         number,
                         stack.workers,
                         size,
                         result.requests,
                         result.seconds,
-                        cpu_s / max(1, result.requests) * 1e3,
+                        result.cpu_s / max(1, result.requests) * 1e3,
                         result.requests / result.seconds,
                         result.ttft_ms.p50 if result.ttft_ms is not None else float("nan"),
                         sum(result.errors.values()),
