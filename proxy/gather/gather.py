@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs
@@ -30,7 +31,6 @@ _PASSED = (b"content-type", b"accept")
 _SETTLED_S = 1.0
 """Time after which a change that waits for running requests no longer keeps others waiting."""
 _MARGIN_S = 60.0
-_SCRAPES = 20
 _AGAIN_S = 0.1
 _LONGEST_S = 86_400.0
 _JSON = "application/json"
@@ -97,8 +97,10 @@ class Gather:
         await _answer(send, status, _JSON, msgspec.json.encode(body))
 
     async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        for _ in range(_SCRAPES):
-            parts = [decode_part(each.body) for each in await self._peers.ask("GET", METRICS, {}, b"") if each.ok]
+        give_up_s = time.monotonic() + READ_S
+        while time.monotonic() < give_up_s:
+            answers = await self._peers.ask("GET", METRICS, {}, b"")
+            parts = [decode_part(each.body) for each in answers if each.ok]
             try:
                 known = await self._place.line.ask(Question.ENDED)
             except LineError as error:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from proxy.sharing.frames import (
     Ask,
@@ -36,6 +38,8 @@ log = logging.getLogger("warmroute.workers")
 _WAITING_BYTES = 8 * 1024 * 1024
 """Bytes that may wait for a worker that does not read; messages above are dropped, and later ones replace them."""
 _LAST_FRAMES_S = 5.0
+_SOURCE = str(Path(__file__).parents[2])
+_PATH = "PYTHONPATH"
 
 
 class WorkerProcess:
@@ -77,7 +81,9 @@ class WorkerProcess:
                 start = argument(self.worker, theirs.fileno())
                 # A session of its own: a terminal's Ctrl-C reaches the parent alone, which passes it on.
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "proxy.workers", encode_start(start)),
+                    *(sys.executable, "-P", "-m", "proxy.workers", encode_start(start)),
+                    # The same source as this process, whatever the current folder has.
+                    env={**os.environ, _PATH: os.pathsep.join(filter(None, (_SOURCE, os.environ.get(_PATH))))},
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,

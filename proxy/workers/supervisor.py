@@ -36,6 +36,10 @@ _ATTEMPTS = 5
 _ANSWER_S = 10.0
 """Time for a worker to report how long its shutdown may take."""
 _MARGIN_S = 60.0
+_LONGEST_FOLDER = 80
+"""Characters; the path of a Unix socket has at most 103 on any system."""
+_MEMORY = "/dev/shm"
+"""Writable in containers whose root file system is not."""
 """Time for a shutdown beyond what its settings give to requests: files, and the last export of traces."""
 
 
@@ -56,12 +60,7 @@ def supervise(settings: Settings, config: Path | None, flags: dict[str, Any]) ->
         port = stack.enter_context(reserved(settings.host, settings.port))
         admin = settings.admin
         admin_port = None if admin.port is None else stack.enter_context(reserved(admin.host, admin.port))
-        try:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="warmroute-", ignore_cleanup_errors=True))
-        except OSError as error:
-            raise ListenError(
-                f"workers need a folder for their sockets: set TMPDIR to a writable one ({error})"
-            ) from error
+        folder = stack.enter_context(_folder())
         path = None if config is None else str(config.absolute())
 
         clock_offset_s = time.time() - time.monotonic()
@@ -226,6 +225,22 @@ class Supervisor:
             process.since_unix_s if current else _unix_s(),
             before.last_end,
         )
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the workers' sockets. Raises ListenError."""
+    refused: list[str] = []
+    for place in (None, _MEMORY):
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="warmroute-", dir=place, ignore_cleanup_errors=True)
+        except OSError as error:
+            refused.append(f"{place or 'TMPDIR'}: {error.strerror or error}")
+            continue
+        if len(folder.name) <= _LONGEST_FOLDER:
+            return folder
+        refused.append(f"{folder.name} is too long for the path of a socket")
+        folder.cleanup()
+    raise ListenError(f"workers need a folder for their sockets: set TMPDIR to a writable one ({'; '.join(refused)})")
 
 
 def _signal(number: int) -> str:

@@ -69,6 +69,32 @@ async def test_a_killed_worker_breaks_its_streams_only_and_is_started_again(star
             assert (await client.get("/policy")).json()["name"] == "round_robin"
 
 
+async def test_a_worker_that_is_ended_finishes_its_requests_and_is_replaced_while_the_proxy_stays_ready(
+    start_workers: StartWorkers,
+) -> None:
+    workers = await start_workers(2)
+    for engine in workers.engines:
+        engine.tokens, engine.token_delay_s = 20, 0.05
+    requests = [asyncio.create_task(workers.completed(1, stream=True)) for _ in range(8)]
+
+    async def all_run() -> bool:
+        return sum(row["in_flight"] for row in await workers.stats()) == 8
+
+    await until(all_run)
+    before = (await whose(workers))[1]
+    os.kill(before, signal.SIGTERM)
+    await asyncio.gather(*requests)
+
+    async def replaced() -> bool:
+        async with workers.new_client() as client:
+            answer = await client.get("/ready?verbose")
+        [condition] = [each for each in answer.json()["conditions"] if each["name"] == "workers"]
+        return condition["ok"] and "1 restart" in condition["detail"] and answer.status_code == 200
+
+    await until(replaced)
+    assert (await whose(workers))[1] != before
+
+
 async def test_sigterm_drains_all_workers_and_the_exit_status_is_zero(start_workers: StartWorkers) -> None:
     workers = await start_workers(2)
     processes = list((await whose(workers)).values())
