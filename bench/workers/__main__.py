@@ -3,7 +3,8 @@
 ``python -m bench.workers`` keeps every stack up and measures them in turns, in an order drawn for each round, so that
 other work on the machine meets all of them alike. CPU is that of the parent and its workers together, with what they do
 without requests. Where generator, engine stub and workers have fewer cores than they could use, throughput says little;
-CPU per request then shows what would be left on free cores.
+CPU per request then shows what would be left on free cores. The stack ``N apart`` has as many processes on ports of
+their own, which share nothing: its cost is what the machine asks for several processes, the rest is that of workers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class WorkerSample(msgspec.Struct, frozen=True):
     """One measurement of one stack."""
 
     round: int
-    workers: int
+    stack: str
     size: str
     requests: int
     seconds: float
@@ -66,21 +67,21 @@ class WorkerReport(msgspec.Struct, frozen=True):
     concurrency: int
     events: int
     idle_cpu_ms_per_s: dict[str, float]
-    """By number of workers, of all its processes."""
+    """By stack, of all its processes."""
     shares: dict[str, list[int]]
-    """By number of workers, requests that each has started."""
+    """By stack, requests that each process has started."""
     samples: list[WorkerSample]
 
 
-class WorkerStack:
+class ServedPort:
     """`warmroute serve` with a number of workers."""
 
     def __init__(self, workers: int, engines: list[LoadTarget], folder: Path) -> None:
-        self.workers = workers
+        self._workers = workers
         self.port = free_ports(1)[0]
-        config = folder / f"workers-{workers}.yaml"
+        config = folder / f"port-{self.port}.yaml"
         instances = [{"name": f"inst-{n}", "url": f"http://{each.host}:{each.port}"} for n, each in enumerate(engines)]
-        settings = {"port": self.port, "workers": workers, "instances": instances, "log_level": "warning"}
+        settings = {"port": self.port, "workers": workers, "instances": instances, "log_level": "error"}
         config.write_text(yaml.safe_dump(settings), encoding="utf-8")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "proxy", "--config", str(config)], stdin=subprocess.DEVNULL, start_new_session=True
@@ -95,7 +96,7 @@ class WorkerStack:
                 if httpx.get(f"http://127.0.0.1:{self.port}/ready", trust_env=False).status_code == 200:
                     break
             if time.monotonic() > give_up_s or self._process.poll() is not None:
-                raise TimeoutError(f"{self.workers} worker(s) are not ready")
+                raise TimeoutError(f"{self._workers} worker(s) are not ready")
             time.sleep(0.1)
         self.pids = cpu.tree(self._process.pid)
 
@@ -114,18 +115,36 @@ class WorkerStack:
             self._process.wait()
 
 
-@contextlib.contextmanager
-def worker_stacks(counts: list[int], engines: list[LoadTarget]) -> Iterator[list[WorkerStack]]:
-    """Stacks that are ready, ended after the context."""
-    with tempfile.TemporaryDirectory(prefix="workers-") as folder, contextlib.ExitStack() as stack:
-        started = []
-        for count in counts:
-            each = WorkerStack(count, engines, Path(folder))
-            stack.callback(each.end)
-            started.append(each)
-        for each in started:
+class WorkerStack:
+    """One way to serve, on one port or several."""
+
+    def __init__(self, label: str, ports: list[ServedPort]) -> None:
+        self.label = label
+        self._ports = ports
+        for each in ports:
             each.wait()
-        yield started
+        self.targets = [LoadTarget("127.0.0.1", each.port) for each in ports]
+        self.pids = [pid for each in ports for pid in each.pids]
+
+    def shares(self) -> list[int]:
+        """Requests that each process has started."""
+        return [share for each in self._ports for share in each.shares()]
+
+
+@contextlib.contextmanager
+def worker_stacks(counts: list[int], apart: int, engines: list[LoadTarget]) -> Iterator[list[WorkerStack]]:
+    """Stacks that are ready, ended after the context: one for each number of workers, and ``apart`` processes."""
+    with tempfile.TemporaryDirectory(prefix="workers-") as folder, contextlib.ExitStack() as stack:
+        wanted = {str(count): [count] for count in counts}
+        if apart:
+            wanted[f"{apart} apart"] = [1] * apart
+        started: dict[str, list[ServedPort]] = {}
+        for label, each in wanted.items():
+            for count in each:
+                port = ServedPort(count, engines, Path(folder))
+                stack.callback(port.end)
+                started.setdefault(label, []).append(port)
+        yield [WorkerStack(label, ports) for label, ports in started.items()]
 
 
 def measure(
@@ -135,6 +154,7 @@ def measure(
     workers: Annotated[
         str, typer.Option(help="Numbers of workers, comma-separated; the first is the baseline.")
     ] = "1,2,4",
+    apart: Annotated[int, typer.Option(min=0, help="Processes that share nothing, side by side; 0: none.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; every stack is measured once in each.")] = 10,
     requests: Annotated[int, typer.Option(min=10, help="Counted requests of 2 KB; a third as many of 130 KB.")] = 900,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, each on its own connection.")] = 64,
@@ -147,15 +167,15 @@ def measure(
     per_size = {"2k": requests, "130k": max(10, requests // 3)}
     rng = random.Random(seed)
     samples: list[WorkerSample] = []
-    with StubProcess() as stub, LoadProcess() as load, worker_stacks(counts, stub.engines) as stacks:
+    with StubProcess() as stub, LoadProcess() as load, worker_stacks(counts, apart, stub.engines) as stacks:
         stub.settings(events=EVENTS)
-        idle = {each.workers: _idle(each, idle_s) for each in stacks}
+        idle_ms = {each.label: _idle(each, idle_s) * 1e3 for each in stacks}
         for number in range(rounds):
             for place, size in enumerate(rng.sample(list(SIZES), len(SIZES))):
                 for stack in rng.sample(stacks, len(stacks)):
                     work = LoadWorkload(kind="text", seed=seed, size_bytes=SIZES[size], events=EVENTS)
                     job = ClosedLoopJob(
-                        targets=[LoadTarget("127.0.0.1", stack.port)],
+                        targets=stack.targets,
                         workload=work,
                         first=(number * len(SIZES) + place) * _NUMBERS,
                         pids=stack.pids,
@@ -166,7 +186,7 @@ def measure(
                     result = load.run(job)
                     sample = WorkerSample(
                         number,
-                        stack.workers,
+                        stack.label,
                         size,
                         result.requests,
                         result.seconds,
@@ -178,25 +198,24 @@ def measure(
                     )
                     samples.append(sample)
                     typer.echo(msgspec.json.encode(sample).decode(), err=True)
-        shares = {str(each.workers): each.shares() for each in stacks}
-    idle_ms = {str(count): share * 1e3 for count, share in idle.items()}
+        shares = {each.label: each.shares() for each in stacks}
     report = WorkerReport(machine(), seed, rounds, per_size, concurrency, EVENTS, idle_ms, shares, samples)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-    typer.echo(table(report, counts))
+    typer.echo(table(report, list(idle_ms)))
 
 
-def table(report: WorkerReport, counts: list[int]) -> str:
+def table(report: WorkerReport, stacks: list[str]) -> str:
     """Medians of the rounds, and of the ratios to the baseline of the same round, as Markdown."""
     lines = [
-        "| prompt | workers | CPU per request, ms | to the first | requests/s | to the first | TTFT p50, ms | errors |",
+        "| prompt | stack | CPU per request, ms | to the first | requests/s | to the first | TTFT p50, ms | errors |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for size in SIZES:
-        by = {(each.round, each.workers): each for each in report.samples if each.size == size}
-        for count in counts:
-            own = [by[number, count] for number in range(report.rounds)]
-            base = [by[number, counts[0]] for number in range(report.rounds)]
+        by = {(each.round, each.stack): each for each in report.samples if each.size == size}
+        for stack in stacks:
+            own = [by[number, stack] for number in range(report.rounds)]
+            base = [by[number, stacks[0]] for number in range(report.rounds)]
             cpu_ratio = _median([a.cpu_ms_per_request / b.cpu_ms_per_request for a, b in zip(own, base, strict=True)])
             rate_ratio = _median([a.requests_per_s / b.requests_per_s for a, b in zip(own, base, strict=True)])
             cells = (
@@ -204,7 +223,7 @@ def table(report: WorkerReport, counts: list[int]) -> str:
                 f"{_median([each.requests_per_s for each in own]):.0f} | {rate_ratio:.2f} | "
                 f"{_median([each.ttft_p50_ms for each in own]):.1f} | {sum(each.errors for each in own)}"
             )
-            lines.append(f"| {size} | {count} | {cells} |")
+            lines.append(f"| {size} | {stack} | {cells} |")
     return "\n".join(lines)
 
 

@@ -127,7 +127,7 @@ async def test_a_stored_response_is_continued_on_its_engine_by_every_worker(star
     created = await workers.served.client.post("/v1/responses", json=body)
     instance = created.headers["x-warmroute-instance"]
     await asyncio.sleep(0.3)  # longer than a report takes
-    for _ in range(12):
+    for _ in range(24):
         async with workers.new_client() as client:
             answer = await client.post("/v1/responses", json={**body, "previous_response_id": created.json()["id"]})
             assert (answer.status_code, answer.headers["x-warmroute-instance"]) == (200, instance)
