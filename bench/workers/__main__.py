@@ -132,12 +132,11 @@ class WorkerStack:
 
 
 @contextlib.contextmanager
-def worker_stacks(counts: list[int], apart: int, engines: list[LoadTarget]) -> Iterator[list[WorkerStack]]:
-    """Stacks that are ready, ended after the context: one for each number of workers, and ``apart`` processes."""
+def worker_stacks(counts: list[int], apart: list[int], engines: list[LoadTarget]) -> Iterator[list[WorkerStack]]:
+    """Stacks that are ready, ended after the context: one for each number of workers, and of processes apart."""
     with tempfile.TemporaryDirectory(prefix="workers-") as folder, contextlib.ExitStack() as stack:
         wanted = {str(count): [count] for count in counts}
-        if apart:
-            wanted[f"{apart} apart"] = [1] * apart
+        wanted |= {f"{count} apart": [1] * count for count in apart}
         started: dict[str, list[ServedPort]] = {}
         for label, each in wanted.items():
             for count in each:
@@ -154,7 +153,7 @@ def measure(
     workers: Annotated[
         str, typer.Option(help="Numbers of workers, comma-separated; the first is the baseline.")
     ] = "1,2,4",
-    apart: Annotated[int, typer.Option(min=0, help="Processes that share nothing, side by side; 0: none.")] = 2,
+    apart: Annotated[str, typer.Option(help="Numbers of processes that share nothing; empty: none.")] = "2,4",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; every stack is measured once in each.")] = 10,
     requests: Annotated[int, typer.Option(min=10, help="Counted requests of 2 KB; a third as many of 130 KB.")] = 900,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, each on its own connection.")] = 64,
@@ -163,11 +162,11 @@ def measure(
 ) -> None:
     """Measure all stacks, write the samples, print the table as Markdown."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes
-    counts = [int(each) for each in workers.split(",")]
+    counts = _numbers(workers)
     per_size = {"2k": requests, "130k": max(10, requests // 3)}
     rng = random.Random(seed)
     samples: list[WorkerSample] = []
-    with StubProcess() as stub, LoadProcess() as load, worker_stacks(counts, apart, stub.engines) as stacks:
+    with StubProcess() as stub, LoadProcess() as load, worker_stacks(counts, _numbers(apart), stub.engines) as stacks:
         stub.settings(events=EVENTS)
         idle_ms = {each.label: _idle(each, idle_s) * 1e3 for each in stacks}
         for number in range(rounds):
@@ -225,6 +224,10 @@ def table(report: WorkerReport, stacks: list[str]) -> str:
             )
             lines.append(f"| {size} | {stack} | {cells} |")
     return "\n".join(lines)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",") if each]
 
 
 def _idle(stack: WorkerStack, seconds: float) -> float:

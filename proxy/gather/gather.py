@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs
 
+import httpx
 import msgspec
 from sse_starlette import EventSourceResponse
 
@@ -104,7 +105,7 @@ class Gather:
             try:
                 known = await self._place.line.ask(Question.ENDED)
             except LineError as error:
-                raise RequestError(503, str(error), kind="service_unavailable", code="workers_unknown") from error
+                raise _unknown(str(error)) from error
             # A process that ends meanwhile is among the ended ones or among the parts: a sum that lacks it, or has it
             # twice, would be read as a restart of all counters.
             if {part.pid for part in parts} == {each.pid for each in known.roster if each.listed}:
@@ -112,7 +113,7 @@ class Gather:
                 await _answer(send, 200, _TEXT, exposition(families.values()))
                 return
             await asyncio.sleep(_AGAIN_S)
-        raise RequestError(503, "a worker does not answer", kind="service_unavailable", code="workers_unknown")
+        raise _unknown("a worker does not answer")
 
     async def _breakdown(self, scope: Scope, receive: Receive, send: Send) -> None:
         query = scope["query_string"]
@@ -138,9 +139,12 @@ class Gather:
 
     async def _follow(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {**_headers(scope), **resumed(dict(scope["headers"]))}
-        async with self._peers.stream(self._place.number, _target(scope), headers) as probe:
-            # Invalid queries and a full house are answered by this worker alone.
-            refused = None if probe.status_code < 400 else (probe.status_code, await probe.aread())
+        try:
+            async with self._peers.stream(self._place.number, _target(scope), headers) as probe:
+                # Invalid queries and a full house are answered by this worker alone.
+                refused = None if probe.status_code < 400 else (probe.status_code, await probe.aread())
+        except httpx.HTTPError as error:
+            raise _unknown(f"this worker does not answer itself: {error}") from error
         if refused is not None:
             await _answer(send, refused[0], _JSON, refused[1])
             return
@@ -197,7 +201,11 @@ class Gather:
         try:
             return await self._place.roster()
         except LineError as error:
-            raise RequestError(503, str(error), kind="service_unavailable", code="workers_unknown") from error
+            raise _unknown(str(error)) from error
+
+
+def _unknown(message: str) -> RequestError:
+    return RequestError(503, message, kind="service_unavailable", code="workers_unknown")
 
 
 def _has_served(standing: WorkerStanding) -> bool:

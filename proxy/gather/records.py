@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl, urlencode
 import httpx
 import msgspec
 
+from proxy.errors import RequestError
 from proxy.gather.peers import PeerAnswer, Peers
 from proxy.records.numbers import number_at
 
@@ -122,9 +123,10 @@ class JoinedStreams:
             while True:
                 if time.monotonic() - looked_s > _LOOK_S:
                     looked_s = time.monotonic()
-                    for number in await self._peers.listed():
-                        if number not in tasks:
-                            tasks[number] = asyncio.create_task(self._read(number), name="rows")
+                    with contextlib.suppress(RequestError):  # without the parent this process ends anyway
+                        for number in await self._peers.listed():
+                            if number not in tasks:
+                                tasks[number] = asyncio.create_task(self._read(number), name="rows")
                 event = await self._next()
                 if event is None:
                     break
