@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 class Workers:
     """Running workers, their engines, and their parent."""
 
-    def __init__(self, served: ServeProcess, engines: list[StubEngine]) -> None:
+    def __init__(self, served: ServeProcess, engines: list[StubEngine], admin_port: int | None) -> None:
         self.served = served
+        self._admin = served.url if admin_port is None else f"http://127.0.0.1:{admin_port}"
         self.engines = engines
 
     async def get(self, path: str) -> dict[str, Any]:
         """The JSON of an admin endpoint."""
-        answer = await self.served.client.get(path, headers=AUTHORIZED)
+        answer = await self.served.client.get(self._admin + path, headers=AUTHORIZED)
         found: dict[str, Any] = answer.json()
         return found
 
@@ -44,7 +46,10 @@ class Workers:
         return answer.status_code == 200 and workers[0]["ok"]
 
     async def completed(self, count: int, **body: Any) -> list[str]:
-        """Send requests, each on a connection of its own; returns the instances that answered."""
+        """Send requests, each on a connection of its own; returns the instances that answered.
+
+        All are counted when it returns, except streams: a worker counts a request after its client has the answer.
+        """
         instances = []
         for number in range(count):
             async with self.new_client() as client:
@@ -52,7 +57,12 @@ class Workers:
                 answer = await client.post("/v1/completions", json=wanted)
                 assert answer.status_code == 200, answer.text
                 instances.append(answer.headers["x-warmroute-instance"])
+        if not body.get("stream"):
+            await until(self._idle)
         return instances
+
+    async def _idle(self) -> bool:
+        return not any(row["in_flight"] for row in await self.stats())
 
     async def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples with these labels."""
@@ -67,6 +77,14 @@ class Workers:
     def new_client(self) -> httpx.AsyncClient:
         """A client with connections of its own, whose worker the kernel chooses."""
         return httpx.AsyncClient(base_url=self.served.url, timeout=30, trust_env=False, headers=AUTHORIZED)
+
+
+async def _ended(served: ServeProcess) -> None:
+    """End the parent without waiting for requests, so that it removes its folder."""
+    with contextlib.suppress(ProcessLookupError):
+        served.send(signal.SIGTERM)
+        served.send(signal.SIGTERM)
+    await served.ended()
 
 
 StartWorkers = Callable[..., Awaitable[Workers]]
@@ -91,7 +109,8 @@ async def start_workers(tmp_path: Path) -> AsyncIterator[StartWorkers]:
                 **settings,
             }
             served = await stack.enter_async_context(serve_process(tmp_path / "proxy.yaml", given))
-            workers = Workers(served, fleet)
+            stack.push_async_callback(_ended, served)
+            workers = Workers(served, fleet, settings.get("admin", {}).get("port"))
             await until(workers.ready)
             return workers
 
