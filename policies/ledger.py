@@ -107,6 +107,8 @@ class Ledger:
         self._departed: list[Account] = []
         self.remote: dict[str, Account] = {}
         """Work of other replicas by instance, kept by its reader; empty where there are none."""
+        self.on_acquire: Callable[[], None] | None = None
+        """Called after every acquisition."""
         self.on_release: Callable[[], None] | None = None
         """Called after every release of a lease that is acquired after this is set: capacity may have become free."""
 
@@ -133,6 +135,8 @@ class Ledger:
         account.promised_tokens += context_tokens
         account.recent_tokens = self.recent_tokens(account, now_s) + new_tokens
         account.recent_at_s = now_s
+        if self.on_acquire is not None:
+            self.on_acquire()
         return Lease(instance, new_tokens, context_tokens, account, _on_release=self.on_release)
 
     def requests(self, instance: str) -> int:

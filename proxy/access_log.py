@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 from collections import deque
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,6 +22,8 @@ _EVERY_S = 0.25
 _CLOSE_S = 5.0
 """Bound on the last write, in seconds: standard output may be a pipe that nobody reads."""
 _ERROR_CHARS = 300
+_PIPE_BYTES = 4096
+"""PIPE_BUF of Linux: a write of as many bytes to a pipe is not divided."""
 STDOUT = "-"
 """Path that stands for standard output."""
 
@@ -143,9 +146,22 @@ class AccessLog:
 
     def _write(self, lines: bytes) -> None:
         if self._path == STDOUT:
-            sys.stdout.buffer.write(lines)
-            sys.stdout.buffer.flush()
+            for piece in _pieces(lines):
+                sys.stdout.buffer.write(piece)
+                sys.stdout.buffer.flush()
             return
         assert self._path is not None
         with open(self._path, "ab") as file:
             file.write(lines)
+
+
+def _pieces(lines: bytes) -> Iterator[bytes]:
+    """Whole lines, as many at a time as a pipe takes at once: lines of several workers must not mix."""
+    piece = b""
+    for line in lines.splitlines(keepends=True):
+        if piece and len(piece) + len(line) > _PIPE_BYTES:
+            yield piece
+            piece = b""
+        piece += line
+    if piece:
+        yield piece

@@ -20,17 +20,37 @@ _BACKLOG = 128
 _GRACE_S = 2
 """Seconds that running admin requests have after the proxy begins to shut down; most end at once, some never."""
 
+_HANDSHAKE_S = 10.0
+"""Not used without TLS."""
+
 
 @contextlib.asynccontextmanager
-async def admin_listener(app: Any, bounds: ClientBounds, admin: AdminSettings, tls: TlsSettings) -> AsyncIterator[int]:
+async def admin_listener(
+    app: Any, bounds: ClientBounds, admin: AdminSettings, tls: TlsSettings, *, shared_port: bool = False
+) -> AsyncIterator[int]:
     """Serve ``app`` on the admin address (port 0: a free one) in the context; yields the port.
+
+    ``shared_port``: other processes listen on it too.
 
     Raises:
         OSError: the address cannot be bound.
     """
     assert admin.port is not None
-    bound = _bind(admin.host, admin.port)
-    context = tls.context()
+    bound = _bind(admin.host, admin.port, shared=shared_port)
+    async with served(app, bounds, bound, tls):
+        yield bound.getsockname()[1]
+
+
+@contextlib.asynccontextmanager
+async def served(
+    app: Any, bounds: ClientBounds, bound: socket.socket, tls: TlsSettings | None = None
+) -> AsyncIterator[None]:
+    """Serve ``app`` on a bound socket in the context, and close it.
+
+    Raises:
+        OSError: it cannot be listened on.
+    """
+    context = None if tls is None else tls.context()
     config = uvicorn.Config(
         app,
         http=cast(Any, partial(BoundedProtocol, bounds)),
@@ -43,7 +63,7 @@ async def admin_listener(app: Any, bounds: ClientBounds, admin: AdminSettings, t
         timeout_graceful_shutdown=_GRACE_S,
         ssl_context_factory=None if context is None else lambda _config, _default: context,
     )
-    server = BoundedServer(config, tls.handshake_s)
+    server = BoundedServer(config, _HANDSHAKE_S if tls is None else tls.handshake_s)
     # Signals are handled by the main listener; this server stops with it.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve(sockets=[bound]), name="admin-listener")
@@ -51,9 +71,9 @@ async def admin_listener(app: Any, bounds: ClientBounds, admin: AdminSettings, t
         while not server.started:
             if task.done():
                 task.result()
-                raise OSError(f"the admin listener on {admin.host} did not start")
+                raise OSError(f"the listener on {bound.getsockname()} did not start")
             await asyncio.sleep(0.01)
-        yield bound.getsockname()[1]
+        yield
     finally:
         server.should_exit = True
         try:
@@ -62,10 +82,11 @@ async def admin_listener(app: Any, bounds: ClientBounds, admin: AdminSettings, t
             bound.close()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, *, shared: bool) -> socket.socket:
     try:
         return socket.create_server(
             (host, port),
+            reuse_port=shared,
             family=socket.AF_INET6 if ":" in host else socket.AF_INET,
             backlog=_BACKLOG,
         )

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from proxy.access.guard import Guard
+from proxy.access.guard import Application, Guard
 from proxy.access.rules import Listener, Side, side_of
 from proxy.admin.admission_routes import admission_routes
 from proxy.admin.breakdown_routes import breakdown_routes
@@ -29,6 +29,10 @@ from proxy.admin_listener import admin_listener
 from proxy.core import Core
 from proxy.errors import RequestError, error_body
 from proxy.exchange.generation import Generation
+from proxy.gather.gather import Gather
+from proxy.gather.inner import listed
+from proxy.gather.peers import Peers
+from proxy.gather.place import Place
 from proxy.metrics.conditions import ConditionMetrics
 from proxy.operations.operations import Operations
 from proxy.restart.snapshots import Snapshots
@@ -39,12 +43,15 @@ from proxy.ui.routes import ui_routes
 class ProxyApp:
     """ASGI application over one core; ``generation`` handles the generation requests of the listener."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.core = core = Core(settings)
+    def __init__(self, settings: Settings, place: Place | None = None) -> None:
+        """Open nothing yet; ``place``: among several workers, None: the only one."""
+        self.core = core = Core(settings, None if place is None else place.identity)
         ConditionMetrics(core.metrics.registry, lambda: ((each.name, each.ok) for each in conditions(core)))
         self.operations = Operations(self.core)
         self.generation = Generation(self.core)
-        guarded = Guard(_control_app(self.core, self.operations), self.core.access, Listener.MAIN)
+        endpoints = _Endpoints(self.core, place)
+        endpoints.own = _control_app(self.core, self.operations, endpoints)
+        guarded = Guard(endpoints.of_all, self.core.access, Listener.MAIN)
         self._rest = ClientSide(guarded, self.core)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -52,59 +59,54 @@ class ProxyApp:
         await self._rest(scope, receive, send)
 
 
-@asynccontextmanager
-async def _admin_listener(app: FastAPI, core: Core) -> AsyncIterator[None]:
-    """Run the admin endpoints' own listener, if configured."""
-    admin = core.settings.admin
-    if admin.port is None:
-        yield
-        return
-    guarded = Guard(app, core.access, Listener.ADMIN)
-    async with admin_listener(guarded, core.clients, admin, core.settings.tls) as core.admin_port:
-        yield
+class _Endpoints:
+    """Endpoints of this worker (``own``), and those that answer for all workers; of one process they are the same."""
+
+    own: FastAPI
+
+    def __init__(self, core: Core, place: Place | None) -> None:
+        self._core = core
+        self._place = place
+        self._peers = None if place is None else Peers(place)
+
+    @property
+    def of_all(self) -> Application:
+        """The endpoints for the listeners."""
+        if self._place is None or self._peers is None:
+            return self.own
+        return Gather(self.own, self._core, self._place, self._peers)
+
+    @asynccontextmanager
+    async def parent(self) -> AsyncIterator[None]:
+        """Be connected to the parent in the context, if there is one."""
+        if self._place is None:
+            yield
+            return
+        async with self._place.line.opened():
+            yield
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Run the listeners other than the main one: for the other workers, and the admin endpoints' own."""
+        core, place, peers = self._core, self._place, self._peers
+        async with AsyncExitStack() as stack:
+            if place is not None and peers is not None:
+                stack.push_async_callback(peers.close)
+                await stack.enter_async_context(listed(self.own, core, place, peers))
+            admin = core.settings.admin
+            if admin.port is not None:
+                guarded = Guard(self.of_all, core.access, Listener.ADMIN)
+                core.admin_port = await stack.enter_async_context(
+                    admin_listener(guarded, core.clients, admin, core.settings.tls, shared_port=place is not None)
+                )
+            yield
 
 
-def _control_app(core: Core, operations: Operations) -> FastAPI:
+def _control_app(core: Core, operations: Operations, endpoints: _Endpoints) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        core.open()
-        discovering = AsyncExitStack()
-        monitor, snapshots = operations.monitor, Snapshots(core)
-        try:
-            await discovering.enter_async_context(operations.discovery.running())
-            # The first probe reads block size and capacity, so it precedes the first request.
-            await monitor.probe_all()
-            await snapshots.restore()
-            snapshots.open()
-            tasks = [
-                asyncio.create_task(monitor.run(), name="health"),
-                asyncio.create_task(core.events.run(), name="kv-events"),
-                asyncio.create_task(ConditionWatch(core).run(), name="conditions"),
-                asyncio.create_task(core.shadows.run(), name="shadows"),
-            ]
-            if core.sharing is not None:
-                tasks.append(asyncio.create_task(core.sharing.run(), name="sharing"))
-            try:
-                answering = [instance.name for instance in core.instances if instance.good_probes_in_a_row]
-                await core.events.caught_up(answering, core.settings.events.replay_at_start_s)
-                if core.sharing is not None:
-                    await core.sharing.caught_up()
-                async with _admin_listener(app, core):
-                    yield
-            finally:
-                core.draining = True
-                core.breakdown.end_subscriptions()
-                for task in tasks:
-                    task.cancel()
-                for task in tasks:
-                    with suppress(asyncio.CancelledError):
-                        await task
-        finally:
-            async with AsyncExitStack() as closing:
-                closing.push_async_callback(core.close)
-                closing.push_async_callback(operations.close)
-                closing.push_async_callback(snapshots.close)
-                await discovering.aclose()
+        async with endpoints.parent(), _running(core, operations, endpoints):
+            yield
 
     app = FastAPI(title="warmroute", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(admin_routes(core, operations.fleet))
@@ -118,7 +120,54 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
     app.include_router(replica_routes(core))
     app.include_router(ui_routes(core, operations.fleet))
     describe_generation(app)
+    _handle_errors(app, core)
+    return app
 
+
+@asynccontextmanager
+async def _running(core: Core, operations: Operations, endpoints: _Endpoints) -> AsyncIterator[None]:
+    """Everything of a proxy but its main listener."""
+    core.open()
+    discovering = AsyncExitStack()
+    monitor, snapshots = operations.monitor, Snapshots(core)
+    try:
+        await discovering.enter_async_context(operations.discovery.running())
+        # The first probe reads block size and capacity, so it precedes the first request.
+        await monitor.probe_all()
+        await snapshots.restore()
+        snapshots.open()
+        tasks = [
+            asyncio.create_task(monitor.run(), name="health"),
+            asyncio.create_task(core.events.run(), name="kv-events"),
+            asyncio.create_task(ConditionWatch(core).run(), name="conditions"),
+            asyncio.create_task(core.shadows.run(), name="shadows"),
+        ]
+        if core.sharing is not None:
+            tasks.append(asyncio.create_task(core.sharing.run(), name="sharing"))
+        try:
+            answering = [instance.name for instance in core.instances if instance.good_probes_in_a_row]
+            await core.events.caught_up(answering, core.settings.events.replay_at_start_s)
+            if core.sharing is not None:
+                await core.sharing.caught_up()
+            async with endpoints.listening():
+                yield
+        finally:
+            core.draining = True
+            core.breakdown.end_subscriptions()
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                with suppress(asyncio.CancelledError):
+                    await task
+    finally:
+        async with AsyncExitStack() as closing:
+            closing.push_async_callback(core.close)
+            closing.push_async_callback(operations.close)
+            closing.push_async_callback(snapshots.close)
+            await discovering.aclose()
+
+
+def _handle_errors(app: FastAPI, core: Core) -> None:
     @app.exception_handler(RequestError)
     async def on_request_error(_: Request, error: RequestError) -> Response:
         headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
@@ -143,5 +192,3 @@ def _control_app(core: Core, operations: Operations) -> FastAPI:
         return Response(
             error_body(message, "invalid_request_error"), error.status_code, error.headers, "application/json"
         )
-
-    return app

@@ -22,6 +22,7 @@ from proxy.clip import clip
 from proxy.records.feed import DEFAULT_BUFFER_ROWS, RowFeed, RowSubscription
 from proxy.records.files import RecordFiles, record_files
 from proxy.records.filters import RowFilter
+from proxy.records.numbers import RowNumbers, SingleNumbers
 from proxy.records.past import past_rows
 
 log = logging.getLogger("warmroute.breakdown")
@@ -92,6 +93,7 @@ class Breakdown:
         rejected_to_file: append those rows to the file as well.
         jsonl_max_bytes: size at which the file is rotated.
         jsonl_files: files kept, the current one included.
+        numbers: numbers of the rows; None: one after the other.
 
     Raises:
         OSError: the file cannot be opened.
@@ -106,6 +108,7 @@ class Breakdown:
         rejected_to_file: bool = False,
         jsonl_max_bytes: int = 256 * 1024 * 1024,
         jsonl_files: int = 4,
+        numbers: RowNumbers | None = None,
     ) -> None:
         self._lines: deque[_Numbered] = deque(maxlen=capacity)
         self._rejected: deque[_Numbered] = deque(maxlen=rejected_capacity)
@@ -113,8 +116,9 @@ class Breakdown:
         self._path = jsonl_path
         self._files = RecordFiles(jsonl_path, jsonl_max_bytes, jsonl_files) if jsonl_path is not None else None
         self._feed = RowFeed()
-        self._earlier = 0
-        """Number of the last row of an earlier process."""
+        self._numbers: RowNumbers = numbers or SingleNumbers()
+        self.number = 0
+        """Number of the newest row, of an earlier process at first."""
         self.started_unix_s = round(time.time(), 3)
         """Start of this process, which its rows have as ``proxy_started_unix_s``."""
         self.open_rows: set[Row] = set()
@@ -143,11 +147,6 @@ class Breakdown:
         """Number of subscriptions."""
         return len(self._feed)
 
-    @property
-    def number(self) -> int:
-        """Number of the newest row."""
-        return self._earlier + self.finished
-
     def open(self) -> None:
         """Read the rows of earlier processes from the files, 64 MiB and 5 s at most, and start writing."""
         if self._files is None or self._path is None:
@@ -159,7 +158,7 @@ class Breakdown:
         else:
             for row in past.rows:
                 (self._rejected if row.unserved else self._lines).append((row.number, row.line))
-            self._earlier = past.rows[-1].number if past.rows else 0
+            self.number = past.rows[-1].number if past.rows else 0
             if past.rows or past.damaged:
                 damaged = f", {past.damaged} damaged lines left out" if past.damaged else ""
                 log.info("%d rows of earlier processes read from %s%s", len(past.rows), self._path, damaged)
@@ -177,7 +176,7 @@ class Breakdown:
         self.open_rows.discard(row)
         outcome = row.outcome.value
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        number = self._earlier + self.finished
+        number = self.number = self._numbers.after(self.number)
         line = _line(row, number, self.started_unix_s)
         unserved = row.unserved
         (self._rejected if unserved else self._lines).append((number, line))
@@ -223,12 +222,13 @@ class Breakdown:
             wanted: the filter.
             before: only rows with smaller numbers, the newest of them.
             after: only rows with larger numbers, the oldest of them. Larger than the newest row's: it belongs to a
-                process whose last rows are lost, and all rows are returned from the oldest on.
+                process whose last rows are lost, and all rows are returned from the oldest on. Of several workers: the
+                newest is another's, and there are no rows.
         """
         newest = self.number
         lines, rejected = list(self._lines), list(self._rejected)
         if after is not None:
-            first = 0 if after > newest else after
+            first = 0 if after > newest and not self._numbers.shared else after
             since = merge(_later(lines, first), _later(rejected, first), key=_number)
             last = newest + 1 if before is None else before
             found = await _matching((each for each in since if each[0] < last), wanted, limit)

@@ -25,6 +25,7 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that serve the port together.")] = None,
     policy: Annotated[str | None, typer.Option(help="Routing policy, with its default parameters.")] = None,
     admission: Annotated[
         str | None, typer.Option(help="Admission rule; its parameters not given are the defaults.")
@@ -72,10 +73,12 @@ def serve(
     from proxy.start.check import check_fleet
     from proxy.start.environment import service_link
     from proxy.tokens.encoder import TokenizerError
+    from proxy.workers.supervisor import supervise
 
     overrides: dict[str, Any] = {
         "host": host,
         "port": port,
+        "workers": workers,
         "log_level": log_level,
         "log_format": log_format,
         "logs": _given(access=access_log),
@@ -96,6 +99,8 @@ def serve(
         settings = load()
         if check:
             raise typer.Exit(0 if check_fleet(settings) else 1)
+        if settings.workers > 1:
+            raise typer.Exit(supervise(settings, config, _plain(given)))
         run(settings, load)
     except (SettingsError, ListenError) as error:
         typer.secho(str(error), fg="red", err=True)
@@ -107,6 +112,15 @@ def serve(
 
 def _given(**values: Any) -> dict[str, Any] | None:
     return {name: value for name, value in values.items() if value is not None} or None
+
+
+def _plain(given: Any) -> Any:
+    """Flags as JSON has them, for other processes."""
+    if isinstance(given, dict):
+        return {name: _plain(value) for name, value in given.items()}
+    if isinstance(given, list):
+        return [_plain(value) for value in given]
+    return str(given.absolute()) if isinstance(given, Path) else given
 
 
 def _discovery(specification: str | None) -> dict[str, Any] | None:

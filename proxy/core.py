@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 import httpx
 
@@ -45,6 +46,7 @@ from proxy.metrics.shadows import ShadowMetrics
 from proxy.metrics.tenants import TenantMetrics
 from proxy.metrics.traces import TraceMetrics
 from proxy.paths import OtherPaths
+from proxy.records.numbers import WorkerNumbers
 from proxy.request.parse import Endpoint, Parsed
 from proxy.resolver import Resolver
 from proxy.routing.admission import Admission
@@ -60,6 +62,8 @@ from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
 from proxy.sessions.turn_texts import chat_turn
 from proxy.settings import Settings
 from proxy.shadow.shadows import Shadows
+from proxy.sharing.line import WorkerIdentity
+from proxy.sharing.local_store import LocalStore
 from proxy.sharing.sharing import Sharing
 from proxy.tokens.service import Tokens
 from proxy.tracing.tracing import tracing_of
@@ -75,8 +79,17 @@ class Core:
     control: Control
     handoff: HandOff
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, worker: WorkerIdentity | None = None) -> None:
+        """Open nothing yet.
+
+        Args:
+            settings: those of the proxy.
+            worker: this worker among several, which share their state through their parent unless through a store;
+                None: it is the only one.
+        """
         self.settings = settings
+        self.worker = None if worker is None else worker.number
+        """Number of this worker among several."""
         self.keys = Keys(settings.keys)
         self.tenants = Tenants(settings.fairness, self.keys)
         self.access = Access(settings, self.keys)
@@ -105,6 +118,7 @@ class Core:
             rejected_to_file=rows.rejected_to_jsonl,
             jsonl_max_bytes=rows.jsonl_max_bytes,
             jsonl_files=rows.jsonl_files,
+            numbers=None if worker is None else WorkerNumbers(worker.number, worker.clock_offset_s),
         )
         self.access_log = AccessLog(settings.logs.access, settings.logs.access_buffer)
         AccessLogMetrics(self.metrics.registry, self.access_log)
@@ -119,13 +133,17 @@ class Core:
         self.holding = HoldingLine(settings.admission, self.router, self.instances, self.admission)
         self.short_load = ShortLoad(state.ledger)
         self.shadows = Shadows(settings.shadow, self.router.routing)
+        self.responses = StoredResponses(settings.responses, self.instances)
         self.sharing: Sharing | None = None
         """State shared with other replicas; None: this proxy is the only one."""
-        if settings.sharing.url is not None:
+        if settings.sharing.url is not None or worker is not None:
             gate = self.router.routing.gate
-            self.sharing = Sharing(settings, state, self.instances, self.keys, lambda: len(gate))
+            local = worker is not None and settings.sharing.url is None
+            make_store = partial(LocalStore, worker.line) if worker is not None and local else None
+            self.sharing = Sharing(
+                settings, state, self.instances, self.keys, self.responses, lambda: len(gate), make_store
+            )
             self.sharing.others.on_load = self.admission.wake
-        self.responses = StoredResponses(settings.responses, self.instances)
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)
         self.cors = Cors(settings.cors)

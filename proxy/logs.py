@@ -51,6 +51,9 @@ def redact(text: str) -> str:
 
 
 class _Formatter(logging.Formatter):
+    worker: int | None = None
+    """Number of this process among several workers, which its lines have."""
+
     def message_of(self, record: logging.LogRecord) -> str:
         """The message on one line, so that client data cannot forge log lines."""
         return clip(redact(record.getMessage()), _MESSAGE_CHARS).translate(_CONTROL)
@@ -71,7 +74,8 @@ class TextFormatter(_Formatter):
     """``time level logger message [request id]``, followed by a traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{self.formatTime(record)} {record.levelname} {record.name} {self.message_of(record)}"
+        name = record.name if self.worker is None else f"{record.name} worker {self.worker}:"
+        line = f"{self.formatTime(record)} {record.levelname} {name} {self.message_of(record)}"
         serving = request_id.get()
         if serving is not None and serving not in line:
             line += f" [{serving}]"
@@ -93,6 +97,8 @@ class JsonFormatter(_Formatter):
             "logger": record.name,
             "message": self.message_of(record),
         }
+        if self.worker is not None:
+            entry["worker"] = self.worker
         serving = request_id.get()
         if serving is not None:
             entry["request_id"] = serving
@@ -147,16 +153,21 @@ class LimitedLog:
         return f" (not logged since the last one: {counts})" if counts else ""
 
 
-def configure(level: str, log_format: Literal["text", "json"], stream: TextIO | None = None) -> None:
+def configure(
+    level: str, log_format: Literal["text", "json"], stream: TextIO | None = None, worker: int | None = None
+) -> None:
     """Configure logging of the whole process, replacing earlier handlers.
 
     Args:
         level: debug, info, warning or error.
         log_format: text, or json for one object per line.
         stream: output stream; default standard error.
+        worker: number of this process among several workers; None: it is the only one.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    formatter = JsonFormatter() if log_format == "json" else TextFormatter()
+    formatter.worker = worker
+    handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # These log every probe, or every byte on the wire.
     for name in ("httpx", "httpcore", "asyncio"):

@@ -14,6 +14,7 @@ from proxy import logs, memory
 from proxy.app import ProxyApp
 from proxy.clients.bounds import raise_descriptor_limit
 from proxy.clients.protocol import ProxyProtocol
+from proxy.gather.place import Place
 from proxy.operations.shutdown import ProxyServer
 from proxy.settings import Settings
 from proxy.start.address import check_addresses
@@ -31,22 +32,27 @@ def run(settings: Settings, load: Callable[[], Settings]) -> None:
         SettingsError: a file that the settings name cannot be used.
         TokenizerError: the tokenizer cannot be loaded.
     """
-    logs.configure(settings.log_level, settings.log_format)
     raise_descriptor_limit()
-    for sentence in unknown_variables(os.environ, settings):
-        log.warning("%s", sentence)
-    check_addresses(settings)
+    begin(settings)
     config = server_config(settings)
-    log.log(logging.WARNING if is_exposed(settings) else logging.INFO, "%s", openness(settings))
     app = cast(ProxyApp, config.app)
     app.operations.reloader.load = load
     memory.tune()
     ProxyServer(config, app.core, app.operations.reloader.on_hangup).run()
 
 
-def server_config(settings: Settings) -> uvicorn.Config:
-    """uvicorn's configuration for a proxy."""
-    app = ProxyApp(settings)
+def begin(settings: Settings) -> None:
+    """Set up the log, and check and report what concerns the proxy as a whole. Raises ListenError."""
+    logs.configure(settings.log_level, settings.log_format)
+    for sentence in unknown_variables(os.environ, settings):
+        log.warning("%s", sentence)
+    check_addresses(settings)
+    log.log(logging.WARNING if is_exposed(settings) else logging.INFO, "%s", openness(settings))
+
+
+def server_config(settings: Settings, place: Place | None = None) -> uvicorn.Config:
+    """uvicorn's configuration for a proxy; ``place``: among several workers, None: the only one."""
+    app = ProxyApp(settings, place)
     tls = settings.tls.context()
     return uvicorn.Config(
         app,

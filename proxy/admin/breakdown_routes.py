@@ -147,7 +147,7 @@ def _event(number: int, line: bytes) -> bytes:
 
 def _number(last_event_id: str | None) -> int | None:
     """Number of the last row that a client received before its connection broke; None if it has none."""
-    if last_event_id is None or not last_event_id.isascii() or not last_event_id.isdigit() or len(last_event_id) > 15:
+    if last_event_id is None or not last_event_id.isascii() or not last_event_id.isdigit() or len(last_event_id) > 16:
         return None
     return int(last_event_id)
 

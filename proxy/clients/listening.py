@@ -28,11 +28,13 @@ class BoundedServer(uvicorn.Server):
     Args:
         config: uvicorn's.
         handshake_s: bound on a TLS handshake, in seconds.
+        shared_port: other processes listen on the address too, and the kernel spreads the connections.
     """
 
-    def __init__(self, config: uvicorn.Config, handshake_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, handshake_s: float, *, shared_port: bool = False) -> None:
         super().__init__(config)
         self._handshake_s = handshake_s
+        self._shared_port = shared_port
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, then listen; ends the process if either fails, like uvicorn."""
@@ -46,16 +48,21 @@ class BoundedServer(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        listen = partial(asyncio.get_running_loop().create_server, protocol, backlog=config.backlog)
+        loop = asyncio.get_running_loop()
+        options: dict[str, Any] = {"backlog": config.backlog}
         if config.ssl is not None:
-            listen = partial(
-                listen, ssl=config.ssl, ssl_handshake_timeout=self._handshake_s, ssl_shutdown_timeout=_CLOSE_S
-            )
+            options |= {
+                "ssl": config.ssl,
+                "ssl_handshake_timeout": self._handshake_s,
+                "ssl_shutdown_timeout": _CLOSE_S,
+            }
         try:
             if sockets is None:
-                self.servers = [await listen(host=config.host, port=config.port)]
+                if self._shared_port:
+                    options["reuse_port"] = True
+                self.servers = [await loop.create_server(protocol, config.host, config.port, **options)]
             else:
-                self.servers = [await listen(sock=each) for each in sockets]
+                self.servers = [await self._listen(protocol, each, options) for each in sockets]
         except OSError as error:
             log.error(error)
             await self.lifespan.shutdown()
@@ -63,3 +70,9 @@ class BoundedServer(uvicorn.Server):
         if sockets is None:
             self._log_started_message(self.servers[0].sockets)
         self.started = True
+
+    async def _listen(self, protocol: Any, bound: socket.socket, options: dict[str, Any]) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        if bound.family == socket.AF_UNIX:
+            return await loop.create_unix_server(protocol, sock=bound, **options)
+        return await loop.create_server(protocol, sock=bound, **options)

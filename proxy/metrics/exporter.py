@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
 
 from policies.row import Row
 from proxy.events.subscriber import EventSubscriber
@@ -153,8 +156,16 @@ class Metrics:
 
     def render(self, router: Router, instances: Instances, events: EventSubscriber, now_s: float) -> bytes:
         """The exposition text; gauges are read at this moment."""
+        self._read(router, instances, events, now_s)
+        return generate_latest(self.registry)
+
+    def collect(self, router: Router, instances: Instances, events: EventSubscriber, now_s: float) -> Iterable[Metric]:
+        """The families, to be merged with those of other workers; gauges are read at this moment."""
+        self._read(router, instances, events, now_s)
+        return self.registry.collect()
+
+    def _read(self, router: Router, instances: Instances, events: EventSubscriber, now_s: float) -> None:
         for (name, source), error in self.errors.by_source.items():
             self._index_error.values[name, source] = error.absolute_error_tokens
             self._index_predictions.values[name, source] = error.requests
         self._readings.families = list(instance_families(router, instances, events, now_s))
-        return generate_latest(self.registry)

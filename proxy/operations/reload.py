@@ -72,6 +72,8 @@ class Reloader:
             self._counter.labels(result.value)
         self.load: Callable[[], Settings] | None = None
         """Reads the settings from their origin; raises SettingsError. None: they cannot be read again."""
+        self.on_applied: Callable[[ReloadReport], None] = _ignore
+        """Called after settings were applied."""
 
     def on_hangup(self) -> None:
         """Reload on SIGHUP; the result is logged."""
@@ -121,7 +123,9 @@ class Reloader:
             return ReloadReport(result, changes, dry_run=dry_run)
         added = self._apply(effective_settings(core.settings, new), changes, well)
         await asyncio.gather(*(self._fleet.probe(instance) for instance in added))
-        return ReloadReport(Result.APPLIED, changes)
+        report = ReloadReport(Result.APPLIED, changes)
+        self.on_applied(report)
+        return report
 
     def _changes(self, new: Settings) -> list[Change]:
         """Differences from the effective settings. Raises SettingsError if instances of file and API conflict."""
@@ -232,3 +236,7 @@ class Reloader:
         log.info("%s %d differing key(s)", what, len(changes))
         for change in changes:
             log.log(logging.INFO if change.live else logging.WARNING, "%s", change)
+
+
+def _ignore(_: ReloadReport) -> None:
+    """Default of ``on_applied``."""

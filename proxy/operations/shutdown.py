@@ -34,8 +34,10 @@ class ProxyServer(BoundedServer):
     """Serves one core's application until a signal ends it."""
 
     def __init__(self, config: uvicorn.Config, core: Core, on_hangup: Callable[[], None]) -> None:
-        super().__init__(config, core.settings.tls.handshake_s)
+        super().__init__(config, core.settings.tls.handshake_s, shared_port=core.worker is not None)
         self._core = core
+        self.on_listening: Callable[[], None] = _ignore
+        """Called when the main listener listens."""
         self._on_hangup = on_hangup
         self._hurry = asyncio.Event()
 
@@ -43,6 +45,7 @@ class ProxyServer(BoundedServer):
         await super().startup(sockets)
         if self.started:
             self._core.port = self.servers[0].sockets[0].getsockname()[1]
+            self.on_listening()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -51,9 +54,11 @@ class ProxyServer(BoundedServer):
             yield
             return
         loop = asyncio.get_running_loop()
+        # A worker's parent forwards both; a supervisor may send them to every process as well, which is no second one.
+        end = self.end if self._core.worker is None else self._end_once
         handlers: dict[int, Callable[[], None]] = {
-            signal.SIGTERM: self.end,
-            signal.SIGINT: self.end,
+            signal.SIGTERM: end,
+            signal.SIGINT: end,
             signal.SIGHUP: self._on_hangup,
         }
         for number, handler in handlers.items():
@@ -70,6 +75,10 @@ class ProxyServer(BoundedServer):
             self._hurry.set()
         self._core.draining = True
         self.should_exit = True
+
+    def _end_once(self) -> None:
+        if not self.should_exit:
+            self.end()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down gracefully; returns when connections and files are closed."""
@@ -121,3 +130,7 @@ class ProxyServer(BoundedServer):
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _ignore() -> None:
+    """Default of ``on_listening``."""

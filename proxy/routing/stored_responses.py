@@ -6,7 +6,7 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -36,6 +36,23 @@ class _Stored(NamedTuple):
     until_s: float
 
 
+class _Elsewhere(Protocol):
+    """A response that another replica has learned."""
+
+    @property
+    def response_id(self) -> str: ...
+    @property
+    def instance(self) -> str: ...
+    @property
+    def url(self) -> str: ...
+    @property
+    def started_unix_s(self) -> float | None: ...
+    @property
+    def hashes(self) -> bytes: ...
+    @property
+    def text_bytes(self) -> int: ...
+
+
 class StoredResponses:
     """Response id to instance, for at most ``capacity`` responses (8 KiB each in the worst case), the oldest dropped.
 
@@ -46,6 +63,8 @@ class StoredResponses:
         self._capacity, self._ttl_s = settings.capacity, settings.ttl_s
         self._instances = instances
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
+        self._learned: OrderedDict[str, None] | None = None
+        """Ids that were not sent to other replicas; None: there are no others."""
 
     def __len__(self) -> int:
         """Number of known responses, expired ones included until the next is learned."""
@@ -56,10 +75,40 @@ class StoredResponses:
         if not _ID.fullmatch(response_id):
             return
         hashes = array("Q", prompt.hashes[:_MAX_BLOCKS]).tobytes()
+        until_s = now_s + self._ttl_s
+        stored = _Stored(instance.name, instance.url, instance.started_unix_s, hashes, prompt.text_bytes, until_s)
+        self._keep(response_id, stored, now_s)
+        if self._learned is not None:
+            self._learned[response_id] = None
+            if len(self._learned) > self._capacity:
+                self._learned.popitem(last=False)
+
+    def share(self) -> None:
+        """Keep the ids that are learned from now on for ``take_learned``."""
+        self._learned = OrderedDict()
+
+    def take_learned(self, limit: int) -> list[tuple[str, str, str, float | None, bytes, int]]:
+        """The oldest responses learned here and not taken: id, instance, its URL and start, hashes, bytes of text."""
+        taken: list[tuple[str, str, str, float | None, bytes, int]] = []
+        while self._learned and len(taken) < limit:
+            response_id, _ = self._learned.popitem(last=False)
+            stored = self._stored.get(response_id)
+            if stored is not None:
+                taken.append((response_id, *stored[:5]))
+        return taken
+
+    def learn_elsewhere(self, response: _Elsewhere, now_s: float) -> None:
+        """Take a response that another replica has learned; an id that is known here stays as it is."""
+        if response.response_id in self._stored or not _ID.fullmatch(response.response_id):
+            return
+        hashes = response.hashes[: _MAX_BLOCKS * array("Q").itemsize]
+        until_s = now_s + self._ttl_s
+        stored = _Stored(response.instance, response.url, response.started_unix_s, hashes, response.text_bytes, until_s)
+        self._keep(response.response_id, stored, now_s)
+
+    def _keep(self, response_id: str, stored: _Stored, now_s: float) -> None:
         self._stored.pop(response_id, None)
-        self._stored[response_id] = _Stored(
-            instance.name, instance.url, instance.started_unix_s, hashes, prompt.text_bytes, now_s + self._ttl_s
-        )
+        self._stored[response_id] = stored
         while len(self._stored) > self._capacity or self._first().until_s <= now_s:
             self._stored.popitem(last=False)
 

@@ -60,6 +60,9 @@ class Settings(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=9090, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    workers: int = Field(
+        default=1, ge=1, le=64, description="processes that serve the port together; see docs/workers.md"
+    )
     instances: Annotated[tuple[InstanceSettings, ...], NoDecode] = Field(
         default=(), description="the fleet: at least one engine, unless discovery finds them"
     )

@@ -14,7 +14,8 @@ from proxy.access.keys import KeyName, Keys
 from proxy.access.quotas import KeyUse, UseElsewhere
 from proxy.fleet.instances import Instances
 from proxy.sharing.drains import DrainMarks
-from proxy.sharing.wire import KeyReport, LoadReport, Message, Pin
+from proxy.sharing.store import ResponseTable
+from proxy.sharing.wire import KeyReport, LoadReport, Message, Pin, SharedResponse
 
 log = logging.getLogger("warmroute.sharing")
 
@@ -49,9 +50,18 @@ class Other:
 class Others:
     """The other replicas by name. Owns ``ledger.remote``, the remote contexts and the use of keys elsewhere."""
 
-    def __init__(self, state: FleetState, instances: Instances, keys: Keys, drains: DrainMarks, run: int) -> None:
+    def __init__(
+        self,
+        state: FleetState,
+        instances: Instances,
+        keys: Keys,
+        drains: DrainMarks,
+        responses: ResponseTable,
+        run: int,
+    ) -> None:
         """``run``: number of this process, whose own pins it may find in the store."""
         self._run = run
+        self._responses = responses
         self._state = state
         self._instances = instances
         self._keys = keys
@@ -102,6 +112,7 @@ class Others:
             other.contexts, other.lost_share, other.held = now
             self._sum_contexts()
         self.take_pins(message.pins, now_s, unix_s)
+        self.take_responses(message.responses, now_s)
         for name, draining in self._drains.merge(message.drains).items():
             self.on_drain(name, draining)
         opened, other.open = frozenset(message.open) - other.open, frozenset(message.open)
@@ -118,6 +129,11 @@ class Others:
             session = pin.session.decode("utf-8", "surrogatepass")
             at_s = now_s - max(0.0, unix_s - pin.unix_s)
             self._state.pinned_elsewhere(session, pin.instance, pin.tokens, at_s)
+
+    def take_responses(self, responses: Iterable[SharedResponse], now_s: float) -> None:
+        """Merge stored responses."""
+        for each in responses:
+            self._responses.learn_elsewhere(each, now_s)
 
     def expire(self, now_s: float, ttl_s: float) -> None:
         """Forget replicas that have been silent for ``ttl_s``."""

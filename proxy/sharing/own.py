@@ -13,10 +13,14 @@ from proxy.access.quotas import Quota
 from proxy.fleet.breaker import BreakerState
 from proxy.fleet.instances import Instances
 from proxy.sharing.drains import DrainMarks
-from proxy.sharing.wire import KeyReport, LoadReport, Message, Pin
+from proxy.sharing.store import ResponseTable
+from proxy.sharing.wire import KeyReport, LoadReport, Message, Pin, SharedResponse
 
 _PINS = 200
 """Most pins of one message: a receiver merges them in one turn of its event loop, in about a millisecond."""
+
+_RESPONSES = 50
+"""Most stored responses of one message, 8 KiB each at most."""
 
 _Load = tuple[int, int, int, int, int, float, float]
 _IDLE = LoadReport()
@@ -44,6 +48,7 @@ class OwnState:
         keys: Keys,
         drains: DrainMarks,
         held: Callable[[], int],
+        responses: ResponseTable,
     ) -> None:
         """``held``: reads the number of requests that the admission rule holds."""
         self._replica = replica
@@ -54,6 +59,7 @@ class OwnState:
         self._keys = keys
         self._drains = drains
         self._held = held
+        self._responses = responses
         self._loads: dict[str, _Load] = {}
         self._quotas: dict[str, tuple[Quota, int]] = {}
         self._small = _Small((), {}, 0.0, 0)
@@ -85,10 +91,19 @@ class OwnState:
             )
             for session, context in self._shared.take_changes(_PINS)
         )
-        if not (full or loads or keys or drains or pins or small != before):
+        responses = tuple(SharedResponse(*each) for each in self._responses.take_learned(_RESPONSES))
+        if not (full or loads or keys or drains or pins or responses or small != before):
             return None
         return Message(
-            self._replica, self._run, full, loads=loads, keys=keys, drains=drains, pins=pins, **small._asdict()
+            self._replica,
+            self._run,
+            full,
+            loads=loads,
+            keys=keys,
+            drains=drains,
+            pins=pins,
+            responses=responses,
+            **small._asdict(),
         )
 
     def farewell(self) -> Message:

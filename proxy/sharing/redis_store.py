@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 
 from proxy.settings import SharingSettings
 from proxy.sharing.store import StoreError
-from proxy.sharing.wire import Message, Pin, WireError, decode, decode_pin, encode
+from proxy.sharing.wire import Message, Pin, SharedResponse, WireError, decode, decode_pin, encode
 
 log = logging.getLogger("warmroute.sharing")
 
@@ -87,6 +87,12 @@ class RedisStore:
                     yield list(_pins(found))
                 if not cursor:
                     break
+
+    async def responses(self) -> AsyncIterator[Sequence[SharedResponse]]:
+        """None: they are too large to keep; a replica that joins later learns those that are stored from then on."""
+        nothing: tuple[Sequence[SharedResponse], ...] = ()
+        for each in nothing:
+            yield each
 
     async def publish(self, message: Message) -> None:
         raw = encode(message)

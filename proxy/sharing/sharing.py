@@ -21,7 +21,7 @@ from proxy.settings import Settings, SettingsError, SharingSettings
 from proxy.sharing.drains import DrainMarks
 from proxy.sharing.others import Others, load_row
 from proxy.sharing.own import OwnState
-from proxy.sharing.store import SharedStore, StoreError
+from proxy.sharing.store import ResponseTable, SharedStore, StoreError
 
 log = logging.getLogger("warmroute.sharing")
 
@@ -40,6 +40,7 @@ class Sharing:
         state: FleetState,
         instances: Instances,
         keys: Keys,
+        responses: ResponseTable,
         held: Callable[[], int] = int,
         make_store: Callable[[], SharedStore] | None = None,
     ) -> None:
@@ -50,6 +51,7 @@ class Sharing:
             state: the fleet's state.
             instances: the fleet.
             keys: clients' keys and their limits.
+            responses: engines of stored responses.
             held: reads the number of requests that admission holds.
             make_store: makes a store for each connection; None: the one of the settings.
 
@@ -64,9 +66,14 @@ class Sharing:
         state.share(shared)
         self._state = state
         self.drains = DrainMarks(self.replica)
-        self._own = OwnState(self.replica, self.run_number, state, shared, instances, keys, self.drains, held)
-        self.others = Others(state, instances, keys, self.drains, self.run_number)
+        responses.share()
+        identity = (self.replica, self.run_number)
+        self._own = OwnState(*identity, state, shared, instances, keys, self.drains, held, responses)
+        self.others = Others(state, instances, keys, self.drains, responses, self.run_number)
         self._caught_up = asyncio.Event()
+        self._stirred = asyncio.Event()
+        """Something may have changed that others are to know."""
+        state.ledger.on_acquire = self._stirred.set
         self._full_due_s = 0.0
         self._sent_s: float | None = None
         self._twin_s = float("-inf")
@@ -117,6 +124,7 @@ class Sharing:
     def mark(self, instance: str, *, draining: bool) -> None:
         """An operator drains an instance, or no longer: all replicas are to do the same."""
         self.drains.mark(instance, draining=draining, unix_s=time.time())
+        self._stirred.set()
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: this replica, the others, and the link."""
@@ -184,6 +192,9 @@ class Sharing:
         async for pins in store.pins():
             self.others.take_pins(pins, time.monotonic(), time.time())
             await asyncio.sleep(0)
+        async for responses in store.responses():
+            self.others.take_responses(responses, time.monotonic())
+            await asyncio.sleep(0)
         self._caught_up.set()
 
     async def _report(self, store: SharedStore) -> None:
@@ -201,7 +212,16 @@ class Sharing:
                     self._check_echo(now_s)
                 await store.publish(message)
                 self.sent += 1
+            elif not any(account.requests for account in self._state.ledger.accounts.values()):
+                await self._stir(self._full_due_s - now_s)
             await asyncio.sleep(settings.publish_interval_s)
+
+    async def _stir(self, within_s: float) -> None:
+        """Wait, without load, until a request comes: a replica that looked all the time would cost CPU for nothing."""
+        self._stirred.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._stirred.wait()
 
     async def _listen(self, store: SharedStore) -> None:
         while True:

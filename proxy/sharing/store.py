@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from proxy.sharing.wire import Message, Pin
+from proxy.sharing.wire import Message, Pin, SharedResponse
 
 
 class StoreError(Exception):
     """The store did not answer in time, or refused; the connection is of no further use."""
+
+
+class ResponseTable(Protocol):
+    """The engines of stored responses, as this process knows them."""
+
+    def share(self) -> None:
+        """Keep what is learned from now on for ``take_learned``."""
+
+    def take_learned(self, limit: int) -> list[tuple[str, str, str, float | None, bytes, int]]:
+        """The oldest responses learned here and not taken: the fields of `SharedResponse`."""
+        ...
+
+    def learn_elsewhere(self, response: SharedResponse, now_s: float) -> None:
+        """Take a response that another replica has learned."""
 
 
 class SharedStore(Protocol):
@@ -24,6 +38,10 @@ class SharedStore(Protocol):
 
     def pins(self) -> AsyncIterator[Sequence[Pin]]:
         """Yield pins that have not expired, in batches, the oldest first."""
+        ...
+
+    def responses(self) -> AsyncIterator[Sequence[SharedResponse]]:
+        """Yield stored responses, in batches, the oldest first, if the store keeps them."""
         ...
 
     async def publish(self, message: Message) -> None:

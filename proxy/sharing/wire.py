@@ -53,6 +53,19 @@ class Pin(msgspec.Struct, array_like=True, frozen=True):
     """Number of the process that decided."""
 
 
+class SharedResponse(msgspec.Struct, array_like=True, frozen=True):
+    """A response that an engine has stored, as in `proxy.routing.stored_responses`."""
+
+    response_id: str
+    instance: str
+    url: str
+    started_unix_s: float | None
+    """Start of the engine's process; None: unknown."""
+    hashes: bytes
+    """Of its prompt's blocks, packed."""
+    text_bytes: int
+
+
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Changes of one replica since its last message; ``full``: all of its state, except the pins."""
 
@@ -74,6 +87,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     held: int = 0
     """Requests that the admission rule holds, in every message."""
     pins: tuple[Pin, ...] = ()
+    responses: tuple[SharedResponse, ...] = ()
+    """Stored by engines since the last message."""
 
 
 class WireError(ValueError):

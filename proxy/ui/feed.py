@@ -156,6 +156,8 @@ class DashboardFeed:
             "sessions": len(router.state.sessions),
             "event_loop_late_s": round(core.lag.late_s(10.0), 3),
             "viewers": self.viewers,
+            "worker": core.worker,
+            "workers": core.settings.workers,
         }
 
     def _instances(self) -> list[dict[str, Any]]:

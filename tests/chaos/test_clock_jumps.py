@@ -28,6 +28,7 @@ WALL_CLOCK = {
     "proxy/console/frames.py": "times of rows",
     "proxy/console/top.py": "age of rows, if the proxy gives no time",
     "proxy/discovery/status.py": "display of the time of the last reading",
+    "proxy/gather/records.py": "time of an answer",
     "proxy/logs.py": "time of a line",
     "proxy/restart/snapshots.py": "age of a file of an earlier process; one from the future counts as old",
     "proxy/shadow/shadows.py": "time of a decision shown",
@@ -35,6 +36,8 @@ WALL_CLOCK = {
     "proxy/sharing/sharing.py": "order of decisions and drain marks over hosts: a later mark is later by any clock",
     "proxy/tokens/template.py": "strftime_now of chat templates",
     "proxy/ui/feed.py": "seconds of the dashboard's charts",
+    "proxy/workers/process.py": "display of the start of a worker",
+    "proxy/workers/supervisor.py": "display of starts and ends; numbers of rows, by the clock as it was at the start",
 }
 """Modules that read the wall clock, and the reason why a step of it does no harm."""
 

@@ -48,6 +48,7 @@ const links = Object.fromEntries(
 );
 const policyLine = h("span", { id: "policy-line" });
 const viewersLine = h("span");
+const workerLine = h("span", { id: "worker-line" });
 let page = null;
 
 function shell() {
@@ -59,7 +60,7 @@ function shell() {
       { class: "side" },
       h("a", { class: "brand", href: "#/fleet" }, h("img", { src: new URL("icon.svg", import.meta.url).href, alt: "" }), "warmroute"),
       h("nav", { "aria-label": "Pages" }, SHOWN.map((name) => links[name]), h("a", { href: "../docs" }, icon("api"), "API")),
-      h("div", { class: "foot" }, policyLine, viewersLine),
+      h("div", { class: "foot" }, policyLine, workerLine, viewersLine),
     ),
     h(
       "div",
@@ -137,6 +138,7 @@ function refresh() {
   if (feed.state) {
     const proxy = feed.state.proxy;
     say(policyLine, `Policy ${proxy.policy}, planner ${proxy.planner}`);
+    say(workerLine, proxy.worker === null ? "" : `Figures of worker ${proxy.worker} of ${proxy.workers} alone`);
     say(viewersLine, `${proxy.viewers} viewer${proxy.viewers === 1 ? "" : "s"}`);
     page?.update?.(feed);
   }

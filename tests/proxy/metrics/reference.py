@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from launch.hardware.telemetry import TelemetryCollector, TelemetrySampler
 from proxy.app import ProxyApp
+from proxy.gather.families import GAUGES, GaugeRule
 from proxy.settings import load_settings
 
 _INTRODUCTION = """# Reference: metrics
@@ -22,6 +23,7 @@ closed sets: instances, policies, classes, reasons, outcomes. When an instance l
 The first 100 tenants have series of their own, all others share those of `(others)`.
 """
 _HEADER = "| metric | type | unit | labels | help |\n| --- | --- | --- | --- | --- |"
+_OF_WORKERS = "| metric | type | unit | labels | workers | help |\n| --- | --- | --- | --- | --- | --- |"
 _UNITS = {
     "seconds": "seconds",
     "bytes": "bytes",
@@ -60,17 +62,17 @@ def families(registry: CollectorRegistry) -> Iterator[tuple[Metric, tuple[str, .
             yield family, tuple(vars(owner)["_labelnames"])
 
 
-def table(registry: CollectorRegistry) -> str:
-    """Markdown table of a registry's metrics, sorted by name."""
+def table(registry: CollectorRegistry, *, of_workers: bool = False) -> str:
+    """Markdown table of a registry's metrics, sorted by name; ``of_workers``: with the column of workers."""
     rows = []
     for family, labels in families(registry):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         unit = _UNITS.get(family.name.rpartition("_")[2], "–")
         shown = ", ".join(f"`{label}`" for label in labels) or "–"
-        rows.append(
-            f"| `{name}` | {family.type} | {unit} | {shown} | {family.documentation.replace('|', chr(92) + '|')} |"
-        )
-    return "\n".join([_HEADER, *sorted(rows)])
+        workers = f" {GAUGES.get(family.name, GaugeRule.SUM)} |" if of_workers else ""
+        help_text = family.documentation.replace("|", chr(92) + "|")
+        rows.append(f"| `{name}` | {family.type} | {unit} | {shown} |{workers} {help_text} |")
+    return "\n".join([_OF_WORKERS if of_workers else _HEADER, *sorted(rows)])
 
 
 def reference() -> str:
@@ -79,7 +81,9 @@ def reference() -> str:
         f"{_INTRODUCTION}\n"
         "## Proxy\n\n"
         "`GET /metrics` of `warmroute serve`; who may read it: [security](../security.md).\n\n"
-        f"{table(proxy_registry())}\n\n"
+        "Column `workers`: what [several workers](../workers.md#metrics) make of their values: their sum, the largest, "
+        "the smallest, or the mean.\n\n"
+        f"{table(proxy_registry(), of_workers=True)}\n\n"
         "## GPUs\n\n"
         "`warmroute telemetry --prometheus-port PORT`; the same values as a file: "
         "[fleets](../fleet.md#gpu-telemetry).\n\n"

@@ -10,7 +10,8 @@ from policies.state import FleetState
 from proxy.access.keys import Keys, digest_of
 from proxy.access.quotas import Quota
 from proxy.fleet.instances import Instances
-from proxy.settings import ClientKey, HealthSettings, InstanceSettings, KeySettings
+from proxy.routing.stored_responses import StoredResponses
+from proxy.settings import ClientKey, HealthSettings, InstanceSettings, KeySettings, ResponseSettings
 from proxy.sharing.drains import DrainMarks
 from proxy.sharing.others import Others
 from proxy.sharing.own import OwnState
@@ -34,8 +35,12 @@ class Side:
         key = ClientKey(name="team", sha256=digest_of("secret"), **limits)
         self.keys = Keys(KeySettings(client=(key,)))
         self.drains = DrainMarks(name)
-        self.own = OwnState(name, run, self.state, shared, self.instances, self.keys, self.drains, lambda: 0)
-        self.others = Others(self.state, self.instances, self.keys, self.drains, run)
+        self.responses = StoredResponses(ResponseSettings(), self.instances)
+        self.responses.share()
+        self.own = OwnState(
+            name, run, self.state, shared, self.instances, self.keys, self.drains, lambda: 0, self.responses
+        )
+        self.others = Others(self.state, self.instances, self.keys, self.drains, self.responses, run)
         self.began_s = time.monotonic()
         """Allowances count from the moment at which the keys are read."""
         self.doubts: list[str] = []

@@ -7,6 +7,7 @@ import pytest
 
 from policies.types import RequestView
 from proxy.access.quotas import KeyLimitError
+from proxy.request.parse import Prompt
 from proxy.sharing.drains import DrainMarks
 from proxy.sharing.wire import DrainMark, KeyReport, LoadReport, Message, Pin, WireError, decode
 from tests.policies.builders import decision_for
@@ -205,3 +206,16 @@ def test_the_working_set_is_the_sum_of_the_others() -> None:
     assert [tuple(each)[2:6] for each in used] == [(3, 300, 2, 200), (1, 100, 4, 400), (0, 0, 0, 0)]
     side.hears(Message("y", 1, gone=True))
     assert side.state.accounts.remote == (1, 100, 2, 200, 0.25, 2)
+
+
+def test_a_response_stored_through_one_replica_is_found_through_another() -> None:
+    here, there = Side("here"), Side("there")
+    instance = here.instances["a"]
+    here.responses.learn("resp_1", instance, Prompt([1, 2, 3], 0, 3000), 0.0)
+    message = here.own.message(0.0, UNIX_S, full=False)
+    assert message is not None
+    there.hears(message)
+    there.instances["a"].healthy = True
+    assert there.responses.instance_of("resp_1", "id", 1.0) is there.instances["a"]
+    again = here.own.message(1.0, UNIX_S, full=False)
+    assert again is None or not again.responses

@@ -1,0 +1,108 @@
+"""Requests of one worker to all, itself included, over their Unix sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+
+from proxy.errors import RequestError
+from proxy.gather.place import Place
+from proxy.sharing.line import LineError
+
+log = logging.getLogger("warmroute.workers")
+
+ADMIN_KEY = "x-warmroute-admin-key"
+"""Header with the name of the admin key that a worker has checked, on these sockets only."""
+READ_S = 10.0
+"""Bound on an answer that changes nothing."""
+
+
+class PeerAnswer(NamedTuple):
+    """Answer of one worker."""
+
+    worker: int
+    status: int
+    content_type: str
+    body: bytes
+
+    @property
+    def ok(self) -> bool:
+        """True unless it is an error."""
+        return self.status < 400
+
+    def json(self) -> Any:
+        """Its body. Raises msgspec.MsgspecError."""
+        return msgspec.json.decode(self.body)
+
+
+class Peers:
+    """Clients of all workers' sockets. ``close`` ends their connections."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._clients: dict[int, httpx.AsyncClient] = {}
+
+    async def listed(self) -> list[int]:
+        """Workers that can be asked. Raises RequestError (503) without the parent."""
+        try:
+            return [each.worker for each in await self._place.roster() if each.listed]
+        except LineError as error:
+            raise RequestError(503, str(error), kind="service_unavailable", code="workers_unknown") from error
+
+    async def ask(
+        self, method: str, target: str, headers: Mapping[str, str], body: bytes, within_s: float = READ_S
+    ) -> list[PeerAnswer]:
+        """Answers of all workers in the order of their numbers, without those that have just ended."""
+        numbers = await self.listed()
+        asked = (self.ask_one(number, method, target, headers, body, within_s) for number in numbers)
+        answers = [each for each in await asyncio.gather(*asked) if each is not None]
+        if not answers:
+            raise RequestError(503, "no worker answers", kind="service_unavailable", code="workers_unknown")
+        return answers
+
+    async def ask_one(
+        self, worker: int, method: str, target: str, headers: Mapping[str, str], body: bytes, within_s: float
+    ) -> PeerAnswer | None:
+        """Answer of one worker; None if it has ended or does not answer in time."""
+        try:
+            async with asyncio.timeout(within_s):
+                answer = await self._client(worker).request(method, target, headers=dict(headers), content=body)
+        except (httpx.HTTPError, TimeoutError) as error:
+            log.warning("worker %d does not answer %s: %s", worker, method, error or type(error).__name__)
+            return None
+        return PeerAnswer(worker, answer.status_code, answer.headers.get("content-type", ""), answer.content)
+
+    @contextlib.asynccontextmanager
+    async def stream(self, worker: int, target: str, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
+        """An answer that does not end soon. Raises httpx.HTTPError."""
+        async with self._client(worker).stream("GET", target, headers=dict(headers)) as answer:
+            yield answer
+
+    async def close(self) -> None:
+        """Close all connections."""
+        clients, self._clients = list(self._clients.values()), {}
+        for each in clients:
+            await each.aclose()
+
+    def _client(self, worker: int) -> httpx.AsyncClient:
+        client = self._clients.get(worker)
+        if client is None:
+            # Connections are not kept: the worker at the other end may be another process by the next request.
+            transport = httpx.AsyncHTTPTransport(
+                uds=str(self._place.socket(worker)), limits=httpx.Limits(max_keepalive_connections=0)
+            )
+            client = self._clients[worker] = httpx.AsyncClient(
+                transport=transport, base_url="http://worker", timeout=httpx.Timeout(None, connect=5.0)
+            )
+        return client
+
+
+def answered(answers: Sequence[PeerAnswer], number: int) -> PeerAnswer:
+    """The answer of worker ``number``, or the first."""
+    return next((each for each in answers if each.worker == number), answers[0])

@@ -1,0 +1,113 @@
+"""One worker: a proxy on the shared port, in a process that ends with its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from proxy import logs, memory
+from proxy.app import ProxyApp
+from proxy.clients.bounds import raise_descriptor_limit
+from proxy.gather.place import Place
+from proxy.operations.reload import ReloadReport
+from proxy.operations.shutdown import ProxyServer
+from proxy.server import server_config
+from proxy.settings import Settings, SettingsError, load_settings
+from proxy.sharing.frames import Ending, Order, Reloaded, Serving
+from proxy.sharing.line import ParentLine, WorkerIdentity
+from proxy.tokens.encoder import TokenizerError
+from proxy.workers.own_settings import own_settings
+
+log = logging.getLogger("warmroute.workers")
+
+INVALID = 2
+"""Exit status of invalid settings."""
+_PR_SET_PDEATHSIG = 1
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """All that a worker is given, as the one argument of its process."""
+
+    worker: int
+    clock_offset_s: float
+    parent_pid: int
+    descriptor: int
+    """Of its end of the line."""
+    folder: str
+    """Of the workers' sockets."""
+    port: int
+    admin_port: int | None
+    config: str | None
+    """Settings file."""
+    flags: dict[str, Any]
+    """Settings of the command line."""
+
+
+def encode_start(start: WorkerStart) -> str:
+    """The argument of a worker's process."""
+    return msgspec.json.encode(start).decode()
+
+
+def main(argument: str) -> None:
+    """Serve until the parent or a signal ends it; then exit."""
+    start = msgspec.json.decode(argument, type=WorkerStart)
+    _end_with_parent(start.parent_pid)
+
+    def load() -> Settings:
+        settings = load_settings(None if start.config is None else Path(start.config), **start.flags)
+        return own_settings(settings, start.worker, start.port, start.admin_port)
+
+    try:
+        settings = load()
+        logs.configure(settings.log_level, settings.log_format, worker=start.worker)
+        raise_descriptor_limit()
+        line = ParentLine(socket.socket(fileno=start.descriptor))
+        place = Place(WorkerIdentity(start.worker, line, start.clock_offset_s), Path(start.folder))
+        config = server_config(settings, place)
+    except (SettingsError, TokenizerError) as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(INVALID)
+    app = cast(ProxyApp, config.app)
+    app.operations.reloader.load = load
+    server = ProxyServer(config, app.core, app.operations.reloader.on_hangup)
+
+    def obey(order: Order) -> None:
+        if order is Order.RELOAD:
+            app.operations.reloader.on_hangup()
+            return
+        if order is Order.HURRY or not server.should_exit:
+            server.end()
+        line.send(Ending(app.core.settings.drain_delay_s + app.core.settings.grace_s))
+
+    def reloaded(report: ReloadReport) -> None:
+        line.send(Reloaded(tuple(change.key for change in report.changes if change.live)))
+
+    line.on_order = obey
+    line.on_lost = _parent_lost
+    app.operations.reloader.on_applied = reloaded
+    server.on_listening = lambda: line.send(Serving())
+    memory.tune()
+    server.run()
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that does."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: the end of the line remains
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(INVALID)
+
+
+def _parent_lost() -> None:
+    """End at once: a new parent needs the port, and nobody would restart or reload this process."""
+    log.error("the parent process is gone: this worker ends")
+    os._exit(1)

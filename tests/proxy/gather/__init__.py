@@ -1,0 +1,1 @@
+"""Answers of several workers merged into one."""

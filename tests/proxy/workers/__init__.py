@@ -1,0 +1,1 @@
+"""Workers as real processes, in front of scripted engines."""

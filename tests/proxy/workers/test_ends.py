@@ -1,0 +1,164 @@
+"""Ends of workers and of their parent: killed, shut down, never started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.proxy.serve_process import until, write_settings
+from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers, Workers
+
+
+async def whose(workers: Workers) -> dict[int, int]:
+    """Process id by worker."""
+    return {row["worker"]: row["pid"] for row in await workers.stats()}
+
+
+async def test_a_killed_worker_breaks_its_streams_only_and_is_started_again(start_workers: StartWorkers) -> None:
+    workers = await start_workers(2)
+    await workers.completed(20)
+    before = await workers.metric("warmroute_requests_total")
+    await workers.served.client.put("/policy", headers=AUTHORIZED, json={"name": "round_robin"})
+    for engine in workers.engines:
+        engine.tokens, engine.token_delay_s = 60, 0.05
+
+    async def streamed() -> bool:
+        """True if the stream was complete."""
+        async with workers.new_client() as client:
+            body = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 60, "stream": True}
+            lines = []
+            with contextlib.suppress(httpx.HTTPError):
+                async with client.stream("POST", "/v1/completions", json=body) as answer:
+                    async for line in answer.aiter_lines():
+                        lines.append(line)
+            return "data: [DONE]" in lines
+
+    streams = [asyncio.create_task(streamed()) for _ in range(16)]
+
+    async def all_run() -> bool:
+        return sum(row["in_flight"] for row in await workers.stats()) == 16
+
+    await until(all_run)
+    spread = {row["worker"]: row["in_flight"] for row in await workers.stats()}
+    victim = (await whose(workers))[0]
+    os.kill(victim, signal.SIGKILL)
+    complete = sum(await asyncio.gather(*streams))
+    assert complete == spread[1]
+
+    async def again() -> bool:
+        return await workers.ready() and (await workers.stats())[0]["restarts"] == 1
+
+    await until(again)
+    assert (await whose(workers))[0] != victim
+    assert "SIGKILL" in (await workers.stats())[0]["last_end"]
+    assert not any((await workers.get("/stats"))["ledger"].values())
+    # Counters that were shown stay: a smaller sum would be read as a restart.
+    assert await workers.metric("warmroute_requests_total") >= before + complete
+    for engine in workers.engines:
+        engine.token_delay_s = 0.0
+    await workers.completed(20)
+    for _ in range(8):
+        async with workers.new_client() as client:
+            assert (await client.get("/policy")).json()["name"] == "round_robin"
+
+
+async def test_a_worker_that_is_ended_finishes_its_requests_and_is_replaced_while_the_proxy_stays_ready(
+    start_workers: StartWorkers,
+) -> None:
+    workers = await start_workers(2)
+    for engine in workers.engines:
+        engine.tokens, engine.token_delay_s = 20, 0.05
+    requests = [asyncio.create_task(workers.completed(1, stream=True)) for _ in range(8)]
+
+    async def all_run() -> bool:
+        return sum(row["in_flight"] for row in await workers.stats()) == 8
+
+    await until(all_run)
+    before = (await whose(workers))[1]
+    os.kill(before, signal.SIGTERM)
+    await asyncio.gather(*requests)
+
+    async def replaced() -> bool:
+        async with workers.new_client() as client:
+            answer = await client.get("/ready?verbose")
+        [condition] = [each for each in answer.json()["conditions"] if each["name"] == "workers"]
+        return condition["ok"] and "1 restart" in condition["detail"] and answer.status_code == 200
+
+    await until(replaced)
+    assert (await whose(workers))[1] != before
+
+
+async def test_sigterm_drains_all_workers_and_the_exit_status_is_zero(start_workers: StartWorkers) -> None:
+    workers = await start_workers(2)
+    processes = list((await whose(workers)).values())
+    for engine in workers.engines:
+        engine.tokens, engine.token_delay_s = 20, 0.05
+    requests = [asyncio.create_task(workers.completed(1, stream=True)) for _ in range(8)]
+
+    async def all_run() -> bool:
+        return sum(row["in_flight"] for row in await workers.stats()) == 8
+
+    await until(all_run)
+    for pid in (workers.served.pid, *processes):  # as a service manager may do
+        os.kill(pid, signal.SIGTERM)
+    assert await workers.served.ended() == 0
+    await asyncio.gather(*requests)
+    assert not any(psutil.pid_exists(pid) for pid in processes)
+
+
+async def test_no_worker_outlives_a_killed_parent(start_workers: StartWorkers) -> None:
+    workers = await start_workers(2)
+    processes = [psutil.Process(pid) for pid in (await whose(workers)).values()]
+    workers.served.send(signal.SIGKILL)
+    await workers.served.ended()
+
+    async def gone() -> bool:
+        return not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
+
+    await until(gone)
+
+
+async def test_a_hangup_makes_all_workers_read_their_settings(start_workers: StartWorkers, tmp_path: Path) -> None:
+    workers = await start_workers(2)
+    known = [{"name": "inst-0", "url": workers.engines[0].url}]
+    settings = tmp_path / "proxy.yaml"
+    text = settings.read_text(encoding="utf-8")
+    settings.write_text(text.replace(workers.engines[1].url, "http://127.0.0.1:9"), encoding="utf-8")
+    workers.served.send(signal.SIGHUP)
+
+    async def changed() -> bool:
+        urls = set()
+        for _ in range(6):
+            async with workers.new_client() as client:
+                urls |= {row["url"] for row in (await client.get("/instances")).json()["instances"]}
+        return urls == {known[0]["url"], "http://127.0.0.1:9"}
+
+    await until(changed)
+
+
+async def test_workers_that_cannot_start_end_the_parent_with_their_status(tmp_path: Path) -> None:
+    config = tmp_path / "proxy.yaml"
+    write_settings(
+        config,
+        {
+            "workers": 2,
+            "instances": [{"url": "http://127.0.0.1:9"}],
+            "logs": {"access": str(tmp_path)},
+        },
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "proxy", "--config", str(config)),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(60):
+        _, log = await process.communicate()
+    assert process.returncode == 2
+    assert b"before it served" in log

@@ -1,0 +1,78 @@
+"""Files and listeners of several workers: rows and the access log on disk, the admin port, a store between workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.replicas.processes import free_port
+from tests.proxy.serve_process import until
+from tests.proxy.sharing.store_server import StoreServer, needs_store
+from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers
+
+
+async def test_rows_are_in_a_file_of_each_worker_and_the_access_log_has_all(
+    start_workers: StartWorkers, tmp_path: Path
+) -> None:
+    rows, log = tmp_path / "rows.jsonl", tmp_path / "access.jsonl"
+    workers = await start_workers(2, breakdown={"jsonl_path": str(rows)}, logs={"access": str(log)})
+    await workers.completed(20)
+
+    async def written() -> bool:
+        return log.is_file() and len(log.read_bytes().splitlines()) == 20
+
+    await until(written)
+    assert len({json.loads(line)["request_id"] for line in log.read_bytes().splitlines()}) == 20
+
+    async def recorded() -> bool:
+        files = [tmp_path / f"rows.worker-{number}.jsonl" for number in range(2)]
+        found = [len(each.read_bytes().splitlines()) if each.is_file() else 0 for each in files]
+        return sum(found) == 20 and all(found)
+
+    await until(recorded)
+    assert not rows.exists()
+
+
+async def test_the_admin_port_answers_for_all_workers(start_workers: StartWorkers) -> None:
+    port = free_port()
+    workers = await start_workers(2, admin={"port": port})
+    await workers.completed(20)
+    assert (await workers.served.client.get("/stats", headers=AUTHORIZED)).status_code == 404
+    for _ in range(6):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as admin:
+            stats = (await admin.get("/stats", headers=AUTHORIZED)).json()
+            assert stats["requests"]["finished"] == 20
+            assert (await admin.get("/stats")).status_code == 401
+            assert (await admin.post("/instances/inst-0/drain")).status_code == 401
+
+
+async def test_an_answer_of_one_worker_names_it(start_workers: StartWorkers) -> None:
+    workers = await start_workers(2)
+    named = set()
+    for _ in range(20):
+        async with workers.new_client() as client:
+            named.add((await client.get("/replicas")).headers["x-warmroute-worker"])
+    assert named == {"0", "1"}
+
+
+@needs_store
+@pytest.mark.fleet
+async def test_with_a_store_each_worker_is_a_replica_of_its_own(start_workers: StartWorkers, tmp_path: Path) -> None:
+    store = StoreServer(tmp_path)
+    store.start()
+    try:
+        workers = await start_workers(2, sharing={"url": store.url, "replica": "east", "ttl_s": 3.0})
+
+        async def known() -> bool:
+            found: dict[str, Any] = await workers.get("/replicas")
+            return found["linked"] and len(found["others"]) == 1
+
+        await until(known)
+        found = await workers.get("/replicas")
+        assert {found["replica"], found["others"][0]["replica"]} == {"east-0", "east-1"}
+    finally:
+        store.kill()

@@ -1,0 +1,92 @@
+"""The parent's state: what later workers get, and what stays of ended ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.gather.families import MetricFamily, decode_families, encode_families
+from proxy.settings import load_settings
+from proxy.sharing.frames import Ask, ChangeRequest, Question
+from proxy.sharing.wire import Message, Pin, SharedResponse
+from proxy.workers.hub import Hub, KeptState
+from proxy.workers.own_settings import own_settings
+
+
+@pytest.fixture
+def hub() -> Hub:
+    return Hub(KeptState(3, 60.0, 2, 60.0), tuple)
+
+
+def pins_of(hub: Hub, now_s: float) -> list[bytes]:
+    hub.answer(0, Ask(1, Question.REPLICAS), now_s)
+    return [pin.session for pin in hub.answer(0, Ask(2, Question.PINS), now_s).pins]
+
+
+def with_pins(*sessions: bytes) -> Message:
+    return Message("worker-1", 5, pins=tuple(Pin(session, "a", 1, 0.0) for session in sessions))
+
+
+def test_a_worker_that_starts_gets_the_newest_pins_and_full_messages(hub: Hub) -> None:
+    hub.publish(Message("worker-1", 5, full=True, held=2), 0.0)
+    hub.publish(with_pins(b"1", b"2", b"3", b"1", b"4"), 1.0)
+    assert pins_of(hub, 2.0) == [b"3", b"1", b"4"]
+    assert hub.answer(0, Ask(2, Question.PINS), 2.0).pins == ()
+    message, age_s = hub.answer(0, Ask(3, Question.REPLICAS), 3.0).replicas[0]
+    assert (message.held, age_s) == (2, 3.0)
+
+
+def test_pins_expire(hub: Hub) -> None:
+    hub.publish(with_pins(b"1"), 0.0)
+    hub.publish(with_pins(b"2"), 61.0)
+    assert pins_of(hub, 61.0) == [b"2"]
+
+
+def test_a_worker_that_starts_gets_the_newest_stored_responses(hub: Hub) -> None:
+    stored = [SharedResponse(f"resp_{number}", "a", "http://a", None, b"", 0) for number in range(3)]
+    hub.publish(Message("worker-1", 5, responses=tuple(stored)), 0.0)
+    hub.answer(0, Ask(1, Question.REPLICAS), 1.0)
+    assert hub.answer(0, Ask(2, Question.RESPONSES), 1.0).responses == tuple(stored[1:])
+    assert hub.answer(0, Ask(3, Question.RESPONSES), 1.0).responses == ()
+
+
+def test_the_others_hear_the_farewell_of_a_killed_worker(hub: Hub) -> None:
+    hub.publish(Message("worker-1", 5, full=True), 0.0)
+    assert [(each.replica, each.run, each.gone) for each in hub.lost(1)] == [("worker-1", 5, True)]
+    assert hub.answer(0, Ask(1, Question.REPLICAS), 1.0).replicas == ()
+
+
+def test_counters_of_ended_workers_add_up(hub: Hub) -> None:
+    for value in (3.0, 4.0):
+        hub.shown(1, encode_families([MetricFamily("x", "counter", "", [("x_total", (), value)])]))
+        hub.lost(1)
+    ended = decode_families(hub.answer(0, Ask(1, Question.ENDED), 0.0).ended)
+    assert ended[0].samples == [("x_total", (), 7.0)]
+
+
+def changes_of(hub: Hub) -> list[str]:
+    return [each.target for each in hub.answer(0, Ask(1, Question.CHANGES), 0.0).changes]
+
+
+def test_changes_are_kept_in_order_until_the_settings_replace_them(hub: Hub) -> None:
+    for method, target in (("POST", "/instances"), ("PUT", "/policy"), ("PUT", "/admission"), ("PUT", "/policy")):
+        hub.changed(ChangeRequest(method, target, b"{}", "op"))
+    assert changes_of(hub) == ["/instances", "/admission", "/policy"]
+    hub.reloaded(["policy.name", "timeouts.idle_s"])
+    assert changes_of(hub) == ["/instances", "/admission"]
+
+
+def test_a_worker_has_files_and_a_name_of_its_own() -> None:
+    settings = load_settings(
+        None,
+        instances=[{"url": "http://127.0.0.1:9"}],
+        workers=2,
+        breakdown={"jsonl_path": "/var/log/rows.jsonl"},
+        snapshot={"path": "/var/lib/snapshot"},
+        sharing={"replica": "east"},
+    )
+    own = own_settings(settings, 1, 9090, None)
+    assert str(own.breakdown.jsonl_path) == "/var/log/rows.worker-1.jsonl"
+    assert str(own.snapshot.path) == "/var/lib/snapshot.worker-1"
+    assert own.sharing.replica == "worker-1"
+    stored = settings.model_copy(update={"sharing": settings.sharing.model_copy(update={"url": "redis://s:1/0"})})
+    assert own_settings(stored, 1, 9090, None).sharing.replica == "east-1"

@@ -1,0 +1,134 @@
+"""Several workers look like one proxy: requests, sessions, metrics, rows and changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from tests.proxy.serve_process import until
+from tests.proxy.typed_engine import TypedEngine
+from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers
+
+
+async def test_connections_reach_all_workers_and_metrics_count_every_request(start_workers: StartWorkers) -> None:
+    workers = await start_workers(3)
+    await workers.completed(40)
+    started = [row["started"] for row in await workers.stats()]
+    assert sum(started) == 40
+    assert all(started), "the kernel spreads connections over the workers"
+    assert await workers.metric("warmroute_requests_total", outcome="ok") == 40
+    assert await workers.metric("warmroute_request_seconds_count") == 40
+    assert await workers.metric("warmroute_instance_healthy", instance="inst-0") == 1
+    assert (await workers.get("/stats"))["requests"]["finished"] == 40
+
+
+async def test_a_session_stays_on_its_engine_whichever_worker_it_reaches(start_workers: StartWorkers) -> None:
+    workers = await start_workers(2, policy={"name": "session_sticky"})
+    for session in range(3):
+        placed = []
+        for _ in range(8):
+            async with workers.new_client() as client:
+                body = {"model": "stub", "prompt": list(range(400)), "max_tokens": 2}
+                answer = await client.post("/v1/completions", json=body, headers={"x-session-id": f"session-{session}"})
+                placed.append(answer.headers["x-warmroute-instance"])
+                await asyncio.sleep(0.3)  # longer than a report takes; a turn of a conversation takes as long
+        assert len(set(placed)) == 1, placed
+    assert all(row["started"] for row in await workers.stats())
+
+
+async def test_an_instance_drained_through_one_worker_is_drained_with_all(start_workers: StartWorkers) -> None:
+    workers = await start_workers(2)
+    answer = await workers.served.client.post("/instances/inst-0/drain", headers=AUTHORIZED)
+    assert answer.json()["draining"] is True
+    assert set(await workers.completed(20)) == {"inst-1"}
+    await workers.served.client.post("/instances/inst-0/undrain", headers=AUTHORIZED)
+    assert (await workers.get("/instances/inst-0"))["draining"] is False
+    assert set(await workers.completed(30)) == {"inst-0", "inst-1"}
+
+
+async def test_switches_and_added_instances_reach_all_workers(start_workers: StartWorkers) -> None:
+    workers = await start_workers(2, engines=2)
+    client = workers.served.client
+    switched = await client.put("/policy", headers=AUTHORIZED, json={"name": "round_robin"})
+    assert switched.json()["name"] == "round_robin"
+    held = await client.put("/admission", headers=AUTHORIZED, json={"max_hold_s": 7})
+    assert held.json()["max_hold_s"] == 7
+    assert (await client.put("/policy", headers=AUTHORIZED, json={"name": "unknown"})).status_code == 400
+    assert (await client.delete("/instances/inst-1", headers=AUTHORIZED)).json()["removed"] is True
+    for _ in range(10):
+        async with workers.new_client() as each:
+            assert (await each.get("/policy")).json()["name"] == "round_robin"
+            assert (await each.get("/admission")).json()["max_hold_s"] == 7
+            assert [row["name"] for row in (await each.get("/instances")).json()["instances"]] == ["inst-0"]
+
+
+async def test_rows_of_all_workers_are_paged_in_one_order(start_workers: StartWorkers) -> None:
+    workers = await start_workers(2)
+    await workers.completed(25)
+    rows = (await workers.get("/breakdown?limit=100"))["rows"]
+    numbers = [row["row"] for row in rows]
+    assert len(numbers) == 25
+    assert numbers == sorted(numbers)
+    assert len({number % 64 for number in numbers}) == 2
+
+    newest = await workers.get("/breakdown?limit=10")
+    older = await workers.get(f"/breakdown?limit=100&before={newest['next']['before']}")
+    assert [row["row"] for row in older["rows"] + newest["rows"]] == numbers
+
+    first = await workers.get(f"/breakdown?limit=10&after={numbers[4]}")
+    assert [row["row"] for row in first["rows"]] == numbers[5:15]
+    rest = await workers.get(f"/breakdown?limit=100&after={first['next']['after']}")
+    assert [row["row"] for row in rest["rows"]] == numbers[15:]
+    assert (await workers.get(f"/breakdown?after={rest['next']['after']}"))["rows"] == []
+
+
+async def test_rows_of_all_workers_are_followed_in_one_stream(start_workers: StartWorkers) -> None:
+    workers = await start_workers(2)
+    seen: list[int] = []
+    async with workers.new_client() as client, client.stream("GET", "/breakdown?follow=true&after=0") as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        reading = asyncio.create_task(workers.completed(20))
+        async for line in stream.aiter_lines():
+            if line.startswith("data:"):
+                seen.append(json.loads(line[5:])["row"])
+            if len(seen) == 20:
+                break
+        await reading
+    assert len({number % 64 for number in seen}) == 2
+    assert sorted(seen) == [row["row"] for row in (await workers.get("/breakdown"))["rows"]]
+
+
+async def test_the_load_of_all_workers_is_shown_while_it_is_there_and_gone_after(start_workers: StartWorkers) -> None:
+    workers = await start_workers(2)
+    for engine in workers.engines:
+        engine.tokens, engine.token_delay_s = 200, 0.05
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(workers.completed(1, stream=True)) for _ in range(12)]
+
+        async def loaded() -> bool:
+            rows = (await workers.get("/instances"))["instances"]
+            return sum(row["requests"] for row in rows) == 12 and (await workers.get("/load"))["server_load"] == 12
+
+        await until(loaded)
+        assert await workers.metric("warmroute_in_flight") == 12
+        assert await workers.metric("warmroute_instance_requests") == 12
+        for task in tasks:
+            task.cancel()
+
+    async def idle() -> bool:
+        return not any((await workers.get("/stats"))["ledger"].values())
+
+    await until(idle)
+
+
+async def test_a_stored_response_is_continued_on_its_engine_by_every_worker(start_workers: StartWorkers) -> None:
+    workers = await start_workers(2, engines=[TypedEngine() for _ in range(3)], policy={"name": "round_robin"})
+    body = {"model": "stub", "input": "hello " * 300, "max_output_tokens": 8}
+    created = await workers.served.client.post("/v1/responses", json=body)
+    instance = created.headers["x-warmroute-instance"]
+    await asyncio.sleep(0.3)  # longer than a report takes
+    for _ in range(24):
+        async with workers.new_client() as client:
+            answer = await client.post("/v1/responses", json={**body, "previous_response_id": created.json()["id"]})
+            assert (answer.status_code, answer.headers["x-warmroute-instance"]) == (200, instance)
+    assert all(row["started"] for row in await workers.stats())
