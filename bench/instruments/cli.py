@@ -1,0 +1,29 @@
+"""Command group ``warmroute measure``: instruments that measure running engines."""
+
+from __future__ import annotations
+
+import typer
+
+from bench.instruments.commands.interference import interference
+
+
+def application() -> typer.Typer:
+    """The group with all its instruments."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_show_locals=False,
+        help="Measure running engines: interference.",
+    )
+    app.callback()(_group)
+    app.command("interference")(interference)
+    return app
+
+
+def _group() -> None:
+    """Measure running engines, one quantity at a time; each prints a table and writes a record."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group ``measure`` to an application."""
+    app.add_typer(application(), name="measure")
