@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Serve": ("serve", "settings", "key", "top", "explain", "man"),
     "Fleet": ("up", "down", "status", "doctor", "telemetry"),
-    "Measure": ("demo", "replay", "simulate", "experiment", "measure", "trace", "sim"),
+    "Measure": ("demo", "replay", "simulate", "experiment", "measure", "calibrate", "trace", "sim"),
     "Analyse": ("summary", "compare", "report", "analyse"),
 }
 """Help panel -> its commands and groups, in the order in which help shows them."""

@@ -1,9 +1,10 @@
-"""Command group ``warmroute measure``: instruments that measure running engines."""
+"""Command group ``warmroute measure``, instruments that measure running engines, and ``warmroute calibrate``."""
 
 from __future__ import annotations
 
 import typer
 
+from bench.instruments.commands.calibrate import calibrate
 from bench.instruments.commands.interference import interference
 
 
@@ -25,5 +26,6 @@ def _group() -> None:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the group ``measure`` to an application."""
+    """Add the group ``measure`` and the command ``calibrate`` to an application."""
     app.add_typer(application(), name="measure")
+    app.command("calibrate")(calibrate)

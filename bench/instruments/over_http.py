@@ -151,9 +151,19 @@ class HttpEngine:
         except (msgspec.DecodeError, KeyError, TypeError):
             return None
 
+    async def max_model_len(self) -> int | None:
+        """Longest prompt plus output in tokens, from ``/v1/models``; None where it is not reported."""
+        _, content = await self._exchange("GET", f"{self.url}/v1/models", CONTROL_TIMEOUT_S)
+        try:
+            return int(msgspec.json.decode(content)["data"][0]["max_model_len"])
+        except (msgspec.DecodeError, KeyError, TypeError, IndexError):
+            return None
+
     async def _engine_id(self) -> str:
         if self._bootstrap_url is None:
-            raise InstrumentError(f"{self.name} has no bootstrap server: give --p-bootstrap, or a fleet with a KV role")
+            raise InstrumentError(
+                f"{self.name} has no bootstrap server: give --from-bootstrap, or a fleet with a KV role"
+            )
         status, content = await self._exchange("GET", f"{self._bootstrap_url}/query", CONTROL_TIMEOUT_S)
         try:
             return engine_id_of(content)

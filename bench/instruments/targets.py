@@ -9,13 +9,18 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from bench.analysis.architecture import Architecture
+from bench.analysis.output import AnalysisError
+from bench.analysis.sheets import MODEL_FOLDER, load_model
 from bench.instruments.engine import InstrumentError
 from bench.instruments.over_http import HttpEngine
 from bench.instruments.record import EngineNote
+from launch.engines.vllm import resolve_model
 from launch.fleet.file import FleetError, FleetFile, find_fleet, load_fleet
 from policies.types import Connector, Role
 from replayer.replay.client import CONNECT_TIMEOUT_S, READ_BYTES
 from replayer.replay.endpoint import EndpointError, first_model
+from sim.hardware import ProfileError, load_profile
 
 VLLM_BATCHED_TOKENS = 8_192
 VLLM_SEQUENCES = 256
@@ -42,6 +47,10 @@ class Targets(msgspec.Struct, kw_only=True, frozen=True):
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     transport: str | None = None
+    kv_bytes_per_token: int | None = None
+    """From the model's dimensions; None: unknown."""
+    expert_miss: float | None = None
+    """Share of its experts that one token leaves out; 0: dense; None: unknown."""
 
     def named(self, name: str) -> Target:
         """One engine by name or URL.
@@ -84,10 +93,10 @@ def fleet_targets(fleet: FleetFile, name: str) -> Targets:
         for member in fleet.members
     )
     if fleet.kind == "sim":
-        if fleet.sim.time_scale != 1.0:
-            raise InstrumentError("instruments measure wall time: run the engines with sim.time_scale: 1")
-        return Targets(engines=engines, fleet=name, model=fleet.request_model, transport=fleet.sim.transport)
+        return _simulated(fleet, name, engines)
     vllm = fleet.members[0].vllm
+    shape = _architecture(fleet.model)
+    value_bytes = 1 if "8" in (vllm.kv_cache_dtype or "") else 4 if vllm.dtype in {"float32", "float"} else 2
     transfer = None if fleet.members[0].role is Role.NONE else vllm.transfer.protocol.value
     return Targets(
         engines=engines,
@@ -97,7 +106,40 @@ def fleet_targets(fleet: FleetFile, name: str) -> Targets:
         max_num_seqs=vllm.max_num_seqs,
         max_model_len=vllm.max_model_len,
         transport=transfer,
+        kv_bytes_per_token=None if shape is None else round(shape.kv_bytes_per_token(value_bytes)),
+        expert_miss=None if shape is None else 1 - shape.active_share,
     )
+
+
+def _simulated(fleet: FleetFile, name: str, engines: tuple[Target, ...]) -> Targets:
+    sim = fleet.sim
+    if sim.time_scale != 1.0:
+        raise InstrumentError("instruments measure wall time: run the engines with sim.time_scale: 1")
+    try:
+        profile = load_profile(sim.profile)
+    except ProfileError as error:
+        raise InstrumentError(str(error)) from error
+    return Targets(
+        engines=engines,
+        fleet=name,
+        model=fleet.request_model,
+        max_num_batched_tokens=sim.max_num_batched_tokens or profile.max_num_batched_tokens,
+        max_num_seqs=sim.max_num_seqs or profile.max_num_seqs,
+        max_model_len=sim.max_model_len or profile.max_model_len,
+        transport=None if fleet.role is Role.NONE else sim.transport or profile.default_transport,
+        kv_bytes_per_token=profile.kv.bytes_per_token,
+    )
+
+
+def _architecture(model: str) -> Architecture | None:
+    """Dimensions of a model folder, or of a known model by its id; None where neither is found."""
+    config = Path(resolve_model(model)) / "config.json"
+    known = sorted(path.stem for path in MODEL_FOLDER.glob("*.yaml"))
+    by_id = [stem for stem in known if model.rpartition("/")[2].lower().startswith(stem)]
+    try:
+        return load_model(str(config)) if config.is_file() else load_model(by_id[-1]) if by_id else None
+    except AnalysisError:
+        return None
 
 
 @asynccontextmanager

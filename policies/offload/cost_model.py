@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from policies.costs.book import KV_BYTES_PER_TOKEN, transfer_job
+from policies.costs.book import transfer_job
 from policies.costs.formulas import Costs, TransferCurve, shares_transport
 from policies.offload.base import has_room, may_receive, no_prefill_reason, senders
 from policies.snapshot import FleetColumns, FleetSnapshot
@@ -58,7 +58,8 @@ class CostModel:
 
     Defaults: ``max_in_flight`` 4; ``min_new_tokens`` 4096 on D, below which a prefill stalls other requests only
     briefly; ``stall_share`` 0.9 (one minus TPOT idle over during: 0.86 to 0.99 measured); ``min_gain`` 0.25; ``sigmas``
-    1; ``max_own_loss`` 0.1; ``kv_bytes_per_token`` as the reports' model.
+    1; ``max_own_loss`` 0.1; ``kv_bytes_per_token``
+    that of the calibrated ``hardware``, else of the reports' model.
     """
 
     max_in_flight: int = 4
@@ -67,7 +68,7 @@ class CostModel:
     min_gain: float = 0.25
     sigmas: float = 1.0
     max_own_loss: float = 0.1
-    kv_bytes_per_token: float = KV_BYTES_PER_TOKEN
+    kv_bytes_per_token: float | None = None
     name: ClassVar[str] = "cost_model"
 
     def __post_init__(self) -> None:
@@ -75,7 +76,8 @@ class CostModel:
             raise ValueError("cost_model: max_in_flight must be at least 1 and min_new_tokens at least 0")
         if not 0 <= self.stall_share <= 1:
             raise ValueError("cost_model: stall_share must be within 0..1")
-        if min(self.min_gain, self.sigmas, self.max_own_loss) < 0 or self.kv_bytes_per_token <= 0:
+        size = self.kv_bytes_per_token
+        if min(self.min_gain, self.sigmas, self.max_own_loss) < 0 or (size is not None and size <= 0):
             raise ValueError(
                 "cost_model: min_gain, sigmas and max_own_loss must not be negative and kv_bytes_per_token positive"
             )
@@ -197,12 +199,12 @@ class _Pricing:
     )
 
     def __init__(
-        self, request: RequestView, decode: InstanceView, fleet: FleetSnapshot, bytes_per_token: float
+        self, request: RequestView, decode: InstanceView, fleet: FleetSnapshot, bytes_per_token: float | None
     ) -> None:
         costs = self.costs = fleet.costs or Costs()
         self._request = request
         self._others = fleet.offloads_in_flight
-        self._bytes_per_token = bytes_per_token
+        self._bytes_per_token = costs.bytes_per_token if bytes_per_token is None else bytes_per_token
         self._curves: list[TransferCurve | None] = [None, None]
         """Of pairs without observations, by the sharing of a transport."""
         self.decode = decode

@@ -19,6 +19,7 @@ from pydantic_settings import (
 from proxy.settings.discovery import DiscoverySettings
 from proxy.settings.fields import FieldSettings
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
+from proxy.settings.hardware import hardware_constants
 from proxy.settings.instance import InstanceSettings, instances_of
 from proxy.settings.observation.meters import MeterSettings
 from proxy.settings.observation.shadow import ShadowSettings
@@ -67,6 +68,11 @@ class Settings(BaseSettings):
     policy: PolicySettings = Field(default_factory=PolicySettings)
     admission: AdmissionSettings = Field(default_factory=AdmissionSettings)
     offload: OffloadSettings = Field(default_factory=OffloadSettings)
+    hardware: str | None = Field(
+        default=None,
+        description="calibrated hardware profile whose constants the cost models start from: a name in "
+        "configs/hardware or a YAML file; none: the built-in constants, an H200's",
+    )
     shadow: ShadowSettings = Field(default_factory=ShadowSettings)
     classes: ClassSettings = Field(default_factory=ClassSettings)
     index: IndexSettings = Field(default_factory=IndexSettings)
@@ -148,6 +154,13 @@ class Settings(BaseSettings):
     @classmethod
     def _plain_secret(cls, value: SecretStr | None) -> SecretStr | None:
         return None if value is None else checked_secret(value, "engine_key")
+
+    @field_validator("hardware")
+    @classmethod
+    def _calibrated(cls, value: str | None) -> str | None:
+        if value is not None:
+            hardware_constants(value)
+        return value
 
     @model_validator(mode="after")
     def _some_engine(self) -> Settings:
