@@ -16,11 +16,21 @@ from scipy.optimize import least_squares
 
 from bench.instruments.interference import InterferenceRow, by_point
 from bench.instruments.steps import DecodeTime, PrefillTime
+from bench.instruments.transfer import TransferRow
+from bench.instruments.transfer_tables import by_load, typical
 from policies.costs.constants import CostConstants, PrefillConstants
-from policies.costs.formulas import PrefillModel
+from policies.costs.formulas import (
+    TRANSFER_FORMULAS,
+    PrefillModel,
+    TransferConstants,
+    TransferFormula,
+    TransferJob,
+    transfer_formula,
+)
+from policies.types import Transport
 from sim.fit import Fit, Residual, fit
 from sim.hardware import HardwareProfile, KvPool
-from sim.points import DecodePoint, InterferencePoint, Points, PrefillPoint, TransportPoints
+from sim.points import DecodePoint, InterferencePoint, Points, PrefillPoint, TransferPoint, TransportPoints
 
 EXPERT_MISSES = (0.75, 0.875, 0.9375, 0.96875)
 """Shares of experts that one token leaves out, tried where the model is not known: top-k of 4k to 32k experts."""
@@ -103,13 +113,19 @@ def calibrated(
     prefills: list[PrefillTime],
     decodes: list[DecodeTime],
     interference: list[InterferenceRow],
-    transports: dict[str, TransportPoints] | None = None,
+    transfers: list[TransferRow] | None = None,
+    transport: str | None = None,
 ) -> Calibrated:
-    """Fit everything to the measured rows."""
+    """Fit everything to the measured rows; transfers went by ``transport``.
+
+    The cost models' constants get those of a transfer only if they know the transport.
+    """
+    rows = transfers or []
+    transports = {transport: transport_points(rows)} if rows and transport is not None else {}
 
     def fitted(miss: float) -> tuple[Points, Fit]:
         fixed = {"expert_miss": miss} if miss else {"expert_miss": 0.0, "decode_experts_s": 0.0}
-        points = points_of(engine, prefills, decodes, interference, transports or {}, fixed)
+        points = points_of(engine, prefills, decodes, interference, transports, fixed)
         return points, fit(points)
 
     points, best = fitted(engine.expert_miss or 0.0)
@@ -117,7 +133,12 @@ def calibrated(
         tried = [(points, best), *(fitted(miss) for miss in EXPERT_MISSES)]
         points, best = min(tried, key=lambda each: _decode_error(each[1]))
     prefill, residuals = fit_prefill_constants(prefills)
-    costs = CostConstants(prefill, {}, float(engine.kv_bytes_per_token))
+    formulas = {}
+    if transports and transport in set(Transport):
+        formula, more = fit_transfer_formula(rows, Transport(transport))
+        formulas[Transport(transport)] = formula
+        residuals += more
+    costs = CostConstants(prefill, formulas, float(engine.kv_bytes_per_token))
     profile = best.profile.model_copy(update={"costs": costs.as_mapping()})
     return Calibrated(points=points, fit=best, profile=profile, costs=costs, cost_residuals=tuple(residuals))
 
@@ -152,11 +173,76 @@ def fit_prefill_constants(times: Iterable[PrefillTime]) -> tuple[PrefillConstant
     return constants, residuals
 
 
+def transport_points(rows: Iterable[TransferRow]) -> TransportPoints:
+    """Measured hand-offs as the D legs that ``sim.fit`` takes: medians, stalls left out.
+
+    The bandwidth that no transfer's time may exceed is the best that was seen.
+    """
+    groups = by_load([row for row in rows if row.background_kind == "decode" or not row.background])
+    steady = {key: typical(found) for key, found in groups.items()}
+    seen = [median(row.transfer_s for row in found) for found in steady.values()]
+    rates = [found[0].size_bytes / each for found, each in zip(steady.values(), seen, strict=True) if each > 0]
+    legs = tuple(
+        TransferPoint(
+            tokens=key.tokens,
+            streams=key.background,
+            transfers=key.concurrent,
+            seconds=_rounded(median(row.d_leg_s for row in found)),
+        )
+        for key, found in steady.items()
+    )
+    return TransportPoints(legs=legs, raw_gb_per_s=_rounded(max(rates, default=1e12) / 1e9))
+
+
+def fit_transfer_formula(rows: Iterable[TransferRow], transport: Transport) -> tuple[TransferFormula, list[Residual]]:
+    """The constants of `policies.costs.formulas.TransferFormula`, and its error at each point.
+
+    What the rows do not show stays as published: without background streams their effect, without concurrent
+    transfers that of sharing.
+    """
+    groups = by_load([row for row in rows if row.background_kind == "decode" or not row.background])
+    points = [
+        (key, found[0].size_bytes, median(row.d_leg_s for row in typical(found))) for key, found in groups.items()
+    ]
+    start = TRANSFER_FORMULAS[transport]
+    fitted = ["setup_s", "bytes_per_s"]
+    if any(key.background for key, _, _ in points):
+        fitted += ["stream_setup_s", "slowdown"]
+    if any(key.concurrent > 1 for key, _, _ in points):
+        fitted.append("crowd")
+
+    def modelled(formula: TransferFormula) -> list[float]:
+        constants = TransferConstants({transport: formula}, {})
+        return [
+            transfer_formula(TransferJob(("", ""), transport, size, key.background, key.concurrent - 1), constants)
+            for key, size, _ in points
+        ]
+
+    def formula_of(logs: Iterable[float]) -> TransferFormula:
+        return start._replace(**dict(zip(fitted, map(math.exp, logs), strict=True)))
+
+    def errors(logs: Iterable[float]) -> list[float]:
+        model = modelled(formula_of(logs))
+        return [math.log(seconds / measured) for seconds, (_, _, measured) in zip(model, points, strict=True)]
+
+    result = least_squares(errors, [math.log(getattr(start, name)) for name in fitted], loss="soft_l1", f_scale=0.1)
+    formula = TransferFormula(*map(_rounded, formula_of(result.x)))
+    return formula, [
+        Residual(
+            f"cost model, {transport.value}",
+            f"{key.tokens:,}, {key.background} streams, {key.concurrent} at a time",
+            measured,
+            seconds,
+        )
+        for (key, _, measured), seconds in zip(points, modelled(formula), strict=True)
+    ]
+
+
 def points_yaml(points: Points) -> str:
     """The points file, with a header that names how the profile is made from it."""
     header = (
-        "# Measured by `warmroute calibrate`, which fitted the profile beside it. `warmroute sim fit NAME --points FILE`\n"
-        "# fits the step and transfer times again, without the cost models' constants.\n"
+        "# Measured by `warmroute calibrate`, which fitted the profile beside it. `warmroute sim fit` fits it again,\n"
+        "# but without the cost models' constants.\n"
     )
     return header + yaml.safe_dump(
         points.model_dump(mode="json", exclude_defaults=True), sort_keys=False, width=110, default_flow_style=None

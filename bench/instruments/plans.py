@@ -7,6 +7,7 @@ import msgspec
 from bench.instruments.engine import InstrumentError
 from bench.instruments.interference import InterferencePlan
 from bench.instruments.steps import StepsPlan
+from bench.instruments.transfer import TransferPlan
 
 _NEW = (64, 256, 1_024, 4_096, 8_192, 16_384, 32_768, 65_536)
 _AFTER_CACHED = ((64, 8_192), (2_048, 8_192), (512, 32_768), (8_192, 32_768))
@@ -16,6 +17,9 @@ _DECODES = (
 )
 _AMONG = (4, 16)
 _PREFILLS = (1_024, 8_192, 32_768)
+_MOVED = (1_024, 4_096, 16_384, 65_536)
+_LOADS = (0, 4, 12)
+_AT_ONCE = (2, 4)
 _POOL_SHARE = 0.8
 """Share of the KV pool that a measurement may fill: no request must wait for blocks or be preempted."""
 _FEWEST = 3
@@ -36,6 +40,10 @@ class CalibrationPlan(msgspec.Struct, kw_only=True):
 
     steps: StepsPlan
     interference: InterferencePlan
+    transfer: TransferPlan
+    """Between the first engine and the second; unused without a second."""
+    sharing: TransferPlan
+    """The same, several hand-offs at a time."""
 
 
 def reduced(limits: EngineLimits, repeats: int) -> CalibrationPlan:
@@ -77,4 +85,26 @@ def reduced(limits: EngineLimits, repeats: int) -> CalibrationPlan:
             context_tokens=context,
             stream_tokens=output,
         ),
+        transfer=_transfers(limits, scale, repeats, _MOVED, background=_LOADS),
+        sharing=_transfers(limits, scale, repeats, _MOVED[2:3], concurrent=_AT_ONCE),
+    )
+
+
+def _transfers(
+    limits: EngineLimits,
+    scale: float,
+    repeats: int,
+    tokens: tuple[int, ...],
+    concurrent: tuple[int, ...] = (1,),
+    background: tuple[int, ...] = (0,),
+) -> TransferPlan:
+    """Hand-offs of whole blocks, with the background that the engine has room for."""
+    output = max(64, min(8_192, limits.max_model_len // 2, limits.pool_tokens // (4 * max(_LOADS))))
+    return TransferPlan(
+        tokens=tuple(dict.fromkeys(max(128, int(each * scale) // 128 * 128) for each in tokens)),
+        concurrent=concurrent,
+        background=tuple(each for each in background if each < limits.max_num_seqs),
+        background_tokens=max(16, int(1_024 * scale)),
+        background_output=output,
+        repeats=repeats,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from bench.instruments.prompts import Prompts
     from bench.instruments.record import InstrumentRecord
     from bench.instruments.targets import Targets
+    from bench.instruments.transfer import TransferRow
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
@@ -68,6 +69,16 @@ def calibrate(
             min=1, help="The engines' most running requests. Default: the fleet file's, else 256.", show_default=False
         ),
     ] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            help="KV transport between the engines: nvlink, tcp, rdma, efa. Default: the fleet file's.",
+            show_default=False,
+        ),
+    ] = None,
+    transfers: Annotated[
+        bool, typer.Option("--transfers/--no-transfers", help="Measure hand-offs, where the fleet has a pair for them.")
+    ] = True,
     repeats: Repeats = 2,
     model: Model = None,
     api_key_env: ApiKeyEnv = None,
@@ -79,9 +90,9 @@ def calibrate(
 ) -> None:
     """Measure a fleet for a few minutes and write its hardware profile.
 
-    Prefills, decode steps and interference are measured on the first engine. The profile times simulated engines
-    (`simulate --profile`), and its constants are those that the proxy's cost models start from (`serve --hardware`).
-    A fleet with requests is refused.
+    Prefills, decode steps and interference are measured on the first engine, transfers from it to the second. The
+    profile times simulated engines (`simulate --profile`), and its constants are those that the proxy's cost models
+    start from (`serve --hardware`). A fleet with requests is refused.
     """
     from bench.instruments.calibration import points_yaml
     from bench.instruments.record import InstrumentRecord
@@ -106,7 +117,15 @@ def calibrate(
             targets,
             prompts,
             record,
-            _Wanted(name, size, largest_tokens, max_num_batched_tokens, max_num_seqs, repeats),
+            _Wanted(
+                name=name,
+                kv_bytes_per_token=size,
+                largest_tokens=largest_tokens,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                repeats=repeats,
+                transport=_transport(targets, transport) if transfers else None,
+            ),
             model,
             api_key_from(api_key_env),
             timeout_s,
@@ -123,24 +142,17 @@ def calibrate(
     typer.echo(f"profile: {files[0]} (`warmroute serve --hardware {files[0]}`, `simulate --profile {files[0]}`)")
 
 
-class _Wanted:
-    """Options that describe the engine and the extent of the measurement."""
+class _Wanted(NamedTuple):
+    """Options that describe the engines and the extent of the measurement."""
 
-    def __init__(
-        self,
-        name: str,
-        kv_bytes_per_token: int,
-        largest_tokens: int,
-        max_num_batched_tokens: int | None,
-        max_num_seqs: int | None,
-        repeats: int,
-    ) -> None:
-        self.name = name
-        self.kv_bytes_per_token = kv_bytes_per_token
-        self.largest_tokens = largest_tokens
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_seqs = max_num_seqs
-        self.repeats = repeats
+    name: str
+    kv_bytes_per_token: int
+    largest_tokens: int
+    max_num_batched_tokens: int | None
+    max_num_seqs: int | None
+    repeats: int
+    transport: str | None
+    """None: transfers are not measured."""
 
 
 async def _measure(
@@ -158,6 +170,7 @@ async def _measure(
     from bench.instruments.plans import reduced
     from bench.instruments.steps import measure_decodes, measure_prefills
     from bench.instruments.targets import notes_of, opened
+    from bench.instruments.transfer import measure_transfers
 
     async with opened(targets.engines, model or targets.model, api_key, timeout_s) as engines:
         await refuse_busy(engines)
@@ -169,9 +182,25 @@ async def _measure(
         prefills = await measure_prefills(engine, plan.steps, prompts, progress)
         decodes = await measure_decodes(engine, plan.steps, prompts, progress)
         rows = await measure_interference(engine, plan.interference, prompts, progress)
-        record.rows = {"prefills": prefills, "decodes": decodes, "interference": rows}
+        moved: list[TransferRow] = []
+        if wanted.transport is not None:
+            target, size = engines[1], wanted.kv_bytes_per_token
+            moved = await measure_transfers(engine, target, plan.transfer, prompts, size, progress)
+            moved += await measure_transfers(engine, target, plan.sharing, prompts, size, progress)
+        record.rows = {"prefills": prefills, "decodes": decodes, "interference": rows, "transfers": moved}
         progress(f"measured in {engine.now_s() - began_s:.0f} s")
-        return calibrated(_known(targets, wanted, limits, record), prefills, decodes, rows)
+        return calibrated(_known(targets, wanted, limits, record), prefills, decodes, rows, moved, wanted.transport)
+
+
+def _transport(targets: Targets, given: str | None) -> str | None:
+    """Transport between the first two engines; None where there is no pair that could hand over."""
+    if len(targets.engines) < 2 or targets.engines[0].bootstrap_url is None:
+        if given is not None:
+            stop(
+                "--transport: the fleet has no pair that hands over KV; give a fleet file of two engines with a KV role"
+            )
+        return None
+    return given or targets.transport
 
 
 def _limits(targets: Targets, wanted: _Wanted, reported: int | None, pool_tokens: int | None) -> EngineLimits:

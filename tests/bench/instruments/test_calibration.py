@@ -11,11 +11,23 @@ from bench.instruments.calibration import (
     Calibrated,
     CalibratedEngine,
     calibrated,
+    fit_transfer_formula,
     points_yaml,
 )
+from bench.instruments.engine import InstrumentError
 from bench.instruments.interference import InterferencePlan, measure_interference
+from bench.instruments.plans import EngineLimits, reduced
 from bench.instruments.prompts import Prompts
 from bench.instruments.steps import StepsPlan, measure_decodes, measure_prefills
+from bench.instruments.transfer import TransferRow, measure_transfers
+from policies.costs.formulas import (
+    TRANSFER_FORMULAS,
+    TransferConstants,
+    TransferFormula,
+    TransferJob,
+    transfer_formula,
+)
+from policies.types import Transport
 from sim.fit_report import profile_yaml
 from sim.hardware import HardwareProfile, load_profile
 from sim.points import load_points
@@ -109,3 +121,88 @@ def test_points_and_profile_are_read_again(h200: Calibrated, tmp_path: Path) -> 
     assert load_points(points) == h200.points
     assert load_profile(str(profile)) == h200.profile
     assert yaml.safe_load(profile.read_text())["costs"]["prefill"] == h200.costs.prefill._asdict()
+
+
+def test_transfers_give_the_profiles_table_and_the_cost_models_formula() -> None:
+    lab = VirtualLab("h200", engines=2, transport="nvlink")
+    source, target = lab.engines
+    size = lab.profile.kv.bytes_per_token
+    prompts = Prompts(nonce="calibration")
+    plan = reduced(EngineLimits(max_model_len=200_000, pool_tokens=738_432, max_num_seqs=64), 1)
+
+    async def measure() -> Calibrated:
+        prefills = await measure_prefills(source, STEPS, prompts)
+        decodes = await measure_decodes(source, STEPS, prompts)
+        rows = await measure_interference(source, INTERFERENCE, prompts)
+        moved = await measure_transfers(source, target, plan.transfer, prompts, size)
+        moved += await measure_transfers(source, target, plan.sharing, prompts, size)
+        known = CalibratedEngine(
+            name="mine",
+            source="simulated",
+            pool_tokens=738_432,
+            kv_bytes_per_token=size,
+            max_num_batched_tokens=8_192,
+            max_num_seqs=64,
+            max_model_len=200_000,
+        )
+        return calibrated(known, prefills, decodes, rows, moved, "nvlink")
+
+    found = lab.run(measure())
+    table, known = found.profile.transport("nvlink"), lab.profile.transport("nvlink")
+    assert found.profile.default_transport == "nvlink"
+    assert [row.streams for row in table.rows] == [0, 4, 12]
+    for tokens in (16_384, 65_536):
+        for streams in (0, 12):
+            seconds = table.seconds(tokens * size, streams, 1)
+            # Waiting for a step's end and for the front end is part of a D leg: up to a few steps.
+            assert seconds == pytest.approx(known.seconds(tokens * size, streams, 1), rel=0.15, abs=0.04)
+    formula = found.costs.transfers[Transport.NVLINK]
+    assert formula.bytes_per_s > TRANSFER_FORMULAS[Transport.NVLINK].bytes_per_s
+    assert formula.crowd > 0
+    jobs = [each for each in found.cost_residuals if each.kind == "cost model, nvlink"]
+    assert len(jobs) == 4 * 3 + 2
+    assert sorted(abs(each.error) for each in jobs)[len(jobs) // 2] < 0.3
+
+
+def test_a_linear_transport_is_found_by_the_formula() -> None:
+    """Rows made by a formula give its constants back."""
+    formula = TransferFormula(0.05, 0.01, 5e9, 0.3, 2.0)
+    rows = []
+    for tokens in (1_024, 16_384, 65_536):
+        for background, concurrent in ((0, 1), (4, 1), (12, 1), (0, 4)):
+            job = TransferJob(("p", "d"), Transport.TCP, tokens * 98_304, background, concurrent - 1)
+            seconds = transfer_formula(job, TransferConstants({Transport.TCP: formula}, {}))
+            rows.append(
+                TransferRow(
+                    tokens=tokens,
+                    size_bytes=tokens * 98_304,
+                    background=background,
+                    background_kind="decode",
+                    concurrent=concurrent,
+                    repeat=0,
+                    p_leg_s=1.0,
+                    d_leg_s=seconds,
+                    cached_leg_s=0.03,
+                    together_s=seconds,
+                    pulled=True,
+                    same_text=True,
+                )
+            )
+    found, residuals = fit_transfer_formula(rows, Transport.TCP)
+    assert list(found) == pytest.approx(list(formula), rel=0.02)
+    assert all(abs(each.error) < 0.01 for each in residuals)
+    idle, _ = fit_transfer_formula([row for row in rows if row.background == 0 and row.concurrent == 1], Transport.TCP)
+    published = TRANSFER_FORMULAS[Transport.TCP]
+    assert (idle.stream_setup_s, idle.slowdown, idle.crowd) == published[1:2] + published[3:]
+    assert idle.bytes_per_s == pytest.approx(5e9, rel=0.02)
+
+
+def test_small_engines_get_smaller_sizes_and_tiny_ones_are_refused() -> None:
+    plan = reduced(EngineLimits(max_model_len=4_096, pool_tokens=8_192, max_num_seqs=8, largest_tokens=2_048), 1)
+    assert max(sum(pair) for pair in plan.steps.prefills) <= 2_048
+    assert max(streams for streams, _ in plan.steps.decodes) <= 8
+    assert plan.interference.streams == (4,)
+    assert plan.transfer.background == (0, 4)
+    assert all(tokens % 128 == 0 for tokens in plan.transfer.tokens)
+    with pytest.raises(InstrumentError, match="too few to calibrate"):
+        reduced(EngineLimits(max_model_len=20, pool_tokens=64, max_num_seqs=1), 1)
