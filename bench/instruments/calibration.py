@@ -152,7 +152,10 @@ def _decode_error(found: Fit) -> float:
 def fit_prefill_constants(times: Iterable[PrefillTime]) -> tuple[PrefillConstants, list[Residual]]:
     """The constants of `policies.costs.formulas.PrefillModel`, and its error at each point that it is used for."""
     smallest = PrefillModel().smallest_tokens
-    points = [each for each in times if each.new_tokens >= smallest] or list(times)
+    measured = list(times)
+    points = [each for each in measured if each.new_tokens >= smallest]
+    if len(points) <= len(_START):
+        points = measured
 
     def modelled(constants: PrefillConstants) -> list[float]:
         model = PrefillModel(*constants)

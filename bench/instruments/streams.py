@@ -34,7 +34,7 @@ class Burst(msgspec.Struct):
     tokens: int
     """Of all streams."""
     tpot_s: float
-    """Burst average: seconds / (tokens / streams); infinite if they got none."""
+    """Burst average: seconds / (tokens / streams); the longest gap if they got none, a lower bound."""
     gaps: Gaps | None
     """Of all gaps that overlap the window; None if there are none."""
 
@@ -120,8 +120,8 @@ class DecodeStreams:
         """What the streams got in (start, end]."""
         tokens = sum(stream.until(end_s) - stream.until(start_s) for stream in self.streams)
         seconds = end_s - start_s
-        tpot_s = seconds * len(self.streams) / tokens if tokens else float("inf")
         gaps = sorted(gap for stream in self.streams for gap in stream.gaps(start_s, end_s))
+        tpot_s = seconds * len(self.streams) / tokens if tokens else max([seconds, *gaps[-1:]])
         return Burst(seconds, tokens, tpot_s, quantiles(gaps))
 
     def step_s(self, start_s: float) -> float:
