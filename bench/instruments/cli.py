@@ -6,6 +6,7 @@ import typer
 
 from bench.instruments.commands.calibrate import calibrate
 from bench.instruments.commands.interference import interference
+from bench.instruments.commands.overhead import overhead
 from bench.instruments.commands.transfer import transfer
 
 
@@ -15,11 +16,12 @@ def application() -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_show_locals=False,
-        help="Measure running engines: interference, KV transfer.",
+        help="Measure running engines: interference, KV transfer, connector overhead.",
     )
     app.callback()(_group)
     app.command("interference")(interference)
     app.command("transfer")(transfer)
+    app.command("overhead")(overhead)
     return app
 
 

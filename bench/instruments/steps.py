@@ -14,7 +14,7 @@ from bench.instruments.streams import decoding
 Progress = Callable[[str], None]
 
 
-class StepsPlan(msgspec.Struct, kw_only=True):
+class StepsPlan(msgspec.Struct, kw_only=True, frozen=True):
     """Points to measure."""
 
     prefills: tuple[tuple[int, int], ...]
