@@ -52,7 +52,8 @@ def transfer(
         typer.Option(help="Bootstrap URL of P, as D reaches it. Default: the fleet file's.", show_default=False),
     ] = None,
     connector: Annotated[
-        Literal["mooncake", "nixl"], typer.Option(help="KV connector of the engines given by --url.")
+        Literal["mooncake", "nixl"],
+        typer.Option(metavar="mooncake|nixl", help="KV connector of the engines given by --url."),
     ] = "mooncake",
     tokens: Annotated[str, typer.Option(help="Prompt lengths, tokens, comma-separated.")] = (
         "2048,8192,32768,65536,131072"
@@ -61,7 +62,7 @@ def transfer(
     background: Annotated[str, typer.Option(help="Background streams on each side, comma-separated.")] = "0",
     background_kind: Annotated[
         Literal["decode", "prefill"],
-        typer.Option(help="Load: decode, or prefill one prompt after another."),
+        typer.Option(metavar="decode|prefill", help="Load: streams that decode, or prefill one prompt after another."),
     ] = "decode",
     background_tokens: Annotated[int, typer.Option(min=1, help="Prompt of a background stream, tokens.")] = 1_024,
     kv_bytes_per_token: Annotated[
