@@ -41,7 +41,7 @@ _START = PrefillConstants(0.02, 2e-5, 1e-9)
 
 
 class CalibratedEngine(msgspec.Struct, kw_only=True, frozen=True):
-    """What is known of the engine without measuring it."""
+    """Facts about the engine that are not measured."""
 
     name: str
     """Of the profile."""

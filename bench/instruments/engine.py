@@ -1,6 +1,7 @@
 """All that an instrument sees of an engine: generate tokens, prefill for another engine, report its state.
 
-Times are readings of one clock (``Engine.now_s``), in seconds. The tests implement `Engine` in virtual time.
+Times are readings of one clock (``MeasuredEngine.now_s``), in seconds. The tests implement `MeasuredEngine` in virtual
+time.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class EngineReport(msgspec.Struct, kw_only=True):
     """The same of the time in prefill."""
 
 
-class Engine(Protocol):
+class MeasuredEngine(Protocol):
     """One engine under measurement."""
 
     name: str
@@ -114,7 +115,7 @@ class Engine(Protocol):
         ...
 
 
-async def refuse_busy(engines: Iterable[Engine]) -> None:
+async def refuse_busy(engines: Iterable[MeasuredEngine]) -> None:
     """Check that no engine has a request.
 
     Raises:
@@ -132,7 +133,7 @@ async def refuse_busy(engines: Iterable[Engine]) -> None:
         )
 
 
-async def until_idle(engines: Iterable[Engine]) -> None:
+async def until_idle(engines: Iterable[MeasuredEngine]) -> None:
     """Wait until the engines have ended what the last measurement left: streams that were cut.
 
     Raises:

@@ -13,7 +13,7 @@ from statistics import median
 import msgspec
 
 from bench.analysis.output import Sheet
-from bench.instruments.engine import Engine, InstrumentError, until_idle
+from bench.instruments.engine import InstrumentError, MeasuredEngine, until_idle
 from bench.instruments.prompts import Prompts
 from bench.instruments.streams import Burst, decoding
 
@@ -69,7 +69,7 @@ Progress = Callable[[str], None]
 
 
 async def measure_interference(
-    engine: Engine, plan: InterferencePlan, prompts: Prompts, progress: Progress = lambda text: None
+    engine: MeasuredEngine, plan: InterferencePlan, prompts: Prompts, progress: Progress = lambda text: None
 ) -> list[InterferenceRow]:
     """Measure every combination on an idle engine, repeats interleaved over the sizes.
 
@@ -87,7 +87,7 @@ async def measure_interference(
 
 
 async def measure_one(
-    engine: Engine, plan: InterferencePlan, prompts: Prompts, streams: int, tokens: int, repeat: int
+    engine: MeasuredEngine, plan: InterferencePlan, prompts: Prompts, streams: int, tokens: int, repeat: int
 ) -> InterferenceRow:
     """Measure one prefill of ``tokens`` among ``streams``; the streams are cut when it ends."""
     prompt = prompts.fresh(tokens)

@@ -79,10 +79,9 @@ class HttpEngine:
                 "min_tokens": max_tokens,
                 "ignore_eos": True,
                 "temperature": 0,
-                "seed": 0,
                 "stream": True,
-                "stream_options": {"include_usage": True},
-                "return_token_ids": True,
+                # Token ids would come with the prompt's, which takes time for a long one.
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             }
         )
 
@@ -94,7 +93,7 @@ class HttpEngine:
         transfer: Mapping[str, Any] | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Generated:
-        """See `Engine.generate`."""
+        """Generate exactly ``max_tokens`` tokens (`MeasuredEngine.generate`)."""
         body = self._body(prompt, max_tokens)
         if transfer is not None:
             body = decode_leg(body, transfer)
@@ -118,7 +117,7 @@ class HttpEngine:
         )
 
     async def prefill(self, prompt: Sequence[int]) -> Prefilled:
-        """See `Engine.prefill`."""
+        """Run the P leg of a hand-off (`MeasuredEngine.prefill`)."""
         engine_id = await self._engine_id() if self._dialect.needs_bootstrap else None
         transfer_id = f"measure-{uuid.uuid4().hex}"
         leg = prefill_leg(self._body(prompt, 1), self._dialect.prefill_params(transfer_id))
@@ -137,7 +136,7 @@ class HttpEngine:
         return Prefilled(sent_s, finished_s, params)
 
     async def report(self) -> EngineReport:
-        """See `Engine.report`."""
+        """Read the engine's state (`MeasuredEngine.report`)."""
         status, content = await self._exchange("GET", f"{self.url}/metrics", CONTROL_TIMEOUT_S)
         if status != 200:
             raise InstrumentError(f"{self.name}: {self.url}/metrics answered {status}")

@@ -15,7 +15,7 @@ from statistics import median
 import msgspec
 
 from bench.analysis.output import Sheet
-from bench.instruments.engine import Engine, InstrumentError
+from bench.instruments.engine import InstrumentError, MeasuredEngine
 from bench.instruments.prompts import Prompts
 from bench.instruments.steps import DecodeTime, PrefillTime, StepsPlan, measure_decodes, measure_prefills
 
@@ -60,7 +60,7 @@ class OverheadRow(msgspec.Struct, kw_only=True):
     """D legs of the hand-offs, until the first token: the first one also sets up the pair's connection."""
 
 
-StartArm = Callable[[ConnectorArm, int], AbstractAsyncContextManager[Sequence[Engine]]]
+StartArm = Callable[[ConnectorArm, int], AbstractAsyncContextManager[Sequence[MeasuredEngine]]]
 """(arm, number of the start) -> engines, ready; stopped at the end of the block."""
 
 
@@ -107,7 +107,9 @@ async def measure_overhead(
             )
 
 
-async def _hand_over(source: Engine, target: Engine, plan: OverheadPlan, prompts: Prompts) -> list[float]:
+async def _hand_over(
+    source: MeasuredEngine, target: MeasuredEngine, plan: OverheadPlan, prompts: Prompts
+) -> list[float]:
     legs = []
     for _ in range(plan.hand_offs):
         prompt = prompts.fresh(plan.hand_off_tokens + 1)

@@ -34,7 +34,7 @@ class InstrumentRecord(msgspec.Struct, kw_only=True):
     started_unix_s: float = msgspec.field(default_factory=time.time)
     finished_unix_s: float | None = None
     machine: dict[str, str] = msgspec.field(default_factory=machine)
-    """Where the instrument ran; the engines' hardware is what ``hardware`` says."""
+    """Machine on which the instrument ran; ``hardware`` is the engines'."""
     hardware: str = ""
     fleet: str = ""
     engines: list[EngineNote] = []

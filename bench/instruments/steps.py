@@ -7,7 +7,7 @@ from statistics import median
 
 import msgspec
 
-from bench.instruments.engine import Engine, InstrumentError, until_idle
+from bench.instruments.engine import InstrumentError, MeasuredEngine, until_idle
 from bench.instruments.prompts import Prompts
 from bench.instruments.streams import decoding
 
@@ -50,7 +50,7 @@ class DecodeTime(msgspec.Struct, kw_only=True):
 
 
 async def measure_prefills(
-    engine: Engine, plan: StepsPlan, prompts: Prompts, progress: Progress = lambda text: None
+    engine: MeasuredEngine, plan: StepsPlan, prompts: Prompts, progress: Progress = lambda text: None
 ) -> list[PrefillTime]:
     """Time to first token of every size, after one warm-up each: the first prefill of a size may compile kernels.
 
@@ -82,7 +82,7 @@ async def measure_prefills(
 
 
 async def measure_decodes(
-    engine: Engine, plan: StepsPlan, prompts: Prompts, progress: Progress = lambda text: None
+    engine: MeasuredEngine, plan: StepsPlan, prompts: Prompts, progress: Progress = lambda text: None
 ) -> list[DecodeTime]:
     """Time of one decode step for every number of streams and context.
 

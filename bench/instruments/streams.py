@@ -11,7 +11,7 @@ from statistics import fmean
 
 import msgspec
 
-from bench.instruments.engine import Engine, InstrumentError
+from bench.instruments.engine import InstrumentError, MeasuredEngine
 from bench.instruments.prompts import Prompts
 
 START_TIMEOUT_S = 300.0
@@ -28,7 +28,7 @@ class Gaps(msgspec.Struct):
 
 
 class Burst(msgspec.Struct):
-    """What the streams got within one window."""
+    """Tokens of the streams within one window."""
 
     seconds: float
     tokens: int
@@ -117,7 +117,7 @@ class DecodeStreams:
         raise InstrumentError(f"a decoding stream failed: {error}") from error
 
     def burst(self, start_s: float, end_s: float) -> Burst:
-        """What the streams got in (start, end]."""
+        """Tokens of the streams in (start, end]."""
         tokens = sum(stream.until(end_s) - stream.until(start_s) for stream in self.streams)
         seconds = end_s - start_s
         gaps = sorted(gap for stream in self.streams for gap in stream.gaps(start_s, end_s))
@@ -148,7 +148,7 @@ def quantiles(ordered: Sequence[float]) -> Gaps | None:
 
 @asynccontextmanager
 async def decoding(
-    engine: Engine, count: int, prompts: Prompts, context_tokens: int, max_tokens: int, settle_tokens: int
+    engine: MeasuredEngine, count: int, prompts: Prompts, context_tokens: int, max_tokens: int, settle_tokens: int
 ) -> AsyncIterator[DecodeStreams]:
     """Streams that have all got ``settle_tokens`` tokens; they are cut at the end of the block.
 

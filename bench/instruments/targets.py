@@ -27,7 +27,7 @@ VLLM_SEQUENCES = 256
 """vLLM's own defaults on a data-centre GPU, where a fleet file gives none."""
 
 
-class Target(msgspec.Struct, kw_only=True, frozen=True):
+class EngineAddress(msgspec.Struct, kw_only=True, frozen=True):
     """Address of one engine."""
 
     name: str
@@ -39,7 +39,7 @@ class Target(msgspec.Struct, kw_only=True, frozen=True):
 class Targets(msgspec.Struct, kw_only=True, frozen=True):
     """Engines of one kind, and what their fleet file says of them."""
 
-    engines: tuple[Target, ...]
+    engines: tuple[EngineAddress, ...]
     fleet: str = ""
     model: str | None = None
     """None: the first that the engine names."""
@@ -52,7 +52,7 @@ class Targets(msgspec.Struct, kw_only=True, frozen=True):
     expert_miss: float | None = None
     """Share of its experts that one token leaves out; 0: dense; None: unknown."""
 
-    def named(self, name: str) -> Target:
+    def named(self, name: str) -> EngineAddress:
         """One engine by name or URL.
 
         Raises:
@@ -74,7 +74,7 @@ def targets_of(fleet: Path | None, overrides: Sequence[str], urls: Sequence[str]
     if (fleet is None) == (not urls):
         raise InstrumentError("give a fleet file whose engines are running, or their addresses with --url")
     if fleet is None:
-        return Targets(engines=tuple(Target(name=url, url=url.rstrip("/").removesuffix("/v1")) for url in urls))
+        return Targets(engines=tuple(EngineAddress(name=url, url=url.rstrip("/").removesuffix("/v1")) for url in urls))
     try:
         path = find_fleet(fleet)
         return fleet_targets(load_fleet(path, overrides), path.stem)
@@ -89,7 +89,7 @@ def fleet_targets(fleet: FleetFile, name: str) -> Targets:
         InstrumentError: simulated engines that do not run in real time.
     """
     engines = tuple(
-        Target(name=member.name, url=fleet.url(member.index), bootstrap_url=fleet.bootstrap_url(member.index))
+        EngineAddress(name=member.name, url=fleet.url(member.index), bootstrap_url=fleet.bootstrap_url(member.index))
         for member in fleet.members
     )
     if fleet.kind == "sim":
@@ -111,7 +111,7 @@ def fleet_targets(fleet: FleetFile, name: str) -> Targets:
     )
 
 
-def _simulated(fleet: FleetFile, name: str, engines: tuple[Target, ...]) -> Targets:
+def _simulated(fleet: FleetFile, name: str, engines: tuple[EngineAddress, ...]) -> Targets:
     sim = fleet.sim
     if sim.time_scale != 1.0:
         raise InstrumentError("instruments measure wall time: run the engines with sim.time_scale: 1")
@@ -144,7 +144,7 @@ def _architecture(model: str) -> Architecture | None:
 
 @asynccontextmanager
 async def opened(
-    targets: Sequence[Target], model: str | None, api_key: str | None, timeout_s: float
+    targets: Sequence[EngineAddress], model: str | None, api_key: str | None, timeout_s: float
 ) -> AsyncIterator[list[HttpEngine]]:
     """Engines ready to be measured; their connections are closed at the end of the block.
 

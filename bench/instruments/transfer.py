@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from bench.instruments.engine import Engine, EngineReport, Generated, InstrumentError, Prefilled, until_idle
+from bench.instruments.engine import EngineReport, Generated, InstrumentError, MeasuredEngine, Prefilled, until_idle
 from bench.instruments.prompts import Prompts
 from bench.instruments.streams import START_TIMEOUT_S
 
@@ -96,8 +96,8 @@ class TransferRow(msgspec.Struct, kw_only=True):
 
 
 async def measure_transfers(
-    source: Engine,
-    target: Engine,
+    source: MeasuredEngine,
+    target: MeasuredEngine,
     plan: TransferPlan,
     prompts: Prompts,
     kv_bytes_per_token: float,
@@ -134,7 +134,7 @@ async def measure_transfers(
     return rows
 
 
-async def _warm_up(source: Engine, target: Engine, prompts: Prompts) -> None:
+async def _warm_up(source: MeasuredEngine, target: MeasuredEngine, prompts: Prompts) -> None:
     """One small hand-off, not recorded: a pair's first transfer sets up its connection."""
     prompt = prompts.fresh(512)
     leg = await source.prefill(prompt)
@@ -142,8 +142,8 @@ async def _warm_up(source: Engine, target: Engine, prompts: Prompts) -> None:
 
 
 async def _together(
-    source: Engine,
-    target: Engine,
+    source: MeasuredEngine,
+    target: MeasuredEngine,
     plan: TransferPlan,
     prompts: Prompts,
     point: tuple[int, int, int, int],
@@ -204,7 +204,7 @@ def _delta(before: float | None, after: float | None) -> float | None:
     return None if before is None or after is None else after - before
 
 
-def _was_pulled(target: Engine, tokens: int, share: float | None, answer: Generated) -> bool:
+def _was_pulled(target: MeasuredEngine, tokens: int, share: float | None, answer: Generated) -> bool:
     """True if D reports that it pulled the prompt, by its counter or else by the answer's usage.
 
     Raises:
@@ -222,7 +222,9 @@ def _was_pulled(target: Engine, tokens: int, share: float | None, answer: Genera
 
 
 @asynccontextmanager
-async def _loaded(engines: Sequence[Engine], count: int, plan: TransferPlan, prompts: Prompts) -> AsyncIterator[None]:
+async def _loaded(
+    engines: Sequence[MeasuredEngine], count: int, plan: TransferPlan, prompts: Prompts
+) -> AsyncIterator[None]:
     """``count`` background streams on each engine, all started, ended at the end of the block.
 
     Raises:
@@ -232,7 +234,7 @@ async def _loaded(engines: Sequence[Engine], count: int, plan: TransferPlan, pro
     tasks: list[asyncio.Task[None]] = []
     started: list[asyncio.Event] = []
 
-    async def client(engine: Engine, began: asyncio.Event) -> None:
+    async def client(engine: MeasuredEngine, began: asyncio.Event) -> None:
         try:
             while True:
                 prompt = prompts.fresh(plan.background_tokens)

@@ -41,8 +41,7 @@ from proxy.request.token_chunks import TokenChunks
 from proxy.routing.policy_watch import PolicyWatch
 from proxy.routing.text_ratio import TextRatios
 from proxy.settings import Settings
-from proxy.settings.hardware import hardware_constants
-from proxy.settings.routing import admission_rule
+from proxy.settings.routing import admission_rule, hardware_constants
 
 log = logging.getLogger("warmroute.policy")
 

@@ -19,7 +19,6 @@ from pydantic_settings import (
 from proxy.settings.discovery import DiscoverySettings
 from proxy.settings.fields import FieldSettings
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
-from proxy.settings.hardware import hardware_constants
 from proxy.settings.instance import InstanceSettings, instances_of
 from proxy.settings.observation.meters import MeterSettings
 from proxy.settings.observation.shadow import ShadowSettings
@@ -33,7 +32,13 @@ from proxy.settings.prediction import (
     TokenizerSettings,
 )
 from proxy.settings.resume import ResumeSettings
-from proxy.settings.routing import AdmissionSettings, ClassSettings, OffloadSettings, PolicySettings
+from proxy.settings.routing import (
+    AdmissionSettings,
+    ClassSettings,
+    OffloadSettings,
+    PolicySettings,
+    hardware_constants,
+)
 from proxy.settings.secrets import checked_secret, secret_from
 from proxy.settings.section import Seconds, SettingsError
 from proxy.settings.security import AdminSettings, FairnessSettings, KeySettings, TlsSettings, checked_forward_headers

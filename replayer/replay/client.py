@@ -15,7 +15,7 @@ CONNECT_TIMEOUT_S = 30.0
 ERROR_EXCERPT = 300
 
 OnOutput = Callable[[str, int, float], None]
-"""(text, tokens, time) of one event with output; tokens are 1 where the engine does not send token ids."""
+"""(text, tokens, time) of one event with output; tokens are 1 where it has neither token ids nor usage."""
 
 
 class _PromptDetails(msgspec.Struct):
@@ -82,6 +82,8 @@ class _Stream:
         self._on_output = on_output
         self._pending = b""
         self._token_events = 0
+        self._counted = 0
+        """Tokens that ``on_output`` has reported."""
         self._finished = False
         self.done = False
 
@@ -110,12 +112,19 @@ class _Stream:
                 answer.last_token = now
                 self._token_events += 1
                 if self._on_output is not None:
-                    self._on_output(choice.text or "", len(choice.token_ids or ()) or 1, now)
+                    self._on_output(choice.text or "", self._tokens_of(choice, event.usage), now)
         if event.usage is not None:
             answer.prompt_tokens = event.usage.prompt_tokens
             answer.completion_tokens = event.usage.completion_tokens
             details = event.usage.prompt_tokens_details
             answer.cached_tokens = details.cached_tokens if details is not None else None
+
+    def _tokens_of(self, choice: _Choice, usage: _Usage | None) -> int:
+        """Tokens of one event, by its token ids or by usage that every event has."""
+        total = usage.completion_tokens if usage is not None else None
+        tokens = len(choice.token_ids or ()) or (total or 0) - self._counted
+        self._counted += max(tokens, 1)
+        return max(tokens, 1)
 
     def close(self) -> None:
         answer = self._answer

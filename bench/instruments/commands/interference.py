@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bench.instruments.interference import InterferencePlan, InterferenceRow
     from bench.instruments.prompts import Prompts
     from bench.instruments.record import EngineNote
-    from bench.instruments.targets import Target, Targets
+    from bench.instruments.targets import EngineAddress, Targets
 
 
 def interference(
@@ -115,7 +115,7 @@ async def _measure(
     from bench.instruments.interference import measure_interference
     from bench.instruments.targets import notes_of, opened
 
-    target: Target = targets.engines[0] if name is None else targets.named(name)
+    target: EngineAddress = targets.engines[0] if name is None else targets.named(name)
     async with opened((target,), model or targets.model, api_key, timeout_s) as engines:
         await refuse_busy(engines)
         notes = await notes_of(engines, targets)

@@ -26,7 +26,7 @@ from bench.instruments.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from bench.instruments.engine import Engine
+    from bench.instruments.engine import MeasuredEngine
     from bench.instruments.overhead import ConnectorArm, OverheadPlan, OverheadRow
     from bench.instruments.prompts import Prompts
     from bench.instruments.record import InstrumentRecord
@@ -56,7 +56,7 @@ def overhead(
     as_json: Json = False,
     as_markdown: Markdown = False,
 ) -> None:
-    """Overhead of the KV connector: TTFT, TPOT, KV pool and start time without it, with it, and after its use.
+    """Overhead of the KV connector: TTFT, TPOT, KV pool, start time without it, with it, after its use.
 
     Starts and stops the engines itself, every arm afresh, the arms in turns.
     """
@@ -119,7 +119,7 @@ async def _measure(
     from launch.run.supervisor import Fleet
 
     @asynccontextmanager
-    async def start(arm: ConnectorArm, number: int) -> AsyncIterator[list[Engine]]:
+    async def start(arm: ConnectorArm, number: int) -> AsyncIterator[list[MeasuredEngine]]:
         file = files[arm]
         targets = fleet_targets(file, record.fleet)
         try:

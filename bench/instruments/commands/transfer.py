@@ -33,7 +33,7 @@ from bench.instruments.commands.options import (
 if TYPE_CHECKING:
     from bench.instruments.prompts import Prompts
     from bench.instruments.record import EngineNote
-    from bench.instruments.targets import Target, Targets
+    from bench.instruments.targets import EngineAddress, Targets
     from bench.instruments.transfer import TransferPlan, TransferRow
 
 
@@ -122,7 +122,7 @@ def transfer(
 
 def _pair(
     targets: Targets, source: str | None, target: str | None, bootstrap: str | None, connector: str
-) -> tuple[Target, Target]:
+) -> tuple[EngineAddress, EngineAddress]:
     """P and D; ends the command if there are not two."""
     import msgspec
 
@@ -145,7 +145,7 @@ def _pair(
 
 async def _measure(
     targets: Targets,
-    pair: tuple[Target, Target],
+    pair: tuple[EngineAddress, EngineAddress],
     plan: TransferPlan,
     prompts: Prompts,
     kv_bytes_per_token: int,

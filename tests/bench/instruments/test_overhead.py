@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from bench.instruments.cli import register
-from bench.instruments.engine import Engine, InstrumentError
+from bench.instruments.engine import InstrumentError, MeasuredEngine
 from bench.instruments.overhead import (
     ConnectorArm,
     OverheadPlan,
@@ -35,7 +35,7 @@ def measure(plan: OverheadPlan, engines: int = 2) -> list[OverheadRow]:
     lab = VirtualLab("h200", engines=engines)
 
     @asynccontextmanager
-    async def start(arm: ConnectorArm, number: int) -> AsyncIterator[list[Engine]]:
+    async def start(arm: ConnectorArm, number: int) -> AsyncIterator[list[MeasuredEngine]]:
         await asyncio.sleep(10.0 if arm is ConnectorArm.NONE else 12.0)
         yield list(lab.engines)
 

@@ -65,7 +65,7 @@ class _Open:
 
 
 class VirtualEngine:
-    """One simulated engine (`bench.instruments.engine.Engine`)."""
+    """One simulated engine (`bench.instruments.engine.MeasuredEngine`)."""
 
     def __init__(self, lab: VirtualLab, name: str) -> None:
         self.name = name
