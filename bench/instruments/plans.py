@@ -77,7 +77,12 @@ def reduced(limits: EngineLimits, repeats: int) -> CalibrationPlan:
     context = scaled(1_024)
     output = max(64, min(8_192, limits.max_model_len - context - 1, room // (max(among) + 1) - context))
     return CalibrationPlan(
-        steps=StepsPlan(prefills=tuple(prefills), decodes=tuple(dict.fromkeys(decodes)), repeats=repeats),
+        steps=StepsPlan(
+            prefills=tuple(prefills),
+            decodes=tuple(dict.fromkeys(decodes)),
+            repeats=repeats,
+            stream_tokens=min(8_192, limits.max_model_len - 1 - max(context for _, context in decodes)),
+        ),
         interference=InterferencePlan(
             streams=tuple(among),
             prefill_tokens=tuple(scaled(tokens) for tokens in _PREFILLS),

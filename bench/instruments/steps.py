@@ -24,6 +24,8 @@ class StepsPlan(msgspec.Struct, kw_only=True, frozen=True):
     repeats: int = 3
     decode_tokens: int = 32
     """Tokens of each stream over which a decode step is averaged."""
+    stream_tokens: int = 2_048
+    """Tokens after which a stream ends by itself: the first ones decode while the others are prefilled."""
 
 
 class PrefillTime(msgspec.Struct, kw_only=True):
@@ -92,9 +94,7 @@ async def measure_decodes(
     found = []
     for streams, context in plan.decodes:
         progress(f"decode: {streams} streams with {context:,} tokens of context")
-        # Those that start first already decode while the others are prefilled, one after the other.
-        limit = 4 * plan.decode_tokens + 64 * streams + context // 16
-        async with decoding(engine, streams, prompts, context, limit, 2) as running:
+        async with decoding(engine, streams, prompts, context, plan.stream_tokens, 2) as running:
             begin_s = engine.now_s()
             before = sum(stream.tokens for stream in running.streams)
             await running.more(plan.decode_tokens)

@@ -24,6 +24,7 @@ from bench.instruments.commands.options import (
     Urls,
     api_key_from,
     chosen_targets,
+    fitting,
     measured,
     progress,
     prompts_of,
@@ -119,6 +120,7 @@ async def _measure(
     async with opened((target,), model or targets.model, api_key, timeout_s) as engines:
         await refuse_busy(engines)
         notes = await notes_of(engines, targets)
+        plan.stream_tokens = fitting(plan.stream_tokens, plan.context_tokens, await engines[0].max_model_len())
         return notes, await measure_interference(engines[0], plan, prompts, progress)
 
 

@@ -94,6 +94,11 @@ def measured(work: Coroutine[None, None, T]) -> T:
         raise typer.Exit(130) from None
 
 
+def fitting(wanted: int, context_tokens: int, longest: int | None) -> int:
+    """As many of the ``wanted`` output tokens as fit into an engine's longest sequence with the context."""
+    return wanted if longest is None else max(2, min(wanted, longest - context_tokens - 1))
+
+
 def progress(text: str) -> None:
     """One line about the next step, on standard error."""
     typer.echo(text, err=True)

@@ -24,6 +24,7 @@ from bench.instruments.commands.options import (
     Urls,
     api_key_from,
     chosen_targets,
+    fitting,
     measured,
     progress,
     prompts_of,
@@ -161,6 +162,8 @@ async def _measure(
         await refuse_busy(engines)
         notes = await notes_of(engines, targets)
         source, target = engines
+        longest = await source.max_model_len()
+        plan.background_output = fitting(plan.background_output, plan.background_tokens, longest)
         return notes, await measure_transfers(source, target, plan, prompts, kv_bytes_per_token, progress)
 
 

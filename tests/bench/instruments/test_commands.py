@@ -26,7 +26,11 @@ def pair() -> Iterator[tuple[EngineProcess, EngineProcess]]:
     engines: list[EngineProcess] = []
     try:
         for _ in range(2):
-            engines.append(EngineProcess.start("--profile", "h200", "--transport", "nvlink", "--flush-ms", "0.1"))
+            engines.append(
+                EngineProcess.start(
+                    *("--profile", "h200", "--transport", "nvlink", "--flush-ms", "0.1", "--engine-speed", "5")
+                )
+            )
         yield engines[0], engines[1]
     finally:
         for engine in engines:
