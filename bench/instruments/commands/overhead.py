@@ -92,9 +92,7 @@ def overhead(
     record = InstrumentRecord(
         instrument="overhead", hardware=hardware, fleet=path.stem, seed=seed, nonce=prompts.nonce, plan=plan
     )
-    rows = measured(_measure(files, plan, prompts, run_dir, timeout_s, record))
-    record.rows = rows
-    written(output, record)
+    rows = measured(_measure(files, plan, prompts, run_dir, timeout_s, record, output))
     show(record, [overhead_sheet(rows)], as_json=as_json, as_markdown=as_markdown)
 
 
@@ -111,6 +109,7 @@ async def _measure(
     run_dir: Path,
     timeout_s: float,
     record: InstrumentRecord,
+    output: Path | None,
 ) -> list[OverheadRow]:
     from bench.instruments.engine import InstrumentError
     from bench.instruments.overhead import measure_overhead
@@ -132,4 +131,9 @@ async def _measure(
         except StartError as error:
             raise InstrumentError(f"arm {arm.value}: {error}") from error
 
-    return [row async for row in measure_overhead(plan, start, prompts, progress)]
+    rows: list[OverheadRow] = []
+    record.rows = rows
+    async for row in measure_overhead(plan, start, prompts, progress):
+        rows.append(row)
+        written(output, record)  # an arm takes minutes: what is measured is kept if a later one fails
+    return rows

@@ -24,6 +24,7 @@ from bench.instruments.overhead import (
     starts,
 )
 from bench.instruments.prompts import Prompts
+from bench.instruments.record import read_record
 from bench.instruments.steps import StepsPlan
 from tests.bench.instruments.virtual import VirtualLab
 from tests.launch.conftest import fleet_values
@@ -86,11 +87,12 @@ def test_the_command_starts_and_stops_a_fleet_for_each_arm(tmp_path: Path) -> No
     fleet.write_text(yaml.safe_dump(fleet_values(ready_timeout_s=90)))
     code, out, shown = invoke(
         *(fleet, "--starts", 1, "--prefill-tokens", 512, "--streams", 2, "--context-tokens", 128),
-        *("--hand-off-tokens", 512, "--run-dir", tmp_path / "runs", "--json"),
+        *("--hand-off-tokens", 512, "--run-dir", tmp_path / "runs", "--json", "-o", tmp_path / "record.json"),
     )
     assert code == 0, shown
     rows = json.loads(out)["rows"]
     assert [row["arm"] for row in rows] == ["none", "idle", "used"]
+    assert read_record(tmp_path / "record.json").rows == rows
     # The profile's connector takes a twentieth of the pool.
     assert rows[0]["pool_tokens"] > 1.04 * rows[1]["pool_tokens"] == 1.04 * rows[2]["pool_tokens"]
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["0-none", "1-idle", "2-used"]
