@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Serve": ("serve", "settings", "key", "top", "explain", "man"),
     "Fleet": ("up", "down", "status", "doctor", "telemetry"),
-    "Measure": ("demo", "replay", "simulate", "experiment", "trace", "sim"),
+    "Measure": ("demo", "replay", "simulate", "experiment", "measure", "calibrate", "trace", "sim"),
     "Analyse": ("summary", "compare", "report", "analyse"),
 }
 """Help panel -> its commands and groups, in the order in which help shows them."""
@@ -94,6 +94,7 @@ def _man(context: typer.Context) -> None:
 def build() -> typer.Typer:
     """The root application with every folder's commands."""
     from bench.analysis.cli import register as register_analysis
+    from bench.instruments.cli import register as register_instruments
     from launch.cli import register as register_launch
     from proxy.cli import register as register_proxy
     from replayer.cli import register as register_replayer
@@ -102,7 +103,14 @@ def build() -> typer.Typer:
     # Markdown: paragraphs of help are wrapped to the terminal.
     app = typer.Typer(cls=_Root, no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="markdown")
     app.callback()(_options)
-    for register in (register_proxy, register_replayer, register_launch, register_sim, register_analysis):
+    for register in (
+        register_proxy,
+        register_replayer,
+        register_launch,
+        register_sim,
+        register_instruments,
+        register_analysis,
+    ):
         register(app)
     app.command("man")(_man)
     panel_of = {name: panel for panel, names in PANELS.items() for name in names}

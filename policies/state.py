@@ -158,6 +158,7 @@ class FleetState:
         sessions: SessionTable | None = None,
         hotspots: HotspotTracker | None = None,
         seed: int = 0,
+        costs: CostBook | None = None,
     ) -> None:
         """``seed`` is that of the requests' block hashes (`policies.predict.blocks`)."""
         self.index = PrefixIndex() if index is None else index
@@ -167,7 +168,7 @@ class FleetState:
         self.hotspots = HotspotTracker() if hotspots is None else hotspots
         self.pairs = PairBreaker()
         self.holds = Holds()
-        self.costs = CostBook()
+        self.costs = CostBook() if costs is None else costs
         self.accounts = SessionAccounts(residency=Residency(self.predictor, self.sessions))
         self.shared: SharedSessions | None = None
         """Sessions that other replicas serve too; None: there are none."""

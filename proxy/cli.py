@@ -34,6 +34,10 @@ def serve(
         list[str] | None, typer.Option(help="KEY=VALUE: parameter of the admission rule. Repeatable.")
     ] = None,
     planner: Annotated[str | None, typer.Option(help="Offload planner, with its default parameters.")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="Hardware profile of `warmroute calibrate`, by name or file, for the cost models."),
+    ] = None,
     shadow: Annotated[
         list[str] | None, typer.Option(help="Routing policy that decides too, without effect. Repeatable.")
     ] = None,
@@ -87,6 +91,7 @@ def serve(
         "policy": {"name": policy} if policy else None,
         "admission": _given(name=admission, params=_params(admission_param)),
         "offload": {"planner": planner} if planner else None,
+        "hardware": hardware,
         "shadow": {"policies": shadow} if shadow else None,
         "instances": [{"url": url} for url in instance] if instance else None,
         "discovery": _discovery(discovery),

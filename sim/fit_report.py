@@ -8,13 +8,20 @@ from sim.fit import Fit, Residual
 from sim.hardware import HardwareProfile
 
 
-def profile_yaml(profile: HardwareProfile) -> str:
-    """The profile as written to configs/hardware, with a header that names its source."""
+def profile_yaml(profile: HardwareProfile, command: str | None = None) -> str:
+    """The profile as written to configs/hardware, with a header that names its source.
+
+    ``command`` made it, by default ``warmroute sim fit``.
+    """
     name = profile.name
-    command = f"warmroute sim fit {name} -o configs/hardware"
+    command = command or f"warmroute sim fit {name} -o configs/hardware"
     header = f"# Written by `{command}` from {name}_points.yaml: edit the points, not this file.\n"
     return header + yaml.dump(
-        _plain(profile.model_dump()), sort_keys=False, width=110, Dumper=_PairsInline, allow_unicode=True
+        _plain(profile.model_dump(exclude_none=True)),
+        sort_keys=False,
+        width=110,
+        Dumper=_PairsInline,
+        allow_unicode=True,
     )
 
 

@@ -9,10 +9,12 @@ from bisect import bisect_left
 from math import exp, log
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from policies.costs.constants import CostConstants, constants_of
 from sim.core.timing import StepTiming
 from sim.core.types import TransferSeconds
 
@@ -160,14 +162,29 @@ class HardwareProfile(_Strict):
     max_model_len: int = Field(gt=0)
     step: StepCosts
     kv: KvPool
-    default_transport: str
-    transports: dict[str, TransportProfile]
+    default_transport: str | None = None
+    """None only without transports: no transfer was measured."""
+    transports: dict[str, TransportProfile] = {}
+    costs: dict[str, Any] | None = None
+    """Starting constants of the cost models, from a calibration (`policies.costs.constants`)."""
+
+    @field_validator("costs")
+    @classmethod
+    def _usable(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None:
+            constants_of(value)
+        return value
 
     @model_validator(mode="after")
     def _default_exists(self) -> HardwareProfile:
-        if self.default_transport not in self.transports:
+        if self.transports and self.default_transport not in self.transports:
             raise ValueError(f"default_transport {self.default_transport!r} is not in transports")
         return self
+
+    @property
+    def cost_constants(self) -> CostConstants | None:
+        """Starting constants of the cost models; None: the built-in ones."""
+        return None if self.costs is None else constants_of(self.costs)
 
     @property
     def timing(self) -> StepTiming:
@@ -180,11 +197,35 @@ class HardwareProfile(_Strict):
         Raises:
             ProfileError: the profile has no such transport.
         """
+        return self.transports[self.transport_name(name)]
+
+    def transport_name(self, name: str | None = None) -> str:
+        """A name for `transport`, the default one's if it is None.
+
+        Raises:
+            ProfileError: the profile has no such transport.
+        """
         chosen = name or self.default_transport
+        if chosen is None:
+            raise ProfileError(f"profile {self.name} has no KV transport: calibrate a pair, or choose role none")
         if chosen not in self.transports:
             known = ", ".join(sorted(self.transports))
             raise ProfileError(f"profile {self.name} has no transport {chosen!r}; it has: {known}")
-        return self.transports[chosen]
+        return chosen
+
+    def transfer_seconds(self, transport: str | None, seed: str) -> TransferSeconds:
+        """Times of transfers, drawn with a seed where they vary; without transports, for engines that move no KV.
+
+        Raises:
+            ProfileError: the profile has no such transport.
+        """
+        if transport is None and not self.transports:
+            return _no_transfer
+        return self.transport(transport).drawn(seed)
+
+
+def _no_transfer(size_bytes: int, streams: float, transfers: int) -> float:
+    raise ProfileError("this profile has no KV transport")
 
 
 def profile_path(name: str) -> Path:

@@ -99,8 +99,8 @@ class Points(_Strict):
     decode: tuple[DecodePoint, ...] = Field(min_length=2)
     prefill: tuple[PrefillPoint, ...]
     interference: tuple[InterferencePoint, ...]
-    default_transport: str
-    transports: dict[str, TransportPoints]
+    default_transport: str | None = None
+    transports: dict[str, TransportPoints] = {}
 
 
 def load_points(path: Path) -> Points:

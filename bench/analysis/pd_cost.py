@@ -91,8 +91,7 @@ def cost_table(
     Raises:
         ProfileError: the profile has no such transport.
     """
-    name = transport or profile.default_transport
-    profile.transport(name)
+    name = profile.transport_name(transport)
     rows = [
         _row(profile, points, name, prompt, count, single_decode_s) for count in streams for prompt in tokens if prompt
     ]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from policies.costs.formulas import Costs, PrefillModel, TransferJob, TransferModel, pair_transport
+from policies.costs.formulas import (
+    KV_BYTES_PER_TOKEN,
+    Costs,
+    PrefillModel,
+    TransferJob,
+    TransferModel,
+    pair_transport,
+)
 from policies.pool import tokens_over
 from policies.types import InstanceView, RequestView
-
-KV_BYTES_PER_TOKEN = 98_304
-"""Qwen3-Coder-30B-A3B at TP=1 (48 layers, 4 KV heads of 128, bf16). Another size is learned as another bandwidth."""
 
 
 class PrefillJob(NamedTuple):
@@ -76,14 +80,19 @@ def _prefill_job(request: RequestView, view: InstanceView) -> PrefillJob:
 class CostBook:
     """Owner of the current cost models; learns from measured legs. Single writer: the fleet state's owner."""
 
-    def __init__(self, prefill: PrefillModel | None = None, transfer: TransferModel | None = None) -> None:
+    def __init__(
+        self,
+        prefill: PrefillModel | None = None,
+        transfer: TransferModel | None = None,
+        bytes_per_token: float = KV_BYTES_PER_TOKEN,
+    ) -> None:
         self.prefill = prefill or PrefillModel()
         self.transfer = transfer or TransferModel()
-        self.bytes_per_token: float = KV_BYTES_PER_TOKEN
+        self.bytes_per_token = bytes_per_token
 
     def at(self, now_s: float) -> Costs:
         """Snapshot of the models for a decision at ``now_s``."""
-        return Costs(self.prefill, self.transfer, now_s)
+        return Costs(self.prefill, self.transfer, now_s, self.bytes_per_token)
 
     def prefilled(self, job: PrefillJob, seconds: float) -> float:
         """Learn from a first token after ``seconds``; returns the predicted seconds.

@@ -16,6 +16,9 @@ from policies.costs.estimates import UNKNOWN, LearnedRatio
 from policies.costs.published import RDMA_STEADY_BYTES, RDMA_STEADY_BYTES_PER_S, RDMA_TRANSFERS
 from policies.types import InstanceView, Transport
 
+KV_BYTES_PER_TOKEN = 98_304
+"""Qwen3-Coder-30B-A3B at TP=1 (48 layers, 4 KV heads of 128, bf16). Another size is learned as another bandwidth."""
+
 Pair = tuple[str, str]
 """(P, D)"""
 
@@ -77,6 +80,16 @@ bandwidth and sigma are constant.
 """
 
 
+class TransferConstants(NamedTuple):
+    """Formula and regimes of each transport: the published ones, or those that a calibration has replaced."""
+
+    formulas: Mapping[Transport, TransferFormula] = TRANSFER_FORMULAS
+    regimes: Mapping[Transport, tuple[Regime, ...]] = REGIMES
+
+
+PUBLISHED = TransferConstants()
+
+
 def pair_transport(prefill: InstanceView, decode: InstanceView) -> Transport:
     """Transport of KV between two instances: the one both are proven to have; NVLink within one host only.
 
@@ -131,6 +144,7 @@ class TransferModel:
     transport_weight: float = 0.1
     failure_weight: float = 0.1
     prior_failure_rate: float = 0.02
+    _constants: TransferConstants = PUBLISHED
     _pairs: Mapping[Pair, LearnedRatio] = field(default_factory=dict)
     _transports: Mapping[Transport, LearnedRatio] = field(default_factory=dict)
     _regimes: Mapping[tuple[Pair, int], LearnedRatio] = field(default_factory=dict)
@@ -141,7 +155,7 @@ class TransferModel:
     def predict(self, job: TransferJob, now_s: float) -> TimeEstimate:
         """Estimated seconds of the D leg up to its first token."""
         estimate = self._estimate(job, now_s)
-        return TimeEstimate(transfer_formula(job) * exp(estimate.log_ratio), estimate.sigma)
+        return TimeEstimate(transfer_formula(job, self._constants) * exp(estimate.log_ratio), estimate.sigma)
 
     def least(self, job: TransferJob, transports: Iterable[Transport], z: float) -> tuple[float, float, float]:
         """Lower bounds for the job on any pair, by any of the transports.
@@ -152,7 +166,7 @@ class TransferModel:
         factor, spread = exp(self._least.log_ratio), exp(self._least.sigma * z) - 1
         alone_s, stream_s = [], []
         for transport in transports:
-            formula, moving_s = _unloaded(TransferJob(job.pair, transport, job.size_bytes, 0, 0))
+            formula, moving_s = _unloaded(TransferJob(job.pair, transport, job.size_bytes, 0, 0), self._constants)
             moving_s *= 1 + formula.crowd * job.others
             alone_s.append(formula.setup_s + moving_s)
             stream_s.append(formula.stream_setup_s + formula.slowdown * moving_s)
@@ -160,13 +174,13 @@ class TransferModel:
 
     def curve(self, job: TransferJob, now_s: float, z: float) -> TransferCurve:
         """``predict`` for any number of streams, and its upper bound at ``z`` standard deviations."""
-        return TransferCurve(job, self._estimate(job, now_s), z)
+        return TransferCurve(job, self._estimate(job, now_s), z, self._constants)
 
     def observe(self, job: TransferJob, seconds: float, now_s: float) -> TransferModel:
         """Return the model after one successful transfer of ``seconds``."""
-        expected_s = transfer_formula(job)
+        expected_s = transfer_formula(job, self._constants)
         pair, transport = self._pair(job, now_s), self._transport(job.transport, now_s)
-        regime = _regime(job)
+        regime = _regime(job, self._constants)
         regimes = self._regimes
         pair = pair.learn(expected_s, seconds, now_s, self.pair_weight)
         transport = transport.learn(expected_s, seconds, now_s, self.transport_weight)
@@ -218,25 +232,25 @@ class TransferModel:
         return self._pairs.get(job.pair, UNKNOWN).relaxed(transport, now_s, self.half_life_s)
 
     def _estimate(self, job: TransferJob, now_s: float) -> LearnedRatio:
-        pair, regime = self._pair(job, now_s), _regime(job)
+        pair, regime = self._pair(job, now_s), _regime(job, self._constants)
         if not regime:
             return pair
-        published = _between(REGIMES[job.transport], regime, job.size_bytes)[1]
+        published = _between(self._constants.regimes[job.transport], regime, job.size_bytes)[1]
         unseen = pair._replace(variance=max(pair.variance, published**2), observations=0)
         return self._regimes.get((job.pair, regime), UNKNOWN).relaxed(unseen, now_s, self.half_life_s)
 
 
-def transfer_formula(job: TransferJob) -> float:
-    """Seconds from the published constants alone."""
-    formula, moving_s = _unloaded(job)
+def transfer_formula(job: TransferJob, constants: TransferConstants = PUBLISHED) -> float:
+    """Seconds from the constants alone."""
+    formula, moving_s = _unloaded(job, constants)
     return _loaded(formula, moving_s, job.streams, 1 + formula.crowd * job.others)
 
 
-def _unloaded(job: TransferJob) -> tuple[TransferFormula, float]:
+def _unloaded(job: TransferJob, constants: TransferConstants) -> tuple[TransferFormula, float]:
     """The formula, and the seconds that the bytes alone take."""
-    formula, regime = TRANSFER_FORMULAS[job.transport], _regime(job)
+    formula, regime = constants.formulas[job.transport], _regime(job, constants)
     if regime:
-        return formula, _between(REGIMES[job.transport], regime, job.size_bytes)[0]
+        return formula, _between(constants.regimes[job.transport], regime, job.size_bytes)[0]
     return formula, job.size_bytes / formula.bytes_per_s
 
 
@@ -250,8 +264,8 @@ class TransferCurve:
 
     __slots__ = ("_crowding", "_factor", "_formula", "_moving_s", "_upper")
 
-    def __init__(self, job: TransferJob, estimate: LearnedRatio, z: float) -> None:
-        self._formula, self._moving_s = _unloaded(job)
+    def __init__(self, job: TransferJob, estimate: LearnedRatio, z: float, constants: TransferConstants) -> None:
+        self._formula, self._moving_s = _unloaded(job, constants)
         self._crowding = 1 + self._formula.crowd * job.others
         self._factor = exp(estimate.log_ratio)
         self._upper = exp(estimate.sigma * z)
@@ -262,9 +276,9 @@ class TransferCurve:
         return seconds, seconds * self._upper
 
 
-def _regime(job: TransferJob) -> int:
+def _regime(job: TransferJob, constants: TransferConstants) -> int:
     """Number of the transfer's regime, from 1; 0 where time is linear in bytes."""
-    regimes = REGIMES.get(job.transport)
+    regimes = constants.regimes.get(job.transport)
     if regimes is None:
         return 0
     for number, regime in enumerate(regimes):
@@ -394,3 +408,4 @@ class Costs(NamedTuple):
     prefill: PrefillModel = PrefillModel()
     transfer: TransferModel = TransferModel()
     now_s: float = 0.0
+    bytes_per_token: float = KV_BYTES_PER_TOKEN

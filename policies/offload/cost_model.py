@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, NamedTuple
 
-from policies.costs.book import KV_BYTES_PER_TOKEN, transfer_job
+from policies.costs.book import transfer_job
 from policies.costs.formulas import Costs, TransferCurve, shares_transport
 from policies.offload.base import (
     ColumnPlanner,
@@ -64,7 +64,8 @@ class CostModel(ColumnPlanner):
 
     Defaults: ``max_in_flight`` 4; ``min_new_tokens`` 4096 on D, below which a prefill stalls other requests only
     briefly; ``stall_share`` 0.9 (one minus TPOT idle over during: 0.86 to 0.99 measured); ``min_gain`` 0.25; ``sigmas``
-    1; ``max_own_loss`` 0.1; ``kv_bytes_per_token`` as the reports' model.
+    1; ``max_own_loss`` 0.1; ``kv_bytes_per_token``
+    that of the calibrated ``hardware``, else of the reports' model.
     """
 
     max_in_flight: int = 4
@@ -73,7 +74,7 @@ class CostModel(ColumnPlanner):
     min_gain: float = 0.25
     sigmas: float = 1.0
     max_own_loss: float = 0.1
-    kv_bytes_per_token: float = KV_BYTES_PER_TOKEN
+    kv_bytes_per_token: float | None = None
     name: ClassVar[str] = "cost_model"
 
     def __post_init__(self) -> None:
@@ -81,7 +82,8 @@ class CostModel(ColumnPlanner):
             raise ValueError("cost_model: max_in_flight must be at least 1 and min_new_tokens at least 0")
         if not 0 <= self.stall_share <= 1:
             raise ValueError("cost_model: stall_share must be within 0..1")
-        if min(self.min_gain, self.sigmas, self.max_own_loss) < 0 or self.kv_bytes_per_token <= 0:
+        size = self.kv_bytes_per_token
+        if min(self.min_gain, self.sigmas, self.max_own_loss) < 0 or (size is not None and size <= 0):
             raise ValueError(
                 "cost_model: min_gain, sigmas and max_own_loss must not be negative and kv_bytes_per_token positive"
             )
@@ -213,9 +215,10 @@ class _Pricing:
 
     def __init__(self, planner: CostModel, request: RequestView, decode: InstanceView, fleet: FleetSnapshot) -> None:
         costs = self._costs = fleet.costs or Costs()
+        bytes_per_token = planner.kv_bytes_per_token
         self._request = request
         self._others = fleet.offloads_in_flight
-        self._bytes_per_token = planner.kv_bytes_per_token
+        self._bytes_per_token = costs.bytes_per_token if bytes_per_token is None else bytes_per_token
         self._stall = planner.stall_share
         self._sigmas = planner.sigmas
         self._curves: list[TransferCurve | None] = [None, None]

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import msgspec
+
 from policies.types import Connector
 
 
@@ -80,3 +82,15 @@ DIALECTS: Mapping[Connector, HandOffDialect] = MappingProxyType(
     {Connector.MOONCAKE: MooncakeDialect(), Connector.NIXL: NixlDialect()}
 )
 """Connector of an instance -> its hand-off parameters. A new connector is one more class."""
+
+
+def engine_id_of(answer: bytes) -> str:
+    """P's engine id from its bootstrap server's answer to ``/query`` (data-parallel rank 0).
+
+    Raises:
+        ValueError: an unexpected answer.
+    """
+    try:
+        return str(msgspec.json.decode(answer)["0"]["engine_id"])
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ValueError(repr(error)) from error

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import httpx
-import msgspec
 
 from policies.types import OffloadReason
 from proxy.access.forwarding import Forwarding
@@ -17,7 +16,7 @@ from proxy.engines.shortage import own_shortage
 from proxy.engines.upstream import NoSocketError, Upstream, UpstreamError
 from proxy.fleet.instances import Instance
 from proxy.fleet.model_lists import is_model_missing
-from proxy.handoff.connectors import DIALECTS
+from proxy.handoff.connectors import DIALECTS, engine_id_of
 from proxy.request.bodies import decode_leg, prefill_leg, transfer_params_of
 from proxy.request.usage import Usage, usage_of_answer
 from proxy.settings import OffloadSettings
@@ -180,7 +179,6 @@ async def query_engine_id(control: Control, bootstrap_url: str, timeout_s: float
     answer = await control.get(f"{bootstrap_url}/query", timeout_s=timeout_s)
     answer.raise_for_status()
     try:
-        engine_id = msgspec.json.decode(answer.content)["0"]["engine_id"]
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"unexpected /query answer from {bootstrap_url}: {error!r}") from error
-    return str(engine_id)
+        return engine_id_of(answer.content)
+    except ValueError as error:
+        raise ValueError(f"unexpected /query answer from {bootstrap_url}: {error}") from error

@@ -41,7 +41,7 @@ from proxy.request.token_chunks import TokenChunks
 from proxy.routing.policy_watch import PolicyWatch
 from proxy.routing.text_ratio import TextRatios
 from proxy.settings import Settings
-from proxy.settings.routing import admission_rule
+from proxy.settings.routing import admission_rule, hardware_constants
 
 log = logging.getLogger("warmroute.policy")
 
@@ -88,6 +88,7 @@ class Router:
             SessionTable(settings.sessions.capacity, settings.sessions.ttl_s),
             HotspotTracker(),
             self.seed,
+            None if settings.hardware is None else hardware_constants(settings.hardware).book(),
         )
         self.state.predictor.exact.set_block_tokens(self.block_tokens)
         self.routing = RoutingSession(

@@ -32,7 +32,13 @@ from proxy.settings.prediction import (
     TokenizerSettings,
 )
 from proxy.settings.resume import ResumeSettings
-from proxy.settings.routing import AdmissionSettings, ClassSettings, OffloadSettings, PolicySettings
+from proxy.settings.routing import (
+    AdmissionSettings,
+    ClassSettings,
+    OffloadSettings,
+    PolicySettings,
+    hardware_constants,
+)
 from proxy.settings.secrets import checked_secret, secret_from
 from proxy.settings.section import Seconds, SettingsError
 from proxy.settings.security import AdminSettings, FairnessSettings, KeySettings, TlsSettings, checked_forward_headers
@@ -70,6 +76,11 @@ class Settings(BaseSettings):
     policy: PolicySettings = Field(default_factory=PolicySettings)
     admission: AdmissionSettings = Field(default_factory=AdmissionSettings)
     offload: OffloadSettings = Field(default_factory=OffloadSettings)
+    hardware: str | None = Field(
+        default=None,
+        description="calibrated hardware profile whose constants the cost models start from: a name in "
+        "configs/hardware or a YAML file; none: the built-in constants, an H200's",
+    )
     shadow: ShadowSettings = Field(default_factory=ShadowSettings)
     classes: ClassSettings = Field(default_factory=ClassSettings)
     index: IndexSettings = Field(default_factory=IndexSettings)
@@ -151,6 +162,13 @@ class Settings(BaseSettings):
     @classmethod
     def _plain_secret(cls, value: SecretStr | None) -> SecretStr | None:
         return None if value is None else checked_secret(value, "engine_key")
+
+    @field_validator("hardware")
+    @classmethod
+    def _calibrated(cls, value: str | None) -> str | None:
+        if value is not None:
+            hardware_constants(value)
+        return value
 
     @model_validator(mode="after")
     def _some_engine(self) -> Settings:

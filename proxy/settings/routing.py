@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
+import yaml
 from pydantic import Field, model_validator
 
 from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S, AdmissionRule
 from policies.classes import ClassThresholds
+from policies.costs.constants import CostConstants, constants_of
 from policies.registry import PolicyLoadError, PolicyParameterError, make_admission, make_planner, make_routing
 from proxy.settings.section import Seconds, Section
 
 LONGEST_KEEP_S = 86_400
 """Longest ``keep_s`` of an admission rule."""
+HARDWARE_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 
 
 class PolicySettings(Section):
@@ -116,3 +120,25 @@ class ClassSettings(Section):
     def thresholds(self) -> ClassThresholds:
         """The thresholds as the policies' type."""
         return ClassThresholds(self.medium_tokens, self.heavy_tokens)
+
+
+def hardware_constants(name: str) -> CostConstants:
+    """The cost constants of a profile, by its name in configs/hardware or its path (``.yaml``).
+
+    Raises:
+        ValueError: no such profile, or one without usable constants; the message says what to do.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else HARDWARE_FOLDER / f"{name}.yaml"
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"hardware profile {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"hardware profile {path} is not YAML: {error}") from error
+    costs = values.get("costs") if isinstance(values, dict) else None
+    if costs is None:
+        raise ValueError(f"hardware profile {path} has no section `costs`; `warmroute calibrate` writes one")
+    try:
+        return constants_of(costs)
+    except ValueError as error:
+        raise ValueError(f"hardware profile {path}: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -13,6 +13,9 @@ import msgspec
 READ_BYTES = 1 << 18
 CONNECT_TIMEOUT_S = 30.0
 ERROR_EXCERPT = 300
+
+OnOutput = Callable[[str, int, float], None]
+"""(text, tokens, time) of one event with output; tokens are 1 where it has neither token ids nor usage."""
 
 
 class _PromptDetails(msgspec.Struct):
@@ -74,10 +77,13 @@ class ReplayedAnswer(msgspec.Struct, kw_only=True):
 class _Stream:
     """Parser of server-sent events that arrive in pieces; fills an answer."""
 
-    def __init__(self, answer: ReplayedAnswer) -> None:
+    def __init__(self, answer: ReplayedAnswer, on_output: OnOutput | None = None) -> None:
         self._answer = answer
+        self._on_output = on_output
         self._pending = b""
         self._token_events = 0
+        self._counted = 0
+        """Tokens that ``on_output`` has reported."""
         self._finished = False
         self.done = False
 
@@ -105,11 +111,20 @@ class _Stream:
                 answer.first_token = now if answer.first_token is None else answer.first_token
                 answer.last_token = now
                 self._token_events += 1
+                if self._on_output is not None:
+                    self._on_output(choice.text or "", self._tokens_of(choice, event.usage), now)
         if event.usage is not None:
             answer.prompt_tokens = event.usage.prompt_tokens
             answer.completion_tokens = event.usage.completion_tokens
             details = event.usage.prompt_tokens_details
             answer.cached_tokens = details.cached_tokens if details is not None else None
+
+    def _tokens_of(self, choice: _Choice, usage: _Usage | None) -> int:
+        """Tokens of one event, by its token ids or by usage that every event has."""
+        total = usage.completion_tokens if usage is not None else None
+        tokens = len(choice.token_ids or ()) or (total or 0) - self._counted
+        self._counted += max(tokens, 1)
+        return max(tokens, 1)
 
     def close(self) -> None:
         answer = self._answer
@@ -123,7 +138,12 @@ class _Stream:
 
 
 async def send(
-    http: aiohttp.ClientSession, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float
+    http: aiohttp.ClientSession,
+    url: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    timeout_s: float,
+    on_output: OnOutput | None = None,
 ) -> ReplayedAnswer:
     """Send one streamed request and read it to its end.
 
@@ -133,12 +153,13 @@ async def send(
         body: JSON body.
         headers: request headers.
         timeout_s: wall seconds for the whole exchange.
+        on_output: called at once for each event that carries output.
 
     Returns:
         The answer. A failure (refused, timed out, HTTP error, broken stream) is in its ``error``, never an exception.
     """
     answer = ReplayedAnswer(sent=time.perf_counter())
-    stream = _Stream(answer)
+    stream = _Stream(answer, on_output)
     try:
         async with (
             asyncio.timeout(timeout_s),

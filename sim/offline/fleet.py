@@ -58,7 +58,7 @@ def make_fleet(options: SimOptions, block_tokens: int) -> tuple[VirtualFleet, di
         config, profile = configured[role]
         config = replace(config, engine_id=name)
         timing = slowed(profile.timing, options.slowdown * options.noise.slowness(draw))
-        transfer_seconds = profile.transport(options.transport).drawn(f"{options.seed}/transfers/{name}")
+        transfer_seconds = profile.transfer_seconds(options.transport, f"{options.seed}/transfers/{name}")
         engines[name] = Engine(config, timing, transfer_seconds, report_progress=False)
         roles[name] = role
     return VirtualFleet(engines), roles, profile

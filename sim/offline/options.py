@@ -154,4 +154,4 @@ class SimOptions:
     def proven_transport(self, profile: HardwareProfile) -> Transport | None:
         """The transport that the router assumes for KV; None if policies do not know the profile's."""
         name = self.transport or profile.default_transport
-        return Transport(name) if name in set(Transport) else None
+        return Transport(name) if name is not None and name in set(Transport) else None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from policies.admission.base import AdmissionRule, Admit
 from policies.admission.gate import Held
+from policies.costs.book import CostBook
 from policies.ledger import Ledger
 from policies.offload.base import OffloadPlanner
 from policies.routing.base import RoutingPolicy
@@ -28,9 +29,10 @@ class OfflineRouter:
         policy: RoutingPolicy,
         planner: OffloadPlanner,
         admission: AdmissionRule,
+        costs: CostBook | None = None,
     ) -> None:
         self._engines = engines
-        self.state = FleetState(ledger=Ledger(options.recent_half_life_s))
+        self.state = FleetState(ledger=Ledger(options.recent_half_life_s), costs=costs)
         for name, engine in engines.items():
             config = engine.config
             self.state.add_instance(name, roles[name], transport=transport)

@@ -85,7 +85,17 @@ class OfflineRun:
         transport = options.proven_transport(self._profile)
         planner = Never() if planner is None else planner
         admission = NeverHold() if admission is None else admission
-        self._router = OfflineRouter(options, self._fleet.engines, self._roles, transport, policy, planner, admission)
+        constants = self._profile.cost_constants
+        self._router = OfflineRouter(
+            options,
+            self._fleet.engines,
+            self._roles,
+            transport,
+            policy,
+            planner,
+            admission,
+            None if constants is None else constants.book(),
+        )
         configs = [each.config for each in self._fleet.engines.values()]
         capacity = min(config.num_blocks * config.block_tokens for config in configs)
         costs = idle_costs(self._profile, configs[0].max_num_batched_tokens)

@@ -83,7 +83,8 @@ class ServerSettings:
         if connector_kv_fraction is not None and not 0 <= connector_kv_fraction < 1:
             raise EngineSettingsError(f"--connector-kv-fraction {connector_kv_fraction} is not in 0 .. 1")
         hardware = load_profile(profile)
-        hardware.transport(transport)
+        if role != "none" or transport is not None:
+            hardware.transport(transport)
         if connector_kv_fraction is None:
             connector_kv_fraction = hardware.kv.connector_fraction if kv_capacity_tokens is None else 0.0
         tokens = float(kv_capacity_tokens or hardware.kv.pool_tokens)
@@ -129,5 +130,5 @@ class ServerSettings:
 
     def engine(self) -> Engine:
         """A fresh engine as configured."""
-        transfer_seconds = self.profile.transport(self.transport).drawn(f"{self.seed}/transfers/{self.port}")
+        transfer_seconds = self.profile.transfer_seconds(self.transport, f"{self.seed}/transfers/{self.port}")
         return Engine(self.config, self.profile.timing, transfer_seconds)

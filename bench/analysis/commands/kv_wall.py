@@ -113,8 +113,7 @@ def kv_wall(
     per_s = rate_per_s if rate_per_s is not None else arrival_speed * len(loaded.requests) / loaded.duration_s
     try:
         shape, sheet, timing = load_model(model), load_gpu(gpu), load_profile(profile)
-        name = transport or timing.default_transport
-        timing.transport(name)
+        name = timing.transport_name(transport)
         per_token = shape.kv_bytes_per_token(kv_bits / 8)
         pool = kv_pool(
             shape,

@@ -89,7 +89,7 @@ def test_held_kv_is_that_of_a_simulation() -> None:
 
 def fleet(handoff: Handoff = Handoff.PULL, profile: str = "h20", given_gib: float = 38.0) -> SplitFleet:
     timing = load_profile(profile)
-    return SplitFleet(timing, pool(given_gib=given_gib), QWEN.kv_bytes_per_token(), timing.default_transport, handoff)
+    return SplitFleet(timing, pool(given_gib=given_gib), QWEN.kv_bytes_per_token(), timing.transport_name(), handoff)
 
 
 def test_little_s_law_holds_for_a_split() -> None:

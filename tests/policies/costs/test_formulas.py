@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.costs.book import KV_BYTES_PER_TOKEN
 from policies.costs.estimates import UNKNOWN
 from policies.costs.formulas import (
+    KV_BYTES_PER_TOKEN,
     TRANSFER_FORMULAS,
     Costs,
     Pair,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from policies.costs.book import KV_BYTES_PER_TOKEN, transfer_job
-from policies.costs.formulas import Costs, TransferModel, transfer_formula
+from policies.costs.book import transfer_job
+from policies.costs.formulas import KV_BYTES_PER_TOKEN, Costs, TransferModel, transfer_formula
 from policies.offload.cost_model import CostModel
 from policies.snapshot import FleetSnapshot
 from policies.types import (
@@ -320,3 +320,17 @@ def test_every_chosen_offload_pays_in_sum_and_costs_the_request_little(
 def test_bad_parameters_are_refused(params: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         CostModel(**params)
+
+
+def test_kv_bytes_of_the_calibrated_hardware_unless_the_parameter_is_given() -> None:
+    small = replace(PLANNER, kv_bytes_per_token=KV_BYTES_PER_TOKEN / 10)
+    calibrated = Costs(bytes_per_token=KV_BYTES_PER_TOKEN / 10)
+    moved = [
+        plan(costs=Costs()).inputs["transfer_s"],
+        plan(costs=calibrated).inputs["transfer_s"],
+        plan(costs=Costs(), planner=small).inputs["transfer_s"],
+    ]
+    assert moved[0] > moved[1] == moved[2]
+    assert plan(costs=calibrated, planner=replace(PLANNER, kv_bytes_per_token=KV_BYTES_PER_TOKEN)).inputs[
+        "transfer_s"
+    ] == pytest.approx(moved[0])

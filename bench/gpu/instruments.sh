@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# Run every instrument on the two GPUs of this machine: interference, transfers over NVLink and TCP, idle and loaded,
+# calibration, overhead of the connector. Needs vLLM and Mooncake >= 0.3.13 (CUDA) in ENGINE_PYTHON, and this project
+# installed (make setup) or on PYTHONPATH. Records, figures, the profile and a log of all tables go to OUTPUT.
+#
+#   bench/gpu/instruments.sh OUTPUT
+#
+# Environment: PYTHON (this project's, default .venv/bin/python), ENGINE_PYTHON (default the fleet file's), MODEL (default
+# the fleet file's; a local folder works), DUMMY=1 (random weights: speeds and memory are real, texts are not),
+# ENGINE_ARGS (a YAML list of further vLLM arguments), HARDWARE (for the records), PROFILE (name of the profile, default
+# h200-measured), REPEATS (default 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start), and
+# BUDGET_S (default 1500: steps that would begin later are left out, one that runs then is ended).
+#
+# Rehearsal on the CPU, with small sizes (make engines):  SMALL=1 bench/gpu/instruments.sh OUTPUT
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+[ $# -eq 1 ] || { sed -n '2,14p' "$0"; exit 2; }
+output=$1
+mkdir -p "$output"
+output=$(cd "$output" && pwd)
+warmroute=("${PYTHON:-.venv/bin/python}" -m warmroute)
+deadline=$((SECONDS + ${BUDGET_S:-1500}))
+settings=()
+[ -z "${ENGINE_PYTHON:-}" ] || settings+=(--set "vllm.python=$ENGINE_PYTHON")
+[ -z "${MODEL:-}" ] || settings+=(--set "model=$MODEL")
+[ -z "${DUMMY:-}" ] || settings+=(--set vllm.load_format=dummy)
+[ -z "${ENGINE_ARGS:-}" ] || settings+=(--set "vllm.extra_args=$ENGINE_ARGS")
+
+if [ -n "${SMALL:-}" ]; then
+  fleet=vllm-cpu-4x transports=(tcp)
+  settings+=(--set count=2 --set base_port=18801 --set base_bootstrap_port=19801 --set base_events_port=15861
+    --set base_events_replay_port=15961 --set base_master_port=19961)
+  ids=(--token-low 10 --token-high 2000)
+  streams=1,4 prefills=512,2048 context=64 sizes=512,2048 long=2048 shared=512 at_once=1,2 loads=0,2 few=0,1 hint=cpu
+  calibration=(--largest-tokens 2048) overhead=(--prefill-tokens 512 --streams 1,4 --context-tokens 64)
+  repeats=${REPEATS:-1} starts=${STARTS:-1}
+else
+  fleet=elastic-2x-kv-both transports=(nvlink tcp)
+  ids=()
+  streams=1,4,8,16 prefills=2048,8192,32768,65536,131072 context=1024 sizes=2048,8192,32768,65536,131072 long=65536
+  shared=16384 at_once=1,2,4,8 loads=0,4,12 few=0,4 hint="$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1)"
+  calibration=() overhead=()
+  repeats=${REPEATS:-2} starts=${STARTS:-1}
+fi
+hardware=${HARDWARE:-$hint}
+run_dir="$output/fleet"
+running=
+failed=()
+
+finish() {
+  [ -z "$running" ] || "${warmroute[@]}" down --run-dir "$running" > /dev/null
+}
+trap finish EXIT
+
+step() { # NAME COMMAND...: run it within the time that is left, its output on the terminal and in tables.txt
+  local name=$1 left=$((deadline - SECONDS))
+  shift
+  if [ "$left" -lt 10 ]; then
+    echo "== $name: left out, no time"
+    failed+=("$name")
+    return 0
+  fi
+  echo "== $name ($left s left)" | tee -a "$output/tables.txt"
+  if ! timeout --signal=INT --kill-after=60 "$left" "$@" 2>> "$output/progress.log" | tee -a "$output/tables.txt"; then
+    echo "== $name failed; see progress.log and fleet-*/"
+    failed+=("$name")
+  fi
+}
+
+up() { # TRANSPORT
+  running="$run_dir-$1"
+  step "start, $1" "${warmroute[@]}" up "$fleet" --no-proxy --detach --run-dir "$running" "${settings[@]}" \
+    --set "vllm.transfer.protocol=$1"
+}
+
+down() {
+  "${warmroute[@]}" down --run-dir "$running" > /dev/null
+  running=
+}
+
+for transport in "${transports[@]}"; do
+  target=("$fleet" "${settings[@]}" --set "vllm.transfer.protocol=$transport" "${ids[@]}" --hardware "$hardware")
+  measure() { # INSTRUMENT NAME OPTIONS...
+    local instrument=$1 name=$2
+    shift 2
+    step "$name" "${warmroute[@]}" measure "$instrument" "${target[@]}" --output "$output/$name.json" \
+      --figures "$output/$name" "$@"
+  }
+  up "$transport"
+  if [ "$transport" = "${transports[0]}" ]; then
+    measure interference interference --streams "$streams" --prefill-tokens "$prefills" --context-tokens "$context" \
+      --repeats "$repeats"
+    step calibrate "${warmroute[@]}" calibrate "${target[@]}" --name "${PROFILE:-h200-measured}" --force \
+      --output "$output" "${calibration[@]}" --repeats "$repeats"
+    measure transfer "transfer-$transport" --tokens "$sizes" --background "$loads" --background-tokens "$context" \
+      --repeats "$repeats"
+  else
+    measure transfer "transfer-$transport" --tokens "$sizes" --repeats "$repeats"
+    measure transfer "transfer-$transport-loaded" --tokens "$long" --background "$few" \
+      --background-tokens "$context" --repeats "$repeats"
+  fi
+  measure transfer "transfer-$transport-shared" --tokens "$shared" --concurrent "$at_once" --repeats "$repeats"
+  measure transfer "transfer-$transport-prefills" --tokens "$shared" --background "$few" \
+    --background-kind prefill --background-tokens "$shared" --repeats "$repeats"
+  down
+done
+step overhead "${warmroute[@]}" measure overhead "$fleet" "${settings[@]}" "${ids[@]}" --hardware "$hardware" \
+  --starts "$starts" --run-dir "$output/overhead-runs" --output "$output/overhead.json" "${overhead[@]}"
+echo "done in $SECONDS s${failed[*]:+; not complete: ${failed[*]}}"
+[ ${#failed[@]} -eq 0 ]

@@ -1,0 +1,1 @@
+"""Commands of the instruments: options in, one record and one table out."""

@@ -1,0 +1,149 @@
+"""``warmroute measure interference``: what a prefill does to the streams that decode on the same engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bench.analysis.output import Figures, Json, Markdown, folder, show
+from bench.analysis.words import integers
+from bench.instruments.commands.options import (
+    ApiKeyEnv,
+    FleetArgument,
+    Hardware,
+    Model,
+    Output,
+    Overrides,
+    Repeats,
+    Seed,
+    TimeoutS,
+    TokenHigh,
+    TokenLow,
+    Urls,
+    api_key_from,
+    chosen_targets,
+    fitting,
+    measured,
+    progress,
+    prompts_of,
+    written,
+)
+
+if TYPE_CHECKING:
+    from bench.instruments.interference import InterferencePlan, InterferenceRow
+    from bench.instruments.prompts import Prompts
+    from bench.instruments.record import EngineNote
+    from bench.instruments.targets import EngineAddress, Targets
+
+
+def interference(
+    fleet: FleetArgument = None,
+    overrides: Overrides = None,
+    urls: Urls = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Engine to measure, by name. Default: the first.", show_default=False)
+    ] = None,
+    streams: Annotated[str, typer.Option(help="Decoding streams, comma-separated.")] = "1,4,8,16",
+    prefill_tokens: Annotated[
+        str, typer.Option(help="Prompt lengths of the prefill, tokens, comma-separated.")
+    ] = "2048,8192,32768,65536,131072",
+    context_tokens: Annotated[int, typer.Option(min=1, help="Prompt of each decoding stream, tokens.")] = 1_024,
+    before_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each stream before the prefill.")] = 32,
+    stream_tokens: Annotated[
+        int, typer.Option(min=2, help="Output limit of a stream, tokens: more than it gets during the prefill.")
+    ] = 8_192,
+    repeats: Repeats = 3,
+    model: Model = None,
+    api_key_env: ApiKeyEnv = None,
+    token_low: TokenLow = 1_000,
+    token_high: TokenHigh = 100_000,
+    timeout_s: TimeoutS = 600.0,
+    seed: Seed = 0,
+    hardware: Hardware = "",
+    output: Output = None,
+    figures: Figures = None,
+    as_json: Json = False,
+    as_markdown: Markdown = False,
+) -> None:
+    """Interference: time per output token of decoding streams before and during one prefill.
+
+    Measures one idle engine, directly. For several chunk sizes, start the fleet with each
+    (`--set vllm.max_num_batched_tokens=...`) and measure again.
+    """
+    from bench.instruments.interference import InterferencePlan, interference_sheet
+    from bench.instruments.record import InstrumentRecord
+
+    targets = chosen_targets(fleet, overrides, urls)
+    plan = InterferencePlan(
+        streams=tuple(integers(streams, "--streams", least=1)),
+        prefill_tokens=tuple(integers(prefill_tokens, "--prefill-tokens", least=2)),
+        repeats=repeats,
+        context_tokens=context_tokens,
+        before_tokens=before_tokens,
+        stream_tokens=stream_tokens,
+    )
+    prompts = prompts_of(token_low, token_high, seed)
+    record = InstrumentRecord(
+        instrument="interference",
+        hardware=hardware,
+        fleet=targets.fleet,
+        seed=seed,
+        nonce=prompts.nonce,
+        plan=plan,
+    )
+    record.engines, rows = measured(
+        _measure(targets, engine, plan, prompts, model, api_key_from(api_key_env), timeout_s)
+    )
+    record.rows = rows
+    written(output, record)
+    if figures is not None:
+        _draw(rows, folder(figures))
+    show(record, [interference_sheet(rows)], as_json=as_json, as_markdown=as_markdown)
+
+
+async def _measure(
+    targets: Targets,
+    name: str | None,
+    plan: InterferencePlan,
+    prompts: Prompts,
+    model: str | None,
+    api_key: str | None,
+    timeout_s: float,
+) -> tuple[list[EngineNote], list[InterferenceRow]]:
+    from bench.instruments.engine import refuse_busy
+    from bench.instruments.interference import measure_interference
+    from bench.instruments.targets import notes_of, opened
+
+    target: EngineAddress = targets.engines[0] if name is None else targets.named(name)
+    async with opened((target,), model or targets.model, api_key, timeout_s) as engines:
+        await refuse_busy(engines)
+        notes = await notes_of(engines, targets)
+        plan.stream_tokens = fitting(plan.stream_tokens, plan.context_tokens, await engines[0].max_model_len())
+        return notes, await measure_interference(engines[0], plan, prompts, progress)
+
+
+def _draw(rows: list[InterferenceRow], to: Path) -> None:
+    from statistics import median
+
+    from bench.analysis.figures import Line, lines
+    from bench.instruments.interference import by_point
+
+    points = by_point(rows)
+    curves = []
+    for streams in sorted({streams for streams, _ in points}):
+        sizes = [tokens for count, tokens in points if count == streams]
+        during = [median(row.during.tpot_s for row in points[streams, tokens]) * 1000 for tokens in sizes]
+        curves.append(Line(f"{streams} streams", sizes, during))
+    before = median(row.before.tpot_s for row in rows) * 1000
+    lines(
+        to / "interference.svg",
+        curves,
+        x="prefill [tokens]",
+        y="TPOT during the prefill [ms]",
+        title="Decoding streams during one prefill (burst average)",
+        log_x=True,
+        log_y=True,
+        levels={"before, median": before},
+    )
