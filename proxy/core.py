@@ -122,8 +122,7 @@ class Core:
         self.sharing: Sharing | None = None
         """State shared with other replicas; None: this proxy is the only one."""
         if settings.sharing.url is not None:
-            gate = self.router.routing.gate
-            self.sharing = Sharing(settings, state, self.instances, self.keys, lambda: len(gate))
+            self.sharing = Sharing(settings, state, self.instances, self.keys, self.router.routing.gate)
             self.sharing.others.on_load = self.admission.wake
         self.responses = StoredResponses(settings.responses, self.instances)
         self.retries = RetryBudget(settings.limits)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from policies.admission.gate import AdmissionGate
 from policies.replicas.shared_sessions import SharedSessions
 from policies.state import FleetState
 from proxy.access.keys import Keys
@@ -40,7 +41,7 @@ class Sharing:
         state: FleetState,
         instances: Instances,
         keys: Keys,
-        held: Callable[[], int] = int,
+        gate: AdmissionGate,
         make_store: Callable[[], SharedStore] | None = None,
     ) -> None:
         """Connect nothing yet.
@@ -50,7 +51,7 @@ class Sharing:
             state: the fleet's state.
             instances: the fleet.
             keys: clients' keys and their limits.
-            held: reads the number of requests that admission holds.
+            gate: has the requests that the admission rule holds.
             make_store: makes a store for each connection; None: the one of the settings.
 
         Raises:
@@ -61,11 +62,11 @@ class Sharing:
         self.run_number = secrets.randbits(63)
         self._make_store = make_store or _store_maker(settings)
         shared = SharedSessions(settings.sessions.capacity)
-        state.share(shared)
+        state.share(shared, self.run_number)
         self._state = state
         self.drains = DrainMarks(self.replica)
-        self._own = OwnState(self.replica, self.run_number, state, shared, instances, keys, self.drains, held)
-        self.others = Others(state, instances, keys, self.drains, self.run_number)
+        self._own = OwnState(self.replica, self.run_number, state, shared, instances, keys, self.drains, gate)
+        self.others = Others(state, instances, keys, self.drains, self.run_number, gate.elsewhere)
         self._caught_up = asyncio.Event()
         self._full_due_s = 0.0
         self._sent_s: float | None = None

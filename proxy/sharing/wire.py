@@ -53,6 +53,17 @@ class Pin(msgspec.Struct, array_like=True, frozen=True):
     """Number of the process that decided."""
 
 
+class HeldReport(msgspec.Struct, array_like=True, frozen=True):
+    """A request that one replica's admission rule holds, as in `policies.admission.elsewhere.HeldElsewhere`."""
+
+    number: int
+    tokens: int
+    waited_s: float
+    """When the message was sent."""
+    kept: bool = False
+    tenant: str = ""
+
+
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Changes of one replica since its last message; ``full``: all of its state, except the pins."""
 
@@ -73,6 +84,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Share of the fleet's time that recomputation took, in every message."""
     held: int = 0
     """Requests that the admission rule holds, in every message."""
+    line: tuple[HeldReport, ...] = ()
+    """The first of them, in every message."""
     pins: tuple[Pin, ...] = ()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from policies.admission.gate import AdmissionGate
+from policies.admission.session_cap import SessionCap
 from policies.replicas.shared_sessions import SharedSessions
 from policies.state import FleetState
 from proxy.access.keys import Keys, digest_of
@@ -34,8 +36,9 @@ class Side:
         key = ClientKey(name="team", sha256=digest_of("secret"), **limits)
         self.keys = Keys(KeySettings(client=(key,)))
         self.drains = DrainMarks(name)
-        self.own = OwnState(name, run, self.state, shared, self.instances, self.keys, self.drains, lambda: 0)
-        self.others = Others(self.state, self.instances, self.keys, self.drains, run)
+        self.gate = AdmissionGate(SessionCap(sessions=1, keep_s=30.0), self.state.accounts)
+        self.own = OwnState(name, run, self.state, shared, self.instances, self.keys, self.drains, self.gate)
+        self.others = Others(self.state, self.instances, self.keys, self.drains, run, self.gate.elsewhere)
         self.began_s = time.monotonic()
         """Allowances count from the moment at which the keys are read."""
         self.doubts: list[str] = []
