@@ -15,6 +15,7 @@ from policies.admission.never_hold import NeverHold
 from policies.classes import ClassThresholds
 from policies.decide import decide
 from policies.offload.base import OffloadPlanner
+from policies.replicas.parts import with_part
 from policies.routing.base import RoutingPolicy
 from policies.snapshot import FleetSnapshot
 from policies.state import Commitment, FleetState
@@ -80,6 +81,8 @@ class RoutingSession:
         self.hold_s = hold_s
         self._guarded = guarded
         self.gate = AdmissionGate(admission or NeverHold(), state.accounts, max_hold_s)
+        self.part = NO_INSTANCES
+        """Instances on which this replica places new work (`policies.replicas.parts`); empty: all."""
         self.on_decided: Callable[[RequestView, FleetSnapshot, Decision], None] | None = None
         """Called with every decision and its snapshot after it was counted; None: by nobody."""
 
@@ -126,7 +129,7 @@ class RoutingSession:
             NoCandidateError: ``decoders`` is empty.
         """
         fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
-        choice = with_room(request, fleet, room_on) if room_on else fleet
+        choice = self._choice(request, fleet, room_on)
         decision = decide(request, choice, self.policy, self.planner, self.thresholds, guarded=self._guarded)
         commitment = self.state.commit(request, fleet, decision, now_s)
         if self.on_decided is not None:
@@ -148,11 +151,16 @@ class RoutingSession:
         Nothing is counted. Raises NoCandidateError.
         """
         fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
-        choice = with_room(request, fleet, room_on) if room_on else fleet
+        choice = self._choice(request, fleet, room_on)
         return fleet, {
             name: decide(request, choice, policy, self.planner, self.thresholds, guarded=self._guarded)
             for name, policy in policies.items()
         }
+
+    def _choice(self, request: RequestView, fleet: FleetSnapshot, room_on: frozenset[str]) -> FleetSnapshot:
+        """The candidates that the policy chooses among."""
+        choice = with_part(fleet, self.part) if self.part else fleet
+        return with_room(request, choice, room_on) if room_on else choice
 
     def prefilled(self, commitment: Commitment, seconds: float) -> LegTime:
         """Learn from D's first token of a request that ran co-located."""

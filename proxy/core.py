@@ -122,7 +122,7 @@ class Core:
         self.sharing: Sharing | None = None
         """State shared with other replicas; None: this proxy is the only one."""
         if settings.sharing.url is not None:
-            self.sharing = Sharing(settings, state, self.instances, self.keys, self.router.routing.gate)
+            self.sharing = Sharing(settings, self.router.routing, self.instances, self.keys)
             self.sharing.others.on_load = self.admission.wake
         self.responses = StoredResponses(settings.responses, self.instances)
         self.retries = RetryBudget(settings.limits)

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from policies.admission.gate import AdmissionGate
+from policies.replicas.parts import part_of
 from policies.replicas.shared_sessions import SharedSessions
-from policies.state import FleetState
+from policies.session import RoutingSession
 from proxy.access.keys import Keys
 from proxy.fleet.instances import Instances
 from proxy.settings import Settings, SettingsError, SharingSettings
@@ -38,20 +38,18 @@ class Sharing:
     def __init__(
         self,
         settings: Settings,
-        state: FleetState,
+        routing: RoutingSession,
         instances: Instances,
         keys: Keys,
-        gate: AdmissionGate,
         make_store: Callable[[], SharedStore] | None = None,
     ) -> None:
         """Connect nothing yet.
 
         Args:
             settings: those of the proxy.
-            state: the fleet's state.
+            routing: has the fleet's state and the held requests, and is given this replica's part of the fleet.
             instances: the fleet.
             keys: clients' keys and their limits.
-            gate: has the requests that the admission rule holds.
             make_store: makes a store for each connection; None: the one of the settings.
 
         Raises:
@@ -62,8 +60,11 @@ class Sharing:
         self.run_number = secrets.randbits(63)
         self._make_store = make_store or _store_maker(settings)
         shared = SharedSessions(settings.sessions.capacity)
+        state, gate = routing.state, routing.gate
         state.share(shared, self.run_number)
-        self._state = state
+        self._routing, self._state, self._instances = routing, state, instances
+        self._divided: tuple[frozenset[str], frozenset[str]] | None = None
+        """Replicas and instances that the fleet was last divided by."""
         self.drains = DrainMarks(self.replica)
         self._own = OwnState(self.replica, self.run_number, state, shared, instances, keys, self.drains, gate)
         self.others = Others(state, instances, keys, self.drains, self.run_number, gate.elsewhere)
@@ -131,6 +132,7 @@ class Sharing:
             "delay_ms": round(self.delay_s * 1e3, 2),
             "ttl_s": self._settings.ttl_s,
             "name_used_twice": self.twin,
+            "part": len(self._routing.part) or None,
             "load": {name: load_row(account) for name, account in sorted(accounts.items())},
             "others": [other.as_dict(now_s) for other in self.others],
         }
@@ -141,6 +143,16 @@ class Sharing:
         while True:
             await asyncio.sleep(look_s)
             self.others.expire(time.monotonic(), ttl_s - look_s)  # so that none is counted for longer than the TTL
+            self._divide()
+
+    def _divide(self) -> None:
+        """Take this replica's part of the fleet, if replicas or instances have changed."""
+        if not self._settings.parts:
+            return
+        divided = frozenset(each.replica for each in self.others), frozenset(self._instances.decoders())
+        if divided != self._divided:
+            self._divided = divided
+            self._routing.part = part_of(self.replica, *divided)
 
     async def _link(self) -> None:
         """Connect, share until something fails, wait, and again."""

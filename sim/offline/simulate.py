@@ -138,8 +138,12 @@ class OfflineRun:
 
     @property
     def state(self) -> FleetState:
-        """The router's state: index, ledger, sessions and hotspots."""
+        """The router's state: index, ledger, sessions and hotspots; of several replicas the first one's."""
         return self._router.state
+
+    def in_flight(self) -> dict[str, int]:
+        """Sums over all instances and replicas, as ``Ledger.totals``."""
+        return self._router.in_flight()
 
 
 def simulate(
@@ -173,7 +177,7 @@ def simulate(
         run=Run(prepared.header, records, end),
         instances=instances,
         decisions=rows,
-        ledger=prepared.state.ledger.totals(),
+        ledger=prepared.in_flight(),
         index_blocks={row.instance: prepared.state.index.blocks(row.instance) for row in instances},
     )
 

@@ -142,6 +142,34 @@ async def test_held_requests_of_a_replica_that_is_gone_hold_nobody_up(
     await asyncio.gather(first, shorter, return_exceptions=True)
 
 
+# Parts of the fleet
+
+
+async def test_replicas_of_a_large_fleet_divide_it_until_one_is_alone(start_replicas: StartReplicas) -> None:
+    one, two = await start_replicas(2, 16)
+    first, second = one.core.router.routing, two.core.router.routing
+    await one.until(lambda: len(first.part) == 8)
+    await two.until(lambda: len(second.part) == 8)
+    assert not first.part & second.part
+    assert (await one.client.get("/replicas")).json()["part"] == 8
+    placed = {
+        (await ask(one)).headers["x-warmroute-instance"],
+        (await ask(one, prompt=[7] * 320)).headers["x-warmroute-instance"],
+    }
+    assert placed <= first.part
+    assert two.core.sharing is not None
+    two.core.sharing._own = None  # type: ignore[assignment]  # its reports fail from now on
+    await one.until(lambda: not first.part)
+
+
+async def test_parts_can_be_switched_off_and_small_fleets_have_none(start_replicas: StartReplicas) -> None:
+    one, two = await start_replicas(2, 16, sharing={"parts": False})
+    assert one.core.sharing is not None
+    one.core.sharing._divide()
+    assert not one.core.router.routing.part
+    assert (await two.client.get("/replicas")).json()["part"] is None
+
+
 # Sessions
 
 
