@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from bench.staleness.cells import POLICIES, StalenessLoad, StalenessReport, cells, simulate_cell
-from bench.staleness.curves import RESULTS, factors, read, table
+from bench.staleness.curves import PAGE, RESULTS, factors, read, table, written
 
 
 def main(
@@ -28,6 +28,7 @@ def main(
     delays_s: Annotated[str, typer.Option(help="Seconds of staleness, comma-separated.")] = "0.05,0.5,2",
     seeds: Annotated[int, typer.Option(min=1, max=5, help="Seeds of each cell, from 1 on.")] = 3,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    write: Annotated[bool, typer.Option("--write", help="Also update the tables of docs/staleness.md.")] = False,
 ) -> None:
     """Simulate what is missing, write the results, print the tables as Markdown."""
     load = StalenessLoad(instances=instances, replicas=replicas, requests=requests, rate_per_s=rate_per_s)
@@ -47,6 +48,8 @@ def main(
     report = StalenessReport(load=load, figures=list(known.values()))
     for line in (*table(report), "", *factors(report)):
         typer.echo(line)
+    if write:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ import numpy as np
 
 from bench.staleness.cells import POLICIES, StalenessReport, StaleVariant, variants_of
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results" / "staleness.json"
+_DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = _DOCS / "results" / "staleness.json"
+PAGE = _DOCS / "staleness.md"
 _T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """97.5 % quantiles of Student's t for this many seeds."""
 
@@ -51,6 +53,11 @@ class Curve:
         """First cell of its row, in Markdown."""
         return f"`{self.policy}`{self.variant.words}"
 
+    @property
+    def seeds(self) -> int:
+        """Number of seeds at every age."""
+        return min(len(each) for each in self.at.values())
+
     def factor(self, delay_s: float, figure: str) -> tuple[float, float, float]:
         """A figure at a staleness over that behind one replica, with its interval."""
         seeds = {each.cell.seed for each in self.at[delay_s]}
@@ -69,7 +76,7 @@ def table(report: StalenessReport) -> list[str]:
     made = curves(report)
     delays = sorted({delay_s for curve in made for delay_s in curve.delays_s})
     heads = " | ".join(f"{delay_s:g} s" for delay_s in delays)
-    lines = [f"| | policy | 1 replica | {heads} |", f"| --- | --- |{' ---: |' * (len(delays) + 1)}"]
+    lines = [f"| | policy | seeds | 1 replica | {heads} |", f"| --- | --- |{' ---: |' * (len(delays) + 2)}"]
     for title, figure, unit in (
         ("TTFT p90, s", "ttft_p90_s", "{:.1f}"),
         ("mean E2E, s", "e2e_mean_s", "{:.1f}"),
@@ -78,7 +85,7 @@ def table(report: StalenessReport) -> list[str]:
         for curve in made:
             groups = [curve.alone, *[curve.at.get(delay_s, []) for delay_s in delays]]
             row = [unit.format(mean(getattr(each, figure) for each in group)) if group else "" for group in groups]
-            lines.append(f"| {title} | {curve.title} | {' | '.join(row)} |")
+            lines.append(f"| {title} | {curve.title} | {curve.seeds} | {' | '.join(row)} |")
     return lines
 
 
@@ -86,16 +93,26 @@ def factors(report: StalenessReport, figure: str = "e2e_mean_s") -> list[str]:
     """Markdown: a figure over that of the same policy behind one replica, with 95 % intervals."""
     made = curves(report)
     delays = sorted({delay_s for curve in made for delay_s in curve.delays_s})
-    lines = [f"| policy | {' | '.join(f'{delay_s:g} s' for delay_s in delays)} |", f"| --- |{' ---: |' * len(delays)}"]
+    heads = " | ".join(f"{delay_s:g} s" for delay_s in delays)
+    lines = [f"| policy | seeds | {heads} |", f"| --- |{' ---: |' * (len(delays) + 1)}"]
     for curve in made:
         row = []
         for delay_s in delays:
             middle, low, high = curve.factor(delay_s, figure) if delay_s in curve.at else (0.0, 0.0, 0.0)
             row.append(f"{middle:.2f} [{low:.2f}, {high:.2f}]" if middle else "")
-        lines.append(f"| {curve.title} | {' | '.join(row)} |")
+        lines.append(f"| {curve.title} | {curve.seeds} | {' | '.join(row)} |")
     return lines
 
 
 def read(path: Path = RESULTS) -> StalenessReport:
     """Read a results file. Raises OSError, msgspec.DecodeError."""
     return msgspec.json.decode(path.read_bytes(), type=StalenessReport)
+
+
+def written(page: str, report: StalenessReport) -> str:
+    """The page with the report's tables in place of those between its markers."""
+    for name, lines in (("factors", factors(report)), ("all figures", table(report))):
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, _, rest = page.partition(begin)
+        page = "".join((before, begin, "\n", "\n".join(lines), "\n", end, rest.partition(end)[2]))
+    return page
