@@ -15,6 +15,9 @@ from policies.snapshot import FleetSnapshot
 LEAST_INSTANCES = 8
 """Fewest instances of a part; smaller ones would leave too little choice, so such a fleet is not divided."""
 
+LONE_HOLDERS = 2
+"""Most instances that hold a prefix which only its own session has: where it ran, and where it ran before."""
+
 
 def part_of(replica: str, others: Iterable[str], instances: Collection[str]) -> frozenset[str]:
     """Instances that a replica places new work on; empty: all of them.
@@ -31,15 +34,20 @@ def part_of(replica: str, others: Iterable[str], instances: Collection[str]) -> 
 
 
 def with_part(fleet: FleetSnapshot, part: frozenset[str]) -> FleetSnapshot:
-    """The fleet less instances outside the part that have no more of the prompt cached than the best one inside.
+    """The fleet less instances outside the part, except those that alone have more of the prompt cached.
 
-    All of it if fewer than ``LEAST_INSTANCES`` of the part are candidates: others are down, or serve another model.
+    If more than ``LONE_HOLDERS`` instances outside have more of it than the best one inside, its beginning is one that
+    many sessions share; then only the session's own instance remains. All of the fleet if fewer than
+    ``LEAST_INSTANCES`` of the part are candidates: others are down, or serve another model.
     """
     own = [view.cached_tokens for view in fleet.instances if view.instance in part]
     if len(own) < LEAST_INSTANCES:
         return fleet
     most = max(own)
-    kept = tuple([view for view in fleet.instances if view.instance in part or view.cached_tokens > most])
+    longer = [view.instance for view in fleet.instances if view.cached_tokens > most and view.instance not in part]
+    if len(longer) > LONE_HOLDERS:
+        longer = [name for name in longer if name == fleet.pinned]
+    kept = tuple([view for view in fleet.instances if view.instance in part or view.instance in longer])
     return fleet._replace(instances=kept)
 
 

@@ -50,6 +50,13 @@ def test_outside_the_part_only_a_longer_prefix_counts() -> None:
     assert {view.instance for view in left.instances} == PART | {"inst-15"}
 
 
+def test_a_beginning_that_many_outside_hold_counts_on_the_session_s_own_instance_only() -> None:
+    fleet = fleet_of({"inst-3": 500, **{f"inst-{number}": 900 for number in range(11, 18)}})
+    assert {view.instance for view in with_part(fleet, PART).instances} == PART
+    left = with_part(fleet._replace(pinned="inst-12"), PART)
+    assert {view.instance for view in left.instances} == PART | {"inst-12"}
+
+
 def test_the_whole_fleet_remains_where_too_few_of_the_part_can_be_chosen() -> None:
     fleet = fleet_of({})
     assert with_part(fleet, frozenset(list(PART)[: LEAST_INSTANCES - 1])) == fleet
