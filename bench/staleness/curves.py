@@ -90,7 +90,7 @@ def table(report: StalenessReport) -> list[str]:
 
 
 def factors(report: StalenessReport, figure: str = "e2e_mean_s") -> list[str]:
-    """Markdown: a figure over that of the same policy behind one replica, with 95 % intervals."""
+    """Markdown: a figure over that of the same policy behind one replica, with 95 % intervals where there are seeds."""
     made = curves(report)
     delays = sorted({delay_s for curve in made for delay_s in curve.delays_s})
     heads = " | ".join(f"{delay_s:g} s" for delay_s in delays)
@@ -99,7 +99,8 @@ def factors(report: StalenessReport, figure: str = "e2e_mean_s") -> list[str]:
         row = []
         for delay_s in delays:
             middle, low, high = curve.factor(delay_s, figure) if delay_s in curve.at else (0.0, 0.0, 0.0)
-            row.append(f"{middle:.2f} [{low:.2f}, {high:.2f}]" if middle else "")
+            interval = f" [{low:.2f}, {high:.2f}]" if low < high else ""
+            row.append(f"{middle:.2f}{interval}" if middle else "")
         lines.append(f"| {curve.title} | {curve.seeds} | {' | '.join(row)} |")
     return lines
 

@@ -10,13 +10,8 @@ from collections.abc import Collection, Iterable
 
 from xxhash import xxh3_64_intdigest
 
-from policies.snapshot import FleetSnapshot
-
 LEAST_INSTANCES = 8
 """Fewest instances of a part; smaller ones would leave too little choice, so such a fleet is not divided."""
-
-LONE_HOLDERS = 2
-"""Most instances that hold a prefix which only its own session has: where it ran, and where it ran before."""
 
 
 def part_of(replica: str, others: Iterable[str], instances: Collection[str]) -> frozenset[str]:
@@ -31,24 +26,6 @@ def part_of(replica: str, others: Iterable[str], instances: Collection[str]) -> 
     ordered = sorted(instances, key=_hashed)
     number, count = replicas.index(replica), len(replicas)
     return frozenset(ordered[number * len(ordered) // count : (number + 1) * len(ordered) // count])
-
-
-def with_part(fleet: FleetSnapshot, part: frozenset[str]) -> FleetSnapshot:
-    """The fleet less instances outside the part, except those that alone have more of the prompt cached.
-
-    If more than ``LONE_HOLDERS`` instances outside have more of it than the best one inside, its beginning is one that
-    many sessions share; then only the session's own instance remains. All of the fleet if fewer than
-    ``LEAST_INSTANCES`` of the part are candidates: others are down, or serve another model.
-    """
-    own = [view.cached_tokens for view in fleet.instances if view.instance in part]
-    if len(own) < LEAST_INSTANCES:
-        return fleet
-    most = max(own)
-    longer = [view.instance for view in fleet.instances if view.cached_tokens > most and view.instance not in part]
-    if len(longer) > LONE_HOLDERS:
-        longer = [name for name in longer if name == fleet.pinned]
-    kept = tuple([view for view in fleet.instances if view.instance in part or view.instance in longer])
-    return fleet._replace(instances=kept)
 
 
 def _hashed(instance: str) -> tuple[int, str]:

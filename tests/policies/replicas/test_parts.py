@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from policies.classes import ClassThresholds
 from policies.offload.never import Never
-from policies.replicas.parts import LEAST_INSTANCES, part_of, with_part
+from policies.replicas.parts import LEAST_INSTANCES, part_of
 from policies.routing.warm import Warm
-from policies.session import RoutingSession
+from policies.session import RoutingSession, with_part
 from policies.snapshot import FleetSnapshot
 from policies.state import FleetState
 from policies.types import InstanceView
@@ -74,3 +74,13 @@ def test_routing_places_new_work_on_the_part_and_turns_where_their_prefix_is() -
     routing.part = PART
     placed = {routing.route(ask_new(n, 32_000), state.instances, (), 1.0).decision.decode_on for n in range(2, 30)}
     assert placed == PART
+
+
+def test_room_counts_before_the_part() -> None:
+    state = FleetState()
+    for number in range(20):
+        state.add_instance(f"inst-{number}")
+    routing = RoutingSession(state, Warm(), Never(), ClassThresholds())
+    routing.part = PART
+    routed = routing.route(ask_new(1, 32_000), state.instances, (), 0.0, frozenset({"inst-15"}))
+    assert routed.decision.decode_on == "inst-15"
