@@ -140,6 +140,8 @@ def planned_by(
 
 def _with_cached_tokens(scores: tuple[CandidateScore, ...], fleet: FleetSnapshot) -> tuple[CandidateScore, ...]:
     """The scores with every candidate's predicted hit. Runs for every request: one lookup per candidate."""
+    if not scores:
+        return ()
     cached, new = {view[0]: view[1] for view in fleet.instances}.get, tuple.__new__
     return tuple(
         [

@@ -15,6 +15,7 @@ from policies.admission.never_hold import NeverHold
 from policies.classes import ClassThresholds
 from policies.decide import decide
 from policies.offload.base import OffloadPlanner
+from policies.replicas.parts import LEAST_INSTANCES
 from policies.routing.base import RoutingPolicy
 from policies.snapshot import FleetSnapshot
 from policies.state import Commitment, FleetState
@@ -22,6 +23,9 @@ from policies.types import Decision, InstanceView, RequestView
 
 CACHED_SHARE = 0.5
 """Share of a prompt that an instance must have cached to be chosen for it although its pool has no room."""
+
+LONE_HOLDERS = 2
+"""Most instances that hold a prefix which only its own session has: where it ran, and where it ran before."""
 
 
 class Routed(NamedTuple):
@@ -38,6 +42,24 @@ def with_room(request: RequestView, fleet: FleetSnapshot, room_on: frozenset[str
     enough = CACHED_SHARE * request.prompt_tokens
     views = tuple([view for view in fleet.instances if view.instance in room_on or view.cached_tokens >= enough])
     return fleet._replace(instances=views) if views else fleet
+
+
+def with_part(fleet: FleetSnapshot, part: frozenset[str]) -> FleetSnapshot:
+    """The fleet less instances outside the part, except those that alone have more of the prompt cached.
+
+    If more than ``LONE_HOLDERS`` instances outside have more of it than the best one inside, its beginning is one that
+    many sessions share; then only the session's own instance remains. All of the fleet if fewer than
+    ``LEAST_INSTANCES`` of the part are candidates: others are down, or serve another model.
+    """
+    own = [view.cached_tokens for view in fleet.instances if view.instance in part]
+    if len(own) < LEAST_INSTANCES:
+        return fleet
+    most = max(own)
+    longer = [view.instance for view in fleet.instances if view.cached_tokens > most and view.instance not in part]
+    if len(longer) > LONE_HOLDERS:
+        longer = [name for name in longer if name == fleet.pinned]
+    kept = tuple([view for view in fleet.instances if view.instance in part or view.instance in longer])
+    return fleet._replace(instances=kept)
 
 
 class LegTime(NamedTuple):
@@ -80,6 +102,8 @@ class RoutingSession:
         self.hold_s = hold_s
         self._guarded = guarded
         self.gate = AdmissionGate(admission or NeverHold(), state.accounts, max_hold_s)
+        self.part = NO_INSTANCES
+        """Instances on which this replica places new work (`policies.replicas.parts`); empty: all."""
         self.on_decided: Callable[[RequestView, FleetSnapshot, Decision], None] | None = None
         """Called with every decision and its snapshot after it was counted; None: by nobody."""
 
@@ -126,7 +150,7 @@ class RoutingSession:
             NoCandidateError: ``decoders`` is empty.
         """
         fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
-        choice = with_room(request, fleet, room_on) if room_on else fleet
+        choice = self._choice(request, fleet, room_on)
         decision = decide(request, choice, self.policy, self.planner, self.thresholds, guarded=self._guarded)
         commitment = self.state.commit(request, fleet, decision, now_s)
         if self.on_decided is not None:
@@ -148,11 +172,16 @@ class RoutingSession:
         Nothing is counted. Raises NoCandidateError.
         """
         fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
-        choice = with_room(request, fleet, room_on) if room_on else fleet
+        choice = self._choice(request, fleet, room_on)
         return fleet, {
             name: decide(request, choice, policy, self.planner, self.thresholds, guarded=self._guarded)
             for name, policy in policies.items()
         }
+
+    def _choice(self, request: RequestView, fleet: FleetSnapshot, room_on: frozenset[str]) -> FleetSnapshot:
+        """The candidates that the policy chooses among."""
+        choice = with_room(request, fleet, room_on) if room_on else fleet
+        return with_part(choice, self.part) if self.part else choice
 
     def prefilled(self, commitment: Commitment, seconds: float) -> LegTime:
         """Learn from D's first token of a request that ran co-located."""

@@ -332,9 +332,16 @@ class FleetState:
             self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, session, computed
         )
 
-    def share(self, shared: SharedSessions) -> None:
-        """Share sessions with other replicas from now on."""
+    def share(self, shared: SharedSessions, turn: int = 0) -> None:
+        """Share sessions with other replicas from now on.
+
+        Args:
+            shared: the sessions.
+            turn: random number of this replica; replicas that all began with turn 0 would send their n-th requests, and
+                all requests for which instances are equal, to the same instance at the same time.
+        """
         self.shared = self.accounts.shared = shared
+        self._sequence += turn
 
     def pinned_elsewhere(self, session_id: str, instance: str, context_tokens: int, at_s: float) -> None:
         """Another replica sent a request of a session to an instance; the latest such news counts, own ones included.

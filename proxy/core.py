@@ -137,11 +137,10 @@ class Core:
         self.sharing: Sharing | None = None
         """State shared with other replicas; None: this proxy is the only one."""
         if settings.sharing.url is not None or worker is not None:
-            gate = self.router.routing.gate
             local = worker is not None and settings.sharing.url is None
             make_store = partial(LocalStore, worker.line) if worker is not None and local else None
             self.sharing = Sharing(
-                settings, state, self.instances, self.keys, self.responses, lambda: len(gate), make_store
+                settings, self.router.routing, self.instances, self.keys, self.responses, make_store
             )
             self.sharing.others.on_load = self.admission.wake
         self.retries = RetryBudget(settings.limits)

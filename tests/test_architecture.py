@@ -38,6 +38,7 @@ ALLOWED_IMPORTS = {
         "dataclasses",
         "enum",
         "functools",
+        "heapq",
         "itertools",
     ),
     *("math", "operator", "struct", "types", "typing", "numpy", "xxhash"),

@@ -1,1 +1,1 @@
-"""The figures of docs/how-routing-decides.md, drawn from decisions of the code: `python -m bench.docs_figures`."""
+"""Figures of the pages, drawn from decisions of the code and kept results: `python -m bench.docs_figures`."""

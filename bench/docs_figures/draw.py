@@ -37,7 +37,7 @@ def scores(parts: Mapping[str, Mapping[str, float]], chosen: str) -> str:
         axes.set_xlabel(f"score of warm, seconds, for a prompt of {PROMPT_TOKENS:,} tokens; lowest wins")
         axes.legend(fontsize=8, loc="upper right")
         axes.grid(visible=False, axis="y")
-        return _svg(figure)
+        return svg(figure)
 
 
 def _described(instance: str) -> str:
@@ -63,7 +63,7 @@ def classes(times: Sequence[tuple[int, float]]) -> str:
             xlim=(0, edges[-1]), ylim=(0, None), xlabel="new tokens: prompt less cached", ylabel="prefill, seconds"
         )
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        return _svg(figure)
+        return svg(figure)
 
 
 def _top(axes: Any) -> Any:
@@ -84,10 +84,10 @@ def working_set(loads: Sequence[SimulatedLoad], pool_tokens: int) -> str:
         upper.set(ylabel="contexts in flight,\nmillion tokens", ylim=(0, None))
         lower.set(ylabel="held requests", xlabel="seconds", ylim=(0, None), xlim=(0, None))
         upper.legend(fontsize=8, loc="upper right")
-        return _svg(figure)
+        return svg(figure)
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
     """The figure without dates, its coordinates to two decimals of a point, on white for dark pages."""
     figure.patch.set_facecolor("white")
     with style():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container
+from heapq import nsmallest
+from itertools import count
 from typing import NamedTuple
 
 from policies.admission.accounts import SessionAccounts
@@ -16,12 +18,11 @@ from policies.admission.base import (
     Hold,
     SessionView,
 )
+from policies.admission.elsewhere import LineElsewhere, RoomElsewhere, rank
 from policies.admission.never_hold import NeverHold
 from policies.fairness import TenantShares
 from policies.types import PolicyFailure, PolicyPart, RequestView, Tenant
 
-AGING_S = 30.0
-"""A request that waited for this long counts half its tokens in the order of the line."""
 LOOK_S = 1.0
 """Seconds between two looks at the line, apart from those that an event causes; a hold exceeds its bound by no more."""
 RATE_WINDOW_S = 60.0
@@ -52,7 +53,7 @@ class Room(NamedTuple):
 class Held:
     """A held request."""
 
-    __slots__ = ("admitted", "hold", "request", "since_s")
+    __slots__ = ("admitted", "hold", "number", "request", "since_s")
 
     def __init__(self, request: RequestView, since_s: float, hold: Hold) -> None:
         self.request = request
@@ -61,6 +62,8 @@ class Held:
         """Reason for its wait, as of the last look at the line."""
         self.admitted: Admit | None = None
         """Set when it may be sent."""
+        self.number = 0
+        """Unique among those of its gate."""
 
 
 OfferObserver = Callable[[RequestView, SessionView, AdmissionView, Admit | Hold], None]
@@ -88,6 +91,9 @@ class AdmissionGate:
     request that has waited ``w`` seconds counts ``tokens / (1 + w / AGING_S)``. Requests of several tenants take turns
     (`policies.fairness`), each tenant's in this order. One that does not fit does not block the others. After
     ``max_hold_s`` it is sent regardless, so no request waits longer.
+
+    Where other replicas hold requests too (``elsewhere``), those of the same tenant that go before one of these get
+    the room that there is first (`policies.admission.elsewhere`): each replica sends its own part of one line.
     """
 
     def __init__(self, rule: AdmissionRule, accounts: SessionAccounts, max_hold_s: float = MAX_HOLD_S) -> None:
@@ -96,6 +102,9 @@ class AdmissionGate:
         """Turns of the tenants; the caller counts there what it sends."""
         self.sent_at_once = Admit(AdmissionReason.NEVER_HOLDS)
         self._line: dict[Held, None] = {}
+        self._numbers = count(1)
+        self.elsewhere = LineElsewhere()
+        """Requests held by other replicas, set by who hears of them."""
         self._flow: deque[tuple[float, int]] = deque()
         self._flow_tokens = 0
         self._held_since_s = 0.0
@@ -118,7 +127,7 @@ class AdmissionGate:
     def offer(self, request: RequestView, room: Room, now_s: float) -> Admit | Held:
         """A new request: send it now, or hold it."""
         place = self._place_of(request, now_s)
-        answer = self._ask(request, 0.0, place, len(self._line), room, now_s, self.on_offer)
+        answer = self._ask(request, 0.0, place, len(self._line), room, now_s, self._others(now_s), self.on_offer)
         if isinstance(answer, Admit):
             self._passed(answer, request, now_s)
             return answer
@@ -127,6 +136,7 @@ class AdmissionGate:
             self._flow.clear()
             self._flow_tokens = 0
         held = Held(request, now_s, answer)
+        held.number = next(self._numbers)
         self._line[held] = None
         self.shares.join(request.tenant, now_s)
         return held
@@ -134,7 +144,8 @@ class AdmissionGate:
     def answer(self, request: RequestView, room: Room, now_s: float) -> Admit | Hold:
         """The answer that ``offer`` would give; nothing is changed."""
         place = self._place_of(request, now_s)
-        return self._ask(request, 0.0, place, len(self._line), room, now_s)
+        others = RoomElsewhere(self.elsewhere.copy(), self._judged, now_s) if self.elsewhere else None
+        return self._ask(request, 0.0, place, len(self._line), room, now_s, others)
 
     def observe_offer(self, request: RequestView, room: Room, now_s: float) -> None:
         """Report a new request to ``on_offer`` that was sent without asking the rule; no session is changed."""
@@ -146,6 +157,11 @@ class AdmissionGate:
     def line(self, now_s: float) -> list[Held]:
         """Held requests in the order in which they are looked at."""
         return self._in_turns(sorted(self._line, key=lambda each: _rank(each, now_s)), now_s)
+
+    def first(self, count: int, now_s: float) -> list[tuple[Held, bool]]:
+        """The ``count`` held requests of lowest rank, and whether the session of each is kept."""
+        first = nsmallest(count, self._line, key=lambda each: _rank(each, now_s))
+        return [(held, self.accounts.view(held.request.session_id, now_s).kept) for held in first]
 
     def leave(self, held: Held) -> None:
         """The client of a held request has left."""
@@ -160,6 +176,7 @@ class AdmissionGate:
         """
         ahead, ahead_tokens = 0, 0
         by_tenant: dict[str, int] = {}
+        others = self._others(now_s)
         for held in self._line if self.never_holds else self.line(now_s):
             waited_s = now_s - held.since_s
             name = held.request.tenant.name
@@ -171,8 +188,7 @@ class AdmissionGate:
             if waited_s >= self.max_hold_s:
                 answer: Admit | Hold = Admit(AdmissionReason.HELD_LONG_ENOUGH)
             else:
-                others = len(self._line) - 1
-                answer = self._ask(held.request, waited_s, place, others, room, now_s)
+                answer = self._ask(held.request, waited_s, place, len(self._line) - 1, room, now_s, others)
             if isinstance(answer, Admit):
                 self._passed(answer, held.request, now_s)
                 self.leave(held)
@@ -209,19 +225,18 @@ class AdmissionGate:
         held: int,
         room: Room,
         now_s: float,
+        others: RoomElsewhere | None = None,
         observer: OfferObserver | None = None,
     ) -> Admit | Hold:
         accounts = self.accounts
         accounts.expire(now_s)
         expected_s = self._expected_wait_s(place.tokens + request.prompt_tokens, now_s)
         fleet = self._fleet_view(held, expected_s, room, now_s)
-        try:
-            session = accounts.view_of(request, now_s, waited_s)
-            answer = checked_answer(self.rule.name, self.rule.admit(request, session, fleet))
-        except Exception as error:
-            if self.on_failure is None:
-                raise
-            self.on_failure(PolicyFailure.of(PolicyPart.ADMISSION, self.rule.name, error))
+        if others is not None:
+            fleet = others.left(request.tenant.name, rank(request.prompt_tokens, waited_s), fleet)
+        session = accounts.view_of(request, now_s, waited_s)
+        answer = self._judged(request, session, fleet)
+        if answer is None:
             return _FAILED
         if observer is not None:
             observer(request, session, fleet, answer)
@@ -233,6 +248,20 @@ class AdmissionGate:
             tenant=request.tenant.name,
             behind_in_tenant=place.of_tenant,
         )
+
+    def _others(self, now_s: float) -> RoomElsewhere | None:
+        """The room that other replicas' requests take in one look at the line; None if they hold none."""
+        return RoomElsewhere(self.elsewhere, self._judged, now_s) if self.elsewhere else None
+
+    def _judged(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold | None:
+        """The rule's answer; None if it failed."""
+        try:
+            return checked_answer(self.rule.name, self.rule.admit(request, session, fleet))
+        except Exception as error:
+            if self.on_failure is None:
+                raise
+            self.on_failure(PolicyFailure.of(PolicyPart.ADMISSION, self.rule.name, error))
+            return None
 
     def _fleet_view(self, held: int, expected_s: float, room: Room, now_s: float) -> AdmissionView:
         accounts = self.accounts
@@ -289,7 +318,7 @@ def _tokens_in(hold: Hold) -> tuple[int, ...]:
 
 
 def _rank(held: Held, now_s: float) -> float:
-    return held.request.prompt_tokens / (1.0 + (now_s - held.since_s) / AGING_S)
+    return rank(held.request.prompt_tokens, now_s - held.since_s)
 
 
 def _tenant_of(held: Held) -> Tenant:

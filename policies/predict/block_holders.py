@@ -35,6 +35,8 @@ class BlockHolders:
         self._gaps: dict[int, int] = {}
         """Block -> bits of the holders for which it is a gap."""
         self._chains: dict[int, _Chains] = {}
+        self._bits = 0
+        """All allocated bits."""
 
     def __len__(self) -> int:
         """Number of distinct blocks with at least one holder."""
@@ -42,15 +44,15 @@ class BlockHolders:
 
     def new_bit(self) -> int:
         """Allocate the lowest free bit."""
-        bit = 1
-        while bit in self._chains:
-            bit <<= 1
+        bit = ~self._bits & (self._bits + 1)
+        self._bits |= bit
         self._chains[bit] = _Chains()
         return bit
 
     def free_bit(self, bit: int) -> None:
         """Release a bit for reuse; its holder must hold nothing."""
         del self._chains[bit]
+        self._bits &= ~bit
 
     def holds(self, block: int, bit: int) -> bool:
         """True if ``bit`` holds the block."""
@@ -130,7 +132,7 @@ class BlockHolders:
         """Bit -> number of blocks (held or gaps) along the prompt; every change is found by bisection."""
         depths: dict[int, int] = {}
         full = len(hashes)
-        everyone = sum(self._chains)
+        everyone = self._bits
         last = self._reaching(hashes[-1]) if full else everyone
         _note(depths, last, full)
         spans = [(0, everyone, full, last)]

@@ -39,6 +39,11 @@ class SharingSettings(Section):
     publish_interval_s: Annotated[float, Field(ge=0.01, le=5)] = Field(
         default=0.05, description="shortest time between two reports of this replica's changes"
     )
+    parts: bool = Field(
+        default=True,
+        description="each replica places new work on a part of the fleet of its own, if it has eight instances or more "
+        "for each replica",
+    )
     timeout_s: Seconds = Field(default=1.0, description="bound on one exchange with the store")
     start_s: float = Field(
         default=3.0, ge=0, description="time that the start of the proxy waits for the shared state to be read"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from policies.admission.elsewhere import HeldElsewhere, LineElsewhere
 from policies.admission.homes import Contexts
 from policies.ledger import Account
 from policies.state import FleetState
@@ -15,7 +16,7 @@ from proxy.access.quotas import KeyUse, UseElsewhere
 from proxy.fleet.instances import Instances
 from proxy.sharing.drains import DrainMarks
 from proxy.sharing.store import ResponseTable
-from proxy.sharing.wire import KeyReport, LoadReport, Message, Pin, SharedResponse
+from proxy.sharing.wire import HeldReport, KeyReport, LoadReport, Message, Pin, SharedResponse
 
 log = logging.getLogger("warmroute.sharing")
 
@@ -33,6 +34,7 @@ class Other:
     contexts: dict[str, Contexts] = field(default_factory=dict)
     lost_share: float = 0.0
     held: int = 0
+    line: tuple[HeldElsewhere, ...] = ()
 
     def as_dict(self, now_s: float) -> dict[str, Any]:
         """JSON-ready: its age and its load by instance."""
@@ -48,7 +50,7 @@ class Other:
 
 
 class Others:
-    """The other replicas by name. Owns ``ledger.remote``, the remote contexts and the use of keys elsewhere."""
+    """The other replicas by name. Owns ``ledger.remote``, remote contexts, use of keys and line elsewhere."""
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Others:
         drains: DrainMarks,
         responses: ResponseTable,
         run: int,
+        line: LineElsewhere,
     ) -> None:
         """``run``: number of this process, whose own pins it may find in the store."""
         self._run = run
@@ -66,6 +69,7 @@ class Others:
         self._instances = instances
         self._keys = keys
         self._drains = drains
+        self._line = line
         self._known: dict[str, Other] = {}
         self.on_drain: Callable[[str, bool], None] = _ignore_drain
         """Called with an instance that is to drain, or no longer to."""
@@ -111,6 +115,9 @@ class Others:
         if now != (other.contexts, other.lost_share, other.held):
             other.contexts, other.lost_share, other.held = now
             self._sum_contexts()
+        if message.line or other.line:
+            other.line = tuple(_held(message.replica, report, now_s) for report in message.line)
+            self._join_lines()
         self.take_pins(message.pins, now_s, unix_s)
         self.take_responses(message.responses, now_s)
         for name, draining in self._drains.merge(message.drains).items():
@@ -147,6 +154,7 @@ class Others:
         self._sum_loads(other.loads)
         self._sum_keys(other.keys)
         self._sum_contexts()
+        self._join_lines()
         self.on_load()
 
     def _take_loads(self, other: Other, loads: dict[str, LoadReport], full: bool, now_s: float) -> None:
@@ -204,6 +212,9 @@ class Others:
             sum(each.held for each in others),
         )
 
+    def _join_lines(self) -> None:
+        self._line.replace(held for each in self._known.values() for held in each.line)
+
 
 def load_row(account: Account) -> dict[str, Any]:
     """JSON-ready load of one instance."""
@@ -225,6 +236,11 @@ def _account(report: LoadReport, now_s: float) -> Account:
         report.recent_tokens,
         now_s - report.recent_age_s,
     )
+
+
+def _held(replica: str, report: HeldReport, now_s: float) -> HeldElsewhere:
+    since_s = now_s - report.waited_s
+    return HeldElsewhere(replica, report.number, report.tokens, since_s, report.kept, report.tenant)
 
 
 def _ignore() -> None:

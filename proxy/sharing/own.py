@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
+from policies.admission.gate import AdmissionGate
 from policies.admission.homes import Contexts
 from policies.replicas.shared_sessions import SharedSessions
 from policies.state import FleetState
@@ -14,16 +14,26 @@ from proxy.fleet.breaker import BreakerState
 from proxy.fleet.instances import Instances
 from proxy.sharing.drains import DrainMarks
 from proxy.sharing.store import ResponseTable
-from proxy.sharing.wire import KeyReport, LoadReport, Message, Pin, SharedResponse
+from proxy.sharing.wire import HeldReport, KeyReport, LoadReport, Message, Pin, SharedResponse
 
 _PINS = 200
 """Most pins of one message: a receiver merges them in one turn of its event loop, in about a millisecond."""
 
 _RESPONSES = 50
 """Most stored responses of one message, 8 KiB each at most."""
+_FIRST_HELD = 8
+"""Held requests of one message: as many can be sent in their order before the next message."""
 
 _Load = tuple[int, int, int, int, int, float, float]
 _IDLE = LoadReport()
+
+
+class _HeldRow(NamedTuple):
+    number: int
+    tokens: int
+    since_s: float
+    kept: bool
+    tenant: str
 
 
 class _Small(NamedTuple):
@@ -33,6 +43,7 @@ class _Small(NamedTuple):
     contexts: dict[str, Contexts]
     lost_share: float
     held: int
+    line: tuple[_HeldRow, ...]
 
 
 class OwnState:
@@ -47,10 +58,10 @@ class OwnState:
         instances: Instances,
         keys: Keys,
         drains: DrainMarks,
-        held: Callable[[], int],
+        gate: AdmissionGate,
         responses: ResponseTable,
     ) -> None:
-        """``held``: reads the number of requests that the admission rule holds."""
+        """``gate``: has the requests that the admission rule holds."""
         self._replica = replica
         self._run = run
         self._state = state
@@ -58,11 +69,11 @@ class OwnState:
         self._instances = instances
         self._keys = keys
         self._drains = drains
-        self._held = held
+        self._gate = gate
         self._responses = responses
         self._loads: dict[str, _Load] = {}
         self._quotas: dict[str, tuple[Quota, int]] = {}
-        self._small = _Small((), {}, 0.0, 0)
+        self._small = _Small((), {}, 0.0, 0, ())
 
     def begin(self) -> None:
         """Announce all sessions again, to a store that may have lost them; a full message must follow."""
@@ -101,9 +112,16 @@ class OwnState:
             loads=loads,
             keys=keys,
             drains=drains,
+            open=small.open,
+            contexts=small.contexts,
+            lost_share=small.lost_share,
+            held=small.held,
+            line=tuple(
+                HeldReport(row.number, row.tokens, max(0.0, now_s - row.since_s), row.kept, row.tenant)
+                for row in small.line
+            ),
             pins=pins,
             responses=responses,
-            **small._asdict(),
         )
 
     def farewell(self) -> Message:
@@ -148,5 +166,9 @@ class OwnState:
             accounts.homes.contexts(),
             # It decays all the time, which alone is no news.
             round(accounts.lost_share(len(self._instances), now_s), 2),
-            self._held(),
+            len(self._gate),
+            tuple(
+                _HeldRow(held.number, held.request.prompt_tokens, held.since_s, kept, held.request.tenant.name)
+                for held, kept in (self._gate.first(_FIRST_HELD, now_s) if self._gate else ())
+            ),
         )

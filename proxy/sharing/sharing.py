@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from policies.replicas.parts import part_of
 from policies.replicas.shared_sessions import SharedSessions
-from policies.state import FleetState
+from policies.session import RoutingSession
 from proxy.access.keys import Keys
 from proxy.fleet.instances import Instances
 from proxy.settings import Settings, SettingsError, SharingSettings
@@ -37,22 +38,20 @@ class Sharing:
     def __init__(
         self,
         settings: Settings,
-        state: FleetState,
+        routing: RoutingSession,
         instances: Instances,
         keys: Keys,
         responses: ResponseTable,
-        held: Callable[[], int] = int,
         make_store: Callable[[], SharedStore] | None = None,
     ) -> None:
         """Connect nothing yet.
 
         Args:
             settings: those of the proxy.
-            state: the fleet's state.
+            routing: has the fleet's state and the held requests, and is given this replica's part of the fleet.
             instances: the fleet.
             keys: clients' keys and their limits.
             responses: engines of stored responses.
-            held: reads the number of requests that admission holds.
             make_store: makes a store for each connection; None: the one of the settings.
 
         Raises:
@@ -63,13 +62,16 @@ class Sharing:
         self.run_number = secrets.randbits(63)
         self._make_store = make_store or _store_maker(settings)
         shared = SharedSessions(settings.sessions.capacity)
-        state.share(shared)
-        self._state = state
+        state, gate = routing.state, routing.gate
+        state.share(shared, self.run_number)
+        self._routing, self._state, self._instances = routing, state, instances
+        self._divided: tuple[frozenset[str], frozenset[str]] | None = None
+        """Replicas and instances that the fleet was last divided by."""
         self.drains = DrainMarks(self.replica)
         responses.share()
         identity = (self.replica, self.run_number)
-        self._own = OwnState(*identity, state, shared, instances, keys, self.drains, held, responses)
-        self.others = Others(state, instances, keys, self.drains, responses, self.run_number)
+        self._own = OwnState(*identity, state, shared, instances, keys, self.drains, gate, responses)
+        self.others = Others(state, instances, keys, self.drains, responses, self.run_number, gate.elsewhere)
         self._caught_up = asyncio.Event()
         self._stirred = asyncio.Event()
         """Something may have changed that others are to know."""
@@ -138,6 +140,7 @@ class Sharing:
             "delay_ms": round(self.delay_s * 1e3, 2),
             "ttl_s": self._settings.ttl_s,
             "name_used_twice": self.twin,
+            "part": len(self._routing.part) or None,
             "load": {name: load_row(account) for name, account in sorted(accounts.items())},
             "others": [other.as_dict(now_s) for other in self.others],
         }
@@ -148,6 +151,16 @@ class Sharing:
         while True:
             await asyncio.sleep(look_s)
             self.others.expire(time.monotonic(), ttl_s - look_s)  # so that none is counted for longer than the TTL
+            self._divide()
+
+    def _divide(self) -> None:
+        """Take this replica's part of the fleet, if replicas or instances have changed."""
+        if not self._settings.parts:
+            return
+        divided = frozenset(each.replica for each in self.others), frozenset(self._instances.decoders())
+        if divided != self._divided:
+            self._divided = divided
+            self._routing.part = part_of(self.replica, *divided)
 
     async def _link(self) -> None:
         """Connect, share until something fails, wait, and again."""

@@ -66,6 +66,17 @@ class SharedResponse(msgspec.Struct, array_like=True, frozen=True):
     text_bytes: int
 
 
+class HeldReport(msgspec.Struct, array_like=True, frozen=True):
+    """A request that one replica's admission rule holds, as in `policies.admission.elsewhere.HeldElsewhere`."""
+
+    number: int
+    tokens: int
+    waited_s: float
+    """When the message was sent."""
+    kept: bool = False
+    tenant: str = ""
+
+
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Changes of one replica since its last message; ``full``: all of its state, except the pins."""
 
@@ -86,6 +97,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Share of the fleet's time that recomputation took, in every message."""
     held: int = 0
     """Requests that the admission rule holds, in every message."""
+    line: tuple[HeldReport, ...] = ()
+    """The first of them, in every message."""
     pins: tuple[Pin, ...] = ()
     responses: tuple[SharedResponse, ...] = ()
     """Stored by engines since the last message."""

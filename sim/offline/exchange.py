@@ -44,6 +44,7 @@ class SimulatedExchange:
         "offload_reason",
         "predicted_cached_tokens",
         "prefill_instance",
+        "replica",
         "request",
         "sent_s",
         "serial",
@@ -61,6 +62,7 @@ class SimulatedExchange:
         commitment: Commitment,
         due_s: float,
         sent_s: float,
+        replica: int = 0,
     ) -> None:
         self.session = session
         self.step = step
@@ -69,6 +71,8 @@ class SimulatedExchange:
         self.commitment = commitment
         self.due_s = due_s
         self.sent_s = sent_s
+        self.replica = replica
+        """Number of the replica that decided."""
         self.leg = SimulatedLeg.WHOLE
         self.leg_sent_s = sent_s
         self.serial = 0

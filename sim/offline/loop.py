@@ -123,8 +123,8 @@ class Simulation:
     def _route(self, turn: DueTurn, request: RequestView, admitted: Admit, held_s: float) -> None:
         """Decide on a turn and send its first leg."""
         step, now_s = turn.step, self._fleet.now_s
-        decision, commitment, prefill = self._router.route(request, now_s, admitted.instances)
-        exchange = SimulatedExchange(turn.session, step, request, decision, commitment, turn.due_s, now_s)
+        replica, (decision, commitment, prefill) = self._router.route(request, now_s, admitted.instances)
+        exchange = SimulatedExchange(turn.session, step, request, decision, commitment, turn.due_s, now_s, replica)
         exchange.admission, exchange.held_s = admitted.reason, held_s
         if prefill is None:
             self._send_whole(exchange)
@@ -222,15 +222,17 @@ class Simulation:
         took_s = event.time_s - exchange.leg_sent_s
         exchange.serial += 1
         exchange.first_token_s = event.time_s
-        commitment = exchange.commitment
+        commitment, routing = exchange.commitment, self._router.routing_of(exchange)
         if exchange.leg is SimulatedLeg.DECODE:
             exchange.stages_s["decode_leg_first_byte"] = took_s
-            exchange.legs["transfer"] = self._router.routing.handed_over(commitment, took_s, event.time_s)
+            exchange.legs["transfer"] = routing.handed_over(commitment, took_s, event.time_s)
             commitment.decode.first_token()
         else:
             exchange.actual_cached_tokens = event.cached_tokens
             commitment.decode.first_token()
-            exchange.legs["first_token"] = self._router.routing.prefilled(commitment, took_s)
+            exchange.legs["first_token"] = routing.prefilled(commitment, took_s)
+        self._router.changed(exchange, event.time_s)
+        self._router.computed(exchange, exchange.decision.decode_on, event.time_s)
 
     def _prefill_done(self, exchange: SimulatedExchange, event: TokenEvent) -> None:
         """Send D's leg after P has computed the prompt and holds its KV."""
@@ -238,10 +240,12 @@ class Simulation:
         took_s = event.time_s - exchange.leg_sent_s
         exchange.actual_cached_tokens = event.cached_tokens
         exchange.stages_s["prefill_leg"] = took_s
-        exchange.legs["prefill"] = self._router.routing.prefilled_on_p(exchange.commitment, took_s)
+        exchange.legs["prefill"] = self._router.routing_of(exchange).prefilled_on_p(exchange.commitment, took_s)
+        self._router.changed(exchange, event.time_s)
         self._begin(exchange, SimulatedLeg.DECODE)
         request, prefill_on = exchange.request, exchange.decision.prefill_on
         assert prefill_on is not None
+        self._router.computed(exchange, prefill_on, event.time_s)
         if self._too_long(exchange.decision.decode_on, request):
             self._fall_back(exchange, OffloadReason.FELL_BACK_D_ERROR, "D answered 400")
             return
@@ -291,7 +295,8 @@ class Simulation:
     def _fall_back(self, exchange: SimulatedExchange, reason: OffloadReason, message: str) -> None:
         """Count the failure by its reason and run the request co-located on D."""
         decision = exchange.decision
-        self._router.routing.fell_back(exchange.commitment, self._fleet.now_s)
+        self._router.routing_of(exchange).fell_back(exchange.commitment, self._fleet.now_s)
+        self._router.changed(exchange, self._fleet.now_s)
         attempt = {"instance": decision.prefill_on, "error": message, "offload": reason.value}
         exchange.attempts = [*(exchange.attempts or ()), attempt]
         exchange.offload_reason, exchange.prefill_instance = reason.value, None
@@ -303,6 +308,7 @@ class Simulation:
         exchange.error = error
         exchange.serial += 1
         exchange.commitment.release(now_s, self._bounds.hold_s, exchange.actual_cached_tokens)
+        self._router.changed(exchange, now_s)
         self._finished(exchange, now_s)
         self._turns.ended(exchange.session, now_s)
         if self._held:

@@ -60,6 +60,20 @@ class HandOffBounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedReplicas:
+    """Replicas of the router in front of the fleet; requests reach them in turns. Times are engine seconds."""
+
+    count: int = 1
+    staleness_s: float = 0.05
+    """Time after which a replica knows what another has decided: load in flight and session pins."""
+    events_s: float | None = 0.05
+    """Time after which all replicas know the blocks that an engine has computed; None: there are no KV events, and a
+    replica knows the blocks of its own requests and the contexts of shared sessions."""
+    parts: bool = True
+    """Each replica places new work on its own part of the fleet, if that is large enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimOptions:
     """Everything but the trace, the policy and the planner. Times are engine seconds."""
 
@@ -94,6 +108,7 @@ class SimOptions:
     max_hold_s: float = MAX_HOLD_S
     """Most seconds for which the admission rule may hold a request (the proxy's ``admission.max_hold_s``)."""
     bounds: HandOffBounds = field(default_factory=HandOffBounds)
+    replicas: SimulatedReplicas = field(default_factory=SimulatedReplicas)
     decisions: bool = False
     """Keep a row per request in the format of the proxy's /breakdown."""
 
@@ -118,6 +133,13 @@ class SimOptions:
         for name in ("slowdown", "recent_half_life_s", "probe_interval_s", "max_hold_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise SimulationError(f"{name} must be above 0")
+        replicas = self.replicas
+        if (
+            replicas.count < 1
+            or not 0 <= replicas.staleness_s < math.inf
+            or not 0 <= (replicas.events_s or 0) < math.inf
+        ):
+            raise SimulationError("replicas: count must be at least 1, staleness_s and events_s at least 0")
 
     def roles(self) -> list[Role]:
         """Role of each instance, in order."""

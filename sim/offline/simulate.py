@@ -13,6 +13,7 @@ import msgspec
 
 from policies.admission.base import AdmissionRule
 from policies.admission.never_hold import NeverHold
+from policies.costs.book import CostBook
 from policies.offload.base import OffloadPlanner
 from policies.offload.never import Never
 from policies.routing.base import RoutingPolicy
@@ -94,7 +95,7 @@ class OfflineRun:
             policy,
             planner,
             admission,
-            None if constants is None else constants.book(),
+            CostBook if constants is None else constants.book,
         )
         configs = [each.config for each in self._fleet.engines.values()]
         capacity = min(config.num_blocks * config.block_tokens for config in configs)
@@ -148,8 +149,12 @@ class OfflineRun:
 
     @property
     def state(self) -> FleetState:
-        """The router's state: index, ledger, sessions and hotspots."""
+        """The router's state: index, ledger, sessions and hotspots; of several replicas the first one's."""
         return self._router.state
+
+    def in_flight(self) -> dict[str, int]:
+        """Sums over all instances and replicas, as ``Ledger.totals``."""
+        return self._router.in_flight()
 
 
 def simulate(
@@ -183,7 +188,7 @@ def simulate(
         run=Run(prepared.header, records, end),
         instances=instances,
         decisions=rows,
-        ledger=prepared.state.ledger.totals(),
+        ledger=prepared.in_flight(),
         index_blocks={row.instance: prepared.state.index.blocks(row.instance) for row in instances},
     )
 

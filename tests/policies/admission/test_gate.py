@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from policies.admission.accounts import SessionAccounts
 from policies.admission.base import AdmissionReason, AdmissionView, Admit, Hold, SessionView
-from policies.admission.gate import AGING_S, AdmissionGate, Held, Room
+from policies.admission.elsewhere import AGING_S
+from policies.admission.gate import AdmissionGate, Held, Room
 from policies.admission.session_cap import SessionCap
 from policies.types import RequestView
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from policies.admission.gate import AdmissionGate
+from policies.admission.session_cap import SessionCap
 from policies.replicas.shared_sessions import SharedSessions
 from policies.state import FleetState
 from proxy.access.keys import Keys, digest_of
@@ -37,10 +39,13 @@ class Side:
         self.drains = DrainMarks(name)
         self.responses = StoredResponses(ResponseSettings(), self.instances)
         self.responses.share()
+        self.gate = AdmissionGate(SessionCap(sessions=1, keep_s=30.0), self.state.accounts)
         self.own = OwnState(
-            name, run, self.state, shared, self.instances, self.keys, self.drains, lambda: 0, self.responses
+            name, run, self.state, shared, self.instances, self.keys, self.drains, self.gate, self.responses
         )
-        self.others = Others(self.state, self.instances, self.keys, self.drains, self.responses, run)
+        self.others = Others(
+            self.state, self.instances, self.keys, self.drains, self.responses, run, self.gate.elsewhere
+        )
         self.began_s = time.monotonic()
         """Allowances count from the moment at which the keys are read."""
         self.doubts: list[str] = []

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from policies.admission.gate import Room
 from policies.types import RequestView
 from proxy.access.quotas import KeyLimitError
 from proxy.request.parse import Prompt
 from proxy.sharing.drains import DrainMarks
-from proxy.sharing.wire import DrainMark, KeyReport, LoadReport, Message, Pin, WireError, decode
+from proxy.sharing.wire import DrainMark, HeldReport, KeyReport, LoadReport, Message, Pin, WireError, decode
 from tests.policies.builders import decision_for
 from tests.proxy.sharing.side import UNIX_S, Side
 
@@ -219,3 +220,37 @@ def test_a_response_stored_through_one_replica_is_found_through_another() -> Non
     assert there.responses.instance_of("resp_1", "id", 1.0) is there.instances["a"]
     again = here.own.message(1.0, UNIX_S, full=False)
     assert again is None or not again.responses
+def test_held_requests_are_sent_in_the_order_of_the_line_with_ages_not_times() -> None:
+    one, two = Side("one"), Side("two")
+    one.state.accounts.begin("first", 10, 0.0)
+    for name, tokens, at_s in (("long", 900, 1.0), ("short", 100, 2.0)):
+        one.gate.offer(RequestView(name, tokens, session_id=name), Room(0, 2), at_s)
+    message = one.own.message(5.0, UNIX_S, full=True)
+    assert message is not None
+    assert [(each.tokens, each.waited_s) for each in message.line] == [(100, 3.0), (900, 4.0)]
+    two.hears(message, now_s=1_000.0)
+    assert [(each.tokens, each.since_s) for each in two.gate.elsewhere.ranked(1_000.0)] == [(100, 997.0), (900, 996.0)]
+    assert one.own.message(6.0, UNIX_S, full=False) is None, "that they grow older is no news"
+    one.gate.leave(one.gate.line(6.0)[0])
+    two.hears(one.own.message(6.0, UNIX_S, full=False), now_s=1_001.0)
+    assert [each.tokens for each in two.gate.elsewhere.ranked(1_001.0)] == [900]
+
+
+def test_a_message_has_the_first_held_requests_only() -> None:
+    side = Side()
+    side.state.accounts.begin("first", 10, 0.0)
+    for number in range(20):
+        side.gate.offer(RequestView(str(number), 1_000 - number), Room(0, 2), 1.0)
+    message = side.own.message(2.0, UNIX_S, full=True)
+    assert message is not None
+    assert (message.held, [each.tokens for each in message.line]) == (20, [981 + number for number in range(8)])
+
+
+def test_held_requests_of_a_silent_replica_are_forgotten_after_the_ttl() -> None:
+    side = Side()
+    side.hears(Message("x", 1, held=1, line=(HeldReport(1, 100, 3.0),)), now_s=10.0)
+    side.hears(Message("y", 1, held=1, line=(HeldReport(1, 200, 3.0),)), now_s=12.0)
+    side.others.expire(13.5, ttl_s=3.0)
+    assert [each.replica for each in side.gate.elsewhere.ranked(13.5)] == ["y"]
+    side.hears(Message("y", 1, gone=True))
+    assert not side.gate.elsewhere

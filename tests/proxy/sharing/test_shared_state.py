@@ -10,6 +10,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from policies.admission import elsewhere
 from proxy.access.keys import digest_of
 from proxy.fleet.breaker import BreakerState
 from proxy.settings import load_settings
@@ -87,6 +88,89 @@ async def test_a_replica_that_shuts_down_is_forgotten_at_once(store: StoreServer
     async with serving(settings):
         await one.until(lambda: knows(one) == 1)
     await one.until(lambda: knows(one) == 0)
+
+
+# Held requests
+
+ONE_SESSION = {"name": "session_cap", "params": {"sessions": 1, "keep_s": 0.0}}
+
+
+def lengths_sent(engine: StubEngine) -> list[int]:
+    return [len(body["prompt"]) for body in engine.seen]
+
+
+async def test_held_requests_of_all_replicas_are_sent_in_one_order(
+    start_replicas: StartReplicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elsewhere, "YIELD_S", 60.0)  # so that a slow machine changes nothing
+    engine = StubEngine(mode="hang")
+    one, two = await start_replicas(2, [engine], admission=ONE_SESSION)
+    first = asyncio.create_task(ask(one, "first"))
+    await two.until(lambda: remote_requests(two) == 1)
+    asked = []
+    for replica, units in ((one, 2_400), (two, 800), (one, 1_600), (two, 3_200)):
+        asked.append(asyncio.create_task(ask(replica, str(units), prompt=PROMPT[:units])))
+        await one.until(lambda: len(one.core.holding) + len(two.core.holding) == len(asked))
+    await one.until(lambda: len(one.core.router.routing.gate.elsewhere) == 2)
+    await two.until(lambda: len(two.core.router.routing.gate.elsewhere) == 2)
+    engine.mode = "ok"
+    first.cancel()
+    assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 4
+    assert lengths_sent(engine)[1:] == [800, 1_600, 2_400, 3_200]
+    await asyncio.gather(first, return_exceptions=True)
+
+
+async def test_held_requests_of_a_replica_that_is_gone_hold_nobody_up(
+    start_replicas: StartReplicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elsewhere, "YIELD_S", 60.0)
+    engine = StubEngine(mode="hang")
+    one, two = await start_replicas(2, [engine], admission=ONE_SESSION)
+    first = asyncio.create_task(ask(one, "first"))
+    await two.until(lambda: remote_requests(two) == 1)
+    shorter = asyncio.create_task(ask(two, "shorter", prompt=PROMPT[:1_000]))
+    await one.until(lambda: len(one.core.router.routing.gate.elsewhere) == 1)
+    longer = asyncio.create_task(ask(one, "longer"))
+    await one.until(lambda: len(one.core.holding) == 1)
+    sharing = two.core.sharing
+    assert sharing is not None
+    monkeypatch.setattr(sharing._own, "message", lambda *_, **__: None)  # it falls silent, and sends nobody
+    two.core.holding.close()
+    engine.mode = "ok"
+    first.cancel()
+    assert (await longer).status_code == 200
+    await asyncio.gather(first, shorter, return_exceptions=True)
+
+
+# Parts of the fleet
+
+
+async def test_replicas_of_a_large_fleet_divide_it_until_one_is_alone(
+    start_replicas: StartReplicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await start_replicas(2, 16)
+    first, second = one.core.router.routing, two.core.router.routing
+    await one.until(lambda: len(first.part) == 8)
+    await two.until(lambda: len(second.part) == 8)
+    assert not first.part & second.part
+    assert (await one.client.get("/replicas")).json()["part"] == 8
+    placed = {
+        (await ask(one)).headers["x-warmroute-instance"],
+        (await ask(one, prompt=[7] * 320)).headers["x-warmroute-instance"],
+    }
+    assert placed <= first.part
+    sharing = two.core.sharing
+    assert sharing is not None
+    monkeypatch.setattr(sharing._own, "message", lambda *_, **__: None)  # it falls silent
+    await one.until(lambda: not first.part)
+
+
+async def test_parts_can_be_switched_off_and_small_fleets_have_none(start_replicas: StartReplicas) -> None:
+    one, two = await start_replicas(2, 16, sharing={"parts": False})
+    assert one.core.sharing is not None
+    one.core.sharing._divide()
+    assert not one.core.router.routing.part
+    assert (await two.client.get("/replicas")).json()["part"] is None
 
 
 # Sessions

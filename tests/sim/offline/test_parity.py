@@ -76,13 +76,22 @@ class LiveRouter:
     def admitted(self, now_s: float) -> Held | None:
         return self.routing.admitted(set(self._fleet.engines), now_s)
 
-    def route(self, request: RequestView, now_s: float, room_on: frozenset[str]) -> Routed:
+    def route(self, request: RequestView, now_s: float, room_on: frozenset[str]) -> tuple[int, Routed]:
         body = self._bodies.body(self._builder, self._requests[request.request_id])
         parsed = self.router.parse(Endpoint.COMPLETIONS, body)
         view = self.router.view(parsed, request.request_id, request.session_id)
         assert len(view.block_hashes) == len(request.block_hashes)
         assert (view.prompt_tokens, view.max_tokens) == (request.prompt_tokens, request.max_tokens)
-        return self.router.route(view, set(self._fleet.engines), room_on)
+        return 0, self.router.route(view, set(self._fleet.engines), room_on)
+
+    def routing_of(self, exchange: Any) -> Any:
+        return self.routing
+
+    def changed(self, exchange: Any, now_s: float) -> None:
+        pass
+
+    def computed(self, exchange: Any, instance: str, now_s: float) -> None:
+        pass
 
 
 def simulated(options: SimOptions, policy: str, planner: str, live: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
