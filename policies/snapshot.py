@@ -26,6 +26,8 @@ class FleetSnapshot(NamedTuple):
     """Instances that may prefill for another, where roles separate them; empty: any of ``instances``."""
     costs: Costs | None = None
     """Cost models at this moment; None if nothing is learned."""
+    specialists: tuple[str, ...] = ()
+    """Instances designated for long prefills (`policies.offload.specialists`), candidates or not."""
 
     def view(self, instance: str) -> InstanceView | None:
         """The candidate of that name, or None."""

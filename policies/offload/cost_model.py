@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from policies.costs.book import KV_BYTES_PER_TOKEN, transfer_job
-from policies.costs.formulas import Costs, TransferCurve, shares_transport
+from policies.costs.book import KV_BYTES_PER_TOKEN
+from policies.costs.formulas import Costs
+from policies.costs.transfers import Transfers
 from policies.offload.base import has_room, may_receive, no_prefill_reason, senders
 from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import InstanceView, OffloadPlan, OffloadReason, RequestClass, RequestView
@@ -182,10 +183,7 @@ class _Pricing:
     """Common part of all candidates' prices for one request, and estimates that several candidates share."""
 
     __slots__ = (
-        "_bytes_per_token",
-        "_curves",
-        "_others",
-        "_request",
+        "_transfers",
         "alone",
         "costs",
         "decode",
@@ -200,11 +198,7 @@ class _Pricing:
         self, request: RequestView, decode: InstanceView, fleet: FleetSnapshot, bytes_per_token: float
     ) -> None:
         costs = self.costs = fleet.costs or Costs()
-        self._request = request
-        self._others = fleet.offloads_in_flight
-        self._bytes_per_token = bytes_per_token
-        self._curves: list[TransferCurve | None] = [None, None]
-        """Of pairs without observations, by the sharing of a transport."""
+        self._transfers = Transfers(request, decode, costs, fleet.offloads_in_flight, bytes_per_token)
         self.decode = decode
         self.prompt_tokens = request.prompt_tokens
         self.streams = decode.decode_streams
@@ -216,16 +210,5 @@ class _Pricing:
     def transfer(
         self, prefill: InstanceView, pair: tuple[str, str], streams: int, sigmas: float
     ) -> tuple[float, float]:
-        """Seconds of the transfer from a P with this many streams, and their upper bound.
-
-        All pairs without observations that share a transport, or share none, have one curve.
-        """
-        model, decode = self.costs.transfer, self.decode
-        learned, shares = model.observed(pair), shares_transport(prefill, decode)
-        curve = None if learned else self._curves[shares]
-        if curve is None:
-            job = transfer_job(self._request, prefill, decode, self._others, self._bytes_per_token)
-            curve = model.curve(job, self.costs.now_s, sigmas)
-            if not learned:
-                self._curves[shares] = curve
-        return curve.at(max(streams, self.streams))
+        """Seconds of the transfer from a P with this many streams, and their upper bound."""
+        return self._transfers.times(prefill, pair, max(streams, self.streams), sigmas)
