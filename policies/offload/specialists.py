@@ -30,8 +30,10 @@ KEEPS = 1.25
 """Both bounds are this many times higher for specialists that there are already."""
 ABSENT_S = 10.0
 """A specialist that was no candidate for this long is replaced."""
-WARM_UP_S = 60.0
-"""No specialist earlier after the first decision: the working set still grows, and may not leave the room for one."""
+SETTLED_S = 60.0
+"""No specialist is added before both bounds held for this long, after the first decision too. The working set falls for
+seconds where contexts are evicted, since those found evicted are not kept any longer.
+"""
 
 
 class FleetLoad(NamedTuple):
@@ -48,25 +50,28 @@ class FleetLoad(NamedTuple):
     """Share of the fleet's time that recomputing evicted contexts takes."""
 
 
-def wanted(current: int, load: FleetLoad) -> int:
+def wanted(current: int, load: FleetLoad, *, settled: bool = True) -> int:
     """Number of specialists, at most one more or one less than ``current`` unless a bound permits fewer.
+
+    ``settled``: there may be one more.
 
     ``round(SHARE * share)``, damped by ``MARGIN``; at most ``max(1, instances // PER_INSTANCES)``, none in a fleet of
     fewer than ``LEAST_INSTANCES``. The work that the others take over must fit: none while the working set exceeds
     ``ROOM`` of their pools, or while contexts are evicted and recomputed.
     """
     number = current
-    if SHARE * load.share > current + 0.5:
+    if settled and SHARE * load.share > current + 0.5:
         number += 1
     elif SHARE * load.share < current - 0.5 - MARGIN:
         number -= 1
     number = min(number, max(1, load.instances // PER_INSTANCES)) if load.instances >= LEAST_INSTANCES else 0
-    while number and not _bearable(number, load, KEEPS if number <= current else 1.0):
+    while number and not bearable(number, load, KEEPS if number <= current else 1.0):
         number -= 1
     return number
 
 
-def _bearable(number: int, load: FleetLoad, factor: float) -> bool:
+def bearable(number: int, load: FleetLoad, factor: float = 1.0) -> bool:
+    """True if the working set and the share of recomputation are within ``factor`` times their bounds."""
     others_tokens = load.pool_tokens * (load.instances - number) / load.instances
     return load.working_set_tokens <= factor * ROOM * others_tokens and load.lost_share <= factor * MOST_LOST
 
@@ -100,13 +105,15 @@ class Specialists:
         self._work_s = 0.0
         self._began_s: float | None = None
         self._at_s = 0.0
+        self._unsettled_s = 0.0
+        """Time when a bound did not hold last, or of the first decision."""
         self._seen_s: dict[str, float] = {}
         """Time when each specialist was a candidate last."""
 
     def began(self, now_s: float) -> None:
         """Note the time of the first decision, from which shares are counted. Later calls do nothing."""
         if self._began_s is None:
-            self._began_s = self._at_s = now_s
+            self._began_s = self._at_s = self._unsettled_s = now_s
 
     def prefilled(self, seconds: float, now_s: float) -> None:
         """Count a long prefill that was sent to an instance, ``seconds`` long as predicted."""
@@ -115,8 +122,8 @@ class Specialists:
         self._at_s = max(self._at_s, now_s)
 
     def share(self, now_s: float) -> float:
-        """Seconds of long prefills per second, weighted by 2 ** (-age / HALF_LIFE_S); 0 until ``WARM_UP_S``."""
-        if self._began_s is None or now_s - self._began_s < WARM_UP_S:
+        """Seconds of long prefills per second, weighted by 2 ** (-age / HALF_LIFE_S); 0 at the first one."""
+        if self._began_s is None or now_s <= self._began_s:
             return 0.0
         known = 1 - exp2((self._began_s - now_s) / HALF_LIFE_S)
         return self._decayed(now_s) * log(2.0) / HALF_LIFE_S / known
@@ -126,7 +133,11 @@ class Specialists:
         present = {view.instance for view in views}
         self._seen_s = {name: now_s if name in present else seen_s for name, seen_s in self._seen_s.items()}
         here = [name for name in self.names if now_s - self._seen_s[name] <= ABSENT_S]
-        self._set(designated(here, wanted(len(self.names), load), views), now_s)
+        current = len(self.names)
+        if not bearable(current + 1, load):
+            self._unsettled_s = now_s
+        number = wanted(current, load, settled=now_s - self._unsettled_s >= SETTLED_S)
+        self._set(designated(here, number, views), now_s)
 
     def forget(self, instance: str) -> None:
         """The instance left the fleet, or restarted."""
