@@ -66,6 +66,7 @@ def decide(
     request_class = thresholds.classify(request.prompt_tokens - chosen.cached_tokens)
     prefill: InstanceView | None = None
     failures: tuple[PolicyFailure, ...] = ()
+    planned = choice.plan is not None
     if not request.may_offload:
         plan = OffloadPlan(None, OffloadReason.REQUEST_SHAPE)
     elif choice.plan is not None:
@@ -79,7 +80,7 @@ def decide(
                 raise
             plan = OffloadPlan(None, OffloadReason.PLANNER_FAILED)
             failures = (PolicyFailure.of(PolicyPart.PLANNER, planner.name, error),)
-    # Positional: naming 13 fields takes longer than the guard.
+    # Positional: naming 14 fields takes longer than the guard.
     return Decision(
         request.request_id,
         chosen.instance,
@@ -94,6 +95,7 @@ def decide(
         CachePrediction.of(chosen),
         CachePrediction.of(prefill) if prefill is not None else None,
         failures,
+        planned,
     )
 
 

@@ -296,6 +296,8 @@ class Decision(NamedTuple):
     """The prediction on ``prefill_on``."""
     failures: tuple[PolicyFailure, ...] = ()
     """Policy and planner that failed and were replaced for this request; ``policy`` is the one that decided."""
+    planned: bool = False
+    """``offload`` is the policy's own plan, so the planner was not asked."""
 
     @property
     def new_tokens(self) -> int:

@@ -8,8 +8,7 @@ from typing import ClassVar, NamedTuple
 
 from policies.costs.formulas import Costs
 from policies.costs.transfers import Transfers
-from policies.offload.base import has_room, may_receive, may_send
-from policies.pool import tokens_over
+from policies.offload.base import may_receive, may_send
 from policies.routing.base import Pick, least, require, tie_break
 from policies.routing.warm import Warm, queues_s
 from policies.snapshot import FleetColumns, FleetSnapshot
@@ -76,15 +75,15 @@ class Joint(Warm):
         choice = Warm.choose(self, request, fleet)
         if not request.may_offload:
             return choice._replace(plan=_SHAPE)
-        names = [view.instance for view in fleet.instances]
+        names = [view[0] for view in fleet.instances]
         specialists = [name for name in fleet.specialists if name in names]
         scores, place = list(choice.scores), names.index(choice.instance)
         if specialists:
-            for at, score in enumerate(scores):
-                extra_s = self.specialist_s if score.instance in specialists else 0.0
-                inputs = {**score.inputs, "specialist_s": extra_s}
-                scores[at] = score._replace(score=score.score + extra_s, inputs=inputs)
-            place = least(fleet, [score.score for score in scores])
+            for name in specialists:
+                at = names.index(name)
+                inputs = {**scores[at].inputs, "specialist_s": self.specialist_s}
+                scores[at] = scores[at]._replace(score=scores[at].score + self.specialist_s, inputs=inputs)
+            place = least(fleet, [score[1] for score in scores])
             choice = Choice(names[place], Reason.LOWEST_SCORE, tuple(scores))
         new_tokens = request.prompt_tokens - fleet.instances[place].cached_tokens
         if new_tokens < self.heavy_tokens:
@@ -95,7 +94,8 @@ class Joint(Warm):
             "colocated_s": alone.score,
             "colocated_first_s": alone.inputs["queue_s"] + alone.inputs["own_s"],
         }
-        found = self._handed_off(request, fleet, specialists, inputs["colocated_first_s"])
+        queues = [score[2]["queue_s"] for score in scores]
+        found = self._handed_off(request, fleet, specialists, queues, inputs["colocated_first_s"])
         if isinstance(found, OffloadReason):
             return choice._replace(plan=OffloadPlan(None, found, inputs))
         inputs |= found.inputs
@@ -109,48 +109,40 @@ class Joint(Warm):
         return Choice(names[found.decode], Reason.LOWEST_SCORE, tuple(scores), plan)
 
     def _handed_off(
-        self, request: RequestView, fleet: FleetSnapshot, specialists: Sequence[str], colocated_first_s: float
+        self,
+        request: RequestView,
+        fleet: FleetSnapshot,
+        specialists: Sequence[str],
+        queues: Sequence[float],
+        colocated_first_s: float,
     ) -> _Placement | OffloadReason:
-        """The cheapest hand-off, or the reason why there is none."""
-        own = {view.instance for view in fleet.instances}
+        """The cheapest hand-off, or the reason why there is none. ``queues``: seconds queued on each candidate."""
+        own = {view[0] for view in fleet.instances}
         among = fleet.prefill_instances or fleet.instances
-        prefills = [view for view in among if view.instance in specialists or view.instance not in own]
+        prefills = [view for view in among if view[0] in specialists or view[0] not in own]
         if not prefills:
             return OffloadReason.NO_SPECIALIST
-        views, costs, prompt = fleet.instances, fleet.costs or Costs(), request.prompt_tokens
-        model = self._model(fleet)
-        queues = queues_s(FleetColumns.of(views), model)
-        waits = [queue_s + self.stream_s * view.requests for queue_s, view in zip(queues, views, strict=True)]
-        receiving = [
-            place for place, view in enumerate(views) if may_receive(view) and view.instance not in specialists
-        ]
-        if not receiving:
-            return OffloadReason.ROLE_FORBIDS
-        roomy = [place for place in receiving if self._has_room(views[place], request)]
-        if not roomy:
-            return OffloadReason.NO_ROOM_ON_D
-        roomy.sort(key=lambda place: (waits[place], tie_break(fleet, place)))
-        there = [view for view in prefills if view.kv_capacity_tokens and self._over(view, request) <= 0]
-        if not there:
-            return OffloadReason.NO_PREFILL_CANDIDATE
-        best: _Placement | None = None
+        receivers = self._receivers(request, fleet, specialists, queues)
+        if isinstance(receivers, OffloadReason):
+            return receivers
+        prefills = [view for view in prefills if self._has_room(view, request.prompt_tokens)]
         reason = OffloadReason.NO_PREFILL_CANDIDATE
+        if not prefills:
+            return reason
+        costs, model, prompt = fleet.costs or Costs(), self._model(fleet), request.prompt_tokens
+        best: _Placement | None = None
         transfers: dict[int, Transfers] = {}
-        for view, queue_s in zip(there, queues_s(FleetColumns.of(there), model), strict=True):
-            able = [place for place in roomy if may_send(view, views[place])]
-            pairs = (place for place in able if (view.instance, views[place].instance) not in fleet.broken_pairs)
-            place = next(pairs, None)
+        for view, queue_s in zip(prefills, queues_s(FleetColumns.of(prefills), model), strict=True):
+            place, refused = _receiver_of(view, receivers, fleet)
             if place is None:
-                if able and reason is OffloadReason.NO_PREFILL_CANDIDATE:
-                    reason = OffloadReason.PAIR_BROKEN
+                reason = refused if reason is OffloadReason.NO_PREFILL_CANDIDATE else reason
                 continue
-            decode, pair = views[place], (view.instance, views[place].instance)
-            prices = transfers.get(place)
-            if prices is None:
-                prices = transfers[place] = Transfers(request, decode, costs, fleet.offloads_in_flight)
+            decode = fleet.instances[place]
+            pair, streams = (view.instance, decode.instance), view.decode_streams
+            if place not in transfers:
+                transfers[place] = Transfers(request, decode, costs, fleet.offloads_in_flight)
+            transfer_s, _ = transfers[place].times(view, pair, max(streams, decode.decode_streams), 0.0)
             prefill_s = model.seconds(prompt - view.cached_tokens, view.cached_tokens)
-            streams = view.decode_streams
-            transfer_s, _ = prices.times(view, pair, max(streams, decode.decode_streams), 0.0)
             first_s = max(queue_s + prefill_s + transfer_s, queues[place])
             if first_s > (1 + self.max_own_loss) * colocated_first_s:
                 reason = OffloadReason.DOES_NOT_PAY
@@ -173,8 +165,42 @@ class Joint(Warm):
                 best = _Placement(place, view.instance, inputs, score_s)
         return best or reason
 
-    def _has_room(self, view: InstanceView, request: RequestView) -> bool:
-        return view.kv_capacity_tokens > 0 and self._over(view, request) <= 0 and has_room(view, request)
+    def _receivers(
+        self, request: RequestView, fleet: FleetSnapshot, specialists: Sequence[str], queues: Sequence[float]
+    ) -> list[int] | OffloadReason:
+        """Positions of the candidates that may be D of a hand-off, best first, or the reason why there is none."""
+        views = fleet.instances
+        receiving = [
+            place for place, view in enumerate(views) if may_receive(view) and view.instance not in specialists
+        ]
+        if not receiving:
+            return OffloadReason.ROLE_FORBIDS
+        roomy = [
+            place for place in receiving if self._has_room(views[place], request.prompt_tokens, request.max_tokens)
+        ]
+        if not roomy:
+            return OffloadReason.NO_ROOM_ON_D
+        ranks = [
+            (queues[place] + self.stream_s * views[place].requests, tie_break(fleet, place), place) for place in roomy
+        ]
+        return [place for _, _, place in sorted(ranks)]
 
-    def _over(self, view: InstanceView, request: RequestView) -> float:
-        return tokens_over(view, request.prompt_tokens, self.pool_share)
+    def _has_room(self, view: InstanceView, prompt_tokens: int, answer_tokens: int = 0) -> bool:
+        """True if the pool, of known size, has room for the prompt by the rule of ``warm``, and for an answer."""
+        pool = view.kv_capacity_tokens
+        taken = view.kv_used_tokens + view.kv_promised_tokens + prompt_tokens
+        return pool > 0 and taken <= self.pool_share * pool and taken + answer_tokens <= pool
+
+
+def _receiver_of(
+    prefill: InstanceView, receivers: Sequence[int], fleet: FleetSnapshot
+) -> tuple[int | None, OffloadReason]:
+    """Position of the first D that a P may hand over to, or None and the reason."""
+    reason = OffloadReason.NO_PREFILL_CANDIDATE
+    for place in receivers:
+        decode = fleet.instances[place]
+        if may_send(prefill, decode):
+            if (prefill.instance, decode.instance) not in fleet.broken_pairs:
+                return place, OffloadReason.CHOSEN
+            reason = OffloadReason.PAIR_BROKEN
+    return None, reason
