@@ -226,7 +226,7 @@ class Choice(NamedTuple):
     reason: Reason
     scores: tuple[CandidateScore, ...]
     plan: OffloadPlan | None = None
-    """Where to prefill, if the policy decides that too; None: the planner does."""
+    """Plan of the prefill, if the policy decides on that too; None: the planner does."""
 
 
 class CachePrediction(NamedTuple):

@@ -24,16 +24,10 @@ SCHEMA = 1
 
 def _write(output: Path, cells: list[JointCell], params: list[str]) -> None:
     """Keep what there is: a run takes long, and one that is interrupted has the cells that it finished."""
-    document = {
-        "kind": "joint",
-        "schema": SCHEMA,
-        "machine": machine(),
-        "transport": TRANSPORT,
-        "params": params,
-        "cells": cells,
-    }
+    head = {"kind": "joint", "schema": SCHEMA, "machine": machine(), "transport": TRANSPORT, "params": params}
+    lines = b",\n".join(map(msgspec.json.encode, cells))
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_bytes(msgspec.json.encode(document) + b"\n")
+    output.write_bytes(msgspec.json.encode(head)[:-1] + b',"cells":[\n' + lines + b"\n]}\n")
 
 
 def main(

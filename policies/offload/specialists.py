@@ -140,7 +140,7 @@ class Specialists:
         self._set(designated(here, number, views), now_s)
 
     def forget(self, instance: str) -> None:
-        """The instance left the fleet, or restarted."""
+        """The instance left the fleet."""
         self._set(tuple([name for name in self.names if name != instance]), self._at_s)
 
     def _set(self, names: tuple[str, ...], now_s: float) -> None:
