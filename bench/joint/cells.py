@@ -27,7 +27,7 @@ Interval = tuple[float, float, float]
 """A ratio, and the ends of its 95 % interval."""
 
 
-class ArmFigures(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Judged turns of one run; seconds from when they were due."""
 
     ttft_p90_s: float
@@ -58,8 +58,8 @@ class JointCell(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     sessions: int
     turns: int
-    warm: ArmFigures
-    joint: ArmFigures
+    warm: PlacementFigures
+    joint: PlacementFigures
     ratios: JointRatios
 
 
@@ -74,7 +74,7 @@ class JointWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Arm(NamedTuple):
-    figures: ArmFigures
+    figures: PlacementFigures
     ttft: FloatArray
     e2e: FloatArray
     tpot: FloatArray
@@ -134,7 +134,7 @@ def _arm(stage: PreparedCell, options: SimOptions, order: list[int], name: str, 
         prompt += record.prompt_tokens or 0
         cached += record.cached_tokens or 0
         handed_off += record.prefill_instance is not None
-    figures = ArmFigures(
+    figures = PlacementFigures(
         ttft_p90_s=_digits(float(np.quantile(ttft, 0.9))),
         ttft_mean_s=_digits(float(ttft.mean())),
         e2e_p50_s=_digits(float(np.median(e2e))),

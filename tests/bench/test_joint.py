@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.joint.cells import ArmFigures, JointCell, _Arm, ratios_of
+from bench.joint.cells import PlacementFigures, JointCell, _Arm, ratios_of
 from bench.joint.tables import harmed, summary_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "decisions" / "0020-joint-placement.md").read_text(encoding="utf-8")
-ARM = ArmFigures(
+ARM = PlacementFigures(
     ttft_p90_s=1, ttft_mean_s=1, e2e_p50_s=1, e2e_mean_s=1, tpot_p90_s=1, hit_rate=0.5, handed_off=0, failed=0
 )
 
