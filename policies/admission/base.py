@@ -29,7 +29,7 @@ class AdmissionReason(StrEnum):
     ROOM = "room"
     BELOW_CAP = "below_cap"
     NO_LOSS = "no_loss"
-    """The contexts exceed the pools, but the fleet recomputes little of what it had computed before."""
+    """The contexts exceed the pools, but little of what was computed before is recomputed and few requests queue."""
     HELD_LONG_ENOUGH = "held_long_enough"
     """The bound on holding was reached."""
     LINE_FULL = "line_full"

@@ -35,9 +35,9 @@ class WorkingSet:
     - *Busy*: at least ``least_prefilling`` requests per instance wait for their first token. Below that engines would
       idle, and time that nobody uses is worth less than an eviction.
     - *It hurts*: the contexts in flight and this prompt exceed every instance's room by themselves, so it would wait in
-      an engine's queue, where cached contexts are evicted before their turn; or recomputing evicted prefixes took more
-      than ``lost_share`` of the fleet's time of the last half minute (`policies.admission.accounts`); or others are
-      held.
+      an engine's queue, where cached contexts are evicted before their turn, and that queue is long: over half of the
+      sessions in flight wait for a first token; or recomputing evicted prefixes took more than ``lost_share`` of the
+      fleet's time of the last half minute (`policies.admission.accounts`); or others are held.
 
     While that is so and recomputation takes over ``packing_share`` of the time, a session that has room is sent to one
     of the instances that have it: two that fit the pools in sum would evict each other on one instance while another
@@ -81,7 +81,7 @@ class WorkingSet:
         nobody = not fleet.active_sessions and not fleet.kept_sessions
         if nobody or fleet.prefilling < self.least_prefilling * fleet.instances:
             return Admit(AdmissionReason.IDLE_FLEET)
-        if room.beside_active and not hurts:
+        if not hurts and (room.beside_active or 2 * fleet.prefilling <= fleet.active_sessions):
             return Admit(AdmissionReason.NO_LOSS)
         used_tokens = fleet.active_tokens + request.prompt_tokens + room.kept_tokens
         return Hold(

@@ -162,8 +162,17 @@ def test_the_working_set_sends_while_one_condition_is_missing(fleet: AdmissionVi
 
 
 def test_contexts_in_flight_that_exceed_the_room_hold_others_before_anything_is_lost() -> None:
-    queued = FULL._replace(active_tokens=800_000, kept_tokens=0, kept_sessions=0, lost_share=0.0)
+    queued = FULL._replace(active_tokens=800_000, kept_tokens=0, kept_sessions=0, lost_share=0.0, prefilling=21)
     assert held(WorkingSet(), fleet=queued) == (850_000, 1_000_000, 50_000, 21_951)
+
+
+def test_contexts_that_exceed_the_room_hold_nobody_while_most_sessions_are_being_answered() -> None:
+    answering = FULL._replace(active_tokens=800_000, kept_tokens=0, kept_sessions=0, lost_share=0.3, prefilling=20)
+    kept = SessionView(context_tokens=50_000, turns=3, kept=True)
+    assert admitted(WorkingSet(), fleet=answering) == Admit(AdmissionReason.NO_LOSS)
+    assert admitted(WorkingSet(), kept, answering) == Admit(AdmissionReason.NO_LOSS)
+    assert held(WorkingSet(), fleet=answering._replace(lost_share=0.31))
+    assert held(WorkingSet(), fleet=answering._replace(held=1))
 
 
 def test_room_is_left_for_contexts_to_grow() -> None:

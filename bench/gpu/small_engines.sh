@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Start several small vLLM instances a GPU, wait until all are ready, and write the settings of a proxy in front of them:
+# a fleet of eight on two GPUs, with KV pools small enough to be outgrown within minutes. Several instances share a GPU's
+# time, so only comparisons on one machine mean something. The engines run on until they are ended (OUTPUT/pids).
+#
+#   bench/gpu/small_engines.sh OUTPUT
+#   python -m bench.admission_live run TRACE --config OUTPUT/proxy.yaml ...
+#
+# Environment: ENGINE_PYTHON (one that has vLLM, default python3), MODEL (default Qwen/Qwen3-0.6B), LOAD_FORMAT (default
+# auto; dummy: random weights), GPUS (default: all of nvidia-smi), PER_GPU (4), POOL_BYTES (18400000000: 160,432 tokens of
+# Qwen3-0.6B), MAX_MODEL_LEN (130000, must fit the pool), READY_S (300), PROXY_PORT (9090), and SIMULATED=1 (simulated
+# engines of the same pool instead, to rehearse without a GPU).
+set -euo pipefail
+[ $# -eq 1 ] || { sed -n '2,14p' "$0"; exit 2; }
+output=$(mkdir -p "$1" && cd "$1" && pwd)
+cd "$(dirname "$0")/../.."
+python=${ENGINE_PYTHON:-python3} model=${MODEL:-Qwen/Qwen3-0.6B} per_gpu=${PER_GPU:-4} longest=${MAX_MODEL_LEN:-130000}
+if [ -n "${SIMULATED:-}" ]; then gpus=${GPUS:-2}; else gpus=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}; fi
+count=$((gpus * per_gpu))
+: > "$output/pids"
+{
+  printf 'host: 127.0.0.1\nport: %d\npolicy: {name: warm}\ninstances:\n' "${PROXY_PORT:-9090}"
+  for ((i = 0; i < count; i++)); do
+    printf '  - {name: inst-%d, url: "http://127.0.0.1:%d", events_url: "tcp://127.0.0.1:%d", events_replay_url: "tcp://127.0.0.1:%d"}\n' \
+      "$i" $((8001 + i)) $((5701 + i)) $((5801 + i))
+  done
+} > "$output/proxy.yaml"
+for ((i = 0; i < count; i++)); do
+  events=$(printf '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:%d","replay_endpoint":"tcp://*:%d"}' $((5701 + i)) $((5801 + i)))
+  if [ -n "${SIMULATED:-}" ]; then
+    setsid "$python" -m sim --port $((8001 + i)) --kv-capacity-tokens 160432 --block-size 16 --role none \
+      --max-model-len "$longest" --max-num-seqs 32 \
+      --kv-events-port $((5701 + i)) --kv-events-replay-port $((5801 + i)) > "$output/engine-$i.log" 2>&1 < /dev/null &
+  else
+    CUDA_VISIBLE_DEVICES=$((i / per_gpu)) MASTER_PORT=$((29500 + i)) VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 \
+      setsid "$python" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name q \
+      --host 127.0.0.1 --port $((8001 + i)) --load-format "${LOAD_FORMAT:-auto}" --generation-config vllm \
+      --attention-backend FLASH_ATTN -cc '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}' --max-num-seqs 32 \
+      --max-model-len "$longest" --hf-overrides "{\"max_position_embeddings\":$longest}" \
+      --gpu-memory-utilization 0.22 --kv-cache-memory-bytes "${POOL_BYTES:-18400000000}" \
+      --enable-prefix-caching --enable-prompt-tokens-details --kv-events-config "$events" \
+      > "$output/engine-$i.log" 2>&1 < /dev/null &
+  fi
+  echo $! >> "$output/pids"
+done
+deadline=$((SECONDS + ${READY_S:-300}))
+for ((i = 0; i < count; i++)); do
+  until curl -sf -m 2 -o /dev/null "http://127.0.0.1:$((8001 + i))/health"; do
+    if ! kill -0 "$(sed -n "$((i + 1))p" "$output/pids")" 2> /dev/null || [ $SECONDS -ge $deadline ]; then
+      echo "instance $i did not become ready; its log ends:"
+      tail -n 30 "$output/engine-$i.log"
+      xargs kill < "$output/pids" 2> /dev/null || true
+      exit 1
+    fi
+    sleep 1
+  done
+done
+echo "$count instances ready after $SECONDS s"
