@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.joint.cells import PlacementFigures, JointCell, _Arm, ratios_of
+from bench.joint.cells import JointCell, PlacementFigures, _Arm, ratios_of
 from bench.joint.tables import harmed, summary_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
