@@ -70,6 +70,7 @@ def live_decisions(instances: int, count: int, seed: int = 0) -> list[tuple[Requ
             pinned=views[warm].instance,
             hotspot=HotspotView(draw.random() / 10, 0, 1_000),
             costs=CostBook().at(float(number)),
+            specialists=tuple([view.instance for view in views[: max(1, instances // 8)]]),
         )
         made.append((request, fleet, decide(request, fleet, LeastLoaded(), Never(), _THRESHOLDS)))
     return made

@@ -34,13 +34,13 @@ def decide(
     *,
     guarded: bool = False,
 ) -> Decision:
-    """Choose D, classify the request by its new tokens there, and choose a P if the planner offloads.
+    """Choose D, classify the request by its new tokens there, and choose a P if the policy or the planner offloads.
 
     Args:
         request: the request.
         fleet: snapshot of the candidates.
-        policy: chooses D.
-        planner: chooses P, or none.
+        policy: chooses D, and P if its choice has a plan.
+        planner: chooses P, or none, where the choice has no plan.
         thresholds: limits of the request classes.
         guarded: if the policy fails (raises an error, or returns an invalid choice), decide by ``warm`` instead, or by
             ``least_loaded`` if that is the one that fails; if the planner fails, do not offload. The decision's
@@ -66,7 +66,13 @@ def decide(
     request_class = thresholds.classify(request.prompt_tokens - chosen.cached_tokens)
     prefill: InstanceView | None = None
     failures: tuple[PolicyFailure, ...] = ()
-    if request.may_offload:
+    planned = choice.plan is not None
+    if not request.may_offload:
+        plan = OffloadPlan(None, OffloadReason.REQUEST_SHAPE)
+    elif choice.plan is not None:
+        plan = choice.plan
+        prefill = fleet.prefill_view(plan.prefill_on) if plan.prefill_on is not None else None
+    else:
         try:
             plan, prefill = planned_by(request, chosen, request_class, fleet, planner)
         except Exception as error:
@@ -74,9 +80,7 @@ def decide(
                 raise
             plan = OffloadPlan(None, OffloadReason.PLANNER_FAILED)
             failures = (PolicyFailure.of(PolicyPart.PLANNER, planner.name, error),)
-    else:
-        plan = OffloadPlan(None, OffloadReason.REQUEST_SHAPE)
-    # Positional: naming 13 fields takes longer than the guard.
+    # Positional: naming 14 fields takes longer than the guard.
     return Decision(
         request.request_id,
         chosen.instance,
@@ -91,6 +95,7 @@ def decide(
         CachePrediction.of(chosen),
         CachePrediction.of(prefill) if prefill is not None else None,
         failures,
+        planned,
     )
 
 
@@ -102,6 +107,8 @@ def chosen_by(request: RequestView, fleet: FleetSnapshot, policy: RoutingPolicy)
         raise ValueError(f"policy {policy.name!r} chose {choice.instance!r}, which is not a candidate")
     if type(choice.reason) is not Reason:  # it becomes a metric's label
         raise ValueError(f"policy {policy.name!r} gave the reason {choice.reason!r}, which is not a Reason")
+    if choice.plan is not None:
+        _prefill_of(choice.plan, chosen, fleet, f"policy {policy.name!r}")
     return choice, chosen
 
 
@@ -128,14 +135,19 @@ def planned_by(
         plan = planner.plan(request, chosen, request_class, fleet, columns)
     else:
         plan = planner.plan(request, chosen, request_class, fleet)
+    return plan, _prefill_of(plan, chosen, fleet, f"planner {planner.name!r}")
+
+
+def _prefill_of(plan: OffloadPlan, chosen: InstanceView, fleet: FleetSnapshot, author: str) -> InstanceView | None:
+    """P of a plan; raises ValueError for a plan that cannot be carried out."""
     if type(plan.reason) is not OffloadReason:
-        raise ValueError(f"planner {planner.name!r} gave the reason {plan.reason!r}, which is not an OffloadReason")
+        raise ValueError(f"{author} gave the reason {plan.reason!r}, which is not an OffloadReason")
     if plan.prefill_on is None:
-        return plan, None
+        return None
     prefill = fleet.prefill_view(plan.prefill_on)
     if prefill is None or prefill.instance == chosen.instance:
-        raise ValueError(f"planner {planner.name!r} chose {plan.prefill_on!r}, which cannot prefill for another")
-    return plan, prefill
+        raise ValueError(f"{author} chose {plan.prefill_on!r}, which cannot prefill for another")
+    return prefill
 
 
 def _with_cached_tokens(scores: tuple[CandidateScore, ...], fleet: FleetSnapshot) -> tuple[CandidateScore, ...]:

@@ -27,6 +27,7 @@ from policies.offload.never import Never
 from policies.offload.static_pd import StaticPd
 from policies.offload.threshold import Threshold
 from policies.routing.base import RoutingPolicy
+from policies.routing.joint import Joint
 from policies.routing.least_loaded import LeastLoaded
 from policies.routing.linear import Linear
 from policies.routing.lmetric import LMetric
@@ -41,7 +42,7 @@ OFFLOAD_GROUP = "warmroute.offload"
 ADMISSION_GROUP = "warmroute.admission"
 
 _ROUTING: tuple[type[RoutingPolicy], ...] = (
-    *(LeastLoaded, Linear, LMetric, RandomChoice, RoundRobin, SessionSticky, Unified, Warm),
+    *(Joint, LeastLoaded, Linear, LMetric, RandomChoice, RoundRobin, SessionSticky, Unified, Warm),
     *(
         AibrixPrefix,
         DynamoCost,

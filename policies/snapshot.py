@@ -26,6 +26,8 @@ class FleetSnapshot(NamedTuple):
     """Instances that may prefill for another, where roles separate them; empty: any of ``instances``."""
     costs: Costs | None = None
     """Cost models at this moment; None if nothing is learned."""
+    specialists: tuple[str, ...] = ()
+    """Instances designated for long prefills (`policies.offload.specialists`), candidates or not."""
 
     @property
     def senders(self) -> tuple[InstanceView, ...]:

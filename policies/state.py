@@ -15,13 +15,14 @@ from policies.costs.book import CostBook, Workload
 from policies.holds import Holds, KvHold
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger
+from policies.offload.specialists import FleetLoad, Specialists
 from policies.pairs import PairBreaker
 from policies.predict.predictor import Predictor, Promised
 from policies.predict.prefix_index import Insertion, PrefixIndex
 from policies.replicas.shared_sessions import SharedSessions
 from policies.sessions import SessionTable
 from policies.snapshot import FleetSnapshot
-from policies.types import Connector, Decision, InstanceView, RequestView, Role, Transport
+from policies.types import Connector, Decision, InstanceView, RequestClass, RequestView, Role, Transport
 from policies.views import KnownInstance, Viewer
 
 
@@ -170,6 +171,7 @@ class FleetState:
         self.holds = Holds()
         self.costs = CostBook() if costs is None else costs
         self.accounts = SessionAccounts(residency=Residency(self.predictor, self.sessions))
+        self.specialists = Specialists()
         self.shared: SharedSessions | None = None
         """Sessions that other replicas serve too; None: there are none."""
         self.offloads_in_flight = 0
@@ -220,6 +222,7 @@ class FleetState:
         self.holds.forget(instance)
         self.pairs.forget(instance)
         self.costs.forget(instance)
+        self.specialists.forget(instance)
         return self.ledger.remove_instance(instance)
 
     def restarted(self, instance: str) -> None:
@@ -281,6 +284,7 @@ class FleetState:
             broken_pairs=self.pairs.broken(now_s),
             costs=self.costs.at(now_s),
             prefill_instances=(*views, *viewer.views(self._instances, prefill_only)) if prefill_only else (),
+            specialists=self.specialists.names,
         )
 
     def commit(self, request: RequestView, fleet: FleetSnapshot, decision: Decision, now_s: float) -> Commitment:
@@ -328,9 +332,35 @@ class FleetState:
         computed = ComputedPrompt(request.prompt_tokens, before, cached)
         if before > cached:
             accounts.sent(self.costs.prefill, computed, now_s)
+        self._designate(fleet, decision, request.prompt_tokens, cached, now_s)
         return Commitment(
             self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, session, computed
         )
+
+    def _designate(
+        self, fleet: FleetSnapshot, decision: Decision, prompt_tokens: int, cached_tokens: int, now_s: float
+    ) -> None:
+        """Count a HEAVY prefill and change the specialists by the fleet as it was decided on."""
+        specialists, accounts, views = self.specialists, self.accounts, fleet.instances
+        specialists.began(now_s)
+        heavy = decision.request_class is RequestClass.HEAVY
+        if heavy:
+            seconds = self.costs.prefill.seconds(prompt_tokens - cached_tokens, cached_tokens)
+            specialists.prefilled(seconds, now_s)
+        if heavy or specialists.names:
+            pools = [view.kv_capacity_tokens for view in views]
+            remote = accounts.remote
+            load = FleetLoad(
+                share=specialists.share(now_s),
+                instances=len(views),
+                working_set_tokens=accounts.active_tokens
+                + accounts.kept_tokens
+                + remote.active_tokens
+                + remote.kept_tokens,
+                pool_tokens=sum(pools) if all(pools) else 0,
+                lost_share=accounts.lost_share(len(views), now_s) + remote.lost_share,
+            )
+            specialists.update(views, load, now_s)
 
     def share(self, shared: SharedSessions, turn: int = 0) -> None:
         """Share sessions with other replicas from now on.

@@ -77,6 +77,8 @@ class OffloadReason(StrEnum):
     BELOW_THRESHOLD = "below_threshold"
     ROLE_FORBIDS = "role_forbids"
     NO_PREFILL_CANDIDATE = "no_prefill_candidate"
+    NO_SPECIALIST = "no_specialist"
+    """No instance is designated for long prefills, and none only prefills."""
     CAP_REACHED = "cap_reached"
     PAIR_BROKEN = "pair_broken"
     NO_ROOM_ON_D = "no_room_on_d"
@@ -209,20 +211,22 @@ class CandidateScore(NamedTuple):
     """Prompt tokens predicted to be cached there; filled in by ``decide`` for every policy."""
 
 
+class OffloadPlan(NamedTuple):
+    """Instance to prefill on, or the reason for none: the answer of an offload planner, or of a policy that plans."""
+
+    prefill_on: str | None
+    reason: OffloadReason
+    inputs: Mapping[str, float] = {}
+
+
 class Choice(NamedTuple):
     """Result of a routing policy: decode instance, reason, and all candidates' scores."""
 
     instance: str
     reason: Reason
     scores: tuple[CandidateScore, ...]
-
-
-class OffloadPlan(NamedTuple):
-    """Result of an offload planner: the instance to prefill on, or the reason for none."""
-
-    prefill_on: str | None
-    reason: OffloadReason
-    inputs: Mapping[str, float] = {}
+    plan: OffloadPlan | None = None
+    """Plan of the prefill, if the policy decides on that too; None: the planner does."""
 
 
 class CachePrediction(NamedTuple):
@@ -292,6 +296,8 @@ class Decision(NamedTuple):
     """The prediction on ``prefill_on``."""
     failures: tuple[PolicyFailure, ...] = ()
     """Policy and planner that failed and were replaced for this request; ``policy`` is the one that decided."""
+    planned: bool = False
+    """``offload`` is the policy's own plan, so the planner was not asked."""
 
     @property
     def new_tokens(self) -> int:

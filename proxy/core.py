@@ -139,9 +139,7 @@ class Core:
         if settings.sharing.url is not None or worker is not None:
             local = worker is not None and settings.sharing.url is None
             make_store = partial(LocalStore, worker.line) if worker is not None and local else None
-            self.sharing = Sharing(
-                settings, self.router.routing, self.instances, self.keys, self.responses, make_store
-            )
+            self.sharing = Sharing(settings, self.router.routing, self.instances, self.keys, self.responses, make_store)
             self.sharing.others.on_load = self.admission.wake
         self.retries = RetryBudget(settings.limits)
         self.clients = ClientBounds(settings)

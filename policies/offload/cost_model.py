@@ -7,7 +7,8 @@ from math import inf
 from typing import ClassVar, NamedTuple
 
 from policies.costs.book import transfer_job
-from policies.costs.formulas import Costs, TransferCurve, shares_transport
+from policies.costs.formulas import Costs
+from policies.costs.transfers import Transfers
 from policies.offload.base import (
     ColumnPlanner,
     OffloadPlanner,
@@ -199,7 +200,6 @@ class _Pricing:
     __slots__ = (
         "_bytes_per_token",
         "_costs",
-        "_curves",
         "_decode",
         "_failure_rate",
         "_others",
@@ -208,6 +208,7 @@ class _Pricing:
         "_sigmas",
         "_stall",
         "_streams",
+        "_transfers",
         "_waiting",
         "alone_s",
         "queue_s",
@@ -221,8 +222,7 @@ class _Pricing:
         self._bytes_per_token = costs.bytes_per_token if bytes_per_token is None else bytes_per_token
         self._stall = planner.stall_share
         self._sigmas = planner.sigmas
-        self._curves: list[TransferCurve | None] = [None, None]
-        """Of pairs without observations, by the sharing of a transport."""
+        self._transfers = Transfers(request, decode, costs, self._others, self._bytes_per_token)
         self._decode = decode
         self._streams = decode.decode_streams
         self._waiting = sum([view.prefilling for view in fleet.instances]) / len(fleet.instances)
@@ -265,7 +265,7 @@ class _Pricing:
         """Price of one candidate."""
         alone_s, queue_s, streams = self.alone_s, self.queue_s, view.decode_streams
         there_s, pair = self._there_s(view.cached_tokens), (view.instance, self._decode.instance)
-        transfer_s, upper_s = self._transfer(view, pair, streams)
+        transfer_s, upper_s = self._transfers.times(view, pair, max(streams, self._streams), self._sigmas)
         queue_there_s = self._costs.prefill.queue_s(view.pending_prefill_tokens, view.prefilling)
         # D gives every step's budget to the prefills it has, so a pulled request waits for those as well.
         offloaded_s = max(queue_there_s + there_s + transfer_s, queue_s)
@@ -282,18 +282,3 @@ class _Pricing:
             seconds = self._costs.prefill.seconds(self._request.prompt_tokens - cached, cached)
             self._prefills[cached] = seconds
         return seconds
-
-    def _transfer(self, prefill: InstanceView, pair: tuple[str, str], streams: int) -> tuple[float, float]:
-        """Seconds of the transfer from a P with this many streams, and their upper bound.
-
-        All pairs without observations that share a transport, or share none, have one curve.
-        """
-        model, decode = self._costs.transfer, self._decode
-        learned, shares = model.observed(pair), shares_transport(prefill, decode)
-        curve = None if learned else self._curves[shares]
-        if curve is None:
-            job = transfer_job(self._request, prefill, decode, self._others, self._bytes_per_token)
-            curve = model.curve(job, self._costs.now_s, self._sigmas)
-            if not learned:
-                self._curves[shares] = curve
-        return curve.at(max(streams, self._streams))

@@ -149,7 +149,7 @@ class Warm(ColumnPolicy):
             columns.cached_tokens,
             columns.requests,
             columns.prefilling,
-            _queues_s(columns, model),
+            queues_s(columns, model),
             columns.kv_capacity_tokens,
             overs,
             strict=True,
@@ -170,7 +170,7 @@ def _totals(terms: Iterable[tuple[float, float, float, float, float]]) -> list[f
     return [queue_s + crowd_s + room_s + own_s + others_s for queue_s, crowd_s, room_s, own_s, others_s in terms]
 
 
-def _queues_s(columns: FleetColumns, model: PrefillModel) -> list[float]:
+def queues_s(columns: FleetColumns, model: PrefillModel) -> list[float]:
     """Seconds to finish the queued prefills of every candidate, the first of them half done."""
     linear, squared = model.s_per_token, model.s_per_token_squared
     news = [

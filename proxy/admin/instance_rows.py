@@ -64,6 +64,7 @@ def _row(
         "held_tokens": state.holds.tokens(instance.name, now_s),
         "pending_prefill_tokens": load.pending_prefill_tokens,
         "decoding_tokens": load.decoding_tokens,
+        "specialist": instance.name in state.specialists.names,
         "recent_tokens": round(load.recent_tokens, 1),
         "sessions": state.sessions.count(instance.name),
         "index_blocks": state.index.blocks(instance.name),

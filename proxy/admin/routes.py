@@ -181,6 +181,7 @@ async def _explain(
             "tenant": whose.name or None,
             "agent": request.agent,
             "pinned_instance": fleet.pinned,
+            "specialists": list(fleet.specialists),
             "normalized": normalized,
         },
         "cache_killer": core.cache_killers.explain(text, session.session_id),

@@ -53,6 +53,7 @@ OFFLOADS: Mapping[str, str] = MappingProxyType(
         OffloadReason.BELOW_THRESHOLD: "its new tokens were below the planner's threshold",
         OffloadReason.ROLE_FORBIDS: "the roles of the instances do not permit one",
         OffloadReason.NO_PREFILL_CANDIDATE: "no other instance could prefill it",
+        OffloadReason.NO_SPECIALIST: "no instance was designated for long prefills",
         OffloadReason.CAP_REACHED: "as many hand-offs as permitted were in flight",
         OffloadReason.PAIR_BROKEN: "hand-offs between these instances failed lately",
         OffloadReason.NO_ROOM_ON_D: "its KV would not have fit on the instance that decodes",

@@ -136,7 +136,8 @@ class Exchange:
 
     def _note(self, routed: Routed) -> None:
         row, decision = self._row, routed.decision
-        row.decision, row.planner = decision, self._core.router.planner.name
+        row.decision = decision
+        row.planner = decision.policy if decision.planned else self._core.router.planner.name
         if row.trace is not None:
             row.trace.routed(decision, self._seat.decided_s)
         row.offload_reason, row.prefill_instance = decision.offload.reason.value, decision.prefill_on

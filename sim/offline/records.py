@@ -160,7 +160,7 @@ def breakdown_row(exchange: SimulatedExchange, planner: str, ended_s: float) -> 
         session_id=request.session_id,
         stream=True,
         status=status or 0,
-        planner=planner,
+        planner=exchange.decision.policy if exchange.decision.planned else planner,
         decision=exchange.decision,
         offload_reason=exchange.offload_reason,
         prefill_instance=exchange.prefill_instance,

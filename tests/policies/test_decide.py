@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import pytest
 
@@ -157,3 +157,59 @@ def test_a_policy_may_refuse_every_candidate_guarded_or_not() -> None:
     for guarded in (True, False):
         with pytest.raises(NoCandidateError, match="all full"):
             decide(ask(), fleet_of(*idle(2)), Full(), Never(), DEFAULT, guarded=guarded)
+
+
+class _Placing:
+    """A policy that decides on both legs; its plan is given."""
+
+    name: ClassVar[str] = "placing"
+
+    def __init__(self, plan: OffloadPlan | None) -> None:
+        self._plan = plan
+
+    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
+        return Warm().choose(request, fleet)._replace(instance="d", plan=self._plan)
+
+
+PAIR = fleet_of(InstanceView("d"), InstanceView("p", requests=5, cached_tokens=640))
+
+
+@pytest.mark.parametrize("prefill_on", ["p", None])
+def test_a_policy_s_own_plan_is_used_and_the_planner_is_not_asked(prefill_on: str | None) -> None:
+    reason = OffloadReason.CHOSEN if prefill_on else OffloadReason.DOES_NOT_PAY
+    plan = OffloadPlan(prefill_on, reason, {"first_s": 1.0})
+    decision = decide(ask(), PAIR, _Placing(plan), _FailingPlanner(), DEFAULT)
+    assert (decision.decode_on, decision.prefill_on, decision.offload) == ("d", prefill_on, plan)
+    assert (decision.planned, decision.failures) == (True, ())
+    assert (decision.prefill_prediction is not None) == (prefill_on is not None)
+
+
+def test_without_a_plan_the_planner_is_asked() -> None:
+    decision = decide(ask(), PAIR, _Placing(None), Never(), DEFAULT)
+    assert (decision.offload.reason, decision.planned) == (OffloadReason.PLANNER_NEVER, False)
+
+
+def test_a_plan_for_a_request_that_no_hand_off_can_carry_is_not_used() -> None:
+    plan = OffloadPlan("p", OffloadReason.CHOSEN)
+    decision = decide(ask(may_offload=False), PAIR, _Placing(plan), Never(), DEFAULT)
+    assert (decision.prefill_on, decision.offload.reason) == (None, OffloadReason.REQUEST_SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("plan", "error"),
+    [
+        (OffloadPlan("d", OffloadReason.CHOSEN), "policy 'placing' chose 'd', which cannot prefill for another"),
+        (OffloadPlan("x", OffloadReason.CHOSEN), "policy 'placing' chose 'x', which cannot prefill for another"),
+        (
+            OffloadPlan("p", cast("OffloadReason", "because")),
+            "policy 'placing' gave the reason 'because', which is not an OffloadReason",
+        ),
+    ],
+)
+def test_an_invalid_plan_is_a_failure_of_the_policy(plan: OffloadPlan, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        decide(ask(), PAIR, _Placing(plan), Never(), DEFAULT)
+    decision = decide(ask(), PAIR, _Placing(plan), Never(), DEFAULT, guarded=True)
+    [failure] = decision.failures
+    assert (failure.part, failure.name, failure.error) == (PolicyPart.POLICY, "placing", f"ValueError: {error}")
+    assert (decision.policy, decision.offload.reason, decision.planned) == ("warm", OffloadReason.PLANNER_NEVER, False)

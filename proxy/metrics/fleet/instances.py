@@ -54,6 +54,7 @@ _GAUGES = {
 def empty_families() -> Iterator[Metric]:
     """Every family without samples."""
     yield from _gauges().values()
+    yield _specialists()
     gauges, counters = _event_families()
     yield from (*gauges.values(), *counters.values())
 
@@ -77,6 +78,9 @@ def instance_families(router: Router, instances: Instances, events: EventSubscri
         ):
             gauges[figure].add_metric([name], float(value))
     yield from gauges.values()
+    specialists = _specialists()
+    specialists.add_metric([], len(router.state.specialists.names))
+    yield specialists
     readings, counters = _event_families()
     for name in events.streams:
         figures = events.figures(name)
@@ -92,6 +96,12 @@ def _gauges() -> dict[str, GaugeMetricFamily]:
         figure: GaugeMetricFamily(f"warmroute_instance_{figure}", text, labels=["instance"])
         for figure, text in _GAUGES.items()
     }
+
+
+def _specialists() -> GaugeMetricFamily:
+    return GaugeMetricFamily(
+        "warmroute_prefill_specialists", "Instances designated for long prefills; only joint sends requests by it"
+    )
 
 
 def _event_families() -> tuple[dict[str, GaugeMetricFamily], dict[str, CounterMetricFamily]]:

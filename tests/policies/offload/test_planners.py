@@ -160,6 +160,7 @@ def test_these_planners_know_these_reasons_and_the_rest_is_what_became_of_an_off
         OffloadReason.REQUEST_SHAPE,
         OffloadReason.DOES_NOT_PAY,
         OffloadReason.UNSURE,
+        OffloadReason.NO_SPECIALIST,
         OffloadReason.PLANNER_FAILED,
     }
     rest = {reason for reason in OffloadReason if not reason.startswith("fell_back")}

@@ -55,7 +55,7 @@ def test_name_defaults_to_the_address() -> None:
     ("wrong", "says"),
     [
         ({"polcy": {}}, "polcy: unknown key"),
-        ({"policy": {"name": "lienar"}}, "known: aibrix_prefix, dynamo_cost, least_loaded, linear"),
+        ({"policy": {"name": "lienar"}}, "known: aibrix_prefix, dynamo_cost, joint, least_loaded, linear"),
         ({"policy": {"name": "linear", "params": {"alfa": 1}}}, "it has: alpha"),
         ({"offload": {"planner": "maybe"}}, "known: cost_model, never, static_pd, threshold"),
         ({"admission": {"name": "sometimes"}}, "known: never_hold, session_cap, working_set"),

@@ -220,6 +220,8 @@ def test_a_response_stored_through_one_replica_is_found_through_another() -> Non
     assert there.responses.instance_of("resp_1", "id", 1.0) is there.instances["a"]
     again = here.own.message(1.0, UNIX_S, full=False)
     assert again is None or not again.responses
+
+
 def test_held_requests_are_sent_in_the_order_of_the_line_with_ages_not_times() -> None:
     one, two = Side("one"), Side("two")
     one.state.accounts.begin("first", 10, 0.0)

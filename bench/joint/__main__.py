@@ -1,0 +1,91 @@
+"""``python -m bench.joint``: ``joint`` against ``warm`` over traces, loads, pools and fleets, in virtual time."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from bench.joint.cells import TRANSPORT, JointCell, JointWork, report
+from bench.joint.tables import harmed, summary_of
+from bench.machine import machine
+from bench.tournament.arena import Arena
+from bench.tournament.results import GridCell
+from bench.tournament.settings import TournamentError, read_settings
+from policies.registry import PolicyParameterError, make_routing
+from sim.offline.setup import parsed_params
+
+SCHEMA = 1
+
+
+def _write(output: Path, cells: list[JointCell], params: list[str]) -> None:
+    """Keep what there is: a run takes long, and one that is interrupted has the cells that it finished."""
+    head = {"kind": "joint", "schema": SCHEMA, "machine": machine(), "transport": TRANSPORT, "params": params}
+    lines = b",\n".join(map(msgspec.json.encode, cells))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_bytes(msgspec.json.encode(head)[:-1] + b',"cells":[\n' + lines + b"\n]}\n")
+
+
+def main(
+    trace_dir: Annotated[Path, typer.Option(envvar="WARMROUTE_TRACES", help="Folder of traces.")],
+    trace: Annotated[list[str] | None, typer.Option(help="Name of a trace; default: all. Repeatable.")] = None,
+    load: Annotated[list[float] | None, typer.Option(help="Share of saturation. Repeatable.")] = None,
+    pool: Annotated[list[float] | None, typer.Option(help="KV pool in hot sets. Repeatable.")] = None,
+    fleet: Annotated[list[int] | None, typer.Option(help="Number of instances. Repeatable.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
+    param: Annotated[list[str] | None, typer.Option(help="KEY=VALUE: parameter of joint. Repeatable.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = 1,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write all figures to this file, after every cell.")
+    ] = None,
+) -> None:
+    """Compare joint placement with warm, in virtual time. Exits with 1 if a cell is harmed."""
+    try:
+        make_routing("joint", parsed_params(param or []))
+        known = sorted(Arena(read_settings(), trace_dir).grounds)
+        missing = sorted(set(trace or []) - set(known))
+        if missing:
+            raise TournamentError(f"no trace {', '.join(missing)}; known: {', '.join(known)}")
+    except (TournamentError, PolicyParameterError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    works = [
+        JointWork(
+            folder=str(trace_dir),
+            cell=GridCell(trace=name, load=share, pool=hot_sets, fleet=instances),
+            seed=number,
+            params=param or [],
+        )
+        for instances in fleet or [4, 8, 16]
+        for number in seed or [1, 2]
+        for name in trace or known
+        for hot_sets in pool or [0.25, 1.0, 4.0]
+        for share in load or [0.5, 0.8, 1.0]
+    ]
+    cells: list[JointCell] = []
+    with ProcessPoolExecutor(min(jobs, len(works)), mp_context=get_context("spawn")) as processes:
+        for cell in processes.map(report, works):
+            cells.append(cell)
+            if output is not None:
+                _write(output, cells, param or [])
+            ratios = cell.ratios
+            typer.echo(
+                f"{cell.cell}, seed {cell.seed}: TTFT p90 {ratios.ttft_p90[0]:.2f}, mean E2E {ratios.e2e_mean[0]:.2f}, "
+                f"{cell.joint.handed_off} hand-offs",
+                err=True,
+            )
+    for title, chosen_on in (("chosen on", True), ("held out", False)):
+        typer.echo("\n".join([title, "", *summary_of(cells, chosen_on=chosen_on), ""]))
+    found = harmed(cells)
+    typer.echo(f"{len(cells)} cells, {len(found)} figures more than 3 % worse beyond their interval")
+    for line in found:
+        typer.echo(line)
+    raise typer.Exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

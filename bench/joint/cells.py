@@ -1,0 +1,184 @@
+"""One cell: the same requests once with each policy, and the ratios of their figures with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from bench.tournament.arena import FAILED_S, Arena, PreparedCell
+from bench.tournament.results import GridCell
+from bench.tournament.settings import read_settings
+from policies.registry import make_routing
+from policies.types import Role
+from replayer.compare.statistics.bootstrap import FloatArray, IntArray, SessionBootstrap
+from sim.offline.setup import parsed_params
+from sim.offline.simulate import SimOptions, simulate
+
+RESAMPLES = 1000
+TRANSPORT = "nvlink"
+BASELINE = "warm"
+
+Interval = tuple[float, float, float]
+"""A ratio, and the ends of its 95 % interval."""
+
+
+class PlacementFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Judged turns of one run; seconds from when they were due."""
+
+    ttft_p90_s: float
+    ttft_mean_s: float
+    e2e_p50_s: float
+    e2e_mean_s: float
+    tpot_p90_s: float
+    hit_rate: float
+    handed_off: int
+    """Turns that were prefilled on another instance."""
+    failed: int
+
+
+class JointRatios(msgspec.Struct, frozen=True, kw_only=True):
+    """``joint`` divided by ``warm``; below 1: ``joint`` is better."""
+
+    ttft_p90: Interval
+    ttft_mean: Interval
+    e2e_p50: Interval
+    e2e_mean: Interval
+    tpot_p90: Interval
+
+
+class JointCell(msgspec.Struct, frozen=True, kw_only=True):
+    """Both policies in one cell with one seed."""
+
+    cell: GridCell
+    seed: int
+    sessions: int
+    turns: int
+    warm: PlacementFigures
+    joint: PlacementFigures
+    ratios: JointRatios
+
+
+class JointWork(msgspec.Struct, frozen=True, kw_only=True):
+    """One cell to run, as plain data for another process."""
+
+    folder: str
+    cell: GridCell
+    seed: int
+    params: list[str] = []
+    """``KEY=VALUE``: parameters of ``joint``."""
+
+
+class _Arm(NamedTuple):
+    figures: PlacementFigures
+    ttft: FloatArray
+    e2e: FloatArray
+    tpot: FloatArray
+    """NaN for turns with one token. All by judged turn, in one order for both policies."""
+
+
+_arenas: dict[str, Arena] = {}
+"""One per process: reading the traces takes longer than a cell."""
+
+
+def report(work: JointWork) -> JointCell:
+    """Run one cell with both policies.
+
+    Raises:
+        TournamentError: no such trace, or no request to judge.
+    """
+    if work.folder not in _arenas:
+        _arenas[work.folder] = Arena(read_settings(), Path(work.folder))
+    return compared(_arenas[work.folder].stage(work.cell, work.seed), work.params)
+
+
+def compared(stage: PreparedCell, params: list[str]) -> JointCell:
+    """Both policies in a prepared cell."""
+    options = replace(stage.options, role=Role.KV_BOTH, transport=TRANSPORT)
+    order = sorted(stage.workload.judged)
+    numbers: dict[str, int] = {}
+    sessions = [stage.workload.trace.requests[chat_id].session_id for chat_id in order]
+    session_of = np.array([numbers.setdefault(name, len(numbers)) for name in sessions], dtype=np.int64)
+    warm = _arm(stage, options, order, BASELINE, [])
+    joint = _arm(stage, options, order, "joint", params)
+    return JointCell(
+        cell=stage.cell,
+        seed=stage.seed,
+        sessions=len(numbers),
+        turns=len(order),
+        warm=warm.figures,
+        joint=joint.figures,
+        ratios=ratios_of(joint, warm, session_of, stage.seed),
+    )
+
+
+def _arm(stage: PreparedCell, options: SimOptions, order: list[int], name: str, params: list[str]) -> _Arm:
+    run = simulate(stage.workload.trace, options, make_routing(name, parsed_params(params)), plan=stage.plan).run
+    place = {chat_id: number for number, chat_id in enumerate(order)}
+    ttft, e2e, tpot = np.full(len(order), FAILED_S), np.full(len(order), FAILED_S), np.full(len(order), np.nan)
+    prompt = cached = handed_off = failed = 0
+    for record in run.records:
+        at = place.get(record.chat_id)
+        if at is None:
+            continue
+        if not record.ok or record.ttft_scheduled_s is None or record.e2e_scheduled_s is None:
+            failed += 1
+            continue
+        ttft[at], e2e[at] = record.ttft_scheduled_s, record.e2e_scheduled_s
+        if record.tpot_s is not None:
+            tpot[at] = record.tpot_s
+        prompt += record.prompt_tokens or 0
+        cached += record.cached_tokens or 0
+        handed_off += record.prefill_instance is not None
+    figures = PlacementFigures(
+        ttft_p90_s=_digits(float(np.quantile(ttft, 0.9))),
+        ttft_mean_s=_digits(float(ttft.mean())),
+        e2e_p50_s=_digits(float(np.median(e2e))),
+        e2e_mean_s=_digits(float(e2e.mean())),
+        tpot_p90_s=_digits(float(np.nanquantile(tpot, 0.9))),
+        hit_rate=_digits(cached / prompt) if prompt else 0.0,
+        handed_off=handed_off,
+        failed=failed,
+    )
+    return _Arm(figures, ttft, e2e, tpot)
+
+
+def ratios_of(joint: _Arm, warm: _Arm, session_of: IntArray, seed: int) -> JointRatios:
+    """Ratios with intervals: a paired bootstrap over sessions."""
+    bootstrap = SessionBootstrap(session_of, int(session_of.max()) + 1, resamples=RESAMPLES, seed=seed)
+    every = np.ones(session_of.size, dtype=np.bool_)
+
+    def quantile(level: float, candidate: FloatArray, base: FloatArray) -> Interval:
+        def resampled(values: FloatArray) -> FloatArray:
+            return bootstrap.quantiles(values, ~np.isnan(values), np.array([level]))[:, 0]
+
+        return _interval(lambda values: float(np.nanquantile(values, level)), resampled, candidate, base)
+
+    def mean(candidate: FloatArray, base: FloatArray) -> Interval:
+        return _interval(lambda values: float(values.mean()), lambda v: bootstrap.sums(v, every), candidate, base)
+
+    return JointRatios(
+        ttft_p90=quantile(0.9, joint.ttft, warm.ttft),
+        ttft_mean=mean(joint.ttft, warm.ttft),
+        e2e_p50=quantile(0.5, joint.e2e, warm.e2e),
+        e2e_mean=mean(joint.e2e, warm.e2e),
+        tpot_p90=quantile(0.9, joint.tpot, warm.tpot),
+    )
+
+
+def _interval(
+    value: Callable[[FloatArray], float],
+    resampled: Callable[[FloatArray], FloatArray],
+    candidate: FloatArray,
+    base: FloatArray,
+) -> Interval:
+    low, high = np.nanquantile(resampled(candidate) / resampled(base), (0.025, 0.975))
+    return _digits(value(candidate) / value(base)), _digits(float(low)), _digits(float(high))
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")

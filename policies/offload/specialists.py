@@ -1,0 +1,151 @@
+"""Prefill specialists: how many instances take the long cold prefills, and which ones.
+
+The number follows the share of that work, from none up. A specialist decodes as well; it only costs more to be chosen
+(`policies.routing.joint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp2, log
+from typing import NamedTuple
+
+from policies.types import InstanceView, Role
+
+HALF_LIFE_S = 60.0
+"""Half-life of the share of long prefills."""
+SHARE = 0.5
+"""Specialists per instance's worth of long prefills."""
+PER_INSTANCES = 8
+"""At most one specialist for so many instances, and one in a smaller fleet."""
+LEAST_INSTANCES = 4
+"""Smaller fleets have none."""
+MARGIN = 0.25
+"""The number shrinks only when the wanted one is this far below the edge of rounding."""
+ROOM = 0.4
+"""Share of the pools of the other instances that the working set may fill."""
+MOST_LOST = 0.05
+"""Share of the fleet's time that recomputing evicted contexts may take."""
+KEEPS = 1.25
+"""Both bounds are this many times higher for specialists that there are already."""
+ABSENT_S = 10.0
+"""A specialist that was no candidate for this long is replaced."""
+SETTLED_S = 60.0
+"""No specialist is added before both bounds held for this long, after the first decision too. The working set falls for
+seconds where contexts are evicted, since those found evicted are not kept any longer.
+"""
+
+
+class FleetLoad(NamedTuple):
+    """State of the fleet that the number of specialists depends on."""
+
+    share: float
+    """Time of long prefills as a share of time; 2: as much as two instances can compute."""
+    instances: int
+    working_set_tokens: int
+    """Contexts in flight and kept."""
+    pool_tokens: int
+    """KV pools of ``instances`` together; 0: unknown, and then there are no specialists."""
+    lost_share: float
+    """Share of the fleet's time that recomputing evicted contexts takes."""
+
+
+def wanted(current: int, load: FleetLoad, *, settled: bool = True) -> int:
+    """Number of specialists, at most one more or one less than ``current`` unless a bound permits fewer.
+
+    ``settled``: there may be one more.
+
+    ``round(SHARE * share)``, damped by ``MARGIN``; at most ``max(1, instances // PER_INSTANCES)``, none in a fleet of
+    fewer than ``LEAST_INSTANCES``. The work that the others take over must fit: none while the working set exceeds
+    ``ROOM`` of their pools, or while contexts are evicted and recomputed.
+    """
+    number = current
+    if settled and SHARE * load.share > current + 0.5:
+        number += 1
+    elif SHARE * load.share < current - 0.5 - MARGIN:
+        number -= 1
+    number = min(number, max(1, load.instances // PER_INSTANCES)) if load.instances >= LEAST_INSTANCES else 0
+    while number and not bearable(number, load, KEEPS if number <= current else 1.0):
+        number -= 1
+    return number
+
+
+def bearable(number: int, load: FleetLoad, factor: float = 1.0) -> bool:
+    """True if the working set and the share of recomputation are within ``factor`` times their bounds."""
+    others_tokens = load.pool_tokens * (load.instances - number) / load.instances
+    return load.working_set_tokens <= factor * ROOM * others_tokens and load.lost_share <= factor * MOST_LOST
+
+
+def may_specialise(view: InstanceView) -> bool:
+    """True if the instance can decode and also send KV."""
+    return view.role is Role.KV_BOTH
+
+
+def designated(current: Sequence[str], number: int, views: Sequence[InstanceView]) -> tuple[str, ...]:
+    """Names of ``number`` specialists, or of fewer where no other instance may be one; the oldest ones stay.
+
+    New ones are those with the fewest decoding streams, then the fewest sessions, then the first of ``views``. O(n)
+    for each new one.
+    """
+    names = list(current[:number])
+    rest = [view for view in views if may_specialise(view) and view.instance not in names]
+    while len(names) < number and rest:
+        idlest = min(rest, key=lambda view: (view.requests - view.prefilling, view.sessions))
+        rest.remove(idlest)
+        names.append(idlest.instance)
+    return tuple(names)
+
+
+class Specialists:
+    """Owner of the designation and of the share of long prefills. Single writer; the time is an argument."""
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()
+        """Designated instances, oldest first."""
+        self._work_s = 0.0
+        self._began_s: float | None = None
+        self._at_s = 0.0
+        self._unsettled_s = 0.0
+        """Time when a bound did not hold last, or of the first decision."""
+        self._seen_s: dict[str, float] = {}
+        """Time when each specialist was a candidate last."""
+
+    def began(self, now_s: float) -> None:
+        """Note the time of the first decision, from which shares are counted. Later calls do nothing."""
+        if self._began_s is None:
+            self._began_s = self._at_s = self._unsettled_s = now_s
+
+    def prefilled(self, seconds: float, now_s: float) -> None:
+        """Count a long prefill that was sent to an instance, ``seconds`` long as predicted."""
+        self.began(now_s)
+        self._work_s = self._decayed(now_s) + seconds
+        self._at_s = max(self._at_s, now_s)
+
+    def share(self, now_s: float) -> float:
+        """Seconds of long prefills per second, weighted by 2 ** (-age / HALF_LIFE_S); 0 at the first one."""
+        if self._began_s is None or now_s <= self._began_s:
+            return 0.0
+        known = 1 - exp2((self._began_s - now_s) / HALF_LIFE_S)
+        return self._decayed(now_s) * log(2.0) / HALF_LIFE_S / known
+
+    def update(self, views: Sequence[InstanceView], load: FleetLoad, now_s: float) -> None:
+        """Change the designation by the candidates of a decision and the load of the fleet. O(n)."""
+        present = {view.instance for view in views}
+        self._seen_s = {name: now_s if name in present else seen_s for name, seen_s in self._seen_s.items()}
+        here = [name for name in self.names if now_s - self._seen_s[name] <= ABSENT_S]
+        current = len(self.names)
+        if not bearable(current + 1, load):
+            self._unsettled_s = now_s
+        number = wanted(current, load, settled=now_s - self._unsettled_s >= SETTLED_S)
+        self._set(designated(here, number, views), now_s)
+
+    def forget(self, instance: str) -> None:
+        """The instance left the fleet."""
+        self._set(tuple([name for name in self.names if name != instance]), self._at_s)
+
+    def _set(self, names: tuple[str, ...], now_s: float) -> None:
+        self.names = names
+        self._seen_s = {name: self._seen_s.get(name, now_s) for name in names}
+
+    def _decayed(self, now_s: float) -> float:
+        return self._work_s * exp2(min(0.0, self._at_s - now_s) / HALF_LIFE_S)

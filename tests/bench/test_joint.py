@@ -1,0 +1,55 @@
+"""``bench.joint``: ratios and their intervals, and the page that shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from bench.joint.cells import JointCell, PlacementFigures, _Arm, ratios_of
+from bench.joint.tables import harmed, summary_of
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "decisions" / "0020-joint-placement.md").read_text(encoding="utf-8")
+ARM = PlacementFigures(
+    ttft_p90_s=1, ttft_mean_s=1, e2e_p50_s=1, e2e_mean_s=1, tpot_p90_s=1, hit_rate=0.5, handed_off=0, failed=0
+)
+
+
+class _Document(msgspec.Struct):
+    cells: list[JointCell]
+
+
+def cells(name: str) -> list[JointCell]:
+    return msgspec.json.decode((DOCS / "results" / name).read_bytes(), type=_Document).cells
+
+
+def test_ratios_are_paired_by_turn_and_leave_out_missing_tpots() -> None:
+    draw = np.random.default_rng(1)
+    base = draw.lognormal(0.0, 1.0, 400)
+    tpot = np.where(np.arange(400) % 7 == 0, np.nan, base)
+    session_of = np.arange(400) // 4
+    warm = _Arm(ARM, base, base * 3, tpot)
+    ratios = ratios_of(_Arm(ARM, base / 2, base * 3, tpot * 2), warm, session_of, seed=1)
+    assert ratios.ttft_p90 == ratios.ttft_mean == (0.5, 0.5, 0.5)
+    assert ratios.e2e_p50 == ratios.e2e_mean == (1.0, 1.0, 1.0)
+    assert ratios.tpot_p90 == (2.0, 2.0, 2.0)
+    noisy = ratios_of(_Arm(ARM, base * draw.lognormal(0.0, 0.3, 400), base, tpot), warm, session_of, seed=1)
+    assert noisy.ttft_mean[1] < noisy.ttft_mean[0] < noisy.ttft_mean[2]
+
+
+def test_harm_is_what_lies_beyond_its_interval() -> None:
+    first = next(each for each in cells("joint.json") if each.warm == each.joint)
+    worse = msgspec.structs.replace(first.ratios, e2e_mean=(1.1, 1.04, 1.2), ttft_p90=(1.2, 1.02, 1.4))
+    assert harmed([first]) == []
+    assert len(harmed([msgspec.structs.replace(first, ratios=worse)])) == 1
+
+
+@pytest.mark.parametrize("chosen_on", [True, False])
+def test_the_page_shows_the_kept_results(chosen_on: bool) -> None:
+    assert "\n".join(summary_of(cells("joint.json"), chosen_on=chosen_on)) in PAGE
+    for row in summary_of(cells("joint-16.json"), chosen_on=chosen_on):
+        assert row in PAGE
+    assert not any(each.warm.failed or each.joint.failed for each in cells("joint.json"))

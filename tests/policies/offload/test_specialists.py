@@ -1,0 +1,145 @@
+"""Specialists: their number, its damping and bounds, and which instances they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.offload.specialists import (
+    ABSENT_S,
+    KEEPS,
+    MOST_LOST,
+    ROOM,
+    SETTLED_S,
+    FleetLoad,
+    Specialists,
+    designated,
+    wanted,
+)
+from policies.state import FleetState
+from policies.types import InstanceView, Role
+from tests.policies.builders import ask_new, decision_for, idle
+
+POOL = 1_000_000
+
+
+def load(share: float, instances: int = 8, **fields: float) -> FleetLoad:
+    values = {"working_set_tokens": 0, "pool_tokens": POOL * instances, "lost_share": 0.0, **fields}
+    return FleetLoad(share, instances, **values)  # type: ignore[arg-type]
+
+
+def test_the_number_follows_half_the_share_of_long_prefills() -> None:
+    assert [wanted(0, load(share, 64)) for share in (0.0, 0.99, 1.01, 8.0)] == [0, 0, 1, 1]
+    number = 0
+    for _ in range(10):
+        number = wanted(number, load(6.2, 64))
+    assert number == 3
+
+
+def test_it_shrinks_one_by_one_and_only_a_quarter_below_the_edge() -> None:
+    assert wanted(3, load(4.6, 64)) == 3  # 2.3: round says 2, but 2.25 is the limit
+    assert wanted(3, load(4.4, 64)) == 2
+    assert wanted(1, load(0.6)) == 1
+    assert wanted(1, load(0.4)) == 0
+
+
+@pytest.mark.parametrize(("instances", "most"), [(3, 0), (4, 1), (8, 1), (15, 1), (16, 2), (64, 8)])
+def test_the_size_of_the_fleet_bounds_it(instances: int, most: int) -> None:
+    number = 0
+    for _ in range(20):
+        number = wanted(number, load(100.0, instances))
+    assert number == most
+
+
+def test_the_working_set_must_fit_the_pools_of_the_others() -> None:
+    others = 7 * POOL
+    assert wanted(0, load(4.0, working_set_tokens=int(ROOM * others))) == 1
+    assert wanted(0, load(4.0, working_set_tokens=int(ROOM * others) + 1)) == 0
+    assert wanted(1, load(4.0, working_set_tokens=int(KEEPS * ROOM * others))) == 1
+    assert wanted(1, load(4.0, working_set_tokens=int(KEEPS * ROOM * others) + 1)) == 0
+    assert wanted(0, load(4.0, pool_tokens=0, working_set_tokens=1)) == 0
+
+
+def test_there_are_none_while_contexts_are_recomputed() -> None:
+    assert wanted(0, load(4.0, lost_share=MOST_LOST * 1.01)) == 0
+    assert wanted(1, load(4.0, lost_share=MOST_LOST * 1.01)) == 1
+    assert wanted(1, load(4.0, lost_share=MOST_LOST * KEEPS * 1.01)) == 0
+
+
+def test_specialists_are_the_instances_with_the_fewest_streams_then_sessions_that_can_send() -> None:
+    views = (
+        InstanceView("busy", requests=3, prefilling=1, role=Role.KV_BOTH),
+        InstanceView("homes", requests=2, prefilling=2, sessions=4, role=Role.KV_BOTH),
+        InstanceView("few", requests=1, prefilling=1, sessions=2, role=Role.KV_BOTH),
+        InstanceView("plain"),
+        InstanceView("consumer", role=Role.KV_CONSUMER),
+    )
+    assert designated((), 2, views) == ("few", "homes")
+    assert designated(("busy",), 2, views) == ("busy", "few")
+    assert designated(("busy", "few"), 1, views) == ("busy",)
+    assert designated((), 9, views) == ("few", "homes", "busy")
+
+
+def updated(book: Specialists, now_s: float, share_s: float = 1e4, names: int = 8, **fields: float) -> tuple[str, ...]:
+    book.prefilled(share_s, now_s)
+    book.update(idle(names), load(book.share(now_s), names, **fields), now_s)
+    return book.names
+
+
+def test_the_share_is_of_time_and_right_from_the_start() -> None:
+    book = Specialists()
+    book.began(0.0)
+    assert book.share(0.0) == 0.0
+    for second in range(1, 1201):
+        book.prefilled(2.0, float(second))
+        if second in {60, 600, 1200}:
+            assert book.share(float(second)) == pytest.approx(2.0, rel=0.02)
+    assert book.share(1260.0) == pytest.approx(1.0, rel=0.02)
+
+
+def test_none_is_added_before_the_bounds_held_for_a_while() -> None:
+    book = Specialists()
+    book.began(0.0)
+    assert updated(book, SETTLED_S - 1) == ()
+    assert updated(book, SETTLED_S, lost_share=1.0) == ()
+    assert updated(book, SETTLED_S + 1) == ()
+    assert updated(book, 2 * SETTLED_S - 1) == ()
+    assert updated(book, 2 * SETTLED_S) == ("inst-0",)
+
+
+def test_one_that_is_no_candidate_for_long_or_left_is_replaced() -> None:
+    book = Specialists()
+    book.began(0.0)
+    assert updated(book, 100.0) == ("inst-0",)
+    rest = idle(8)[1:]
+    book.update(rest, load(9.0), 100.0 + ABSENT_S)
+    assert book.names == ("inst-0",)
+    book.update(rest, load(9.0), 101.0 + ABSENT_S)
+    assert book.names == ("inst-1",)
+    book.forget("inst-1")
+    assert book.names == ()
+
+
+def test_an_earlier_time_changes_nothing_for_the_worse() -> None:
+    book = Specialists()
+    book.prefilled(5.0, 100.0)
+    book.prefilled(5.0, 90.0)
+    assert book.share(80.0) == 0.0
+    assert book.share(160.0) == pytest.approx(10.0 * 0.5 * 0.6931 / 60.0 / 0.5, rel=0.01)
+
+
+def test_commits_count_heavy_prefills_and_snapshots_only_read() -> None:
+    state = FleetState()
+    names = [f"inst-{number}" for number in range(4)]
+    for name in names:
+        state.add_instance(name, Role.KV_BOTH)
+        state.set_capacity(name, 10_000_000, 16.0)
+    for number in range(12):
+        now_s, request = 10.0 * number, ask_new(number, 120_000)
+        fleet = state.snapshot(request, now_s, names)
+        assert fleet.specialists == state.specialists.names
+        decision = decision_for(request, names[number % 4], names[(number + 1) % 4])
+        state.commit(request, fleet, decision, now_s).release(now_s)
+    assert len(state.specialists.names) == 1
+    [specialist] = state.specialists.names
+    state.remove_instance(specialist)
+    assert state.specialists.names == ()
