@@ -107,7 +107,7 @@ def exhaustive(
         pair = view.instance, decode.instance
         if not may_send(view, decode) or pair in fleet.broken_pairs or not has_room(view, request):
             continue
-        job = transfer_job(request, view, decode, fleet.offloads_in_flight, planner.kv_bytes_per_token)
+        job = transfer_job(request, view, decode, fleet.offloads_in_flight, costs.bytes_per_token)
         estimate = costs.transfer.predict(job, costs.now_s)
         there_s = costs.prefill.predict(request.prompt_tokens - view.cached_tokens, view.cached_tokens).seconds
         queued_s = costs.prefill.queues_s([view.pending_prefill_tokens], [view.prefilling])[0]
