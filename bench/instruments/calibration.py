@@ -19,14 +19,8 @@ from bench.instruments.steps import DecodeTime, PrefillTime
 from bench.instruments.transfer import TransferRow
 from bench.instruments.transfer_tables import by_load, typical
 from policies.costs.constants import CostConstants, PrefillConstants
-from policies.costs.formulas import (
-    TRANSFER_FORMULAS,
-    PrefillModel,
-    TransferConstants,
-    TransferFormula,
-    TransferJob,
-    transfer_formula,
-)
+from policies.costs.formulas import PrefillModel, TransferJob, transfer_formula
+from policies.costs.transfer_constants import TRANSFER_FORMULAS, TransferConstants, TransferFormula
 from policies.types import Transport
 from sim.fit import Fit, Residual, fit
 from sim.hardware import HardwareProfile, KvPool
@@ -198,7 +192,7 @@ def transport_points(rows: Iterable[TransferRow]) -> TransportPoints:
 
 
 def fit_transfer_formula(rows: Iterable[TransferRow], transport: Transport) -> tuple[TransferFormula, list[Residual]]:
-    """The constants of `policies.costs.formulas.TransferFormula`, and its error at each point.
+    """The constants of `policies.costs.transfer_constants.TransferFormula`, and its error at each point.
 
     What the rows do not show stays as published: without background streams their effect, without concurrent
     transfers that of sharing.

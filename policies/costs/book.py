@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from policies.costs.formulas import (
-    KV_BYTES_PER_TOKEN,
-    Costs,
-    PrefillModel,
-    TransferJob,
-    TransferModel,
-    pair_transport,
-)
+from policies.costs.formulas import Costs, PrefillModel, TransferJob, TransferModel, pair_transport
+from policies.costs.transfer_constants import KV_BYTES_PER_TOKEN
 from policies.pool import tokens_over
 from policies.types import InstanceView, RequestView
 

@@ -8,14 +8,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from policies.costs.book import CostBook
-from policies.costs.formulas import (
+from policies.costs.formulas import PrefillModel, TransferModel
+from policies.costs.transfer_constants import (
     KV_BYTES_PER_TOKEN,
     REGIMES,
     TRANSFER_FORMULAS,
-    PrefillModel,
     TransferConstants,
     TransferFormula,
-    TransferModel,
 )
 from policies.types import Transport
 

@@ -49,7 +49,7 @@ _RULES = {
         *("warmroute_instance_sessions", "warmroute_instance_transfer_error_ratio"),
         *("warmroute_kv_event_next_sequence", "warmroute_pool_tokens", "warmroute_recomputation_ratio"),
         *("warmroute_shadow_paused", "warmroute_shared_state_delay_seconds", "warmroute_shared_state_replicas"),
-        "warmroute_working_set_tokens",
+        *("warmroute_prefill_specialists", "warmroute_working_set_tokens"),
     ),
     GaugeRule.SMALLEST: (
         *("process_max_fds", "process_start_time_seconds", "warmroute_condition"),

@@ -38,6 +38,7 @@ _INSTANCE = MappingProxyType(
         "leaving": largest,
         "last_error": any_of,
         "recycle_wanted": any_of,
+        "specialist": largest,
         "breaker": _worst_breaker,
         "restarts": largest,
         "requests": total,

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from policies.classes import ClassThresholds
-from policies.costs.formulas import TRANSFER_FORMULAS, PrefillModel, TransferModel
+from policies.costs.formulas import PrefillModel, TransferModel
+from policies.costs.transfer_constants import TRANSFER_FORMULAS
 from policies.hotspots import HotspotTracker
 from policies.ledger import Ledger
 from policies.offload.cost_model import CostModel

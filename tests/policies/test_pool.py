@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policies.costs.book import Workload
-from policies.costs.formulas import KV_BYTES_PER_TOKEN
+from policies.costs.transfer_constants import KV_BYTES_PER_TOKEN
 from policies.pool import POOL_SHARE, tokens_over
 from policies.routing.warm import Warm
 from policies.types import InstanceView

@@ -20,13 +20,8 @@ from bench.instruments.plans import EngineLimits, reduced
 from bench.instruments.prompts import Prompts
 from bench.instruments.steps import StepsPlan, measure_decodes, measure_prefills
 from bench.instruments.transfer import TransferRow, measure_transfers
-from policies.costs.formulas import (
-    TRANSFER_FORMULAS,
-    TransferConstants,
-    TransferFormula,
-    TransferJob,
-    transfer_formula,
-)
+from policies.costs.formulas import TransferJob, transfer_formula
+from policies.costs.transfer_constants import TRANSFER_FORMULAS, TransferConstants, TransferFormula
 from policies.types import Transport
 from sim.fit_report import profile_yaml
 from sim.hardware import HardwareProfile, load_profile

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from policies.costs.book import CostBook, PrefillJob, Workload, transfer_job
-from policies.costs.formulas import KV_BYTES_PER_TOKEN, PrefillModel, TransferJob, TransferModel, transfer_formula
+from policies.costs.formulas import PrefillModel, TransferJob, TransferModel, transfer_formula
+from policies.costs.transfer_constants import KV_BYTES_PER_TOKEN
 from policies.state import FleetState
 from policies.types import InstanceView, Role, Transport
 from tests.policies.builders import ask, ask_new, decision_for

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from policies.costs.constants import CostConstants, PrefillConstants, constants_of
-from policies.costs.formulas import KV_BYTES_PER_TOKEN, TransferFormula, TransferJob, transfer_formula
+from policies.costs.formulas import TransferJob, transfer_formula
+from policies.costs.transfer_constants import KV_BYTES_PER_TOKEN, TransferFormula
 from policies.types import Transport
 
 FOUND = CostConstants(

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from policies.costs.estimates import UNKNOWN
 from policies.costs.formulas import (
-    KV_BYTES_PER_TOKEN,
-    TRANSFER_FORMULAS,
     Costs,
     Pair,
     PrefillModel,
@@ -23,6 +21,7 @@ from policies.costs.formulas import (
     pair_transport,
     transfer_formula,
 )
+from policies.costs.transfer_constants import KV_BYTES_PER_TOKEN, TRANSFER_FORMULAS
 from policies.types import InstanceView, Transport
 
 PAIR = ("p", "d")

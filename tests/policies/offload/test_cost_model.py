@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from policies.costs.book import transfer_job
-from policies.costs.formulas import KV_BYTES_PER_TOKEN, Costs, TransferModel, transfer_formula
+from policies.costs.formulas import Costs, TransferModel, transfer_formula
+from policies.costs.transfer_constants import KV_BYTES_PER_TOKEN
 from policies.offload.cost_model import CostModel
 from policies.snapshot import FleetSnapshot
 from policies.types import (

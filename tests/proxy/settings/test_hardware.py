@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from policies.costs.constants import CostConstants, PrefillConstants
-from policies.costs.formulas import KV_BYTES_PER_TOKEN, PrefillModel
+from policies.costs.formulas import PrefillModel
+from policies.costs.transfer_constants import KV_BYTES_PER_TOKEN
 from proxy.routing.router import Router
 from proxy.settings import Settings, SettingsError, load_settings
 
