@@ -38,6 +38,8 @@ _COSTS = (
     "policies/costs/formulas.py",
     "policies/costs/estimates.py",
     "policies/costs/published.py",
+    "policies/costs/transfer_constants.py",
+    "policies/costs/transfers.py",
 )
 """The learned cost models: they affect only the results of policies that use them."""
 

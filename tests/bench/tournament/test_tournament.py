@@ -238,6 +238,7 @@ def test_a_policy_that_never_names_the_costs_cannot_see_them(folder: Path) -> No
     before = {name: play(name) for name in routing_policies()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PrefillModel, "predict", lambda *_: TimeEstimate(100.0, 0.0))
+        patch.setattr(PrefillModel, "seconds", lambda *_: 100.0)
         after = {name: play(name) for name in routing_policies()}
     changed = {name for name in before if before[name] != after[name]}
     assert "warm" in changed
