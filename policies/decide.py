@@ -152,7 +152,7 @@ def _prefill_of(plan: OffloadPlan, chosen: InstanceView, fleet: FleetSnapshot, a
 
 def _with_cached_tokens(scores: tuple[CandidateScore, ...], fleet: FleetSnapshot) -> tuple[CandidateScore, ...]:
     """The scores with every candidate's predicted hit. Runs for every request: one lookup per candidate."""
-    if not scores:
+    if scores == ():  # None is a policy's failure
         return ()
     cached, new = {view[0]: view[1] for view in fleet.instances}.get, tuple.__new__
     return tuple(

@@ -35,7 +35,7 @@ async def run_sessions(cluster: Cluster, sessions: int, turns: int, kind: int = 
 
     await asyncio.gather(*(run(number) for number in range(sessions)))
     rows = (await cluster.client.get("/breakdown", params={"limit": 10_000})).json()["rows"]
-    return [row for row in rows if row["session_id"].startswith(f"s{kind}-")]
+    return [row for row in rows if (row["session_id"] or "").startswith(f"s{kind}-")]
 
 
 async def test_predictions_are_exact_for_token_ids_while_nothing_is_evicted(start_cluster: StartCluster) -> None:
