@@ -225,7 +225,7 @@ class Sharing:
                     self._check_echo(now_s)
                 await store.publish(message)
                 self.sent += 1
-            elif not any(account.requests for account in self._state.ledger.accounts.values()):
+            elif not full and not any(account.requests for account in self._state.ledger.accounts.values()):
                 await self._stir(self._full_due_s - now_s)
             await asyncio.sleep(settings.publish_interval_s)
 
