@@ -30,6 +30,14 @@ _PULLED = 0.9
 """Share of a prompt that D must have pulled: the last, partial block is computed."""
 
 
+_FAILED_IN_A_ROW = 3
+"""Failures after which the transfers are taken as broken."""
+
+
+class TransferFailedError(InstrumentError):
+    """One hand-off gave no first token: the pull failed, or took longer than ``TransferPlan.give_up_s``."""
+
+
 class TransferPlan(msgspec.Struct, kw_only=True):
     """Sizes of the measurement."""
 
@@ -47,6 +55,8 @@ class TransferPlan(msgspec.Struct, kw_only=True):
     repeats: int = 5
     verify_tokens: int = 4
     """Tokens of the D leg, compared with P's."""
+    give_up_s: float = 120.0
+    """Longest D leg. vLLM may leave a request whose pull failed waiting for ever."""
 
 
 class TransferRow(msgspec.Struct, kw_only=True):
@@ -102,6 +112,7 @@ async def measure_transfers(
     prompts: Prompts,
     kv_bytes_per_token: float,
     progress: Progress = lambda text: None,
+    failures: list[str] | None = None,
 ) -> list[TransferRow]:
     """Measure every combination between two idle engines, repeats interleaved over the sizes.
 
@@ -112,24 +123,34 @@ async def measure_transfers(
         prompts: source of the prompts.
         kv_bytes_per_token: of the model.
         progress: called with a line before each step.
+        failures: takes a line for each hand-off that failed; it has no row. None: a failure ends the measurement.
 
     Raises:
-        InstrumentError: a leg failed, or D computed a prompt that it should have pulled.
+        InstrumentError: a P leg failed, several hand-offs in a row did, or D computed a prompt that it should have
+            pulled.
     """
     rows: list[TransferRow] = []
+    in_a_row = 0
     await _warm_up(source, target, prompts)
     for background in plan.background:
         async with _loaded((source, target), background, plan, prompts):
             for concurrent in plan.concurrent:
                 for repeat in range(plan.repeats):
                     for tokens in plan.tokens:
-                        progress(
-                            f"transfer: {tokens:,} tokens, {concurrent} at a time, {background} background streams a "
-                            f"side, repeat {repeat + 1}"
+                        step = (
+                            f"{tokens:,} tokens, {concurrent} at a time, {background} background streams a side, "
+                            f"repeat {repeat + 1}"
                         )
-                        rows += await _together(
-                            source, target, plan, prompts, (tokens, background, concurrent, repeat), kv_bytes_per_token
-                        )
+                        progress(f"transfer: {step}")
+                        point = (tokens, background, concurrent, repeat)
+                        try:
+                            rows += await _together(source, target, plan, prompts, point, kv_bytes_per_token)
+                            in_a_row = 0
+                        except TransferFailedError as error:
+                            in_a_row += 1
+                            if failures is None or in_a_row == _FAILED_IN_A_ROW:
+                                raise
+                            failures.append(f"{step}: {error}")
         await until_idle((source, target))
     return rows
 
@@ -163,7 +184,12 @@ async def _together(
         for prompt, (leg, _, _) in zip(asked, legs, strict=True)
     ]
     try:
-        answers = await asyncio.gather(*pulls)
+        async with asyncio.timeout(plan.give_up_s):
+            answers = await asyncio.gather(*pulls)
+    except TimeoutError:
+        raise TransferFailedError(f"no first token from {target.name} within {plan.give_up_s:g} s") from None
+    except InstrumentError as error:
+        raise TransferFailedError(str(error)) from error
     finally:
         for pull in pulls:
             pull.cancel()

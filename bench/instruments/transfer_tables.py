@@ -33,8 +33,11 @@ def typical(rows: Sequence[TransferRow]) -> list[TransferRow]:
     return [row for row in rows if not row.stalled] or list(rows)
 
 
-def transfer_sheet(rows: Sequence[TransferRow]) -> Sheet:
-    """Times and bandwidth, one line for each combination. Medians and the slowest leave stalls out."""
+def transfer_sheet(rows: Sequence[TransferRow], warnings: Sequence[str] = ()) -> Sheet:
+    """Times and bandwidth, one line for each combination. Medians and the slowest leave stalls out.
+
+    Warnings, of hand-offs that failed for instance, go below the table.
+    """
     groups = by_load(rows)
     cells = []
     for key, found in groups.items():
@@ -82,7 +85,8 @@ def transfer_sheet(rows: Sequence[TransferRow]) -> Sheet:
         notes=[
             "Background: streams on each side. Transfer: the D leg less the same request fully cached. GB/s: all "
             f"transfers at once. Slowdown: against no background. Stalls: over {STALL_S:g} s, not in the medians. "
-            "Pulled/text: hand-offs that D reports as pulled, and whose text is P's."
+            "Pulled/text: hand-offs that D reports as pulled, and whose text is P's.",
+            *warnings,
         ],
     )
 

@@ -218,8 +218,10 @@ async def _measure(
         moved: list[TransferRow] = []
         if wanted.transport is not None:
             target, size = engines[1], wanted.kv_bytes_per_token
-            moved = await measure_transfers(engine, target, plan.transfer, prompts, size, progress)
-            moved += await measure_transfers(engine, target, plan.sharing, prompts, size, progress)
+            for transfers in (plan.transfer, plan.sharing):
+                moved += await measure_transfers(
+                    engine, target, transfers, prompts, size, progress, failures=record.warnings
+                )
         record.rows = {"prefills": prefills, "decodes": decodes, "interference": rows, "transfers": moved}
         progress(f"measured in {engine.now_s() - began_s:.0f} s")
         record.facts = _facts(targets, wanted, limits, record)

@@ -48,7 +48,7 @@ def _sheets(record: InstrumentRecord, figures: Path | None) -> list[Sheet]:
     if interference:
         sheets.append(interference_sheet(interference))
     if transfers:
-        sheets += [transfer_sheet(transfers), parts_sheet(transfers)]
+        sheets += [transfer_sheet(transfers, record.warnings), parts_sheet(transfers)]
     if overhead:
         sheets.append(overhead_sheet(overhead))
     if figures is not None:

@@ -69,6 +69,9 @@ def transfer(
         int | None,
         typer.Option(min=1, help="KV of one token, bytes. Default: from the model's dimensions.", show_default=False),
     ] = None,
+    give_up_s: Annotated[
+        float, typer.Option(min=1, help="Longest D leg, seconds; a longer one is recorded as a failure.")
+    ] = 120.0,
     repeats: Repeats = 5,
     model: Model = None,
     api_key_env: ApiKeyEnv = None,
@@ -101,6 +104,7 @@ def transfer(
         background_kind=background_kind,
         background_tokens=background_tokens,
         repeats=repeats,
+        give_up_s=give_up_s,
     )
     prompts = prompts_of(token_low, token_high, seed)
     record = InstrumentRecord(
@@ -108,7 +112,7 @@ def transfer(
     )
     pair = _pair(targets, source, target, from_bootstrap, connector)
     record.engines, rows = measured(
-        _measure(targets, pair, plan, prompts, size, model, api_key_from(api_key_env), timeout_s)
+        _measure(targets, pair, plan, prompts, size, model, api_key_from(api_key_env), timeout_s, record.warnings)
     )
     record.rows = rows
     different = sum(not row.same_text for row in rows)
@@ -119,7 +123,7 @@ def transfer(
         from bench.instruments.figures import draw_transfers
 
         draw_transfers(rows, folder(figures))
-    show(record, [transfer_sheet(rows), parts_sheet(rows)], as_json=as_json, as_markdown=as_markdown)
+    show(record, [transfer_sheet(rows, record.warnings), parts_sheet(rows)], as_json=as_json, as_markdown=as_markdown)
 
 
 def _pair(
@@ -154,6 +158,7 @@ async def _measure(
     model: str | None,
     api_key: str | None,
     timeout_s: float,
+    failures: list[str],
 ) -> tuple[list[EngineNote], list[TransferRow]]:
     from bench.instruments.engine import refuse_busy
     from bench.instruments.targets import notes_of, opened
@@ -165,4 +170,5 @@ async def _measure(
         source, target = engines
         longest = await source.max_model_len()
         plan.background_output = fitting(plan.background_output, plan.background_tokens, longest)
-        return notes, await measure_transfers(source, target, plan, prompts, kv_bytes_per_token, progress)
+        rows = await measure_transfers(source, target, plan, prompts, kv_bytes_per_token, progress, failures)
+        return notes, rows

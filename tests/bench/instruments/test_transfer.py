@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import pytest
 
-from bench.instruments.engine import InstrumentError, refuse_busy
+from bench.instruments.engine import Generated, InstrumentError, refuse_busy
 from bench.instruments.prompts import Prompts
 from bench.instruments.transfer import TransferPlan, TransferRow, measure_transfers
 from bench.instruments.transfer_tables import by_load, parts_sheet, transfer_sheet
-from tests.bench.instruments.virtual import VirtualLab
+from tests.bench.instruments.virtual import VirtualEngine, VirtualLab
 
 BYTES = 98_304
 STALLED = 40.0
@@ -76,6 +80,49 @@ def test_a_stall_is_counted_and_kept_out_of_the_median() -> None:
     (line,) = transfer_sheet(rows).rows
     assert line[11] == "1"
     assert float(line[8].replace(",", "")) < 1_000
+
+
+def fail_pulls(engine: VirtualEngine, monkeypatch: pytest.MonkeyPatch, failing: set[int], hang: bool = False) -> None:
+    """Make the D legs of these numbers fail, or wait until they are cancelled; the first is the warm-up's."""
+    generate, count = engine.generate, itertools.count()
+
+    async def faulty(prompt: Sequence[int], max_tokens: int, **more: Any) -> Generated:
+        if more.get("transfer") is not None and next(count) in failing:
+            if hang:
+                await asyncio.Event().wait()
+            raise InstrumentError("the engine answered 500")
+        return await generate(prompt, max_tokens, **more)
+
+    monkeypatch.setattr(engine, "generate", faulty)
+
+
+@pytest.mark.parametrize("hang", [False, True])
+def test_one_failed_pull_is_recorded_and_the_rest_measured(monkeypatch: pytest.MonkeyPatch, hang: bool) -> None:
+    lab = VirtualLab("h200", engines=2)
+    source, target = lab.engines
+    fail_pulls(target, monkeypatch, {2}, hang)
+    failures: list[str] = []
+    plan = TransferPlan(tokens=(2_048,), repeats=3, give_up_s=0.5 if hang else 60)
+    rows = lab.run(measure_transfers(source, target, plan, Prompts(nonce="n"), BYTES, failures=failures))
+    assert [row.repeat for row in rows] == [0, 2]
+    (failure,) = failures
+    assert failure.startswith("2,048 tokens, 1 at a time, 0 background streams a side, repeat 2: ")
+    assert ("no first token" if hang else "answered 500") in failure
+    assert failure in transfer_sheet(rows, failures).notes
+
+
+def test_pulls_that_all_fail_end_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = VirtualLab("h200", engines=2)
+    source, target = lab.engines
+    fail_pulls(target, monkeypatch, set(range(1, 100)))
+    failures: list[str] = []
+    with pytest.raises(InstrumentError, match="answered 500"):
+        lab.run(
+            measure_transfers(
+                source, target, TransferPlan(tokens=(2_048,)), Prompts(nonce="n"), BYTES, failures=failures
+            )
+        )
+    assert len(failures) == 2
 
 
 def test_an_engine_without_a_connector_is_an_error() -> None:
