@@ -42,7 +42,7 @@ class InstrumentRecord(msgspec.Struct, kw_only=True):
     nonce: str = ""
     """With the seed, the source of every prompt."""
     facts: Any = None
-    """What a calibration knows of the engine without measuring (`CalibratedEngine`); None of other instruments."""
+    """Facts about the engine that a calibration does not measure (`CalibratedEngine`); None: another instrument."""
     plan: Any = None
     rows: Any = None
     warnings: list[str] = []

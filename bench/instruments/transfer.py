@@ -56,7 +56,7 @@ class TransferPlan(msgspec.Struct, kw_only=True):
     verify_tokens: int = 4
     """Tokens of the D leg, compared with P's."""
     give_up_s: float = 120.0
-    """Longest D leg. vLLM may leave a request whose pull failed waiting for ever."""
+    """Longest D leg. vLLM may leave a request whose pull failed waiting forever."""
 
 
 class TransferRow(msgspec.Struct, kw_only=True):

@@ -52,11 +52,12 @@ def calibrate(
         Path, typer.Option("--output", "-o", help="Folder for NAME.yaml, NAME_points.yaml and NAME_record.json.")
     ] = Path("configs/hardware"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite files of that name.")] = False,
-    measured_before: Annotated[
-        Path | None,
+    records: Annotated[
+        list[Path] | None,
         typer.Option(
             "--record",
-            help="Fit this record of an earlier calibration again, and measure nothing.",
+            help="Measure nothing: fit this record of an earlier calibration again. Repeatable: transfers of further "
+            "records, of `measure transfer`, are taken in place of its own.",
             show_default=False,
         ),
     ] = None,
@@ -107,11 +108,13 @@ def calibrate(
     if not _NAME.fullmatch(name) or name.endswith("_points"):
         stop(f"--name {name!r}: lower-case letters, digits, dots, dashes and underscores, not ending in _points")
     files = [output / f"{name}.yaml", output / f"{name}_points.yaml", output / f"{name}_record.json"]
-    there = [str(path) for path in files if path.exists() and path != measured_before]
+    there = [str(path) for path in files if path.exists() and path not in (records or ())]
     if there and not force:
         stop(f"{', '.join(there)}: already there; give another --name, or --force")
-    if measured_before is not None:
-        _fit(_renamed(measured_before, name), files)
+    if records:
+        record = _earlier(records, name)
+        written(files[2], record)
+        _fit(record, files)
         return
     targets = chosen_targets(fleet, overrides, urls)
     size = kv_bytes_per_token or targets.kv_bytes_per_token
@@ -132,20 +135,30 @@ def calibrate(
     _fit(record, files)
 
 
-def _renamed(path: Path, name: str) -> InstrumentRecord:
-    """An earlier record, as one of a profile called ``name``; ends the command if there is none."""
+def _earlier(paths: list[Path], name: str) -> InstrumentRecord:
+    """Earlier records as one of a profile called ``name``; ends the command if they are none."""
+    record, *others = (_read(path) for path in paths)
+    if record.instrument != "calibrate" or not isinstance(record.facts, dict):
+        stop(f"--record {paths[0]}: a record of {record.instrument}; give one that `warmroute calibrate` wrote first")
+    for path, other in zip(paths[1:], others, strict=True):
+        if other.instrument != "transfer":
+            stop(f"--record {path}: a record of {other.instrument}; further records are those of `measure transfer`")
+    record.facts["name"] = name
+    if others:
+        record.rows["transfers"] = [row for other in others for row in other.rows]
+        record.warnings = [line for other in others for line in other.warnings]
+    return record
+
+
+def _read(path: Path) -> InstrumentRecord:
     from bench.instruments.record import read_record
 
     try:
-        record = read_record(path)
+        return read_record(path)
     except OSError as error:
         stop(f"--record {path}: {error.strerror}")
     except msgspec.MsgspecError as error:
         stop(f"--record {path}: not a record of an instrument: {error}")
-    if record.instrument != "calibrate" or not isinstance(record.facts, dict):
-        stop(f"--record {path}: a record of {record.instrument}; give one that `warmroute calibrate` wrote")
-    record.facts["name"] = name
-    return record
 
 
 def _fit(record: InstrumentRecord, files: list[Path]) -> None:

@@ -135,6 +135,10 @@ def test_calibrate_writes_a_profile_that_serving_and_the_simulator_read(
     assert refit.exit_code == 0, refit.output
     copy = load_profile(str(folder / "copy.yaml"))
     assert (copy.name, copy.step, copy.cost_constants) == ("copy", profile.step, profile.cost_constants)
+    record = ("--record", folder / "trial_record.json")
+    twice = run("calibrate", *record, *record, "--name", "other", "--output", folder)
+    assert twice.exit_code == 2
+    assert "further records are those of `measure transfer`" in " ".join(twice.output.split())
 
 
 def test_a_fit_that_cannot_run_loses_no_measurement(
