@@ -309,7 +309,11 @@ def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
     if with_proxy:
         specs.append(proxy_spec(fleet, directory / PROXY_CONFIG))
     for spec in specs:
-        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in spec.environment.items())
+        own = {**spec.environment, **{name: spec.complete_environment({})[name] for name in spec.search_paths}}
+        given = {name: shlex.quote(value) for name, value in own.items()}
+        for name in spec.search_paths.keys() - spec.environment.keys():
+            given[name] += f"${{{name}:+:${name}}}"  # the shell's own directories follow
+        variables = " ".join(f"{name}={value}" for name, value in given.items())
         typer.echo(f"# {spec.name}: ready when {', '.join(spec.ready_urls)} answer 200")
         unset = "".join(f"-u {name} " for name in spec.drop_environment)
         typer.echo(f"{f'env {unset}' if unset else ''}{variables} {shlex.join(spec.command)}".strip())
