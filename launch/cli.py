@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from launch.doctor.probes.deep import HandOffs
     from launch.fleet.file import FleetFile
     from launch.run.state import FleetRecord, ProcessState
 
@@ -354,10 +355,13 @@ def _stop(message: str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def register(app: typer.Typer) -> None:
-    """Add ``up``, ``down``, ``status``, ``demo``, ``doctor``, ``telemetry`` and ``experiment`` to an application."""
+def register(app: typer.Typer, hand_offs: HandOffs | None = None) -> None:
+    """Add ``up``, ``down``, ``status``, ``demo``, ``doctor``, ``telemetry`` and ``experiment`` to an application.
+
+    ``hand_offs`` makes the hand-offs of ``doctor --deep``.
+    """
     from launch.demo.cli import demo
-    from launch.doctor.cli import doctor
+    from launch.doctor.cli import doctor_command
     from launch.experiment.cli import register as register_experiment
     from launch.hardware.telemetry_cli import telemetry
 
@@ -365,6 +369,6 @@ def register(app: typer.Typer) -> None:
     app.command("down")(down)
     app.command("status")(status)
     app.command("demo")(demo)
-    app.command("doctor")(doctor)
+    app.command("doctor")(doctor_command(hand_offs))
     app.command("telemetry")(telemetry)
     register_experiment(app)

@@ -158,8 +158,8 @@ def _check_transfer(fleet: FleetLayout) -> None:
             raise ValueError("vllm.transfer.extra_config.mooncake_protocol: use vllm.transfer.protocol")
         for key, transports in misplaced_keys(transfer.protocol, transfer.fabric).items():
             raise ValueError(
-                f"vllm.transfer.fabric.{key}: is for protocol {transports}, not {transfer.protocol}; remove it or change "
-                "vllm.transfer.protocol"
+                f"vllm.transfer.fabric.{key}: is for protocol {transports}, not {transfer.protocol}; remove it or "
+                "change vllm.transfer.protocol"
             )
         if transfer.protocol is not Transport.NVLINK:
             continue

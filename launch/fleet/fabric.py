@@ -19,7 +19,7 @@ AWS_LIBRARIES = ("/opt/amazon/efa/lib", "/opt/amazon/efa/lib64")
 BLOCK_BYTES = 1 << 20
 """Size of one write that comes within a few percent of the peak."""
 MAX_WR = 256
-"""Writes in flight per adapter of the published rule; Mooncake 0.3.13 and later take the device's depth (2048, 4096)."""
+"""Writes in flight per adapter in the published rule; later Mooncake takes the device's own depth (2048 or 4096)."""
 BATCH = 128
 """Writes per call at which the source measured its peaks."""
 _FABRICS = frozenset({Transport.EFA, Transport.RDMA})
@@ -163,7 +163,7 @@ def least_write_bytes(kv_heads: int, head_size: int, value_bytes: int, block_tok
 
 
 def share_of_peak(write_bytes: int) -> float:
-    """Published share of the peak (0 to 1) with writes of this size, on p5en; linear in the logarithm between points."""
+    """Published share of the peak (0 to 1) with writes of this size, on p5en; linear in log size between points."""
     peak = max(rate for _, rate in _WRITE_SWEEP)
     (smallest, slowest), largest = _WRITE_SWEEP[0], _WRITE_SWEEP[-1]
     if write_bytes <= smallest:
