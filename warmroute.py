@@ -20,7 +20,7 @@ from warmroute_man import man_page
 from warmroute_names import RenamedGroup, suggestion
 
 if TYPE_CHECKING:
-    from launch.doctor.facts import HandOff
+    from launch.doctor.facts import HandOffTest
     from launch.fleet.file import FleetFile
 
 __version__ = "0.1.0"
@@ -96,7 +96,7 @@ def _man(context: typer.Context) -> None:
     typer.echo(man_page(context.find_root().command, __version__), nl=False)
 
 
-def _hand_offs(fleet: FleetFile, source: str) -> list[HandOff]:
+def _hand_offs(fleet: FleetFile, source: str) -> list[HandOffTest]:
     """The hand-offs of ``doctor --deep``; what they import is not needed before."""
     from bench.instruments.self_test import hand_offs
 

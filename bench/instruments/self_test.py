@@ -11,7 +11,7 @@ from bench.instruments.engine import InstrumentError, MeasuredEngine, refuse_bus
 from bench.instruments.prompts import Prompts, TokenRange
 from bench.instruments.targets import fleet_targets, opened
 from bench.instruments.transfer import TransferPlan, measure_transfers
-from launch.doctor.facts import HandOff
+from launch.doctor.facts import HandOffTest
 from launch.doctor.probes.deep import HandOffError
 from launch.fleet.file import FleetFile
 from policies.types import Role
@@ -47,7 +47,7 @@ def pairs(roles: Sequence[Role]) -> list[Pair]:
     return found
 
 
-def hand_offs(fleet: FleetFile, source: str) -> list[HandOff]:
+def hand_offs(fleet: FleetFile, source: str) -> list[HandOffTest]:
     """Make the hand-offs of a running fleet.
 
     Args:
@@ -60,7 +60,7 @@ def hand_offs(fleet: FleetFile, source: str) -> list[HandOff]:
     return asyncio.run(_make(fleet, source))
 
 
-async def _make(fleet: FleetFile, source: str) -> list[HandOff]:
+async def _make(fleet: FleetFile, source: str) -> list[HandOffTest]:
     chosen = pairs([member.role for member in fleet.members])
     if not chosen:
         raise HandOffError("the fleet has no two engines that exchange KV")
@@ -79,15 +79,15 @@ async def _make(fleet: FleetFile, source: str) -> list[HandOff]:
 
 async def self_test(
     source: MeasuredEngine, target: MeasuredEngine, prompts: Prompts, kv_bytes_per_token: float | None
-) -> HandOff:
+) -> HandOffTest:
     """One hand-off and its verification; its failure is part of the result."""
     plan = TransferPlan(tokens=(TOKENS,), repeats=1)
     try:
         [row] = await measure_transfers(source, target, plan, prompts, kv_bytes_per_token or 0.0)
     except InstrumentError as error:
-        return HandOff(source=source.name, target=target.name, error=str(error), tokens=TOKENS)
+        return HandOffTest(source=source.name, target=target.name, error=str(error), tokens=TOKENS)
     pulled = row.pulled_tokens if row.pulled_tokens is not None else row.cached_tokens
-    return HandOff(
+    return HandOffTest(
         source=source.name,
         target=target.name,
         tokens=row.tokens,

@@ -85,7 +85,7 @@ def _nearest(matrix: Matrix, gpu: str) -> tuple[str, list[str]] | None:
 
 @check(
     "mooncake-topology",
-    looks_at="with `--deep`: adapters that Mooncake itself finds (`transfer_engine_topology_dump` of the engine Python)",
+    looks_at="with `--deep`: adapters that Mooncake finds (`transfer_engine_topology_dump` of the engine Python)",
     why="Mooncake leaves out adapters that it cannot open, and then uses the ones that remain, or TCP",
     worst="problem",
 )

@@ -196,7 +196,7 @@ class NearNics(msgspec.Struct, frozen=True, kw_only=True):
     others: list[str] = []
 
 
-class HandOff(msgspec.Struct, frozen=True, kw_only=True):
+class HandOffTest(msgspec.Struct, frozen=True, kw_only=True):
     """One tiny hand-off between two running engines."""
 
     source: str
@@ -221,7 +221,7 @@ class Deep(msgspec.Struct, frozen=True, kw_only=True):
     near_nics: dict[str, NearNics] | None = None
     """Place of memory (``cpu:0``, ``cuda:0``) -> adapters, by Mooncake's own topology."""
     near_nics_error: str = ""
-    hand_offs: list[HandOff] | None = None
+    hand_offs: list[HandOffTest] | None = None
     hand_offs_error: str = ""
 
 

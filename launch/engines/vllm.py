@@ -98,7 +98,7 @@ class VllmEngine:
         return (NVLINK_VARIABLE,)
 
     def search_paths(self, fleet: FleetFile, index: int) -> dict[str, tuple[str, ...]]:
-        """Where instance ``index`` finds libfabric first; nothing without EFA or RDMA."""
+        """Directories with the libfabric of instance ``index``; none without EFA or RDMA."""
         member = fleet.members[index]
         transfer = member.vllm.transfer
         directories = () if member.role is Role.NONE else library_directories(transfer.protocol, transfer.fabric)

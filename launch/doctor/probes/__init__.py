@@ -1,1 +1,1 @@
-"""What the doctor reads of this machine, one subject a module; `launch.doctor.probe` puts it together."""
+"""Readers of this machine for the doctor, one subject a module; `launch.doctor.probe` puts the facts together."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from launch.doctor.facts import Deep, EnginePython, FleetFacts, HandOff
+from launch.doctor.facts import Deep, EnginePython, FleetFacts, HandOffTest
 from launch.doctor.probes.commands import answer
 from launch.doctor.probes.output import near_nics, topology_matrix
 from launch.fleet.file import FleetFile
 
-HandOffs = Callable[[FleetFile, str], list[HandOff]]
+HandOffs = Callable[[FleetFile, str], list[HandOffTest]]
 """(fleet, its source) -> one hand-off for each engine of the running fleet; raises `HandOffError`."""
 _TOPOLOGY_S = 60.0
 """Mooncake loads, and looks at every adapter."""
@@ -53,7 +53,7 @@ def gather_deep(
 
 def _hand_offs(
     fleet: FleetFile | None, facts: FleetFacts | None, hand_offs: HandOffs | None
-) -> tuple[list[HandOff] | None, str]:
+) -> tuple[list[HandOffTest] | None, str]:
     if fleet is None or facts is None:
         return None, "no fleet is given (--fleet)"
     if not fleet.has_bootstrap:

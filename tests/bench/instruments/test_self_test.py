@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from bench.instruments.engine import Generated, InstrumentError
 from bench.instruments.prompts import Prompts
 from bench.instruments.self_test import TOKENS, pairs, self_test
-from launch.doctor.facts import HandOff
+from launch.doctor.facts import HandOffTest
 from launch.fleet.file import load_fleet
 from launch.run.supervisor import Fleet
 from policies.types import Role
@@ -51,7 +51,7 @@ def test_every_engine_sends_and_receives_what_its_role_allows(
         assert not expected or places == used or len(receivers) == 1  # the only receiver has nobody to send to
 
 
-def made(lab: VirtualLab) -> HandOff:
+def made(lab: VirtualLab) -> HandOffTest:
     source, target = lab.engines
     return lab.run(self_test(source, target, Prompts(nonce="n"), BYTES))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch.doctor.facts import Deep, HandOff, NearNics, Rdma
+from launch.doctor.facts import Deep, HandOffTest, NearNics, Rdma
 from launch.doctor.probes.output import near_nics, topology_matrix
 from launch.hardware.gpus import GpuInventory
 from tests.launch.doctor.machines import bad, fleet, h200, reported
@@ -126,7 +126,7 @@ def test_adapters_that_mooncake_does_not_find() -> None:
 
 def made(**values: Any) -> Deep:
     whole: dict[str, Any] = {"tokens": 512, "pulled_tokens": 512, "size_bytes": 50_331_648, "same_text": True}
-    return Deep(hand_offs=[HandOff(source="a", target="b", **{**whole, **values})])
+    return Deep(hand_offs=[HandOffTest(source="a", target="b", **{**whole, **values})])
 
 
 def test_hand_offs_that_fail() -> None:

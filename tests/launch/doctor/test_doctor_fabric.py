@@ -8,7 +8,9 @@ other provider and for the failure; the EFA installer's list of packages (aws/aw
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,15 @@ import msgspec
 import pytest
 
 from launch.doctor.facts import Efa, EnginePython, FabricEntry, Limit, Rdma
+from launch.doctor.probe import gather
 from launch.doctor.probes import fabric
 from launch.doctor.probes.commands import answer
 from launch.doctor.probes.output import fabric_entries, installer_version, libfabric_versions, newest_abi
+from launch.doctor.probes.python import ask_python
 from launch.fleet.fabric import bench_sizes
+from launch.fleet.file import parse_fleet
 from tests.launch.doctor.machines import H200_PACKAGES, bad, fleet, h200, host, reported
+from tests.launch.fake_nvml import FakeNvml
 
 NAMES = ["rdmap0s1", "rdmap1s1"]
 RDMA = Rdma(kernel_devices=NAMES, active_devices=NAMES, verbs_devices=NAMES)
@@ -249,3 +255,45 @@ def test_a_library_is_looked_up_as_the_engine_would(tmp_path: Path) -> None:
     library.write_bytes(b"\x00EFA_1.4\x00")
     found = fabric.efa({"LD_LIBRARY_PATH": f"/nonexistent:{tmp_path}", "PATH": os.environ["PATH"]})
     assert (found.libfabric, found.needed_abi) == (str(library), (1, 4))
+
+
+def test_what_mooncakes_package_bundles_is_found_without_loading_it(tmp_path: Path) -> None:
+    """auditwheel's layout: libraries in a folder called as the distribution, beside the package."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "mooncake_transfer_engine.libs").mkdir()
+    for name in ("libfabric-1a2b3c.so.1.24.0", "libefa-4d5e.so.1.3.50", "libglog-c0.so.0.4.0", "libfabricated.so"):
+        (tmp_path / "mooncake_transfer_engine.libs" / name).touch()
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    found = ask_python(str(wrapper), {"LD_LIBRARY_PATH": "/nonexistent"})
+    assert [Path(path).name for path in found.mooncake_bundled] == [
+        "libefa-4d5e.so.1.3.50",
+        "libfabric-1a2b3c.so.1.24.0",
+    ]
+    assert (found.error, found.mooncake_linked) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("config", "vllm", "size"),
+    [
+        ({"num_key_value_heads": 4, "num_attention_heads": 32, "head_dim": 128, "hidden_size": 2048}, {}, 128 << 10),
+        ({"num_attention_heads": 8, "hidden_size": 512}, {"dtype": "float32"}, 8 * 64 * 4 * 128),
+        ({"num_key_value_heads": 8, "head_dim": 128}, {"tensor_parallel_size": 4, "kv_cache_dtype": "fp8"}, 32 << 10),
+        ({"num_key_value_heads": 4, "head_dim": 128, "kv_lora_rank": 512}, {}, None),
+        ({"num_key_value_heads": 4, "head_dim": 128}, {"block_size": None}, None),
+        (None, {}, None),
+    ],
+)
+def test_the_smallest_write_comes_from_the_models_folder(
+    tmp_path: Path, config: dict[str, Any] | None, vllm: dict[str, Any], size: int | None
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"python": sys.executable, "block_size": 128, "transfer": {"protocol": "efa"}, **vllm}
+    values = {"kind": "vllm", "count": 1, "model": str(tmp_path), "role": "kv_both", "vllm": settings}
+    found = gather(parse_fleet(values), engine_python=sys.executable, library=FakeNvml()).fleet
+    assert found is not None
+    assert found.engines[0].least_write_bytes == size
+    assert found.engines[0].environment["LD_LIBRARY_PATH"].startswith("/opt/amazon/efa/lib:")

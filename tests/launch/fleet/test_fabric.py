@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from launch.__main__ import app
 from launch.engines.commands import engine_specs
 from launch.fleet.fabric import (
     BATCH,
@@ -19,6 +23,9 @@ from launch.fleet.fabric import (
     writes_in_flight,
 )
 from launch.fleet.file import FLEETS, FleetError, parse_fleet
+from launch.fleet.sections import FabricSettings
+from launch.run.effective import effective_config_problems
+from launch.run.processes import ManagedProcess
 
 
 def fleet(protocol: str, fabric: dict[str, Any] | None = None, **values: Any) -> dict[str, Any]:
@@ -95,6 +102,33 @@ def test_the_own_libfabric_comes_before_inherited_directories() -> None:
     assert path(fleet("efa", role="none", vllm={}), {}) is None
 
 
+def test_the_printed_command_keeps_the_shells_own_directories() -> None:
+    printed = CliRunner().invoke(app, ["up", "efa-p5", "--dry-run"]).output
+    assert "LD_LIBRARY_PATH=/opt/amazon/efa/lib:/opt/amazon/efa/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} " in printed
+    own = CliRunner().invoke(app, ["up", "efa-p5", "--dry-run", "--set", "env.LD_LIBRARY_PATH=/mine"]).output
+    assert "LD_LIBRARY_PATH=/opt/amazon/efa/lib:/opt/amazon/efa/lib64:/mine " in own
+
+
+@pytest.mark.parametrize(
+    ("received", "problems"),
+    [
+        ("/opt/amazon/efa/lib:/opt/amazon/efa/lib64", 0),
+        ("/opt/amazon/efa/lib:/opt/amazon/efa/lib64:/cuda", 0),
+        ("/cuda:/opt/amazon/efa/lib:/opt/amazon/efa/lib64", 1),
+        ("/opt/amazon/efa/lib:/opt/amazon/efa/lib64x", 1),
+        (None, 1),
+    ],
+)
+def test_another_libfabric_in_a_started_engine_is_reported(received: str | None, problems: int) -> None:
+    spec = engine_specs(parse_fleet(fleet("efa")))[0]
+    environment = {**spec.environment, **({} if received is None else {"LD_LIBRARY_PATH": received})}
+    started = SimpleNamespace(environ=lambda: environment, cmdline=lambda: list(spec.command), pid=1)
+    process = cast("ManagedProcess", SimpleNamespace(spec=spec, tree=lambda: [started]))
+    found = effective_config_problems(process)
+    assert len(found) == problems
+    assert all("which does not begin with /opt/amazon/efa/lib:/opt/amazon/efa/lib64" in one for one in found)
+
+
 def test_what_a_process_must_not_see_is_left_out_of_its_environment() -> None:
     spec = engine_specs(parse_fleet(fleet("rdma")))[0]
     environment = spec.complete_environment({"MC_INTRANODE_NVLINK": "1", "HOME": "/h"})
@@ -159,3 +193,22 @@ def test_every_instance_type_has_a_fleet_file_that_names_its_adapters_and_that_i
         assert one.peak_write_bytes_per_s is None or one.peak_write_bytes_per_s < one.line_bytes_per_s
     assert instances_with(32) == ("p5.48xlarge", "p5e.48xlarge")
     assert instances_with(3) == ()
+
+
+def test_the_page_has_the_instances_variables_and_commands_of_the_code() -> None:
+    text = (FLEETS.parents[1] / "docs" / "efa-rdma.md").read_text(encoding="utf-8")
+    for one in EFA_INSTANCES:
+        peak = "–" if one.peak_write_bytes_per_s is None else f"{one.peak_write_bytes_per_s / 1e9:.0f} GB/s"
+        rates = f"{one.nics} × {one.gbit_per_nic} Gbit/s | {one.line_bytes_per_s / 1e9:.0f} GB/s | {peak}"
+        assert f"| {one.name} | 8 {one.gpu} | {rates} | `{one.fleet}` |" in text
+    for command in (bench_sizes(16).command(), bench_sizes(16).command("HOST:PORT")):
+        assert f"$ {' '.join(command)}\n" in text
+    listed = re.findall(
+        r"^\| `(\w+)` \| (?:`(\w+)`|the start of `LD_LIBRARY_PATH`) \| (efa, rdma|efa|rdma) \|", text, re.M
+    )
+    assert {key for key, _, _ in listed} == set(FabricSettings.model_fields)
+    given: dict[str, Any] = {"nics": ["a"], "device_rdma": True}
+    for key, variable, transports in listed:
+        value = given.get(key, 7)
+        for transport in transports.split(", "):
+            assert variable == "" or variable in variables(fleet(transport, {key: value}))
