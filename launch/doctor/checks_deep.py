@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launch.doctor.facts import Facts, Matrix
+from launch.doctor.facts import Facts, GpuPaths
 from launch.doctor.findings import Result, check, note, ok, problem, warning
 
 _NEAR = ("PIX", "PXB")
@@ -63,7 +63,7 @@ def affinity(facts: Facts) -> Iterator[Result]:
         yield ok(f"NVLink connects {', '.join(used)}")
 
 
-def _used(facts: Facts, matrix: Matrix) -> list[str]:
+def _used(facts: Facts, matrix: GpuPaths) -> list[str]:
     """The GPUs of the fleet's engines; all, without a fleet or where they are named by UUID."""
     wanted = {
         f"GPU{device.strip()}"
@@ -74,7 +74,7 @@ def _used(facts: Facts, matrix: Matrix) -> list[str]:
     return [gpu for gpu in matrix.gpus if gpu in wanted] or matrix.gpus
 
 
-def _nearest(matrix: Matrix, gpu: str) -> tuple[str, list[str]] | None:
+def _nearest(matrix: GpuPaths, gpu: str) -> tuple[str, list[str]] | None:
     paths = {matrix.nics[column]: path for column, path in matrix.paths[gpu].items() if column in matrix.nics}
     for path in _ORDER:
         names = [name for name, found in paths.items() if found == path]

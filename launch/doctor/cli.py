@@ -41,8 +41,7 @@ def doctor_command(hand_offs: HandOffs | None = None) -> Callable[..., None]:
             bool,
             typer.Option(
                 "--deep",
-                help="Also test: one tiny hand-off from and to every engine of the running, idle --fleet, adapters "
-                "near the GPUs, Mooncake's topology.",
+                help="Also make hand-offs between the engines of the running --fleet, and read topologies.",
             ),
         ] = False,
         list_checks: Annotated[

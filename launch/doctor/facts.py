@@ -176,7 +176,7 @@ class ProxyConditions(msgspec.Struct, frozen=True, kw_only=True):
     conditions: list[ProxyCondition] = []
 
 
-class Matrix(msgspec.Struct, frozen=True, kw_only=True):
+class GpuPaths(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs and adapters as ``nvidia-smi topo -m`` relates them."""
 
     gpus: list[str] = []
@@ -216,7 +216,7 @@ class HandOffTest(msgspec.Struct, frozen=True, kw_only=True):
 class Deep(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of ``--deep``; each is None when it could not be read, with the reason beside it."""
 
-    matrix: Matrix | None = None
+    matrix: GpuPaths | None = None
     matrix_error: str = ""
     near_nics: dict[str, NearNics] | None = None
     """Place of memory (``cpu:0``, ``cuda:0``) -> adapters, by Mooncake's own topology."""

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from launch.doctor.facts import FabricEntry, Matrix, NearNics
+from launch.doctor.facts import FabricEntry, GpuPaths, NearNics
 
 _KEYS = {"fabric": "fabric", "domain": "domain", "version": "version", "type": "endpoint", "protocol": "protocol"}
 
@@ -51,7 +51,7 @@ _PATH = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def topology_matrix(text: str) -> Matrix | None:
+def topology_matrix(text: str) -> GpuPaths | None:
     """The matrix and legend of ``nvidia-smi topo -m``; None where there is no matrix.
 
     Columns are separated by tabs or, in copies, by spaces; older drivers name adapters in the heading instead of a
@@ -76,7 +76,7 @@ def topology_matrix(text: str) -> Matrix | None:
             rest = words[len(columns) + 1 :]
             if "NUMA Affinity" in after and len(rest) > 1 and re.fullmatch(r"[\d,-]+", rest[1]):
                 numa[words[0]] = rest[1]
-    return Matrix(gpus=list(paths), nics=nics, paths=paths, numa=numa) if paths else None
+    return GpuPaths(gpus=list(paths), nics=nics, paths=paths, numa=numa) if paths else None
 
 
 _LATER = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
