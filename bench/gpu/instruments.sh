@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Run every instrument on the two GPUs of this machine: interference, transfers over NVLink and TCP, idle and loaded,
 # calibration, overhead of the connector. Needs vLLM and Mooncake >= 0.3.13 (CUDA) in ENGINE_PYTHON, and this project
-# installed (make setup) or on PYTHONPATH. Records, figures, the profile and a log of all tables go to OUTPUT.
+# installed (make setup) or on PYTHONPATH. Records, the profile and a log of all tables go to OUTPUT.
 #
 #   bench/gpu/instruments.sh OUTPUT
+#   warmroute measure show OUTPUT/interference.json --figures FOLDER        # and of the other records
 #
 # Environment: PYTHON (this project's, default .venv/bin/python), ENGINE_PYTHON (default the fleet file's), MODEL (default
 # the fleet file's; a local folder works), DUMMY=1 (random weights: speeds and memory are real, texts are not),
@@ -83,8 +84,7 @@ for transport in "${transports[@]}"; do
   measure() { # INSTRUMENT NAME OPTIONS...
     local instrument=$1 name=$2
     shift 2
-    step "$name" "${warmroute[@]}" measure "$instrument" "${target[@]}" --output "$output/$name.json" \
-      --figures "$output/$name" "$@"
+    step "$name" "${warmroute[@]}" measure "$instrument" "${target[@]}" --output "$output/$name.json" "$@"
   }
   up "$transport"
   if [ "$transport" = "${transports[0]}" ]; then

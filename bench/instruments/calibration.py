@@ -14,7 +14,9 @@ import msgspec
 import yaml
 from scipy.optimize import least_squares
 
+from bench.instruments.facts import CalibratedEngine
 from bench.instruments.interference import InterferenceRow, by_point
+from bench.instruments.record import InstrumentRecord
 from bench.instruments.steps import DecodeTime, PrefillTime
 from bench.instruments.transfer import TransferRow
 from bench.instruments.transfer_tables import by_load, typical
@@ -34,19 +36,13 @@ _DIGITS = 5
 _START = PrefillConstants(0.02, 2e-5, 1e-9)
 
 
-class CalibratedEngine(msgspec.Struct, kw_only=True, frozen=True):
-    """Facts about the engine that are not measured."""
+class CalibrationRows(msgspec.Struct, kw_only=True, frozen=True):
+    """Everything that a calibration measured."""
 
-    name: str
-    """Of the profile."""
-    source: str
-    pool_tokens: int
-    kv_bytes_per_token: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-    expert_miss: float | None = None
-    """Share of its experts that one token leaves out; 0: dense; None: the points decide."""
+    prefills: list[PrefillTime]
+    decodes: list[DecodeTime]
+    interference: list[InterferenceRow]
+    transfers: list[TransferRow] = []
 
 
 class Calibrated(msgspec.Struct, kw_only=True):
@@ -135,6 +131,19 @@ def calibrated(
     costs = CostConstants(prefill, formulas, float(engine.kv_bytes_per_token))
     profile = best.profile.model_copy(update={"costs": costs.as_mapping()})
     return Calibrated(points=points, fit=best, profile=profile, costs=costs, cost_residuals=tuple(residuals))
+
+
+def fit_record(record: InstrumentRecord) -> Calibrated:
+    """Fit the record of a calibration, as it is in memory or read from its file.
+
+    Raises:
+        msgspec.ValidationError: not the record of a calibration.
+    """
+    measured = msgspec.convert(msgspec.to_builtins(record.rows), CalibrationRows)
+    engine = msgspec.convert(msgspec.to_builtins(record.facts), CalibratedEngine)
+    return calibrated(
+        engine, measured.prefills, measured.decodes, measured.interference, measured.transfers, engine.transport
+    )
 
 
 def _decode_error(found: Fit) -> float:

@@ -7,6 +7,7 @@ import typer
 from bench.instruments.commands.calibrate import calibrate
 from bench.instruments.commands.interference import interference
 from bench.instruments.commands.overhead import overhead
+from bench.instruments.commands.show import show_record
 from bench.instruments.commands.transfer import transfer
 
 
@@ -22,6 +23,7 @@ def application() -> typer.Typer:
     app.command("interference")(interference)
     app.command("transfer")(transfer)
     app.command("overhead")(overhead)
+    app.command("show")(show_record)
     return app
 
 

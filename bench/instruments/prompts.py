@@ -27,6 +27,7 @@ class Prompts:
     """
 
     def __init__(self, tokens: TokenRange = ORDINARY, seed: int = 0, nonce: str | None = None) -> None:
+        self.seed = seed
         self.nonce = uuid.uuid4().hex if nonce is None else nonce
         self._tokens = tokens
         self._draw = random.Random(f"{seed}/{self.nonce}")

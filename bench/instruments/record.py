@@ -41,6 +41,8 @@ class InstrumentRecord(msgspec.Struct, kw_only=True):
     seed: int = 0
     nonce: str = ""
     """With the seed, the source of every prompt."""
+    facts: Any = None
+    """What a calibration knows of the engine without measuring (`CalibratedEngine`); None of other instruments."""
     plan: Any = None
     rows: Any = None
     warnings: list[str] = []

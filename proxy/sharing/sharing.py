@@ -82,6 +82,8 @@ class Sharing:
         self._warned = False
         """The state that nothing is shared has been logged."""
         self._began_s = time.monotonic()
+        self._ending = False
+        """``run`` has been cancelled."""
         self.linked = False
         """True while state is exchanged."""
         self.since_unix_s = time.time()
@@ -105,9 +107,14 @@ class Sharing:
 
     async def run(self) -> None:
         """Share until cancelled; then say farewell."""
+        self._ending = False
         async with asyncio.TaskGroup() as group:
             group.create_task(self._expire(), name="sharing-expiry")
             group.create_task(self._link(), name="sharing-link")
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self._ending = True
 
     async def caught_up(self) -> None:
         """Wait until the shared state has been read once, at most ``sharing.start_s``; ``run`` runs."""
@@ -174,6 +181,8 @@ class Sharing:
             except* Exception as errors:
                 log.exception("sharing failed", exc_info=errors)
                 self._unlinked(repr(errors.exceptions[0]))
+            if self._ending:  # a store that fails while this task is cancelled hides the cancellation
+                return
             if time.monotonic() - began_s > self._settings.ttl_s:
                 backoff_s = _LEAST_BACKOFF_S
             # Replicas that lost the store together must not all return at the same moment.

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+import msgspec
 import typer
 
 from bench.analysis.output import Sheet, show, stop
@@ -31,7 +32,8 @@ from bench.instruments.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from bench.instruments.calibration import Calibrated, CalibratedEngine
+    from bench.instruments.calibration import Calibrated
+    from bench.instruments.facts import CalibratedEngine
     from bench.instruments.plans import EngineLimits
     from bench.instruments.prompts import Prompts
     from bench.instruments.record import InstrumentRecord
@@ -50,6 +52,14 @@ def calibrate(
         Path, typer.Option("--output", "-o", help="Folder for NAME.yaml, NAME_points.yaml and NAME_record.json.")
     ] = Path("configs/hardware"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite files of that name.")] = False,
+    measured_before: Annotated[
+        Path | None,
+        typer.Option(
+            "--record",
+            help="Fit this record of an earlier calibration again, and measure nothing.",
+            show_default=False,
+        ),
+    ] = None,
     largest_tokens: Annotated[
         int, typer.Option(min=256, help="Longest prompt; a smaller one scales every size down, for small engines.")
     ] = 65_536,
@@ -94,50 +104,70 @@ def calibrate(
     profile times simulated engines (`simulate --profile`), and its constants are those that the proxy's cost models
     start from (`serve --hardware`). A fleet with requests is refused.
     """
-    from bench.instruments.calibration import points_yaml
-    from bench.instruments.record import InstrumentRecord
-    from sim.fit_report import profile_yaml
-
     if not _NAME.fullmatch(name) or name.endswith("_points"):
         stop(f"--name {name!r}: lower-case letters, digits, dots, dashes and underscores, not ending in _points")
     files = [output / f"{name}.yaml", output / f"{name}_points.yaml", output / f"{name}_record.json"]
-    there = [str(path) for path in files if path.exists()]
+    there = [str(path) for path in files if path.exists() and path != measured_before]
     if there and not force:
         stop(f"{', '.join(there)}: already there; give another --name, or --force")
+    if measured_before is not None:
+        _fit(_renamed(measured_before, name), files)
+        return
     targets = chosen_targets(fleet, overrides, urls)
     size = kv_bytes_per_token or targets.kv_bytes_per_token
     if size is None:
         stop("the model's dimensions are not known: give --kv-bytes-per-token (layers x 2 x KV heads x width x bytes)")
+    wanted = _Wanted(
+        name=name,
+        kv_bytes_per_token=size,
+        largest_tokens=largest_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        repeats=repeats,
+        transport=_transport(targets, transport) if transfers else None,
+    )
     prompts = prompts_of(token_low, token_high, seed)
-    record = InstrumentRecord(
-        instrument="calibrate", hardware=hardware, fleet=targets.fleet, seed=seed, nonce=prompts.nonce
-    )
-    found = measured(
-        _measure(
-            targets,
-            prompts,
-            record,
-            _Wanted(
-                name=name,
-                kv_bytes_per_token=size,
-                largest_tokens=largest_tokens,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=max_num_seqs,
-                repeats=repeats,
-                transport=_transport(targets, transport) if transfers else None,
-            ),
-            model,
-            api_key_from(api_key_env),
-            timeout_s,
-        )
-    )
+    record = measured(_measure(targets, prompts, hardware, wanted, model, api_key_from(api_key_env), timeout_s))
+    written(files[2], record)  # before the fit: what was measured is not lost if that fails
+    _fit(record, files)
+
+
+def _renamed(path: Path, name: str) -> InstrumentRecord:
+    """An earlier record, as one of a profile called ``name``; ends the command if there is none."""
+    from bench.instruments.record import read_record
+
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        record = read_record(path)
+    except OSError as error:
+        stop(f"--record {path}: {error.strerror}")
+    except msgspec.MsgspecError as error:
+        stop(f"--record {path}: not a record of an instrument: {error}")
+    if record.instrument != "calibrate" or not isinstance(record.facts, dict):
+        stop(f"--record {path}: a record of {record.instrument}; give one that `warmroute calibrate` wrote")
+    record.facts["name"] = name
+    return record
+
+
+def _fit(record: InstrumentRecord, files: list[Path]) -> None:
+    """Fit a record, write its profile and points, and print the residuals."""
+    try:
+        from bench.instruments.calibration import fit_record, points_yaml
+    except ModuleNotFoundError as error:
+        stop(
+            f"the fit needs {error.name}, which is not installed: `warmroute calibrate --record {files[2]}` where it is"
+        )
+    from sim.fit_report import profile_yaml
+
+    try:
+        found = fit_record(record)
+    except msgspec.ValidationError as error:
+        stop(f"not the record of a calibration: {error}")
+    try:
+        files[0].parent.mkdir(parents=True, exist_ok=True)
         files[0].write_text(profile_yaml(found.profile, "warmroute calibrate"), encoding="utf-8")
         files[1].write_text(points_yaml(found.points), encoding="utf-8")
     except OSError as error:
-        stop(f"cannot write to {output}: {error.strerror}; give another --output")
-    written(files[2], record)
+        stop(f"cannot write to {files[0].parent}: {error.strerror}; give another --output")
     show(record, _sheets(found), as_json=False, as_markdown=False)
     typer.echo(f"profile: {files[0]} (`warmroute serve --hardware {files[0]}`, `simulate --profile {files[0]}`)")
 
@@ -158,20 +188,23 @@ class _Wanted(NamedTuple):
 async def _measure(
     targets: Targets,
     prompts: Prompts,
-    record: InstrumentRecord,
+    hardware: str,
     wanted: _Wanted,
     model: str | None,
     api_key: str | None,
     timeout_s: float,
-) -> Calibrated:
-    from bench.instruments.calibration import calibrated
+) -> InstrumentRecord:
     from bench.instruments.engine import refuse_busy
     from bench.instruments.interference import measure_interference
     from bench.instruments.plans import reduced
+    from bench.instruments.record import InstrumentRecord
     from bench.instruments.steps import measure_decodes, measure_prefills
     from bench.instruments.targets import notes_of, opened
     from bench.instruments.transfer import measure_transfers
 
+    record = InstrumentRecord(
+        instrument="calibrate", hardware=hardware, fleet=targets.fleet, seed=prompts.seed, nonce=prompts.nonce
+    )
     async with opened(targets.engines, model or targets.model, api_key, timeout_s) as engines:
         await refuse_busy(engines)
         record.engines = await notes_of(engines, targets)
@@ -189,7 +222,8 @@ async def _measure(
             moved += await measure_transfers(engine, target, plan.sharing, prompts, size, progress)
         record.rows = {"prefills": prefills, "decodes": decodes, "interference": rows, "transfers": moved}
         progress(f"measured in {engine.now_s() - began_s:.0f} s")
-        return calibrated(_known(targets, wanted, limits, record), prefills, decodes, rows, moved, wanted.transport)
+        record.facts = _facts(targets, wanted, limits, record)
+        return record
 
 
 def _transport(targets: Targets, given: str | None) -> str | None:
@@ -218,8 +252,8 @@ def _limits(targets: Targets, wanted: _Wanted, reported: int | None, pool_tokens
     )
 
 
-def _known(targets: Targets, wanted: _Wanted, limits: EngineLimits, record: InstrumentRecord) -> CalibratedEngine:
-    from bench.instruments.calibration import CalibratedEngine
+def _facts(targets: Targets, wanted: _Wanted, limits: EngineLimits, record: InstrumentRecord) -> CalibratedEngine:
+    from bench.instruments.facts import CalibratedEngine
     from bench.instruments.targets import VLLM_BATCHED_TOKENS
 
     engine = record.engines[0]
@@ -234,6 +268,7 @@ def _known(targets: Targets, wanted: _Wanted, limits: EngineLimits, record: Inst
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         expert_miss=targets.expert_miss,
+        transport=wanted.transport,
     )
 
 

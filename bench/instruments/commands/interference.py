@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -99,7 +98,9 @@ def interference(
     record.rows = rows
     written(output, record)
     if figures is not None:
-        _draw(rows, folder(figures))
+        from bench.instruments.figures import draw_interference
+
+        draw_interference(rows, folder(figures))
     show(record, [interference_sheet(rows)], as_json=as_json, as_markdown=as_markdown)
 
 
@@ -122,28 +123,3 @@ async def _measure(
         notes = await notes_of(engines, targets)
         plan.stream_tokens = fitting(plan.stream_tokens, plan.context_tokens, await engines[0].max_model_len())
         return notes, await measure_interference(engines[0], plan, prompts, progress)
-
-
-def _draw(rows: list[InterferenceRow], to: Path) -> None:
-    from statistics import median
-
-    from bench.analysis.figures import Line, lines
-    from bench.instruments.interference import by_point
-
-    points = by_point(rows)
-    curves = []
-    for streams in sorted({streams for streams, _ in points}):
-        sizes = [tokens for count, tokens in points if count == streams]
-        during = [median(row.during.tpot_s for row in points[streams, tokens]) * 1000 for tokens in sizes]
-        curves.append(Line(f"{streams} streams", sizes, during))
-    before = median(row.before.tpot_s for row in rows) * 1000
-    lines(
-        to / "interference.svg",
-        curves,
-        x="prefill [tokens]",
-        y="TPOT during the prefill [ms]",
-        title="Decoding streams during one prefill (burst average)",
-        log_x=True,
-        log_y=True,
-        levels={"before, median": before},
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -117,7 +116,9 @@ def transfer(
         record.warnings.append(f"{different} of {len(rows)} hand-offs: D's text is not P's")
     written(output, record)
     if figures is not None:
-        _draw(rows, folder(figures))
+        from bench.instruments.figures import draw_transfers
+
+        draw_transfers(rows, folder(figures))
     show(record, [transfer_sheet(rows), parts_sheet(rows)], as_json=as_json, as_markdown=as_markdown)
 
 
@@ -165,29 +166,3 @@ async def _measure(
         longest = await source.max_model_len()
         plan.background_output = fitting(plan.background_output, plan.background_tokens, longest)
         return notes, await measure_transfers(source, target, plan, prompts, kv_bytes_per_token, progress)
-
-
-def _draw(rows: list[TransferRow], to: Path) -> None:
-    from statistics import median
-
-    from bench.analysis.figures import Line, lines
-    from bench.instruments.transfer_tables import by_load, typical
-
-    times, rates = [], []
-    groups = by_load(rows)
-    for background, concurrent in sorted({(key.background, key.concurrent) for key in groups}):
-        found = {
-            key.tokens: typical(each)
-            for key, each in groups.items()
-            if (key.background, key.concurrent) == (background, concurrent)
-        }
-        name = f"{background} streams a side, {concurrent} at once"
-        sizes = [each[0].size_bytes / 1e9 for each in found.values()]
-        seconds = [median(row.transfer_s for row in each) * 1000 for each in found.values()]
-        speeds = [median(row.bytes_per_s for row in each) / 1e9 for each in found.values()]
-        seen = [place for place, each in enumerate(seconds) if each > 0 and speeds[place] != float("inf")]
-        times.append(Line(name, [sizes[place] for place in seen], [seconds[place] for place in seen]))
-        rates.append(Line(name, [sizes[place] for place in seen], [speeds[place] for place in seen]))
-    axis = "KV of the prompt [GB]"
-    lines(to / "transfer_time.svg", times, x=axis, y="transfer [ms]", log_x=True, log_y=True)
-    lines(to / "transfer_bandwidth.svg", rates, x=axis, y="GB/s, all transfers at once", log_x=True, log_y=True)

@@ -9,12 +9,12 @@ import yaml
 
 from bench.instruments.calibration import (
     Calibrated,
-    CalibratedEngine,
     calibrated,
     fit_transfer_formula,
     points_yaml,
 )
 from bench.instruments.engine import InstrumentError
+from bench.instruments.facts import CalibratedEngine
 from bench.instruments.interference import InterferencePlan, measure_interference
 from bench.instruments.plans import EngineLimits, reduced
 from bench.instruments.prompts import Prompts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,12 @@ def test_transfer_is_verified_and_counted(pair: tuple[EngineProcess, EngineProce
     assert all(row["pulled"] and row["same_text"] for row in rows)
     assert {row["size_bytes"] for row in rows} == {1_024 * 98_304, 4_096 * 98_304}
     assert json.loads(result.stdout)["warnings"] == []
-    assert {path.name for path in tmp_path.iterdir()} == {"transfer_time.svg", "transfer_bandwidth.svg"}
+    figures = {"transfer_time.svg", "transfer_bandwidth.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == figures
+    (tmp_path / "record.json").write_text(result.stdout)
+    again = run("measure", "show", tmp_path / "record.json", "--figures", tmp_path / "again", "--json")
+    assert json.loads(again.stdout)["rows"] == rows
+    assert {path.name for path in (tmp_path / "again").iterdir()} == figures
 
 
 def test_calibrate_writes_a_profile_that_serving_and_the_simulator_read(
@@ -125,6 +131,23 @@ def test_calibrate_writes_a_profile_that_serving_and_the_simulator_read(
     again = run(*arguments)
     assert again.exit_code == 2
     assert "already there" in again.output
+    refit = run("calibrate", "--record", folder / "trial_record.json", "--name", "copy", "--output", folder)
+    assert refit.exit_code == 0, refit.output
+    copy = load_profile(str(folder / "copy.yaml"))
+    assert (copy.name, copy.step, copy.cost_constants) == ("copy", profile.step, profile.cost_constants)
+
+
+def test_a_fit_that_cannot_run_loses_no_measurement(
+    pair: tuple[EngineProcess, EngineProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bench.instruments.calibration", None)
+    result = run(
+        *("calibrate", "--url", url(pair[0]), "--kv-bytes-per-token", 98_304, "--max-num-seqs", 64, "--name", "trial"),
+        *("--output", tmp_path, "--repeats", 1, "--largest-tokens", 8_192),
+    )
+    assert result.exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["trial_record.json"]
+    assert "calibrate --record" in " ".join(result.output.split())
 
 
 def test_a_busy_fleet_is_refused(pair: tuple[EngineProcess, EngineProcess], tmp_path: Path) -> None:
@@ -148,6 +171,9 @@ def test_a_busy_fleet_is_refused(pair: tuple[EngineProcess, EngineProcess], tmp_
         (("measure", "interference", "--url", "http://127.0.0.1:9", "--model", "m"), "is the fleet up?"),
         (("measure", "transfer", "--url", "http://127.0.0.1:9", "--kv-bytes-per-token", "1"), "needs two engines"),
         (("measure", "transfer", "--url", "http://127.0.0.1:9"), "give --kv-bytes-per-token"),
+        (("calibrate", "--record", "no-such-file"), "No such file"),
+        (("calibrate", "--record", "pyproject.toml"), "not a record of an instrument"),
+        (("measure", "show", "pyproject.toml"), "not a record of an instrument"),
         (("calibrate", "sim-4x", "--name", "mine_points"), "not ending in _points"),
         (("calibrate", "sim-4x", "--api-key-env", "NO_SUCH_VARIABLE"), "is not set"),
         (("measure", "interference", "sim-4x", "--set", "sim.time_scale=5"), "instruments measure wall time"),

@@ -7,8 +7,9 @@ import os
 from itertools import pairwise
 from pathlib import Path
 
-from bench.instruments.calibration import CalibratedEngine, calibrated, points_yaml
+from bench.instruments.calibration import calibrated, points_yaml
 from bench.instruments.engine import refuse_busy
+from bench.instruments.facts import CalibratedEngine
 from bench.instruments.interference import InterferencePlan, measure_interference
 from bench.instruments.plans import EngineLimits, reduced
 from bench.instruments.prompts import Prompts, TokenRange

@@ -14,6 +14,8 @@ from policies.admission import elsewhere
 from proxy.access.keys import digest_of
 from proxy.fleet.breaker import BreakerState
 from proxy.settings import load_settings
+from proxy.sharing.redis_store import RedisStore
+from proxy.sharing.store import StoreError
 from tests.proxy.conftest import Running, StartProxy, serving
 from tests.proxy.sharing.conftest import StartReplicas, knows
 from tests.proxy.sharing.store_server import StoreServer, needs_store
@@ -328,6 +330,29 @@ async def test_a_lost_subscription_is_made_again(start_replicas: StartReplicas, 
     await two.until(lambda: remote_requests(two) == 1)
     hanging.cancel()
     await asyncio.gather(hanging, return_exceptions=True)
+
+
+async def test_a_store_that_fails_while_the_proxy_stops_does_not_hold_it_up(
+    start_replicas: StartReplicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = await start_replicas(2)
+    await until_linked(one, True)
+    sharing = one.core.sharing
+    assert sharing is not None
+
+    async def fail_when_cancelled(_store: RedisStore, _timeout_s: float) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError as error:
+            raise StoreError("the connection broke while it was closed") from error
+
+    monkeypatch.setattr(RedisStore, "received", fail_when_cancelled)
+    links = sharing.links
+    running = asyncio.create_task(sharing.run())
+    await one.until(lambda: sharing.links > links)
+    running.cancel()
+    done, _ = await asyncio.wait({running}, timeout=60)
+    assert done and running.cancelled()
 
 
 async def test_a_proxy_starts_and_serves_without_its_store(
