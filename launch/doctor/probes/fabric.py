@@ -42,8 +42,9 @@ def rdma(sys: Path = _INFINIBAND, verbs: Path = _VERBS, files: Path = _DEVICE_FI
     """RDMA adapters of this machine, and their device files."""
     devices = sorted(path.name for path in sys.glob("*"))
     listed, _ = answer(["ibv_devices"])
-    # Every device of this kernel module has a uverbs file; the connection manager has one for all.
     wanted = sorted(files / path.name for path in verbs.glob("uverbs*"))
+    if devices and not wanted:
+        wanted = [files / "uverbs0"]  # without the kernel module ib_uverbs no adapter has its file
     there = [path for path in wanted if path.exists()]
     return Rdma(
         kernel_devices=devices,

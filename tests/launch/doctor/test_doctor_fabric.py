@@ -245,6 +245,8 @@ def test_adapters_and_device_files_of_a_machine(tmp_path: Path) -> None:
     found = fabric.rdma(sys, verbs, files)
     assert (found.kernel_devices, found.active_devices) == (["mlx5_0", "rdmap0s1"], ["mlx5_0"])
     assert (found.missing_files, found.denied_files) == ([str(files / "uverbs1")], [])
+    assert fabric.rdma(sys, tmp_path / "none", tmp_path / "none").missing_files == [str(tmp_path / "none" / "uverbs0")]
+    assert fabric.rdma(tmp_path / "none", verbs, files).kernel_devices == []
     assert fabric.efa({}, sys).devices == ["rdmap0s1"]
     listed = "    device          \t   node GUID\n    ------          \t----------------\n    mlx5_0\t1\n"
     assert fabric.verbs_devices(listed) == ["mlx5_0"]
