@@ -8,15 +8,20 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from warmroute_man import man_page
 from warmroute_names import RenamedGroup, suggestion
+
+if TYPE_CHECKING:
+    from launch.doctor.facts import HandOffTest
+    from launch.fleet.file import FleetFile
 
 __version__ = "0.1.0"
 
@@ -91,6 +96,13 @@ def _man(context: typer.Context) -> None:
     typer.echo(man_page(context.find_root().command, __version__), nl=False)
 
 
+def _hand_offs(fleet: FleetFile, source: str) -> list[HandOffTest]:
+    """The hand-offs of ``doctor --deep``; what they import is not needed before."""
+    from bench.instruments.self_test import hand_offs
+
+    return hand_offs(fleet, source)
+
+
 def build() -> typer.Typer:
     """The root application with every folder's commands."""
     from bench.analysis.cli import register as register_analysis
@@ -106,7 +118,7 @@ def build() -> typer.Typer:
     for register in (
         register_proxy,
         register_replayer,
-        register_launch,
+        partial(register_launch, hand_offs=_hand_offs),
         register_sim,
         register_instruments,
         register_analysis,

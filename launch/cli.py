@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from launch.doctor.probes.deep import HandOffs
     from launch.fleet.file import FleetFile
     from launch.run.state import FleetRecord, ProcessState
 
@@ -309,7 +310,11 @@ def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
     if with_proxy:
         specs.append(proxy_spec(fleet, directory / PROXY_CONFIG))
     for spec in specs:
-        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in spec.environment.items())
+        own = {**spec.environment, **{name: spec.complete_environment({})[name] for name in spec.search_paths}}
+        given = {name: shlex.quote(value) for name, value in own.items()}
+        for name in spec.search_paths.keys() - spec.environment.keys():
+            given[name] += f"${{{name}:+:${name}}}"  # the shell's own directories follow
+        variables = " ".join(f"{name}={value}" for name, value in given.items())
         typer.echo(f"# {spec.name}: ready when {', '.join(spec.ready_urls)} answer 200")
         unset = "".join(f"-u {name} " for name in spec.drop_environment)
         typer.echo(f"{f'env {unset}' if unset else ''}{variables} {shlex.join(spec.command)}".strip())
@@ -350,10 +355,13 @@ def _stop(message: str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def register(app: typer.Typer) -> None:
-    """Add ``up``, ``down``, ``status``, ``demo``, ``doctor``, ``telemetry`` and ``experiment`` to an application."""
+def register(app: typer.Typer, hand_offs: HandOffs | None = None) -> None:
+    """Add ``up``, ``down``, ``status``, ``demo``, ``doctor``, ``telemetry`` and ``experiment`` to an application.
+
+    ``hand_offs`` makes the hand-offs of ``doctor --deep``.
+    """
     from launch.demo.cli import demo
-    from launch.doctor.cli import doctor
+    from launch.doctor.cli import doctor_command
     from launch.experiment.cli import register as register_experiment
     from launch.hardware.telemetry_cli import telemetry
 
@@ -361,6 +369,6 @@ def register(app: typer.Typer) -> None:
     app.command("down")(down)
     app.command("status")(status)
     app.command("demo")(demo)
-    app.command("doctor")(doctor)
+    app.command("doctor")(doctor_command(hand_offs))
     app.command("telemetry")(telemetry)
     register_experiment(app)

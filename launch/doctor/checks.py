@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from launch.doctor import checks_caching, checks_engines, checks_gpus, checks_host, checks_network
+from launch.doctor import (
+    checks_caching,
+    checks_deep,
+    checks_engines,
+    checks_fabric,
+    checks_gpus,
+    checks_host,
+    checks_network,
+)
 from launch.doctor.findings import CHECKS, Check
 
-MODULES = (checks_engines, checks_caching, checks_gpus, checks_host, checks_network)
+MODULES = (checks_engines, checks_caching, checks_gpus, checks_fabric, checks_host, checks_network, checks_deep)
 
 
 def all_checks() -> list[Check]:

@@ -88,7 +88,7 @@ def mooncake_transports(facts: Facts) -> Iterator[Result]:
                 "the fleet transfers KV, but the engine Python has no Mooncake", "install it there, or set role: none"
             )
         return
-    cuda = found.mooncake_package != "mooncake-transfer-engine-non-cuda"
+    cuda = not (found.mooncake_package or "").endswith("-non-cuda")
     capable = cuda and release(found.mooncake) >= NVLINK_SINCE
     if release(found.mooncake) < WHOLE_TCP_WRITES_SINCE and facts.protocols() <= {"tcp"}:
         yield warning(

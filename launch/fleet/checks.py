@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from math import isclose
 from urllib.parse import urlsplit
 
+from launch.fleet.fabric import misplaced_keys
 from launch.fleet.layout import FleetLayout, is_loopback
 from policies.types import Role, Transport
 
@@ -155,6 +156,11 @@ def _check_transfer(fleet: FleetLayout) -> None:
         transfer = member.vllm.transfer
         if "mooncake_protocol" in transfer.extra_config:
             raise ValueError("vllm.transfer.extra_config.mooncake_protocol: use vllm.transfer.protocol")
+        for key, transports in misplaced_keys(transfer.protocol, transfer.fabric).items():
+            raise ValueError(
+                f"vllm.transfer.fabric.{key}: is for protocol {transports}, not {transfer.protocol}; remove it or "
+                "change vllm.transfer.protocol"
+            )
         if transfer.protocol is not Transport.NVLINK:
             continue
         if member.vllm.device == "cpu":

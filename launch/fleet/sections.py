@@ -43,6 +43,50 @@ class SimSettings(Section):
     )
 
 
+class FabricSettings(Section):
+    """EFA and RDMA between vLLM engines: libfabric and Mooncake; None leaves their own default.
+
+    Each description begins with the transports that a key is for; with another one it is refused.
+    """
+
+    library_path: tuple[str, ...] | None = Field(
+        default=None,
+        description="efa, rdma: directories put first in LD_LIBRARY_PATH; default: with efa /opt/amazon/efa/lib and "
+        "/opt/amazon/efa/lib64",
+    )
+    nics: tuple[str, ...] | None = Field(
+        default=None, min_length=1, description="efa, rdma: adapters Mooncake may use, by name (MC_TE_FILTERS)"
+    )
+    max_wr: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="efa, rdma: writes in flight per adapter or queue pair (MC_MAX_WR); with efa best left out",
+    )
+    max_cqe: int | None = Field(
+        default=None, ge=1, le=65535, description="efa, rdma: entries of a completion queue (MC_MAX_CQE_PER_CTX)"
+    )
+    cqs_per_nic: int | None = Field(
+        default=None, ge=1, le=255, description="efa, rdma: completion queues per adapter (MC_NUM_CQ_PER_CTX)"
+    )
+    gid_index: int | None = Field(
+        default=None, ge=0, le=255, description="rdma: index of the adapter's address (MC_GID_INDEX)"
+    )
+    traffic_class: int | None = Field(default=None, ge=0, le=255, description="rdma: traffic class (MC_IB_TC)")
+    slice_bytes: int | None = Field(
+        default=None, ge=1, description="rdma: bytes of one write (MC_SLICE_SIZE); EFA writes are not divided"
+    )
+    device_rdma: bool = Field(default=True, description="efa: RDMA by the device (FI_EFA_USE_DEVICE_RDMA)")
+    tx_depth: int | None = Field(
+        default=None, ge=1, description="efa: depth of an adapter's transmit queue (FI_EFA_TX_SIZE)"
+    )
+    cq_threads: int | None = Field(
+        default=None,
+        ge=0,
+        description="efa: threads that poll completions, a busy core each; 0: one per adapter (MC_EFA_CQ_THREADS)",
+    )
+
+
 class TransferSettings(Section):
     """KV transfer between vLLM engines (MooncakeConnector); unused with role none."""
 
@@ -68,6 +112,7 @@ class TransferSettings(Section):
     kv_load_failure_policy: Literal["recompute", "fail"] | None = Field(
         default=None, description="vLLM's reaction to a failed pull, where its version has the setting; default: vLLM's"
     )
+    fabric: FabricSettings = Field(default_factory=FabricSettings)
     extra_config: dict[str, Any] = Field(
         default_factory=dict, description="further entries of kv_connector_extra_config"
     )

@@ -39,7 +39,13 @@ def effective_config_problems(process: ManagedProcess) -> list[str]:
 
 def _environment_problems(spec: ProcessSpec, received: dict[str, str], *, own: bool) -> list[str]:
     problems = []
+    for name, directories in spec.search_paths.items():
+        first = ":".join(directories)
+        if not f"{received.get(name, '')}:".startswith(f"{first}:"):
+            problems.append(f"has {name}={received.get(name)!r}, which does not begin with {first}")
     for name, value in spec.environment.items():
+        if name in spec.search_paths:
+            continue
         if name not in received:
             problems.append(f"did not receive {name}")
         elif received[name] != value and (own or name not in _ADJUSTED_BELOW):

@@ -66,14 +66,7 @@ class ManagedProcess:
             StartError: the operating system refused.
         """
         self.mark = uuid.uuid4().hex
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in self.spec.drop_environment
-            and not (self.spec.drop_environment_prefix and name.startswith(self.spec.drop_environment_prefix))
-        }
-        environment.update(self.spec.environment)
-        environment[MARK_VARIABLE] = self.mark
+        environment = {**self.spec.complete_environment(os.environ), MARK_VARIABLE: self.mark}
         command = [sys.executable, "-I", "-S", str(guard.__file__), str(os.getpid()), *self.spec.command]
         self.exit_code = None
         try:

@@ -16,7 +16,8 @@ from policies.types import Role, Transport
 _EVIDENCE = (
     # The first match counts: NVLink is set up beside TCP, which then only carries the handshake.
     (Transport.NVLINK, re.compile(r"Using Intra-Node NVLink transport")),
-    (Transport.EFA, re.compile(r"provider: efa|\bEfaTransport\b")),
+    # Not the transport's name alone: it also stands before "No available EFA devices".
+    (Transport.EFA, re.compile(r"EFA device \(libfabric\): \S|EfaTransport: Started \d")),
     (Transport.RDMA, re.compile(r"RDMA device: \S+.*\b(LID|GID)\b")),
     (Transport.TCP, re.compile(r"TcpTransport: listen on port")),
 )

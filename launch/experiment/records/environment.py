@@ -21,7 +21,7 @@ import msgspec
 import psutil
 
 from launch.doctor.facts import EnginePython
-from launch.doctor.probe_python import ask_python
+from launch.doctor.probes.python import ask_python
 from launch.engines.vllm import resolve_python
 from launch.fleet.file import FleetFile
 from launch.hardware.gpus import GpuInventory, read_inventory

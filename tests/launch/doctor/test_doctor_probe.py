@@ -17,10 +17,10 @@ import yaml
 from typer.testing import CliRunner
 
 from launch.__main__ import app
-from launch.doctor.probe import _verbs_devices, gather
-from launch.doctor.probe_clocks import ask_clocks, certain_offset
-from launch.doctor.probe_conditions import ask_proxy
-from launch.doctor.probe_python import ask_python
+from launch.doctor.probe import gather
+from launch.doctor.probes.clocks import ask_clocks, certain_offset
+from launch.doctor.probes.conditions import ask_proxy
+from launch.doctor.probes.python import ask_python
 from launch.fleet.file import parse_fleet
 from tests.launch.conftest import fleet_values
 from tests.launch.fake_nvml import FakeGpu, FakeNvml
@@ -87,13 +87,6 @@ def test_what_is_no_python_is_reported(tmp_path: Path, script: str | None, words
         path.write_text(script)
         path.chmod(0o755)
     assert words in (ask_python(str(path)).error or "")
-
-
-def test_ibv_devices_output() -> None:
-    listed = (
-        "    device          \t   node GUID\n    ------          \t---------\n    mlx5_0 \t0c42a103\n    mlx5_1\t0c4\n"
-    )
-    assert _verbs_devices(listed) == ["mlx5_0", "mlx5_1"]
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,15 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "max_len": "65536",
         "block": "128",
     },
+    "efa-p5e": {"roles": ["kv_both"] * 8, "protocol": "efa", "planner": "cost_model", "block": "128"},
     "efa-p5en": {"roles": ["kv_both"] * 8, "protocol": "efa", "planner": "cost_model", "block": "128"},
+    "efa-p6-b300": {
+        "roles": ["kv_both"] * 8,
+        "protocol": "efa",
+        "planner": "cost_model",
+        "max_len": "262144",
+        "block": "128",
+    },
     "efa-p6": {"roles": ["kv_both"] * 8, "protocol": "efa", "planner": "cost_model", "block": "128"},
     "rdma-8x": {"roles": ["kv_both"] * 8, "protocol": "rdma", "planner": "cost_model"},
     "vllm-cpu-4x": {"roles": ["kv_both"] * 4, "protocol": "tcp", "planner": "never", "cpu": True},
@@ -253,7 +261,10 @@ def _check_transfer(fleet: FleetFile, spec: ProcessSpec, index: int, role: str, 
     assert ("MC_INTRANODE_NVLINK" in names) == (protocol == "nvlink")
     assert ("MC_INTRANODE_NVLINK" in spec.drop_environment) == (protocol != "nvlink")
     assert ("MC_FORCE_TCP" in spec.drop_environment) == (protocol == "nvlink")
-    assert spec.environment.get("FI_EFA_ENABLE_SHM_TRANSFER") == ("0" if protocol == "efa" else None)
+    fabric = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_ENABLE_SHM_TRANSFER": "0"}
+    assert {name: spec.environment[name] for name in fabric if name in names} == (fabric if protocol == "efa" else {})
+    directories = ("/opt/amazon/efa/lib", "/opt/amazon/efa/lib64")
+    assert spec.search_paths == ({"LD_LIBRARY_PATH": directories} if protocol == "efa" else {})
     # A consumer has no bootstrap server to wait for.
     bootstrap = None if role == "kv_consumer" else f"http://127.0.0.1:{fleet.base_bootstrap_port + index}"
     assert spec.bootstrap_url == bootstrap
@@ -358,6 +369,8 @@ def test_paths_are_found_from_here_then_from_the_project(tmp_path: Path, monkeyp
         ("I1 tcp_transport.cpp:541] TcpTransport: listen on port 16599", Transport.TCP),
         ("TcpTransport: listen on port 1\nx] Using Intra-Node NVLink transport\n", Transport.NVLINK),
         ("EFA device (libfabric): rdmap79s0, domain: rdmap79s0-rdm, fabric: efa, provider: efa", Transport.EFA),
+        ("efa_transport.cpp:89] EfaTransport: Started 1 CQ polling worker threads", Transport.EFA),
+        ("efa_transport.cpp:1280] EfaTransport: No available EFA devices", None),
         ("rdma_context.cpp:1] RDMA device: mlx5_0, LID: 0, GID: (3) 00:00", Transport.RDMA),
         ("The Mooncake Transfer Engine is using tcp as its protocol.", None),
         ("No RDMA devices found, check your device installation", None),

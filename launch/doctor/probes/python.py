@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
+from collections.abc import Mapping
 
 import msgspec
 
@@ -16,8 +18,9 @@ _TIMEOUT_S = 60.0
 
 # Runs in the engines' Python. `find_spec` of a top-level package locates it and runs none of its code.
 _QUESTION = r"""
-import importlib.metadata as metadata, importlib.util, json, os, platform, re, subprocess, sys
-answer = {"python": platform.python_version(), "packages": {}, "mooncake_missing": []}
+import glob, importlib.metadata as metadata, importlib.util, json, os, platform, re, subprocess, sys
+answer = {"python": platform.python_version(), "packages": {}, "mooncake_missing": [], "mooncake_linked": {},
+          "mooncake_bundled": []}
 for name in json.loads(sys.argv[1]):
     try:
         answer["packages"][name] = metadata.version(name)
@@ -42,12 +45,27 @@ for name in os.listdir(mooncake) if mooncake else []:
         except (OSError, subprocess.SubprocessError):
             continue
         answer["mooncake_missing"] += re.findall(r"^\s*(\S+) => not found", linked.stdout, re.M)
+        answer["mooncake_linked"].update(re.findall(r"^\s*(lib(?:fabric|efa)\S*) => (/\S+)", linked.stdout, re.M))
+if mooncake:
+    # auditwheel puts the libraries that it bundles beside the package.
+    for beside in glob.glob(os.path.join(os.path.dirname(mooncake), "mooncake*.libs")):
+        names = [name for name in sorted(os.listdir(beside)) if re.match(r"lib(fabric|efa)\b", name)]
+        answer["mooncake_bundled"] += [os.path.join(beside, name) for name in names]
 print(json.dumps(answer))
 """
 
 
-def ask_python(executable: str) -> EnginePython:
-    """Engine software of a Python; `EnginePython.error` has the reason when it could not be run."""
+def ask_python(executable: str, environment: Mapping[str, str] | None = None) -> EnginePython:
+    """Engine software of a Python; `EnginePython.error` has the reason when it could not be run.
+
+    Args:
+        executable: the Python.
+        environment: where it differs from this process's: that of an engine, whose LD_LIBRARY_PATH decides which
+            libraries its Mooncake loads.
+    """
+    variables = dict(os.environ)
+    if environment is not None and "LD_LIBRARY_PATH" in environment:
+        variables["LD_LIBRARY_PATH"] = environment["LD_LIBRARY_PATH"]
     try:
         done = subprocess.run(
             [executable, "-c", _QUESTION, json.dumps(ASKED_PACKAGES)],
@@ -56,6 +74,7 @@ def ask_python(executable: str) -> EnginePython:
             timeout=_TIMEOUT_S,
             check=True,
             stdin=subprocess.DEVNULL,
+            env=variables,
             cwd=tempfile.gettempdir(),  # `-c` puts the current folder first, and ours contains packages
         )
     except OSError as error:
