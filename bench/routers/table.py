@@ -112,7 +112,11 @@ def _compared(arms: Mapping[str, Sequence[RouterRecord]], base: str) -> Iterator
     for each in comparisons:
         yield _difference(each)
     yield ""
-    yield comparisons[0].window.describe() or "No request was left out."
+    window = comparisons[0].window
+    yield (
+        f"Left out of every arm by the plan: {window.cold} requests of the cold start, {window.drain} of the drain. "
+        "Intervals: 95 %, paired by request, bootstrap over sessions; better, worse: after correction for all metrics."
+    )
     for warning in dict.fromkeys(warning for each in comparisons for warning in each.warnings):
         yield f"- {warning}"
 
@@ -136,7 +140,10 @@ def _notes(arms: Mapping[str, Sequence[RouterRecord]]) -> Iterator[str]:
         yield f"- `{label}`: {'; '.join(dict.fromkeys(run.router for run in runs))}."
         for run in runs:
             if run.cut:
-                yield f"- `{label}`, repeat {run.repeat}: cut off after {len(run.requests)} of {run.planned} requests."
+                yield (
+                    f"- `{label}`, repeat {run.repeat}: cut off after {len(run.requests)} of {run.planned} requests; "
+                    "the slowest are missing from its times."
+                )
             errors = Counter(request.error for request in run.requests if request.error)
             for reason, count in errors.most_common(3):
                 yield f"- `{label}`, repeat {run.repeat}: {count} failed: {reason[:120]}"
