@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+import uvloop
 import yaml
 
 from bench.routers.arms import chosen_arms
@@ -136,7 +137,8 @@ def run(
             typer.echo(line)
         return
     try:
-        missing = asyncio.run(run_all(runs, setup, budget_s, typer.echo))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            missing = runner.run(run_all(runs, setup, budget_s, typer.echo))
     except (EngineSetError, RouterRecordError) as error:
         _stop(error)
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -25,6 +25,11 @@ IDLE_S = 180.0
 """For requests that a finished or cut run has left on an engine."""
 EMPTY_S = 90.0
 """For a cache that cannot be emptied because blocks are still held."""
+_STALE_S = 5.0
+"""An engine that steps no more may report requests that have ended; after so long one more request makes it step."""
+_WARM_UP_S = 300.0
+_WARM_UP_TOKENS = (1024, 8192)
+WARM_UP_OUTPUT = 16
 _POLL_S = 0.1
 _AGAIN_S = 1.0
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}]*\})? (\S+)", re.MULTILINE)
@@ -128,16 +133,42 @@ class EngineSet:
         """Each engine's counters now. Raises EngineSetError."""
         return [page.counters for page in await self._each(self._page)]
 
-    async def until_idle(self) -> None:
+    async def warm_up(self, model: str, longest: int) -> None:
+        """Let every engine compute short and long prompts once, so that the first run does not wait for its kernels.
+
+        Args:
+            model: name of the served model.
+            longest: tokens of the longest prompt to come.
+
+        Raises:
+            EngineSetError: an engine refused one, failed, or took too long.
+        """
+
+        async def compute(url: str) -> None:
+            for tokens in sorted({min(each, longest) for each in (*_WARM_UP_TOKENS, longest)}):
+                # Prompts that share no beginning, as none of them may be found in the cache.
+                prompt = [_PROBE_FIRST_ID + (tokens + 7919 * place) % 1000 for place in range(tokens)]
+                await self._complete(url, model, prompt, WARM_UP_OUTPUT, _WARM_UP_S)
+
+        await self._each(compute)
+
+    async def until_idle(self, model: str) -> None:
         """Wait until no engine has a request.
 
         Raises:
             EngineSetError: one still has after `IDLE_S`, or does not answer.
         """
-        deadline_s = time.monotonic() + IDLE_S
-        while busy := [f"{url}: {page.in_flight}" for url, page in await self._pages() if page.in_flight]:
-            if time.monotonic() > deadline_s:
-                raise EngineSetError(f"requests in flight after {IDLE_S:g} s ({', '.join(busy)}): stop the other load")
+        began_s = time.monotonic()
+        nudged_s = began_s
+        while busy := {url: page.in_flight for url, page in await self._pages() if page.in_flight}:
+            now_s = time.monotonic()
+            if now_s > began_s + IDLE_S:
+                listed = ", ".join(f"{url}: {count}" for url, count in busy.items())
+                raise EngineSetError(f"requests in flight after {IDLE_S:g} s ({listed}): stop the other load")
+            if now_s > nudged_s + _STALE_S:
+                nudged_s = now_s
+                for url in busy:
+                    await self._complete(url, model, [_PROBE_FIRST_ID], 1, _ANSWER_S)
             await asyncio.sleep(_POLL_S)
 
     async def emptied(self, model: str) -> list[CacheProof]:
@@ -146,7 +177,7 @@ class EngineSet:
         Raises:
             EngineSetError: an engine stays busy, has no prefix cache, or cannot be emptied.
         """
-        await self.until_idle()
+        await self.until_idle(model)
 
         async def prove(url: str) -> CacheProof:
             await self._hits_of_probe(url, model)
@@ -183,13 +214,8 @@ class EngineSet:
     async def _hits_of_probe(self, url: str, model: str) -> float:
         """Tokens of the probe prompt that the engine finds cached."""
         before = await self._page(url)
-        body = {
-            "model": model,
-            "prompt": list(range(_PROBE_FIRST_ID, _PROBE_FIRST_ID + PROBE_TOKENS)),
-            "max_tokens": 1,
-            "temperature": 0,
-        }
-        await self._asked("POST", f"{url}/v1/completions", json=body, timeout=_ANSWER_S)
+        probe = list(range(_PROBE_FIRST_ID, _PROBE_FIRST_ID + PROBE_TOKENS))
+        await self._complete(url, model, probe, 1, _ANSWER_S)
         deadline_s = time.monotonic() + _COUNTED_S
         while True:
             grown = (await self._page(url)).counters.since(before.counters)
@@ -200,6 +226,10 @@ class EngineSet:
                     f"{url}: vllm:prefix_cache_queries_total does not count; start it with --enable-prefix-caching"
                 )
             await asyncio.sleep(_POLL_S)
+
+    async def _complete(self, url: str, model: str, prompt: list[int], max_tokens: int, timeout_s: float) -> None:
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        await self._asked("POST", f"{url}/v1/completions", json=body, timeout=timeout_s)
 
     async def _reset(self, url: str) -> None:
         try:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import httpx
 
-from bench.routers.engines import EngineSet, EngineSetError, ServedModel
+from bench.routers.engines import WARM_UP_OUTPUT, EngineSet, EngineSetError, ServedModel
 from bench.routers.launches import PeerEnvironment, RouterLaunchError, launch_of
 from bench.routers.plan import RoutersRun
 from bench.routers.process import running_router
@@ -49,6 +49,11 @@ class RoutersSetup(NamedTuple):
         """URLs of the engines."""
         return [str(each["url"]).rstrip("/") for each in self.base["instances"]]
 
+    @property
+    def hands_over(self) -> bool:
+        """True if engines can give their KV to others."""
+        return any(each.get("role", "none") != "none" for each in self.base["instances"])
+
     def plan_options(self, load: float) -> PlanOptions:
         """Times and limits of the plan at a load."""
         conditions = self.conditions
@@ -82,7 +87,7 @@ class RoutersSetup(NamedTuple):
 
 
 async def preflight(setup: RoutersSetup) -> tuple[ServedModel, str]:
-    """The engines' model, and a sentence on the prompts, once the longest one is known to fit.
+    """The engines' model, and a sentence on the prompts, once the longest one is known to fit and was computed once.
 
     Raises:
         EngineSetError: engines do not answer or differ, or a prompt does not fit their context.
@@ -98,14 +103,15 @@ async def preflight(setup: RoutersSetup) -> tuple[ServedModel, str]:
                 trace.block_tokens, seed=conditions.seed, low=conditions.token_low, high=conditions.token_high
             )
             tokens = await engines.prompt_tokens(served.name, builder.text(longest))
-    if tokens is None:
-        return served, "longest prompt: unknown, the engines have no /tokenize"
-    room = None if served.max_tokens is None else served.max_tokens - max(longest.output_length, 1)
-    if room is not None and tokens > room:
-        raise EngineSetError(
-            f"the longest prompt has {tokens} tokens on the engines, which take {room}: "
-            f"--length-scale {conditions.length_scale * room / tokens:.2f} would fit"
-        )
+        if tokens is None:
+            return served, "longest prompt: unknown, the engines have no /tokenize"
+        room = None if served.max_tokens is None else served.max_tokens - max(longest.output_length, WARM_UP_OUTPUT)
+        if room is not None and tokens > room:
+            raise EngineSetError(
+                f"the longest prompt has {tokens} tokens on the engines, which take {room}: "
+                f"--length-scale {conditions.length_scale * room / tokens:.2f} would fit"
+            )
+        await engines.warm_up(served.name, tokens)
     ratio = tokens / longest.input_length
     return served, f"longest prompt: {tokens} tokens on the engines, {ratio:.2f} for each of the trace's"
 
@@ -147,7 +153,7 @@ async def _measured(run: RoutersRun, setup: RoutersSetup, served: ServedModel, f
             router.check_running()
             cpu_s = router.cpu_s() - cpu_s
             evidence = await router.evidence(http)
-        await engines.until_idle()
+        await engines.until_idle(served.name)
         after = await engines.counters()
     found = read_run(folder / _RUN_FILE)
     _refuse_silence(found.records)

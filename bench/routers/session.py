@@ -61,6 +61,8 @@ async def _run_all(
     spans_s = spans(setup, sorted({run.load for run in runs}))
     served, prompts = await preflight(setup)
     report(f"{len(setup.engines)} engines serve {served.name}; {prompts}")
+    if any(run.arm.policy == "joint" for run in runs) and not setup.hands_over:
+        report("note: no instance in --config has a role: joint cannot hand over, and decides as warm does")
     missing: list[str] = []
     for run in runs:
         if run.name in records:

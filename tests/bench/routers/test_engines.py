@@ -18,6 +18,8 @@ class FakeEngine:
         self.caching, self.stubborn, self.model, self.busy = caching, stubborn, model, busy
         self.cached: set[str] = set()
         self.lookups = self.hits = self.resets = 0
+        self.steps_clear = False
+        """A request ends the others that it reports."""
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         """Answer a request."""
@@ -36,6 +38,8 @@ class FakeEngine:
                 if self.resets > self.stubborn:
                     self.cached.clear()
                 return httpx.Response(200)
+        if self.steps_clear:
+            self.busy = 0
         prompt = json.dumps(json.loads(request.content)["prompt"])
         if self.caching:
             self.lookups += 512
@@ -105,7 +109,7 @@ async def test_other_load_on_the_engines_is_refused(monkeypatch: pytest.MonkeyPa
     engines, http = fleet(FakeEngine(busy=10**9))
     async with http:
         with pytest.raises(EngineSetError, match="stop the other load"):
-            await engines.until_idle()
+            await engines.until_idle("q")
 
 
 async def test_the_engines_must_serve_one_model() -> None:
@@ -118,6 +122,26 @@ async def test_the_engines_must_serve_one_model() -> None:
         served = await engines.served()
         assert (served.name, served.max_tokens, served.pool_tokens) == ("q", 1000, [1600, 1600])
         assert await engines.prompt_tokens("q", "three words here") == 3
+
+
+async def test_a_count_that_is_left_from_the_last_step_is_refreshed_by_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_STALE_S", 0.0)
+    fake = FakeEngine(busy=10**9)
+    fake.steps_clear = True
+    engines, http = fleet(fake)
+    async with http:
+        await engines.until_idle("q")
+    assert fake.busy == 0
+
+
+async def test_every_engine_computes_the_longest_prompt_before_the_first_run() -> None:
+    fakes = [FakeEngine(), FakeEngine()]
+    engines, http = fleet(*fakes)
+    async with http:
+        await engines.warm_up("q", 2000)
+    assert [sorted(len(json.loads(prompt)) for prompt in fake.cached) for fake in fakes] == [[1024, 2000]] * 2
 
 
 def test_counters_of_a_page_are_summed_and_may_be_missing() -> None:
