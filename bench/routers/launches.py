@@ -22,7 +22,11 @@ _VERSION_S = 60.0
 _PACKAGES = {RouterProduct.VLLM: "vllm-router", RouterProduct.SGLANG: "sglang-router"}
 _MODULES = {RouterProduct.VLLM: "vllm_router.launch_router", RouterProduct.SGLANG: "sglang_router.launch_router"}
 _EVIDENCE = {
-    RouterProduct.VLLM: ("vllm_router_prefix_routing_decisions_total", "vllm_router_kv_routing_inputs_total"),
+    RouterProduct.VLLM: (
+        "vllm_router_prefix_routing_decisions_total",
+        "vllm_router_kv_routing_inputs_total",
+        "vllm_router_kv_placement_lookups_total",
+    ),
     RouterProduct.SGLANG: ("smg_worker_selection_total",),
 }
 
@@ -51,7 +55,7 @@ class RouterLaunchError(Exception):
 
 
 class PeerEnvironment(NamedTuple):
-    """Where vLLM Router and SGLang's gateway are installed."""
+    """Installation of vLLM Router and SGLang's gateway."""
 
     python: str = sys.executable
     path: Path | None = None

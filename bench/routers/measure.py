@@ -30,7 +30,7 @@ class BudgetSpentError(Exception):
 
 
 class RoutersSetup(NamedTuple):
-    """What all runs of a comparison have in common."""
+    """Trace, engines and settings that all runs of a comparison have in common."""
 
     trace: Trace
     base: dict[str, Any]

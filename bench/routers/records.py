@@ -22,7 +22,7 @@ _DIGITS = 5
 
 
 class RoutersConditions(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs must have in common to be compared, or to stand for each other when a comparison continues."""
+    """Conditions that runs must share to be compared, and to count when a comparison continues."""
 
     trace_sha256: str
     prompt_mode: str

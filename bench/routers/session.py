@@ -14,6 +14,8 @@ from bench.routers.plan import RoutersRun, estimates_of
 from bench.routers.records import RouterRecord, read_records, refuse_others, totals_of, write_record
 
 Report = Callable[[str], None]
+_END_S = 5.0
+"""Of a budget, left to end the router of a run that is late."""
 
 
 def kept(setup: RoutersSetup) -> dict[str, RouterRecord]:
@@ -24,8 +26,8 @@ def kept(setup: RoutersSetup) -> dict[str, RouterRecord]:
 
 
 def spans(setup: RoutersSetup, loads: Sequence[float]) -> dict[float, float]:
-    """Wall seconds of the plan at each load."""
-    return {load: setup.span_s(load) for load in loads}
+    """Expected wall seconds of a replay at each load, by the plan and the limit of a run."""
+    return {load: min(setup.span_s(load), setup.limit_s) for load in loads}
 
 
 async def run_all(runs: Sequence[RoutersRun], setup: RoutersSetup, budget_s: float | None, report: Report) -> list[str]:
@@ -69,12 +71,12 @@ async def _run_all(
             continue
         left_s = None if budget_s is None else budget_s - (time.monotonic() - began_s)
         [estimate_s] = estimates_of([run], [record.length for record in records.values()], spans_s)
-        if left_s is not None and estimate_s > left_s:
+        if left_s is not None and estimate_s + _END_S > left_s:
             report(f"{run.name}: not started, {estimate_s:.0f} s expected, {max(left_s, 0.0):.0f} s left")
             missing.append(run.name)
             continue
         try:
-            record = await measured(run, setup, served, left_s)
+            record = await measured(run, setup, served, None if left_s is None else left_s - _END_S)
         except (EngineSetError, RouterLaunchError, BudgetSpentError) as error:
             report(f"error: {run.name}: {error}")
             missing.append(run.name)
