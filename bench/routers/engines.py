@@ -202,6 +202,15 @@ class EngineSet:
 
         return await self._each(prove)
 
+    async def clear(self, model: str) -> None:
+        """Empty every prefix cache once more, with a step that publishes it as a KV event. Raises EngineSetError."""
+
+        async def one(url: str) -> None:
+            await self._reset(url)
+            await self._complete(url, model, [_PROBE_FIRST_ID], 1, _ANSWER_S)
+
+        await self._each(one)
+
     async def prompt_tokens(self, model: str, prompt: str) -> int | None:
         """Tokens of a text by the first engine's tokenizer; None if it has no ``/tokenize``. Raises EngineSetError."""
         url = f"{self.urls[0]}/tokenize"

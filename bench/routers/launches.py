@@ -80,6 +80,8 @@ class RouterLaunch(msgspec.Struct, frozen=True, kw_only=True):
     note: str
     """Version and settings, for the record."""
     metrics_url: str
+    events_path: str = ""
+    """Answers with the state of the KV events it follows; empty: the router has no such answer."""
     evidence: tuple[str, ...] = ()
     """Names of metrics that show how it decided."""
 
@@ -123,7 +125,10 @@ def policy_params(arm: RouterArm) -> dict[str, Any]:
 def settings_of(arm: RouterArm, base: Mapping[str, Any], port: int) -> dict[str, Any]:
     """Settings of a warmroute proxy with the arm's policy."""
     policy = {"name": arm.policy, "params": policy_params(arm)}
-    return {"log_level": "warning", **base, "host": HOST, "port": port, "policy": policy}
+    # A router that starts on engines with a history would replay the events of all runs before, well into its own run.
+    # Without that it trusts their events from the next time that they empty their caches, which is at its start.
+    instances = [{key: each[key] for key in each if key != "events_replay_url"} for each in base["instances"]]
+    return {"log_level": "warning", **base, "instances": instances, "host": HOST, "port": port, "policy": policy}
 
 
 def _warmroute(arm: RouterArm, base: Mapping[str, Any], folder: Path) -> RouterLaunch:
@@ -138,6 +143,7 @@ def _warmroute(arm: RouterArm, base: Mapping[str, Any], folder: Path) -> RouterL
         ready_path="/ready",
         note=f"warmroute {installed_version()}, policy {arm.label}",
         metrics_url=f"{url}/metrics",
+        events_path="/instances",
         evidence=("warmroute_offloads_total", "warmroute_prefill_specialists"),
     )
 
@@ -176,8 +182,6 @@ def _event_sources(instances: Sequence[Mapping[str, Any]], model: str) -> list[s
     found = ["--kv-event-model", model]
     for each in instances:
         found += ["--kv-event-source", f"{each['url']}={each['events_url']}"]
-        if each.get("events_replay_url"):
-            found += ["--kv-event-replay-source", f"{each['url']}={each['events_replay_url']}"]
     return found
 
 

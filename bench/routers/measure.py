@@ -13,7 +13,7 @@ import httpx
 from bench.routers.engines import WARM_UP_OUTPUT, EngineSet, EngineSetError, ServedModel
 from bench.routers.launches import PeerEnvironment, RouterLaunchError, launch_of
 from bench.routers.plan import RoutersRun
-from bench.routers.process import running_router
+from bench.routers.process import RunningRouter, running_router
 from bench.routers.records import RequestFigures, RouterRecord, RoutersConditions
 from replayer.records.runs import RequestRecord, read_run
 from replayer.replay.plan import PlanOptions, make_plan
@@ -23,6 +23,10 @@ from replayer.traces.trace import Trace
 
 LOGS = "logs"
 _RUN_FILE = "run.jsonl"
+_EVENTS_S = 30.0
+_CLEAR_AGAIN_S = 3.0
+"""A router that subscribed after the event waits for the next one."""
+_POLL_S = 0.1
 
 
 class BudgetSpentError(Exception):
@@ -148,6 +152,7 @@ async def _measured(run: RoutersRun, setup: RoutersSetup, served: ServedModel, f
         launch = launch_of(run.arm, setup.base, folder, setup.peers, served.name)
         with running_router(launch, logs / f"{run.name}.log") as router:
             await router.until_ready(http, len(engines.urls), served.name)
+            await _events_followed(router, engines, http, served.name)
             before, cpu_s = await engines.counters(), router.cpu_s()
             await _replayed(run, setup, folder / _RUN_FILE, launch.url, served.name)
             router.check_running()
@@ -176,6 +181,25 @@ async def _measured(run: RoutersRun, setup: RoutersSetup, served: ServedModel, f
         header=found.header,
         requests=[RequestFigures.of(each) for each in found.records],
     )
+
+
+async def _events_followed(router: RunningRouter, engines: EngineSet, http: httpx.AsyncClient, model: str) -> None:
+    """Start every router that follows KV events from caches that are empty by those events too."""
+    deadline_s = time.monotonic() + _EVENTS_S
+    while True:
+        await engines.clear(model)
+        again_s = time.monotonic() + _CLEAR_AGAIN_S
+        while late := await router.untrusted_events(http):
+            if time.monotonic() > again_s:
+                break
+            await asyncio.sleep(_POLL_S)
+        else:
+            return
+        if time.monotonic() > deadline_s:
+            raise RouterLaunchError(
+                f"KV events are not trusted after {_EVENTS_S:g} s ({', '.join(late)}): check events_url in --config, "
+                "or leave it out"
+            )
 
 
 async def _replayed(run: RoutersRun, setup: RoutersSetup, path: Path, endpoint: str, model: str) -> None:

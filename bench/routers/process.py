@@ -36,6 +36,20 @@ class _Readiness(msgspec.Struct):
         return self.healthy_workers if self.healthy_workers is not None else len(self.healthy_instances or ())
 
 
+class _EventsState(msgspec.Struct):
+    trusted: bool
+    not_trusted_because: str | None = None
+
+
+class _InstanceRow(msgspec.Struct):
+    name: str
+    kv_events: _EventsState | None = None
+
+
+class _Instances(msgspec.Struct):
+    instances: list[_InstanceRow]
+
+
 class RunningRouter:
     """A started router.
 
@@ -91,6 +105,18 @@ class RunningRouter:
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
             return str(error) or type(error).__name__
         return "" if said.is_success else f"a request got {said.status_code}: {said.text[:200]}"
+
+    async def untrusted_events(self, http: httpx.AsyncClient) -> list[str]:
+        """Engines whose KV events it follows and cannot use yet, with the reason. Raises RouterLaunchError."""
+        if not self.launch.events_path:
+            return []
+        try:
+            answer = await http.get(self.launch.url + self.launch.events_path, timeout=_CONTROL_S)
+            rows = msgspec.json.decode(answer.content, type=_Instances).instances
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            raise RouterLaunchError(f"{self.launch.events_path}: {error or type(error).__name__}") from error
+        events = [(row.name, row.kv_events) for row in rows]
+        return [f"{name}: {each.not_trusted_because}" for name, each in events if each and not each.trusted]
 
     async def evidence(self, http: httpx.AsyncClient) -> list[str]:
         """Lines of its own metrics that show how it decided; none where they cannot be read."""

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from bench.gpu.routers_ab import app
 from bench.routers.records import read_records, totals_of
+from tests.integration.fleet import free_port
 from tests.sim.server.test_http import EngineProcess
 
 pytestmark = [pytest.mark.fleet, pytest.mark.xdist_group("routers")]
@@ -22,11 +23,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Settings of a proxy in front of two engines."""
     engines: list[EngineProcess] = []
     try:
-        for _ in range(2):
-            engines.append(EngineProcess.start("--role", "none", "--block-size", "16"))
+        events = [free_port() for _ in range(2)]
+        for port in events:
+            options = ("--role", "none", "--block-size", "16", "--kv-events-port", str(port))
+            engines.append(EngineProcess.start(*options))
         path = tmp_path_factory.mktemp("fleet") / "proxy.yaml"
-        urls = [f"http://127.0.0.1:{engine.port}" for engine in engines]
-        path.write_text(yaml.safe_dump({"instances": urls, "grace_s": 1.0}))
+        instances = [
+            {"url": f"http://127.0.0.1:{engine.port}", "events_url": f"tcp://127.0.0.1:{port}"}
+            for engine, port in zip(engines, events, strict=True)
+        ]
+        path.write_text(yaml.safe_dump({"instances": instances, "grace_s": 1.0}))
         yield path
     finally:
         for engine in engines:

@@ -80,6 +80,17 @@ async def test_every_cache_is_emptied_after_a_probe_was_found_in_it() -> None:
     assert not any(fake.cached for fake in fakes)
 
 
+async def test_a_cache_is_cleared_with_a_step_that_publishes_it() -> None:
+    fake = FakeEngine()
+    fake.cached = {"old"}
+    engines, http = fleet(fake)
+    async with http:
+        await engines.clear("q")
+    assert fake.resets == 1
+    assert fake.lookups > 0
+    assert "old" not in fake.cached
+
+
 async def test_a_reset_that_held_blocks_prevented_is_repeated() -> None:
     fake = FakeEngine(stubborn=3)
     engines, http = fleet(fake)

@@ -88,6 +88,12 @@ def test_settings_of_an_arm_keep_those_of_the_config() -> None:
     assert (settings["port"], settings["grace_s"]) == (1234, 2.0)
 
 
+def test_a_router_does_not_replay_the_events_of_earlier_runs() -> None:
+    events = {"url": "http://127.0.0.1:1", "events_url": "tcp://127.0.0.1:2", "events_replay_url": "tcp://127.0.0.1:3"}
+    settings = settings_of(RouterArm.parse("warm"), {"instances": [events]}, 1234)
+    assert settings["instances"] == [{"url": "http://127.0.0.1:1", "events_url": "tcp://127.0.0.1:2"}]
+
+
 def test_what_an_arm_lacks_is_reported_before_anything_starts() -> None:
     with pytest.raises(RouterLaunchError, match="unknown"):
         check_arm(RouterArm.parse("no_such_policy"), BASE)
