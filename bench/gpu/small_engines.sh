@@ -5,47 +5,61 @@
 #
 #   bench/gpu/small_engines.sh OUTPUT
 #   python -m bench.admission_live run TRACE --config OUTPUT/proxy.yaml ...
+#   python -m bench.gpu.routers_ab run TRACE --config OUTPUT/proxy.yaml ...
 #
 # Environment: ENGINE_PYTHON (one that has vLLM, default python3), MODEL (default Qwen/Qwen3-0.6B), LOAD_FORMAT (default
 # auto; dummy: random weights), GPUS (default: all of nvidia-smi), PER_GPU (4), POOL_BYTES (18400000000: 160,432 tokens of
-# Qwen3-0.6B), MAX_MODEL_LEN (130000, must fit the pool), READY_S (300), PROXY_PORT (9090), and SIMULATED=1 (simulated
-# engines of the same pool instead, to rehearse without a GPU).
+# Qwen3-0.6B), MAX_MODEL_LEN (130000, must fit the pool), READY_S (300), PROXY_PORT (9090), FIRST_PORT (8001; those of
+# events and hand-over are 1000 and more above), TRANSFER (default none; tcp or nvlink: engines that hand over KV with
+# Mooncake, which the policy joint needs; untested with several instances a GPU), and SIMULATED=1 (simulated engines of
+# the same pool instead, to rehearse without a GPU; ENGINE_SPEED times as fast).
 set -euo pipefail
-[ $# -eq 1 ] || { sed -n '2,14p' "$0"; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,17p' "$0"; exit 2; }
 output=$(mkdir -p "$1" && cd "$1" && pwd)
 cd "$(dirname "$0")/../.."
 python=${ENGINE_PYTHON:-python3} model=${MODEL:-Qwen/Qwen3-0.6B} per_gpu=${PER_GPU:-4} longest=${MAX_MODEL_LEN:-130000}
 if [ -n "${SIMULATED:-}" ]; then gpus=${GPUS:-2}; else gpus=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}; fi
-count=$((gpus * per_gpu))
+count=$((gpus * per_gpu)) first=${FIRST_PORT:-8001} transfer=${TRANSFER:-none}
+case $transfer in none) role=none ;; tcp | nvlink) role=kv_both ;; *) echo "TRANSFER: none, tcp or nvlink"; exit 2 ;; esac
 : > "$output/pids"
 {
   printf 'host: 127.0.0.1\nport: %d\npolicy: {name: warm}\ninstances:\n' "${PROXY_PORT:-9090}"
   for ((i = 0; i < count; i++)); do
-    printf '  - {name: inst-%d, url: "http://127.0.0.1:%d", events_url: "tcp://127.0.0.1:%d", events_replay_url: "tcp://127.0.0.1:%d"}\n' \
-      "$i" $((8001 + i)) $((5701 + i)) $((5801 + i))
+    printf '  - {name: inst-%d, url: "http://127.0.0.1:%d", events_url: "tcp://127.0.0.1:%d", events_replay_url: "tcp://127.0.0.1:%d"' \
+      "$i" $((first + i)) $((first + 1000 + i)) $((first + 1100 + i))
+    [ "$role" = none ] || printf ', role: %s, bootstrap_url: "http://127.0.0.1:%d", transport: %s' "$role" $((first + 1200 + i)) "$transfer"
+    printf '}\n'
   done
 } > "$output/proxy.yaml"
 for ((i = 0; i < count; i++)); do
-  events=$(printf '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:%d","replay_endpoint":"tcp://*:%d"}' $((5701 + i)) $((5801 + i)))
+  events=$(printf '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:%d","replay_endpoint":"tcp://*:%d"}' \
+    $((first + 1000 + i)) $((first + 1100 + i)))
+  handover=()
+  if [ "$role" != none ]; then
+    handover=(--kv-transfer-config '{"kv_connector":"MooncakeConnector","kv_role":"kv_both","kv_connector_extra_config":{"mooncake_protocol":"tcp"}}')
+    export VLLM_MOONCAKE_BOOTSTRAP_PORT=$((first + 1200 + i))
+    # Mooncake looks at the presence of this variable, not at its value.
+    if [ "$transfer" = nvlink ]; then export MC_INTRANODE_NVLINK=1; else unset MC_INTRANODE_NVLINK; fi
+  fi
   if [ -n "${SIMULATED:-}" ]; then
-    setsid "$python" -m sim --port $((8001 + i)) --kv-capacity-tokens 160432 --block-size 16 --role none \
-      --max-model-len "$longest" --max-num-seqs 32 \
-      --kv-events-port $((5701 + i)) --kv-events-replay-port $((5801 + i)) > "$output/engine-$i.log" 2>&1 < /dev/null &
+    setsid "$python" -m sim --port $((first + i)) --kv-capacity-tokens 160432 --block-size 16 --role "$role" \
+      --max-model-len "$longest" --max-num-seqs 32 --bootstrap-port $((first + 1200 + i)) --engine-speed "${ENGINE_SPEED:-1}" \
+      --kv-events-port $((first + 1000 + i)) --kv-events-replay-port $((first + 1100 + i)) > "$output/engine-$i.log" 2>&1 < /dev/null &
   else
     CUDA_VISIBLE_DEVICES=$((i / per_gpu)) MASTER_PORT=$((29500 + i)) VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 \
       setsid "$python" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name q \
-      --host 127.0.0.1 --port $((8001 + i)) --load-format "${LOAD_FORMAT:-auto}" --generation-config vllm \
+      --host 127.0.0.1 --port $((first + i)) --load-format "${LOAD_FORMAT:-auto}" --generation-config vllm \
       --attention-backend FLASH_ATTN -cc '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}' --max-num-seqs 32 \
       --max-model-len "$longest" --hf-overrides "{\"max_position_embeddings\":$longest}" \
       --gpu-memory-utilization 0.22 --kv-cache-memory-bytes "${POOL_BYTES:-18400000000}" \
-      --enable-prefix-caching --enable-prompt-tokens-details --kv-events-config "$events" \
+      --enable-prefix-caching --enable-prompt-tokens-details --kv-events-config "$events" "${handover[@]}" \
       > "$output/engine-$i.log" 2>&1 < /dev/null &
   fi
   echo $! >> "$output/pids"
 done
 deadline=$((SECONDS + ${READY_S:-300}))
 for ((i = 0; i < count; i++)); do
-  until curl -sf -m 2 -o /dev/null "http://127.0.0.1:$((8001 + i))/health"; do
+  until curl -sf -m 2 -o /dev/null "http://127.0.0.1:$((first + i))/health"; do
     if ! kill -0 "$(sed -n "$((i + 1))p" "$output/pids")" 2> /dev/null || [ $SECONDS -ge $deadline ]; then
       echo "instance $i did not become ready; its log ends:"
       tail -n 30 "$output/engine-$i.log"

@@ -1,0 +1,64 @@
+"""The tables: arms in order, figures of all repeats, differences from the base with intervals."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from bench.routers.records import RouterRecordError
+from bench.routers.table import by_arm, lines_of
+from tests.bench.routers.constructed import CONDITIONS, routed
+
+
+def test_arms_come_in_the_order_of_the_comparison_the_base_first() -> None:
+    records = [routed(label, 0, 1.0) for label in ("vllm:cache_aware", "mine", "joint", "warm", "round_robin")]
+    assert list(by_arm(records, "joint")) == ["joint", "warm", "round_robin", "vllm:cache_aware", "mine"]
+
+
+def test_the_table_has_every_arm_and_its_difference_from_the_base() -> None:
+    records = [routed(label, repeat, s) for repeat in range(2) for label, s in (("warm", 1.0), ("round_robin", 2.0))]
+    lines = list(lines_of(records, "warm"))
+    [row] = [line for line in lines if line.startswith("| `round_robin` | 2 |")]
+    assert "| 192/192 |" in row
+    assert "| 0.600 (0.600, 0.600) |" in row  # by the engines' counters
+    assert "| 10.0 | 0 |" in row  # CPU milliseconds a request, hand-overs
+    [difference] = [line for line in lines if line.startswith("| `round_robin`") and " % [" in line]
+    assert "+100 % [" in difference
+    assert "**worse**" in difference
+    assert any("`warm`: warm 1.0." in line for line in lines)
+
+
+def test_kinds_of_prompts_and_loads_are_never_mixed() -> None:
+    text = msgspec.structs.replace(CONDITIONS, prompt_mode="text")
+    records = [
+        routed("warm", 0, 1.0),
+        routed("warm", 0, 1.0, conditions=text),
+        routed("sglang:cache_aware", 0, 1.0, conditions=text),
+        routed("warm", 0, 1.0, load=2.0),
+    ]
+    lines = list(lines_of(records, "warm"))
+    assert [line.partition(":")[0] for line in lines if line.startswith("**")] == [
+        "**t, 1 x its speed, text prompts**",
+        "**t, 1 x its speed, tokens prompts**",
+        "**t, 2 x its speed, tokens prompts**",
+    ]
+    assert sum("Nothing to compare" in line for line in lines) == 2
+
+
+def test_a_run_that_was_cut_off_is_named_and_compared_on_what_it_has() -> None:
+    slow = routed("round_robin", 0, 2.0)
+    cut = msgspec.structs.replace(slow, requests=slow.requests[:60])
+    lines = list(lines_of([routed("warm", 0, 1.0), cut], "warm"))
+    assert any("repeat 0: cut off after 60 of 96 requests" in line for line in lines)
+    assert any("is not complete" in line for line in lines)
+
+
+def test_failures_are_named_with_their_reason() -> None:
+    record = routed("warm", 0, 1.0)
+    record.requests[3] = msgspec.structs.replace(record.requests[3], error="http 503: no engine")
+    assert any("1 failed: http 503" in line for line in lines_of([record], "warm"))
+
+
+def test_a_base_without_records_is_refused() -> None:
+    with pytest.raises(RouterRecordError, match="no record of joint; found: warm"):
+        list(lines_of([routed("warm", 0, 1.0)], "joint"))
