@@ -53,6 +53,10 @@ class EnginePython(msgspec.Struct, frozen=True, kw_only=True):
     """Path of its ``libiomp5.so``."""
     mooncake_missing: list[str] = []
     """Shared libraries its Mooncake needs and the dynamic linker does not find."""
+    site: str | None = None
+    """Folder that holds the package vllm."""
+    transfer_path: dict[str, str] = {}
+    """File -> SHA-256, of the files that move KV: vLLM's Mooncake connector and Mooncake's engine."""
 
 
 class Rdma(msgspec.Struct, frozen=True, kw_only=True):

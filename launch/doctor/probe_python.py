@@ -16,7 +16,7 @@ _TIMEOUT_S = 60.0
 
 # Runs in the engines' Python. `find_spec` of a top-level package locates it and runs none of its code.
 _QUESTION = r"""
-import importlib.metadata as metadata, importlib.util, json, os, platform, re, subprocess, sys
+import hashlib, importlib.metadata as metadata, importlib.util, json, os, platform, re, subprocess, sys
 answer = {"python": platform.python_version(), "packages": {}, "mooncake_missing": []}
 for name in json.loads(sys.argv[1]):
     try:
@@ -42,6 +42,15 @@ for name in os.listdir(mooncake) if mooncake else []:
         except (OSError, subprocess.SubprocessError):
             continue
         answer["mooncake_missing"] += re.findall(r"^\s*(\S+) => not found", linked.stdout, re.M)
+vllm = folder("vllm")
+answer["site"] = os.path.dirname(vllm) if vllm else None
+connector = os.path.join(vllm, "distributed/kv_transfer/kv_connector/v1/mooncake") if vllm else ""
+answer["transfer_path"] = {}
+for prefix, place, pattern in (("vllm", connector, r".+\.py"), ("mooncake", mooncake, r"engine.*\.so")):
+    for name in sorted(os.listdir(place)) if place and os.path.isdir(place) else []:
+        if re.fullmatch(pattern, name) and os.path.getsize(os.path.join(place, name)):
+            with open(os.path.join(place, name), "rb") as file:
+                answer["transfer_path"][prefix + "/" + name] = hashlib.sha256(file.read()).hexdigest()
 print(json.dumps(answer))
 """
 

@@ -32,6 +32,7 @@ from bench.instruments.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from bench.instruments.hook_file import HookFile
     from bench.instruments.prompts import Prompts
     from bench.instruments.record import EngineNote
     from bench.instruments.targets import EngineAddress, Targets
@@ -70,6 +71,14 @@ def transfer(
         int | None,
         typer.Option(min=1, help="KV of one token, bytes. Default: from the model's dimensions.", show_default=False),
     ] = None,
+    hook_records: Annotated[
+        Path | None,
+        typer.Option(
+            help="File in which the engines' connector hooks record transfers (`measure hooks`): also print the stages "
+            "of each hand-off. Default: none.",
+            show_default=False,
+        ),
+    ] = None,
     repeats: Repeats = 5,
     model: Model = None,
     api_key_env: ApiKeyEnv = None,
@@ -87,9 +96,10 @@ def transfer(
 
     Each hand-off is verified: D must report the prompt as pulled, and its text is compared with P's.
     """
+    from bench.instruments.hook_file import HookFile
     from bench.instruments.record import InstrumentRecord
     from bench.instruments.transfer import TransferPlan
-    from bench.instruments.transfer_tables import parts_sheet, transfer_sheet
+    from bench.instruments.transfer_tables import hooks_sheet, parts_sheet, transfer_sheet
 
     targets = chosen_targets(fleet, overrides, urls)
     size = kv_bytes_per_token or targets.kv_bytes_per_token
@@ -109,16 +119,30 @@ def transfer(
     )
     pair = _pair(targets, source, target, from_bootstrap, connector)
     record.engines, rows = measured(
-        _measure(targets, pair, plan, prompts, size, model, api_key_from(api_key_env), timeout_s)
+        _measure(
+            targets,
+            pair,
+            plan,
+            prompts,
+            size,
+            model,
+            api_key_from(api_key_env),
+            timeout_s,
+            None if hook_records is None else HookFile(hook_records),
+        )
     )
     record.rows = rows
+    unrecorded = sum(row.stages is None for row in rows)
+    if hook_records is not None and unrecorded:
+        record.warnings.append(f"{unrecorded} of {len(rows)} hand-offs: the hooks' records are incomplete")
     different = sum(not row.same_text for row in rows)
     if different:
         record.warnings.append(f"{different} of {len(rows)} hand-offs: D's text is not P's")
     written(output, record)
     if figures is not None:
         _draw(rows, folder(figures))
-    show(record, [transfer_sheet(rows), parts_sheet(rows)], as_json=as_json, as_markdown=as_markdown)
+    sheets = [transfer_sheet(rows), parts_sheet(rows) if hook_records is None else hooks_sheet(rows)]
+    show(record, sheets, as_json=as_json, as_markdown=as_markdown)
 
 
 def _pair(
@@ -153,6 +177,7 @@ async def _measure(
     model: str | None,
     api_key: str | None,
     timeout_s: float,
+    hooks: HookFile | None,
 ) -> tuple[list[EngineNote], list[TransferRow]]:
     from bench.instruments.engine import refuse_busy
     from bench.instruments.targets import notes_of, opened
@@ -164,7 +189,12 @@ async def _measure(
         source, target = engines
         longest = await source.max_model_len()
         plan.background_output = fitting(plan.background_output, plan.background_tokens, longest)
-        return notes, await measure_transfers(source, target, plan, prompts, kv_bytes_per_token, progress)
+        rows = await measure_transfers(source, target, plan, prompts, kv_bytes_per_token, progress)
+        if hooks is not None:
+            found = await hooks.of([row.transfer_id for row in rows if row.transfer_id is not None])
+            for row in rows:
+                row.stages = found.complete.get(row.transfer_id or "")
+        return notes, rows
 
 
 def _draw(rows: list[TransferRow], to: Path) -> None:
