@@ -187,7 +187,7 @@ def _stages(transfer_id: str, group: Sequence[AnyRecord]) -> TransferStages | st
         ready_wait_s=ready_wait_s,
         control_s=max(0.0, collected_s - decode.allocated_s - ready_wait_s - wire_s),
         wire_s=wire_s,
-        admission_s=admitted_s - collected_s,
+        admission_s=max(0.0, admitted_s - collected_s),  # D that has the whole prompt does not wait
         connect_s=max((each.asked_s or each.started_s) - each.started_s for each in receives),
         request_s=min(each.asked_s for each in sends) - decode.allocated_s if one_clock else None,
         answer_s=collected_s - max(ends) if one_clock and ends else None,

@@ -12,6 +12,9 @@ from bench.analysis.output import Json, Sheet, show, stop
 if TYPE_CHECKING:
     from launch.transfer_hooks.install import HooksReport
 
+VARIABLE = "WARMROUTE_TRANSFER_RECORDS"
+"""Environment variable of the engines: the file in which the hooks record transfers."""
+
 Python = Annotated[str, typer.Option("--python", help="Python of the engines: the one that has vLLM.")]
 
 
