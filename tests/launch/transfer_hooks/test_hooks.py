@@ -78,7 +78,7 @@ class Worker:
     async def _build_transfer_params(self, ready_reqs: Any, agent_meta: Any, *more: Any) -> Any:
         counts = [hooks.count_blocks(agent_meta.req_blocks[request_id][1]) for request_id, _ in ready_reqs]
         lengths = [count * BLOCK_BYTES for count in counts if count for _ in range(REGIONS)]
-        built = ([1] * len(lengths), [2] * len(lengths), lengths, [])
+        built: tuple[Any, ...] = ([1] * len(lengths), [2] * len(lengths), lengths, [])
         return (*built, None) if self.nested else built
 
     def _send_blocks(self, remote_session: str, src_ptrs: Any, dst_ptrs: Any, lengths: Any) -> int:
@@ -209,7 +209,8 @@ def test_requests_without_a_transfer_leave_no_record(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     scheduler, _ = hooked(path, Worker)
     one = scheduler("p")
-    for params in (None, {}):
+    nothing: list[Any] = [None, {}]
+    for params in nothing:
         plain = SimpleNamespace(request_id="r", arrival_time=1.0, kv_transfer_params=params)
         one.update_state_after_alloc(plain, None, 0)
         one.request_finished(plain, [1])
@@ -253,7 +254,7 @@ def test_the_connector_is_hooked_when_it_is_loaded_and_once(tmp_path: Path, monk
     hooks.hook_factory(factory, str(tmp_path / "records.jsonl"))
     assert not loads
     load = factory._registry[hooks.CONNECTOR]
-    assert load.shows_token_major_views  # type: ignore[attr-defined]
+    assert load.shows_token_major_views
     before = module.MooncakeConnectorWorker.get_finished
     assert load() is module.MooncakeConnector
     after = module.MooncakeConnectorWorker.get_finished
