@@ -208,7 +208,7 @@ def _begun(request: Any) -> dict[str, Any]:
 
 
 def _state(owner: Any) -> dict[str, dict[str, Any]]:
-    """What was seen so far of the requests of one scheduler or receiver, by request id."""
+    """Values known so far of the requests of one scheduler or receiver, by request id."""
     found: dict[str, dict[str, Any]] | None = owner.__dict__.get("_warmroute_seen")
     if found is None:
         found = owner.__dict__.setdefault("_warmroute_seen", {})

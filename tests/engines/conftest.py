@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
     order = {name: rank - len(FIRST) for rank, name in enumerate(FIRST)} | {name: 1 + i for i, name in enumerate(LAST)}
-    items.sort(key=lambda item: order.get(item.path.stem, 0) if item.path.parent == HERE else 0)
+    items.sort(key=lambda item: order.get(item.path.stem, 0) if HERE in item.path.parents else 0)
 
 
 @pytest.fixture(scope="session")

@@ -42,8 +42,7 @@ def overhead(
     arms: Annotated[
         str,
         typer.Option(
-            help="Arms: none (no connector), idle (loaded), used (after hand-offs), hooked (used, with the connector's "
-            "hooks recording: `measure hooks apply` first), comma-separated."
+            help="Arms, comma-separated: none (no connector), idle, used (after hand-offs), hooked (used, with hooks)."
         ),
     ] = "none,idle,used",
     prefill_tokens: Annotated[str, typer.Option(help="Prompt lengths, tokens, comma-separated.")] = "1024,8192",

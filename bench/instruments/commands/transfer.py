@@ -74,8 +74,7 @@ def transfer(
     hook_records: Annotated[
         Path | None,
         typer.Option(
-            help="File in which the engines' connector hooks record transfers (`measure hooks`): also print the stages "
-            "of each hand-off. Default: none.",
+            help="Records of the connector's hooks (`measure hooks`), for the stages of hand-offs. Default: none.",
             show_default=False,
         ),
     ] = None,

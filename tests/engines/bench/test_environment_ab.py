@@ -37,6 +37,8 @@ def other_environment(engine_python: Path, folder: Path) -> Path:
     (own,) = (folder / "lib").glob("python3*/site-packages")
     (own / "engines.pth").write_text(f"{packages}\n")
     shutil.copytree(packages / "mooncake", own / "mooncake")
+    for libraries in packages.glob("mooncake*.libs"):  # found relative to the engine's own place
+        (own / libraries.name).symlink_to(libraries)
     with (own / "mooncake/engine.so").open("ab") as file:
         file.write(b"\0")
     (folder / "lib/libiomp5.so").symlink_to(engine_python.parent.parent / "lib/libiomp5.so")
@@ -53,7 +55,8 @@ async def test_two_environments_in_turns(engine_python: Path, tiny_model: Path, 
         "backend.overrides.vllm.python": str(engine_python),
         "backend.base_port": "18651",
         "arms.other.fleet.vllm.python": str(other),
-        "trace": f"{{synth: {{requests: {REQUESTS}, seed: 3, rate_per_s: 6, length_scale: 0.05}}, max_output_tokens: 40}}",
+        "trace.synth": f"{{requests: {REQUESTS}, seed: 3, rate_per_s: 6, length_scale: 0.05}}",
+        "trace.max_output_tokens": "40",
         "replay": "{timeout_s: 100, token_low: 10, token_high: 2000}",
         "repeats": "1",
         "comparison.skip_first_s": "0",
