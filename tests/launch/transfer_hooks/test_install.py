@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from bench.instruments.cli import register
 from launch.transfer_hooks import install
 from launch.transfer_hooks import warmroute_transfer_hooks as hooks
 from launch.transfer_hooks.install import HooksError
@@ -111,3 +115,29 @@ def test_a_python_without_vllm_is_refused(tmp_path: Path) -> None:
             work(str(empty))
     with pytest.raises(HooksError, match="cannot be run"):
         install.verify(str(tmp_path / "nothing"))
+
+
+@pytest.mark.usefixtures("known")
+def test_the_commands_report_what_they_did(python: str) -> None:
+    app = typer.Typer()
+    register(app)
+
+    def said(verb: str, *options: str) -> str:
+        result = CliRunner().invoke(app, ["measure", "hooks", verb, "--python", python, *options])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "hooks: absent" in said("verify")
+    assert "hooks: applied" in said("apply")
+    report = json.loads(said("verify", "--json"))
+    assert (report["hooks"], report["made_for"]) == ("applied", "0.18.1")
+    assert report["files"]["vllm/mooncake_connector.py"] == hashlib.sha256(SOURCE).hexdigest()
+    assert "hooks: absent" in said("revert")
+
+
+def test_a_refusal_ends_the_command_with_its_reason(python: str) -> None:
+    app = typer.Typer()
+    register(app)
+    result = CliRunner().invoke(app, ["measure", "hooks", "apply", "--python", python])
+    assert result.exit_code == 2
+    assert "was it patched?" in result.output
