@@ -133,7 +133,9 @@ def transfer(
     record.rows = rows
     unrecorded = sum(row.stages is None for row in rows)
     if hook_records is not None and unrecorded:
-        record.warnings.append(f"{unrecorded} of {len(rows)} hand-offs: the hooks' records are incomplete")
+        record.warnings.append(
+            f"{unrecorded} of {len(rows)} hand-offs have no complete records in {hook_records}: do both engines have hooks?"
+        )
     different = sum(not row.same_text for row in rows)
     if different:
         record.warnings.append(f"{different} of {len(rows)} hand-offs: D's text is not P's")
@@ -184,6 +186,8 @@ async def _measure(
 
     async with opened(pair, model or targets.model, api_key, timeout_s) as engines:
         await refuse_busy(engines)
+        if hooks is not None:
+            hooks.read()  # an engine with hooks has made the file when it started
         notes = await notes_of(engines, targets)
         source, target = engines
         longest = await source.max_model_len()
