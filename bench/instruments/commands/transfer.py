@@ -134,7 +134,7 @@ def transfer(
     unrecorded = sum(row.stages is None for row in rows)
     if hook_records is not None and unrecorded:
         record.warnings.append(
-            f"{unrecorded} of {len(rows)} hand-offs have no complete records in {hook_records}: do both engines have hooks?"
+            f"{unrecorded} of {len(rows)} hand-offs lack records in {hook_records}: do both engines have hooks?"
         )
     different = sum(not row.same_text for row in rows)
     if different:
