@@ -278,8 +278,14 @@ def test_an_unknown_connector_is_left_alone(
 
 async def test_a_hand_off_costs_four_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also prints the processor time of a hand-off with hooks and without, in turns (``-s``)."""
-    path, writes, write = tmp_path / "records.jsonl", [], os.write
-    monkeypatch.setattr(os, "write", lambda file, line: (writes.append(len(line)), write(file, line))[1])
+    path, write = tmp_path / "records.jsonl", os.write
+    writes: list[int] = []
+
+    def counted(file: int, content: bytes) -> int:
+        writes.append(len(content))
+        return write(file, content)
+
+    monkeypatch.setattr(os, "write", counted)
     arms = {"plain": (Scheduler, Worker), "hooked": hooked(path, Worker)}
     spent_s: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(30):
