@@ -95,7 +95,7 @@ async def run_arm(
     on_phase("starting")
     gpus_before = await idle_inventory(_GPU_IDLE_S) if fleet.kind != "sim" else None
     since_unix_s = time.time()
-    async with Fleet(fleet, arm_dir, source=label) as running:
+    async with Fleet(fleet, arm_dir, source=label, defer_warmup=True) as running:
         proof = await prove_fresh(
             running.state.processes,
             since_unix_s=since_unix_s,
@@ -103,6 +103,7 @@ async def run_arm(
             path=arm_dir / FRESH_FILE,
             gpus_before=gpus_before,
         )
+        await running.finish_start()
         capacity = await kv_capacity_tokens(fleet.url(0))
         on_phase("replaying")
         options = msgspec.structs.replace(options, label=label, endpoint=fleet.proxy_url(), model=fleet.request_model)

@@ -243,11 +243,20 @@ async def _hold(
     def notify(message: str) -> None:
         console.print(f"{time.strftime('%H:%M:%S')} {escape(message)}", style="yellow", soft_wrap=True)
 
-    runner = Fleet(fleet, directory, source=str(source), with_proxy=with_proxy, notify=notify, hurry=hurry)
+    runner = Fleet(
+        fleet,
+        directory,
+        source=str(source),
+        with_proxy=with_proxy,
+        notify=notify,
+        hurry=hurry,
+        defer_warmup=require_fresh,
+    )
     try:
         async with runner:
             if require_fresh:
                 await prove_fresh(runner.state.processes, since_unix_s=since_unix_s, path=directory / FRESH_FILE)
+                await runner.finish_start()
             console.print(state_table(runner.state, directory))
             if runner.state.proxy_url:
                 console.print(f"ready: {runner.state.proxy_url}/v1 (Ctrl-C stops everything)", soft_wrap=True)

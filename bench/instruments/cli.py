@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from bench.instruments.commands import hooks
 from bench.instruments.commands.calibrate import calibrate
 from bench.instruments.commands.interference import interference
 from bench.instruments.commands.overhead import overhead
@@ -24,6 +25,7 @@ def application() -> typer.Typer:
     app.command("transfer")(transfer)
     app.command("overhead")(overhead)
     app.command("show")(show_record)
+    app.add_typer(hooks.application(), name="hooks")
     return app
 
 

@@ -31,12 +31,18 @@ class ConnectorArm(StrEnum):
     """Engines as the fleet file has them; nothing is handed over."""
     USED = "used"
     """The same, measured after the first engine has handed KV to the second."""
+    HOOKED = "hooked"
+    """The same, with the connector's hooks recording every transfer."""
+
+
+HANDING_OVER = (ConnectorArm.USED, ConnectorArm.HOOKED)
+"""Arms with hand-offs."""
 
 
 class OverheadPlan(msgspec.Struct, kw_only=True):
     """Extent of the measurement."""
 
-    arms: tuple[ConnectorArm, ...] = tuple(ConnectorArm)
+    arms: tuple[ConnectorArm, ...] = (ConnectorArm.NONE, ConnectorArm.IDLE, ConnectorArm.USED)
     repeats: int = 3
     """Starts of every arm."""
     steps: StepsPlan = StepsPlan(prefills=((1_024, 0), (8_192, 0)), decodes=((1, 1_024), (8, 1_024)))
@@ -91,9 +97,9 @@ async def measure_overhead(
             start_s = clock() - began_s
             first = engines[0]
             hand_offs: list[float] = []
-            if arm is ConnectorArm.USED:
+            if arm in HANDING_OVER:
                 if len(engines) < 2:
-                    raise InstrumentError("arm used needs a fleet of two engines")
+                    raise InstrumentError(f"arm {arm.value} needs a fleet of two engines")
                 hand_offs = await _hand_over(first, engines[1], plan, prompts)
             yield OverheadRow(
                 arm=arm,

@@ -19,6 +19,7 @@ import msgspec
 
 from bench.instruments.engine import EngineReport, Generated, InstrumentError, MeasuredEngine, Prefilled, until_idle
 from bench.instruments.prompts import Prompts
+from bench.instruments.stages import TransferStages
 from bench.instruments.streams import START_TIMEOUT_S
 
 Progress = Callable[[str], None]
@@ -87,6 +88,9 @@ class TransferRow(msgspec.Struct, kw_only=True):
     """D reports the prompt as pulled, by one of the two."""
     same_text: bool
     """D's text is P's."""
+    transfer_id: str | None = None
+    stages: TransferStages | None = None
+    """By the connector's hooks; None: not recorded."""
 
     @property
     def transfer_s(self) -> float:
@@ -221,6 +225,7 @@ async def _together(
                 cached_tokens=answer.cached_tokens,
                 pulled=_was_pulled(target, tokens, share, answer),
                 same_text=answer.text == here.text,
+                transfer_id=leg.decode_params.get("transfer_id"),
             )
         )
     return rows

@@ -7,6 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.analysis.output import Sheet
+from bench.instruments.stages import stages_sheet
 from bench.instruments.transfer import STALL_S, TransferRow
 
 _GIB = 2**30
@@ -129,6 +130,18 @@ def parts_sheet(rows: Sequence[TransferRow]) -> Sheet:
             "wire together; only hooks inside the connector separate them."
         ],
     )
+
+
+def hooks_sheet(rows: Sequence[TransferRow]) -> Sheet:
+    """Stages of the hand-offs that the connector's hooks recorded, one line for each combination."""
+    groups = [
+        (
+            (f"{key.background}", f"{key.concurrent}", f"{key.tokens:,}"),
+            [row.stages for row in found if row.stages is not None],
+        )
+        for key, found in by_load(rows).items()
+    ]
+    return stages_sheet(groups, ("background", "at once", "tokens"))
 
 
 def _ms(seconds: float) -> str:

@@ -57,6 +57,10 @@ class EnginePython(msgspec.Struct, frozen=True, kw_only=True):
     """``libfabric.so.1`` and ``libefa.so.1`` -> path that its Mooncake loads; empty for a build without EFA."""
     mooncake_bundled: list[str] = []
     """Files of libfabric and libefa inside its Mooncake package."""
+    site: str | None = None
+    """Folder that holds the package vllm."""
+    transfer_path: dict[str, str] = {}
+    """File -> SHA-256, of the files that move KV: vLLM's Mooncake connector and Mooncake's engine."""
 
 
 class Rdma(msgspec.Struct, frozen=True, kw_only=True):

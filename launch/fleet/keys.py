@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from launch.fleet.sections import (
     GroupSettings,
+    PairWarmupSettings,
     PeerSettings,
     Port,
     Seconds,
@@ -59,6 +60,7 @@ class FleetKeys(Section):
     proxy: dict[str, Any] = Field(
         default_factory=dict, description="settings of the proxy (see `warmroute serve`) without `instances`"
     )
+    pair_warmup: PairWarmupSettings = Field(default_factory=PairWarmupSettings)
     restart: Literal["never", "on_failure"] = Field(default="never", description="restart a process that exits")
     max_restarts: int = Field(default=3, ge=0, description="restarts of one process before the launcher gives up")
     max_recycles: int = Field(default=10, ge=0, description="most recycles of one engine requested by the proxy")

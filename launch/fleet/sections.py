@@ -130,6 +130,19 @@ class TransferSettings(Section):
         return self.transport_proof == "require" or (self.transport_proof is None and self.protocol is Transport.NVLINK)
 
 
+class PairWarmupSettings(Section):
+    """One tiny hand-off for each ordered pair of engines before the fleet is reported ready."""
+
+    mode: Literal["off", "warn", "require"] = Field(
+        default="off",
+        description="warn: a pair that fails is a warning; require: it stops the start; off: the first hand-off of a "
+        "pair also looks up and connects the two",
+    )
+    tokens: int = Field(default=32, ge=1, le=4096, description="prompt of a hand-off, tokens")
+    timeout_s: Seconds = Field(default=60.0, description="time limit for all pairs together")
+    concurrency: int = Field(default=4, ge=1, description="hand-offs at a time")
+
+
 class EventsSettings(Section):
     """vLLM's KV events (ZMQ): which blocks an engine stores and evicts."""
 

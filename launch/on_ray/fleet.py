@@ -162,6 +162,8 @@ class RayFleet:
         return proof
 
     async def _start(self) -> None:
+        if self.fleet.pair_warmup.mode != "off":
+            raise StartError("pair_warmup: not for engines on a Ray cluster; leave it off with --on ray")
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_state(self.run_dir, self.state)
         self._notify(await asyncio.to_thread(self._cluster.open))

@@ -20,6 +20,7 @@ from launch.engines.commands import KINDS, ProcessSpec, engine_specs, proxy_spec
 from launch.fleet.file import FleetFile, ports_in_use
 from launch.run.compatibility import incompatible_engines
 from launch.run.effective import effective_config_problems
+from launch.run.pair_warmup import PairEnd, ordered_pairs, warm_pairs
 from launch.run.processes import ManagedProcess, StartError, creation_time, finish_despite_cancellation, stop_processes
 from launch.run.proxy_access import ProxyAccess
 from launch.run.state import FleetRecord, ProcessState, StateError, read_state, write_state
@@ -45,6 +46,8 @@ class Fleet:
         with_proxy: False starts the engines only.
         notify: called with a sentence for each event that an operator should know.
         hurry: once set, the stop does not wait for requests in progress.
+        defer_warmup: the fleet is not ready, and its pairs not warm, until `finish_start` is called: what needs engines
+            without any request (`launch.freshness`) comes before.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class Fleet:
         with_proxy: bool = True,
         notify: Notify = lambda message: None,
         hurry: asyncio.Event | None = None,
+        defer_warmup: bool = False,
     ) -> None:
         self.fleet = fleet
+        self._defer_warmup = defer_warmup
         self.run_dir = run_dir
         self.with_proxy = with_proxy
         self.unexpected_exits: list[str] = []
@@ -123,13 +128,56 @@ class Fleet:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
             await self._check_compatible(client)
+            if not self._defer_warmup:
+                await self.warm_pairs()
             if self.with_proxy:
                 self._write_proxy_config()
                 proxy = self._launch(proxy_spec(self.fleet, self.run_dir / PROXY_CONFIG))
                 await self.until_ready(proxy, client, deadline)
+        if not self._defer_warmup:
+            self._report_ready()
+        self._watching = asyncio.create_task(Watch(self).run(), name="fleet-watch")
+
+    async def finish_start(self) -> None:
+        """Warm the pairs and report the fleet ready, after a start with ``defer_warmup``.
+
+        Raises:
+            StartError: a pair failed, and the fleet requires all.
+        """
+        await self.warm_pairs()
+        self._report_ready()
+
+    def _report_ready(self) -> None:
         self.state.status = "ready"
         write_state(self.run_dir, self.state)
-        self._watching = asyncio.create_task(Watch(self).run(), name="fleet-watch")
+
+    async def warm_pairs(self, only: str | None = None) -> None:
+        """Send the first hand-off of each pair of engines, where the fleet file wants that.
+
+        Args:
+            only: pairs of this engine, which was restarted: a failure is a warning then.
+
+        Raises:
+            StartError: a pair failed, and the fleet requires all.
+        """
+        settings = self.fleet.pair_warmup
+        if settings.mode == "off":
+            return
+        serving = {found.name for found in self.state.processes if found.status == "ready"}
+        ends = [
+            PairEnd(member.name, self.fleet.url(member.index), member.role, self.fleet.bootstrap_url(member.index))
+            for member in self.fleet.members
+            if member.name in serving
+        ]
+        pairs = [pair for pair in ordered_pairs(ends) if only is None or only in {pair[0].name, pair[1].name}]
+        async with httpx.AsyncClient() as client:
+            failed = await warm_pairs(pairs, self.fleet.request_model, settings, client)
+        if failed and settings.mode == "require" and only is None:
+            raise StartError(
+                f"pair_warmup: {len(failed)} of {len(pairs)} pairs did not hand over KV: {'; '.join(failed)}"
+            )
+        for problem in failed:
+            self.notify(f"warning: pair_warmup: {problem}")
 
     def _prepare(self) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)

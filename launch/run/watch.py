@@ -54,6 +54,10 @@ class WatchedFleet(Protocol):
         """Wait until a process is ready; raises StartError."""
         ...
 
+    async def warm_pairs(self, only: str | None = None) -> None:
+        """Send the first hand-off of each pair that a restarted engine is in."""
+        ...
+
 
 class Watch:
     """Watch over one fleet; `run` continues until it is cancelled."""
@@ -114,6 +118,8 @@ class Watch:
             self._fleet.start_process(process)
             deadline = asyncio.get_running_loop().time() + self._settings.ready_timeout_s
             await self._fleet.until_ready(process, client, deadline)
+            if process.spec.member is not None:
+                await self._fleet.warm_pairs(process.spec.name)
             self._fleet.notify(f"{process.spec.name} is ready again")
         except StartError as error:
             self._fleet.notify(str(error))

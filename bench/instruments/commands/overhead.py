@@ -11,6 +11,7 @@ import typer
 
 from bench.analysis.output import Json, Markdown, show, stop
 from bench.analysis.words import integers
+from bench.instruments.commands.hooks import VARIABLE
 from bench.instruments.commands.options import (
     Hardware,
     Output,
@@ -32,17 +33,25 @@ if TYPE_CHECKING:
     from bench.instruments.record import InstrumentRecord
     from launch.fleet.file import FleetFile
 
+HOOK_RECORDS = "hook_records.jsonl"
+
 
 def overhead(
     fleet: Annotated[Path, typer.Argument(metavar="FLEET", help="Fleet file, or a shipped one's name. Not running.")],
     overrides: Overrides = None,
     arms: Annotated[
-        str, typer.Option(help="Arms: none (no connector), idle (loaded), used (after hand-offs), comma-separated.")
+        str,
+        typer.Option(
+            help="Arms, comma-separated: none (no connector), idle, used (after hand-offs), hooked (used, with hooks)."
+        ),
     ] = "none,idle,used",
     prefill_tokens: Annotated[str, typer.Option(help="Prompt lengths, tokens, comma-separated.")] = "1024,8192",
     streams: Annotated[str, typer.Option(help="Decoding streams, comma-separated.")] = "1,8",
     context_tokens: Annotated[int, typer.Option(min=1, help="Prompt of each decoding stream, tokens.")] = 1_024,
-    hand_off_tokens: Annotated[int, typer.Option(min=128, help="Prompt of a hand-off in arm used, tokens.")] = 2_048,
+    hand_off_tokens: Annotated[
+        int, typer.Option(min=128, help="Prompt of a hand-off in arms used and hooked, tokens.")
+    ] = 2_048,
+    hand_offs: Annotated[int, typer.Option(min=2, help="Hand-offs of a start in these arms.")] = 5,
     starts: Annotated[int, typer.Option(min=1, help="Starts of every arm.")] = 3,
     run_dir: Annotated[Path, typer.Option(help="Folder for the engines' logs, one each start.")] = Path(
         "runs/overhead"
@@ -69,10 +78,7 @@ def overhead(
         path = find_fleet(fleet)
         chosen = tuple(ConnectorArm(word.strip()) for word in arms.split(",") if word.strip())
         base = load_fleet(path, overrides or ())
-        files = {
-            arm: load_fleet(path, [*(overrides or ()), *(_without_connector(base.kind) if arm.value == "none" else ())])
-            for arm in chosen
-        }
+        files = {arm: load_fleet(path, [*(overrides or ()), *_changes(arm, base.kind, run_dir)]) for arm in chosen}
     except FleetError as error:
         stop(error)
     except ValueError:
@@ -87,6 +93,7 @@ def overhead(
             decodes=tuple((count, context_tokens) for count in integers(streams, "--streams", least=1)),
         ),
         hand_off_tokens=hand_off_tokens,
+        hand_offs=hand_offs,
     )
     prompts = prompts_of(token_low, token_high, seed)
     record = InstrumentRecord(
@@ -96,8 +103,12 @@ def overhead(
     show(record, [overhead_sheet(rows)], as_json=as_json, as_markdown=as_markdown)
 
 
-def _without_connector(kind: str) -> list[str]:
-    """Changes that make a fleet file one without KV connectors."""
+def _changes(arm: ConnectorArm, kind: str, run_dir: Path) -> list[str]:
+    """Overrides of the fleet file in one arm."""
+    if arm.value == "hooked":
+        return [f"env.{VARIABLE}={(run_dir / HOOK_RECORDS).absolute()}"]
+    if arm.value != "none":
+        return []
     settings = ["role=none", "proxy.offload={planner: never}"]
     return [*settings, "vllm.transfer={}"] if kind == "vllm" else settings
 
@@ -112,10 +123,13 @@ async def _measure(
     output: Path | None,
 ) -> list[OverheadRow]:
     from bench.instruments.engine import InstrumentError
-    from bench.instruments.overhead import measure_overhead
+    from bench.instruments.hook_file import HookFile
+    from bench.instruments.overhead import ConnectorArm, measure_overhead
     from bench.instruments.targets import fleet_targets, notes_of, opened
     from launch.run.processes import StartError
     from launch.run.supervisor import Fleet
+
+    hooks = HookFile(run_dir / HOOK_RECORDS)
 
     @asynccontextmanager
     async def start(arm: ConnectorArm, number: int) -> AsyncIterator[list[MeasuredEngine]]:
@@ -134,6 +148,8 @@ async def _measure(
     rows: list[OverheadRow] = []
     record.rows = rows
     async for row in measure_overhead(plan, start, prompts, progress):
+        if row.arm is ConnectorArm.HOOKED and len(hooks.read().complete) < plan.hand_offs:
+            raise InstrumentError(f"arm hooked: {hooks.path} lacks hand-offs; apply the hooks (`measure hooks apply`)")
         rows.append(row)
         written(output, record)  # an arm takes minutes: what is measured is kept if a later one fails
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -31,6 +32,7 @@ from bench.instruments.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from bench.instruments.hook_file import HookFile
     from bench.instruments.prompts import Prompts
     from bench.instruments.record import EngineNote
     from bench.instruments.targets import EngineAddress, Targets
@@ -72,6 +74,13 @@ def transfer(
     give_up_s: Annotated[
         float, typer.Option(min=1, help="Longest D leg, seconds; a longer one is recorded as a failure.")
     ] = 120.0,
+    hook_records: Annotated[
+        Path | None,
+        typer.Option(
+            help="Records of the connector's hooks (`measure hooks`), for the stages of hand-offs. Default: none.",
+            show_default=False,
+        ),
+    ] = None,
     repeats: Repeats = 5,
     model: Model = None,
     api_key_env: ApiKeyEnv = None,
@@ -89,9 +98,10 @@ def transfer(
 
     Each hand-off is verified: D must report the prompt as pulled, and its text is compared with P's.
     """
+    from bench.instruments.hook_file import HookFile
     from bench.instruments.record import InstrumentRecord
     from bench.instruments.transfer import TransferPlan
-    from bench.instruments.transfer_tables import parts_sheet, transfer_sheet
+    from bench.instruments.transfer_tables import hooks_sheet, parts_sheet, transfer_sheet
 
     targets = chosen_targets(fleet, overrides, urls)
     size = kv_bytes_per_token or targets.kv_bytes_per_token
@@ -112,9 +122,25 @@ def transfer(
     )
     pair = _pair(targets, source, target, from_bootstrap, connector)
     record.engines, rows = measured(
-        _measure(targets, pair, plan, prompts, size, model, api_key_from(api_key_env), timeout_s, record.warnings)
+        _measure(
+            targets,
+            pair,
+            plan,
+            prompts,
+            size,
+            model,
+            api_key_from(api_key_env),
+            timeout_s,
+            None if hook_records is None else HookFile(hook_records),
+            record.warnings,
+        )
     )
     record.rows = rows
+    unrecorded = sum(row.stages is None for row in rows)
+    if hook_records is not None and unrecorded:
+        record.warnings.append(
+            f"{unrecorded} of {len(rows)} hand-offs lack records in {hook_records}: do both engines have hooks?"
+        )
     different = sum(not row.same_text for row in rows)
     if different:
         record.warnings.append(f"{different} of {len(rows)} hand-offs: D's text is not P's")
@@ -123,7 +149,8 @@ def transfer(
         from bench.instruments.figures import draw_transfers
 
         draw_transfers(rows, folder(figures))
-    show(record, [transfer_sheet(rows, record.warnings), parts_sheet(rows)], as_json=as_json, as_markdown=as_markdown)
+    sheets = [transfer_sheet(rows, record.warnings), parts_sheet(rows) if hook_records is None else hooks_sheet(rows)]
+    show(record, sheets, as_json=as_json, as_markdown=as_markdown)
 
 
 def _pair(
@@ -158,6 +185,7 @@ async def _measure(
     model: str | None,
     api_key: str | None,
     timeout_s: float,
+    hooks: HookFile | None,
     failures: list[str],
 ) -> tuple[list[EngineNote], list[TransferRow]]:
     from bench.instruments.engine import refuse_busy
@@ -166,9 +194,15 @@ async def _measure(
 
     async with opened(pair, model or targets.model, api_key, timeout_s) as engines:
         await refuse_busy(engines)
+        if hooks is not None:
+            hooks.read()  # an engine with hooks has made the file when it started
         notes = await notes_of(engines, targets)
         source, target = engines
         longest = await source.max_model_len()
         plan.background_output = fitting(plan.background_output, plan.background_tokens, longest)
         rows = await measure_transfers(source, target, plan, prompts, kv_bytes_per_token, progress, failures)
+        if hooks is not None:
+            found = await hooks.of([row.transfer_id for row in rows if row.transfer_id is not None])
+            for row in rows:
+                row.stages = found.complete.get(row.transfer_id or "")
         return notes, rows

@@ -18,7 +18,7 @@ _TIMEOUT_S = 60.0
 
 # Runs in the engines' Python. `find_spec` of a top-level package locates it and runs none of its code.
 _QUESTION = r"""
-import glob, importlib.metadata as metadata, importlib.util, json, os, platform, re, subprocess, sys
+import glob, hashlib, importlib.metadata as metadata, importlib.util, json, os, platform, re, subprocess, sys
 answer = {"python": platform.python_version(), "packages": {}, "mooncake_missing": [], "mooncake_linked": {},
           "mooncake_bundled": []}
 for name in json.loads(sys.argv[1]):
@@ -51,6 +51,15 @@ if mooncake:
     for beside in glob.glob(os.path.join(os.path.dirname(mooncake), "mooncake*.libs")):
         names = [name for name in sorted(os.listdir(beside)) if re.match(r"lib(fabric|efa)\b", name)]
         answer["mooncake_bundled"] += [os.path.join(beside, name) for name in names]
+vllm = folder("vllm")
+answer["site"] = os.path.dirname(vllm) if vllm else None
+connector = os.path.join(vllm, "distributed/kv_transfer/kv_connector/v1/mooncake") if vllm else ""
+answer["transfer_path"] = {}
+for prefix, place, pattern in (("vllm", connector, r".+\.py"), ("mooncake", mooncake, r"engine.*\.so")):
+    for name in sorted(os.listdir(place)) if place and os.path.isdir(place) else []:
+        if re.fullmatch(pattern, name) and os.path.getsize(os.path.join(place, name)):
+            with open(os.path.join(place, name), "rb") as file:
+                answer["transfer_path"][prefix + "/" + name] = hashlib.sha256(file.read()).hexdigest()
 print(json.dumps(answer))
 """
 

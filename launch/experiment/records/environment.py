@@ -203,6 +203,12 @@ def engine_pythons(fleets: Iterable[FleetFile]) -> set[str]:
     return {resolve_python(member.vllm.python) for fleet in fleets if fleet.kind == "vllm" for member in fleet.members}
 
 
+def engines_of(now: Software, fleets: Iterable[FleetFile]) -> list[EnginePython]:
+    """The Pythons of some of the fleets."""
+    wanted = engine_pythons(fleets)
+    return [engine for engine in now.engines if engine.executable in wanted]
+
+
 def git_state(folder: Path) -> GitState | None:
     """Commit of the checkout that holds a folder; None without one.
 
@@ -246,6 +252,8 @@ def differences(before: Software, now: Software) -> list[str]:
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(values, list) and any(isinstance(value, dict) for value in values):
+        values = dict(enumerate(values))
     if isinstance(values, dict):
         pairs = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in values.items()]
         return {key: leaf for name, value in pairs for key, leaf in _flat(value, name).items()}

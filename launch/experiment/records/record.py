@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from launch.arm import BREAKDOWN_FILE, PROCESSORS_FILE, RUN_FILE
+from launch.doctor.facts import EnginePython
 from launch.experiment.records.environment import HostLoad
 from launch.freshness.proof import FRESH_FILE
 from launch.hardware.telemetry import TELEMETRY_FILE
@@ -46,6 +47,8 @@ class ArmRecord(msgspec.Struct, kw_only=True):
     load_before: HostLoad | None = None
     environment_changes: list[str] = []
     """Differences from ``environment.json``; empty without any."""
+    engines: list[EnginePython] = []
+    """Versions and transfer path of the Pythons that this arm's vLLM engines run with; empty with simulated ones."""
     git_commit: str | None = None
     git_dirty: bool | None = None
     warnings: list[str] = []

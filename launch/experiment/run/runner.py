@@ -24,6 +24,7 @@ from launch.experiment.records.environment import (
     Environment,
     Software,
     differences,
+    engines_of,
     host_load,
     software,
 )
@@ -208,6 +209,7 @@ class Runner:
             started_unix_s=run.started_unix_s or time.time(),
             load_before=await asyncio.to_thread(host_load),
             environment_changes=[] if self._before is None else differences(self._before, now),
+            engines=engines_of(now, [self._inputs.fleets[run.arm]] if self._live else []),
             git_commit=None if now.git is None else now.git.commit,
             git_dirty=None if now.git is None else now.git.dirty,
         )

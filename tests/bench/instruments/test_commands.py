@@ -111,6 +111,28 @@ def test_transfer_is_verified_and_counted(pair: tuple[EngineProcess, EngineProce
     assert {path.name for path in (tmp_path / "again").iterdir()} == figures
 
 
+def test_records_of_hooks_must_be_there_and_hold_the_hand_offs(
+    pair: tuple[EngineProcess, EngineProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.instruments.hook_file._WAIT_S", 0.0)
+    source, target = pair
+    records = tmp_path / "records.jsonl"
+    command = (
+        *("measure", "transfer", "--url", url(source), "--url", url(target), "--kv-bytes-per-token", 98_304),
+        *("--from-bootstrap", f"http://127.0.0.1:{source.bootstrap_port}", "--tokens", 1_024, "--repeats", 1),
+        *("--hook-records", records, "--json"),
+    )
+    missing = run(*command)
+    assert missing.exit_code == 2
+    assert "measure hooks apply" in missing.output
+    records.touch()
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [row["stages"] for row in found["rows"]] == [None]
+    assert found["warnings"] == [f"1 of 1 hand-offs are not in {records} with all stages; do both engines have hooks?"]
+
+
 def test_calibrate_writes_a_profile_that_serving_and_the_simulator_read(
     pair: tuple[EngineProcess, EngineProcess], tmp_path: Path
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,11 +32,12 @@ from launch.experiment.definition.fleets import arm_fleet, arm_fleets, clock_sca
 from launch.experiment.definition.inputs import TRACE_FILE, build_trace, offered_load, trace_file
 from launch.experiment.definition.order import interleaved_rows, noise_seed, plan_runs, randomised_rows
 from launch.experiment.definition.reference import SECTIONS, reference
-from launch.experiment.records.environment import ENVIRONMENT_FILE
+from launch.experiment.records.environment import ENVIRONMENT_FILE, differences, engines_of, software
 from launch.experiment.records.record import KEPT_FILES
 from launch.experiment.records.state import CONFIG_FILE, STATE_FILE, config_changes
 from launch.experiment.run.live import with_room
 from launch.experiment.run.simulated import simulator_command
+from launch.fleet.overrides import PYTHON_VARIABLE
 from policies.registry import routing_policies
 from replayer.traces.loading import load_trace
 from tests.launch.conftest import free_base
@@ -277,6 +280,7 @@ SHIPPED = {
     "policies-simulated": ["linear", "lmetric", "session_sticky", "unified", "warm"],
     "policies-live-sim": ["linear", "lmetric"],
     "elastic-live": ["never", "threshold", "cost_model"],
+    "environments-live": ["current", "other"],
 }
 
 
@@ -400,3 +404,51 @@ class TestGuide:
     def test_it_lists_the_files_that_are_kept(self) -> None:
         for name in (*KEPT_FILES, STATE_FILE, CONFIG_FILE, TRACE_FILE, ENVIRONMENT_FILE, COMPARISON_FILE):
             assert name in self.GUIDE
+
+
+class TestEnvironments:
+    """Two Pythons of the engines as arms."""
+
+    def python(self, folder: Path, connector: str) -> str:
+        """A Python with a stand-in of vLLM."""
+        place = folder / "site/vllm/distributed/kv_transfer/kv_connector/v1/mooncake"
+        place.mkdir(parents=True)
+        (folder / "site/vllm/__init__.py").touch()
+        (place / "mooncake_connector.py").write_text(connector)
+        wrapper = folder / "python"
+        wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={folder / "site"} exec {sys.executable} "$@"\n')
+        wrapper.chmod(0o755)
+        return str(wrapper)
+
+    def test_each_arm_has_its_python_and_the_record_its_transfer_path(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+        pythons = [self.python(tmp_path / name, f"# {name}\n") for name in ("current", "other")]
+        changes = [f"backend.overrides.vllm.python={pythons[0]}", f"arms.other.fleet.vllm.python={pythons[1]}"]
+        fleets = arm_fleets(load_experiment(Path("environments-live"), changes))
+        assert {fleet.pair_warmup.mode for fleet in fleets.values()} == {"require"}
+        now = software(fleets.values())
+        assert [engine.executable for engine in now.engines] == sorted(pythons)
+        hashes = {}
+        for arm, fleet in fleets.items():
+            (engine,) = engines_of(now, [fleet])
+            hashes[arm] = engine.transfer_path
+        assert hashes == {
+            name: {"vllm/mooncake_connector.py": hashlib.sha256(f"# {name}\n".encode()).hexdigest()} for name in fleets
+        }
+
+    def test_an_engine_that_changes_between_runs_is_noticed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+        python = self.python(tmp_path, "# before\n")
+        changes = [f"backend.overrides.vllm.python={python}", "arms.other.fleet={vllm: {enforce_eager: true}}"]
+        fleets = arm_fleets(load_experiment(Path("environments-live"), changes))
+        assert [fleet.members[0].vllm.enforce_eager for fleet in fleets.values()] == [False, True]
+        before = software(fleets.values())
+        assert differences(before, software(fleets.values())) == []
+        (changed,) = tmp_path.rglob("mooncake_connector.py")
+        changed.write_text("# after\n")
+        (found,) = differences(before, software(fleets.values()))
+        assert found.startswith("engines.0.transfer_path.vllm/mooncake_connector.py: ")
