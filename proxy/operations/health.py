@@ -73,6 +73,7 @@ class HealthMonitor:
         timeout_s = self._core.settings.health.timeout_s
         ranks = self._core.instances.ranks(instance)
         url, whose = instance.url, ""
+        unregistered: set[int] = set()
         try:
             async with asyncio.timeout(timeout_s):
                 (await self._get(instance, "/health")).raise_for_status()
@@ -80,7 +81,7 @@ class HealthMonitor:
                 await self._core.model_lists.read(instance)
                 if instance.settings.bootstrap_url is not None:
                     url, whose = instance.settings.bootstrap_url, "its bootstrap server: "
-                    await self._read_identity(ranks, url)
+                    unregistered = await self._read_identity(ranks, url)
         except Exception as error:
             # An invalid answer of one engine must not stop the probing of the others.
             expected = isinstance(error, httpx.HTTPError | TimeoutError | AnotherServerError)
@@ -104,6 +105,8 @@ class HealthMonitor:
                     self._failed(
                         each, f"the engine has {each.reported_ranks} data-parallel ranks, and no rank {each.rank}"
                     )
+                elif (each.rank or 0) in unregistered:
+                    self._failed(each, f"its bootstrap server does not list data-parallel rank {each.rank or 0}")
                 else:
                     self._core.instances.probed(each)
 
@@ -170,14 +173,13 @@ class HealthMonitor:
             )
         router.state.set_capacity(instance.name, instance.kv_capacity_tokens, router.block_tokens)
 
-    async def _read_identity(self, ranks: tuple[Instance, ...], url: str) -> None:
+    async def _read_identity(self, ranks: tuple[Instance, ...], url: str) -> set[int]:
+        """Read the engine ids; returns the ranks that have none."""
         found = await query_engine_ids(self._core.control, url, self._core.settings.offload.query_timeout_s)
         replaced = False
         for instance in ranks:
             engine_id = found.get(instance.rank or 0)
-            if engine_id is None:
-                raise ValueError(f"/query has no data-parallel rank {instance.rank or 0}")
-            if not self._core.instances.contains(instance):
+            if engine_id is None or not self._core.instances.contains(instance):
                 continue
             if instance.engine_id not in {None, engine_id} and instance.started_unix_s is None:
                 self._restarted(instance)
@@ -185,6 +187,7 @@ class HealthMonitor:
             instance.engine_id = engine_id
         if replaced:
             await self._core.model_lists.read(ranks[0])
+        return {each.rank or 0 for each in ranks}.difference(found)
 
     def _restarted(self, instance: Instance) -> None:
         instance.restarts += 1
