@@ -28,7 +28,7 @@ ASKED_VARIABLE = "WARMROUTE_TEST_ENGINES"
 RUN_VARIABLE = "WARMROUTE_ENGINES_RUN"
 """Run directory of a running fleet, to be used while writing tests (docs/engines.md)."""
 
-FIRST = ("test_small_pool", "test_elastic_ab", "test_ranks")
+FIRST = ("test_small_pool", "test_elastic_ab", "test_two_ranks")
 """Tests with separate engines: run before the shared ones start, so that at most four run."""
 LAST = ("test_failures", "test_kills", "test_resume")
 """Abandoned pulls leave leaked blocks in the engines, kills cost a restart each."""
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
     order = {name: rank - len(FIRST) for rank, name in enumerate(FIRST)} | {name: 1 + i for i, name in enumerate(LAST)}
-    items.sort(key=lambda item: order.get(item.path.stem, 0) if item.path.parent == HERE else 0)
+    items.sort(key=lambda item: order.get(item.path.stem, 0) if HERE in item.path.parents else 0)
 
 
 @pytest.fixture(scope="session")

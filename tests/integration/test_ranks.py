@@ -215,7 +215,7 @@ async def test_hand_offs_name_the_rank_on_both_sides(start_ranks: StartRanks) ->
     )
     prompt = list(range(10_000, 14_000))
     row = await ask(cluster, prompt)
-    # P and D are two ranks of one engine: only its engine id and the header tell them apart.
+    # P and D are two ranks of one engine: they differ in the engine id and the header only.
     assert row["offload_reason"] == "chosen"
     assert {row["instance"], row["prefill_instance"]} == {"engine-0/0", "engine-0/1"}
     state = (await cluster.client.get(f"{cluster.engines[0].url}/sim/state")).json()["ranks"]

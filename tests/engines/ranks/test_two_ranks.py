@@ -116,7 +116,7 @@ async def test_cached_tokens_are_those_of_the_routed_rank(ranks: Ranks) -> None:
     # The same prompt is unknown to the other rank.
     other = {"engine-0/0": "engine-0/1", "engine-0/1": "engine-0/0"}[first[0]["instance"]]
     await ranks.policy("round_robin")
-    seen = {}
+    seen: dict[str, int] = {}
     for _ in range(2):
         row = await ranks.ask(prompts[0])
         seen.setdefault(row["instance"], row["actual_cached_tokens"])
