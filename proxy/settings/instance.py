@@ -103,8 +103,9 @@ class InstanceSettings(Section):
         if self.api_key is not None and self.api_key_env is not None:
             raise ValueError(f"instance {self.name!r} has api_key and api_key_env: give one of them")
         if self.data_parallel_size > 1 and rank is None:
-            for key in ("events_url", "events_replay_url"):
-                _endpoint_of(getattr(self, key), self.data_parallel_size - 1, key)
+            ranks = self.ranks()
+            if {each.events_url for each in ranks} & {each.events_replay_url for each in ranks} - {None}:
+                raise ValueError(f"instance {self.name!r}: its ranks' ports for events and for replays overlap")
         self.own_key()
         return self
 

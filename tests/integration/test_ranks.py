@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from proxy.settings import load_settings
+from proxy.start.check import probed
 from tests.integration.conftest import Cluster
 from tests.integration.fleet import SimEngine, free_ports
 from tests.integration.test_prediction import run_sessions
@@ -248,3 +249,5 @@ async def test_another_number_of_ranks_is_reported(
         await asyncio.sleep(0.05)
     assert f"data_parallel_size is {configured}, the engine has {ranks}" in found["data_parallel"]["detail"]
     assert "--data-parallel-size" in found["data_parallel"]["remedy"]
+    checks = await probed(cluster.core.settings)
+    assert all(f"the engine has {ranks} data-parallel rank" in " ".join(each.remedies) for each in checks)

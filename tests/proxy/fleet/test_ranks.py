@@ -61,6 +61,7 @@ def test_an_engine_becomes_one_instance_for_each_rank() -> None:
         ({"data_parallel_size": 1, "data_parallel_rank": 0}, "give both"),
         ({"events_url": "tcp://10.0.0.1:65535"}, "leaves room"),
         ({"events_url": "ipc:///tmp/events"}, "tcp endpoint of rank 0"),
+        ({"events_url": "tcp://10.0.0.1:5557", "events_replay_url": "tcp://10.0.0.1:5558"}, "overlap"),
     ],
 )
 def test_what_ranks_cannot_have(settings: dict[str, Any], message: str) -> None:
