@@ -79,6 +79,12 @@ def engine(
     hash_seed: Annotated[
         int, typer.Option(help="Seed of the block hashes in KV events; the same for all engines of a fleet.", min=0)
     ] = 0,
+    data_parallel_size: Annotated[
+        int,
+        typer.Option(
+            help="Data-parallel ranks, each with its own KV pool; rank i publishes events i ports higher.", min=1
+        ),
+    ] = 1,
 ) -> None:
     """Run one simulated engine.
 
@@ -113,6 +119,7 @@ def engine(
             kv_events_port=kv_events_port,
             kv_events_replay_port=kv_events_replay_port,
             hash_seed=hash_seed,
+            data_parallel_size=data_parallel_size,
         )
     except (EngineSettingsError, ProfileError) as error:
         typer.echo(f"engine: {error}", err=True)

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.instruments.engine import EngineReport, Generated, InstrumentError, OnTokens, Prefilled
 from policies.types import Connector
-from proxy.handoff.connectors import DIALECTS, engine_id_of
+from proxy.handoff.connectors import DIALECTS, engine_ids_of
 from proxy.request.bodies import decode_leg, prefill_leg, transfer_params_of
 from replayer.replay.client import send
 
@@ -165,8 +165,8 @@ class HttpEngine:
             )
         status, content = await self._exchange("GET", f"{self._bootstrap_url}/query", CONTROL_TIMEOUT_S)
         try:
-            return engine_id_of(content)
-        except ValueError as error:
+            return engine_ids_of(content)[0]
+        except (ValueError, KeyError) as error:
             raise InstrumentError(f"{self._bootstrap_url}/query answered {status}, without an engine id") from error
 
     async def _exchange(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:

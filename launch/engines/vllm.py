@@ -47,6 +47,7 @@ class VllmEngine:
             ("max-num-batched-tokens", vllm.max_num_batched_tokens),
             ("gpu-memory-utilization", vllm.gpu_memory_utilization),
             ("tensor-parallel-size", vllm.tensor_parallel_size if vllm.tensor_parallel_size > 1 else None),
+            ("data-parallel-size", vllm.data_parallel_size if vllm.data_parallel_size > 1 else None),
             ("load-format", vllm.load_format),
             ("attention-backend", vllm.attention_backend),
             ("generation-config", vllm.generation_config),

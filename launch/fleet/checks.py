@@ -26,6 +26,8 @@ _OWN_FLAGS = {
     "--kv-events-config": "vllm.events",
     "--tensor-parallel-size": "vllm.tensor_parallel_size",
     "-tp": "vllm.tensor_parallel_size",
+    "--data-parallel-size": "vllm.data_parallel_size",
+    "-dp": "vllm.data_parallel_size",
     "--enable-prefix-caching": "vllm.prefix_caching",
     "--no-enable-prefix-caching": "vllm.prefix_caching",
 }

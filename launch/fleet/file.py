@@ -53,6 +53,7 @@ class FleetFile(FleetLayout):
                     "connector": "mooncake" if member.role is not Role.NONE else None,
                     "events_url": self.events_url(member.index),
                     "events_replay_url": self.events_replay_url(member.index),
+                    "data_parallel_size": member.ranks if member.ranks > 1 else None,
                 }
             )
         instances += [peer.model_dump(mode="json", exclude_defaults=True) for peer in self.peers]
@@ -126,9 +127,11 @@ def ports_in_use(fleet: FleetFile, *, with_proxy: bool = True) -> list[str]:
     """Sentences on the fleet's ports that are already in use; empty when all are free."""
     problems = []
     # vLLM's bootstrap and event sockets listen on all addresses, whatever the host.
-    everywhere = {port for member in fleet.members for port in (member.events_port, member.replay_port)}
+    everywhere: set[int] = set()
     if fleet.kind == "vllm":
-        everywhere |= {member.bootstrap_port for member in fleet.members}
+        for member in fleet.members:
+            _, bootstrap, events, replay, _ = member.ports()
+            everywhere |= {port for port, _ in (*bootstrap, *events, *replay)}
     for port, owner in fleet.ports():
         if not with_proxy and owner == "the proxy":
             continue

@@ -141,7 +141,7 @@ class FleetLayout(FleetKeys):
     def ports(self) -> list[tuple[int, str]]:
         """Every port the fleet listens on, with its owner: all instances' ports of one kind, then the next kind."""
         by_kind = zip(*(member.ports() for member in self.members), strict=True)
-        wanted = [(port, owner) for kind in by_kind for port, owner in kind if port is not None]
+        wanted = [entry for kind in by_kind for entries in kind for entry in entries]
         admin = [] if self.admin_port is None else [(self.admin_port, "the proxy's admin listener")]
         return [*wanted, (self.proxy_port, "the proxy"), *admin]
 

@@ -31,6 +31,8 @@ class Member:
     devices: tuple[str, ...]
     """GPUs by index or UUID; empty on the CPU and for simulated engines."""
     vllm: VllmSettings
+    ranks: int = 1
+    """Data-parallel ranks; rank r publishes its events r ports above the first."""
     env: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -38,15 +40,19 @@ class Member:
         """The role its engine is started with."""
         return self.role if self.role is Role.NONE else self.vllm.transfer.kv_role or self.role
 
-    def ports(self) -> tuple[tuple[int | None, str], ...]:
-        """Every port with its owner; None for one it does not listen on. The order is the same for all members."""
+    def ports(self) -> tuple[tuple[tuple[int, str], ...], ...]:
+        """Ports with their owners, by kind; empty for a kind it does not listen on. The same kinds for all members."""
         return (
-            (self.port, self.name),
-            (self.bootstrap_port, f"{self.name} (bootstrap)"),
-            (self.events_port, f"{self.name} (KV events)"),
-            (self.replay_port, f"{self.name} (KV events replay)"),
-            (self.master_port, f"{self.name} (MASTER_PORT)"),
+            _owned(self.port, self.name),
+            _owned(self.bootstrap_port, f"{self.name} (bootstrap)"),
+            _owned(self.events_port, f"{self.name} (KV events)", self.ranks),
+            _owned(self.replay_port, f"{self.name} (KV events replay)", self.ranks),
+            _owned(self.master_port, f"{self.name} (MASTER_PORT)"),
         )
+
+
+def _owned(first: int | None, owner: str, count: int = 1) -> tuple[tuple[int, str], ...]:
+    return () if first is None else tuple((first + offset, owner) for offset in range(count))
 
 
 def expand(fleet: FleetKeys) -> tuple[Member, ...]:
@@ -66,11 +72,13 @@ def expand(fleet: FleetKeys) -> tuple[Member, ...]:
             prefix = _ROLE_PREFIX.get(role, fleet.name_prefix) if fleet.groups else fleet.name_prefix
         for place in range(count):
             index = len(members)
-            mine = devices[place * vllm.tensor_parallel_size : (place + 1) * vllm.tensor_parallel_size]
+            each = vllm.tensor_parallel_size * vllm.data_parallel_size
+            mine = devices[place * each : (place + 1) * each]
             if fleet.kind == "vllm" and vllm.device == "cuda" and not mine:
-                mine = tuple(str(unnumbered_device + offset) for offset in range(vllm.tensor_parallel_size))
-                unnumbered_device += vllm.tensor_parallel_size
-            members.append(_member(fleet, group, vllm, role, index, f"{prefix}{place}", mine))
+                mine = tuple(str(unnumbered_device + offset) for offset in range(each))
+                unnumbered_device += each
+            ranks_before = sum(member.ranks for member in members)
+            members.append(_member(fleet, group, vllm, role, index, ranks_before, f"{prefix}{place}", mine))
     return tuple(members)
 
 
@@ -80,6 +88,7 @@ def _member(
     vllm: VllmSettings,
     role: Role,
     index: int,
+    ranks_before: int,
     name: str,
     devices: tuple[str, ...],
 ) -> Member:
@@ -95,11 +104,12 @@ def _member(
         model=group.model or fleet.model,
         port=fleet.base_port + index,
         bootstrap_port=fleet.base_bootstrap_port + index if has_bootstrap else None,
-        events_port=fleet.base_events_port + index if events else None,
-        replay_port=fleet.base_events_replay_port + index if events and vllm.events.replay else None,
+        events_port=fleet.base_events_port + ranks_before if events else None,
+        replay_port=fleet.base_events_replay_port + ranks_before if events and vllm.events.replay else None,
         master_port=fleet.base_master_port + index if real else None,
         devices=devices,
         vllm=vllm,
+        ranks=vllm.data_parallel_size if real else fleet.sim.data_parallel_size,
         env={**fleet.env, **group.env},
     )
 
@@ -132,11 +142,11 @@ def _devices(group: GroupSettings, vllm: VllmSettings, where: str) -> tuple[int,
         if group.count is None:
             raise ValueError(f"{key}count: Field required: the number of instances, or their `devices`")
         return group.count, ()
-    each = vllm.tensor_parallel_size
+    each = vllm.tensor_parallel_size * vllm.data_parallel_size
     if not group.devices or len(group.devices) % each:
         raise ValueError(
             f"{key}devices: {len(group.devices)} devices cannot be divided into {each} per instance "
-            "(tensor_parallel_size)"
+            "(tensor_parallel_size × data_parallel_size)"
         )
     count = len(group.devices) // each
     if group.count not in {None, count}:

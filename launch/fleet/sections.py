@@ -41,6 +41,9 @@ class SimSettings(Section):
     abort_timeout_s: float | None = Field(
         default=None, gt=0, description="engine seconds P holds blocks that are not pulled"
     )
+    data_parallel_size: int = Field(
+        default=1, ge=1, le=64, description="data-parallel ranks of one instance, each with its own KV pool"
+    )
 
 
 class FabricSettings(Section):
@@ -146,7 +149,9 @@ class PairWarmupSettings(Section):
 class EventsSettings(Section):
     """vLLM's KV events (ZMQ): which blocks an engine stores and evicts."""
 
-    enabled: bool = Field(default=False, description="publish them on base_events_port + i")
+    enabled: bool = Field(
+        default=False, description="publish them on base_events_port + i, every rank on a port of its own"
+    )
     topic: str = Field(default="kv-events", description="ZMQ topic")
     replay: bool = Field(default=False, description="also answer replay requests on base_events_replay_port + i")
     buffer_steps: int | None = Field(default=None, ge=1, description="engine steps kept for replay; default: vLLM's")
@@ -181,7 +186,10 @@ class VllmSettings(Section):
     max_num_seqs: int | None = Field(default=None, ge=1, description="--max-num-seqs")
     max_num_batched_tokens: int | None = Field(default=None, ge=1, description="--max-num-batched-tokens")
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1, description="--gpu-memory-utilization")
-    tensor_parallel_size: int = Field(default=1, ge=1, description="devices of one instance")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="devices of one instance, or of one rank of it")
+    data_parallel_size: int = Field(
+        default=1, ge=1, le=64, description="data-parallel ranks of one instance, each with its own KV pool and devices"
+    )
     load_format: str | None = Field(default=None, description="--load-format; dummy makes random weights")
     attention_backend: str | None = Field(default=None, description="--attention-backend (vLLM 0.19 or later)")
     generation_config: str | None = Field(default=None, description="--generation-config")
@@ -211,7 +219,8 @@ class GroupSettings(Section):
 
     count: int | None = Field(default=None, ge=1, le=64, description="instances; default: one for each device entry")
     devices: tuple[int | str, ...] | None = Field(
-        default=None, description="GPUs, by index or UUID; tensor_parallel_size of them for each instance"
+        default=None,
+        description="GPUs, by index or UUID; tensor_parallel_size × data_parallel_size of them for each instance",
     )
     role: Role | None = Field(default=None, description="kv_both, kv_producer, kv_consumer or none")
     name_prefix: str | None = Field(
@@ -231,5 +240,6 @@ class PeerSettings(Section):
     bootstrap_url: str | None = Field(default=None, description="its bootstrap server, as the other engines reach it")
     events_url: str | None = Field(default=None, description="its KV events, such as tcp://10.0.0.7:5701")
     events_replay_url: str | None = Field(default=None, description="replay address of its KV events")
+    data_parallel_size: int = Field(default=1, ge=1, description="its data-parallel ranks")
     host: str = Field(default="", description="machine it runs on; default: the host part of the URL")
     transport: Transport | None = Field(default=None, description="its KV transport, if known; not verified")

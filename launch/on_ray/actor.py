@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,7 @@ class EngineActor:
 
     def _taken(self) -> list[str]:
         taken = []
-        for port, owner in self._fleet.members[self._index].ports():
-            if port is None:
-                continue
+        for port, owner in chain.from_iterable(self._fleet.members[self._index].ports()):
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:

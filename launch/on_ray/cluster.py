@@ -137,4 +137,5 @@ def _check_reachable(address: str) -> None:
 def _resources(member: Member, fleet: FleetFile) -> dict[str, float]:
     """Resources of one instance: a CPU, and its GPUs."""
     uses_gpus = fleet.kind == "vllm" and member.vllm.device == "cuda"
-    return {"CPU": 1.0, **({"GPU": float(member.vllm.tensor_parallel_size)} if uses_gpus else {})}
+    gpus = member.vllm.tensor_parallel_size * member.vllm.data_parallel_size
+    return {"CPU": 1.0, **({"GPU": float(gpus)} if uses_gpus else {})}

@@ -32,22 +32,36 @@ class RecycleRequests:
         """Recycled, but not yet noticed by the proxy: its row still describes the previous engine."""
 
     def due(self, rows: list[dict[str, Any]]) -> dict[str, str]:
-        """Instances to recycle now, with the proxy's reason: those that are idle or have drained long enough."""
+        """Engines to recycle now, with the proxy's reason: those that are idle or have drained long enough.
+
+        An engine is recycled for any of its data-parallel ranks, and is idle if all of them are.
+        """
         now = self._clock()
-        self._approved -= {str(row.get("name")) for row in rows if not row.get("recycle_wanted")}
-        wanted = {str(row.get("name")): row for row in rows if row.get("recycle_wanted")}
-        wanted = {name: row for name, row in wanted.items() if name not in self._approved}
+        requests: dict[str, int] = {}
+        reasons: dict[str, str] = {}
+        for row in rows:
+            name = _engine_of(row)
+            requests[name] = requests.get(name, 0) + (row.get("requests") or 0)
+            if row.get("recycle_wanted"):
+                reasons.setdefault(name, str(row["recycle_wanted"]))
+        self._approved -= requests.keys() - reasons.keys()
+        wanted = {name: reason for name, reason in reasons.items() if name not in self._approved}
         self._first_seen = {name: self._first_seen.get(name, now) for name in wanted}
         return {
-            name: str(row["recycle_wanted"])
-            for name, row in wanted.items()
-            if not row.get("requests") or now - self._first_seen[name] >= self._drain_limit_s
+            name: reason
+            for name, reason in wanted.items()
+            if not requests[name] or now - self._first_seen[name] >= self._drain_limit_s
         }
 
     def approve(self, name: str) -> None:
         """Mark an instance as being recycled: further requests count once the proxy has withdrawn this one."""
         self._first_seen.pop(name, None)
         self._approved.add(name)
+
+
+def _engine_of(row: dict[str, Any]) -> str:
+    name, rank = str(row.get("name")), row.get("data_parallel_rank")
+    return name if rank is None else name.removesuffix(f"/{rank}")
 
 
 class RowsRefusedError(Exception):

@@ -37,6 +37,8 @@ WITHHELD = frozenset(
     )
 )
 """Headers that ``*`` does not forward."""
+RANK_HEADER = "x-data-parallel-rank"
+"""Chooses the data-parallel rank within an engine (vLLM)."""
 WITHHELD_PREFIXES = (b"x-warmroute-", b"x-forwarded-", b"proxy-", b"sec-", b"cf-", b"access-control-")
 
 
@@ -57,7 +59,7 @@ class Forwarding:
         self._named = frozenset(name for name, _ in self._names)
 
     def headers(self, client: dict[bytes, bytes], instance: InstanceSettings) -> dict[str, str]:
-        """Headers for an engine: the forwarded ones of the client's, and the engine's key.
+        """Headers for an engine: the forwarded ones of the client's, its data-parallel rank, and the engine's key.
 
         The client's ``Authorization`` is forwarded only if neither the proxy nor the engine has keys configured.
 
@@ -84,6 +86,8 @@ class Forwarding:
                 for name, text in self._names
                 if name in client and name not in own and _VALUE.fullmatch(client[name])
             }
+        if instance.data_parallel_rank is not None:
+            forwarded[RANK_HEADER] = str(instance.data_parallel_rank)
         authorization = self.authorization(instance)
         if authorization is not None:
             forwarded["authorization"] = authorization

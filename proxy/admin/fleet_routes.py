@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request, Response
 
 from proxy.access.rules import admin_key_of
-from proxy.admin.instance_rows import departure_row, instance_row
+from proxy.admin.instance_rows import departure_row, engine_row
 from proxy.core import Core
 from proxy.errors import RequestError
 from proxy.fleet.instances import Instance
@@ -30,9 +29,9 @@ def fleet_routes(core: Core, operations: Operations) -> APIRouter:
     routes = APIRouter()
     fleet, reloader = operations.fleet, operations.reloader
 
-    @routes.get("/instances/{name:path}", summary="One instance: health, identity, load, cache")
+    @routes.get("/instances/{name:path}", summary="One instance, or an engine's ranks: health, identity, load, cache")
     async def show(name: str) -> dict[str, Any]:
-        return _row(core, fleet, _instance(core, name))
+        return engine_row(core, fleet, name, _ranks(fleet, name))
 
     @routes.post(
         "/instances", status_code=201, summary="Add an instance; it receives requests after its first successful probe"
@@ -41,10 +40,10 @@ def fleet_routes(core: Core, operations: Operations) -> APIRouter:
         admin_key_of(request)
         settings = await _admitted(core, wanted)
         try:
-            instance = await fleet.add(settings)
+            added = await fleet.add(settings)
         except FleetChangeError as error:
             raise _refused(error) from error
-        return _row(core, fleet, instance)
+        return engine_row(core, fleet, settings.name, added)
 
     @routes.put("/instances/{name:path}", summary="Change an instance's settings; a different URL replaces the engine")
     async def replace(
@@ -60,7 +59,7 @@ def fleet_routes(core: Core, operations: Operations) -> APIRouter:
             instance = await fleet.replace(name, settings, _grace_s(core, grace_s), force=force)
         except FleetChangeError as error:
             raise _refused(error) from error
-        return _row(core, fleet, instance)
+        return engine_row(core, fleet, name, (instance,))
 
     @routes.delete("/instances/{name:path}", summary="Drain an instance, then remove it")
     async def remove(
@@ -71,21 +70,19 @@ def fleet_routes(core: Core, operations: Operations) -> APIRouter:
         wait: Annotated[bool, Query(description="answer after the removal; false: answer at once with 202")] = True,
     ) -> dict[str, Any]:
         admin_key_of(request)
-        try:
-            if not wait:
-                response.status_code = 202
-                departure = fleet.depart(_instance(core, name), _grace_s(core, grace_s))
-                return departure_row(departure)
-            departure = await fleet.remove(name, _grace_s(core, grace_s))
-        except FleetChangeError as error:
-            raise _refused(error) from error
-        return {"name": name, "removed": True, "cut_requests": departure.cut_legs}
+        ranks = _ranks(fleet, name)
+        if not wait:
+            response.status_code = 202
+            rows = [departure_row(fleet.depart(each, _grace_s(core, grace_s))) for each in ranks]
+            return rows[0] if ranks[0].name == name else {"name": name, "url": ranks[0].url, "ranks": rows}
+        departures = await fleet.remove(name, _grace_s(core, grace_s))
+        return {"name": name, "removed": True, "cut_requests": sum(each.cut_legs for each in departures)}
 
     @routes.post("/instances/{name:path}/drain", summary="Stop new requests to an instance; running ones finish")
     async def drain(request: Request, name: str) -> dict[str, Any]:
         admin_key_of(request)
         try:
-            return _row(core, fleet, fleet.drain(name))
+            return engine_row(core, fleet, name, fleet.drain(name))
         except FleetChangeError as error:
             raise _refused(error) from error
 
@@ -93,7 +90,7 @@ def fleet_routes(core: Core, operations: Operations) -> APIRouter:
     async def undrain(request: Request, name: str) -> dict[str, Any]:
         admin_key_of(request)
         try:
-            return _row(core, fleet, fleet.undrain(name))
+            return engine_row(core, fleet, name, fleet.undrain(name))
         except FleetChangeError as error:
             raise _refused(error) from error
 
@@ -118,15 +115,12 @@ def fleet_routes(core: Core, operations: Operations) -> APIRouter:
     return routes
 
 
-def _row(core: Core, fleet: FleetChanges, instance: Instance) -> dict[str, Any]:
-    return instance_row(core, fleet, instance, time.monotonic())
-
-
-def _instance(core: Core, name: str) -> Instance:
-    instance = core.instances.get(name)
-    if instance is None:
-        raise _refused(NoSuchInstanceError("no_such_instance", f"there is no instance {name!r}; see GET /instances"))
-    return instance
+def _ranks(fleet: FleetChanges, name: str) -> tuple[Instance, ...]:
+    """The instance, or the ranks of the engine, of that name. Raises RequestError (404)."""
+    try:
+        return fleet.of_engine(name)
+    except FleetChangeError as error:
+        raise _refused(error) from error
 
 
 def _grace_s(core: Core, wanted_s: float | None) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from proxy.core import Core
@@ -19,11 +19,6 @@ def instance_rows(core: Core, fleet: FleetChanges) -> list[dict[str, Any]]:
     now_s = time.monotonic()
     classes = _classes_in_flight(core)
     return [_row(core, fleet, instance, now_s, classes) for instance in core.instances]
-
-
-def instance_row(core: Core, fleet: FleetChanges, instance: Instance, now_s: float) -> dict[str, Any]:
-    """Row of one instance of the fleet; ``now_s`` is monotonic."""
-    return _row(core, fleet, instance, now_s, _classes_in_flight(core))
 
 
 def _classes_in_flight(core: Core) -> dict[str, Counter[str]]:
@@ -43,6 +38,7 @@ def _row(
     return {
         "name": instance.name,
         "url": instance.url,
+        "data_parallel_rank": instance.rank,
         "role": instance.settings.role.value,
         "source": instance.source.value,
         "healthy": instance.healthy,
@@ -78,6 +74,15 @@ def _row(
             "block_tokens": instance.block_tokens,
         },
     }
+
+
+def engine_row(core: Core, fleet: FleetChanges, name: str, ranks: Sequence[Instance]) -> dict[str, Any]:
+    """Row of what a name means: an instance, or an engine with the rows of its data-parallel ranks."""
+    now_s, classes = time.monotonic(), _classes_in_flight(core)
+    rows = [_row(core, fleet, instance, now_s, classes) for instance in ranks]
+    if ranks[0].name == name:
+        return rows[0]
+    return {"name": name, "url": ranks[0].url, "ranks": rows}
 
 
 def departure_row(departure: Departure) -> dict[str, Any]:

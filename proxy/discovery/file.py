@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from proxy.discovery.source import DiscoveryError, Wanted, polled
 from proxy.discovery.template import problem_of
-from proxy.settings import InstanceSettings
+from proxy.settings import InstanceSettings, distinct_ranks
 
 MAX_BYTES = 8 * 1024 * 1024
 """A thousand instances need 300 KB."""
@@ -76,11 +76,7 @@ def parsed(text: str) -> Wanted:
         instances = _ENTRIES.validate_python(entries)
     except ValidationError as error:
         raise ValueError(f"entry {problem_of(error)}") from error
-    for key in ("name", "url"):
-        values = [getattr(each, key) for each in instances]
-        if twice := sorted({value for value in values if values.count(value) > 1}):
-            raise ValueError(f"instances share the same {key}: {', '.join(twice)}")
-    return Wanted(instances)
+    return Wanted(distinct_ranks(instances))
 
 
 def _entries(text: str) -> list[Any]:

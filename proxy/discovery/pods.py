@@ -13,6 +13,7 @@ from proxy.settings import EngineTemplate, InstanceSettings
 
 ANNOTATION = "warmroute.io/"
 _ROLE = f"{ANNOTATION}role"
+_RANKS = f"{ANNOTATION}data-parallel-size"
 _PORTS = ("port", "bootstrap-port", "events-port", "events-replay-port")
 _ENDED = frozenset({"Succeeded", "Failed"})
 _PORT_NAMES = ("http", "api")
@@ -101,6 +102,7 @@ def _instance(pod: Pod, template: EngineTemplate) -> InstanceSettings:
         bootstrap_port=bootstrap_port,
         events_port=events_port,
         events_replay_port=replay_port,
+        data_parallel_size=_size(notes, template),
     )
 
 
@@ -110,6 +112,13 @@ def _port(notes: dict[str, str], key: str) -> int | None:
         return None
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise ValueError(f"annotation {ANNOTATION}{key}: {text!r} is no port")
+    return int(text)
+
+
+def _size(notes: dict[str, str], template: EngineTemplate) -> int:
+    text = notes.get(_RANKS, str(template.data_parallel_size))
+    if not text.isdigit():
+        raise ValueError(f"annotation {_RANKS}: {text!r} is no number of ranks")
     return int(text)
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import NamedTuple, Protocol
 
-from proxy.settings import InstanceSettings
+from proxy.settings import InstanceSettings, TakenAddresses
 
 
 class DiscoveryError(Exception):
@@ -41,16 +41,14 @@ class InstanceSource(Protocol):
 
 
 def distinct(instances: list[InstanceSettings], problems: list[str]) -> Wanted:
-    """A set without entries whose name or URL an earlier entry has; each left out is a problem."""
+    """A set of all their ranks, without entries whose name or URL an earlier one has; each left out is a problem."""
     kept: list[InstanceSettings] = []
-    names: set[str] = set()
-    urls: set[str] = set()
-    for each in instances:
-        if each.name in names or each.url in urls:
+    taken = TakenAddresses()
+    for each in (rank for instance in instances for rank in instance.ranks()):
+        if taken.holder(each) is not None:
             problems = [*problems, f"{each.name} ({each.url}): its name or URL occurs twice"]
             continue
-        names.add(each.name)
-        urls.add(each.url)
+        taken.add(each)
         kept.append(each)
     return Wanted(tuple(kept), tuple(problems))
 

@@ -45,8 +45,8 @@ class PoisonGuard:
 
     def suspect(self, instance: Instance) -> None:
         """Record that an attempt or a leg failed on an engine that had received the request."""
-        if instance.name not in self._suspected:
-            self._suspected[instance.name] = _Suspected(
+        if instance.url not in self._suspected:  # ranks of one engine die together
+            self._suspected[instance.url] = _Suspected(
                 instance, instance.restarts, instance.engine_id, instance.started_unix_s
             )
 
@@ -95,7 +95,7 @@ class PoisonGuard:
         if url is None or before.engine_id is None:
             return False
         bound_s = self._core.settings.offload.query_timeout_s
-        return await query_engine_id(self._core.control, url, bound_s) != before.engine_id
+        return await query_engine_id(self._core.control, url, bound_s, instance.rank) != before.engine_id
 
     async def _get(self, instance: Instance, path: str) -> httpx.Response:
         headers = self._core.forwarding.probe_headers(instance.settings)

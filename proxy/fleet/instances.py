@@ -64,6 +64,10 @@ class Instance:
     running: int = 0
     waiting: int = 0
     restarts: int = 0
+    looked_up_tokens: float | None = None
+    """Prompt tokens that its engine has looked up in its cache, as reported last."""
+    reported_ranks: int = 0
+    """Data-parallel ranks that its engine reports metrics of; 0: not known."""
     recycle_wanted: str | None = None
     """Reason why the engine should be restarted; it receives no new requests for a limited time."""
     recycle_wanted_at_s: float = 0.0
@@ -77,6 +81,19 @@ class Instance:
     def url(self) -> str:
         """Base URL."""
         return self.settings.url
+
+    @property
+    def rank(self) -> int | None:
+        """Data-parallel rank within its engine; None: it is the whole engine."""
+        return self.settings.data_parallel_rank
+
+    @property
+    def ranks_problem(self) -> str | None:
+        """Difference between the data-parallel ranks that are configured and reported; None: none, or not known."""
+        if self.reported_ranks in {0, self.settings.data_parallel_size}:
+            return None
+        configured = self.settings.data_parallel_size
+        return f"data_parallel_size is {configured}, the engine has {self.reported_ranks} data-parallel rank(s)"
 
     @property
     def cards(self) -> tuple[dict[str, Any], ...]:
@@ -132,6 +149,23 @@ class Instances:
         if instance is None:
             raise AttemptFailedError(name, "left the fleet before the request was sent", seen=False)
         return instance
+
+    def ranks(self, instance: Instance) -> tuple[Instance, ...]:
+        """All data-parallel ranks of an instance's engine, in order; itself alone if it is no rank.
+
+        What concerns the process or its HTTP server concerns them all.
+        """
+        if instance.rank is None:
+            return (instance,)
+        found = [each for each in self._by_name.values() if each.url == instance.url and each.rank is not None]
+        return tuple(sorted(found, key=lambda each: each.rank or 0)) or (instance,)
+
+    def of_engine(self, name: str) -> tuple[Instance, ...]:
+        """The instance of that name, or the ranks of the engine of that name; empty if there is neither."""
+        instance = self._by_name.get(name)
+        if instance is not None:
+            return (instance,)
+        return tuple(each for each in self._by_name.values() if each.settings.engine_name == name)
 
     def contains(self, instance: Instance) -> bool:
         """True if this very instance is in the fleet: neither removed, nor replaced by another of its name."""
@@ -199,9 +233,10 @@ class Instances:
         healthy = {name for name, instance in self._by_name.items() if instance.healthy and not instance.draining}
         if model is not None and (lacking := self.served.lacking(model)):
             healthy -= lacking
-        resting = [name for name, each in self._by_name.items() if each.recycle_wanted is not None and _resting(each)]
-        if not resting:
+        recycled = {each.url for each in self._by_name.values() if each.recycle_wanted is not None and _resting(each)}
+        if not recycled:
             return healthy
+        resting = [name for name, each in self._by_name.items() if each.url in recycled]
         rested = healthy.difference(resting)
         can_answer = any(self._by_name[name].settings.role is not Role.KV_PRODUCER for name in rested)
         return rested if can_answer else healthy
@@ -254,6 +289,8 @@ class Instances:
     ) -> None:
         """Record a failed request: no connection (``refused``), 5xx, no first byte in time, or a broken stream.
 
+        A refused connection counts for all data-parallel ranks behind the URL, any other failure for this one only.
+
         Args:
             which: the instance, or its name.
             error: description of the failure.
@@ -264,12 +301,13 @@ class Instances:
         instance = self._current(which)
         if instance is None:
             return
-        instance.last_error = error
         now_s = time.monotonic()
         sent_s = now_s if sent_s is None else sent_s
-        if instance.breaker.failed(now_s, error, sent_s, refused=refused, answered=answered):
-            instance.good_probes_in_a_row = 0
-            self._update(instance)
+        for each in self.ranks(instance) if refused else (instance,):
+            each.last_error = error
+            if each.breaker.failed(now_s, error, sent_s, refused=refused, answered=answered and each is instance):
+                each.good_probes_in_a_row = 0
+                self._update(each)
 
     def probed(self, which: Instance | str) -> None:
         """Record a successful probe."""

@@ -65,25 +65,26 @@ class ModelLists:
         """Called when an engine serves none of the base models it served before: it is another engine."""
 
     async def read(self, instance: Instance) -> None:
-        """Read one engine's list. An engine that answers with an error and never had a list is left as it is.
+        """Read one engine's list, for all its ranks. One that answers with an error and never had a list is left as is.
 
         Raises:
             AnotherServerError: the answer is no list of models, or an error although it had a list before.
             httpx.HTTPError: no answer.
         """
         answer = await self._get(instance, "/v1/models")
-        status = answer.status_code
-        if status != 200:
-            if status in _KEY_REFUSED and instance.list_refused is None:
-                instance.list_refused = status_diagnosis("/v1/models", status, instance.url)
-                log.warning("%s does not list its models: %s", instance.name, instance.list_refused)
-            if instance.models is None or status in _NEUTRAL or status >= 500:
-                return
-            raise AnotherServerError(f"GET /v1/models answered {status}: another server on its port?")
+        ranks = self._instances.ranks(instance)
+        if answer.status_code != 200:
+            for each in ranks:
+                _refused(each, answer.status_code)
+            return
         try:
             models = ModelList.read(answer.content)
         except NoModelListError as error:
             raise AnotherServerError(f"GET /v1/models answered {error}: another server on its port?") from error
+        for each in ranks:
+            self._listed(each, models)
+
+    def _listed(self, instance: Instance, models: ModelList) -> None:
         if not self._instances.contains(instance):
             return
         known, instance.list_refused = instance.models, None
@@ -138,6 +139,15 @@ class ModelLists:
             await self.read(instance)
         except (httpx.HTTPError, AnotherServerError) as error:
             log.debug("the models of %s could not be read: %s", instance.name, error)  # the next probe judges it
+
+
+def _refused(instance: Instance, status: int) -> None:
+    """Take an error in place of a list. Raises AnotherServerError: the engine had a list before."""
+    if status in _KEY_REFUSED and instance.list_refused is None:
+        instance.list_refused = status_diagnosis("/v1/models", status, instance.url)
+        log.warning("%s does not list its models: %s", instance.name, instance.list_refused)
+    if instance.models is not None and status not in _NEUTRAL and status < 500:
+        raise AnotherServerError(f"GET /v1/models answered {status}: another server on its port?")
 
 
 def _ignore_replaced(_: Instance) -> None:

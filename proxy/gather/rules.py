@@ -198,5 +198,7 @@ def changes_workers(method: str, path: str) -> bool:
 
 
 def _instance_answer(values: list[Any]) -> Any:
-    """A row of one instance, or the result of a removal."""
-    return joined(values, _INSTANCE if "breaker" in values[0] else _REMOVED)
+    """A row of one instance or of an engine with its ranks, or the result of a removal."""
+    row = values[0]["ranks"][0] if values[0].get("ranks") else values[0]
+    rules = _INSTANCE if "breaker" in row else _REMOVED
+    return joined(values, {**rules, "ranks": rows(("name",), rules)})

@@ -84,13 +84,14 @@ DIALECTS: Mapping[Connector, HandOffDialect] = MappingProxyType(
 """Connector of an instance -> its hand-off parameters. A new connector is one more class."""
 
 
-def engine_id_of(answer: bytes) -> str:
-    """P's engine id from its bootstrap server's answer to ``/query`` (data-parallel rank 0).
+def engine_ids_of(answer: bytes) -> dict[int, str]:
+    """P's engine ids by data-parallel rank, from its bootstrap server's answer to ``/query``.
 
     Raises:
         ValueError: an unexpected answer.
     """
     try:
-        return str(msgspec.json.decode(answer)["0"]["engine_id"])
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        entries = msgspec.json.decode(answer, type=dict[int, dict[str, msgspec.Raw]])
+        return {rank: msgspec.json.decode(entry["engine_id"], type=str) for rank, entry in entries.items()}
+    except (msgspec.DecodeError, KeyError) as error:
         raise ValueError(repr(error)) from error

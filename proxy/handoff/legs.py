@@ -16,7 +16,7 @@ from proxy.engines.shortage import own_shortage
 from proxy.engines.upstream import NoSocketError, Upstream, UpstreamError
 from proxy.fleet.instances import Instance
 from proxy.fleet.model_lists import is_model_missing
-from proxy.handoff.connectors import DIALECTS, engine_id_of
+from proxy.handoff.connectors import DIALECTS, engine_ids_of
 from proxy.request.bodies import decode_leg, prefill_leg, transfer_params_of
 from proxy.request.usage import Usage, usage_of_answer
 from proxy.settings import OffloadSettings
@@ -164,13 +164,14 @@ class HandOff:
                 return None
             if bootstrap_url is None:
                 raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, f"{prefill.name} has no bootstrap_url")
-            return await query_engine_id(self._control, bootstrap_url, self._settings.query_timeout_s)
+            bound_s = self._settings.query_timeout_s
+            return await query_engine_id(self._control, bootstrap_url, bound_s, prefill.rank)
         except (httpx.HTTPError, ValueError) as error:
             raise OffloadFailedError(OffloadReason.FELL_BACK_P_IDENTITY, f"P's identity is unknown: {error}") from error
 
 
-async def query_engine_id(control: Control, bootstrap_url: str, timeout_s: float) -> str:
-    """Engine id from a bootstrap server's ``/query`` (data-parallel rank 0).
+async def query_engine_ids(control: Control, bootstrap_url: str, timeout_s: float) -> dict[int, str]:
+    """Engine ids by data-parallel rank, from a bootstrap server's ``/query``.
 
     Raises:
         httpx.HTTPError: no answer.
@@ -179,6 +180,14 @@ async def query_engine_id(control: Control, bootstrap_url: str, timeout_s: float
     answer = await control.get(f"{bootstrap_url}/query", timeout_s=timeout_s)
     answer.raise_for_status()
     try:
-        return engine_id_of(answer.content)
+        return engine_ids_of(answer.content)
     except ValueError as error:
         raise ValueError(f"unexpected /query answer from {bootstrap_url}: {error}") from error
+
+
+async def query_engine_id(control: Control, bootstrap_url: str, timeout_s: float, rank: int | None = None) -> str:
+    """Engine id of one data-parallel rank (None: the first). Raises as ``query_engine_ids``."""
+    found = (await query_engine_ids(control, bootstrap_url, timeout_s)).get(rank or 0)
+    if found is None:
+        raise ValueError(f"no data-parallel rank {rank or 0} in the /query answer from {bootstrap_url}")
+    return found

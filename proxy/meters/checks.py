@@ -42,6 +42,7 @@ REMEDIES = MappingProxyType(
         "hash_seed": "start every engine with the same PYTHONHASHSEED, or set meters.equal_hash_seeds: never if "
         "nothing shares KV by hash",
         "block_size": "start every engine with the same --block-size",
+        "data_parallel": "set data_parallel_size of the instance to the engine's --data-parallel-size",
         "session_headers": "let the hop before this proxy pass the session headers of docs/identity.md on, or set them "
         "in the client",
         "engine_headers": "let the hop between this proxy and the engine pass request headers on, or connect to the "
@@ -61,6 +62,7 @@ MEANINGS = MappingProxyType(
         "kv_events": "KV events arrive where they are expected",
         "hash_seed": "no difference between the engines' block hashes",
         "block_size": "all engines have blocks of one size",
+        "data_parallel": "the engines have the data-parallel ranks that are configured",
         "session_headers": "session ids arrive as before",
         "engine_headers": "engines receive the request headers, as far as their answers show",
         "hybrid_events": "tokens predicted from KV events are cached",
@@ -163,6 +165,9 @@ class Checks:
             name: f"blocks of {size} tokens, others of {most[0][0]}"
             for name, size in sizes.items()
             if size != most[0][0]
+        }
+        found["data_parallel"] |= {
+            each.name: text for each in self._instances if each.up and (text := each.ranks_problem)
         }
         hashes, wanted = self._exact.engine_hashes, self.settings.equal_hash_seeds
         groups = hashes.groups()

@@ -14,6 +14,7 @@ from proxy.discovery.sources import source_of
 from proxy.discovery.status import Reading
 from proxy.fleet.instances import Instance, Source
 from proxy.operations.fleet_changes import FleetChanges
+from proxy.settings import TakenAddresses
 
 log = logging.getLogger("warmroute.discovery")
 
@@ -124,12 +125,11 @@ class Discovery:
             if instance.source is Source.DISCOVERY and instance.name not in names and not fleet.leaving(instance):
                 fleet.depart(instance, grace_s)
                 changed = True
-        others = {each.url: each for each in core.instances if each.source is not Source.DISCOVERY}
+        others = TakenAddresses(each.settings for each in core.instances if each.source is not Source.DISCOVERY)
         for wanted in self._wanted.instances:
-            known, holder = core.instances.get(wanted.name), others.get(wanted.url)
-            if known is not None and known.source is not Source.DISCOVERY:
-                holder = known
-            if holder is not None:
+            known, found = core.instances.get(wanted.name), others.holder(wanted)
+            if found is not None:
+                holder = core.instances[found[1].name]
                 if not fleet.leaving(holder):
                     problems.append(f"{wanted.name} ({wanted.url}): {holder.name} ({holder.url}) has its name or URL")
             elif known is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from proxy.core import Core
 from proxy.fleet.instances import Instance, Source
 from proxy.operations.health import HealthMonitor
-from proxy.settings import InstanceSettings
+from proxy.settings import InstanceSettings, TakenAddresses
 
 log = logging.getLogger("warmroute.fleet")
 
@@ -75,22 +75,24 @@ class FleetChanges:
 
     # Slow operations
 
-    async def add(self, settings: InstanceSettings, source: Source = Source.API) -> Instance:
-        """Add an instance and probe it; it receives requests after its first successful probe.
+    async def add(self, settings: InstanceSettings, source: Source = Source.API) -> tuple[Instance, ...]:
+        """Add an instance, or all ranks of one, and probe it; it receives requests after its first successful probe.
 
         Raises:
             FleetChangeError: name or URL are in use.
         """
-        self.check_free(settings)
-        instance = self.insert(settings, source)
-        await self.probe(instance)
-        return instance
+        ranks = settings.ranks()
+        for each in ranks:
+            self.check_free(each)
+        added = tuple(self.insert(each, source) for each in ranks)
+        await self.probe(added[0])
+        return added
 
     async def replace(self, name: str, settings: InstanceSettings, grace_s: float, *, force: bool = False) -> Instance:
         """Change an instance's settings. With another URL, a new engine takes over its name and the old one drains.
 
         Args:
-            name: of a known instance, and of ``settings``.
+            name: of a known instance, and of ``settings``; the ranks of an engine are not replaced.
             settings: complete settings, not only the changed ones.
             grace_s: seconds the requests of a replaced engine have to finish.
             force: replace even if the new engine does not answer.
@@ -99,6 +101,8 @@ class FleetChanges:
             FleetChangeError: no such instance, it is leaving, the URL is in use, or the new engine does not answer.
         """
         old = self._staying(name)
+        if len(settings.ranks()) > 1:
+            raise _has_ranks(name)
         self.check_free(settings, but=name)
         another = settings.url != old.url
         answers = another and await self._core.handoff.alive(Instance(settings))
@@ -116,8 +120,8 @@ class FleetChanges:
         await self.probe(new)
         return new
 
-    async def remove(self, name: str, grace_s: float) -> Departure:
-        """Drain an instance and remove it.
+    async def remove(self, name: str, grace_s: float) -> tuple[Departure, ...]:
+        """Drain an instance, or all ranks of an engine, and remove it.
 
         It is removed once it is idle or after ``grace_s`` seconds, when its remaining requests are cut. The removal
         continues if the caller is cancelled. Removing it again while it drains waits for the same end, with the earlier
@@ -126,10 +130,9 @@ class FleetChanges:
         Raises:
             NoSuchInstanceError: no instance has that name.
         """
-        departure = self.depart(self._known(name), grace_s)
-        assert departure.task is not None
-        await asyncio.shield(departure.task)
-        return departure
+        departures = tuple(self.depart(each, grace_s) for each in self.of_engine(name))
+        await asyncio.shield(asyncio.gather(*(each.task for each in departures if each.task is not None)))
+        return departures
 
     async def probe(self, instance: Instance) -> None:
         """Probe an instance now instead of in the next round."""
@@ -137,23 +140,40 @@ class FleetChanges:
 
     # Synchronous operations
 
-    def drain(self, name: str) -> Instance:
-        """Stop sending new requests to an instance. Idempotent. Raises NoSuchInstanceError."""
-        instance = self._known(name)
-        if not instance.draining:
-            instance.draining = True
-            log.info("%s is draining", name)
-        self._share_mark(name, draining=True)
-        return instance
+    def of_engine(self, name: str) -> tuple[Instance, ...]:
+        """The instance of that name, or the ranks of that engine. Raises NoSuchInstanceError if there is neither."""
+        found = self._core.instances.of_engine(name)
+        if not found:
+            raise NoSuchInstanceError("no_such_instance", f"there is no instance {name!r}; see GET /instances")
+        return found
 
-    def undrain(self, name: str) -> Instance:
-        """Resume sending requests to an instance. Idempotent. Raises FleetChangeError if unknown or leaving."""
-        instance = self._staying(name)
-        if instance.draining:
-            self._core.instances.set_draining(instance, False)
-            log.info("%s is no longer draining", name)
-        self._share_mark(name, draining=False)
-        return instance
+    def drain(self, name: str) -> tuple[Instance, ...]:
+        """Stop sending new requests to an instance, or to all ranks of an engine. Idempotent.
+
+        Raises:
+            NoSuchInstanceError: neither has that name.
+        """
+        ranks = self.of_engine(name)
+        for instance in ranks:
+            if not instance.draining:
+                instance.draining = True
+                log.info("%s is draining", instance.name)
+            self._share_mark(instance.name, draining=True)
+        return ranks
+
+    def undrain(self, name: str) -> tuple[Instance, ...]:
+        """Resume sending requests to an instance, or to all ranks of an engine. Idempotent.
+
+        Raises:
+            FleetChangeError: neither has that name, or it is leaving.
+        """
+        ranks = tuple(self._staying(each.name) for each in self.of_engine(name))
+        for instance in ranks:
+            if instance.draining:
+                self._core.instances.set_draining(instance, False)
+                log.info("%s is no longer draining", instance.name)
+            self._share_mark(instance.name, draining=False)
+        return ranks
 
     def drain_elsewhere(self, name: str, draining: bool) -> None:
         """An operator drains an instance on another replica, or no longer: do the same. Unknown names are ignored."""
@@ -165,14 +185,15 @@ class FleetChanges:
 
     def check_free(self, settings: InstanceSettings, but: str | None = None) -> None:
         """Raise FleetChangeError if an instance other than ``but`` has the name or the URL."""
-        for other in self._core.instances:
-            if other.name == but:
-                continue
-            leaving = ", which is being removed" if self.leaving(other) else ""
-            if other.name == settings.name:
-                raise FleetChangeError("instance_exists", f"instance {other.name!r} already exists{leaving}")
-            if other.url == settings.url:
-                raise FleetChangeError("url_in_use", f"{settings.url} is the URL of instance {other.name!r}{leaving}")
+        found = TakenAddresses(each.settings for each in self._core.instances if each.name != but).holder(settings)
+        if found is None:
+            return
+        key, other = found
+        holder = self._core.instances.get(other.name)
+        leaving = ", which is being removed" if holder is not None and self.leaving(holder) else ""
+        if key == "name":
+            raise FleetChangeError("instance_exists", f"instance {other.name!r} already exists{leaving}")
+        raise FleetChangeError("url_in_use", f"{settings.url} is the URL of instance {other.name!r}{leaving}")
 
     def insert(self, settings: InstanceSettings, source: Source) -> Instance:
         """Register an instance under a free name. It receives no requests before a successful probe."""
@@ -242,14 +263,10 @@ class FleetChanges:
         if self._core.sharing is not None:
             self._core.sharing.mark(name, draining=draining)
 
-    def _known(self, name: str) -> Instance:
-        instance = self._core.instances.get(name)
-        if instance is None:
-            raise NoSuchInstanceError("no_such_instance", f"there is no instance {name!r}; see GET /instances")
-        return instance
-
     def _staying(self, name: str) -> Instance:
-        instance = self._known(name)
+        instance = self.of_engine(name)[0]
+        if instance.name != name:
+            raise _has_ranks(name)
         if self.leaving(instance):
             raise FleetChangeError("instance_leaving", f"{name} is being removed: add it again afterwards")
         return instance
@@ -333,3 +350,8 @@ class FleetChanges:
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _has_ranks(name: str) -> FleetChangeError:
+    text = f"{name} has data-parallel ranks: change them in the settings file, or remove it and add it again"
+    return FleetChangeError("instance_has_ranks", text)

@@ -7,7 +7,6 @@ import logging
 import time
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.clip import clip
 from proxy.core import Core
@@ -15,23 +14,14 @@ from proxy.engines.shortage import own_shortage
 from proxy.fleet.instances import Instance
 from proxy.fleet.model_lists import AnotherServerError
 from proxy.fleet.reachability import diagnosis
-from proxy.handoff.legs import query_engine_id
-from proxy.meters.engine import COUNTERS
+from proxy.handoff.legs import query_engine_ids
+from proxy.meters.reading import EngineFigures, MetricsReading
 
 log = logging.getLogger("warmroute.health")
 
-_WANTED = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    "vllm:cache_config_info",
-    "process_start_time_seconds",
-    *COUNTERS,
-)
-
 
 class HealthMonitor:
-    """Probes the fleet every ``health.interval_s`` seconds until cancelled."""
+    """Probes the fleet every ``health.interval_s`` seconds until cancelled: each engine once, for all its ranks."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -74,21 +64,24 @@ class HealthMonitor:
     async def probe_all(self) -> None:
         """Probe every instance once, concurrently."""
         async with asyncio.TaskGroup() as group:
-            for instance in self._core.instances:
+            engines = {(each.url, each.name if each.rank is None else ""): each for each in self._core.instances}
+            for instance in engines.values():
                 group.create_task(self.probe(instance))
 
     async def probe(self, instance: Instance) -> None:
-        """Probe one instance now. Results for an instance that has left the fleet are dropped."""
+        """Probe one instance now, with all ranks of its engine. Results for one that has left the fleet are dropped."""
         timeout_s = self._core.settings.health.timeout_s
+        ranks = self._core.instances.ranks(instance)
         url, whose = instance.url, ""
+        unregistered: set[int] = set()
         try:
             async with asyncio.timeout(timeout_s):
                 (await self._get(instance, "/health")).raise_for_status()
-                await self._read_metrics(instance)
+                await self._read_metrics(ranks)
                 await self._core.model_lists.read(instance)
                 if instance.settings.bootstrap_url is not None:
                     url, whose = instance.settings.bootstrap_url, "its bootstrap server: "
-                    await self._read_identity(instance, url)
+                    unregistered = await self._read_identity(ranks, url)
         except Exception as error:
             # An invalid answer of one engine must not stop the probing of the others.
             expected = isinstance(error, httpx.HTTPError | TimeoutError | AnotherServerError)
@@ -104,64 +97,70 @@ class HealthMonitor:
                 log.warning("a probe of %s was not sent: this proxy is out of sockets: %s", instance.name, shortage)
                 return
             gone = isinstance(error, httpx.ConnectError | AnotherServerError)
-            failure = clip(whose + diagnosis(error, url, timeout_s))
-            if not instance.up and instance.diagnosis != failure:  # one that is up goes down with a warning
-                log.warning("%s is not used: %s", instance.name, failure)
-            self._core.instances.probe_failed(instance, f"probe: {failure}", refused=gone)
+            for each in ranks:
+                self._failed(each, whose + diagnosis(error, url, timeout_s), gone=gone)
         else:
-            self._core.instances.probed(instance)
+            for each in ranks:
+                if each.rank is not None and 0 < each.reported_ranks <= each.rank:
+                    self._failed(
+                        each, f"the engine has {each.reported_ranks} data-parallel ranks, and no rank {each.rank}"
+                    )
+                elif (each.rank or 0) in unregistered:
+                    self._failed(each, f"its bootstrap server does not list data-parallel rank {each.rank or 0}")
+                else:
+                    self._core.instances.probed(each)
+
+    def _failed(self, instance: Instance, failure: str, *, gone: bool = False) -> None:
+        failure = clip(failure)
+        if not instance.up and instance.diagnosis != failure:  # one that is up goes down with a warning
+            log.warning("%s is not used: %s", instance.name, failure)
+        self._core.instances.probe_failed(instance, f"probe: {failure}", refused=gone)
 
     async def _get(self, instance: Instance, path: str) -> httpx.Response:
         return await self._core.get(instance, path)
 
-    async def _read_metrics(self, instance: Instance) -> None:
-        answer = await self._get(instance, "/metrics")
-        if answer.status_code != 200 or not self._core.instances.contains(instance):
+    async def _read_metrics(self, ranks: tuple[Instance, ...]) -> None:
+        answer = await self._get(ranks[0], "/metrics")
+        if answer.status_code != 200:
             return
-        # An engine exposes hundreds of lines; only these few are parsed on the event loop.
-        lines = [line for line in answer.text.splitlines() if line.startswith(_WANTED)]
-        found = [
-            sample for family in text_string_to_metric_families("\n".join(lines) + "\n") for sample in family.samples
-        ]
-        samples = {sample.name: sample for sample in found}
-        if "vllm:num_requests_running" in samples:
-            instance.running = int(samples["vllm:num_requests_running"].value)
-        if "vllm:num_requests_waiting" in samples:
-            instance.waiting = int(samples["vllm:num_requests_waiting"].value)
-        if "process_start_time_seconds" in samples:
-            self._saw_start(instance, samples["process_start_time_seconds"].value)
-        config = samples.get("vllm:cache_config_info")
-        if config is not None:
-            self._saw_cache_config(instance, config.labels)
-        counters = {
-            name: sum(sample.value for sample in found if sample.name == f"{key}_total")  # one for each engine core
-            for key, name in COUNTERS.items()
-            if f"{key}_total" in samples
-        }
-        caching = config.labels.get("enable_prefix_caching") if config is not None else None
+        reading = MetricsReading(answer.text)
+        for instance in ranks:
+            if self._core.instances.contains(instance):
+                instance.reported_ranks = reading.ranks
+                self._take(instance, reading.figures(instance.rank))
+
+    def _take(self, instance: Instance, figures: EngineFigures) -> None:
+        """Take one instance's part of a reading."""
+        instance.running = instance.running if figures.running is None else figures.running
+        instance.waiting = instance.waiting if figures.waiting is None else figures.waiting
+        self._saw_start(instance, figures)
+        if figures.block_tokens is not None and figures.blocks is not None:
+            self._saw_pool(instance, figures.block_tokens, figures.blocks)
         short = self._core.short_load.requests(instance.name)
-        self._core.meters.probed(instance, counters, caching, short, time.monotonic())
-        usage = samples.get("vllm:kv_cache_usage_perc")
-        if usage is not None:
-            instance.kv_usage = usage.value
-            used_tokens = int(usage.value * instance.kv_capacity_tokens)
+        self._core.meters.probed(instance, figures.counters, figures.caching, short, time.monotonic())
+        if figures.kv_usage is not None:
+            instance.kv_usage = figures.kv_usage
+            used_tokens = int(figures.kv_usage * instance.kv_capacity_tokens)
             self._core.router.state.set_usage(instance.name, used_tokens)
             self._core.leaks.observe(
                 instance, used_tokens, self._core.router.state.expected_tokens(instance.name, time.monotonic())
             )
 
-    def _saw_start(self, instance: Instance, started_unix_s: float) -> None:
-        if instance.started_unix_s is not None and started_unix_s != instance.started_unix_s:
+    def _saw_start(self, instance: Instance, figures: EngineFigures) -> None:
+        """Notice a new process: by its start, or where none is reported (several API servers) by counters that fell."""
+        started_unix_s, looked_up = figures.started_unix_s, figures.counters.get("prefix_query_tokens")
+        if started_unix_s is not None:
+            if instance.started_unix_s not in {None, started_unix_s}:
+                self._restarted(instance)
+            instance.started_unix_s = started_unix_s
+        elif looked_up is not None and instance.looked_up_tokens is not None and looked_up < instance.looked_up_tokens:
             self._restarted(instance)
-        instance.started_unix_s = started_unix_s
+        instance.looked_up_tokens = looked_up
 
-    def _saw_cache_config(self, instance: Instance, labels: dict[str, str]) -> None:
-        block_tokens, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
-        if not block_tokens.isdigit() or not blocks.isdigit():
-            return
+    def _saw_pool(self, instance: Instance, block_tokens: int, blocks: int) -> None:
         first = all(other.block_tokens is None for other in self._core.instances)
-        instance.block_tokens = int(block_tokens)
-        instance.kv_capacity_tokens = int(block_tokens) * int(blocks)
+        instance.block_tokens = block_tokens
+        instance.kv_capacity_tokens = block_tokens * blocks
         router = self._core.router
         if first:
             router.set_block_tokens(instance.block_tokens)
@@ -174,14 +173,21 @@ class HealthMonitor:
             )
         router.state.set_capacity(instance.name, instance.kv_capacity_tokens, router.block_tokens)
 
-    async def _read_identity(self, instance: Instance, url: str) -> None:
-        engine_id = await query_engine_id(self._core.control, url, self._core.settings.offload.query_timeout_s)
-        if not self._core.instances.contains(instance):
-            return
-        if instance.engine_id is not None and engine_id != instance.engine_id and instance.started_unix_s is None:
-            self._restarted(instance)
-            await self._core.model_lists.read(instance)
-        instance.engine_id = engine_id
+    async def _read_identity(self, ranks: tuple[Instance, ...], url: str) -> set[int]:
+        """Read the engine ids; returns the ranks that have none."""
+        found = await query_engine_ids(self._core.control, url, self._core.settings.offload.query_timeout_s)
+        replaced = False
+        for instance in ranks:
+            engine_id = found.get(instance.rank or 0)
+            if engine_id is None or not self._core.instances.contains(instance):
+                continue
+            if instance.engine_id not in {None, engine_id} and instance.started_unix_s is None:
+                self._restarted(instance)
+                replaced = True
+            instance.engine_id = engine_id
+        if replaced:
+            await self._core.model_lists.read(ranks[0])
+        return {each.rank or 0 for each in ranks}.difference(found)
 
     def _restarted(self, instance: Instance) -> None:
         instance.restarts += 1

@@ -2,7 +2,7 @@
 
 from proxy.settings.discovery import DiscoverySettings, EngineTemplate
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
-from proxy.settings.instance import InstanceSettings
+from proxy.settings.instance import InstanceSettings, TakenAddresses, distinct_ranks
 from proxy.settings.model import Settings, load_settings
 from proxy.settings.observation.meters import MeterSettings
 from proxy.settings.observation.shadow import ShadowEntry, ShadowSettings
@@ -70,9 +70,11 @@ __all__ = [
     "ShadowSettings",
     "SharingSettings",
     "SnapshotSettings",
+    "TakenAddresses",
     "TimeoutSettings",
     "TlsSettings",
     "TokenizerSettings",
     "TracingSettings",
+    "distinct_ranks",
     "load_settings",
 ]

@@ -31,6 +31,9 @@ class EngineTemplate(Section):
     events_replay_port: int | None = Field(
         default=None, ge=1, le=65535, description="port for replaying missed KV events; none: no replay"
     )
+    data_parallel_size: int = Field(
+        default=1, ge=1, le=1024, description="data-parallel ranks of every engine, where the source gives none"
+    )
     api_key_env: str | None = Field(
         default=None, description="environment variable with the engines' key; default: engine_key_env"
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
@@ -38,7 +38,16 @@ class InstanceSettings(Section):
     events_replay_url: str | None = Field(
         default=None, description="ZMQ endpoint for replaying missed events; none: no replay"
     )
-
+    data_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="data-parallel ranks behind the URL (vLLM's --data-parallel-size); with more than one, each is an "
+        "instance called NAME/RANK, and rank i publishes its events i ports above those given here",
+    )
+    data_parallel_rank: int | None = Field(
+        default=None, ge=0, description="the only rank to use, with its own name and ports; none: all ranks"
+    )
     api_key_env: str | None = Field(
         default=None, description="environment variable with this engine's key; default: engine_key_env"
     )
@@ -77,8 +86,13 @@ class InstanceSettings(Section):
 
     @model_validator(mode="after")
     def _has_name(self) -> InstanceSettings:
-        if not self.name:
-            object.__setattr__(self, "name", self.url.split("://", 1)[1])
+        rank = self.data_parallel_rank
+        if rank is not None and (rank >= self.data_parallel_size or self.data_parallel_size == 1):
+            raise ValueError(f"data_parallel_rank {rank} is none of the ranks of data_parallel_size: give both")
+        name = self.name or self.url.split("://", 1)[1]
+        if rank is not None and not name.endswith(f"/{rank}"):
+            name = f"{name}/{rank}"
+        object.__setattr__(self, "name", name)
         if not self.host:
             object.__setattr__(self, "host", urlsplit(self.url).hostname or self.url)
         sends = self.role in {Role.KV_BOTH, Role.KV_PRODUCER}
@@ -88,8 +102,37 @@ class InstanceSettings(Section):
             raise ValueError(f"instance {self.name!r} has an events_replay_url: give its events_url too")
         if self.api_key is not None and self.api_key_env is not None:
             raise ValueError(f"instance {self.name!r} has api_key and api_key_env: give one of them")
+        if self.data_parallel_size > 1 and rank is None:
+            ranks = self.ranks()
+            if {each.events_url for each in ranks} & {each.events_replay_url for each in ranks} - {None}:
+                raise ValueError(f"instance {self.name!r}: its ranks' ports for events and for replays overlap")
         self.own_key()
         return self
+
+    @property
+    def engine_name(self) -> str:
+        """Name of the engine: that of the instance, or of all its ranks together."""
+        rank = self.data_parallel_rank
+        return self.name if rank is None else self.name.removesuffix(f"/{rank}")
+
+    def ranks(self) -> tuple[InstanceSettings, ...]:
+        """One instance for each data-parallel rank; itself if it has one rank, or is one.
+
+        The ports of events are those that vLLM's publishers count up from rank 0's.
+        """
+        if self.data_parallel_size == 1 or self.data_parallel_rank is not None:
+            return (self,)
+        return tuple(
+            self.model_copy(
+                update={
+                    "name": f"{self.name}/{rank}",
+                    "data_parallel_rank": rank,
+                    "events_url": _endpoint_of(self.events_url, rank, "events_url"),
+                    "events_replay_url": _endpoint_of(self.events_replay_url, rank, "events_replay_url"),
+                }
+            )
+            for rank in range(self.data_parallel_size)
+        )
 
     def own_key(self) -> SecretStr | None:
         """The engine's own key, or None.
@@ -117,3 +160,57 @@ def instances_of(value: Any) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}; URLs separated by commas are accepted too") from error
     return found if isinstance(found, list) else [found]
+
+
+class TakenAddresses:
+    """Names and URLs of a fleet's instances. Ranks of one engine share its URL, and no other instance has its name."""
+
+    def __init__(self, instances: Iterable[InstanceSettings] = ()) -> None:
+        self._by_name: dict[str, InstanceSettings] = {}
+        self._by_url: dict[str, list[InstanceSettings]] = {}
+        for each in instances:
+            self.add(each)
+
+    def add(self, instance: InstanceSettings) -> None:
+        """Add one instance, which should be free."""
+        for name in (instance.name, instance.engine_name):
+            self._by_name.setdefault(name, instance)
+        self._by_url.setdefault(instance.url, []).append(instance)
+
+    def holder(self, instance: InstanceSettings) -> tuple[Literal["name", "url"], InstanceSettings] | None:
+        """The key that is taken, and the instance that has it; None if name and URL are free for this one."""
+        rank = instance.data_parallel_rank
+        if (holder := self._by_name.get(instance.name)) is not None:
+            return "name", holder
+        for other in self._by_url.get(instance.url, ()):
+            if rank is None or other.data_parallel_rank in {None, rank}:
+                return "url", other
+        holder = self._by_name.get(instance.engine_name)
+        siblings = holder is not None and holder.data_parallel_rank is not None and holder.url == instance.url
+        return None if holder is None or siblings else ("name", holder)
+
+
+def distinct_ranks(instances: Iterable[InstanceSettings]) -> tuple[InstanceSettings, ...]:
+    """All ranks of all instances. Raises ValueError: two of them share a name or a URL."""
+    taken = TakenAddresses()
+    twice: dict[str, list[str]] = {"name": [], "url": []}
+    ranks = [rank for each in instances for rank in each.ranks()]
+    for each in ranks:
+        if (found := taken.holder(each)) is not None:
+            twice[found[0]].append(getattr(each, found[0]))
+        else:
+            taken.add(each)
+    for what, values in twice.items():
+        if values:
+            raise ValueError(f"instances share the same {what}: {', '.join(sorted(set(values)))}")
+    return tuple(ranks)
+
+
+def _endpoint_of(url: str | None, rank: int, key: str) -> str | None:
+    """The endpoint of a rank, given that of rank 0. Raises ValueError: it has no ports, or not as many."""
+    if url is None:
+        return None
+    start, _, port = url.rpartition(":")
+    if url.startswith("ipc://") or int(port) + rank > 65535:
+        raise ValueError(f"{key} {url}: give the tcp endpoint of rank 0, whose port leaves room for the other ranks")
+    return f"{start}:{int(port) + rank}"

@@ -19,7 +19,7 @@ from pydantic_settings import (
 from proxy.settings.discovery import DiscoverySettings
 from proxy.settings.fields import FieldSettings
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
-from proxy.settings.instance import InstanceSettings, instances_of
+from proxy.settings.instance import InstanceSettings, distinct_ranks, instances_of
 from proxy.settings.observation.meters import MeterSettings
 from proxy.settings.observation.shadow import ShadowSettings
 from proxy.settings.observation.tracing import TracingSettings
@@ -146,12 +146,7 @@ class Settings(BaseSettings):
     @field_validator("instances")
     @classmethod
     def _distinct(cls, value: tuple[InstanceSettings, ...]) -> tuple[InstanceSettings, ...]:
-        for what in ("name", "url"):
-            seen = [getattr(instance, what) for instance in value]
-            twice = sorted({item for item in seen if seen.count(item) > 1})
-            if twice:
-                raise ValueError(f"instances share the same {what}: {', '.join(twice)}")
-        return value
+        return distinct_ranks(value)
 
     @field_validator("forward_headers")
     @classmethod

@@ -17,7 +17,7 @@ from proxy.discovery.source import DiscoveryError
 from proxy.discovery.sources import source_of
 from proxy.fleet.instances import Instance
 from proxy.operations.health import HealthMonitor
-from proxy.settings import LogSettings, Settings
+from proxy.settings import LogSettings, Settings, TakenAddresses
 from proxy.sharing.sharing import replicas_now
 from proxy.sharing.store import StoreError
 from proxy.start.environment import unknown_variables
@@ -99,8 +99,8 @@ async def with_discovered(settings: Settings) -> tuple[Settings, list[str]]:
     problems = list(wanted.problems)
     if not wanted.instances:
         problems.append(f"{source.origin} has no instance")
-    taken = {key for each in settings.instances for key in (each.name, each.url)}
-    found = [each for each in wanted.instances if each.name not in taken and each.url not in taken]
+    taken = TakenAddresses(settings.instances)
+    found = [each for each in wanted.instances if taken.holder(each) is None]
     return settings.model_copy(update={"instances": (*settings.instances, *found)}), problems
 
 
@@ -123,6 +123,8 @@ def _check(instance: Instance, events_problem: str | None, sizes: set[int]) -> E
     remedies = [each for each in (instance.diagnosis, instance.list_refused, events_problem) if each is not None]
     if not reachable and instance.diagnosis is None:
         remedies.append("the probe gave no result because this machine lacks CPU or sockets: run the check again")
+    if reachable and instance.ranks_problem is not None:
+        remedies.append(f"{instance.ranks_problem}: set data_parallel_size of the instance to that")
     if reachable and len(sizes) > 1:
         shown = ", ".join(map(str, sorted(sizes)))
         remedies.append(f"block sizes differ within the fleet ({shown}): start all engines with the same --block-size")

@@ -6,19 +6,20 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 
 from sim.core.content import token_ids
-from sim.server.answers import OpenAiApi, models
+from sim.server.answers import Api, OpenAiApi, models
 from sim.server.asgi import ClientGone, Receive, Scope, Send, answer, read_body, until_disconnect
-from sim.server.driver import Driver
 from sim.server.faults import Faults
 from sim.server.generation import GenerationHandler, fail
 from sim.server.messages import MessagesApi, count_tokens
 from sim.server.metrics import EngineMetrics
 from sim.server.parsing import ApiError, parse_tokenize
 from sim.server.pulls import PullQuestion, serve_pull
+from sim.server.ranks import EngineRank, EngineRanks
 from sim.server.responses import ResponsesApi
 from sim.server.settings import ServerSettings
 from sim.server.similarity import detokenize, embeddings, rerank, score
@@ -64,12 +65,12 @@ class EngineRoutes:
 class EngineApp:
     """The application on the engine's port."""
 
-    def __init__(self, settings: ServerSettings, driver: Driver, metrics: EngineMetrics, faults: Faults) -> None:
+    def __init__(self, settings: ServerSettings, ranks: EngineRanks, metrics: EngineMetrics, faults: Faults) -> None:
         self._settings = settings
-        self._driver = driver
+        self._ranks = ranks
         self._metrics = metrics
         self._faults = faults
-        self._generation = GenerationHandler(settings, driver, faults)
+        self._generation = [GenerationHandler(settings, rank.driver, faults) for rank in ranks.all]
         self._chat_api, self._completions_api = OpenAiApi(chat=True), OpenAiApi(chat=False)
         self._messages_api, self._responses_api = MessagesApi(), ResponsesApi()
         self._models = models(settings.model, settings.config.max_model_len, time.time())
@@ -103,13 +104,22 @@ class EngineApp:
         )
 
     async def _completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._generation.handle(scope, receive, send, self._completions_api)
+        await self._generate(scope, receive, send, self._completions_api)
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._generation.handle(scope, receive, send, self._chat_api)
+        await self._generate(scope, receive, send, self._chat_api)
 
     async def _messages(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._generation.handle(scope, receive, send, self._messages_api)
+        await self._generate(scope, receive, send, self._messages_api)
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send, api: Api) -> None:
+        try:
+            rank = self._ranks.chosen(scope)
+        except ApiError as error:
+            await read_body(receive)
+            await answer(send, error.status, api.error(error))
+            return
+        await self._generation[rank.number].handle(scope, receive, send, api)
 
     async def _count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -118,7 +128,9 @@ class EngineApp:
             await answer(send, error.status, self._messages_api.error(error))
 
     async def _responses(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._generation.handle(scope, receive, send, self._responses_api)
+        # vLLM 0.18.1 reads the header of the rank on the other paths only.
+        generation = self._generation[self._ranks.least_loaded().number]
+        await generation.handle(scope, receive, send, self._responses_api)
 
     async def _read_response(self, scope: Scope, receive: Receive, send: Send) -> None:
         await answer(send, 200, self._responses_api.read(scope["path"].split("/")[3]))
@@ -162,8 +174,8 @@ class EngineApp:
         return route
 
     async def _reset_prefix_cache(self, scope: Scope, receive: Receive, send: Send) -> None:
-        done = self._driver.engine.reset_prefix_cache()
-        await answer(send, 200, msgspec.json.encode({"reset": done}))
+        done = [rank.engine.reset_prefix_cache() for rank in self._ranks.all]
+        await answer(send, 200, msgspec.json.encode({"reset": all(done)}))
 
     async def _set_faults(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -176,20 +188,24 @@ class EngineApp:
         await answer(send, 200, msgspec.json.encode(self._faults.current))
 
     async def _state(self, scope: Scope, receive: Receive, send: Send) -> None:
-        driver = self._driver
-        engine = driver.engine
-        body = {
-            **engine.state()._asdict(),
-            "live_requests": engine.live_requests,
-            "engine_id": engine.config.engine_id,
-            "now_s": driver.clock.now(),
-            "time_scale": driver.clock.time_scale,
-            "prefix_queries": engine.counters.prefix_queries,
-            "prefix_hits": engine.counters.prefix_hits,
-            "preemptions": engine.counters.preemptions,
-            "finished": engine.counters.finished,
-        }
+        states = [_state_of(rank) for rank in self._ranks.all]
+        body = states[0] if len(states) == 1 else {"ranks": states}
         await answer(send, 200, msgspec.json.encode(body))
+
+
+def _state_of(rank: EngineRank) -> dict[str, Any]:
+    engine, clock = rank.engine, rank.driver.clock
+    return {
+        **engine.state()._asdict(),
+        "live_requests": engine.live_requests,
+        "engine_id": engine.config.engine_id,
+        "now_s": clock.now(),
+        "time_scale": clock.time_scale,
+        "prefix_queries": engine.counters.prefix_queries,
+        "prefix_hits": engine.counters.prefix_hits,
+        "preemptions": engine.counters.preemptions,
+        "finished": engine.counters.finished,
+    }
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,10 +217,15 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 class BootstrapApp:
     """The application on the bootstrap port: the engine's identity, and P's side of a pull."""
 
-    def __init__(self, settings: ServerSettings, driver: Driver) -> None:
-        self._driver = driver
-        entry = {"engine_id": settings.config.engine_id, "worker_addr": {"0": {"0": f"tcp://{settings.host}:0"}}}
-        self._query = msgspec.json.encode({"0": entry})
+    def __init__(self, settings: ServerSettings, ranks: EngineRanks) -> None:
+        self._drivers = {rank.engine.config.engine_id: rank.driver for rank in ranks.all}
+        self._first = ranks.all[0].driver
+        worker_addr = {"0": {"0": f"tcp://{settings.host}:0"}}
+        entries = {
+            str(rank.number): {"engine_id": rank.engine.config.engine_id, "worker_addr": worker_addr}
+            for rank in ranks.all
+        }
+        self._query = msgspec.json.encode(entries)
 
     def routes(self) -> EngineRoutes:
         """All of them."""
@@ -218,5 +239,6 @@ class BootstrapApp:
             question = msgspec.json.decode(await read_body(receive), type=PullQuestion)
         except msgspec.MsgspecError as error:
             raise ApiError(400, f"not a pull: {error}") from error
-        reply = await serve_pull(self._driver, question)
+        # Any rank answers for an engine id that none of them has.
+        reply = await serve_pull(self._drivers.get(question.engine_id, self._first), question)
         await answer(send, 200, msgspec.json.encode(reply))

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from sim.core.types import EngineDeadError
 from sim.server.answers import AnswerBuilder, Answers, Api
 from sim.server.asgi import ClientGone, Receive, Scope, Send, answer, break_connection, read_body, until_disconnect
-from sim.server.choices import all_tokens, stream_choices
 from sim.server.driver import Delivery, Driver
 from sim.server.faults import Fault, Faults, end_at_first_token
 from sim.server.parsing import ApiError, GenerationCall
@@ -190,3 +189,52 @@ async def _break_off(send: Send, receive: Receive, gone: asyncio.Future[None], *
 
 def _kv_load_error() -> ApiError:
     return ApiError(500, "KV load failure: the transfer from the remote engine failed", "InternalServerError")
+
+
+async def all_tokens(deliveries: Sequence[Delivery]) -> None:
+    """Wait until every choice has ended; for requests that are not streamed."""
+    for delivery in deliveries:
+        await delivery.tokens()
+
+
+async def stream_choices(shape: AnswerBuilder, deliveries: Sequence[Delivery], send: Send, error: ApiError) -> bool:
+    """Send the events of all choices as their tokens come, and the end of the stream; False if one was cut off.
+
+    Args:
+        shape: builds the events.
+        deliveries: of the choices, by index.
+        send: to the client; the head of the answer has been sent.
+        error: event of a choice that failed.
+    """
+    waiting = {asyncio.create_task(delivery.tokens()): index for index, delivery in enumerate(deliveries)}
+    opened: set[int] = set()
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            events = b""
+            for task in done:
+                index = waiting.pop(task)
+                delivery = deliveries[index]
+                if delivery.cut_off:
+                    return False
+                if index not in opened:
+                    opened.add(index)
+                    events += shape.opening(delivery, index)
+                if delivery.finish_reason == "error":
+                    events += shape.failure(error)
+                    await send({"type": "http.response.body", "body": events})
+                    return True
+                # More tokens may have arrived since the task ended; the last event is the one that leaves none behind.
+                ended = delivery.ended and not delivery.pending
+                reason = delivery.finish_reason if ended else None
+                events += shape.event(delivery.sent - task.result(), delivery.sent, reason, index)
+                if not ended:
+                    waiting[asyncio.create_task(delivery.tokens())] = index
+            if not waiting:
+                events += shape.ending_of(deliveries)
+            await send({"type": "http.response.body", "body": events, "more_body": bool(waiting)})
+        return True
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

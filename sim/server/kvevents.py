@@ -24,12 +24,15 @@ _GOLDEN, _MASK = 0x9E3779B97F4A7C15, 2**63 - 1
 class KvEventPublisher:
     """One engine's stream of events. ``open`` binds, ``run`` answers replays, ``close`` ends both."""
 
-    def __init__(self, host: str, port: int, replay_port: int | None, block_tokens: int, hash_seed: int = 0) -> None:
-        """``hash_seed``: engines of different seeds give equal blocks different hashes."""
+    def __init__(
+        self, host: str, port: int, replay_port: int | None, block_tokens: int, hash_seed: int = 0, rank: int = 0
+    ) -> None:
+        """``hash_seed``: engines of different seeds give equal blocks different hashes; ``rank``: named in batches."""
         self._host = host
         self._port = port
         self._replay_port = replay_port
         self._block_tokens = block_tokens
+        self._rank = rank
         self._hash_mask = hash_seed * _GOLDEN & _MASK
         self._sequence = 0
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT_BATCHES)
@@ -58,7 +61,7 @@ class KvEventPublisher:
         """Send one batch; nothing for no events. ``muted``: it is numbered and kept for replays only."""
         if not events or self._publisher is None:
             return
-        payload = msgspec.msgpack.encode([time.time(), [self._wire(event) for event in events], 0])
+        payload = msgspec.msgpack.encode([time.time(), [self._wire(event) for event in events], self._rank])
         number = self._sequence.to_bytes(8, "big")
         self._sequence += 1
         self._kept.append((number, payload))

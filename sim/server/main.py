@@ -16,11 +16,10 @@ import uvicorn
 import uvloop
 
 from sim.server.app import BootstrapApp, EngineApp, EngineRoutes
-from sim.server.driver import Driver, EngineClock
 from sim.server.faults import Faults
-from sim.server.kvevents import KvEventPublisher
 from sim.server.metrics import EngineMetrics
 from sim.server.pulls import Puller
+from sim.server.ranks import EngineRanks
 from sim.server.settings import ServerSettings
 
 log = logging.getLogger("sim")
@@ -77,66 +76,38 @@ async def _serve(settings: ServerSettings, sockets: list[socket.socket]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.now)
     settings = replace(settings, port=sockets[0].getsockname()[1])
-    engine = settings.engine()
+    engines = settings.engines()
     faults = Faults()
-    metrics = EngineMetrics(engine, settings)
+    metrics = EngineMetrics(engines, settings)
     puller = Puller(faults)
-    publisher = _publisher(settings)
-    if publisher is not None:
-        engine.report_kv_events()
-        try:
-            publisher.open()
-        except OSError as error:
-            print(f"engine: {error}", file=sys.stderr)
-            return 1
-    driver = Driver(
-        engine,
-        EngineClock(settings.time_scale),
-        flush_s=settings.flush_s,
-        stream_interval=settings.stream_interval,
-        on_pull=lambda pull: puller.start(driver, pull),
-        on_first_token=metrics.first_token,
-        on_dead=stop.soon,
-        on_step=lambda: (
-            publisher.publish(engine.take_kv_events(), muted=faults.mutes_events) if publisher is not None else None
-        ),
-    )
-    applications = [EngineApp(settings, driver, metrics, faults).routes()]
+    try:
+        ranks = EngineRanks(settings, engines, metrics, puller, faults, stop.soon)
+    except OSError as error:
+        print(f"engine: {error}", file=sys.stderr)
+        return 1
+    applications = [EngineApp(settings, ranks, metrics, faults).routes()]
     if len(sockets) > 1:
         await puller.open()
-        applications.append(BootstrapApp(settings, driver).routes())
+        applications.append(BootstrapApp(settings, ranks).routes())
     servers = [_server(application, settings) for application in applications]
     tasks = [
         asyncio.create_task(server.serve(sockets=[each]), name="http")
         for server, each in zip(servers, sockets, strict=True)
     ]
-    replaying = asyncio.create_task(publisher.run(), name="kv-events") if publisher is not None else None
+    ranks.start()
     try:
         _announce(settings, sockets)
         stopping = asyncio.create_task(stop.event.wait(), name="stop")
         await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
     finally:
-        driver.close()
+        ranks.cut()
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*tasks, return_exceptions=True)
         await puller.close()
-        if replaying is not None:
-            replaying.cancel()
-            await asyncio.gather(replaying, return_exceptions=True)
-        if publisher is not None:
-            publisher.close()
+        await ranks.stop()
     return stop.exit_code
-
-
-def _publisher(settings: ServerSettings) -> KvEventPublisher | None:
-    port = settings.kv_events_port
-    if port is None:
-        return None
-    return KvEventPublisher(
-        settings.host, port, settings.kv_events_replay_port, settings.config.block_tokens, settings.hash_seed
-    )
 
 
 def _server(application: EngineRoutes, settings: ServerSettings) -> _Server:
@@ -161,11 +132,12 @@ def _announce(settings: ServerSettings, sockets: list[socket.socket]) -> None:
     ports = [each.getsockname()[1] for each in sockets]
     bootstrap = f", bootstrap {ports[1]}" if len(ports) > 1 else ""
     log.info(
-        "%s on http://%s:%d%s: profile %s, %d blocks of %d tokens, role %s, time scale %g, engine id %s",
+        "%s on http://%s:%d%s%s: profile %s, %d blocks of %d tokens, role %s, time scale %g, engine id %s",
         settings.model,
         settings.host,
         ports[0],
         bootstrap,
+        f", {settings.data_parallel_size} ranks" if settings.data_parallel_size > 1 else "",
         settings.profile.name,
         config.num_blocks,
         config.block_tokens,

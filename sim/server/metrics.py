@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -19,15 +19,47 @@ _TTFT_BUCKETS_S = (
 _LABELS = ["model_name", "engine"]
 
 
+_GAUGES: tuple[tuple[str, str, Callable[[Engine], float]], ...] = (
+    ("num_requests_running", "Requests in the running batch.", lambda engine: len(engine.scheduler.running)),
+    ("num_requests_waiting", "Requests waiting.", lambda engine: engine.waiting),
+    ("kv_cache_usage_perc", "Share of KV blocks in use, 0..1.", lambda engine: engine.kv_usage),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[Engine], float]], ...] = (
+    (
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda engine: engine.counters.prefix_queries,
+    ),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda engine: engine.counters.prefix_hits),
+    (
+        "external_prefix_cache_hits",
+        "Prompt tokens whose KV came from another engine.",
+        lambda engine: engine.counters.external_tokens,
+    ),
+    (
+        "prompt_tokens",
+        "Prompt tokens of requests that got their first token.",
+        lambda engine: engine.counters.prompt_tokens,
+    ),
+    ("generation_tokens", "Generated tokens.", lambda engine: engine.counters.generation_tokens),
+    ("num_preemptions", "Preemptions.", lambda engine: engine.counters.preemptions),
+    (
+        "mooncake_num_kv_expired_reqs",
+        "Held KV that no engine pulled in time.",
+        lambda engine: engine.holds.expired,
+    ),
+)
+
+
 class EngineMetrics:
-    """GET /metrics of one engine. Times are engine seconds."""
+    """GET /metrics of one process, its data-parallel ranks by the label ``engine``. Times are engine seconds."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+    def __init__(self, engines: Sequence[Engine], settings: ServerSettings) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._registry.register(_EngineCollector(engine, settings))
+        self._registry.register(_EngineCollector(engines, settings))
         ttft = Histogram(
             "vllm:time_to_first_token_seconds",
             "Time to first token, in engine seconds.",
@@ -35,11 +67,11 @@ class EngineMetrics:
             buckets=_TTFT_BUCKETS_S,
             registry=self._registry,
         )
-        self._ttft = ttft.labels(settings.model, "0")
+        self._ttft = [ttft.labels(settings.model, str(rank)) for rank in range(len(engines))]
 
-    def first_token(self, seconds: float) -> None:
+    def first_token(self, seconds: float, rank: int) -> None:
         """Record one time to first token."""
-        self._ttft.observe(seconds)
+        self._ttft[rank].observe(seconds)
 
     def expose(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -49,51 +81,40 @@ class EngineMetrics:
 class _EngineCollector(Collector):
     """Reads the engine's state on scrape, so that steps spend no time on metrics."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        self._engine = engine
-        self._labels = [settings.model, "0"]
+    def __init__(self, engines: Sequence[Engine], settings: ServerSettings) -> None:
+        self._engines = engines
+        self._model = settings.model
         config = settings.config
         self._cache_config = {
             "block_size": str(config.block_tokens),
-            "num_gpu_blocks": str(config.num_blocks),
+            # The sum over the ranks, on each rank's line, as vLLM writes it.
+            "num_gpu_blocks": str(config.num_blocks * len(engines)),
             "enable_prefix_caching": "True",
             "cache_dtype": "auto",
-            "engine": "0",
         }
 
     def collect(self) -> Iterator[Metric]:
-        engine = self._engine
-        counters = engine.counters
-        pool = GaugeMetricFamily("vllm:cache_config_info", "KV cache configuration.", labels=list(self._cache_config))
-        pool.add_metric(list(self._cache_config.values()), 1)
+        pool = GaugeMetricFamily(
+            "vllm:cache_config_info", "KV cache configuration.", labels=[*self._cache_config, "engine"]
+        )
+        for rank in range(len(self._engines)):
+            pool.add_metric([*self._cache_config.values(), str(rank)], 1)
         yield pool
-        yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", len(engine.scheduler.running))
-        yield self._gauge("vllm:num_requests_waiting", "Requests waiting.", engine.waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0..1.", engine.kv_usage)
-        for name, text, value in (
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", counters.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", counters.prefix_hits),
-            (
-                "external_prefix_cache_hits",
-                "Prompt tokens whose KV came from another engine.",
-                counters.external_tokens,
-            ),
-            ("prompt_tokens", "Prompt tokens of requests that got their first token.", counters.prompt_tokens),
-            ("generation_tokens", "Generated tokens.", counters.generation_tokens),
-            ("num_preemptions", "Preemptions.", counters.preemptions),
-            ("mooncake_num_kv_expired_reqs", "Held KV that no engine pulled in time.", engine.holds.expired),
-        ):
-            family = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
-            family.add_metric(self._labels, value)
-            yield family
+        for name, text, value in _GAUGES:
+            yield self._filled(GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS), value)
+        for name, text, value in _COUNTERS:
+            yield self._filled(CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS), value)
         success = CounterMetricFamily(
             "vllm:request_success", "Finished requests by reason.", labels=[*_LABELS, "finished_reason"]
         )
-        for reason in ("stop", "length", "abort", "error"):
-            success.add_metric([*self._labels, reason], counters.finished.get(reason, 0))
+        for rank, engine in enumerate(self._engines):
+            for reason in ("stop", "length", "abort", "error"):
+                success.add_metric([self._model, str(rank), reason], engine.counters.finished.get(reason, 0))
         yield success
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, text, labels=_LABELS)
-        family.add_metric(self._labels, value)
+    def _filled(
+        self, family: GaugeMetricFamily | CounterMetricFamily, value: Callable[[Engine], float]
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        for rank, engine in enumerate(self._engines):
+            family.add_metric([self._model, str(rank)], value(engine))
         return family

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sim.core.engine import Engine
 from sim.core.handoff import LoadFailurePolicy
@@ -38,6 +38,8 @@ class ServerSettings:
     """None: no KV events."""
     kv_events_replay_port: int | None = None
     hash_seed: int = 0
+    data_parallel_size: int = 1
+    """Ranks behind the port, each with ``config``'s KV pool."""
 
     @classmethod
     def resolve(
@@ -66,6 +68,7 @@ class ServerSettings:
         kv_events_port: int | None = None,
         kv_events_replay_port: int | None = None,
         hash_seed: int = 0,
+        data_parallel_size: int = 1,
     ) -> ServerSettings:
         """Settings with every option that is not given taken from the profile.
 
@@ -126,9 +129,19 @@ class ServerSettings:
             kv_events_port=kv_events_port,
             kv_events_replay_port=kv_events_replay_port,
             hash_seed=hash_seed,
+            data_parallel_size=data_parallel_size,
         )
 
-    def engine(self) -> Engine:
-        """A fresh engine as configured."""
-        transfer_seconds = self.profile.transfer_seconds(self.transport, f"{self.seed}/transfers/{self.port}")
-        return Engine(self.config, self.profile.timing, transfer_seconds)
+    def engines(self) -> list[Engine]:
+        """A fresh engine for each rank; ranks have ids of their own, as vLLM's."""
+        config, transfers = self.config, f"{self.seed}/transfers/{self.port}"
+        if self.data_parallel_size == 1:
+            return [Engine(config, self.profile.timing, self.profile.transfer_seconds(self.transport, transfers))]
+        return [
+            Engine(
+                replace(config, engine_id=f"{config.engine_id}_dp{rank}"),
+                self.profile.timing,
+                self.profile.transfer_seconds(self.transport, f"{transfers}/{rank}"),
+            )
+            for rank in range(self.data_parallel_size)
+        ]

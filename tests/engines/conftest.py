@@ -28,7 +28,7 @@ ASKED_VARIABLE = "WARMROUTE_TEST_ENGINES"
 RUN_VARIABLE = "WARMROUTE_ENGINES_RUN"
 """Run directory of a running fleet, to be used while writing tests (docs/engines.md)."""
 
-FIRST = ("test_transfer_hooks", "test_small_pool", "test_elastic_ab", "test_environment_ab")
+FIRST = ("test_transfer_hooks", "test_small_pool", "test_elastic_ab", "test_environment_ab", "test_two_ranks")
 """Tests with separate engines: run before the shared ones start, so that at most four run."""
 LAST = ("test_failures", "test_kills", "test_resume")
 """Abandoned pulls leave leaked blocks in the engines, kills cost a restart each."""

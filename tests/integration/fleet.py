@@ -34,6 +34,15 @@ def free_port() -> int:
             return port
 
 
+def free_ports(count: int) -> int:
+    """The first of ``count`` consecutive free ports."""
+    while True:
+        first = free_port()
+        rest = [free_port() for _ in range(count - 1)]
+        if rest == list(range(first + 1, first + count)):
+            return first
+
+
 @dataclass
 class SimEngine:
     """One ``python -m sim`` process."""

@@ -50,6 +50,8 @@ class StubEngine:
     running: int = 0
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     started_unix_s: float = field(default_factory=time.time)
+    reports_start: bool = True
+    """False: as several API servers of vLLM."""
     port: int = 0
 
     async def start(self) -> StubEngine:
@@ -118,7 +120,7 @@ class StubEngine:
             f"vllm:num_requests_waiting{labels} 0\n"
             f"vllm:kv_cache_usage_perc{labels} {self.kv_usage}\n"
             f"vllm:cache_config_info{config} 1.0\n"
-            f"process_start_time_seconds {self.started_unix_s}\n"
+            + (f"process_start_time_seconds {self.started_unix_s}\n" if self.reports_start else "")
             + "".join(f"{name}{labels} {value}\n" for name, value in self.counters.items())
         )
 

@@ -32,7 +32,7 @@ def profile(tmp_path: Path) -> str:
 
 
 def test_engines_without_a_connector_need_no_transport(profile: str) -> None:
-    assert ServerSettings.resolve(port=1, profile=profile, role="none").engine().config.role == "none"
+    assert ServerSettings.resolve(port=1, profile=profile, role="none").engines()[0].config.role == "none"
     with pytest.raises(ProfileError, match="choose role none"):
         ServerSettings.resolve(port=1, profile=profile, role="kv_both")
     with pytest.raises(ProfileError, match="has no transport 'tcp'"):

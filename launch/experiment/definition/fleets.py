@@ -100,7 +100,7 @@ def placed_fleet(experiment: LoadedExperiment, name: str) -> FleetFile:
     first = backend.base_port if isinstance(backend, LiveBackend) else None
     if first is None:
         return arm_fleet(experiment, name)
-    step = max(_PORT_STEP, 6 * arm_fleet(experiment, name).instances + 2)
+    step = max(_PORT_STEP, len(arm_fleet(experiment, name).ports()) + 2)
     for base in range(first, min(first + step * _PORT_TRIES, _LAST_PORT - step), step):
         fleet = arm_fleet(experiment, name, base)
         if not ports_in_use(fleet):
@@ -126,12 +126,15 @@ def _with_arm(values: dict[str, Any], arm: ArmSettings) -> dict[str, Any]:
 
 def _moved(values: dict[str, Any], base_port: int) -> dict[str, Any]:
     """The same fleet on other ports: one block of ports for each kind, the proxy's after them."""
-    count = parse_fleet(values).instances
-    kinds = ["base_port", "base_bootstrap_port"]
+    fleet = parse_fleet(values)
+    count, ranks = fleet.instances, sum(member.ranks for member in fleet.members)
+    widths = {"base_port": count, "base_bootstrap_port": count}
     if values.get("kind") == "vllm":
-        kinds += ["base_events_port", "base_events_replay_port", "base_master_port"]
-    moved = {key: base_port + number * count for number, key in enumerate(kinds)}
-    proxy = {**(values.get("proxy") or {}), "port": base_port + len(kinds) * count}
+        widths |= {"base_events_port": ranks, "base_events_replay_port": ranks, "base_master_port": count}
+    moved, following = {}, base_port
+    for key, width in widths.items():
+        moved[key], following = following, following + width
+    proxy = {**(values.get("proxy") or {}), "port": following}
     if isinstance(proxy.get("admin"), dict):
         proxy["admin"] = {**proxy["admin"], "port": proxy["port"] + 1}
     return {**values, **moved, "proxy": proxy}

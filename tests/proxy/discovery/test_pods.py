@@ -51,6 +51,14 @@ def test_the_template_applies_where_a_pod_says_nothing() -> None:
     assert (found.url, found.events_url) == ("http://127.0.0.2:7000", "tcp://127.0.0.2:5557")
 
 
+def test_a_pod_with_ranks_is_an_instance_for_each() -> None:
+    notes = {"warmroute.io/data-parallel-size": "2"}
+    pods = (pod_of("engine-0", "127.0.0.2", annotations=notes), pod_of("engine-1", "127.0.0.3"))
+    found = wanted(*pods, port=7000, events_port=5557, data_parallel_size=3).instances
+    assert [each.name for each in found] == [*(f"engine-0/{n}" for n in range(2)), *(f"engine-1/{n}" for n in range(3))]
+    assert [each.events_url for each in found[:2]] == ["tcp://127.0.0.2:5557", "tcp://127.0.0.2:5558"]
+
+
 def test_pods_without_an_address_in_deletion_or_ended_are_no_instances() -> None:
     leaving = pod_of("c", "127.0.0.4")
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
@@ -76,6 +84,8 @@ def test_a_pod_that_is_not_ready_is_an_instance() -> None:
         ({"warmroute.io/port": "http"}, 8000, "'http' is no port"),
         ({"warmroute.io/events-port": "70000"}, 8000, "no port"),
         ({}, None, "its port is not known"),
+        ({"warmroute.io/data-parallel-size": "two"}, 8000, "no number of ranks"),
+        ({"warmroute.io/data-parallel-size": "0"}, 8000, "data_parallel_size"),
         ({"warmroute.io/role": "kv_both"}, 8000, "bootstrap_url"),
     ],
 )

@@ -119,3 +119,17 @@ def test_a_stream_that_resumes_begins_a_second_earlier() -> None:
     assert resumed({b"last-event-id": b"1000000"}) == {"last-event-id": str(1_000_000 - 640_000)}
     assert resumed({}) == {}
     assert resumed({b"last-event-id": b"x"}) == {}
+
+
+def test_the_ranks_of_an_engine_are_joined_one_by_one() -> None:
+    def row(rank: int, requests: int) -> dict[str, Any]:
+        return {"name": f"a/{rank}", "breaker": {"state": "closed", "openings": 0}, "requests": requests}
+
+    drained = join_of("POST", "/instances/a/drain")
+    removed = join_of("DELETE", "/instances/a")
+    assert drained is not None
+    assert removed is not None
+    joined = drained([{"name": "a", "ranks": [row(0, 1), row(1, 2)]}, {"name": "a", "ranks": [row(0, 3), row(1, 4)]}])
+    assert [(each["name"], each["requests"]) for each in joined["ranks"]] == [("a/0", 4), ("a/1", 6)]
+    answers = [{"name": "a", "removed": True, "cut_requests": number} for number in (1, 2)]
+    assert removed(answers) == {"name": "a", "removed": True, "cut_requests": 3}

@@ -245,3 +245,12 @@ def test_an_engine_that_takes_over_a_name_inherits_nothing(fleet: Instances) -> 
     fleet.add(Instance(old.settings))
     fleet.failed(old, "late")
     assert (fleet["a"].breaker.openings, fleet["a"].failures_in_a_row, fleet["a"].last_error) == (0, 0, None)
+
+
+async def test_an_engine_without_a_start_time_has_restarted_when_its_counters_fell(start_proxy: StartProxy) -> None:
+    engine = StubEngine(reports_start=False)
+    proxy = await start_proxy(engines=[engine], health=PROBED_BY_HAND)
+    for looked_up, restarts in ((500.0, 0), (500.0, 0), (900.0, 0), (80.0, 1), (90.0, 1)):
+        engine.counters["vllm:prefix_cache_queries_total"] = looked_up
+        await proxy.operations.fleet.probe(proxy.core.instances["inst-0"])
+        assert (await shown(proxy))["restarts"] == restarts

@@ -10,8 +10,8 @@ import pytest
 
 from sim.core.types import TokenEvent
 from sim.server.answers import AnswerBuilder
-from sim.server.choices import stream_choices
 from sim.server.driver import Delivery
+from sim.server.generation import stream_choices
 from sim.server.parsing import ApiError, parse_completion
 from tests.sim.server.test_parsing import SETTINGS
 

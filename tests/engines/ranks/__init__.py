@@ -1,0 +1,1 @@
+"""Tests of an engine with data-parallel ranks."""
