@@ -16,7 +16,7 @@ import httpx
 
 from launch.fleet.sections import PairWarmupSettings
 from policies.types import Connector, Role
-from proxy.handoff.connectors import DIALECTS, engine_id_of
+from proxy.handoff.connectors import DIALECTS, engine_ids_of
 
 _SENDS = frozenset({Role.KV_BOTH, Role.KV_PRODUCER})
 _RECEIVES = frozenset({Role.KV_BOTH, Role.KV_CONSUMER})
@@ -83,13 +83,19 @@ async def _hand_over(p: PairEnd, d: PairEnd, model: str, tokens: int, client: ht
         PairError: a leg failed, or D computed the prompt.
     """
     try:
-        engine_id = engine_id_of((await client.get(f"{p.bootstrap_url}/query", timeout=None)).content)
+        engine_ids = engine_ids_of((await client.get(f"{p.bootstrap_url}/query", timeout=None)).content)
+        if not engine_ids:
+            raise PairError(f"{p.name} names no engine")
         transfer_id = f"warm-{uuid.uuid4().hex}"
         # Nobody has it cached: D would pull nothing.
         prompt = [_ORDINARY[byte % len(_ORDINARY)] for byte in os.urandom(tokens)]
         await _leg(p, model, prompt, _DIALECT.prefill_params(transfer_id), client)
         answer = await _leg(
-            d, model, prompt, _DIALECT.decode_params(transfer_id, None, engine_id, p.bootstrap_url), client
+            d,
+            model,
+            prompt,
+            _DIALECT.decode_params(transfer_id, None, engine_ids[min(engine_ids)], p.bootstrap_url),
+            client,
         )
     except (httpx.HTTPError, ValueError) as error:
         raise PairError(str(error) or type(error).__name__) from error

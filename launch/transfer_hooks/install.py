@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from launch.doctor.facts import EnginePython
-from launch.doctor.probe_python import ask_python
+from launch.doctor.probes.python import ask_python
 from launch.doctor.versions import MOONCAKE_PACKAGES, VLLM_PACKAGES
 from launch.transfer_hooks import warmroute_transfer_hooks as plugin
 
