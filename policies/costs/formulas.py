@@ -261,15 +261,19 @@ class PrefillModel:
             return self.fixed_s
         return self._formula(new_tokens, cached_tokens) * exp(self._nearest(_bucket(new_tokens)).log_ratio)
 
+    def factor(self, new_tokens: float) -> float:
+        """Learned factor of the formula for a prefill of this size, as in ``seconds``."""
+        return exp(self._nearest(_bucket(new_tokens)).log_ratio)
+
     def factors(self, new_tokens: Iterable[float]) -> list[float]:
-        """Learned factor of the formula for prefills of several sizes, each as in ``seconds``."""
+        """``factor`` of several sizes."""
         by_bucket: dict[int, float] = {}
         factors = []
         for each in new_tokens:
             bits = int(each).bit_length()
             factor = by_bucket.get(bits)
             if factor is None:
-                factor = by_bucket[bits] = exp(self._nearest(_bucket(each)).log_ratio)
+                factor = by_bucket[bits] = self.factor(each)
             factors.append(factor)
         return factors
 
