@@ -102,22 +102,23 @@ class LiveDecision:
             ValueError: an invalid plan; the planner's own errors pass through.
         """
         request, fleet, decision = self.request, self.fleet, self.decision
-        if not request.may_offload or decision.decode_on not in self.columns.instance:
+        names = self.columns.instance
+        if not request.may_offload or decision.decode_on not in names:
             return None
-        decode = fleet.instances[self.columns.instance.index(decision.decode_on)]
+        decode = fleet.instances[names.index(decision.decode_on)]
         columns = None if fleet.prefill_instances else self.columns
         request_class = thresholds.classify(decision.new_tokens)
         plan, prefill = planned_by(request, decode, request_class, fleet, planner, columns)
         shadow_p, live_p = plan.prefill_on, decision.prefill_on
         answer = STAYED if shadow_p is None else OFFLOADED
         if shadow_p == live_p:
-            return ShadowVerdict(shadow_p, plan.reason.value, True, answer=answer)
+            return _verdict((shadow_p, plan.reason, True, 0.0, 0, answer))
         shadow_s = live_s = 0.0
         if prefill is not None:
             shadow_s = _SAVINGS.saving_in(planner, plan, request, decode, prefill, fleet)
         if live_p is not None and (live := fleet.prefill_view(live_p)) is not None:
             live_s = _SAVINGS.saving_s(request, decode, live, fleet)
-        return ShadowVerdict(shadow_p, plan.reason.value, False, shadow_s - live_s, answer=answer)
+        return _verdict((shadow_p, plan.reason, False, shadow_s - live_s, 0, answer))
 
 
 def admitted_by(

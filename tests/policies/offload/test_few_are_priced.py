@@ -183,7 +183,7 @@ def test_the_least_time_of_a_transfer_is_below_every_estimate() -> None:
         streams, transport = draw.randint(0, 30), draw.choice(list(Transport))
         pair = draw.choice(names), draw.choice(names)
         job = TransferJob(pair, transport, draw.uniform(1e5, 3e10), streams, draw.randint(0, 4))
-        alone_s, stream_s, spread = costs.transfer.least(job, {transport, Transport.TCP}, z)
+        alone_s, stream_s, spread = costs.transfer.least(job.size_bytes, job.others, {transport, Transport.TCP}, z)
         estimate = costs.transfer.predict(job, costs.now_s)
         assert alone_s + stream_s * streams <= estimate.seconds * (1 + 1e-9)
         doubt_s = estimate.upper(z) - estimate.seconds
