@@ -23,9 +23,6 @@ HELD = "held"
 OFFLOADED = "offloaded"
 STAYED = "stayed"
 
-_YARDSTICK = Warm()
-_SAVINGS = CostModel()
-
 
 class ShadowVerdict(NamedTuple):
     """A shadow's decision beside the live one."""
@@ -73,7 +70,7 @@ class LiveDecision:
             if decision.policy == Warm.name:
                 price_s = decision.scores[place].score
             else:
-                prices = self._prices or _YARDSTICK.prices(self.request, self.fleet, self.columns)
+                prices = self._prices or Warm().prices(self.request, self.fleet, self.columns)
                 self._prices, price_s = prices, prices.of(place)
             self._known[place] = price_s
         return price_s
@@ -113,11 +110,11 @@ class LiveDecision:
         answer = STAYED if shadow_p is None else OFFLOADED
         if shadow_p == live_p:
             return _verdict((shadow_p, plan.reason, True, 0.0, 0, answer))
-        shadow_s = live_s = 0.0
+        shadow_s, live_s, yardstick = 0.0, 0.0, CostModel()
         if prefill is not None:
-            shadow_s = _SAVINGS.saving_in(planner, plan, request, decode, prefill, fleet)
+            shadow_s = yardstick.saving_in(planner, plan, request, decode, prefill, fleet)
         if live_p is not None and (live := fleet.prefill_view(live_p)) is not None:
-            live_s = _SAVINGS.saving_s(request, decode, live, fleet)
+            live_s = yardstick.saving_s(request, decode, live, fleet)
         return _verdict((shadow_p, plan.reason, False, shadow_s - live_s, 0, answer))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.never_hold import Arm, NoAccounts, measure, requests
+from bench.never_hold.__main__ import AdmissionArm, NoAccounts, measure, requests
 from policies.admission.never_hold import NeverHold
 
 
@@ -14,5 +14,5 @@ def test_every_arm_is_measured() -> None:
 
 def test_without_admission_no_session_is_counted() -> None:
     accounts = NoAccounts()
-    Arm(2, NeverHold(), accounts).serve(requests(50))
+    AdmissionArm(2, NeverHold(), accounts).serve(requests(50))
     assert (accounts.active_sessions, accounts.kept_sessions, accounts.active_tokens) == (0, 0, 0)

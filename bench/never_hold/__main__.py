@@ -57,7 +57,7 @@ class NoAccounts(SessionAccounts):
         """Do nothing."""
 
 
-class Arm:
+class AdmissionArm:
     """One fleet with its rule, fed request by request."""
 
     def __init__(self, instances: int, rule: AdmissionRule, accounts: SessionAccounts | None = None) -> None:
@@ -104,9 +104,9 @@ def requests(count: int, seed: int = 0) -> list[tuple[RequestView, float]]:
 def measure(instances: int, batches: int, seed: int = 0) -> dict[str, list[float]]:
     """Microseconds of processor time per request, by arm and batch."""
     arms = {
-        "no admission": Arm(instances, NeverHold(), NoAccounts()),
-        "never_hold": Arm(instances, NeverHold()),
-        "working_set": Arm(instances, WorkingSet()),
+        "no admission": AdmissionArm(instances, NeverHold(), NoAccounts()),
+        "never_hold": AdmissionArm(instances, NeverHold()),
+        "working_set": AdmissionArm(instances, WorkingSet()),
     }
     todo, draw = requests(_BATCH * batches, seed), random.Random(seed)
     took: dict[str, list[float]] = {name: [] for name in arms}
