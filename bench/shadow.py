@@ -5,7 +5,8 @@ decide, without effect, on the snapshots of a fleet under load, and prints the m
 processor shared with others only adds time). A shadow that chooses another instance than the live decision prices both.
 *columns* is the time of the form of the snapshot that all shadow policies share, *whole* that of all work for a
 decision of ``warm`` with three shadows, in batches of ten, *append* the time that a live decision itself spends on its
-shadows. Snapshots are drawn with a seed; requests are heavy enough for planners to price a hand-off.
+shadows, *live* that of a policy's whole choice, with the scores of all candidates. Snapshots are drawn with a seed;
+requests are heavy enough for planners to price a hand-off.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from policies.registry import (
     make_planner,
     make_routing,
 )
+from policies.routing.joint import Joint
 from policies.routing.least_loaded import LeastLoaded
 from policies.routing.warm import Warm
 from policies.session import RoutingSession
@@ -122,6 +124,9 @@ def rows(instances: int, count: int) -> list[tuple[str, str, float]]:
         planner = make_planner(name)
         plans = [partial(live.planned_by, planner, _THRESHOLDS) for live in priced]
         table.append(("planner", name, median_us(plans)))
+    for name in (Warm.name, Joint.name):
+        policy = make_routing(name)
+        table.append(("live", name, median_us([partial(policy.choose, request, fleet) for request, fleet, _ in made])))
     view = AdmissionView(738_432 * instances, 90, 3_000_000, 40, 900_000, 0.1, 0.9, instances, 12)
     for name in BUILT_IN[ADMISSION_GROUP]:
         rule, session, sent = make_admission(name), SessionView(turns=3), Admit(AdmissionReason.ROOM)

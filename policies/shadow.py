@@ -14,7 +14,7 @@ from policies.decide import chosen_by, planned_by
 from policies.offload.base import OffloadPlanner
 from policies.offload.cost_model import CostModel
 from policies.routing.base import ColumnPolicy, RoutingPolicy
-from policies.routing.warm import Warm
+from policies.routing.warm import Prices, Warm
 from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Decision, RequestView
 
@@ -48,7 +48,7 @@ def _verdict(fields: tuple[str | None, str, bool, float, int, str]) -> ShadowVer
 class LiveDecision:
     """A live decision with what its shadows share: the fleet's columns, and prices of candidates."""
 
-    __slots__ = ("_prices", "columns", "decision", "fleet", "request")
+    __slots__ = ("_known", "_prices", "columns", "decision", "fleet", "request")
 
     def __init__(self, request: RequestView, fleet: FleetSnapshot, decision: Decision) -> None:
         self.request = request
@@ -56,21 +56,24 @@ class LiveDecision:
         self.decision = decision
         self.columns = FleetColumns.of(fleet.instances)
         """The candidates by field."""
-        self._prices: dict[int, float] = {}
+        self._prices: Prices | None = None
+        self._known: dict[int, float] = {}
 
-    def prices(self, *places: int) -> list[float]:
-        """Seconds that the request costs all requests, for the candidates at these places: the score of ``warm``.
+    def price(self, place: int) -> float:
+        """Seconds that the request costs all requests, for the candidate at this place: the score of ``warm``.
 
-        The live decision's own if ``warm`` decided, with its parameters, else those with the defaults. Each is computed
+        The live decision's own if ``warm`` decided, with its parameters, else that with the defaults. Each is computed
         once, and only for candidates that somebody chose.
         """
-        decision, known = self.decision, self._prices
-        if decision.policy == Warm.name:
-            return [decision.scores[place].score for place in places]
-        missing = tuple([place for place in places if place not in known])
-        if missing:
-            known.update(zip(missing, Warm().prices(self.request, self.fleet, self.columns, missing), strict=True))
-        return [known[place] for place in places]
+        decision, price_s = self.decision, self._known.get(place)
+        if price_s is None:
+            if decision.policy == Warm.name:
+                price_s = decision.scores[place].score
+            else:
+                prices = self._prices or Warm().prices(self.request, self.fleet, self.columns)
+                self._prices, price_s = prices, prices.of(place)
+            self._known[place] = price_s
+        return price_s
 
     def routed_by(self, policy: RoutingPolicy) -> ShadowVerdict:
         """Decision of another routing policy. Raises ValueError for an invalid choice, and what the policy raises."""
@@ -85,7 +88,7 @@ class LiveDecision:
             place = names.index(instance)
         if instance == live_name:
             return _verdict((instance, reason, True, 0.0, 0, ""))
-        live_s, shadow_s = self.prices(names.index(live_name), place)
+        live_s, shadow_s = self.price(names.index(live_name)), self.price(place)
         lost = columns.cached_tokens[place] - decision.cached_tokens
         return _verdict((instance, reason, False, live_s - shadow_s, lost, ""))
 
@@ -96,23 +99,23 @@ class LiveDecision:
             ValueError: an invalid plan; the planner's own errors pass through.
         """
         request, fleet, decision = self.request, self.fleet, self.decision
-        if not request.may_offload or decision.decode_on not in self.columns.instance:
+        names = self.columns.instance
+        if not request.may_offload or decision.decode_on not in names:
             return None
-        decode = fleet.instances[self.columns.instance.index(decision.decode_on)]
+        decode = fleet.instances[names.index(decision.decode_on)]
         columns = None if fleet.prefill_instances else self.columns
         request_class = thresholds.classify(decision.new_tokens)
         plan, prefill = planned_by(request, decode, request_class, fleet, planner, columns)
         shadow_p, live_p = plan.prefill_on, decision.prefill_on
         answer = STAYED if shadow_p is None else OFFLOADED
         if shadow_p == live_p:
-            return ShadowVerdict(shadow_p, plan.reason.value, True, answer=answer)
-        shadow_s = live_s = 0.0
-        yardstick = CostModel()
+            return _verdict((shadow_p, plan.reason, True, 0.0, 0, answer))
+        shadow_s, live_s, yardstick = 0.0, 0.0, CostModel()
         if prefill is not None:
             shadow_s = yardstick.saving_in(planner, plan, request, decode, prefill, fleet)
         if live_p is not None and (live := fleet.prefill_view(live_p)) is not None:
             live_s = yardstick.saving_s(request, decode, live, fleet)
-        return ShadowVerdict(shadow_p, plan.reason.value, False, shadow_s - live_s, answer=answer)
+        return _verdict((shadow_p, plan.reason, False, shadow_s - live_s, 0, answer))
 
 
 def admitted_by(

@@ -259,11 +259,14 @@ class FleetState:
     def room(self, instances: Collection[str]) -> Room:
         """Pools and prefills of ``instances``."""
         account_of, unused, remote = self.ledger.accounts.get, self.ledger.unused, self.ledger.remote
-        known = [(name, each.kv_capacity_tokens) for name, each in self._instances.items() if name in instances]
-        waiting = [account_of(name, unused).prefilling for name, _ in known]
+        each = [
+            (name, known.kv_capacity_tokens, account_of(name, unused).prefilling)
+            for name, known in self._instances.items()
+            if name in instances
+        ]
         if remote:
-            waiting = [own + remote.get(name, unused).prefilling for own, (name, _) in zip(waiting, known, strict=True)]
-        return Room.of(tuple([(*each, count) for each, count in zip(known, waiting, strict=True)]))
+            each = [(name, pool, own + remote.get(name, unused).prefilling) for name, pool, own in each]
+        return Room.of(tuple(each))
 
     def snapshot(
         self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()

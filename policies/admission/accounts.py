@@ -28,6 +28,7 @@ REMEMBERED_TURNS = 4
 """Last prompts of a session by which a longer one is recognised: sub-agents of one session take turns."""
 
 
+_LOG_2 = log(2.0)
 _LESS = (0, 1, 2, 4, 8, 16, 32, 64, LONGEST_DIFFERENCE)
 """Differences at a prompt's end that are tried, in blocks."""
 _SAMPLES = tuple(itemgetter(*[-1 - less for less in _LESS[: number + 1]]) for number in range(len(_LESS)))
@@ -155,14 +156,13 @@ class SessionAccounts:
         """Move sessions that were kept for long enough to those that are remembered."""
         kept, oldest_s = self._kept, now_s - self._gaps.keep_s
         while kept:
-            name = next(iter(kept))
-            account = kept[name]
+            name, account = next(iter(kept.items()))
             if account.since_s > oldest_s:
                 return
             self._forget(name, account)
             if not account.expired:  # else it was counted before a longer time to keep brought it back
                 account.expired = True
-                self._followed(0.0)
+                self._not_followed()
 
     def _forget(self, name: str, account: _Account) -> None:
         """A kept session is only remembered from now on."""
@@ -254,12 +254,10 @@ class SessionAccounts:
             self.kept_tokens -= account.context_tokens
             account.home.drop(account.context_tokens)
             self._returned(account, now_s)
+        elif self._past and (account := self._past.pop(name, None)) is not None:
+            self._returned(account, now_s)
         else:
-            account = self._past.pop(name, None)
-            if account is None:
-                account = _Account()
-            else:
-                self._returned(account, now_s)
+            account = _Account()
         account.in_flight = 1
         account.single = single
         account.turns += 1
@@ -271,13 +269,16 @@ class SessionAccounts:
 
     def _returned(self, account: _Account, now_s: float) -> None:
         gap_s = now_s - account.since_s if account.gap_s is None else account.gap_s
-        self._gaps.add(gap_s, TURNS_PER_INSTANCE * self.instances)
-        if not account.expired:
-            self._followed(1.0)
-        account.gap_s, account.expired = None, False
+        turns = TURNS_PER_INSTANCE * self.instances
+        self._gaps.add(gap_s, turns)
+        account.gap_s = None
+        if account.expired:
+            account.expired = False
+        else:
+            self.return_share += (1.0 - self.return_share) / turns
 
-    def _followed(self, followed: float) -> None:
-        self.return_share += (followed - self.return_share) / (TURNS_PER_INSTANCE * self.instances)
+    def _not_followed(self) -> None:
+        self.return_share -= self.return_share / (TURNS_PER_INSTANCE * self.instances)
 
     def end(self, name: str, now_s: float | None) -> None:
         """A request of the session has ended; None: at the time of the last ``begin``."""
@@ -310,9 +311,12 @@ class SessionAccounts:
         account.request_id, account.before_tokens = request_id, 0
         if not hashes:
             return 0
-        ends, longest = account.ends, _longest(account, hashes)
-        new = _sampled(hashes)
-        if not ends or (longest is not None and len(ends) == 1):
+        ends, new = account.ends, _sampled(hashes)
+        if not ends:
+            account.ends = (new,)
+            return 0
+        longest = _longest(account, hashes)
+        if longest is not None and len(ends) == 1:
             account.ends = (new,)
         else:
             repeated = None if longest is None else longest[1]
@@ -351,7 +355,7 @@ class SessionAccounts:
         """Share of the time of ``instances`` that recomputation took, weighted by 2 ** (-age / HALF_LIFE_S)."""
         if not self._lost_s or not instances:
             return 0.0
-        return self._decayed(now_s) * log(2.0) / (HALF_LIFE_S * instances)
+        return self._decayed(now_s) * _LOG_2 / (HALF_LIFE_S * instances)
 
     def _count(self, model: PrefillModel, work: ComputedPrompt, cached_tokens: int, sign: int, now_s: float) -> None:
         tokens, before, _ = work
@@ -378,8 +382,10 @@ def _sampled(hashes: Sequence[int]) -> Beginnings:
 
 def _longest(account: _Account, hashes: Sequence[int]) -> tuple[int, Beginnings] | None:
     """The longest part in blocks of one of the session's last prompts that this one repeats, and that prompt."""
-    count, longest, found = len(hashes), 0, None
-    for beginnings in account.ends:
+    ends, count, longest, found = account.ends, len(hashes), 0, None
+    if len(ends) == 1 and ends[0][0] <= count and hashes[ends[0][0] - 1] == ends[0][1]:
+        return ends[0][0], ends[0]  # what nearly all turns do: they only add
+    for beginnings in ends:
         whole = beginnings[0]
         for place, less in enumerate(_LESS, 1):
             blocks = whole - less

@@ -46,8 +46,10 @@ class Room(NamedTuple):
     @classmethod
     def of(cls, each: tuple[tuple[str, int, int], ...]) -> Room:
         """The room of these instances."""
-        pools = [pool for _, pool, _ in each]
-        return cls(sum(pools) if all(pools) else 0, len(each), sum([prefilling for _, _, prefilling in each]), each)
+        if not each:
+            return cls(0, 0)
+        _, pools, prefilling = zip(*each, strict=True)
+        return cls(sum(pools) if all(pools) else 0, len(each), sum(prefilling), each)
 
 
 class Held:

@@ -111,7 +111,8 @@ class Homes:
         uses = []
         for name, pool, prefilling in each:
             home = homes.get(name, self._elsewhere)
-            active_sessions, active, kept_sessions, kept = home.contexts()
+            active_sessions, active = home.active_sessions, home.active_tokens
+            kept_sessions, kept = home.kept_sessions, home.kept_tokens
             if remote and name in remote:
                 more = remote[name]
                 active_sessions, active = active_sessions + more[0], active + more[1]

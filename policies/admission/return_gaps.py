@@ -35,15 +35,20 @@ class ReturnGaps:
         """
         if not 0.0 <= gap_s < self.longest_s:
             return
-        self._weight *= 1.0 + 1.0 / memory
-        if self._weight > _LARGEST:
+        self._weight = weight = self._weight * (1.0 + 1.0 / memory)
+        if weight > _LARGEST:
             self._scale_down()
-        weight, bucket = self._weight, int(gap_s / self.longest_s * BUCKETS)
-        self._buckets[bucket] += weight
-        self._total += weight
-        if bucket <= self._place:
-            self._up_to_place += weight
+            weight = self._weight
+        buckets, place, bucket = self._buckets, self._place, int(gap_s / self.longest_s * BUCKETS)
+        buckets[bucket] += weight
+        self._total = total = self._total + weight
+        up_to = self._up_to_place
+        if bucket <= place:
+            self._up_to_place = up_to = up_to + weight
         self._returns += 1
+        # Mostly the place stays.
+        if self._returns > LEAST_RETURNS and up_to - buckets[place] < ENOUGH * total <= up_to:
+            return
         if self._returns >= LEAST_RETURNS:
             self._look()
 

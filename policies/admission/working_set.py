@@ -102,14 +102,18 @@ class WorkingSet:
         instances: list[str] = []
         evicting_none: list[str] = []
         beside_active, all_kept, best = False, 0, 0.0
+        # A loop with few calls: it runs for every request.
+        fill = self.fill
         for name, pool, active_sessions, active, _, kept_tokens, _ in fleet.by_instance:
-            kept = min(kept_tokens, int(kept_share * pool))
-            free = self.fill * pool - spare - active
+            most = int(kept_share * pool)
+            kept = kept_tokens if kept_tokens < most else most
+            filled = fill * pool
+            free = filled - spare - active
             beside_active = beside_active or own <= free or not active_sessions
             all_kept += kept
             if own <= free - kept or not (active_sessions or kept):
                 instances.append(name)
-            if own + active + kept_tokens <= self.fill * pool:
+            if own + active + kept_tokens <= filled:
                 evicting_none.append(name)
             best = max(best, free - kept)
         return _Room(instances, evicting_none, beside_active, all_kept, best)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp
+from math import exp, inf
 from typing import NamedTuple
 
 from policies.costs.estimates import UNKNOWN, LearnedRatio
@@ -92,20 +92,23 @@ class TransferModel:
         estimate = self._estimate(job, now_s)
         return TimeEstimate(transfer_formula(job, self._constants) * exp(estimate.log_ratio), estimate.sigma)
 
-    def least(self, job: TransferJob, transports: Iterable[Transport], z: float) -> tuple[float, float, float]:
-        """Lower bounds for the job on any pair, by any of the transports.
+    def least(
+        self, size_bytes: float, others: int, transports: Iterable[Transport], z: float
+    ) -> tuple[float, float, float]:
+        """Lower bounds for a transfer beside ``others`` on any pair, by any of the transports.
 
         Seconds without streams, seconds that each stream adds, and the excess of the upper bound at ``z`` standard
         deviations, as a share of the time.
         """
-        factor, spread = exp(self._least.log_ratio), exp(self._least.sigma * z) - 1
-        alone_s, stream_s = [], []
+        least, constants = self._least, self._constants
+        alone_s = stream_s = inf
         for transport in transports:
-            formula, moving_s = _unloaded(TransferJob(job.pair, transport, job.size_bytes, 0, 0), self._constants)
-            moving_s *= 1 + formula.crowd * job.others
-            alone_s.append(formula.setup_s + moving_s)
-            stream_s.append(formula.stream_setup_s + formula.slowdown * moving_s)
-        return factor * min(alone_s), factor * min(stream_s), spread
+            formula, moving_s = _unloaded(transport, size_bytes, constants)
+            moving_s *= 1 + formula.crowd * others
+            alone_s = min(alone_s, formula.setup_s + moving_s)
+            stream_s = min(stream_s, formula.stream_setup_s + formula.slowdown * moving_s)
+        factor = exp(least.log_ratio)
+        return factor * alone_s, factor * stream_s, exp(least.sigma * z) - 1
 
     def curve(self, job: TransferJob, now_s: float, z: float) -> TransferCurve:
         """``predict`` for any number of streams, and its upper bound at ``z`` standard deviations."""
@@ -115,7 +118,7 @@ class TransferModel:
         """Return the model after one successful transfer of ``seconds``."""
         expected_s = transfer_formula(job, self._constants)
         pair, transport = self._pair(job, now_s), self._transport(job.transport, now_s)
-        regime = _regime(job, self._constants)
+        regime = _regime(job.transport, job.size_bytes, self._constants)
         regimes = self._regimes
         pair = pair.learn(expected_s, seconds, now_s, self.pair_weight)
         transport = transport.learn(expected_s, seconds, now_s, self.transport_weight)
@@ -167,7 +170,7 @@ class TransferModel:
         return self._pairs.get(job.pair, UNKNOWN).relaxed(transport, now_s, self.half_life_s)
 
     def _estimate(self, job: TransferJob, now_s: float) -> LearnedRatio:
-        pair, regime = self._pair(job, now_s), _regime(job, self._constants)
+        pair, regime = self._pair(job, now_s), _regime(job.transport, job.size_bytes, self._constants)
         if not regime:
             return pair
         published = _between(self._constants.regimes[job.transport], regime, job.size_bytes)[1]
@@ -177,16 +180,16 @@ class TransferModel:
 
 def transfer_formula(job: TransferJob, constants: TransferConstants = PUBLISHED) -> float:
     """Seconds from the constants alone."""
-    formula, moving_s = _unloaded(job, constants)
+    formula, moving_s = _unloaded(job.transport, job.size_bytes, constants)
     return _loaded(formula, moving_s, job.streams, 1 + formula.crowd * job.others)
 
 
-def _unloaded(job: TransferJob, constants: TransferConstants) -> tuple[TransferFormula, float]:
+def _unloaded(transport: Transport, size_bytes: float, constants: TransferConstants) -> tuple[TransferFormula, float]:
     """The formula, and the seconds that the bytes alone take."""
-    formula, regime = constants.formulas[job.transport], _regime(job, constants)
+    formula, regime = constants.formulas[transport], _regime(transport, size_bytes, constants)
     if regime:
-        return formula, _between(constants.regimes[job.transport], regime, job.size_bytes)[0]
-    return formula, job.size_bytes / formula.bytes_per_s
+        return formula, _between(constants.regimes[transport], regime, size_bytes)[0]
+    return formula, size_bytes / formula.bytes_per_s
 
 
 def _loaded(formula: TransferFormula, moving_s: float, streams: int, crowding: float) -> float:
@@ -200,7 +203,7 @@ class TransferCurve:
     __slots__ = ("_crowding", "_factor", "_formula", "_moving_s", "_upper")
 
     def __init__(self, job: TransferJob, estimate: LearnedRatio, z: float, constants: TransferConstants) -> None:
-        self._formula, self._moving_s = _unloaded(job, constants)
+        self._formula, self._moving_s = _unloaded(job.transport, job.size_bytes, constants)
         self._crowding = 1 + self._formula.crowd * job.others
         self._factor = exp(estimate.log_ratio)
         self._upper = exp(estimate.sigma * z)
@@ -211,13 +214,13 @@ class TransferCurve:
         return seconds, seconds * self._upper
 
 
-def _regime(job: TransferJob, constants: TransferConstants) -> int:
+def _regime(transport: Transport, size_bytes: float, constants: TransferConstants) -> int:
     """Number of the transfer's regime, from 1; 0 where time is linear in bytes."""
-    regimes = constants.regimes.get(job.transport)
+    regimes = constants.regimes.get(transport)
     if regimes is None:
         return 0
     for number, regime in enumerate(regimes):
-        if job.size_bytes <= regime.size_bytes:
+        if size_bytes <= regime.size_bytes:
             return number
     return len(regimes) - 1
 
@@ -259,17 +262,23 @@ class PrefillModel:
         """``predict(...).seconds`` without the spread, at half of its cost."""
         if new_tokens <= 0:
             return self.fixed_s
-        return self._formula(new_tokens, cached_tokens) * exp(self._nearest(_bucket(new_tokens)).log_ratio)
+        attended = new_tokens * (cached_tokens + new_tokens / 2)
+        formula_s = self.fixed_s + self.s_per_token * new_tokens + self.s_per_token_squared * attended
+        return formula_s * exp(self._nearest(_bucket(new_tokens)).log_ratio) if self._buckets else formula_s
+
+    def factor(self, new_tokens: float) -> float:
+        """Learned factor of the formula for a prefill of this size, as in ``seconds``."""
+        return exp(self._nearest(_bucket(new_tokens)).log_ratio) if self._buckets else 1.0
 
     def factors(self, new_tokens: Iterable[float]) -> list[float]:
-        """Learned factor of the formula for prefills of several sizes, each as in ``seconds``."""
+        """``factor`` of several sizes."""
         by_bucket: dict[int, float] = {}
         factors = []
         for each in new_tokens:
             bits = int(each).bit_length()
             factor = by_bucket.get(bits)
             if factor is None:
-                factor = by_bucket[bits] = exp(self._nearest(_bucket(each)).log_ratio)
+                factor = by_bucket[bits] = self.factor(each)
             factors.append(factor)
         return factors
 

@@ -35,7 +35,7 @@ class Transfers:
     def times(self, prefill: InstanceView, pair: Pair, streams: int, sigmas: float) -> tuple[float, float]:
         """Seconds of the transfer from a P, with ``streams`` on the busier side; their bound at ``sigmas``."""
         model, decode = self._costs.transfer, self._decode
-        learned, shares = model.observed(pair), shares_transport(prefill, decode)
+        learned, shares = model.observed(pair), decode.transport is not None and shares_transport(prefill, decode)
         curve = None if learned else self._curves[shares]
         if curve is None:
             job = transfer_job(self._request, prefill, decode, self._others, self._bytes_per_token)

@@ -71,7 +71,8 @@ def best_prefill(
 
 def sends_to(view: InstanceView, decode: InstanceView, fleet: FleetSnapshot) -> bool:
     """True if the instance may prefill for D: ``may_send``, over a pair whose breaker is closed."""
-    return may_send(view, decode) and (view.instance, decode.instance) not in fleet.broken_pairs
+    broken = fleet.broken_pairs
+    return may_send(view, decode) and not (broken and (view.instance, decode.instance) in broken)
 
 
 def no_prefill_reason(decode: InstanceView, fleet: FleetSnapshot) -> OffloadReason:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, NamedTuple
 
-from policies.costs.book import transfer_job
 from policies.costs.formulas import Costs
 from policies.costs.transfers import Transfers
 from policies.offload.base import (
@@ -39,6 +38,7 @@ class _Priced(NamedTuple):
     transfer_s: float
 
 
+_TCP = (Transport.TCP,)
 _SLACK_S = 1e-6
 """Above the rounding of a bound, whose terms are summed in another order than a price's."""
 
@@ -108,8 +108,9 @@ class CostModel(ColumnPlanner):
         if not decode.kv_capacity_tokens or not has_room(decode, request):
             # A pool of unknown size may be too small; co-located always works.
             return OffloadPlan(None, OffloadReason.NO_ROOM_ON_D, inputs)
-        pricing = _Pricing(self, request, decode, fleet)
-        found = self._best(pricing, request, decode, fleet, columns or FleetColumns.of(fleet.senders))
+        columns = columns or FleetColumns.of(fleet.senders)
+        pricing = _Pricing(self, request, decode, fleet, columns)
+        found = self._best(pricing, request, decode, fleet, columns)
         if found is None:
             return OffloadPlan(None, no_prefill_reason(decode, fleet), inputs)
         view, best = found
@@ -138,18 +139,25 @@ class CostModel(ColumnPlanner):
 
         Candidates are priced by their bounds, highest first, until no other one can be better: a few of them.
         """
-        bounds, views, least_s = pricing.bounds(columns), fleet.senders, self.min_gain * pricing.alone_s
+        bounds, views, alone_s = pricing.bounds(columns), fleet.senders, pricing.alone_s
+        least_s, lost_s = self.min_gain * alone_s, -self.max_own_loss * alone_s
         best: tuple[InstanceView, _Priced] | None = None
         best_rank: tuple[bool, float, int, str] = (False, 0.0, 0, "")
-        enough_s = -inf
-        places = [bounds.index(max(bounds))]
+        enough_s, bound_s = -inf, max(bounds)
+        places = [bounds.index(bound_s)]
         for place in places:
-            if bounds[place] < enough_s:
+            bound_s, view = bounds[place], views[place]
+            if bound_s < enough_s:
                 break
-            view = views[place]
-            if sends_to(view, decode, fleet) and has_room(view, request):
+            # The first is priced anyway, unless it cannot send.
+            if (
+                (best is None or pricing.bound(view, bound_s) >= enough_s)
+                and sends_to(view, decode, fleet)
+                and has_room(view, request)
+            ):
                 priced = pricing.of(view)
-                chosen, value_s = self._verdict(priced, pricing.alone_s) is OffloadReason.CHOSEN, priced[0] - priced[5]
+                net_s, value_s = priced[0], priced[0] - priced[5]
+                chosen = net_s > least_s and priced[1] >= lost_s and value_s > least_s
                 rank = (chosen, value_s, -view.requests, view.instance)
                 if best is None or rank > best_rank:
                     best, best_rank = (view, priced), rank
@@ -157,14 +165,14 @@ class CostModel(ColumnPlanner):
                     enough_s = value_s if chosen else min(value_s, least_s)
             if len(places) == 1:  # after the first, which leaves few others
                 others = [each for each, bound_s in enumerate(bounds) if bound_s >= enough_s and each != place]
-                places += sorted(others, key=bounds.__getitem__, reverse=True)
+                places += sorted(others, key=bounds.__getitem__, reverse=True) if len(others) > 1 else others
         return best
 
     def saving_s(
         self, request: RequestView, decode: InstanceView, prefill: InstanceView, fleet: FleetSnapshot
     ) -> float:
         """Seconds of all requests' waiting that prefilling on ``prefill`` is estimated to save; negative: it costs."""
-        return _Pricing(self, request, decode, fleet).of(prefill).net_s
+        return _Pricing(self, request, decode, fleet, None).of(prefill).net_s
 
     def saving_in(
         self,
@@ -198,6 +206,7 @@ class _Pricing:
     """Prices of candidates for one request, from what they share."""
 
     __slots__ = (
+        "_by_cached",
         "_bytes_per_token",
         "_costs",
         "_decode",
@@ -207,6 +216,7 @@ class _Pricing:
         "_request",
         "_sigmas",
         "_stall",
+        "_stream_s",
         "_streams",
         "_transfers",
         "_waiting",
@@ -214,7 +224,15 @@ class _Pricing:
         "queue_s",
     )
 
-    def __init__(self, planner: CostModel, request: RequestView, decode: InstanceView, fleet: FleetSnapshot) -> None:
+    def __init__(
+        self,
+        planner: CostModel,
+        request: RequestView,
+        decode: InstanceView,
+        fleet: FleetSnapshot,
+        columns: FleetColumns | None,
+    ) -> None:
+        """``columns``: those of ``fleet.senders``, if they are needed for anything else."""
         costs = self._costs = fleet.costs or Costs()
         bytes_per_token = planner.kv_bytes_per_token
         self._request = request
@@ -224,57 +242,80 @@ class _Pricing:
         self._sigmas = planner.sigmas
         self._transfers = Transfers(request, decode, costs, self._others, self._bytes_per_token)
         self._decode = decode
-        self._streams = decode.decode_streams
-        self._waiting = sum([view.prefilling for view in fleet.instances]) / len(fleet.instances)
+        self._streams = decode.requests - decode.prefilling
+        instances, prefilling = fleet.instances, columns.prefilling if columns is not None else ()
+        if fleet.prefill_instances or not prefilling:
+            prefilling = tuple([view.prefilling for view in instances])
+        self._waiting = sum(prefilling) / len(instances)
         cached = decode.cached_tokens
         self.alone_s = costs.prefill.seconds(request.prompt_tokens - cached, cached)
         self._prefills = {cached: self.alone_s}
         """Seconds of this prefill by the tokens cached there, which are mostly equal across instances."""
         self.queue_s = costs.prefill.queue_s(decode.pending_prefill_tokens, decode.prefilling)
         self._failure_rate = costs.transfer.failure_rate
+        self._by_cached: dict[int, tuple[float, float, float, float]] = {}
+        """Parts of the bounds that are equal for equal cached tokens."""
+        self._stream_s = 0.0
 
     def bounds(self, columns: FleetColumns) -> list[float]:
         """The most that each candidate can save less its doubt, from lower bounds of queue, transfer and doubt."""
         alone_s, queue_s, stall, waiting = self.alone_s, self.queue_s, self._stall, self._waiting
-        decoding, token_s = self._streams, self._costs.prefill.least_s_per_token
+        decoding = self._streams
         decode = self._decode
-        job = transfer_job(self._request, decode, decode, self._others, self._bytes_per_token)
-        transports = {decode.transport or Transport.TCP, Transport.TCP}
-        transfer_s, stream_s, spread = self._costs.transfer.least(job, transports, self._sigmas)
+        size_bytes = (self._request.prompt_tokens - decode.cached_tokens) * self._bytes_per_token
+        transports = _TCP if decode.transport is None else (decode.transport, Transport.TCP)
+        transfer_s, stream_s, spread = self._costs.transfer.least(size_bytes, self._others, transports, self._sigmas)
+        self._stream_s = stream_s
         transfer_s += stream_s * decoding
-        by_cached = {}
+        by_cached = self._by_cached
         for cached in set(columns.cached_tokens):
             there_s = self._there_s(cached)
-            saved_s = queue_s + alone_s + stall * decoding * alone_s - waiting * max(0.0, there_s - alone_s)
-            by_cached[cached] = saved_s - spread * transfer_s + _SLACK_S, there_s + transfer_s, stall * there_s
-        bounds: list[float] = []
-        add = bounds.append
-        for cached, pending, requests, prefilling in zip(
-            columns.cached_tokens, columns.pending_prefill_tokens, columns.requests, columns.prefilling, strict=True
-        ):
-            saved_s, offloaded_s, stalled_s = by_cached[cached]
-            streams = requests - prefilling
-            if prefilling:
-                offloaded_s += token_s * pending * (1 - 0.5 / prefilling)
-            if streams > decoding:
-                offloaded_s += stream_s * (streams - decoding)
-            add(saved_s - stalled_s * streams - (offloaded_s if offloaded_s > queue_s else queue_s))
-        return bounds
+            saved_s = queue_s + alone_s + stall * decoding * alone_s
+            if there_s > alone_s:
+                saved_s -= waiting * (there_s - alone_s)
+            offloaded_s = there_s + transfer_s if there_s + transfer_s > queue_s else queue_s
+            saved_s += _SLACK_S - spread * transfer_s - offloaded_s
+            by_cached[cached] = saved_s, stall * there_s, there_s + transfer_s, offloaded_s
+        return [
+            (shared := by_cached[cached])[0] - shared[1] * (requests - prefilling)
+            for cached, requests, prefilling in zip(
+                columns.cached_tokens, columns.requests, columns.prefilling, strict=True
+            )
+        ]
+
+    def bound(self, view: InstanceView, bound_s: float) -> float:
+        """The bound of one candidate with what is queued there and with the streams that slow its transfer down."""
+        prefilling, more_streams = view.prefilling, view.requests - view.prefilling - self._streams
+        if not prefilling and more_streams <= 0:
+            return bound_s
+        _, _, idle_s, least_s = self._by_cached[view.cached_tokens]
+        if prefilling:
+            token_s = self._costs.prefill.least_s_per_token
+            idle_s += token_s * view.pending_prefill_tokens * (1 - 0.5 / prefilling)
+        if more_streams > 0:
+            idle_s += self._stream_s * more_streams
+        return bound_s - max(0.0, idle_s - least_s)
 
     def of(self, view: InstanceView) -> _Priced:
         """Price of one candidate."""
-        alone_s, queue_s, streams = self.alone_s, self.queue_s, view.decode_streams
-        there_s, pair = self._there_s(view.cached_tokens), (view.instance, self._decode.instance)
-        transfer_s, upper_s = self._transfers.times(view, pair, max(streams, self._streams), self._sigmas)
-        queue_there_s = self._costs.prefill.queue_s(view.pending_prefill_tokens, view.prefilling)
+        alone_s, queue_s, prefilling, decoding = self.alone_s, self.queue_s, view.prefilling, self._streams
+        streams, there_s = view.requests - prefilling, self._there_s(view.cached_tokens)
+        pair = view.instance, self._decode.instance
+        busier = streams if streams > decoding else decoding
+        transfer_s, upper_s = self._transfers.times(view, pair, busier, self._sigmas)
+        queue_there_s = self._costs.prefill.queue_s(view.pending_prefill_tokens, prefilling) if prefilling else 0.0
         # D gives every step's budget to the prefills it has, so a pulled request waits for those as well.
-        offloaded_s = max(queue_there_s + there_s + transfer_s, queue_s)
+        offloaded_s = queue_there_s + there_s + transfer_s
+        offloaded_s = offloaded_s if offloaded_s > queue_s else queue_s
         own_s = queue_s + alone_s - offloaded_s
-        streams_s = self._stall * (self._streams * alone_s - streams * there_s)
-        others_s = self._waiting * max(0.0, there_s - alone_s)
+        streams_s = self._stall * (decoding * alone_s - streams * there_s)
+        others_s = self._waiting * (there_s - alone_s) if there_s > alone_s else 0.0
         risk_s = self._failure_rate(pair) * offloaded_s
         net_s = own_s + streams_s - others_s - risk_s
-        return _Priced(net_s, own_s, streams_s, others_s, risk_s, upper_s - transfer_s, there_s, transfer_s)
+        # The class's own call takes three times as long.
+        return tuple.__new__(
+            _Priced, (net_s, own_s, streams_s, others_s, risk_s, upper_s - transfer_s, there_s, transfer_s)
+        )
 
     def _there_s(self, cached: int) -> float:
         seconds = self._prefills.get(cached)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from math import inf
 from typing import ClassVar, NamedTuple
 
 from policies.costs.formulas import Costs
 from policies.costs.transfers import Transfers
 from policies.offload.base import may_receive, may_send
 from policies.routing.base import Pick, least, require, tie_break
-from policies.routing.warm import Warm, queues_s
+from policies.routing.warm import Prices, Terms, Warm, queued_s
 from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import Choice, InstanceView, OffloadPlan, OffloadReason, Reason, RequestView
 
@@ -19,13 +22,31 @@ _SHAPE = OffloadPlan(None, OffloadReason.REQUEST_SHAPE)
 
 
 class _Placement(NamedTuple):
-    """A hand-off and what it costs, in seconds."""
+    """A hand-off and its price, in seconds."""
 
     decode: int
     """Position of D among the candidates."""
     prefill: str
-    inputs: dict[str, float]
+    terms: tuple[float, ...]
+    """In the order of ``_TERMS``."""
     score_s: float
+
+    def inputs(self) -> dict[str, float]:
+        """The terms by name."""
+        return dict(zip(_TERMS, self.terms, strict=True))
+
+
+_TERMS = (
+    "prefill_queue_s",
+    "prefill_s",
+    "transfer_s",
+    "decode_queue_s",
+    "first_s",
+    "streams_s",
+    "decode_s",
+    "risk_s",
+    "handed_off_s",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,122 +89,73 @@ class Joint(Warm):
         return [score.score for score in self.choose(request, fleet).scores]
 
     def quick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Pick:
-        """The same choice as that of ``choose``."""
-        return Pick(columns.instance.index(self.choose(request, fleet).instance), Reason.LOWEST_SCORE)
+        """The same choice as that of ``choose``; only placements that may be the cheapest are priced."""
+        prices = self.prices(request, fleet, columns)
+        bounds, extra_s = prices.bounds(), self.specialist_s
+        specialists = _places_of(fleet.specialists, columns) if request.may_offload else {}
+        for place in specialists.values():
+            bounds[place] += extra_s
+        place = prices.cheapest(bounds, dict.fromkeys(specialists.values(), extra_s))
+        alone = Pick(place, Reason.LOWEST_SCORE)
+        if not request.may_offload or request.prompt_tokens - columns.cached_tokens[place] < self.heavy_tokens:
+            return alone
+        queue_s, crowd_s, room_s, own_s, others_s = prices.terms(place)
+        score_s = queue_s + crowd_s + room_s + own_s + others_s
+        if place in specialists.values():
+            score_s += extra_s
+        job = _Job(self, request, fleet, columns, specialists, prices, queue_s + own_s)
+        prefills = [view for view in job.prefills() if job.may_be_below(score_s, view)]
+        if not prefills:
+            return alone
+        found = job.handed_off(prefills)
+        if isinstance(found, OffloadReason) or found.score_s >= score_s:
+            return alone
+        return Pick(found.decode, Reason.LOWEST_SCORE)
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        choice = Warm.choose(self, request, fleet)
-        if not request.may_offload:
-            return choice._replace(plan=_SHAPE)
-        names = [view[0] for view in fleet.instances]
-        specialists = [name for name in fleet.specialists if name in names]
-        scores, place = list(choice.scores), names.index(choice.instance)
-        if specialists:
-            for name in specialists:
-                at = names.index(name)
-                inputs = {**scores[at].inputs, "specialist_s": self.specialist_s}
-                scores[at] = scores[at]._replace(score=scores[at].score + self.specialist_s, inputs=inputs)
-            place = least(fleet, [score[1] for score in scores])
-            choice = Choice(names[place], Reason.LOWEST_SCORE, tuple(scores))
-        new_tokens = request.prompt_tokens - fleet.instances[place].cached_tokens
-        if new_tokens < self.heavy_tokens:
-            return choice._replace(plan=_BELOW)
-        alone = scores[place]
-        inputs = {
-            "new_tokens": float(new_tokens),
-            "colocated_s": alone.score,
-            "colocated_first_s": alone.inputs["queue_s"] + alone.inputs["own_s"],
-        }
-        queues = [score[2]["queue_s"] for score in scores]
-        found = self._handed_off(request, fleet, specialists, queues, inputs["colocated_first_s"])
-        if isinstance(found, OffloadReason):
-            return choice._replace(plan=OffloadPlan(None, found, inputs))
-        inputs |= found.inputs
-        if found.score_s >= alone.score:
-            return choice._replace(plan=OffloadPlan(None, OffloadReason.DOES_NOT_PAY, inputs))
-        there = scores[found.decode]
-        scores[found.decode] = there._replace(
-            score=found.score_s, inputs={**there.inputs, "colocated_s": there.score, "handed_off_s": found.score_s}
-        )
-        plan = OffloadPlan(found.prefill, OffloadReason.CHOSEN, inputs)
-        return Choice(names[found.decode], Reason.LOWEST_SCORE, tuple(scores), plan)
+        columns = FleetColumns.of(fleet.instances)
+        names, terms = columns.instance, self._all_terms(request, fleet, columns)
+        scores = self._scored(columns, terms)
+        specialists = _places_of(fleet.specialists, columns) if request.may_offload else {}
+        for at in specialists.values():
+            inputs = {**scores[at].inputs, "specialist_s": self.specialist_s}
+            scores[at] = scores[at]._replace(score=scores[at].score + self.specialist_s, inputs=inputs)
+        place = least(fleet, [score[1] for score in scores])
+        plan = _SHAPE
+        if request.may_offload:
+            alone = scores[place]
+            plan, found = self._planned(request, fleet, columns, specialists, terms, place, alone.score)
+            if found is not None:
+                place, there = found.decode, scores[found.decode]
+                inputs = {**there.inputs, "colocated_s": there.score, "handed_off_s": found.score_s}
+                scores[place] = there._replace(score=found.score_s, inputs=inputs)
+        return Choice(names[place], Reason.LOWEST_SCORE, tuple(scores), plan)
 
-    def _handed_off(
+    def _planned(
         self,
         request: RequestView,
         fleet: FleetSnapshot,
-        specialists: Sequence[str],
-        queues: Sequence[float],
-        colocated_first_s: float,
-    ) -> _Placement | OffloadReason:
-        """The cheapest hand-off, or the reason why there is none. ``queues``: seconds queued on each candidate."""
-        own = {view[0] for view in fleet.instances}
-        among = fleet.prefill_instances or fleet.instances
-        prefills = [view for view in among if view[0] in specialists or view[0] not in own]
-        if not prefills:
-            return OffloadReason.NO_SPECIALIST
-        receivers = self._receivers(request, fleet, specialists, queues)
-        if isinstance(receivers, OffloadReason):
-            return receivers
-        prefills = [view for view in prefills if self._has_room(view, request.prompt_tokens)]
-        reason = OffloadReason.NO_PREFILL_CANDIDATE
-        if not prefills:
-            return reason
-        costs, model, prompt = fleet.costs or Costs(), self._model(fleet), request.prompt_tokens
-        best: _Placement | None = None
-        transfers: dict[int, Transfers] = {}
-        for view, queue_s in zip(prefills, queues_s(FleetColumns.of(prefills), model), strict=True):
-            place, refused = _receiver_of(view, receivers, fleet)
-            if place is None:
-                reason = refused if reason is OffloadReason.NO_PREFILL_CANDIDATE else reason
-                continue
-            decode = fleet.instances[place]
-            pair, streams = (view.instance, decode.instance), view.decode_streams
-            if place not in transfers:
-                transfers[place] = Transfers(request, decode, costs, fleet.offloads_in_flight)
-            transfer_s, _ = transfers[place].times(view, pair, max(streams, decode.decode_streams), 0.0)
-            prefill_s = model.seconds(prompt - view.cached_tokens, view.cached_tokens)
-            first_s = max(queue_s + prefill_s + transfer_s, queues[place])
-            if first_s > (1 + self.max_own_loss) * colocated_first_s:
-                reason = OffloadReason.DOES_NOT_PAY
-                continue
-            streams_s, decode_s = streams * prefill_s, self.stream_s * decode.requests
-            risk_s = costs.transfer.failure_rate(pair) * first_s
-            score_s = first_s + streams_s + decode_s + risk_s
-            if best is None or score_s < best.score_s:
-                inputs = {
-                    "prefill_queue_s": queue_s,
-                    "prefill_s": prefill_s,
-                    "transfer_s": transfer_s,
-                    "decode_queue_s": queues[place],
-                    "first_s": first_s,
-                    "streams_s": streams_s,
-                    "decode_s": decode_s,
-                    "risk_s": risk_s,
-                    "handed_off_s": score_s,
-                }
-                best = _Placement(place, view.instance, inputs, score_s)
-        return best or reason
-
-    def _receivers(
-        self, request: RequestView, fleet: FleetSnapshot, specialists: Sequence[str], queues: Sequence[float]
-    ) -> list[int] | OffloadReason:
-        """Positions of the candidates that may be D of a hand-off, best first, or the reason why there is none."""
-        views = fleet.instances
-        receiving = [
-            place for place, view in enumerate(views) if may_receive(view) and view.instance not in specialists
-        ]
-        if not receiving:
-            return OffloadReason.ROLE_FORBIDS
-        roomy = [
-            place for place in receiving if self._has_room(views[place], request.prompt_tokens, request.max_tokens)
-        ]
-        if not roomy:
-            return OffloadReason.NO_ROOM_ON_D
-        ranks = [
-            (queues[place] + self.stream_s * views[place].requests, tie_break(fleet, place), place) for place in roomy
-        ]
-        return [place for _, _, place in sorted(ranks)]
+        columns: FleetColumns,
+        specialists: Mapping[str, int],
+        terms: Sequence[Terms],
+        place: int,
+        alone_s: float,
+    ) -> tuple[OffloadPlan, _Placement | None]:
+        """The plan, and the hand-off if it is chosen: its score is below ``alone_s``, that at ``place``."""
+        new_tokens = request.prompt_tokens - columns.cached_tokens[place]
+        if new_tokens < self.heavy_tokens:
+            return _BELOW, None
+        first_s = terms[place][0] + terms[place][3]
+        inputs = {"new_tokens": float(new_tokens), "colocated_s": alone_s, "colocated_first_s": first_s}
+        job = _Job(self, request, fleet, columns, specialists, self.prices(request, fleet, columns), first_s)
+        prefills = job.prefills()
+        found = job.handed_off(prefills) if prefills else OffloadReason.NO_SPECIALIST
+        if isinstance(found, OffloadReason):
+            return OffloadPlan(None, found, inputs), None
+        inputs |= found.inputs()
+        if found.score_s >= alone_s:
+            return OffloadPlan(None, OffloadReason.DOES_NOT_PAY, inputs), None
+        return OffloadPlan(found.prefill, OffloadReason.CHOSEN, inputs), found
 
     def _has_room(self, view: InstanceView, prompt_tokens: int, answer_tokens: int = 0) -> bool:
         """True if the pool, of known size, has room for the prompt by the rule of ``warm``, and for an answer."""
@@ -192,15 +164,155 @@ class Joint(Warm):
         return pool > 0 and taken <= self.pool_share * pool and taken + answer_tokens <= pool
 
 
-def _receiver_of(
-    prefill: InstanceView, receivers: Sequence[int], fleet: FleetSnapshot
-) -> tuple[int | None, OffloadReason]:
-    """Position of the first D that a P may hand over to, or None and the reason."""
-    reason = OffloadReason.NO_PREFILL_CANDIDATE
-    for place in receivers:
-        decode = fleet.instances[place]
-        if may_send(prefill, decode):
-            if (prefill.instance, decode.instance) not in fleet.broken_pairs:
-                return place, OffloadReason.CHOSEN
-            reason = OffloadReason.PAIR_BROKEN
-    return None, reason
+class _Job:
+    """Hand-offs of one request, priced one by one."""
+
+    __slots__ = (
+        "_bound_s",
+        "_columns",
+        "_costs",
+        "_fleet",
+        "_policy",
+        "_prices",
+        "_ranked",
+        "_request",
+        "_specialists",
+        "_transfers",
+    )
+
+    def __init__(
+        self,
+        policy: Joint,
+        request: RequestView,
+        fleet: FleetSnapshot,
+        columns: FleetColumns,
+        specialists: Mapping[str, int],
+        prices: Prices,
+        colocated_first_s: float,
+    ) -> None:
+        """``specialists``: their places by name; ``colocated_first_s``: seconds to the first token on one instance."""
+        self._policy = policy
+        self._request = request
+        self._fleet = fleet
+        self._columns = columns
+        self._specialists = specialists
+        self._prices = prices
+        self._bound_s = (1 + policy.max_own_loss) * colocated_first_s
+        self._costs = fleet.costs or Costs()
+        self._transfers: dict[int, Transfers] = {}
+        """By the place of D."""
+        self._ranked: list[int] | None = None
+
+    def prefills(self) -> list[InstanceView]:
+        """Instances that may prefill: specialists, and those that only prefill."""
+        fleet, specialists = self._fleet, self._specialists
+        if not fleet.prefill_instances:
+            return [fleet.instances[place] for place in specialists.values()]
+        own = set(self._columns.instance)
+        return [view for view in fleet.prefill_instances if view[0] in specialists or view[0] not in own]
+
+    def may_be_below(self, score_s: float, view: InstanceView) -> bool:
+        """False if a hand-off by this P costs as much by the prefill, the streams it stalls and what is queued."""
+        prefill_s = self._prices.own_s(view.cached_tokens)
+        streams_s = (view.requests - view.prefilling) * prefill_s
+        return prefill_s + streams_s < score_s and self._queue_s(view) + prefill_s + streams_s < score_s
+
+    def handed_off(self, prefills: Sequence[InstanceView]) -> _Placement | OffloadReason:
+        """The cheapest hand-off, or the reason why there is none."""
+        policy, fleet, costs, prompt = self._policy, self._fleet, self._costs, self._request.prompt_tokens
+        first = self._first_receiver()
+        if isinstance(first, OffloadReason):
+            return first
+        reason = OffloadReason.NO_PREFILL_CANDIDATE
+        best: _Placement | None = None
+        for view in prefills:
+            if not policy._has_room(view, prompt):
+                continue
+            if best is not None and not self.may_be_below(best.score_s, view):
+                continue
+            place, refused = self._receiver_of(view, first)
+            if place is None:
+                reason = refused if reason is OffloadReason.NO_PREFILL_CANDIDATE else reason
+                continue
+            decode = fleet.instances[place]
+            pair, streams = (view.instance, decode.instance), view.decode_streams
+            transfers = self._transfers.get(place)
+            if transfers is None:
+                transfers = Transfers(self._request, decode, costs, fleet.offloads_in_flight)
+                self._transfers[place] = transfers
+            transfer_s, _ = transfers.times(view, pair, max(streams, decode.decode_streams), 0.0)
+            queue_s, prefill_s = self._queue_s(view), self._prices.own_s(view.cached_tokens)
+            decode_queue_s = self._queue_s(decode)
+            first_s = max(queue_s + prefill_s + transfer_s, decode_queue_s)
+            if first_s > self._bound_s:
+                reason = OffloadReason.DOES_NOT_PAY
+                continue
+            streams_s, decode_s = streams * prefill_s, policy.stream_s * decode.requests
+            risk_s = costs.transfer.failure_rate(pair) * first_s
+            score_s = first_s + streams_s + decode_s + risk_s
+            if best is None or score_s < best.score_s:
+                terms = (queue_s, prefill_s, transfer_s, decode_queue_s, first_s, streams_s, decode_s, risk_s, score_s)
+                best = _Placement(place, view.instance, terms, score_s)
+        return best or reason
+
+    def _receiver_of(self, prefill: InstanceView, first: int) -> tuple[int | None, OffloadReason]:
+        """Place of the best D that a P may hand over to, or None and the reason."""
+        fleet, reason = self._fleet, OffloadReason.NO_PREFILL_CANDIDATE
+        # Nearly always it is the best D of all; only then it is not, all are ranked.
+        for place in chain((first,), self._others()):
+            decode = fleet.instances[place]
+            if may_send(prefill, decode):
+                if (prefill.instance, decode.instance) not in fleet.broken_pairs:
+                    return place, OffloadReason.CHOSEN
+                reason = OffloadReason.PAIR_BROKEN
+        return None, reason
+
+    def _first_receiver(self) -> int | OffloadReason:
+        """Place of the candidate that is the best D of a hand-off, or the reason why there is none."""
+        views, stream_s = self._fleet.instances, self._policy.stream_s
+        receiving, best, least_s = False, list[int](), inf
+        # Fewest requests first: what is queued is looked up until they alone rank behind the best.
+        requests = self._columns.requests
+        for place in sorted(range(len(views)), key=requests.__getitem__):
+            if stream_s * requests[place] > least_s:
+                break
+            view = views[place]
+            if not may_receive(view) or view.instance in self._specialists:
+                continue
+            receiving = True
+            if not self._receives(view):
+                continue
+            rank_s = self._queue_s(view) + stream_s * requests[place]
+            if rank_s < least_s:
+                best, least_s = [place], rank_s
+            elif rank_s == least_s:
+                best.append(place)
+        if not best:
+            return OffloadReason.NO_ROOM_ON_D if receiving else OffloadReason.ROLE_FORBIDS
+        return best[0] if len(best) == 1 else min(best, key=partial(tie_break, self._fleet))
+
+    def _others(self) -> Iterator[int]:
+        """Places of all that may be D of a hand-off, best first."""
+        if self._ranked is None:
+            fleet, stream_s = self._fleet, self._policy.stream_s
+            ranks = [
+                (self._queue_s(view) + stream_s * view.requests, tie_break(fleet, place), place)
+                for place, view in enumerate(fleet.instances)
+                if may_receive(view) and view.instance not in self._specialists and self._receives(view)
+            ]
+            self._ranked = [place for _, _, place in sorted(ranks)]
+        yield from self._ranked
+
+    def _receives(self, view: InstanceView) -> bool:
+        return self._policy._has_room(view, self._request.prompt_tokens, self._request.max_tokens)
+
+    def _queue_s(self, view: InstanceView) -> float:
+        return queued_s(view.pending_prefill_tokens, view.prefilling, self._prices.model)
+
+
+def _places_of(names: Sequence[str], columns: FleetColumns) -> dict[str, int]:
+    """Places of the candidates of these names, by name, in the order of the fleet."""
+    if not names:
+        return {}
+    wanted = frozenset(names)
+    return {name: place for place, name in enumerate(columns.instance) if name in wanted}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from policies.costs.formulas import PrefillModel
-from policies.pool import POOL_SHARE, all_tokens_over
-from policies.routing.base import ColumnPolicy, Pick, least, least_of, require
+from policies.pool import POOL_SHARE, all_tokens_over, tokens_over
+from policies.routing.base import ColumnPolicy, Pick, least, require, tie_break
 from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import CandidateScore, Choice, Reason, RequestView
+
+Terms = tuple[float, float, float, float, float]
+"""Queue, crowd, room, own and others of one candidate, in seconds; their sum is its score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,42 +64,37 @@ class Warm(ColumnPolicy):
         require(0 < self.pool_share <= 1, "warm: pool_share must be above 0 and at most 1")
 
     def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
-        overs = self._overs(request, columns)
-        return _totals(self._terms(request, fleet, columns, overs, nobody_has_room=min(overs) > 0))
+        terms = self._all_terms(request, fleet, columns)
+        return [queue_s + crowd_s + room_s + own_s + others_s for queue_s, crowd_s, room_s, own_s, others_s in terms]
 
     def pick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, scores: Sequence[float]) -> Pick:
         return Pick(least(fleet, scores), Reason.LOWEST_SCORE)
 
     def quick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Pick:
         """The same choice as that of ``choose``; only candidates that may be the cheapest are priced."""
-        model, prompt = self._model(fleet), request.prompt_tokens
-        owns = {cached: model.seconds(prompt - cached, cached) for cached in set(columns.cached_tokens)}
-        weight = self.others_weight
-        # Each at most the score: rounding is monotonic, and the terms left out are not negative.
-        bounds = [
-            (own_s := owns[cached]) + weight * requests * own_s
-            for cached, requests in zip(columns.cached_tokens, columns.requests, strict=True)
-        ]
-        cheapest = bounds.index(min(bounds))
-        most_s = self.prices(request, fleet, columns, (cheapest,))[0]
-        places = tuple([place for place, bound_s in enumerate(bounds) if bound_s <= most_s])
-        if len(places) == 1:
-            return Pick(cheapest, Reason.LOWEST_SCORE)
-        scores = self.prices(request, fleet, columns, places)
-        return Pick(places[least_of(fleet, scores, places)], Reason.LOWEST_SCORE)
+        prices = self.prices(request, fleet, columns)
+        place = prices.cheapest(prices.bounds())
+        return Pick(place, Reason.LOWEST_SCORE)
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         # Not the base class's: score and inputs are the same terms, which are computed once.
         columns = FleetColumns.of(fleet.instances)
-        overs = self._overs(request, columns)
-        terms = self._terms(request, fleet, columns, overs, nobody_has_room=min(overs) > 0)
-        scores, new = _totals(terms), tuple.__new__
-        made = [
+        scores = self._scored(columns, self._all_terms(request, fleet, columns))
+        place = least(fleet, [score[1] for score in scores])
+        return Choice(columns.instance[place], Reason.LOWEST_SCORE, tuple(scores))
+
+    def prices(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Prices:
+        """Scores of single candidates."""
+        return Prices(self, request, fleet, columns)
+
+    def _scored(self, columns: FleetColumns, terms: Sequence[Terms]) -> list[CandidateScore]:
+        new = tuple.__new__
+        return [
             new(
                 CandidateScore,
                 (
                     instance,
-                    score,
+                    queue_s + crowd_s + room_s + own_s + others_s,
                     {
                         "queue_s": queue_s,
                         "crowd_s": crowd_s,
@@ -108,20 +107,10 @@ class Warm(ColumnPolicy):
                     None,
                 ),
             )
-            for instance, score, cached, (queue_s, crowd_s, room_s, own_s, others_s) in zip(
-                columns.instance, scores, columns.cached_tokens, terms, strict=True
+            for instance, cached, (queue_s, crowd_s, room_s, own_s, others_s) in zip(
+                columns.instance, columns.cached_tokens, terms, strict=True
             )
         ]
-        return Choice(columns.instance[least(fleet, scores)], Reason.LOWEST_SCORE, tuple(made))
-
-    def prices(
-        self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns, places: tuple[int, ...]
-    ) -> Sequence[float]:
-        """Scores of the candidates at these places only."""
-        some = FleetColumns.of([fleet.instances[place] for place in places])
-        overs = self._overs(request, some)
-        nobody_has_room = min(overs) > 0 and min(self._overs(request, columns)) > 0
-        return _totals(self._terms(request, fleet, some, overs, nobody_has_room=nobody_has_room))
 
     def _overs(self, request: RequestView, columns: FleetColumns) -> list[float]:
         pools, used, promised = columns.kv_capacity_tokens, columns.kv_used_tokens, columns.kv_promised_tokens
@@ -130,16 +119,10 @@ class Warm(ColumnPolicy):
     def _model(self, fleet: FleetSnapshot) -> PrefillModel:
         return fleet.costs.prefill if fleet.costs is not None and self.learned else PrefillModel()
 
-    def _terms(
-        self,
-        request: RequestView,
-        fleet: FleetSnapshot,
-        columns: FleetColumns,
-        overs: Sequence[float],
-        *,
-        nobody_has_room: bool,
-    ) -> list[tuple[float, float, float, float, float]]:
-        """Queue, crowd, room, own and others of every candidate. A loop with few calls: it runs for every request."""
+    def _all_terms(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> list[Terms]:
+        """Terms of every candidate. A loop with few calls: it runs for every request."""
+        overs = self._overs(request, columns)
+        nobody_has_room = min(overs) > 0
         model, prompt = self._model(fleet), request.prompt_tokens
         crowd, weight, step_s, hold_s = self.queue_crowd, self.others_weight, self.step_s, self.hold_s
         owns: dict[int, float] = {}
@@ -166,12 +149,96 @@ class Warm(ColumnPolicy):
         return terms
 
 
-def _totals(terms: Iterable[tuple[float, float, float, float, float]]) -> list[float]:
-    return [queue_s + crowd_s + room_s + own_s + others_s for queue_s, crowd_s, room_s, own_s, others_s in terms]
+class Prices:
+    """Scores of single candidates for one request: each has the value that it has among all."""
+
+    __slots__ = ("_columns", "_fleet", "_nobody_has_room", "_owns", "_policy", "_prompt", "model")
+
+    def __init__(self, policy: Warm, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> None:
+        self._policy = policy
+        self._prompt = request.prompt_tokens
+        self._fleet = fleet
+        self._columns = columns
+        self.model = policy._model(fleet)
+        self._owns: dict[int, float] = {}
+        """Seconds of this prefill by the tokens cached there, which are mostly equal across instances."""
+        self._nobody_has_room: bool | None = None
+
+    def of(self, place: int) -> float:
+        """Score of the candidate at a place, seconds."""
+        queue_s, crowd_s, room_s, own_s, others_s = self.terms(place)
+        return queue_s + crowd_s + room_s + own_s + others_s
+
+    def terms(self, place: int) -> Terms:
+        """Queue, crowd, room, own and others of the candidate at a place."""
+        policy, view, prompt = self._policy, self._fleet.instances[place], self._prompt
+        requests, prefilling, pool = view.requests, view.prefilling, view.kv_capacity_tokens
+        own_s = self.own_s(view.cached_tokens)
+        queue_s = queued_s(view.pending_prefill_tokens, prefilling, self.model)
+        others_s = policy.others_weight * requests * (own_s if prefilling else own_s + policy.step_s)
+        over, room_s = tokens_over(view, prompt, policy.pool_share), 0.0
+        if over > 0:
+            room_s = policy.hold_s * over / pool
+            waiting = requests if self._full() else prefilling
+            others_s += policy.hold_s * min(over, prompt) / pool * waiting
+        return queue_s, policy.queue_crowd * requests * queue_s, room_s, own_s, others_s
+
+    def own_s(self, cached: int) -> float:
+        """Seconds of this prefill where so many of its tokens are cached."""
+        own_s = self._owns.get(cached)
+        if own_s is None:
+            own_s = self._owns[cached] = self.model.seconds(self._prompt - cached, cached)
+        return own_s
+
+    def bounds(self) -> list[float]:
+        """At most the score of every candidate: rounding is monotonic, and the terms left out are not negative."""
+        columns, weight = self._columns, self._policy.others_weight
+        owns = {cached: self.own_s(cached) for cached in set(columns.cached_tokens)}
+        return [
+            (own_s := owns[cached]) + weight * requests * own_s
+            for cached, requests in zip(columns.cached_tokens, columns.requests, strict=True)
+        ]
+
+    def cheapest(self, bounds: Sequence[float], more_s: Mapping[int, float] | None = None) -> int:
+        """Place of the lowest score; ties by ``tie_break``. Prices those that may have it, by their ``bounds``.
+
+        ``more_s``: seconds that the scores at some places are higher, and their bounds too.
+        """
+        first = bounds.index(min(bounds))
+        least_s, best = self._with(first, more_s), [first]
+        for place, bound_s in enumerate(bounds):
+            if bound_s <= least_s and place != first:
+                score_s = self._with(place, more_s)
+                if score_s < least_s:
+                    least_s, best = score_s, [place]
+                elif score_s == least_s:
+                    best.append(place)
+        return best[0] if len(best) == 1 else min(best, key=partial(tie_break, self._fleet))
+
+    def _with(self, place: int, more_s: Mapping[int, float] | None) -> float:
+        return self.of(place) + more_s[place] if more_s and place in more_s else self.of(place)
+
+    def _full(self) -> bool:
+        """True if no candidate has room."""
+        if self._nobody_has_room is None:
+            policy, columns = self._policy, self._columns
+            pools, used, promised = columns.kv_capacity_tokens, columns.kv_used_tokens, columns.kv_promised_tokens
+            overs = all_tokens_over(pools, used, promised, self._prompt, policy.pool_share)
+            self._nobody_has_room = min(overs) > 0
+        return self._nobody_has_room
+
+
+def queued_s(pending_tokens: int, prefilling: int, model: PrefillModel) -> float:
+    """Seconds to finish the queued prefills of one candidate, the first of them half done."""
+    if not prefilling or not pending_tokens:
+        return 0.0
+    new = pending_tokens / prefilling
+    linear, squared = model.s_per_token, model.s_per_token_squared
+    return (prefilling - 0.5) * model.factor(new) * (linear * new + squared * new * (new / 2))
 
 
 def queues_s(columns: FleetColumns, model: PrefillModel) -> list[float]:
-    """Seconds to finish the queued prefills of every candidate, the first of them half done."""
+    """``queued_s`` of every candidate."""
     linear, squared = model.s_per_token, model.s_per_token_squared
     news = [
         pending / prefilling if prefilling else 0.0

@@ -77,7 +77,8 @@ def test_a_shadow_that_is_worse_has_the_same_amounts_with_the_other_sign() -> No
 
 def test_prices_are_the_live_warm_policys_own() -> None:
     fleet, patient = fleet_of(COLD, HOT), Warm(others_weight=0.0)
-    prices = live(LONG, fleet, patient).prices(0, 1)
+    decided = live(LONG, fleet, patient)
+    prices = [decided.price(0), decided.price(1)]
     assert prices == [score.score for score in patient.choose(LONG, fleet).scores]
     assert prices != [score.score for score in Warm().choose(LONG, fleet).scores]
 

@@ -37,13 +37,13 @@ def drawn(draw: random.Random) -> tuple[RequestView, FleetSnapshot, InstanceView
     prompt, size, ties = draw.choice((6_000, 20_000, 60_000, 150_000)), draw.choice((1, 2, 3, 8, 8, 64)), draw.random()
     names = [f"inst-{number}" for number in range(size)]
     draw.shuffle(names)
-    views = tuple(_view(draw, name, prompt, ties=ties < 0.5) for name in names)
+    views = tuple(drawn_view(draw, name, prompt, ties=ties < 0.5) for name in names)
     return (
         ask(prompt, max_tokens=draw.randint(1, 8_000)),
         FleetSnapshot(
             views,
             offloads_in_flight=draw.randint(0, 3),
-            costs=draw.choice((None, _costs(draw, names))),
+            costs=draw.choice((None, drawn_costs(draw, names))),
             broken_pairs=frozenset((draw.choice(names), draw.choice(names)) for _ in range(draw.choice((0, 0, 4)))),
             prefill_instances=draw.choice(((), (), tuple(draw.sample(views, max(1, size // 2))))),
         ),
@@ -63,7 +63,7 @@ def _decoding(draw: random.Random, view: InstanceView) -> InstanceView:
     )
 
 
-def _view(draw: random.Random, name: str, prompt: int, *, ties: bool) -> InstanceView:
+def drawn_view(draw: random.Random, name: str, prompt: int, *, ties: bool) -> InstanceView:
     requests = draw.choice((0, 1, 8)) if ties else draw.randint(0, 40)
     return InstanceView(
         name,
@@ -81,7 +81,7 @@ def _view(draw: random.Random, name: str, prompt: int, *, ties: bool) -> Instanc
     )
 
 
-def _costs(draw: random.Random, names: list[str]) -> Costs:
+def drawn_costs(draw: random.Random, names: list[str]) -> Costs:
     prefill, transfer = PrefillModel(), TransferModel()
     for _ in range(draw.randint(0, 4)):
         prefill = prefill.observe(draw.randint(1_024, 150_000), draw.choice((0, 1_000)), 0.0, draw.uniform(0.01, 20))
@@ -179,11 +179,11 @@ def test_the_least_time_of_a_transfer_is_below_every_estimate() -> None:
     draw = random.Random(3)
     for _ in range(1_000):
         names = [f"inst-{number}" for number in range(4)]
-        costs, z = _costs(draw, names), draw.choice((0.0, 1.0, 2.0))
+        costs, z = drawn_costs(draw, names), draw.choice((0.0, 1.0, 2.0))
         streams, transport = draw.randint(0, 30), draw.choice(list(Transport))
         pair = draw.choice(names), draw.choice(names)
         job = TransferJob(pair, transport, draw.uniform(1e5, 3e10), streams, draw.randint(0, 4))
-        alone_s, stream_s, spread = costs.transfer.least(job, {transport, Transport.TCP}, z)
+        alone_s, stream_s, spread = costs.transfer.least(job.size_bytes, job.others, {transport, Transport.TCP}, z)
         estimate = costs.transfer.predict(job, costs.now_s)
         assert alone_s + stream_s * streams <= estimate.seconds * (1 + 1e-9)
         doubt_s = estimate.upper(z) - estimate.seconds

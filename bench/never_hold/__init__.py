@@ -1,0 +1,1 @@
+"""Cost of admission in the routing step."""
