@@ -277,6 +277,7 @@ SHIPPED = {
     "policies-simulated": ["linear", "lmetric", "session_sticky", "unified", "warm"],
     "policies-live-sim": ["linear", "lmetric"],
     "elastic-live": ["never", "threshold", "cost_model"],
+    "static-pd": ["combined", "elastic", "pd_4p4d", "pd_6p2d"],
 }
 
 
