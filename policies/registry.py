@@ -31,6 +31,7 @@ from policies.routing.joint import Joint
 from policies.routing.least_loaded import LeastLoaded
 from policies.routing.linear import Linear
 from policies.routing.lmetric import LMetric
+from policies.routing.migrate import Migrate
 from policies.routing.random_choice import RandomChoice
 from policies.routing.round_robin import RoundRobin
 from policies.routing.session_sticky import SessionSticky
@@ -42,7 +43,7 @@ OFFLOAD_GROUP = "warmroute.offload"
 ADMISSION_GROUP = "warmroute.admission"
 
 _ROUTING: tuple[type[RoutingPolicy], ...] = (
-    *(Joint, LeastLoaded, Linear, LMetric, RandomChoice, RoundRobin, SessionSticky, Unified, Warm),
+    *(Joint, LeastLoaded, Linear, LMetric, Migrate, RandomChoice, RoundRobin, SessionSticky, Unified, Warm),
     *(
         AibrixPrefix,
         DynamoCost,

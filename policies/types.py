@@ -63,6 +63,7 @@ class Reason(StrEnum):
     SESSION_PLACED = "session_placed"
     SESSION_OVERLOADED = "session_overloaded"
     SESSION_INSTANCE_GONE = "session_instance_gone"
+    SESSION_MIGRATED = "session_migrated"
     AFFINITY = "affinity"
     AFFINITY_OVERLOADED = "affinity_overloaded"
 

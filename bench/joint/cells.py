@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,8 +14,9 @@ from bench.tournament.arena import FAILED_S, Arena, PreparedCell
 from bench.tournament.results import GridCell
 from bench.tournament.settings import read_settings
 from policies.registry import make_routing
+from policies.routing.base import RoutingPolicy
 from policies.types import Role
-from replayer.compare.statistics.bootstrap import FloatArray, IntArray, SessionBootstrap
+from replayer.compare.statistics.bootstrap import BoolArray, FloatArray, IntArray, SessionBootstrap
 from sim.offline.setup import parsed_params
 from sim.offline.simulate import SimOptions, simulate
 
@@ -73,12 +74,18 @@ class JointWork(msgspec.Struct, frozen=True, kw_only=True):
     """``KEY=VALUE``: parameters of ``joint``."""
 
 
-class _Arm(NamedTuple):
+class PlacementArm(NamedTuple):
+    """Judged turns of one run, and their figures."""
+
     figures: PlacementFigures
     ttft: FloatArray
     e2e: FloatArray
     tpot: FloatArray
     """NaN for turns with one token. All by judged turn, in one order for both policies."""
+    handed_off: BoolArray
+    """True for turns that were prefilled on another instance."""
+    rows: list[dict[str, Any]]
+    """Breakdown rows of all turns, judged or not; empty unless the options ask for decisions."""
 
 
 _arenas: dict[str, Arena] = {}
@@ -99,29 +106,36 @@ def report(work: JointWork) -> JointCell:
 def compared(stage: PreparedCell, params: list[str]) -> JointCell:
     """Both policies in a prepared cell."""
     options = replace(stage.options, role=Role.KV_BOTH, transport=TRANSPORT)
-    order = sorted(stage.workload.judged)
-    numbers: dict[str, int] = {}
-    sessions = [stage.workload.trace.requests[chat_id].session_id for chat_id in order]
-    session_of = np.array([numbers.setdefault(name, len(numbers)) for name in sessions], dtype=np.int64)
-    warm = _arm(stage, options, order, BASELINE, [])
-    joint = _arm(stage, options, order, "joint", params)
+    session_of = judged_sessions(stage)
+    warm = placement_arm(stage, options, make_routing(BASELINE))
+    joint = placement_arm(stage, options, make_routing("joint", parsed_params(params)))
     return JointCell(
         cell=stage.cell,
         seed=stage.seed,
-        sessions=len(numbers),
-        turns=len(order),
+        sessions=stage.sessions,
+        turns=session_of.size,
         warm=warm.figures,
         joint=joint.figures,
         ratios=ratios_of(joint, warm, session_of, stage.seed),
     )
 
 
-def _arm(stage: PreparedCell, options: SimOptions, order: list[int], name: str, params: list[str]) -> _Arm:
-    run = simulate(stage.workload.trace, options, make_routing(name, parsed_params(params)), plan=stage.plan).run
+def judged_sessions(stage: PreparedCell) -> IntArray:
+    """Number of each judged turn's session, in the order of the arms' turns."""
+    numbers: dict[str, int] = {}
+    sessions = [stage.workload.trace.requests[chat_id].session_id for chat_id in sorted(stage.workload.judged)]
+    return np.array([numbers.setdefault(name, len(numbers)) for name in sessions], dtype=np.int64)
+
+
+def placement_arm(stage: PreparedCell, options: SimOptions, policy: RoutingPolicy) -> PlacementArm:
+    """The judged turns of a prepared cell under a policy."""
+    result = simulate(stage.workload.trace, options, policy, plan=stage.plan)
+    order = sorted(stage.workload.judged)
     place = {chat_id: number for number, chat_id in enumerate(order)}
+    handed_off = np.zeros(len(order), dtype=np.bool_)
     ttft, e2e, tpot = np.full(len(order), FAILED_S), np.full(len(order), FAILED_S), np.full(len(order), np.nan)
-    prompt = cached = handed_off = failed = 0
-    for record in run.records:
+    prompt = cached = failed = 0
+    for record in result.run.records:
         at = place.get(record.chat_id)
         if at is None:
             continue
@@ -133,7 +147,7 @@ def _arm(stage: PreparedCell, options: SimOptions, order: list[int], name: str, 
             tpot[at] = record.tpot_s
         prompt += record.prompt_tokens or 0
         cached += record.cached_tokens or 0
-        handed_off += record.prefill_instance is not None
+        handed_off[at] = record.prefill_instance is not None
     figures = PlacementFigures(
         ttft_p90_s=_digits(float(np.quantile(ttft, 0.9))),
         ttft_mean_s=_digits(float(ttft.mean())),
@@ -141,13 +155,13 @@ def _arm(stage: PreparedCell, options: SimOptions, order: list[int], name: str, 
         e2e_mean_s=_digits(float(e2e.mean())),
         tpot_p90_s=_digits(float(np.nanquantile(tpot, 0.9))),
         hit_rate=_digits(cached / prompt) if prompt else 0.0,
-        handed_off=handed_off,
+        handed_off=int(handed_off.sum()),
         failed=failed,
     )
-    return _Arm(figures, ttft, e2e, tpot)
+    return PlacementArm(figures, ttft, e2e, tpot, handed_off, result.decisions)
 
 
-def ratios_of(joint: _Arm, warm: _Arm, session_of: IntArray, seed: int) -> JointRatios:
+def ratios_of(joint: PlacementArm, warm: PlacementArm, session_of: IntArray, seed: int) -> JointRatios:
     """Ratios with intervals: a paired bootstrap over sessions."""
     bootstrap = SessionBootstrap(session_of, int(session_of.max()) + 1, resamples=RESAMPLES, seed=seed)
     every = np.ones(session_of.size, dtype=np.bool_)

@@ -40,6 +40,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         Reason.SESSION_PLACED: "the session was new and was placed there",
         Reason.SESSION_OVERLOADED: "the session's own instance was overloaded",
         Reason.SESSION_INSTANCE_GONE: "the session's own instance could not be chosen any more",
+        Reason.SESSION_MIGRATED: "the session's KV was pulled from its home, which was overloaded",
         Reason.AFFINITY: "most of the prompt was predicted to be in its cache",
         Reason.AFFINITY_OVERLOADED: "the instance with the longest cached prefix was overloaded",
     }

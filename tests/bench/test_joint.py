@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.joint.cells import JointCell, PlacementFigures, _Arm, ratios_of
+from bench.joint.cells import JointCell, PlacementArm, PlacementFigures, ratios_of
 from bench.joint.tables import harmed, summary_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -31,12 +31,15 @@ def test_ratios_are_paired_by_turn_and_leave_out_missing_tpots() -> None:
     base = draw.lognormal(0.0, 1.0, 400)
     tpot = np.where(np.arange(400) % 7 == 0, np.nan, base)
     session_of = np.arange(400) // 4
-    warm = _Arm(ARM, base, base * 3, tpot)
-    ratios = ratios_of(_Arm(ARM, base / 2, base * 3, tpot * 2), warm, session_of, seed=1)
+    moved = np.zeros(400, dtype=np.bool_)
+    warm = PlacementArm(ARM, base, base * 3, tpot, moved, [])
+    ratios = ratios_of(PlacementArm(ARM, base / 2, base * 3, tpot * 2, moved, []), warm, session_of, seed=1)
     assert ratios.ttft_p90 == ratios.ttft_mean == (0.5, 0.5, 0.5)
     assert ratios.e2e_p50 == ratios.e2e_mean == (1.0, 1.0, 1.0)
     assert ratios.tpot_p90 == (2.0, 2.0, 2.0)
-    noisy = ratios_of(_Arm(ARM, base * draw.lognormal(0.0, 0.3, 400), base, tpot), warm, session_of, seed=1)
+    noisy = ratios_of(
+        PlacementArm(ARM, base * draw.lognormal(0.0, 0.3, 400), base, tpot, moved, []), warm, session_of, seed=1
+    )
     assert noisy.ttft_mean[1] < noisy.ttft_mean[0] < noisy.ttft_mean[2]
 
 

@@ -281,6 +281,7 @@ SHIPPED = {
     "policies-live-sim": ["linear", "lmetric"],
     "elastic-live": ["never", "threshold", "cost_model"],
     "environments-live": ["current", "other"],
+    "static-pd": ["combined", "elastic", "pd_4p4d", "pd_6p2d"],
 }
 
 

@@ -49,7 +49,7 @@ def test_the_lowest_score_wins_wherever_the_reason_says_so(name: str, case: tupl
         chosen = next(score.score for score in choice.scores if score.instance == choice.instance)
         assert chosen == min(score.score for score in choice.scores if not score.skipped)
     else:
-        assert choice.reason in {Reason.AFFINITY, Reason.SESSION_PINNED}
+        assert choice.reason in {Reason.AFFINITY, Reason.SESSION_PINNED, Reason.SESSION_MIGRATED}
 
 
 @pytest.mark.parametrize("name", ["lmetric", "unified"])
