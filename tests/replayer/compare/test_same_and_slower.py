@@ -169,7 +169,7 @@ def test_a_change_below_the_floor_is_not_claimed() -> None:
     assert one.smallest_detectable > 0.2
 
 
-def test_a_a_runs_tell_the_noise_of_arms_that_were_not_repeated() -> None:
+def test_a_a_runs_give_the_noise_of_arms_that_were_not_repeated() -> None:
     work = SyntheticWork(SyntheticTrace(sessions=60, seed=2))
     runs = [work.run(f"run{number}", SHARED, number) for number in range(8)]
     arms = [ArmRuns("a", [ArmRun(runs[0])]), ArmRuns("b", [ArmRun(runs[1])])]
@@ -183,7 +183,7 @@ def test_a_a_runs_tell_the_noise_of_arms_that_were_not_repeated() -> None:
     assert not any("no arm was repeated" in note for note in known.notes)
 
 
-def test_arms_of_one_configuration_are_runs_of_the_same_thing() -> None:
+def test_arms_of_one_configuration_are_replicates() -> None:
     work = SyntheticWork(SyntheticTrace(sessions=30, seed=2))
     arms = [
         ArmRuns(f"arm{arm}", [ArmRun(work.run("x", SHARED, 10 * arm + run)) for run in range(2)], configuration=made)
