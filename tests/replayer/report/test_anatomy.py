@@ -212,7 +212,7 @@ REQUESTS = st.lists(
 
 
 @given(REQUESTS, st.none() | st.integers(0, 120), st.none() | st.lists(st.floats(0, 80), min_size=3, max_size=3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_parts_add_up_exactly(
     requests: list[tuple[str, str, int]], capacity: int | None, believed: list[float] | None
 ) -> None:

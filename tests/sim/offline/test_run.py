@@ -248,7 +248,7 @@ def test_a_public_trace_hits_as_published(policy: str, published_apc: float) -> 
     assert exact >= 0.99 * len(result.run.records)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     sessions=st.lists(
         st.lists(st.tuples(st.floats(0, 5), st.integers(1, 60), st.integers(0, 80)), min_size=1, max_size=4),
