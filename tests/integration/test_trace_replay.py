@@ -1,6 +1,6 @@
 """The start of a real agentic trace through the proxy and four engines: no losses, and cache hits as predicted.
 
-The whole trace hits as published in virtual time: `tests/sim/offline/test_run.py`.
+The whole trace is replayed in virtual time, here and in `tests/sim/offline/test_run.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from policies.registry import make_routing
 from replayer.records.summary import summarise
 from replayer.replay.plan import PlanOptions
 from replayer.replay.replay import ReplayOptions, replay_trace
 from replayer.traces.loading import load_trace
 from replayer.traces.trace import TraceRequest
+from sim.offline.simulate import SimOptions, simulate
 from tests.integration.conftest import StartCluster
 
 TRACE = "agentic/derived_glm_like_sample1k.jsonl.gz"
@@ -56,6 +58,18 @@ def test_turns_taken_by_each_instance_in_its_order_hit_as_published() -> None:
     trace = load_trace(public_trace(TRACE))
     in_turn = ((request, number % INSTANCES) for number, request in enumerate(trace.requests))
     assert hits(in_turn) == pytest.approx(0.199, abs=0.02)
+
+
+@pytest.mark.traces
+def test_the_whole_trace_hits_as_its_placements_say() -> None:
+    trace = load_trace(public_trace(TRACE))
+    options = SimOptions(instances=INSTANCES, pool_tokens=POOL_TOKENS, profile=PROFILE)
+    run = simulate(trace, options, make_routing("session_sticky")).run
+    requests = {request.chat_id: request for request in trace.requests}
+    sent = sorted(run.records, key=lambda record: record.sent_s or 0.0)
+    expected = hits((requests[each.chat_id], each.instance) for each in sent)
+    assert summarise(run).apc == pytest.approx(expected, abs=0.005)
+    assert expected == pytest.approx(0.622, abs=0.02)
 
 
 @pytest.mark.traces

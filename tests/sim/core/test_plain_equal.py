@@ -197,7 +197,7 @@ def assert_same(plain: ObservedRun, fast: ObservedRun, every_token: bool) -> Non
 
 @pytest.mark.parametrize("progress", [True, False])
 @given(case=CASES, until_s=st.lists(st.floats(0, 5), max_size=4), looks_s=st.lists(st.floats(0, 5), max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_the_fast_engine_is_the_plain_one(
     progress: bool, case: Case, until_s: list[float], looks_s: list[float]
 ) -> None:
@@ -225,7 +225,7 @@ def test_the_workloads_of_the_comparison_reach_the_corners() -> None:
     seen = {"preemptions": 0, "evictions": 0, "copies": 0, "aborts": 0, "pulled": 0, "errors": 0, "fused": 0}
 
     @given(case=CASES)
-    @settings(max_examples=80, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
     def collect(case: Case) -> None:
         copies = 0
         publish = PlainEngine.publish
