@@ -57,13 +57,14 @@ def effect(found: Comparison, metric: str) -> Effect:
 
 
 def test_without_a_difference_one_experiment_in_twenty_claims_one_and_standard_errors_are_right() -> None:
-    found = [experiment(number, runs=3, noise=SHARED, sessions=25)[0] for number in range(60)]
+    found = [experiment(number, runs=3, noise=SHARED, sessions=25)[0] for number in range(40, 100)]
     assert sum(bool(claims([one])) for one in found) <= 6
-    # Each p-value as the normal quantile that has it. Their mean square is 1 if standard errors and degrees of freedom
-    # are right, and shows errors on either side that a count of a few claims cannot: 40 experiments give 0.77 to 1.15.
+    # Each p-value as the normal quantile that has it: the root of their mean square is 1 where standard errors and
+    # degrees of freedom are right. These 60 experiments give 1.06, the first 200 0.99. With standard errors a fifth too
+    # small they give 1.26, a quarter too large 0.89; the count of claims is 2 and 0 then, and shows neither.
     p_values = np.array([one.p_value for each in found for one in each.effects if not one.note and one.p_value < 1])
     assert p_values.size >= 120
-    assert 0.8 < float(np.sqrt(np.mean(ndtri(p_values / 2) ** 2))) < 1.2
+    assert 0.9 < float(np.sqrt(np.mean(ndtri(p_values / 2) ** 2))) < 1.2
 
 
 def test_one_run_an_arm_without_known_noise_claims_nothing_within_the_assumed_noise() -> None:
