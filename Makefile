@@ -7,6 +7,9 @@ CLIENTS ?= litellm langchain aiperf guidellm node
 READY := $(VENV)/.ready
 SRC := warmroute.py warmroute_man.py warmroute_names.py policies proxy launch replayer sim bench tests
 
+# Tests start hundreds of processes: byte code is kept, also where the environment asks Python not to write any.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help setup collector helm api-server ray test-ray monitoring-tools store demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
 
@@ -44,8 +47,8 @@ imports: $(READY) ## which folder may import which
 	$(BIN)/lint-imports
 
 unit: $(READY) ## pytest only
-	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not quiet and not ui"
-	$(BIN)/python -m pytest -m quiet
+	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not quiet and not ui" --ignore tests/ui
+	$(BIN)/python -m pytest -n 0 -m quiet tests/bench
 
 engines: $(READY) ## real vLLM engines on the CPU and a tiny model for them (about a minute, 7 GB)
 	$(BIN)/python -m launch.cpu_engine.install --venv $(ENGINES) $(ENGINES_FLAGS)
@@ -142,7 +145,9 @@ docs-version: $(READY) ## commit the site of a version to the branch gh-pages: m
 docs-figures: $(READY) ## regenerate the figures of docs/images
 	$(BIN)/python -m bench.docs_figures
 
-test: lint types imports unit ## formatting, types, imports and all tests that need no engine
+test: $(READY) ## formatting, types, imports and all tests that need no engine
+	@$(MAKE) --no-print-directory -j3 lint types imports
+	@$(MAKE) --no-print-directory unit
 
 lock: $(READY) ## regenerate requirements.lock from pyproject.toml
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \

@@ -17,21 +17,19 @@ import msgspec
 import numpy as np
 import typer
 
+from bench.cells.arenas import chosen_traces, prepared
+from bench.cells.ratios import BEYOND, RESAMPLES, Interval, four_digits, geometric_mean, interval, with_interval
 from bench.machine import machine
-from bench.tournament.arena import FAILED_S, Arena, PreparedCell
+from bench.tournament.arena import FAILED_S, PreparedCell
 from bench.tournament.results import GridCell
-from bench.tournament.settings import TournamentError, read_settings
+from bench.tournament.settings import TournamentError
 from policies.admission.base import MAX_HOLD_S
 from policies.registry import PolicyParameterError, UnknownPolicyError, make_admission, make_routing
 from replayer.compare.statistics.bootstrap import FloatArray
 from replayer.records.runs import RequestRecord
 from sim.offline.setup import parsed_params
 
-RESAMPLES = 1000
 SCHEMA = 1
-
-Interval = tuple[float, float, float]
-"""A ratio, and the ends of its 95 % interval."""
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,19 +87,13 @@ class _Run(NamedTuple):
     completion: FloatArray
 
 
-_arenas: dict[str, Arena] = {}
-"""One per process: reading the traces takes longer than a cell."""
-
-
 def report(work: CellWork) -> AdmissionCell:
     """Run one cell with all rules.
 
     Raises:
         TournamentError: no such trace, or no request to judge.
     """
-    if work.folder not in _arenas:
-        _arenas[work.folder] = Arena(read_settings(), Path(work.folder))
-    stage = _arenas[work.folder].stage(work.cell, work.seed)
+    stage = prepared(work.folder, work.cell, work.seed)
     stage.options = replace(stage.options, max_hold_s=work.max_hold_s)
     base = _run(stage, stage.records(make_routing(work.policy)))
     rules = []
@@ -145,13 +137,13 @@ def _run(stage: PreparedCell, records: Sequence[RequestRecord]) -> _Run:
     np.maximum.at(last, session, due + e2e)
     prompt = sum(each.prompt_tokens or 0 for each in judged)
     figures = RunFigures(
-        e2e_mean_s=_digits(e2e.mean()),
-        e2e_p50_s=_digits(np.median(e2e)),
-        ttft_mean_s=_digits(ttft.mean()),
-        completion_mean_s=_digits((last - first).mean()),
-        hit_rate=_digits(sum(each.cached_tokens or 0 for each in judged) / prompt) if prompt else 0.0,
+        e2e_mean_s=four_digits(e2e.mean()),
+        e2e_p50_s=four_digits(np.median(e2e)),
+        ttft_mean_s=four_digits(ttft.mean()),
+        completion_mean_s=four_digits((last - first).mean()),
+        hit_rate=four_digits(sum(each.cached_tokens or 0 for each in judged) / prompt) if prompt else 0.0,
         held=int((waited > 0).sum()),
-        longest_hold_s=_digits(waited.max()),
+        longest_hold_s=four_digits(waited.max()),
     )
     return _Run(
         figures, np.bincount(session, e2e).astype(np.float64), np.bincount(session).astype(np.float64), last - first
@@ -161,13 +153,7 @@ def _run(stage: PreparedCell, records: Sequence[RequestRecord]) -> _Run:
 def _ratio(candidate: FloatArray, base: FloatArray, seed: int) -> Interval:
     """Ratio of two means over the same sessions, with its bootstrap interval."""
     draw = np.random.default_rng(seed).integers(0, base.size, size=(RESAMPLES, base.size))
-    ratios = candidate[draw].sum(axis=1) / base[draw].sum(axis=1)
-    low, high = np.quantile(ratios, (0.025, 0.975))
-    return _digits(candidate.sum() / base.sum()), _digits(low), _digits(high)
-
-
-def _digits(value: Any) -> float:
-    return float(f"{float(value):.4g}")
+    return interval(candidate.sum() / base.sum(), candidate[draw].sum(axis=1) / base[draw].sum(axis=1))
 
 
 def lines_of(cells: Sequence[AdmissionCell]) -> Iterator[str]:
@@ -180,7 +166,7 @@ def lines_of(cells: Sequence[AdmissionCell]) -> Iterator[str]:
             hits = f"{each.never_hold.hit_rate:.2f} → {rule.figures.hit_rate:.2f}"
             yield (
                 f"| {cell.trace} | {cell.load:g} | {cell.pool:g} | {cell.fleet} | {each.seed} | {rule.rule} "
-                f"| {_shown(rule.e2e)} | {_shown(rule.completion)} | {hits} | {rule.figures.held} "
+                f"| {with_interval(rule.e2e)} | {with_interval(rule.completion)} | {hits} | {rule.figures.held} "
                 f"| {rule.figures.longest_hold_s:.0f} s |"
             )
 
@@ -203,21 +189,17 @@ def summary_of(cells: Sequence[AdmissionCell]) -> list[str]:
 
 
 def _spread(ratios: Sequence[float]) -> str:
-    return f"{float(np.exp(np.mean(np.log(ratios)))):.2f}, {min(ratios):.2f}, {max(ratios):.2f}"
-
-
-def _shown(interval: Interval) -> str:
-    return "{:.2f} ({:.2f}–{:.2f})".format(*interval)
+    return f"{geometric_mean(ratios)}, {min(ratios):.2f}, {max(ratios):.2f}"
 
 
 def harmed(cells: Sequence[AdmissionCell]) -> list[str]:
     """Cells in which a rule is more than 3 % worse beyond its interval."""
     return [
-        f"{each.cell}, seed {each.seed}, {rule.rule}: {name} {_shown(interval)}"
+        f"{each.cell}, seed {each.seed}, {rule.rule}: {name} {with_interval(found)}"
         for each in cells
         for rule in each.rules
-        for name, interval in (("mean E2E", rule.e2e), ("session completion", rule.completion))
-        if interval[1] > 1.03
+        for name, found in (("mean E2E", rule.e2e), ("session completion", rule.completion))
+        if found[1] > BEYOND
     ]
 
 
@@ -241,10 +223,7 @@ def main(
         rules = [(rule, parsed_params(param or [])), *(("session_cap", {"sessions": each}) for each in cap or [])]
         for name, params in rules:
             make_admission(name, params)
-        known = sorted(Arena(read_settings(), trace_dir).grounds)
-        missing = sorted(set(trace or []) - set(known))
-        if missing:
-            raise TournamentError(f"no trace {', '.join(missing)}; known: {', '.join(known)}")
+        traces = chosen_traces(trace_dir, trace or [])
     except (TournamentError, UnknownPolicyError, PolicyParameterError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -257,7 +236,7 @@ def main(
             rules=rules,
             max_hold_s=max_hold_s,
         )
-        for name in trace or known
+        for name in traces
         for hot_sets in pool or [0.25, 0.5, 1.0, 4.0]
         for share in load or [0.5, 0.8, 1.0, 1.2, 1.5]
         for instances in fleet or [8]

@@ -184,19 +184,19 @@ class Loop:
     def serve(self, endpoint: Endpoint, requests: Iterator[tuple[bytes, str]], calls: int, in_flight: int) -> int:
         """Serve ``calls`` requests, ``in_flight`` of them at any time; returns the nanoseconds spent on making them."""
         self._endpoint = endpoint
-        under_way: deque[tuple[Row, Routed]] = deque()
+        in_progress: deque[tuple[Row, Routed]] = deque()
         making_ns = 0
         for number in range(calls):
             start_ns = time.process_time_ns()
             body, session = next(requests)
             making_ns += time.process_time_ns() - start_ns
-            under_way.append(self._begin(body, session))
-            if len(under_way) > in_flight:
-                self._end(*under_way.popleft())
+            in_progress.append(self._begin(body, session))
+            if len(in_progress) > in_flight:
+                self._end(*in_progress.popleft())
             if number % 500 == 499:  # live, a thread does so five times a second
                 self._clock("flush", self._breakdown.flush)
-        while under_way:
-            self._end(*under_way.popleft())
+        while in_progress:
+            self._end(*in_progress.popleft())
         self._breakdown.close()
         return making_ns
 

@@ -1,21 +1,38 @@
-"""Shared fixtures: entry points and certificate authorities are read once per session."""
+"""Shared fixtures and settings: what every proxy reads is read once per session."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
 import certifi
 import pytest
 from fastapi._compat.v2 import ModelField, asdict
+from hypothesis import settings
 
 from policies import registry
+
+# Property tests have no deadline per example: they check behaviour, not the load of the machine.
+settings.register_profile("warmroute", deadline=None, max_examples=50)
+settings.load_profile("warmroute")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector and leave what was collected out of its later runs: a million objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -62,6 +62,7 @@ _WORDS = re.compile(
     "|".join(rf"\b{re.escape(words)}\b".replace(r"\ ", r"\s+") for words in sorted(BANNED, key=len, reverse=True)),
     re.IGNORECASE,
 )
+_WORDS_OF_NAME = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _CODE_SPAN = re.compile(r"(`+)(?!`).+?\1", re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*$", re.MULTILINE)
@@ -130,6 +131,20 @@ def _comments(source: str) -> Iterator[Prose]:
         yield Prose(line, block)
 
 
+def names(source: str) -> Iterator[Prose]:
+    """Names that a source defines, their words separated by spaces: classes, functions, arguments, variables."""
+    for node in _nodes(source):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = node.name
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        else:
+            continue
+        yield Prose(node.lineno, " ".join(_WORDS_OF_NAME.findall(name)))
+
+
 def yaml_comments(source: str) -> Iterator[Prose]:
     """Comments: a ``#`` at the start of a line or after a space, and the rest of the line."""
     for number, line in enumerate(source.splitlines(), 1):
@@ -153,7 +168,8 @@ def banned_in(path: Path) -> list[Finding]:
     """Banned words of a file, those on its allow-list left out."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        found = {finding for prose in (*strings(text), *comments(text)) for finding in banned(prose)}
+        texts = (*strings(text), *comments(text), *names(text))
+        found = {finding for prose in texts for finding in banned(prose)}
     elif path.suffix == ".yaml":
         found = {finding for prose in yaml_comments(text) for finding in banned(prose)}
     else:
@@ -275,6 +291,15 @@ class Thing:
     ) == 3
     words = {finding for prose in (*strings(source), *comments(source)) for finding in banned(prose)}
     assert words == {Finding(11, "told"), Finding(11, "in force"), Finding(13, "for ever")}
+
+    source = "class Told:\n    size: int\n\n    def tellItAnew(self, amended, *, MEND_S): self.goes = under_way = 1\n"
+    assert [finding for prose in names(source) for finding in banned(prose)] == [
+        Finding(1, "told"),
+        Finding(4, "tell"),
+        Finding(4, "anew"),
+        Finding(4, "mend"),
+        Finding(4, "under way"),
+    ]
 
     assert [text for _, text in banned(Prose(1, "recommend, amended, `mend`, retold; Mend it,\nall the\nsame"))] == [
         "mend",

@@ -10,12 +10,12 @@ from typing import Annotated
 import msgspec
 import typer
 
+from bench.cells.arenas import chosen_traces
 from bench.joint.cells import TRANSPORT, JointCell, JointWork, report
 from bench.joint.tables import harmed, summary_of
 from bench.machine import machine
-from bench.tournament.arena import Arena
 from bench.tournament.results import GridCell
-from bench.tournament.settings import TournamentError, read_settings
+from bench.tournament.settings import TournamentError
 from policies.registry import PolicyParameterError, make_routing
 from sim.offline.setup import parsed_params
 
@@ -46,10 +46,7 @@ def main(
     """Compare joint placement with warm, in virtual time. Exits with 1 if a cell is harmed."""
     try:
         make_routing("joint", parsed_params(param or []))
-        known = sorted(Arena(read_settings(), trace_dir).grounds)
-        missing = sorted(set(trace or []) - set(known))
-        if missing:
-            raise TournamentError(f"no trace {', '.join(missing)}; known: {', '.join(known)}")
+        traces = chosen_traces(trace_dir, trace or [])
     except (TournamentError, PolicyParameterError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -62,7 +59,7 @@ def main(
         )
         for instances in fleet or [4, 8, 16]
         for number in seed or [1, 2]
-        for name in trace or known
+        for name in traces
         for hot_sets in pool or [0.25, 1.0, 4.0]
         for share in load or [0.5, 0.8, 1.0]
     ]

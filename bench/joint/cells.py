@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from bench.tournament.arena import FAILED_S, Arena, PreparedCell
+from bench.cells.arenas import prepared
+from bench.cells.ratios import RESAMPLES, Interval, four_digits, interval
+from bench.tournament.arena import FAILED_S, PreparedCell
 from bench.tournament.results import GridCell
-from bench.tournament.settings import read_settings
 from policies.registry import make_routing
 from policies.routing.base import RoutingPolicy
 from policies.types import Role
@@ -20,12 +20,8 @@ from replayer.compare.statistics.bootstrap import BoolArray, FloatArray, IntArra
 from sim.offline.setup import parsed_params
 from sim.offline.simulate import SimOptions, simulate
 
-RESAMPLES = 1000
 TRANSPORT = "nvlink"
 BASELINE = "warm"
-
-Interval = tuple[float, float, float]
-"""A ratio, and the ends of its 95 % interval."""
 
 
 class PlacementFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,19 +84,13 @@ class PlacementArm(NamedTuple):
     """Breakdown rows of all turns, judged or not; empty unless the options ask for decisions."""
 
 
-_arenas: dict[str, Arena] = {}
-"""One per process: reading the traces takes longer than a cell."""
-
-
 def report(work: JointWork) -> JointCell:
     """Run one cell with both policies.
 
     Raises:
         TournamentError: no such trace, or no request to judge.
     """
-    if work.folder not in _arenas:
-        _arenas[work.folder] = Arena(read_settings(), Path(work.folder))
-    return compared(_arenas[work.folder].stage(work.cell, work.seed), work.params)
+    return compared(prepared(work.folder, work.cell, work.seed), work.params)
 
 
 def compared(stage: PreparedCell, params: list[str]) -> JointCell:
@@ -149,12 +139,12 @@ def placement_arm(stage: PreparedCell, options: SimOptions, policy: RoutingPolic
         cached += record.cached_tokens or 0
         handed_off[at] = record.prefill_instance is not None
     figures = PlacementFigures(
-        ttft_p90_s=_digits(float(np.quantile(ttft, 0.9))),
-        ttft_mean_s=_digits(float(ttft.mean())),
-        e2e_p50_s=_digits(float(np.median(e2e))),
-        e2e_mean_s=_digits(float(e2e.mean())),
-        tpot_p90_s=_digits(float(np.nanquantile(tpot, 0.9))),
-        hit_rate=_digits(cached / prompt) if prompt else 0.0,
+        ttft_p90_s=four_digits(float(np.quantile(ttft, 0.9))),
+        ttft_mean_s=four_digits(float(ttft.mean())),
+        e2e_p50_s=four_digits(float(np.median(e2e))),
+        e2e_mean_s=four_digits(float(e2e.mean())),
+        tpot_p90_s=four_digits(float(np.nanquantile(tpot, 0.9))),
+        hit_rate=four_digits(cached / prompt) if prompt else 0.0,
         handed_off=int(handed_off.sum()),
         failed=failed,
     )
@@ -190,9 +180,4 @@ def _interval(
     candidate: FloatArray,
     base: FloatArray,
 ) -> Interval:
-    low, high = np.nanquantile(resampled(candidate) / resampled(base), (0.025, 0.975))
-    return _digits(value(candidate) / value(base)), _digits(float(low)), _digits(float(high))
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.4g}")
+    return interval(value(candidate) / value(base), resampled(candidate) / resampled(base))

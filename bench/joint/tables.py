@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from bench.joint.cells import Interval, JointCell, JointRatios
+from bench.cells.ratios import BEYOND, Interval, geometric_mean, with_interval
+from bench.joint.cells import JointCell, JointRatios
 
 CHOSEN_ON = frozenset({"glm_2h", "kct_raw", "mooncake"})
 """Traces on which the parameters and constants were chosen; the others are held out."""
@@ -17,8 +16,6 @@ METRICS: dict[str, Callable[[JointRatios], Interval]] = {
     "mean E2E": lambda ratios: ratios.e2e_mean,
     "TPOT p90": lambda ratios: ratios.tpot_p90,
 }
-BEYOND = 1.03
-"""Lower end of an interval from which a figure counts as worse."""
 
 
 def summary_of(cells: Sequence[JointCell], *, chosen_on: bool) -> list[str]:
@@ -36,7 +33,7 @@ def summary_of(cells: Sequence[JointCell], *, chosen_on: bool) -> list[str]:
             groups.setdefault((each.cell.trace, each.cell.pool), []).append(each)
     for (trace, pool), found in sorted(groups.items()):
         handing = sum(each.joint.handed_off > 0 for each in found)
-        shown = [_mean([read(each.ratios)[0] for each in found]) for read in METRICS.values()]
+        shown = [geometric_mean([read(each.ratios)[0] for each in found]) for read in METRICS.values()]
         better = sum(read(each.ratios)[2] < 1 / BEYOND for each in found for read in METRICS.values())
         worse = sum(read(each.ratios)[1] > BEYOND for each in found for read in METRICS.values())
         lines.append(f"| `{trace}` | {pool:g} | {len(found)} | {handing} | {' | '.join(shown)} | {better} | {worse} |")
@@ -46,16 +43,8 @@ def summary_of(cells: Sequence[JointCell], *, chosen_on: bool) -> list[str]:
 def harmed(cells: Sequence[JointCell]) -> list[str]:
     """Figures that are more than 3 % worse beyond their interval."""
     return [
-        f"{each.cell}, seed {each.seed}: {name} {_shown(read(each.ratios))}"
+        f"{each.cell}, seed {each.seed}: {name} {with_interval(read(each.ratios))}"
         for each in cells
         for name, read in METRICS.items()
         if read(each.ratios)[1] > BEYOND
     ]
-
-
-def _mean(ratios: Sequence[float]) -> str:
-    return f"{float(np.exp(np.mean(np.log(ratios)))):.2f}"
-
-
-def _shown(interval: Interval) -> str:
-    return "{:.2f} ({:.2f}–{:.2f})".format(*interval)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bench.joint.cells import Interval, JointRatios
-from bench.joint.tables import BEYOND, METRICS
+from bench.cells.ratios import BEYOND, Interval
+from bench.joint.cells import JointRatios
+from bench.joint.tables import METRICS
 from bench.migration.cells import MigrationArm, MigrationCell
 
 NAMES = {"rdma": "RDMA", "tcp": "TCP", "nvlink": "NVLink", "free": "free"}

@@ -18,7 +18,7 @@ from bench.soak.phases import SliceKind, SliceTally, kind_at
 from bench.soak.plan import POLITE_KEY, SoakPlan
 from bench.soak.requests import KnownRequest, text_of_choice
 
-TOLD = {429, 502, 503, 504}
+REFUSALS = {429, 502, 503, 504}
 """Statuses of failures that a client may retry."""
 
 
@@ -195,6 +195,6 @@ def _read_event(event: bytes) -> tuple[str, str]:
 
 def _refused(status: int, content: bytes) -> str:
     error = msgspec.json.decode(content)["error"]
-    if status not in TOLD or not error["message"]:
+    if status not in REFUSALS or not error["message"]:
         raise WrongAnswerError(f"status {status}: {content[:300]!r}")
     return "refused"

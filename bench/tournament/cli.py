@@ -161,11 +161,11 @@ def _play(
                 console.print(f"{count} of {len(jobs)} cells x seeds", highlight=False)
 
         play_all(jobs, settings, folder, out, entrants, processes, on_done)
-    _tell_cost(spent, console)
+    _print_cost(spent, console)
     return names
 
 
-def _tell_cost(spent: dict[int, list[Done]], console: Console) -> None:
+def _print_cost(spent: dict[int, list[Done]], console: Console) -> None:
     for fleet, found in sorted(spent.items()):
         played = sum(done.played for done in found)
         cpu_s = sum(done.cpu_s for done in found)

@@ -7,10 +7,8 @@ to the proxy as a file (`discovery.source: file`), so an engine that moves is a 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,28 +16,25 @@ from typing import Self
 
 import httpx
 import msgspec
-import yaml
 
 from launch.engines.commands import proxy_spec
 from launch.fleet.file import FleetFile
 from launch.freshness.proof import FRESH_FILE, FreshProof, StaleEngineError
 from launch.on_ray.actor import EngineActor, Report
 from launch.on_ray.cluster import Cluster, LostError
-from launch.run.processes import ManagedProcess, StartError, creation_time, finish_despite_cancellation, stop_processes
+from launch.run.processes import ManagedProcess, StartError, finish_despite_cancellation, stop_processes
 from launch.run.proxy_access import ProxyAccess
-from launch.run.state import FleetRecord, ProcessState, write_state
+from launch.run.state import ProcessState, new_record, write_state
+from launch.run.supervisor import PROXY_CONFIG, Notify
 
 INSTANCES_FILE = "instances.json"
 """The set of engines that can be used, for the proxy."""
 NODES_FILE = "nodes.json"
 """State and node of every instance, for people."""
-PROXY_CONFIG = "proxy.yaml"
 _LOOK_S = 0.5
 _CALL_S = 5.0
 _PROVE_S = 60.0
 _MAX_BACKOFF_S = 30.0
-
-Notify = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -101,14 +96,7 @@ class RayFleet:
         self._proxy: ManagedProcess | None = None
         self._watching: asyncio.Task[None] | None = None
         self._written = b""
-        self.state = FleetRecord(
-            fleet=str(source),
-            supervisor_pid=os.getpid(),
-            supervisor_created_unix_s=creation_time(os.getpid()) or 0.0,
-            proxy_url=fleet.proxy_url() if with_proxy else None,
-            stop_grace_s=fleet.stop_grace_s,
-            proxy_stop_s=fleet.proxy_stop_s,
-        )
+        self.state = new_record(fleet, str(source), with_proxy=with_proxy)
 
     async def __aenter__(self) -> Self:
         try:
@@ -198,11 +186,11 @@ class RayFleet:
 
     async def _start_proxy(self, deadline_s: float) -> None:
         """Write the proxy's settings, start it, and wait until it is ready. Raises StartError."""
-        config = self._access.with_key(self.fleet.proxy_config())
+        config = self.fleet.proxy_config()
         config["instances"] = [peer.model_dump(mode="json", exclude_defaults=True) for peer in self.fleet.peers]
         path = str((self.run_dir / INSTANCES_FILE).resolve())
         config["discovery"] = {"source": "file", "file": {"path": path}, "interval_s": _LOOK_S}
-        (self.run_dir / PROXY_CONFIG).write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        self._access.write_config(config, self.run_dir / PROXY_CONFIG)
         try:
             self._access.read_certificate()
         except ValueError as error:

@@ -67,7 +67,7 @@ def _become(command: list[str]) -> int:
     try:
         os.execvp(command[0], command)  # replaces this process; returns only by raising
     except OSError as error:
-        _tell(f"cannot run {command[0]}: {error.strerror}")
+        _report(f"cannot run {command[0]}: {error.strerror}")
         return _NO_COMMAND
 
 
@@ -171,16 +171,16 @@ def _prctl(option: int, value: int) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) == 0:
         return True
-    _tell(f"prctl({option}) failed: {os.strerror(ctypes.get_errno())}")
+    _report(f"prctl({option}) failed: {os.strerror(ctypes.get_errno())}")
     return False
 
 
 def _orphaned() -> int:
-    _tell("the launcher is gone")
+    _report("the launcher is gone")
     return _NO_LAUNCHER
 
 
-def _tell(message: str) -> None:
+def _report(message: str) -> None:
     sys.stderr.write(f"guard: {message}\n")
     sys.stderr.flush()
 

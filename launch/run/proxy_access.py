@@ -10,9 +10,11 @@ import hashlib
 import re
 import secrets
 import ssl
+from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
 from launch.fleet.file import FleetFile
 from proxy.settings import TlsSettings
@@ -30,6 +32,10 @@ class ProxyAccess:
         self._name = f"launcher-{secrets.token_hex(4)}"
         self._key = f"wr-{secrets.token_urlsafe(32)}" if fleet.admin_needs_key() else None
         self._context: ssl.SSLContext | None = None
+
+    def write_config(self, config: dict[str, Any], path: Path) -> None:
+        """Write the proxy's settings as its process reads them, `with_key`."""
+        path.write_text(yaml.safe_dump(self.with_key(config), sort_keys=False), encoding="utf-8")
 
     def with_key(self, config: dict[str, Any]) -> dict[str, Any]:
         """The proxy's settings, with the hash of the launcher's key where its admin side needs one."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from launch.run.processes import same_process
+from launch.fleet.file import FleetFile
+from launch.run.processes import creation_time, same_process
 
 STATE_FILE = "state.json"
 SCHEMA = 1
@@ -83,6 +84,18 @@ class FleetRecord(msgspec.Struct, kw_only=True):
     def marks(self) -> list[str]:
         """The marks of all processes' trees."""
         return [process.mark for process in self.processes if process.mark]
+
+
+def new_record(fleet: FleetFile, source: str, *, with_proxy: bool) -> FleetRecord:
+    """The record of a fleet that this process starts now."""
+    return FleetRecord(
+        fleet=source,
+        supervisor_pid=os.getpid(),
+        supervisor_created_unix_s=creation_time(os.getpid()) or 0.0,
+        proxy_url=fleet.proxy_url() if with_proxy else None,
+        stop_grace_s=fleet.stop_grace_s,
+        proxy_stop_s=fleet.proxy_stop_s,
+    )
 
 
 def write_state(run_dir: Path, state: FleetRecord) -> None:

@@ -14,16 +14,15 @@ from types import TracebackType
 from typing import Self
 
 import httpx
-import yaml
 
 from launch.engines.commands import KINDS, ProcessSpec, engine_specs, proxy_spec
 from launch.fleet.file import FleetFile, ports_in_use
 from launch.run.compatibility import incompatible_engines
 from launch.run.effective import effective_config_problems
 from launch.run.pair_warmup import PairEnd, ordered_pairs, warm_pairs
-from launch.run.processes import ManagedProcess, StartError, creation_time, finish_despite_cancellation, stop_processes
+from launch.run.processes import ManagedProcess, StartError, finish_despite_cancellation, stop_processes
 from launch.run.proxy_access import ProxyAccess
-from launch.run.state import FleetRecord, ProcessState, StateError, read_state, write_state
+from launch.run.state import ProcessState, StateError, new_record, read_state, write_state
 from launch.run.transport import prove_transport
 from launch.run.watch import Watch
 from policies.types import Role, Transport
@@ -73,14 +72,7 @@ class Fleet:
         self.proxy_access = ProxyAccess(fleet)
         self._hurry = hurry
         self._watching: asyncio.Task[None] | None = None
-        self.state = FleetRecord(
-            fleet=source,
-            supervisor_pid=os.getpid(),
-            supervisor_created_unix_s=creation_time(os.getpid()) or 0.0,
-            proxy_url=fleet.proxy_url() if with_proxy else None,
-            stop_grace_s=fleet.stop_grace_s,
-            proxy_stop_s=fleet.proxy_stop_s,
-        )
+        self.state = new_record(fleet, source, with_proxy=with_proxy)
 
     async def __aenter__(self) -> Self:
         try:
@@ -222,8 +214,7 @@ class Fleet:
         proven = {
             found.name: Transport(found.transport) for found in self.state.processes if found.transport is not None
         }
-        text = yaml.safe_dump(self.proxy_access.with_key(self.fleet.proxy_config(proven)), sort_keys=False)
-        (self.run_dir / PROXY_CONFIG).write_text(text, encoding="utf-8")
+        self.proxy_access.write_config(self.fleet.proxy_config(proven), self.run_dir / PROXY_CONFIG)
 
     def _launch(self, spec: ProcessSpec) -> ManagedProcess:
         process = ManagedProcess(spec, self.run_dir / f"{spec.name}.log")

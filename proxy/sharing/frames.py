@@ -111,7 +111,7 @@ class Shown(msgspec.Struct, frozen=True, tag=True):
     families: bytes
 
 
-class Told(msgspec.Struct, frozen=True, tag=True):
+class Delivered(msgspec.Struct, frozen=True, tag=True):
     """Parent to worker: a message of a worker."""
 
     message: Message
@@ -137,7 +137,7 @@ class Answered(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = Publish | Ask | Listed | Serving | Ending | Changed | Reloaded | Shown
-FromParent = Told | Ordered | Answered
+FromParent = Delivered | Ordered | Answered
 
 _from_worker = msgspec.msgpack.Decoder(FromWorker)
 _from_parent = msgspec.msgpack.Decoder(FromParent)

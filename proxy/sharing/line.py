@@ -13,11 +13,11 @@ from typing import NamedTuple
 from proxy.sharing.frames import (
     Answered,
     Ask,
+    Delivered,
     FromWorker,
     Order,
     Ordered,
     Question,
-    Told,
     framed,
     next_from_parent,
 )
@@ -108,7 +108,7 @@ class ParentLine:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (frame := await next_from_parent(reader)) is not None:
-            if isinstance(frame, Told):
+            if isinstance(frame, Delivered):
                 self._messages.append(frame.message)
                 self._arrived.set()
             elif isinstance(frame, Ordered):

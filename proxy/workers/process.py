@@ -15,6 +15,7 @@ from pathlib import Path
 from proxy.sharing.frames import (
     Ask,
     Changed,
+    Delivered,
     Ending,
     FromParent,
     FromWorker,
@@ -25,7 +26,6 @@ from proxy.sharing.frames import (
     Reloaded,
     Serving,
     Shown,
-    Told,
     framed,
     next_from_worker,
 )
@@ -115,10 +115,10 @@ class WorkerProcess:
         if not self._writer.is_closing():
             self._writer.write(framed(frame))
 
-    def tell(self, told: bytes) -> None:
+    def deliver(self, delivered: bytes) -> None:
         """Send a framed message of a worker, unless too much waits already."""
         if not self._writer.is_closing() and self._writer.transport.get_write_buffer_size() < _WAITING_BYTES:
-            self._writer.write(told)
+            self._writer.write(delivered)
 
     async def close(self) -> None:
         """End the process if it has not ended, and forget its part of the shared state."""
@@ -167,7 +167,7 @@ class WorkerProcess:
 
     def _pass_on(self, message: Message) -> None:
         """Send a message to all workers; to its own only if it is full, as proof that the line works."""
-        told = framed(Told(message))
+        delivered = framed(Delivered(message))
         for process in self._all():
             if process is not self or message.full:
-                process.tell(told)
+                process.deliver(delivered)

@@ -116,10 +116,10 @@ def hits(arms: Runs, trace: Trace | None, *, why_no_trace: str, capacity_tokens:
             ("underpredicted", "there, not predicted", "sum of max(0, actual − predicted)"),
         )
     ]
-    return Hits("", found, _told(levels), losses, _told(errors), figures_fleet.hits(found))
+    return Hits("", found, _known(levels), losses, _known(errors), figures_fleet.hits(found))
 
 
-def _told(rows: Sequence[HitRow]) -> list[HitRow]:
+def _known(rows: Sequence[HitRow]) -> list[HitRow]:
     return [row for row in rows if any(cell.tokens is not None for cell in row.cells)]
 
 

@@ -140,7 +140,7 @@ async def test_a_probe_without_end_is_cut_off(start_chaos: StartChaos, path: str
             sent_bytes += 0x10000
 
     odd, sound = ChaosEngine(), ChaosEngine()
-    proxy = await start_chaos(odd, sound, health={"interval_s": 5.0, "timeout_s": 1.0, "unhealthy_after": 1})
+    proxy = await start_chaos(odd, sound, health={"interval_s": 2.0, "timeout_s": 1.0, "unhealthy_after": 1})
     odd.probe_fault = only(path, endless)
     await proxy.until(lambda: sent_bytes > 0)
     await proxy.until(lambda: not proxy.instance(0).healthy)

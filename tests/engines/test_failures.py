@@ -123,12 +123,12 @@ async def test_stale_engine_id(engines: Engines, start_proxy: StartProxy, watch_
 
     await until(renamed, "the proxy has P's old engine id")
 
-    async def tell_the_truth(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def right_from_now_on(path: str, body: dict[str, Any]) -> dict[str, Any]:
         if pulls(body):
             pair.bootstrap.change = None
         return body
 
-    pair.d.before = tell_the_truth
+    pair.d.before = right_from_now_on
     await pair.check({reason})
 
 

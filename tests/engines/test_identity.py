@@ -141,7 +141,7 @@ async def test_the_legs_as_the_engines_see_them(engines: Engines, start_proxy: S
     assert len(set(sent)) == len(sent)
 
 
-async def test_a_first_token_that_ends_the_text_is_handed_over_all_the_same(
+async def test_a_first_token_that_ends_the_text_is_handed_over_anyway(
     engines: Engines, start_proxy: StartProxy
 ) -> None:
     """P sends only what ended by length. Its leg must therefore not stop at an end-of-text, where D's does."""

@@ -131,10 +131,10 @@ async def test_sticky_sessions_hit_more_than_turns_dealt_round(
     best = ideal(load_trace(trace, block_tokens=BLOCK), instances=4)
     assert apc["session_sticky"] == pytest.approx(best.sticky_apc, abs=0.05)
     assert apc["session_sticky"] > 1.3 * apc["round_robin"] > 0, apc
-    await check_what_is_told(tmp_path, apc)
+    await check_reports(tmp_path, apc)
 
 
-async def check_what_is_told(folder: Path, apc: dict[str, float]) -> None:
+async def check_reports(folder: Path, apc: dict[str, float]) -> None:
     """`warmroute summary` and `warmroute report` agree on these runs."""
     for policy in POLICIES:
         reported = json.loads(await warmroute("summary", str(folder / f"{policy}.jsonl"), "--json"))

@@ -255,10 +255,10 @@ async def test_a_cleared_cache_is_known(pair: SmallPair, listening: Proxy) -> No
         assert (await engines.client.post(f"{engines.file.url(0)}/reset_prefix_cache")).status_code == 200
         await engines.post(0, listening.body(fresh_prompt(20)))  # vLLM reports with its next step
 
-        async def told(engines: Engines = engines) -> bool:
+        async def known(engines: Engines = engines) -> bool:
             return bool((await events_of(listening, engines))["cleared"] >= 1)
 
-        await until(told, "the cleared cache is known", 10)
+        await until(known, "the cleared cache is known", 10)
     # A request whose last block was not yet reported when it ended stands in for it one second more, counted from the
     # next snapshot of the instance: these two are that snapshot.
     for _ in range(2):

@@ -42,27 +42,28 @@ async def test_predictions_are_exact_for_token_ids_while_nothing_is_evicted(star
     cluster = await start_cluster(3, "--engine-speed", "100")
     for kind, policy in enumerate(("linear", "session_sticky", "round_robin")):
         (await cluster.client.put("/policy", json={"name": policy})).raise_for_status()
-        rows = await run_sessions(cluster, sessions=24, turns=6, kind=kind)
-        assert len(rows) == 144
+        rows = await run_sessions(cluster, sessions=12, turns=5, kind=kind)
+        assert len(rows) == 60
         assert {row["policy"] for row in rows} == {policy}
         exact = sum(row["predicted_cached_tokens"] == row["actual_cached_tokens"] for row in rows)
-        assert exact / len(rows) >= 0.99, policy
+        # Requests that begin at the same moment may find less of their common prefix than predicted.
+        assert exact >= len(rows) - 1, policy
         assert sum(row["actual_cached_tokens"] for row in rows) > 0
 
 
 async def ideal_hits(start_cluster: StartCluster) -> int:
     """Cached tokens of the same sessions on engines that never evict."""
     roomy = await start_cluster(2, "--engine-speed", "100", policy={"name": "round_robin"})
-    return sum(row["actual_cached_tokens"] for row in await run_sessions(roomy, sessions=24, turns=6))
+    return sum(row["actual_cached_tokens"] for row in await run_sessions(roomy, sessions=10, turns=5))
 
 
 async def test_prediction_error_is_reported_when_something_was_evicted(start_cluster: StartCluster) -> None:
-    # A pool of 6,400 tokens is far less than 24 growing sessions need: engines must evict blocks that the index
+    # A pool of 6,400 tokens is far less than 10 growing sessions need: engines must evict blocks that the index
     # expects.
     cluster = await start_cluster(
         2, "--engine-speed", "100", "--kv-capacity-tokens", "6400", policy={"name": "round_robin"}
     )
-    rows = await run_sessions(cluster, sessions=24, turns=6)
+    rows = await run_sessions(cluster, sessions=10, turns=5)
     # Hits of both caches without a bound; fewer hits show that they evicted.
     ideal = await ideal_hits(start_cluster)
     assert sum(row["actual_cached_tokens"] for row in rows) < 0.9 * ideal

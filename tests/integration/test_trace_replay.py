@@ -1,4 +1,7 @@
-"""A real agentic trace through the proxy and eight engines: no losses, and cache hits as predicted from the trace."""
+"""The start of a real agentic trace through the proxy and four engines: no losses, and cache hits as predicted.
+
+The whole trace is replayed in virtual time, here and in `tests/sim/offline/test_run.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from policies.registry import make_routing
 from replayer.records.summary import summarise
 from replayer.replay.plan import PlanOptions
 from replayer.replay.replay import ReplayOptions, replay_trace
 from replayer.traces.loading import load_trace
 from replayer.traces.trace import TraceRequest
+from sim.offline.simulate import SimOptions, simulate
 from tests.integration.conftest import StartCluster
 
 TRACE = "agentic/derived_glm_like_sample1k.jsonl.gz"
@@ -23,7 +28,9 @@ SCALE = 20.0
 POOL_TOKENS = 4_000_000
 # On the slower h20 the fleet is near saturation there, and turns finish late.
 PROFILE = "h200"
-INSTANCES = 8
+INSTANCES, LIVE_INSTANCES = 8, 4
+REQUESTS = 120
+"""Of 1,007: four minutes of the trace, 12 s here."""
 
 
 def hits(placed: Iterable[tuple[TraceRequest, object]]) -> float:
@@ -54,17 +61,27 @@ def test_turns_taken_by_each_instance_in_its_order_hit_as_published() -> None:
 
 
 @pytest.mark.traces
+def test_the_whole_trace_hits_as_its_placements_say() -> None:
+    trace = load_trace(public_trace(TRACE))
+    options = SimOptions(instances=INSTANCES, pool_tokens=POOL_TOKENS, profile=PROFILE)
+    run = simulate(trace, options, make_routing("session_sticky")).run
+    requests = {request.chat_id: request for request in trace.requests}
+    sent = sorted(run.records, key=lambda record: record.sent_s or 0.0)
+    expected = hits((requests[each.chat_id], each.instance) for each in sent)
+    assert summarise(run).apc == pytest.approx(expected, abs=0.005)
+    assert expected == pytest.approx(0.622, abs=0.02)
+
+
+@pytest.mark.traces
 @pytest.mark.fleet
-@pytest.mark.quiet
-@pytest.mark.timeout(400)
 @pytest.mark.xdist_group("fleet")
-async def test_replay_of_a_public_trace_loses_nothing_and_hits_as_published(
+async def test_replay_of_a_public_trace_loses_nothing_and_hits_as_predicted(
     start_cluster: StartCluster, tmp_path: Path
 ) -> None:
     policy = "session_sticky"
     trace = load_trace(public_trace(TRACE))
     cluster = await start_cluster(
-        8,
+        LIVE_INSTANCES,
         "--engine-speed",
         str(SCALE),
         "--kv-capacity-tokens",
@@ -74,16 +91,19 @@ async def test_replay_of_a_public_trace_loses_nothing_and_hits_as_published(
         policy={"name": policy},
         ledger={"recent_half_life_s": 30.0 / SCALE},
     )
-    options = ReplayOptions(endpoint=cluster.url, label=policy, clock_scale=SCALE, plan=PlanOptions())
+    options = ReplayOptions(
+        endpoint=cluster.url, label=policy, clock_scale=SCALE, plan=PlanOptions(request_limit=REQUESTS)
+    )
     run = await replay_trace(trace, tmp_path / "run.jsonl", options)
     summary = summarise(run)
-    assert (summary.ok, summary.requests) == (1007, 1007)
+    assert (summary.ok, summary.requests) == (REQUESTS, REQUESTS)
     sent = sorted(run.records, key=lambda record: record.sent_s or 0.0)
     requests = {request.chat_id: request for request in trace.requests}
-    assert summary.apc == pytest.approx(hits((requests[each.chat_id], each.instance) for each in sent), abs=0.005)
-    assert summary.apc == pytest.approx(0.622, abs=0.02)
+    assert summary.apc == pytest.approx(hits((requests[each.chat_id], each.instance) for each in sent), abs=0.01)
+    assert summary.apc == pytest.approx(0.622, abs=0.03)
     exact = sum(record.predicted_cached_tokens == record.cached_tokens for record in run.records)
-    assert exact / len(run.records) >= 0.99
+    # Requests that begin at the same moment may find less of their common prefix than predicted.
+    assert exact >= REQUESTS - 2
     stats = (await cluster.client.get("/stats")).json()
     assert not any(stats["ledger"].values())
-    assert stats["requests"]["outcomes"] == {"ok": 1007}
+    assert stats["requests"]["outcomes"] == {"ok": REQUESTS}

@@ -68,13 +68,13 @@ class FakeNvml:
         return gpu.name
 
     def nvmlDeviceGetNumaNodeId(self, gpu: FakeGpu) -> int:
-        return self._told(gpu, gpu.numa_node)
+        return self._reported(gpu, gpu.numa_node)
 
     def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> Any:
-        return self._told(gpu, SimpleNamespace(total=gpu.memory_total, used=gpu.memory_used))
+        return self._reported(gpu, SimpleNamespace(total=gpu.memory_total, used=gpu.memory_used))
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[Any]:
-        found: list[tuple[int, int | None]] = self._told(gpu, gpu.processes)
+        found: list[tuple[int, int | None]] = self._reported(gpu, gpu.processes)
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in found]
 
     def nvmlDeviceGetNvLinkState(self, gpu: FakeGpu, link: int) -> int:
@@ -91,20 +91,20 @@ class FakeNvml:
 
     def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> Any:
         self.reads += 1
-        return self._told(gpu, SimpleNamespace(gpu=87, memory=40))
+        return self._reported(gpu, SimpleNamespace(gpu=87, memory=40))
 
     def nvmlDeviceGetClockInfo(self, gpu: FakeGpu, kind: int) -> int:
         assert kind == pynvml.NVML_CLOCK_SM
-        return self._told(gpu, 1980)
+        return self._reported(gpu, 1980)
 
     def nvmlDeviceGetPowerUsage(self, gpu: FakeGpu) -> int:
-        return self._told(gpu, 512_250)
+        return self._reported(gpu, 512_250)
 
     def nvmlDeviceGetTemperature(self, gpu: FakeGpu, sensor: int) -> int:
-        return self._told(gpu, 61)
+        return self._reported(gpu, 61)
 
     def nvmlDeviceGetPcieThroughput(self, gpu: FakeGpu, counter: int) -> int:
-        return self._told(gpu, 3000 + counter)
+        return self._reported(gpu, 3000 + counter)
 
     def nvmlDeviceGetFieldValues(self, gpu: FakeGpu, fields: list[Any]) -> Any:
         reported = gpu.nvlink_kib
@@ -115,7 +115,7 @@ class FakeNvml:
         ]
 
     @staticmethod
-    def _told(gpu: FakeGpu, value: Any) -> Any:
+    def _reported(gpu: FakeGpu, value: Any) -> Any:
         if gpu.lost:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         if value is None:

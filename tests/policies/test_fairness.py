@@ -85,7 +85,7 @@ WEIGHTS = st.sampled_from([0.1, 0.5, 1.0, 1.0, 1.0, 2.0, 10.0])
     st.lists(st.tuples(WEIGHTS, st.lists(SIZES, min_size=1, max_size=60)), min_size=2, max_size=5),
     st.data(),
 )
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=60, deadline=None)
 def test_tenants_that_wait_send_tokens_in_proportion_to_their_weights(
     loads: list[tuple[float, list[int]]], data: st.DataObject
 ) -> None:
@@ -130,7 +130,7 @@ STEPS = st.lists(
 
 
 @given(st.lists(WEIGHTS, min_size=4, max_size=4), STEPS)
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=60, deadline=None)
 def test_no_tenant_waits_for_more_than_the_bound_and_none_has_more_than_a_quantum(
     weights: list[float], steps: list[tuple[str, int, int]]
 ) -> None:

@@ -148,4 +148,4 @@ class FleetStateMachine(RuleBasedStateMachine):
 
 
 TestFleetState = FleetStateMachine.TestCase
-TestFleetState.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestFleetState.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

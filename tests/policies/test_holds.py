@@ -72,7 +72,7 @@ class HoldsMachine(RuleBasedStateMachine):
 
 
 TestHolds = HoldsMachine.TestCase
-TestHolds.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestHolds.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def test_a_hold_of_an_engine_that_restarted_is_gone_and_leaves_no_orphan_on_the_new_one() -> None:

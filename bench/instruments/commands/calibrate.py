@@ -11,25 +11,7 @@ import msgspec
 import typer
 
 from bench.analysis.output import Sheet, show, stop
-from bench.instruments.commands.options import (
-    ApiKeyEnv,
-    FleetArgument,
-    Hardware,
-    Model,
-    Overrides,
-    Repeats,
-    Seed,
-    TimeoutS,
-    TokenHigh,
-    TokenLow,
-    Urls,
-    api_key_from,
-    chosen_targets,
-    measured,
-    progress,
-    prompts_of,
-    written,
-)
+from bench.instruments.commands import options
 
 if TYPE_CHECKING:
     from bench.instruments.calibration import Calibrated
@@ -44,9 +26,9 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
 def calibrate(
-    fleet: FleetArgument = None,
-    overrides: Overrides = None,
-    urls: Urls = None,
+    fleet: options.FleetArgument = None,
+    overrides: options.Overrides = None,
+    urls: options.Urls = None,
     name: Annotated[str, typer.Option(help="Name of the profile.")] = "mine",
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for NAME.yaml, NAME_points.yaml and NAME_record.json.")
@@ -64,10 +46,7 @@ def calibrate(
     largest_tokens: Annotated[
         int, typer.Option(min=256, help="Longest prompt; a smaller one scales every size down, for small engines.")
     ] = 65_536,
-    kv_bytes_per_token: Annotated[
-        int | None,
-        typer.Option(min=1, help="KV of one token, bytes. Default: from the model's dimensions.", show_default=False),
-    ] = None,
+    kv_bytes_per_token: options.KvBytesPerToken = None,
     max_num_batched_tokens: Annotated[
         int | None,
         typer.Option(
@@ -90,14 +69,14 @@ def calibrate(
     transfers: Annotated[
         bool, typer.Option("--transfers/--no-transfers", help="Measure hand-offs, where the fleet has a pair for them.")
     ] = True,
-    repeats: Repeats = 2,
-    model: Model = None,
-    api_key_env: ApiKeyEnv = None,
-    token_low: TokenLow = 1_000,
-    token_high: TokenHigh = 100_000,
-    timeout_s: TimeoutS = 600.0,
-    seed: Seed = 0,
-    hardware: Hardware = "",
+    repeats: options.Repeats = 2,
+    model: options.Model = None,
+    api_key_env: options.ApiKeyEnv = None,
+    token_low: options.TokenLow = 1_000,
+    token_high: options.TokenHigh = 100_000,
+    timeout_s: options.TimeoutS = 600.0,
+    seed: options.Seed = 0,
+    hardware: options.Hardware = "",
 ) -> None:
     """Measure a fleet for a few minutes and write its hardware profile.
 
@@ -113,13 +92,11 @@ def calibrate(
         stop(f"{', '.join(there)}: already there; give another --name, or --force")
     if records:
         record = _earlier(records, name)
-        written(files[2], record)
+        options.written(files[2], record)
         _fit(record, files)
         return
-    targets = chosen_targets(fleet, overrides, urls)
-    size = kv_bytes_per_token or targets.kv_bytes_per_token
-    if size is None:
-        stop("the model's dimensions are not known: give --kv-bytes-per-token (layers x 2 x KV heads x width x bytes)")
+    targets = options.chosen_targets(fleet, overrides, urls)
+    size = options.kv_bytes_of(kv_bytes_per_token, targets)
     wanted = _Wanted(
         name=name,
         kv_bytes_per_token=size,
@@ -129,9 +106,11 @@ def calibrate(
         repeats=repeats,
         transport=_transport(targets, transport) if transfers else None,
     )
-    prompts = prompts_of(token_low, token_high, seed)
-    record = measured(_measure(targets, prompts, hardware, wanted, model, api_key_from(api_key_env), timeout_s))
-    written(files[2], record)  # before the fit: what was measured is not lost if that fails
+    prompts = options.prompts_of(token_low, token_high, seed)
+    record = options.measured(
+        _measure(targets, prompts, hardware, wanted, model, options.api_key_from(api_key_env), timeout_s)
+    )
+    options.written(files[2], record)  # before the fit: what was measured is not lost if that fails
     _fit(record, files)
 
 
@@ -225,18 +204,18 @@ async def _measure(
         limits = _limits(targets, wanted, await engine.max_model_len(), record.engines[0].pool_tokens)
         plan = record.plan = reduced(limits, wanted.repeats)
         began_s = engine.now_s()
-        prefills = await measure_prefills(engine, plan.steps, prompts, progress)
-        decodes = await measure_decodes(engine, plan.steps, prompts, progress)
-        rows = await measure_interference(engine, plan.interference, prompts, progress)
+        prefills = await measure_prefills(engine, plan.steps, prompts, options.progress)
+        decodes = await measure_decodes(engine, plan.steps, prompts, options.progress)
+        rows = await measure_interference(engine, plan.interference, prompts, options.progress)
         moved: list[TransferRow] = []
         if wanted.transport is not None:
             target, size = engines[1], wanted.kv_bytes_per_token
             for transfers in (plan.transfer, plan.sharing):
                 moved += await measure_transfers(
-                    engine, target, transfers, prompts, size, progress, failures=record.warnings
+                    engine, target, transfers, prompts, size, options.progress, failures=record.warnings
                 )
         record.rows = {"prefills": prefills, "decodes": decodes, "interference": rows, "transfers": moved}
-        progress(f"measured in {engine.now_s() - began_s:.0f} s")
+        options.progress(f"measured in {engine.now_s() - began_s:.0f} s")
         record.facts = _facts(targets, wanted, limits, record)
         return record
 

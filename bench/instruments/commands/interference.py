@@ -8,27 +8,7 @@ import typer
 
 from bench.analysis.output import Figures, Json, Markdown, folder, show
 from bench.analysis.words import integers
-from bench.instruments.commands.options import (
-    ApiKeyEnv,
-    FleetArgument,
-    Hardware,
-    Model,
-    Output,
-    Overrides,
-    Repeats,
-    Seed,
-    TimeoutS,
-    TokenHigh,
-    TokenLow,
-    Urls,
-    api_key_from,
-    chosen_targets,
-    fitting,
-    measured,
-    progress,
-    prompts_of,
-    written,
-)
+from bench.instruments.commands import options
 
 if TYPE_CHECKING:
     from bench.instruments.interference import InterferencePlan, InterferenceRow
@@ -38,30 +18,30 @@ if TYPE_CHECKING:
 
 
 def interference(
-    fleet: FleetArgument = None,
-    overrides: Overrides = None,
-    urls: Urls = None,
+    fleet: options.FleetArgument = None,
+    overrides: options.Overrides = None,
+    urls: options.Urls = None,
     engine: Annotated[
         str | None, typer.Option(help="Engine to measure, by name. Default: the first.", show_default=False)
     ] = None,
-    streams: Annotated[str, typer.Option(help="Decoding streams, comma-separated.")] = "1,4,8,16",
+    streams: options.Streams = "1,4,8,16",
     prefill_tokens: Annotated[
         str, typer.Option(help="Prompt lengths of the prefill, tokens, comma-separated.")
     ] = "2048,8192,32768,65536,131072",
-    context_tokens: Annotated[int, typer.Option(min=1, help="Prompt of each decoding stream, tokens.")] = 1_024,
+    context_tokens: options.ContextTokens = 1_024,
     before_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each stream before the prefill.")] = 32,
     stream_tokens: Annotated[
         int, typer.Option(min=2, help="Output limit of a stream, tokens: more than it gets during the prefill.")
     ] = 8_192,
-    repeats: Repeats = 3,
-    model: Model = None,
-    api_key_env: ApiKeyEnv = None,
-    token_low: TokenLow = 1_000,
-    token_high: TokenHigh = 100_000,
-    timeout_s: TimeoutS = 600.0,
-    seed: Seed = 0,
-    hardware: Hardware = "",
-    output: Output = None,
+    repeats: options.Repeats = 3,
+    model: options.Model = None,
+    api_key_env: options.ApiKeyEnv = None,
+    token_low: options.TokenLow = 1_000,
+    token_high: options.TokenHigh = 100_000,
+    timeout_s: options.TimeoutS = 600.0,
+    seed: options.Seed = 0,
+    hardware: options.Hardware = "",
+    output: options.Output = None,
     figures: Figures = None,
     as_json: Json = False,
     as_markdown: Markdown = False,
@@ -74,7 +54,7 @@ def interference(
     from bench.instruments.interference import InterferencePlan, interference_sheet
     from bench.instruments.record import InstrumentRecord
 
-    targets = chosen_targets(fleet, overrides, urls)
+    targets = options.chosen_targets(fleet, overrides, urls)
     plan = InterferencePlan(
         streams=tuple(integers(streams, "--streams", least=1)),
         prefill_tokens=tuple(integers(prefill_tokens, "--prefill-tokens", least=2)),
@@ -83,7 +63,7 @@ def interference(
         before_tokens=before_tokens,
         stream_tokens=stream_tokens,
     )
-    prompts = prompts_of(token_low, token_high, seed)
+    prompts = options.prompts_of(token_low, token_high, seed)
     record = InstrumentRecord(
         instrument="interference",
         hardware=hardware,
@@ -92,11 +72,11 @@ def interference(
         nonce=prompts.nonce,
         plan=plan,
     )
-    record.engines, rows = measured(
-        _measure(targets, engine, plan, prompts, model, api_key_from(api_key_env), timeout_s)
+    record.engines, rows = options.measured(
+        _measure(targets, engine, plan, prompts, model, options.api_key_from(api_key_env), timeout_s)
     )
     record.rows = rows
-    written(output, record)
+    options.written(output, record)
     if figures is not None:
         from bench.instruments.figures import draw_interference
 
@@ -121,5 +101,5 @@ async def _measure(
     async with opened((target,), model or targets.model, api_key, timeout_s) as engines:
         await refuse_busy(engines)
         notes = await notes_of(engines, targets)
-        plan.stream_tokens = fitting(plan.stream_tokens, plan.context_tokens, await engines[0].max_model_len())
-        return notes, await measure_interference(engines[0], plan, prompts, progress)
+        plan.stream_tokens = options.fitting(plan.stream_tokens, plan.context_tokens, await engines[0].max_model_len())
+        return notes, await measure_interference(engines[0], plan, prompts, options.progress)

@@ -44,6 +44,12 @@ TokenLow = Annotated[int, typer.Option(min=0, help="Smallest token id in prompts
 TokenHigh = Annotated[int, typer.Option(min=1, help="One more than the largest token id in prompts.")]
 TimeoutS = Annotated[float, typer.Option(min=1, help="Bound on one request, seconds.")]
 Seed = Annotated[int, typer.Option(help="Seed of the prompts.")]
+KvBytesPerToken = Annotated[
+    int | None,
+    typer.Option(min=1, help="KV of one token, bytes. Default: from the model's dimensions.", show_default=False),
+]
+Streams = Annotated[str, typer.Option(help="Decoding streams, comma-separated.")]
+ContextTokens = Annotated[int, typer.Option(min=1, help="Prompt of each decoding stream, tokens.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Repeats of every point.")]
 Output = Annotated[
     Path | None,
@@ -61,6 +67,14 @@ def chosen_targets(fleet: Path | None, overrides: list[str] | None, urls: list[s
         return targets_of(fleet, overrides or (), urls or ())
     except InstrumentError as error:
         stop(error)
+
+
+def kv_bytes_of(given: int | None, targets: Targets) -> int:
+    """KV of one token in bytes, as given or by the model's dimensions; ends the command if neither is known."""
+    size = given or targets.kv_bytes_per_token
+    if size is None:
+        stop("the model's dimensions are not known: give --kv-bytes-per-token (layers x 2 x KV heads x width x bytes)")
+    return size
 
 
 def prompts_of(low: int, high: int, seed: int) -> Prompts:

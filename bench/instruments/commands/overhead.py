@@ -11,20 +11,8 @@ import typer
 
 from bench.analysis.output import Json, Markdown, show, stop
 from bench.analysis.words import integers
+from bench.instruments.commands import options
 from bench.instruments.commands.hooks import VARIABLE
-from bench.instruments.commands.options import (
-    Hardware,
-    Output,
-    Overrides,
-    Seed,
-    TimeoutS,
-    TokenHigh,
-    TokenLow,
-    measured,
-    progress,
-    prompts_of,
-    written,
-)
 
 if TYPE_CHECKING:
     from bench.instruments.engine import MeasuredEngine
@@ -38,7 +26,7 @@ HOOK_RECORDS = "hook_records.jsonl"
 
 def overhead(
     fleet: Annotated[Path, typer.Argument(metavar="FLEET", help="Fleet file, or a shipped one's name. Not running.")],
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
     arms: Annotated[
         str,
         typer.Option(
@@ -46,8 +34,8 @@ def overhead(
         ),
     ] = "none,idle,used",
     prefill_tokens: Annotated[str, typer.Option(help="Prompt lengths, tokens, comma-separated.")] = "1024,8192",
-    streams: Annotated[str, typer.Option(help="Decoding streams, comma-separated.")] = "1,8",
-    context_tokens: Annotated[int, typer.Option(min=1, help="Prompt of each decoding stream, tokens.")] = 1_024,
+    streams: options.Streams = "1,8",
+    context_tokens: options.ContextTokens = 1_024,
     hand_off_tokens: Annotated[
         int, typer.Option(min=128, help="Prompt of a hand-off in arms used and hooked, tokens.")
     ] = 2_048,
@@ -56,12 +44,12 @@ def overhead(
     run_dir: Annotated[Path, typer.Option(help="Folder for the engines' logs, one each start.")] = Path(
         "runs/overhead"
     ),
-    token_low: TokenLow = 1_000,
-    token_high: TokenHigh = 100_000,
-    timeout_s: TimeoutS = 600.0,
-    seed: Seed = 0,
-    hardware: Hardware = "",
-    output: Output = None,
+    token_low: options.TokenLow = 1_000,
+    token_high: options.TokenHigh = 100_000,
+    timeout_s: options.TimeoutS = 600.0,
+    seed: options.Seed = 0,
+    hardware: options.Hardware = "",
+    output: options.Output = None,
     as_json: Json = False,
     as_markdown: Markdown = False,
 ) -> None:
@@ -95,11 +83,11 @@ def overhead(
         hand_off_tokens=hand_off_tokens,
         hand_offs=hand_offs,
     )
-    prompts = prompts_of(token_low, token_high, seed)
+    prompts = options.prompts_of(token_low, token_high, seed)
     record = InstrumentRecord(
         instrument="overhead", hardware=hardware, fleet=path.stem, seed=seed, nonce=prompts.nonce, plan=plan
     )
-    rows = measured(_measure(files, plan, prompts, run_dir, timeout_s, record, output))
+    rows = options.measured(_measure(files, plan, prompts, run_dir, timeout_s, record, output))
     show(record, [overhead_sheet(rows)], as_json=as_json, as_markdown=as_markdown)
 
 
@@ -147,9 +135,9 @@ async def _measure(
 
     rows: list[OverheadRow] = []
     record.rows = rows
-    async for row in measure_overhead(plan, start, prompts, progress):
+    async for row in measure_overhead(plan, start, prompts, options.progress):
         if row.arm is ConnectorArm.HOOKED and len(hooks.read().complete) < plan.hand_offs:
             raise InstrumentError(f"arm hooked: {hooks.path} lacks hand-offs; apply the hooks (`measure hooks apply`)")
         rows.append(row)
-        written(output, record)  # an arm takes minutes: what is measured is kept if a later one fails
+        options.written(output, record)  # an arm takes minutes: what is measured is kept if a later one fails
     return rows

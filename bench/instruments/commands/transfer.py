@@ -9,27 +9,7 @@ import typer
 
 from bench.analysis.output import Figures, Json, Markdown, folder, show, stop
 from bench.analysis.words import integers
-from bench.instruments.commands.options import (
-    ApiKeyEnv,
-    FleetArgument,
-    Hardware,
-    Model,
-    Output,
-    Overrides,
-    Repeats,
-    Seed,
-    TimeoutS,
-    TokenHigh,
-    TokenLow,
-    Urls,
-    api_key_from,
-    chosen_targets,
-    fitting,
-    measured,
-    progress,
-    prompts_of,
-    written,
-)
+from bench.instruments.commands import options
 
 if TYPE_CHECKING:
     from bench.instruments.hook_file import HookFile
@@ -40,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def transfer(
-    fleet: FleetArgument = None,
-    overrides: Overrides = None,
-    urls: Urls = None,
+    fleet: options.FleetArgument = None,
+    overrides: options.Overrides = None,
+    urls: options.Urls = None,
     source: Annotated[
         str | None, typer.Option("--from", help="P, by name or URL. Default: the first engine.", show_default=False)
     ] = None,
@@ -81,15 +61,15 @@ def transfer(
             show_default=False,
         ),
     ] = None,
-    repeats: Repeats = 5,
-    model: Model = None,
-    api_key_env: ApiKeyEnv = None,
-    token_low: TokenLow = 1_000,
-    token_high: TokenHigh = 100_000,
-    timeout_s: TimeoutS = 600.0,
-    seed: Seed = 0,
-    hardware: Hardware = "",
-    output: Output = None,
+    repeats: options.Repeats = 5,
+    model: options.Model = None,
+    api_key_env: options.ApiKeyEnv = None,
+    token_low: options.TokenLow = 1_000,
+    token_high: options.TokenHigh = 100_000,
+    timeout_s: options.TimeoutS = 600.0,
+    seed: options.Seed = 0,
+    hardware: options.Hardware = "",
+    output: options.Output = None,
     figures: Figures = None,
     as_json: Json = False,
     as_markdown: Markdown = False,
@@ -103,10 +83,8 @@ def transfer(
     from bench.instruments.transfer import TransferPlan
     from bench.instruments.transfer_tables import hooks_sheet, parts_sheet, transfer_sheet
 
-    targets = chosen_targets(fleet, overrides, urls)
-    size = kv_bytes_per_token or targets.kv_bytes_per_token
-    if size is None:
-        stop("the model's dimensions are not known: give --kv-bytes-per-token (layers x 2 x KV heads x width x bytes)")
+    targets = options.chosen_targets(fleet, overrides, urls)
+    size = options.kv_bytes_of(kv_bytes_per_token, targets)
     plan = TransferPlan(
         tokens=tuple(integers(tokens, "--tokens", least=128)),
         concurrent=tuple(integers(concurrent, "--concurrent", least=1)),
@@ -116,12 +94,12 @@ def transfer(
         repeats=repeats,
         give_up_s=give_up_s,
     )
-    prompts = prompts_of(token_low, token_high, seed)
+    prompts = options.prompts_of(token_low, token_high, seed)
     record = InstrumentRecord(
         instrument="transfer", hardware=hardware, fleet=targets.fleet, seed=seed, nonce=prompts.nonce, plan=plan
     )
     pair = _pair(targets, source, target, from_bootstrap, connector)
-    record.engines, rows = measured(
+    record.engines, rows = options.measured(
         _measure(
             targets,
             pair,
@@ -129,7 +107,7 @@ def transfer(
             prompts,
             size,
             model,
-            api_key_from(api_key_env),
+            options.api_key_from(api_key_env),
             timeout_s,
             None if hook_records is None else HookFile(hook_records),
             record.warnings,
@@ -144,7 +122,7 @@ def transfer(
     different = sum(not row.same_text for row in rows)
     if different:
         record.warnings.append(f"{different} of {len(rows)} hand-offs: D's text is not P's")
-    written(output, record)
+    options.written(output, record)
     if figures is not None:
         from bench.instruments.figures import draw_transfers
 
@@ -199,8 +177,8 @@ async def _measure(
         notes = await notes_of(engines, targets)
         source, target = engines
         longest = await source.max_model_len()
-        plan.background_output = fitting(plan.background_output, plan.background_tokens, longest)
-        rows = await measure_transfers(source, target, plan, prompts, kv_bytes_per_token, progress, failures)
+        plan.background_output = options.fitting(plan.background_output, plan.background_tokens, longest)
+        rows = await measure_transfers(source, target, plan, prompts, kv_bytes_per_token, options.progress, failures)
         if hooks is not None:
             found = await hooks.of([row.transfer_id for row in rows if row.transfer_id is not None])
             for row in rows:

@@ -115,7 +115,7 @@ def timeline(label: str, session: str, shown: Sequence[Span], reach_s: tuple[flo
         for row, span in enumerate(shown):
             _bars(whole, row, span, span.scheduled_s)
             end_s = _bars(each, row, span, 0.0)
-            each.text(end_s + 0.01 * reach_s[1], row, printable(_told(span)), fontsize=6.5, va="center")
+            each.text(end_s + 0.01 * reach_s[1], row, printable(_place_and_hits(span)), fontsize=6.5, va="center")
         whole.set_xlim(0, reach_s[0] * 1.02)
         each.set_xlim(0, reach_s[1] * 1.45)
         whole.set_ylim(len(shown) - 0.4, -0.6)
@@ -154,7 +154,7 @@ def _bars(axes: Any, row: int, span: Span, start_s: float) -> float:
     return span.finished_s + shift
 
 
-def _told(span: Span) -> str:
+def _place_and_hits(span: Span) -> str:
     where = short_name(span.instance) if span.instance else "?"
     if span.prefill_instance:
         where = f"P {short_name(span.prefill_instance)} → D {where}"

@@ -45,7 +45,7 @@ prompts = st.lists(st.tuples(st.sampled_from("abcd"), st.lists(st.integers(0, 2)
 
 
 @given(prompts)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_runs_spell_every_prompt_and_no_cache_beats_the_ideal(made: list[tuple[str, list[int]]]) -> None:
     trace = trace_of(made)
     tree = build(trace)
@@ -111,7 +111,7 @@ def plain(trace: Trace, policy: CachePolicy, capacity: int) -> list[int]:
 
 @pytest.mark.parametrize("policy", [CachePolicy.LRU, CachePolicy.LFU, CachePolicy.BELADY])
 @given(made=prompts, capacity=st.integers(1, 12))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_policy_on_runs_is_the_policy_on_blocks(
     policy: CachePolicy, made: list[tuple[str, list[int]]], capacity: int
 ) -> None:
@@ -120,7 +120,7 @@ def test_a_policy_on_runs_is_the_policy_on_blocks(
 
 
 @given(made=prompts, capacity=st.integers(1, 12), instances=st.integers(1, 3))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_nothing_beats_the_bound_and_the_losses_add_up(
     made: list[tuple[str, list[int]]], capacity: int, instances: int
 ) -> None:

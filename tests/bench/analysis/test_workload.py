@@ -83,7 +83,7 @@ def chained(made: list[tuple[str, list[int]]]) -> list[TraceRequest]:
 
 
 @given(chains)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_reuse_is_that_of_the_ideal_caches(made: list[tuple[str, list[int]]]) -> None:
     requests = chained(made)
     found, _ = anatomy(requests, BLOCK, kv_bytes_per_token=1.0)
@@ -93,7 +93,7 @@ def test_reuse_is_that_of_the_ideal_caches(made: list[tuple[str, list[int]]]) ->
 
 
 @given(chains, st.integers(2, 20))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_forgetting_bounds_memory_and_never_invents_reuse(made: list[tuple[str, list[int]]], remember: int) -> None:
     bounded, unbounded = SeenBlocks(remember), SeenBlocks(10**9)
     numbers = {"a": 0, "b": 1, "c": 2}

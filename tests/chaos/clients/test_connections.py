@@ -134,7 +134,7 @@ async def test_the_proxys_own_shortage_is_no_engines_failure(start_chaos: StartC
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOMEM, errno.ENOBUFS])
-def test_shortages_are_told_apart(number: int) -> None:
+def test_shortages_are_distinguished(number: int) -> None:
     assert own_shortage(OSError(number, "x")) == os.strerror(number)
     nested = httpx.ConnectError("All connection attempts failed")
     nested.__cause__ = OSError("All connection attempts failed")

@@ -23,7 +23,7 @@ UNAVAILABLE = {("GET", "/ready"), ("POST", "/explain"), ("GET", "/ping"), ("POST
 """Operations that may return 503: without a healthy instance, and a stream of rows, which would not end."""
 
 drawn = settings(
-    max_examples=EXAMPLES or 10,
+    max_examples=EXAMPLES or 6,
     derandomize=not EXAMPLES,
     deadline=None,
     database=None,

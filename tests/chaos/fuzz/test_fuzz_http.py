@@ -206,7 +206,7 @@ def answers_to(url: str, sent: bytes) -> list[int]:
     return statuses
 
 
-@settings(fuzz, max_examples=EXAMPLES or 100)
+@settings(fuzz, max_examples=EXAMPLES or 60)
 @given(bent_requests())
 def test_any_bytes_of_a_client_are_answered_validly_and_never_with_500(served: Served, sent: bytes) -> None:
     assert 500 not in answers_to(served.url, sent)

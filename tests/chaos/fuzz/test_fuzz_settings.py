@@ -44,7 +44,7 @@ def files(draw: st.DrawFn) -> dict[str, Any]:
     return content
 
 
-quick = settings(fuzz, max_examples=EXAMPLES or 60, suppress_health_check=list(HealthCheck))
+quick = settings(fuzz, max_examples=EXAMPLES or 40, suppress_health_check=list(HealthCheck))
 
 
 def load(path: Path) -> None:

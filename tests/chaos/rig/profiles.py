@@ -1,4 +1,4 @@
-"""Number of fuzzing examples: always the same few hundred, or more with ``WARMROUTE_FUZZ_EXAMPLES``."""
+"""Number of fuzzing examples: always the same hundred, or more with ``WARMROUTE_FUZZ_EXAMPLES``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 EXAMPLES = int(os.environ.get("WARMROUTE_FUZZ_EXAMPLES", "0"))
 
 fuzz = settings(
-    max_examples=EXAMPLES or 300,
+    max_examples=EXAMPLES or 120,
     # Without the variable the examples are the same on every machine, so that CI does not fail by chance.
     derandomize=not EXAMPLES,
     deadline=None,

@@ -62,16 +62,16 @@ def exposition(started_unix_s: float | None, *, without: tuple[str, ...] = (), *
 async def engine(metrics: str, version: str | None = "0.18.1") -> AsyncIterator[str]:
     """An HTTP server that answers as an engine does; its URL."""
 
-    async def tell_metrics(request: web.Request) -> web.Response:
+    async def answer_metrics(request: web.Request) -> web.Response:
         return web.Response(text=metrics)
 
-    async def tell_version(request: web.Request) -> web.Response:
+    async def answer_version(request: web.Request) -> web.Response:
         return web.json_response({"version": version})
 
     app = web.Application()
-    app.router.add_get("/metrics", tell_metrics)
+    app.router.add_get("/metrics", answer_metrics)
     if version is not None:
-        app.router.add_get("/version", tell_version)
+        app.router.add_get("/version", answer_version)
     runner = web.AppRunner(app)
     await runner.setup()
     port = free_base()

@@ -38,7 +38,7 @@ def test_two_gpus_with_their_users_and_peers() -> None:
     assert (peer.gpu, peer.path, peer.nvlink, peer.peer_read) == (1, "system (between NUMA nodes)", True, True)
 
 
-def test_what_a_gpu_does_not_tell_is_none() -> None:
+def test_what_a_gpu_does_not_report_is_none() -> None:
     library = FakeNvml(FakeGpu(nvlinks=None, numa_node=None, processes=None), FakeGpu(lost=True), p2p=5)
     first, lost = read_inventory(library).gpus
     assert (first.nvlinks_up, first.numa_node, first.processes) == (None, None, None)

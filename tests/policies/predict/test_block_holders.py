@@ -82,7 +82,7 @@ class BlockHoldersMachine(RuleBasedStateMachine):
 
 
 TestBlockHoldersAgainstModel = BlockHoldersMachine.TestCase
-TestBlockHoldersAgainstModel.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestBlockHoldersAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 class _CountingHashes(list[int]):

@@ -105,4 +105,4 @@ class ExactIndexMachine(RuleBasedStateMachine):
 
 
 TestExactIndexAgainstModel = ExactIndexMachine.TestCase
-TestExactIndexAgainstModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestExactIndexAgainstModel.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

@@ -120,4 +120,4 @@ def _nodes_below(node: _Node) -> int:
 
 
 TestPrefixIndexAgainstModel = PrefixIndexMachine.TestCase
-TestPrefixIndexAgainstModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPrefixIndexAgainstModel.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

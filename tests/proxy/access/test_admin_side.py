@@ -245,8 +245,8 @@ async def test_pages_of_other_sites_change_nothing(start_proxy: StartProxy, keye
         headers = {"host": host, **(bearer(ADMIN) if keyed else {}), **({} if origin is None else {"origin": origin})}
         answer = await proxy.client.put("/policy", json={"name": "random"}, headers=headers)
         assert answer.status_code == (200 if allowed else 403), origin
-        in_force = await proxy.client.get("/policy", headers=bearer(ADMIN))
-        assert in_force.json()["name"] == ("random" if allowed else "linear")
+        effective = await proxy.client.get("/policy", headers=bearer(ADMIN))
+        assert effective.json()["name"] == ("random" if allowed else "linear")
         explained = await proxy.client.post("/explain", json=OK, headers=headers)
         assert explained.status_code == (200 if allowed else 403)
 

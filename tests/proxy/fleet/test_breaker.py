@@ -338,7 +338,7 @@ class Events(RuleBasedStateMachine):
         assert (self.breaker.why is None) == (self.breaker.state is BreakerState.CLOSED)
 
 
-Events.TestCase.settings = hypothesis_settings(max_examples=150, stateful_step_count=60, deadline=None)
+Events.TestCase.settings = hypothesis_settings(max_examples=50, stateful_step_count=60, deadline=None)
 TestAnySequence = Events.TestCase
 
 

@@ -40,7 +40,7 @@ async def stream(served: ServeProcess) -> httpx.Response:
     return await served.client.post("/v1/completions", json=body)
 
 
-async def under_way(served: ServeProcess, engine: StubEngine, count: int) -> list[asyncio.Task[httpx.Response]]:
+async def in_progress(served: ServeProcess, engine: StubEngine, count: int) -> list[asyncio.Task[httpx.Response]]:
     """``count`` streams, each past its first event."""
     tasks = [asyncio.create_task(stream(served)) for _ in range(count)]
 
@@ -63,7 +63,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 async def test_streams_that_run_at_sigterm_are_completed(engine: StubEngine, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     async with serve_process(tmp_path / "proxy.yaml", settings(engine, rows)) as served:
-        tasks = await under_way(served, engine, STREAMS)
+        tasks = await in_progress(served, engine, STREAMS)
         served.send(signal.SIGTERM)
         answers = await asyncio.gather(*tasks)
         assert all(was_completed(answer.text, 20) for answer in answers)
@@ -78,7 +78,7 @@ async def test_streams_that_outlast_the_grace_end_with_an_error_event_and_a_row(
     engine.tokens = 100_000
     rows = tmp_path / "rows.jsonl"
     async with serve_process(tmp_path / "proxy.yaml", settings(engine, rows, grace_s=0.3)) as served:
-        tasks = await under_way(served, engine, STREAMS)
+        tasks = await in_progress(served, engine, STREAMS)
         served.send(signal.SIGTERM)
         for answer in await asyncio.gather(*tasks):
             assert not was_completed(answer.text, 100_000)
@@ -114,7 +114,7 @@ async def test_between_the_signal_and_the_end_of_listening_it_is_not_ready_and_r
     engine.tokens = 40
     rows = tmp_path / "rows.jsonl"
     async with serve_process(tmp_path / "proxy.yaml", settings(engine, rows, drain_delay_s=1.5)) as served:
-        (task,) = await under_way(served, engine, 1)
+        (task,) = await in_progress(served, engine, 1)
         assert (await served.client.get("/ready")).status_code == 200
         served.send(signal.SIGTERM)
         await served.logged("draining: not ready, closing the listener in 1.5 s")
@@ -140,7 +140,7 @@ async def test_a_second_signal_skips_the_waiting(engine: StubEngine, tmp_path: P
     rows = tmp_path / "rows.jsonl"
     config = settings(engine, rows, grace_s=600, drain_delay_s=600)
     async with serve_process(tmp_path / "proxy.yaml", config) as served:
-        tasks = await under_way(served, engine, 3)
+        tasks = await in_progress(served, engine, 3)
         served.send(signal.SIGINT)
         await served.logged("draining")
         served.send(signal.SIGINT)

@@ -213,29 +213,29 @@ def test_good_probes_do_not_forgive_failed_requests(fleet: Instances) -> None:
 
 
 def test_every_recovery_wakes_the_queue(fleet: Instances) -> None:
-    told: list[str] = []
+    called: list[str] = []
 
-    def tell() -> None:
-        told.append("room")
+    def on_room() -> None:
+        called.append("room")
 
-    fleet.on_room = tell
+    fleet.on_room = on_room
     fleet.probed("a")
-    assert not told
+    assert not called
     fleet.probed("a")
-    assert told, "it is up"
+    assert called, "it is up"
     fleet.failed("a", "refused", refused=True)
-    told.clear()
+    called.clear()
     fleet.probed("a")
-    assert not told
+    assert not called
     fleet.probed("a")
-    assert told, "it is on trial"
-    told.clear()
+    assert called, "it is on trial"
+    called.clear()
     fleet.succeeded("a")
-    assert told, "it has passed"
+    assert called, "it has passed"
     fleet.set_draining(fleet["a"], True)
-    told.clear()
+    called.clear()
     fleet.set_draining(fleet["a"], False)
-    assert told, "it no longer drains"
+    assert called, "it no longer drains"
 
 
 def test_an_engine_that_takes_over_a_name_inherits_nothing(fleet: Instances) -> None:

@@ -51,8 +51,8 @@ def test_filter_corrects_cached_tokens_and_nothing_else_however_the_stream_is_cu
     passed = b"".join(keep.feed(piece) for piece in cut(stream, places)) + keep.flush()
     assert passed.startswith(b"".join(TOKENS))
     assert passed.endswith(DONE)
-    mended = passed.removeprefix(b"".join(TOKENS)).removesuffix(DONE)
-    usage = usage_of_answer(mended.removeprefix(b"data: "))
+    corrected = passed.removeprefix(b"".join(TOKENS)).removesuffix(DONE)
+    usage = usage_of_answer(corrected.removeprefix(b"data: "))
     assert usage is not None
     assert (usage.prompt_tokens, usage.cached_tokens) == (9, 7)
 

@@ -310,7 +310,7 @@ async def test_a_chat_without_a_limit_is_continued_up_to_the_models_context(star
 
 
 async def test_the_stream_of_an_engine_without_token_ids_is_repeated(start_proxy: StartProxy) -> None:
-    engines = [TokenEngine(break_after=9, tells_ids=False), TokenEngine()]
+    engines = [TokenEngine(break_after=9, reports_ids=False), TokenEngine()]
     proxy = await started(start_proxy, engines)
     assert read(await ask(proxy, GREEDY | USAGE)) == unbroken(GREEDY | USAGE)
     assert engines[1].seen[0]["prompt"] == "hello"

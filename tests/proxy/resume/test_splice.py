@@ -21,7 +21,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token ids asked": (GREEDY | USAGE | IDS, {}),
     "prompt of ids": (GREEDY | {"prompt": [104, 105, 106]} | USAGE, {}),
     "several tokens an event": (GREEDY | USAGE | IDS, {"per_event": 3}),
-    "without ids": (GREEDY | USAGE, {"tells_ids": False}),
+    "without ids": (GREEDY | USAGE, {"reports_ids": False}),
     "min_tokens": (GREEDY | USAGE | {"min_tokens": 20}, {}),
     "stop": (GREEDY | USAGE | {"stop": "{c"}, {}),
     "stop never met": (GREEDY | USAGE | IDS | {"stop": "nowhere"}, {}),
@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chat, continuous usage": (CHAT | CONTINUOUS, {}),
     "chat that thinks": (CHAT | USAGE, {"thinks": 9}),
     "chat with stop": (CHAT | USAGE | {"stop": "{c"}, {}),
-    "chat without ids": (CHAT | USAGE, {"tells_ids": False, "per_event": 2}),
+    "chat without ids": (CHAT | USAGE, {"reports_ids": False, "per_event": 2}),
 }
 
 

@@ -176,7 +176,7 @@ ACTIONS = st.lists(
     total=st.one_of(st.none(), st.integers(1, 5)),
     queue_size=st.integers(0, 8),
 )
-@hypothesis_settings(max_examples=400, deadline=None)
+@hypothesis_settings(max_examples=120, deadline=None)
 def test_under_any_events_caps_hold_order_is_kept_and_no_request_waits_beside_room(
     actions: list[tuple[str, int]], cap: int | None, total: int | None, queue_size: int
 ) -> None:

@@ -45,7 +45,7 @@ ACTIONS = st.lists(
 
 
 @given(actions=ACTIONS, total=st.one_of(st.none(), st.integers(1, 4)))
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=60, deadline=None)
 def test_order_is_kept_per_model_and_no_request_waits_beside_room(
     actions: list[tuple[str, int]], total: int | None
 ) -> None:

@@ -126,7 +126,7 @@ ACTIONS = st.lists(
 
 
 @given(actions=ACTIONS, places=st.one_of(st.none(), st.integers(1, 3)), max_held=st.integers(0, 6))
-@hypothesis_settings(max_examples=200, deadline=None)
+@hypothesis_settings(max_examples=70, deadline=None)
 def test_under_any_events_the_bound_holds_and_nothing_is_left(
     actions: list[tuple[str, int]], places: int | None, max_held: int
 ) -> None:

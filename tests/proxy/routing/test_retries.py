@@ -25,7 +25,7 @@ NEVER_OUT = {"interval_s": 60.0, "timeout_s": 2.0, "unhealthy_after": 1000, "win
     ratio=st.floats(0, 1),
     per_s=st.floats(0, 3),
 )
-@hypothesis_settings(max_examples=200, deadline=None)
+@hypothesis_settings(max_examples=80, deadline=None)
 def test_retries_are_a_share_of_recent_requests_and_a_few_more(
     events: list[tuple[float, bool]], ratio: float, per_s: float
 ) -> None:

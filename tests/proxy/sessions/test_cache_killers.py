@@ -196,7 +196,7 @@ def test_remembered_conversations_are_bounded() -> None:
 
 
 def test_what_is_kept_of_a_turn_is_bounded_and_findings_are_too() -> None:
-    long = parsed_chat(conversation(1, words(1_000_000, 3)))
+    long = parsed_chat(conversation(1, words(250_000, 3)))
     turn = turn_text(long, BLOCK_BYTES)
     assert turn is not None
     kept = keep(turn, 1)

@@ -63,7 +63,7 @@ class TokenEngine(StubEngine):
     """Number of streams that break."""
     per_event: int = 1
     """Tokens of one event."""
-    tells_ids: bool = True
+    reports_ids: bool = True
     max_model_len: int | None = 4096
     thinks: int = 0
     """Events of a chat that are reasoning."""
@@ -128,7 +128,7 @@ class TokenEngine(StubEngine):
 
     def events(self, body: dict[str, Any], request_id: str) -> list[bytes]:
         """Every event of the stream, the end mark too."""
-        chat, ids = "messages" in body, bool(body.get("return_token_ids")) and self.tells_ids
+        chat, ids = "messages" in body, bool(body.get("return_token_ids")) and self.reports_ids
         options = body.get("stream_options") or {}
         prompt, parts = self.prompt_of(body), self.answer(body)
         head = {

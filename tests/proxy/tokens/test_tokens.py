@@ -71,7 +71,7 @@ PIECES = st.one_of(
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE, with_bos(BYTE_LEVEL)], ids=["bytes", "metaspace", "bos"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=40), special=st.booleans())
 def test_a_growing_text_is_tokenized_as_if_it_were_whole(
     tokenizer: Tokenizer, pieces: list[str], special: bool

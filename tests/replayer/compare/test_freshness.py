@@ -108,7 +108,7 @@ def test_a_first_request_that_failed_proves_nothing() -> None:
     assert stale_reasons(run) == []
 
 
-def test_engines_that_tell_no_hits_cannot_be_judged_by_them() -> None:
+def test_engines_that_report_no_hits_cannot_be_judged_by_them() -> None:
     run = make_run()
     for record in run.records:
         record.cached_tokens = None

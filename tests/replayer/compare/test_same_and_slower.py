@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from scipy.special import ndtri
 
 from bench.synthetic_runs import SyntheticNoise, SyntheticTrace, SyntheticWork
 from replayer.compare.arms import ArmRun, ArmRuns
@@ -55,20 +56,26 @@ def effect(found: Comparison, metric: str) -> Effect:
     return next(effect for effect in found.effects if effect.metric == metric)
 
 
-def test_200_experiments_without_a_difference_claim_one_in_at_most_ten() -> None:
-    wrong = sum(bool(claims(experiment(number, runs=3, noise=SHARED, sessions=25))) for number in range(200))
-    assert wrong <= 10
+def test_without_a_difference_one_experiment_in_twenty_claims_one_and_standard_errors_are_right() -> None:
+    found = [experiment(number, runs=3, noise=SHARED, sessions=25)[0] for number in range(40, 100)]
+    assert sum(bool(claims([one])) for one in found) <= 6
+    # Each p-value as the normal quantile that has it: the root of their mean square is 1 where standard errors and
+    # degrees of freedom are right. These 60 experiments give 1.06, the first 200 0.99. With standard errors a fifth too
+    # small they give 1.26, a quarter too large 0.89; the count of claims is 2 and 0 then, and shows neither.
+    p_values = np.array([one.p_value for each in found for one in each.effects if not one.note and one.p_value < 1])
+    assert p_values.size >= 120
+    assert 0.9 < float(np.sqrt(np.mean(ndtri(p_values / 2) ** 2))) < 1.2
 
 
 def test_one_run_an_arm_without_known_noise_claims_nothing_within_the_assumed_noise() -> None:
     # Two runs differ by less than 7 % in 95 of 100 cases: a sigma of 2.4 % for each.
     quiet = SyntheticNoise(run_sigma=0.024, session_sigma=0.005, request_sigma=0.005)
-    assumed = sum(bool(claims(experiment(number, runs=1, noise=quiet))) for number in range(60))
-    assert assumed <= 5
+    assumed = sum(bool(claims(experiment(number, runs=1, noise=quiet))) for number in range(30))
+    assert assumed <= 3
     # The same experiments, believed to repeat exactly, show why that may not be assumed.
     exact = CompareOptions(resamples=1000, assumed_floor=0.0)
-    believed = sum(bool(claims(experiment(number, runs=1, noise=quiet, options=exact))) for number in range(20))
-    assert believed >= 10
+    believed = sum(bool(claims(experiment(number, runs=1, noise=quiet, options=exact))) for number in range(10))
+    assert believed >= 5
 
 
 def test_several_candidates_are_one_family() -> None:
@@ -90,17 +97,17 @@ def test_the_smallest_detectable_effect_is_found_in_four_of_five(runs: int, nois
     metric, options = "TPOT p50", CompareOptions(resamples=1000, assumed_floor=0.0)
     printed = [
         effect(experiment(1000 + number, runs=runs, noise=noise, options=options)[0], metric).smallest_detectable
-        for number in range(12)
+        for number in range(8)
     ]
     slower = (0.0, float(np.expm1(np.mean(np.log1p(printed)))), 0.0)
-    total = 60
+    total = 36
     found = sum(
         effect(experiment(number, runs=runs, noise=noise, slower=slower, options=options)[0], metric).verdict
         is Verdict.WORSE
         for number in range(total)
     )
-    # 80 % is stated: 48 of 60, with a standard deviation of 3.1; the effect itself is known within a few per cent.
-    assert 37 <= found <= 58
+    # 80 % is stated: 29 of 36, with a standard deviation of 2.4; the effect itself is known within a few per cent.
+    assert 22 <= found <= 35
 
 
 def test_five_per_cent_slower_is_found_where_the_design_can_and_sized() -> None:
@@ -163,7 +170,7 @@ def test_a_change_below_the_floor_is_not_claimed() -> None:
     assert one.smallest_detectable > 0.2
 
 
-def test_a_a_runs_tell_the_noise_of_arms_that_were_not_repeated() -> None:
+def test_a_a_runs_give_the_noise_of_arms_that_were_not_repeated() -> None:
     work = SyntheticWork(SyntheticTrace(sessions=60, seed=2))
     runs = [work.run(f"run{number}", SHARED, number) for number in range(8)]
     arms = [ArmRuns("a", [ArmRun(runs[0])]), ArmRuns("b", [ArmRun(runs[1])])]
@@ -177,7 +184,7 @@ def test_a_a_runs_tell_the_noise_of_arms_that_were_not_repeated() -> None:
     assert not any("no arm was repeated" in note for note in known.notes)
 
 
-def test_arms_of_one_configuration_are_runs_of_the_same_thing() -> None:
+def test_arms_of_one_configuration_are_replicates() -> None:
     work = SyntheticWork(SyntheticTrace(sessions=30, seed=2))
     arms = [
         ArmRuns(f"arm{arm}", [ArmRun(work.run("x", SHARED, 10 * arm + run)) for run in range(2)], configuration=made)

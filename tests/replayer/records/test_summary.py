@@ -133,7 +133,7 @@ def test_files_that_are_no_run_are_refused(tmp_path: Path, data: bytes, words: s
         read_run(path)
 
 
-def test_a_file_cut_inside_its_header_is_begun_anew(tmp_path: Path) -> None:
+def test_a_file_cut_inside_its_header_is_begun_again(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_bytes(lines(0)[0][:20])
     with Journal(path, RunHeader(label="y"), resume=True) as journal:

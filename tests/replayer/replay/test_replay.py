@@ -119,7 +119,7 @@ async def test_an_endpoint_without_models_is_an_error_before_anything_is_written
     assert not output.exists()
 
 
-async def test_no_more_sessions_than_allowed_are_under_way(stub: Stub, tmp_path: Path) -> None:
+async def test_no_more_sessions_than_allowed_are_in_progress(stub: Stub, tmp_path: Path) -> None:
     stub.delay_s = 0.01
     trace = make_trace(sessions=5, turns=2)
     run = await replay_trace(trace, tmp_path / "run.jsonl", options(stub, max_inflight_sessions=2))

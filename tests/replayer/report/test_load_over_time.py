@@ -81,7 +81,7 @@ SPANS = st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50), st.floats(0, 1e5)
 
 
 @given(SPANS, st.integers(1, 30))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_load_is_lost_between_bins(spans: list[tuple[float, float, float]], bins: int) -> None:
     spans = [(min(a, b), max(a, b), height) for a, b, height in spans]
     edges = np.linspace(0, 50, bins + 1)

@@ -163,7 +163,7 @@ def test_runs_that_are_not_done_are_left_out_by_name(reported: tuple[str, str, P
     assert "Run 3 of arm 'sticky' is refused: inst-0: prefix cache is not empty" in text
 
 
-def test_machine_and_proofs_of_freshness_are_told(reported: tuple[str, str, Path]) -> None:
+def test_machine_and_proofs_of_freshness_are_shown(reported: tuple[str, str, Path]) -> None:
     _, text, _ = reported
     for value in ("lab-1", "EPYC", "16.0 GiB", "3.11.7"):
         assert value in text

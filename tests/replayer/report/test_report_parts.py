@@ -182,7 +182,7 @@ def test_proofs_of_freshness_are_read_as_the_launcher_writes_them() -> None:
     assert freshness({"a": [OneRun(Run(RunHeader(), [], None))]}) == []
 
 
-def test_a_machine_is_told_as_far_as_it_is_known() -> None:
+def test_a_machine_is_described_as_far_as_it_is_known() -> None:
     gpus = {"gpus": [{"name": "H200"}, {"name": "H200"}], "driver_version": "570"}
     found = dict(
         machine({
@@ -198,7 +198,7 @@ def test_a_machine_is_told_as_far_as_it_is_known() -> None:
     assert machine(None) == []
 
 
-def test_the_runs_or_the_experiment_tell_the_capacity_and_the_instances() -> None:
+def test_the_runs_or_the_experiment_give_the_capacity_and_the_instances() -> None:
     run = Run(RunHeader(options={"pool_tokens": 500, "kv_capacity_tokens": None}), [record(instance="i1")], None)
     rows = [BreakdownRow(candidates=("i0", "i1"))]
     found = OneRun(run, rows=rows, fresh={"engines": [{"instance": "i2"}]}, arm={"kv_capacity_tokens": 9})
@@ -206,8 +206,8 @@ def test_the_runs_or_the_experiment_tell_the_capacity_and_the_instances() -> Non
     assert sorted(found.instances) == ["i0", "i1", "i2"]
     assert OneRun(Run(RunHeader(), [], None), arm={"kv_capacity_tokens": 9}).capacity_tokens == 9
     assert OneRun(Run(RunHeader(), [], None)).capacity_tokens is None
-    told_four = Run(RunHeader(options={"instances": 4}), [record(instance="i1")], None)
-    assert OneRun(told_four).instances == ["i1", "unnamed-1", "unnamed-2", "unnamed-3"]
+    with_four = Run(RunHeader(options={"instances": 4}), [record(instance="i1")], None)
+    assert OneRun(with_four).instances == ["i1", "unnamed-1", "unnamed-2", "unnamed-3"]
 
 
 def test_a_run_of_another_trace_has_no_anatomy() -> None:

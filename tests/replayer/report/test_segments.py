@@ -42,7 +42,7 @@ class Blocks:
 
 
 @given(PROMPTS, st.integers(0, 20))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_an_lru_cache_of_segments_holds_what_one_of_blocks_holds(prompts: list[Prompt], capacity: int) -> None:
     segments = Segments(prompts)
     cache, model = LruCache(segments.blocks, capacity), Blocks(capacity)
@@ -54,7 +54,7 @@ def test_an_lru_cache_of_segments_holds_what_one_of_blocks_holds(prompts: list[P
 
 
 @given(PROMPTS | LOOSE)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_an_infinite_cache_of_segments_holds_every_block_seen(prompts: list[Prompt]) -> None:
     segments = Segments(prompts)
     cache, seen = InfiniteCache(segments.blocks), set[int]()

@@ -105,7 +105,7 @@ def test_a_child_before_its_parent_is_refused(tmp_path: Path) -> None:
         load(write(tmp_path / "t.jsonl", rows))
 
 
-def test_files_out_of_order_are_sorted_and_broken_turn_numbers_counted_anew(tmp_path: Path) -> None:
+def test_files_out_of_order_are_sorted_and_broken_turn_numbers_counted_again(tmp_path: Path) -> None:
     rows = [
         turn(0, [1], timestamp=9, turn=1),
         turn(1, [2], timestamp=4, turn=7, session_id="b"),
@@ -116,7 +116,7 @@ def test_files_out_of_order_are_sorted_and_broken_turn_numbers_counted_anew(tmp_
     assert [request.turn for request in trace.requests] == [7, 1, 2]
 
 
-def test_deltas_are_told_from_cumulative_prompts(tmp_path: Path) -> None:
+def test_deltas_are_distinguished_from_cumulative_prompts(tmp_path: Path) -> None:
     deltas = [turn(i, [2 * i, 2 * i + 1]) for i in range(30)]
     path = write(tmp_path / "d.jsonl", deltas)
     with pytest.raises(TraceError, match="deltas"):

@@ -130,5 +130,5 @@ class EngineMachine(RuleBasedStateMachine):
         assert engine.live_requests == 0
 
 
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 TestEngineMachine = EngineMachine.TestCase

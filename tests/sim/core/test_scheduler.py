@@ -147,7 +147,7 @@ def test_generated_blocks_are_cached_too() -> None:
         max_size=12,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_hits_equal_a_brute_force_search_when_nothing_is_evicted(prompts: list[list[int]]) -> None:
     engine = make_engine(num_blocks=2000, max_model_len=100)
     seen: list[list[int]] = []
@@ -288,7 +288,7 @@ def replay(
     st.lists(st.floats(0, 5), max_size=10),
     st.sampled_from([16, 24, 100]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_fused_and_single_decode_steps_are_the_same_engine(
     specs: list[tuple[float, int, int, int]], cuts: list[float], blocks: int
 ) -> None:

@@ -232,8 +232,10 @@ def test_the_bounds_are_the_proxys_defaults() -> None:
 
 
 @pytest.mark.traces
-@pytest.mark.parametrize(("policy", "published_apc"), [("session_sticky", 0.622), ("round_robin", 0.199)])
-def test_a_public_trace_hits_as_published(policy: str, published_apc: float) -> None:
+@pytest.mark.parametrize(
+    ("policy", "published_apc", "within"), [("session_sticky", 0.622, 0.02), ("round_robin", 0.199, 0.03)]
+)
+def test_a_public_trace_hits_as_published(policy: str, published_apc: float, within: float) -> None:
     """Without eviction: the hit rate of eight unlimited caches under this routing (round robin's depends on the order
     of turns of different sessions, which differs slightly from the trace's)."""
     folder = Path(os.environ.get("WARMROUTE_TRACES") or Path(__file__).parents[4] / "shared" / "traces")
@@ -243,12 +245,12 @@ def test_a_public_trace_hits_as_published(policy: str, published_apc: float) -> 
     result = run(load_trace(path), policy, instances=8, pool_tokens=ROOMY_TOKENS)
     summary = summarise(result.run)
     assert (summary.ok, summary.requests) == (1007, 1007)
-    assert summary.apc == pytest.approx(published_apc, abs=0.03)
+    assert summary.apc == pytest.approx(published_apc, abs=within)
     exact = sum(record.predicted_cached_tokens == record.cached_tokens for record in result.run.records)
     assert exact >= 0.99 * len(result.run.records)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     sessions=st.lists(
         st.lists(st.tuples(st.floats(0, 5), st.integers(1, 60), st.integers(0, 80)), min_size=1, max_size=4),

@@ -1,4 +1,4 @@
-"""Eight replicas as processes, 2,000 requests, and three faults: the store, a replica and an engine are killed.
+"""Four replicas as processes, 800 requests, and three faults: the store, a replica and an engine are killed.
 
 Every answer that is complete is the right one; only streams on what was killed break; nothing stays counted.
 """
@@ -23,11 +23,13 @@ from tests.proxy.stub_engine import StubEngine
 
 pytestmark = [needs_store, pytest.mark.fleet]
 
-REPLICAS = 8
-REQUESTS = 2_000
-STREAMS = 48
+REPLICAS = 4
+REQUESTS = 800
+STREAMS = 32
 TOKENS = 4
 TTL_S = 2.0
+STOP_AT = 600
+"""Requests after which an engine is killed."""
 VICTIM = 3
 """The replica that is killed."""
 
@@ -76,8 +78,9 @@ class Balancer:
     async def ask(self, number: int) -> Outcome:
         outcome = Outcome(number)
         body = {"model": "stub", "prompt": [number, *range(320)], "max_tokens": TOKENS, "stream": True}
-        for _ in range(REPLICAS):
-            outcome.replica = next(self._turn) % REPLICAS
+        first = next(self._turn)
+        for attempt in range(REPLICAS):
+            outcome.replica = (first + attempt) % REPLICAS
             url = f"{self._replicas[outcome.replica].url}/v1/completions"
             try:
                 async with self._session.post(
@@ -190,10 +193,10 @@ async def _drive(
     numbers = iter(range(REQUESTS))
     outcomes: list[Outcome] = []
     faults: dict[int, Callable[[], object]] = {
-        500: store.kill,
-        900: store.start,
-        1_200: replicas[VICTIM].kill,
-        1_500: lambda: stopping.append(asyncio.create_task(engines[0].stop())),
+        200: store.kill,
+        360: store.start,
+        480: replicas[VICTIM].kill,
+        STOP_AT: lambda: stopping.append(asyncio.create_task(engines[0].stop())),
     }
     stopping: list[asyncio.Task[None]] = []
 
@@ -216,7 +219,7 @@ def _judge(outcomes: list[Outcome]) -> None:
         assert right, (outcome.number, outcome.text)
     assert len(broken) <= 2 * STREAMS, Counter(outcome.failure for outcome in broken)
     for outcome in broken:
-        killed = outcome.replica == VICTIM or (outcome.instance == "inst-0" and outcome.number >= 1_500 - STREAMS)
+        killed = outcome.replica == VICTIM or (outcome.instance == "inst-0" and outcome.number >= STOP_AT - STREAMS)
         assert killed, (outcome.number, outcome.replica, outcome.instance, outcome.failure)
 
 
