@@ -18,8 +18,8 @@ from typing import Literal
 import msgspec
 
 from bench.instruments.engine import EngineReport, Generated, InstrumentError, MeasuredEngine, Prefilled, until_idle
+from bench.instruments.hooked.stages import TransferStages
 from bench.instruments.prompts import Prompts
-from bench.instruments.stages import TransferStages
 from bench.instruments.streams import START_TIMEOUT_S
 
 Progress = Callable[[str], None]

@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.analysis.output import Sheet
-from bench.instruments.stages import stages_sheet
+from bench.instruments.hooked.stages import stages_sheet
 from bench.instruments.transfer import STALL_S, TransferRow
 
 _GIB = 2**30

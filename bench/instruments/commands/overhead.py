@@ -111,7 +111,7 @@ async def _measure(
     output: Path | None,
 ) -> list[OverheadRow]:
     from bench.instruments.engine import InstrumentError
-    from bench.instruments.hook_file import HookFile
+    from bench.instruments.hooked.hook_file import HookFile
     from bench.instruments.overhead import ConnectorArm, measure_overhead
     from bench.instruments.targets import fleet_targets, notes_of, opened
     from launch.run.processes import StartError

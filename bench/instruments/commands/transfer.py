@@ -12,7 +12,7 @@ from bench.analysis.words import integers
 from bench.instruments.commands import options
 
 if TYPE_CHECKING:
-    from bench.instruments.hook_file import HookFile
+    from bench.instruments.hooked.hook_file import HookFile
     from bench.instruments.prompts import Prompts
     from bench.instruments.record import EngineNote
     from bench.instruments.targets import EngineAddress, Targets
@@ -78,7 +78,7 @@ def transfer(
 
     Each hand-off is verified: D must report the prompt as pulled, and its text is compared with P's.
     """
-    from bench.instruments.hook_file import HookFile
+    from bench.instruments.hooked.hook_file import HookFile
     from bench.instruments.record import InstrumentRecord
     from bench.instruments.transfer import TransferPlan
     from bench.instruments.transfer_tables import hooks_sheet, parts_sheet, transfer_sheet

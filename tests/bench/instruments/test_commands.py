@@ -114,7 +114,7 @@ def test_transfer_is_verified_and_counted(pair: tuple[EngineProcess, EngineProce
 def test_records_of_hooks_must_be_there_and_hold_the_hand_offs(
     pair: tuple[EngineProcess, EngineProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.instruments.hook_file._WAIT_S", 0.0)
+    monkeypatch.setattr("bench.instruments.hooked.hook_file._WAIT_S", 0.0)
     source, target = pair
     records = tmp_path / "records.jsonl"
     command = (
@@ -130,7 +130,7 @@ def test_records_of_hooks_must_be_there_and_hold_the_hand_offs(
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert [row["stages"] for row in found["rows"]] == [None]
-    assert found["warnings"] == [f"1 of 1 hand-offs are not in {records} with all stages; do both engines have hooks?"]
+    assert found["warnings"] == [f"1 of 1 hand-offs lack records in {records}: do both engines have hooks?"]
 
 
 def test_calibrate_writes_a_profile_that_serving_and_the_simulator_read(

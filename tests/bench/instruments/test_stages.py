@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from bench.instruments.engine import InstrumentError
-from bench.instruments.hook_file import HookFile
-from bench.instruments.stages import (
+from bench.instruments.hooked.hook_file import HookFile
+from bench.instruments.hooked.stages import (
     AnyRecord,
     DecodeRecord,
     PrefillRecord,
@@ -127,7 +127,7 @@ def test_a_file_that_is_missing_or_another_is_an_error_that_names_the_remedy(tmp
 
 
 async def test_a_hand_off_that_stays_incomplete_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.instruments.hook_file._WAIT_S", 0.0)
+    monkeypatch.setattr("bench.instruments.hooked.hook_file._WAIT_S", 0.0)
     path = tmp_path / "records.jsonl"
     hooks = HookFile(path)
     path.write_bytes(written([*records("whole"), *records("part")[:2]]))

@@ -16,9 +16,9 @@ import pytest
 import pytest_asyncio
 
 from bench.instruments.commands.hooks import VARIABLE
-from bench.instruments.hook_file import HookFile
+from bench.instruments.hooked.hook_file import HookFile
+from bench.instruments.hooked.stages import TransferStages
 from bench.instruments.prompts import Prompts, TokenRange
-from bench.instruments.stages import TransferStages
 from bench.instruments.targets import fleet_targets, opened
 from bench.instruments.transfer import TransferPlan, measure_transfers
 from bench.instruments.transfer_tables import hooks_sheet

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bench.instruments.stages import pair_records, read_records
+from bench.instruments.hooked.stages import pair_records, read_records
 from launch.transfer_hooks import warmroute_transfer_hooks as hooks
 
 BLOCK_BYTES = 64

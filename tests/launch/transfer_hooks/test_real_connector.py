@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.instruments.stages import pair_records, read_records
+from bench.instruments.hooked.stages import pair_records, read_records
 from tests.launch.transfer_hooks.real_connector import BLOCK_BYTES, BLOCKS_OF_D, LAYERS
 
 ROOT = Path(__file__).parents[3]

@@ -68,7 +68,7 @@ def test_over_nvlink_a_few_sessions_move_once_and_the_streams_are_faster() -> No
     assert move.e2e_s < 0.97 * stay.e2e_s
 
 
-def test_over_tcp_the_price_keeps_them_and_moving_all_the_same_loses() -> None:
+def test_over_tcp_the_price_keeps_them_and_moving_anyway_loses() -> None:
     stay, move, always = play("warm", "tcp"), play("migrate", "tcp"), play("migrate", "tcp", priced=False)
     assert (move.moved, move.e2e_s) == ([], stay.e2e_s)
     assert always.moved

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from bench.instruments.engine import InstrumentError
-from bench.instruments.stages import PairedRecords, pair_records, read_records
+from bench.instruments.hooked.stages import PairedRecords, pair_records, read_records
 
 _WAIT_S = 10.0
 """For the last records: an engine writes them some steps after the client has its answer."""
