@@ -12,7 +12,7 @@ from policies.offload.base import may_receive, may_send
 from policies.routing.base import Pick, least, require, tie_break
 from policies.routing.warm import Warm, queues_s
 from policies.snapshot import FleetColumns, FleetSnapshot
-from policies.types import Choice, InstanceView, OffloadPlan, OffloadReason, Reason, RequestView
+from policies.types import CandidateScore, Choice, InstanceView, OffloadPlan, OffloadReason, Reason, RequestView
 
 _BELOW = OffloadPlan(None, OffloadReason.BELOW_THRESHOLD)
 _SHAPE = OffloadPlan(None, OffloadReason.REQUEST_SHAPE)
@@ -40,8 +40,8 @@ class Joint(Warm):
       the D that has room and the lowest ``queue + stream_s x requests``: its first token comes after
       ``first = max(queue_P + T_P + X, queue_D)``, with ``T_P`` the prefill on P and ``X`` the transfer of what D lacks.
       The score is ``first + streams_P x T_P + stream_s x requests_D + failure_rate x first``: the streams that decode
-      on P stall, those on D do not. A placement is refused if the request waits more than ``max_own_loss`` longer than
-      on the best single instance, as a share of the time there.
+      on P stall, those on D do not. A placement on a specialist, handed off or not, is refused if the request waits
+      more than ``max_own_loss`` longer than on the best instance that is none, as a share of the time there.
 
     Where no P exists, in fleets without KV roles and for requests that are not long it chooses what ``warm`` chooses.
     It plans for every request, so the offload planner is not asked. Source: the separation of long prefills from
@@ -88,12 +88,18 @@ class Joint(Warm):
         new_tokens = request.prompt_tokens - fleet.instances[place].cached_tokens
         if new_tokens < self.heavy_tokens:
             return choice._replace(plan=_BELOW)
+        at_home_s = _first_s(scores[place])
+        if names[place] in specialists and len(specialists) < len(names):
+            # A specialist has few streams to stall, so its score stays low however long prompts queue there.
+            ranks = [score[1] for score in scores]
+            at_home_s = _first_s(scores[least(fleet, ranks, [name in specialists for name in names])])
+            longest_s = (1 + self.max_own_loss) * at_home_s
+            late = [name in specialists and _first_s(scores[at]) > longest_s for at, name in enumerate(names)]
+            place = least(fleet, ranks, late)
+            scores = [score._replace(skipped=skips) for score, skips in zip(scores, late, strict=True)]
+            choice = Choice(names[place], Reason.LOWEST_SCORE, tuple(scores))
         alone = scores[place]
-        inputs = {
-            "new_tokens": float(new_tokens),
-            "colocated_s": alone.score,
-            "colocated_first_s": alone.inputs["queue_s"] + alone.inputs["own_s"],
-        }
+        inputs = {"new_tokens": float(new_tokens), "colocated_s": alone.score, "colocated_first_s": at_home_s}
         queues = [score[2]["queue_s"] for score in scores]
         found = self._handed_off(request, fleet, specialists, queues, inputs["colocated_first_s"])
         if isinstance(found, OffloadReason):
@@ -190,6 +196,11 @@ class Joint(Warm):
         pool = view.kv_capacity_tokens
         taken = view.kv_used_tokens + view.kv_promised_tokens + prompt_tokens
         return pool > 0 and taken <= self.pool_share * pool and taken + answer_tokens <= pool
+
+
+def _first_s(score: CandidateScore) -> float:
+    """Seconds to the first token on one instance, as ``warm`` prices them."""
+    return score.inputs["queue_s"] + score.inputs["own_s"]
 
 
 def _receiver_of(
