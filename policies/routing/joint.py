@@ -90,12 +90,7 @@ class Joint(Warm):
             return choice._replace(plan=_BELOW)
         at_home_s = _first_s(scores[place])
         if names[place] in specialists and len(specialists) < len(names):
-            # A specialist has few streams to stall, so its score stays low however long prompts queue there.
-            ranks = [score[1] for score in scores]
-            at_home_s = _first_s(scores[least(fleet, ranks, [name in specialists for name in names])])
-            longest_s = (1 + self.max_own_loss) * at_home_s
-            late = [name in specialists and _first_s(scores[at]) > longest_s for at, name in enumerate(names)]
-            place = least(fleet, ranks, late)
+            place, at_home_s, late = self._in_time(fleet, scores, [name in specialists for name in names])
             scores = [score._replace(skipped=skips) for score, skips in zip(scores, late, strict=True)]
             choice = Choice(names[place], Reason.LOWEST_SCORE, tuple(scores))
         alone = scores[place]
@@ -113,6 +108,19 @@ class Joint(Warm):
         )
         plan = OffloadPlan(found.prefill, OffloadReason.CHOSEN, inputs)
         return Choice(names[found.decode], Reason.LOWEST_SCORE, tuple(scores), plan)
+
+    def _in_time(
+        self, fleet: FleetSnapshot, scores: Sequence[CandidateScore], special: Sequence[bool]
+    ) -> tuple[int, float, list[bool]]:
+        """The place of a long prompt less the specialists where it waits too long, the wait elsewhere, and those.
+
+        A specialist has few streams to stall, so its score stays low however long prompts queue there.
+        """
+        ranks = [score[1] for score in scores]
+        at_home_s = _first_s(scores[least(fleet, ranks, special)])
+        longest_s = (1 + self.max_own_loss) * at_home_s
+        late = [each and _first_s(score) > longest_s for each, score in zip(special, scores, strict=True)]
+        return least(fleet, ranks, late), at_home_s, late
 
     def _handed_off(
         self,

@@ -139,6 +139,18 @@ def test_the_request_itself_may_lose_only_so_much() -> None:
     assert plan_of(fleet(*waiting), max_own_loss=9.0, stream_s=0.0)[0] == "p"
 
 
+def test_a_long_prompt_does_not_wait_behind_the_queue_of_a_specialist_without_streams() -> None:
+    queue = {"requests": 3, "prefilling": 3, "pending_prefill_tokens": 180_000}
+    snapshot = fleet(view("a", 30), view("b", 30), view("p", **queue))
+    choice = Joint().choose(REQUEST, snapshot)
+    assert choice.instance != "p"
+    assert score_of(choice, "p").skipped
+    assert score_of(choice, "p").score < score_of(choice, choice.instance).score
+    assert choice.plan is not None
+    assert choice.plan.reason is OffloadReason.DOES_NOT_PAY
+    assert not score_of(Joint(max_own_loss=9.0).choose(REQUEST, snapshot), "p").skipped
+
+
 def test_an_idle_fleet_computes_in_place() -> None:
     assert plan_of(fleet(view("a", 0), view("p", 0))) == (None, OffloadReason.DOES_NOT_PAY)
 
