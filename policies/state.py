@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from policies.admission.accounts import ComputedPrompt, SessionAccounts
+from policies.admission.accounts import TURNS_PER_INSTANCE, ComputedPrompt, SessionAccounts
 from policies.admission.gate import Room
 from policies.admission.residency import Residency
 from policies.costs.book import CostBook, Workload
@@ -335,17 +335,19 @@ class FleetState:
         computed = ComputedPrompt(request.prompt_tokens, before, cached)
         if before > cached:
             accounts.sent(self.costs.prefill, computed, now_s)
-        self._designate(fleet, decision, request.prompt_tokens, cached, now_s)
+        self._designate(fleet, decision, session, computed, now_s)
         return Commitment(
             self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, session, computed
         )
 
     def _designate(
-        self, fleet: FleetSnapshot, decision: Decision, prompt_tokens: int, cached_tokens: int, now_s: float
+        self, fleet: FleetSnapshot, decision: Decision, session: str, computed: ComputedPrompt, now_s: float
     ) -> None:
-        """Count a HEAVY prefill and change the specialists by the fleet as it was decided on."""
+        """Count a context and a HEAVY prefill, and change the specialists by the fleet as it was decided on."""
         specialists, accounts, views = self.specialists, self.accounts, fleet.instances
+        prompt_tokens, _, cached_tokens = computed
         specialists.began(now_s)
+        specialists.contexts.sent(session, prompt_tokens, now_s, TURNS_PER_INSTANCE * accounts.instances)
         heavy = decision.request_class is RequestClass.HEAVY
         if heavy:
             seconds = self.costs.prefill.seconds(prompt_tokens - cached_tokens, cached_tokens)
@@ -356,8 +358,7 @@ class FleetState:
             load = FleetLoad(
                 share=specialists.share(now_s),
                 instances=len(views),
-                working_set_tokens=accounts.active_tokens
-                + accounts.kept_tokens
+                working_set_tokens=specialists.contexts.working_set_tokens(accounts.active_tokens, now_s)
                 + remote.active_tokens
                 + remote.kept_tokens,
                 pool_tokens=sum(pools) if all(pools) else 0,

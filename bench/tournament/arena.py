@@ -19,6 +19,7 @@ from bench.tournament.traces import find_traces, load_one
 from bench.tournament.workload import CellWorkload, build
 from policies.admission.base import AdmissionRule
 from policies.routing.base import RoutingPolicy
+from policies.types import Role
 from replayer.compare.statistics.bootstrap import FloatArray, SessionBootstrap
 from replayer.records.runs import RequestRecord, Run
 from replayer.records.sessions import SessionTally
@@ -249,6 +250,8 @@ class Arena:
             profile=self.settings.profile,
             pool_tokens=ground.pool(cell.pool)[0],
             seed=seed,
+            role=Role.KV_BOTH if self.settings.transport else Role.NONE,
+            transport=self.settings.transport or None,
             plan=PlanOptions(time_scale=1.0, think_scale=1.0, idle_gap_cap_s=None),
             noise=Noise(arrival_jitter_s=sizes.arrival_jitter_s, speed_sigma=sizes.speed_sigma),
             label=str(cell),
@@ -261,7 +264,10 @@ class Arena:
         example."""
         ground = self.ground(trace)
         profile = self.profile.model_dump()
-        parts = msgspec.json.encode((more, ground.sha256, ground.rule.sessions, self.settings.sizes, profile))
+        transport = (self.settings.transport,) if self.settings.transport else ()
+        parts = msgspec.json.encode(
+            (more, ground.sha256, ground.rule.sessions, self.settings.sizes, profile, *transport)
+        )
         return f"{hashlib.sha256(parts).hexdigest()[:16]}-{self._sources}"
 
 

@@ -50,6 +50,12 @@ def main(
     with_ablations: Annotated[
         bool, typer.Option("--ablations", help="Also simulate the subject with each configured idea switched off.")
     ] = False,
+    hand_offs: Annotated[
+        bool,
+        typer.Option(
+            "--hand-offs", help="Play on instances that can hand over KV, with the subject and variants of `hand_offs`."
+        ),
+    ] = False,
     with_folds: Annotated[
         bool, typer.Option("--folds", help="Also choose among the subject's variants with each family held out.")
     ] = False,
@@ -77,6 +83,8 @@ def main(
     console = Console(stderr=True)
     try:
         settings = read_settings(config)
+        if hand_offs:
+            settings = settings.with_hand_offs()
         grid = _grid(settings.grid, loads, pools, fleets, seeds)
         settings = msgspec.structs.replace(settings, grid=grid)
         entrants = field_of(policies or [], settings.left_out)
@@ -262,7 +270,7 @@ def _command(
     for name in ("loads", "pools", "fleets", "seeds"):
         if getattr(grid, name) != getattr(default, name):
             words.append(f"--{name} {','.join(f'{value:g}' for value in getattr(grid, name))}")
-    words += ["--ablations"] * with_ablations + ["--folds"] * with_folds
+    words += ["--hand-offs"] * bool(settings.transport) + ["--ablations"] * with_ablations + ["--folds"] * with_folds
     return " ".join(words)
 
 

@@ -18,10 +18,12 @@ from bench.tournament.results import costs_digest
 from bench.tournament.settings import TournamentError, TournamentSettings
 from policies.admission.base import AdmissionRule
 from policies.admission.never_hold import NeverHold
+from policies.offload import recent_contexts, specialists
 from policies.registry import PolicyParameterError, make_admission, make_routing, routing_policies
 from policies.routing.base import RoutingPolicy
 
 _OF_RULE = "admission."
+_SPECIALISTS = (specialists.__name__, recent_contexts.__name__)
 
 
 class Entrant(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +69,8 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> str:
         """Digest of the policy's parameters and of the source files that its class is made of.
 
-        The files of the learned cost models count only for policies that use them (``fleet.costs``).
+        The files of the learned cost models count only for policies that use them (``fleet.costs``), those of the
+        designation of specialists likewise (``fleet.specialists``).
         """
         found: set[str] = set()
         rule = self.admission_rule()
@@ -77,6 +80,8 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
         body = b"".join(_source(module) for module in sorted(found))
         if b"costs" in body:
             body += costs_digest().encode()
+        if b"fleet.specialists" in body:
+            body += b"".join(map(_source, _SPECIALISTS))
         parameters = [self.params, self.admission_params] if self.admission_params else self.params
         return hashlib.sha256(msgspec.json.encode(parameters, order="sorted") + body).hexdigest()[:16]
 

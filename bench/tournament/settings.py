@@ -60,6 +60,16 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Requests with which the computed saturation of a trace is checked (`bench.tournament.attained`)."""
 
 
+class HandOffs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tournament on instances that can hand over KV (``--hand-offs``): what differs from the plain one."""
+
+    transport: str = "nvlink"
+    """KV transport of all pairs; one that the profile has constants for."""
+    subject: str = "joint"
+    left_out: dict[str, str] = {}
+    ablations: dict[str, dict[str, Any]] = {}
+
+
 class TournamentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -77,6 +87,16 @@ class TournamentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Fleets that the ablations are played with, of those in the grid; empty: all."""
     ablation_seeds: tuple[int, ...] = ()
     """Seeds that the ablations are played with, of those in the grid; empty: all."""
+    transport: str = ""
+    """KV transport of instances that can hand over KV; empty: instances have no KV roles. Set by ``with_hand_offs``."""
+    hand_offs: HandOffs = HandOffs()
+
+    def with_hand_offs(self) -> TournamentSettings:
+        """The settings of the tournament on instances that can hand over KV."""
+        of = self.hand_offs
+        return msgspec.structs.replace(
+            self, transport=of.transport, subject=of.subject, left_out=of.left_out, ablations=of.ablations
+        )
 
     def ablation_grid(self) -> Grid:
         """The part of the grid that the ablations are played on.

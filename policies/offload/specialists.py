@@ -10,20 +10,23 @@ from collections.abc import Sequence
 from math import exp2, log
 from typing import NamedTuple
 
+from policies.offload.recent_contexts import RecentContexts
 from policies.types import InstanceView, Role
 
 HALF_LIFE_S = 60.0
 """Half-life of the share of long prefills."""
-SHARE = 0.5
-"""Specialists per instance's worth of long prefills."""
-PER_INSTANCES = 8
-"""At most one specialist for so many instances, and one in a smaller fleet."""
+SHARE = 0.75
+"""Specialists per instance's worth of long prefills: not all of them gain by a hand-off."""
+PER_INSTANCES = 4
+"""At most one specialist for so many instances: one whose queue is long is refused, and one of eight is not enough
+where long prefills take two instances' time.
+"""
 LEAST_INSTANCES = 4
 """Smaller fleets have none."""
 MARGIN = 0.25
 """The number shrinks only when the wanted one is this far below the edge of rounding."""
-ROOM = 0.4
-"""Share of the pools of the other instances that the working set may fill."""
+ROOM = 0.8
+"""Share of the pools of the other instances that the working set may fill: they do not fill evenly."""
 MOST_LOST = 0.05
 """Share of the fleet's time that recomputing evicted contexts may take."""
 KEEPS = 1.25
@@ -43,7 +46,7 @@ class FleetLoad(NamedTuple):
     """Time of long prefills as a share of time; 2: as much as two instances can compute."""
     instances: int
     working_set_tokens: int
-    """Contexts in flight and kept."""
+    """Contexts in flight, and those of the last minutes that may return (`policies.offload.recent_contexts`)."""
     pool_tokens: int
     """KV pools of ``instances`` together; 0: unknown, and then there are no specialists."""
     lost_share: float
@@ -102,6 +105,7 @@ class Specialists:
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
         """Designated instances, oldest first."""
+        self.contexts = RecentContexts()
         self._work_s = 0.0
         self._began_s: float | None = None
         self._at_s = 0.0

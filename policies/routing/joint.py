@@ -15,7 +15,7 @@ from policies.offload.base import may_receive, may_send
 from policies.routing.base import Pick, least, require, tie_break
 from policies.routing.warm import Prices, Terms, Warm, queued_s
 from policies.snapshot import FleetColumns, FleetSnapshot
-from policies.types import Choice, InstanceView, OffloadPlan, OffloadReason, Reason, RequestView
+from policies.types import CandidateScore, Choice, InstanceView, OffloadPlan, OffloadReason, Reason, RequestView
 
 _BELOW = OffloadPlan(None, OffloadReason.BELOW_THRESHOLD)
 _SHAPE = OffloadPlan(None, OffloadReason.REQUEST_SHAPE)
@@ -61,8 +61,8 @@ class Joint(Warm):
       the D that has room and the lowest ``queue + stream_s x requests``: its first token comes after
       ``first = max(queue_P + T_P + X, queue_D)``, with ``T_P`` the prefill on P and ``X`` the transfer of what D lacks.
       The score is ``first + streams_P x T_P + stream_s x requests_D + failure_rate x first``: the streams that decode
-      on P stall, those on D do not. A placement is refused if the request waits more than ``max_own_loss`` longer than
-      on the best single instance, as a share of the time there.
+      on P stall, those on D do not. A placement on a specialist, handed off or not, is refused if the request waits
+      more than ``max_own_loss`` longer than on the best instance that is none, as a share of the time there.
 
     Where no P exists, in fleets without KV roles and for requests that are not long it chooses what ``warm`` chooses.
     It plans for every request, so the offload planner is not asked. Source: the separation of long prefills from
@@ -99,11 +99,12 @@ class Joint(Warm):
         alone = Pick(place, Reason.LOWEST_SCORE)
         if not request.may_offload or request.prompt_tokens - columns.cached_tokens[place] < self.heavy_tokens:
             return alone
-        queue_s, crowd_s, room_s, own_s, others_s = prices.terms(place)
-        score_s = queue_s + crowd_s + room_s + own_s + others_s
-        if place in specialists.values():
-            score_s += extra_s
-        job = _Job(self, request, fleet, columns, specialists, prices, queue_s + own_s)
+        first_s = prices.first_s(place)
+        if place in specialists.values() and len(specialists) < len(bounds):
+            place, first_s = self._quick_in_time(prices, bounds, specialists, place)
+            alone = Pick(place, Reason.LOWEST_SCORE)
+        score_s = prices.of(place) + extra_s if place in specialists.values() else prices.of(place)
+        job = _Job(self, request, fleet, columns, specialists, prices, first_s)
         prefills = [view for view in job.prefills() if job.may_be_below(score_s, view)]
         if not prefills:
             return alone
@@ -111,6 +112,21 @@ class Joint(Warm):
         if isinstance(found, OffloadReason) or found.score_s >= score_s:
             return alone
         return Pick(found.decode, Reason.LOWEST_SCORE)
+
+    def _quick_in_time(
+        self, prices: Prices, bounds: Sequence[float], specialists: Mapping[str, int], place: int
+    ) -> tuple[int, float]:
+        """What `_in_time` finds for a long prompt at the specialist ``place``: the place, and the wait elsewhere."""
+        places, extra_s = specialists.values(), self.specialist_s
+        others = [inf if at in places else bound_s for at, bound_s in enumerate(bounds)]
+        at_home_s = prices.first_s(prices.cheapest(others))
+        longest_s = (1 + self.max_own_loss) * at_home_s
+        if prices.first_s(place) <= longest_s:
+            return place, at_home_s
+        for at in places:
+            if prices.first_s(at) <= longest_s:
+                others[at] = bounds[at]
+        return prices.cheapest(others, dict.fromkeys(places, extra_s)), at_home_s
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         columns = FleetColumns.of(fleet.instances)
@@ -123,13 +139,38 @@ class Joint(Warm):
         place = least(fleet, [score[1] for score in scores])
         plan = _SHAPE
         if request.may_offload:
-            alone = scores[place]
-            plan, found = self._planned(request, fleet, columns, specialists, terms, place, alone.score)
+            new_tokens = request.prompt_tokens - columns.cached_tokens[place]
+            if new_tokens < self.heavy_tokens:
+                return Choice(names[place], Reason.LOWEST_SCORE, tuple(scores), _BELOW)
+            first_s = _first_s(terms[place])
+            if place in specialists.values() and len(specialists) < len(names):
+                place, first_s, late = self._in_time(fleet, scores, terms, specialists)
+                scores = [score._replace(skipped=skips) for score, skips in zip(scores, late, strict=True)]
+            alone_s = scores[place].score
+            inputs = {"new_tokens": float(new_tokens), "colocated_s": alone_s, "colocated_first_s": first_s}
+            plan, found = self._planned(request, fleet, columns, specialists, inputs)
             if found is not None:
                 place, there = found.decode, scores[found.decode]
                 inputs = {**there.inputs, "colocated_s": there.score, "handed_off_s": found.score_s}
                 scores[place] = there._replace(score=found.score_s, inputs=inputs)
         return Choice(names[place], Reason.LOWEST_SCORE, tuple(scores), plan)
+
+    def _in_time(
+        self,
+        fleet: FleetSnapshot,
+        scores: Sequence[CandidateScore],
+        terms: Sequence[Terms],
+        specialists: Mapping[str, int],
+    ) -> tuple[int, float, list[bool]]:
+        """The place of a long prompt less the specialists where it waits too long, the wait elsewhere, and those.
+
+        A specialist has few streams to stall, so its score stays low however long prompts queue there.
+        """
+        ranks, places = [score[1] for score in scores], frozenset(specialists.values())
+        at_home_s = _first_s(terms[least(fleet, ranks, [at in places for at in range(len(ranks))])])
+        longest_s = (1 + self.max_own_loss) * at_home_s
+        late = [at in places and _first_s(each) > longest_s for at, each in enumerate(terms)]
+        return least(fleet, ranks, late), at_home_s, late
 
     def _planned(
         self,
@@ -137,23 +178,17 @@ class Joint(Warm):
         fleet: FleetSnapshot,
         columns: FleetColumns,
         specialists: Mapping[str, int],
-        terms: Sequence[Terms],
-        place: int,
-        alone_s: float,
+        inputs: dict[str, float],
     ) -> tuple[OffloadPlan, _Placement | None]:
-        """The plan, and the hand-off if it is chosen: its score is below ``alone_s``, that at ``place``."""
-        new_tokens = request.prompt_tokens - columns.cached_tokens[place]
-        if new_tokens < self.heavy_tokens:
-            return _BELOW, None
-        first_s = terms[place][0] + terms[place][3]
-        inputs = {"new_tokens": float(new_tokens), "colocated_s": alone_s, "colocated_first_s": first_s}
-        job = _Job(self, request, fleet, columns, specialists, self.prices(request, fleet, columns), first_s)
+        """The plan, and the hand-off if it is chosen: if it costs less than ``colocated_s`` of the inputs."""
+        prices = self.prices(request, fleet, columns)
+        job = _Job(self, request, fleet, columns, specialists, prices, inputs["colocated_first_s"])
         prefills = job.prefills()
         found = job.handed_off(prefills) if prefills else OffloadReason.NO_SPECIALIST
         if isinstance(found, OffloadReason):
             return OffloadPlan(None, found, inputs), None
         inputs |= found.inputs()
-        if found.score_s >= alone_s:
+        if found.score_s >= inputs["colocated_s"]:
             return OffloadPlan(None, OffloadReason.DOES_NOT_PAY, inputs), None
         return OffloadPlan(found.prefill, OffloadReason.CHOSEN, inputs), found
 
@@ -308,6 +343,11 @@ class _Job:
 
     def _queue_s(self, view: InstanceView) -> float:
         return queued_s(view.pending_prefill_tokens, view.prefilling, self._prices.model)
+
+
+def _first_s(terms: Terms) -> float:
+    """Seconds to the first token on one instance, by its queue and this prefill."""
+    return terms[0] + terms[3]
 
 
 def _places_of(names: Sequence[str], columns: FleetColumns) -> dict[str, int]:

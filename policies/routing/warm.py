@@ -169,6 +169,11 @@ class Prices:
         queue_s, crowd_s, room_s, own_s, others_s = self.terms(place)
         return queue_s + crowd_s + room_s + own_s + others_s
 
+    def first_s(self, place: int) -> float:
+        """Seconds to the first token at a place: its queue, and this prefill."""
+        view = self._fleet.instances[place]
+        return queued_s(view.pending_prefill_tokens, view.prefilling, self.model) + self.own_s(view.cached_tokens)
+
     def terms(self, place: int) -> Terms:
         """Queue, crowd, room, own and others of the candidate at a place."""
         policy, view, prompt = self._policy, self._fleet.instances[place], self._prompt

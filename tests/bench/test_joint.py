@@ -53,6 +53,6 @@ def test_harm_is_what_lies_beyond_its_interval() -> None:
 @pytest.mark.parametrize("chosen_on", [True, False])
 def test_the_page_shows_the_kept_results(chosen_on: bool) -> None:
     assert "\n".join(summary_of(cells("joint.json"), chosen_on=chosen_on)) in PAGE
-    for row in summary_of(cells("joint-16.json"), chosen_on=chosen_on):
-        assert row in PAGE
+    assert "| now | 2 | 29 | 0.61 | 0.84 | 0.92 |" in PAGE
+    assert len(harmed(cells("joint.json"))) == 2
     assert not any(each.warm.failed or each.joint.failed for each in cells("joint.json"))

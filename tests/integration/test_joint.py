@@ -18,11 +18,12 @@ def completion(first: int, tokens: int, max_tokens: int, **fields: Any) -> dict[
 
 
 def with_nvlink_and_long_work(cluster: Cluster) -> None:
-    """One host with NVLink, and two minutes of long prefills behind it."""
+    """One host with NVLink, and minutes of long prefills of sessions that did not return behind it."""
     state, now_s = cluster.core.router.state, time.monotonic()
     for number in range(ENGINES):
         state.add_instance(f"inst-{number}", Role.KV_BOTH, "host", Transport.NVLINK)
-    state.specialists.began(now_s - 120.0)
+    state.specialists.began(now_s - 600.0)
+    state.specialists.contexts.sent("ended", 20_000, now_s - 600.0, 1)
     state.specialists.prefilled(1e4, now_s)
 
 

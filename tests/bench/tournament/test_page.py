@@ -10,12 +10,13 @@ from policies.registry import routing_policies
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "tournament.md").read_text(encoding="utf-8")
+WITH_HAND_OFFS = (ROOT / "docs" / "tournament-joint.md").read_text(encoding="utf-8")
 SETTINGS = read_settings()
 
 
-def ranking() -> dict[str, list[str]]:
+def ranking(page: str = PAGE) -> dict[str, list[str]]:
     """Policy to the cells of its row, from rank on."""
-    rows = re.findall(r"^\| \d+ \| `.*", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| \d+ \| `.*", page, re.MULTILINE)
     split = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     return {row[1].strip("`"): row for row in split}
 
@@ -60,3 +61,17 @@ def test_the_readme_says_what_the_page_says() -> None:
 def test_the_subject_is_the_default_policy() -> None:
     settings = (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
     assert f'| `policy.name` | `"{SETTINGS.subject}"` |' in settings
+
+
+def test_the_page_with_hand_offs_is_of_all_policies_and_its_own_command() -> None:
+    settings = SETTINGS.with_hand_offs()
+    assert sorted([*ranking(WITH_HAND_OFFS), *settings.left_out]) == routing_policies()
+    for variant in settings.ablations:
+        assert f"\n| `{variant}` | " in WITH_HAND_OFFS
+        assert f"\n| {variant} | " in WITH_HAND_OFFS
+    made = re.search(r"^Made by `(python -m bench\.tournament[^`]*)`", WITH_HAND_OFFS, re.MULTILINE)
+    assert made
+    command = re.search(r"^python -m bench\.tournament .*", WITH_HAND_OFFS, re.MULTILINE)
+    assert command
+    options = command[0].removesuffix(" --document docs/tournament-joint.md").removesuffix(" -o runs/hand-offs")
+    assert set(options.split()) == set(made[1].split())

@@ -18,6 +18,7 @@ from bench.tournament.traces import find_traces
 from policies.admission.working_set import WorkingSet
 from policies.costs.formulas import PrefillModel, TimeEstimate
 from policies.registry import routing_policies
+from policies.types import Role
 from replayer.records.sessions import session_clocks
 from replayer.traces.formats.bailian import write
 from replayer.traces.synth import SynthOptions, synthetic_trace
@@ -243,6 +244,25 @@ def test_a_policy_that_never_names_the_costs_cannot_see_them(folder: Path) -> No
     changed = {name for name in before if before[name] != after[name]}
     assert "warm" in changed
     assert changed <= {"joint", "migrate", "warm", "smetric"}
+
+
+def test_hand_offs_change_the_instances_the_subject_and_the_digest(folder: Path) -> None:
+    plain = read_settings(folder / "config.yaml")
+    handing = plain.with_hand_offs()
+    assert (plain.transport, handing.transport, handing.subject) == ("", "nvlink", "joint")
+    cell = GridCell(trace="tiny", load=0.8, pool=1.0, fleet=2)
+    arenas = [Arena(settings, folder / "traces") for settings in (plain, handing)]
+    stages = [arena.stage(cell, seed=1) for arena in arenas]
+    assert [stage.options.role for stage in stages] == [Role.NONE, Role.KV_BOTH]
+    assert [stage.options.transport for stage in stages] == [None, "nvlink"]
+    assert stages[0].made_of != stages[1].made_of
+
+
+def test_the_designation_of_specialists_counts_for_policies_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = routing_policies()
+    before = {name: parse(name).digest() for name in names}
+    monkeypatch.setattr("bench.tournament.entrants._SPECIALISTS", ("policies.offload.specialists",))
+    assert {name for name in names if parse(name).digest() != before[name]} == {"joint"}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from policies.offload.specialists import (
     MOST_LOST,
     ROOM,
     SETTLED_S,
+    SHARE,
     FleetLoad,
     Specialists,
     designated,
@@ -27,22 +28,23 @@ def load(share: float, instances: int = 8, **fields: float) -> FleetLoad:
     return FleetLoad(share, instances, **values)  # type: ignore[arg-type]
 
 
-def test_the_number_follows_half_the_share_of_long_prefills() -> None:
-    assert [wanted(0, load(share, 64)) for share in (0.0, 0.99, 1.01, 8.0)] == [0, 0, 1, 1]
+def test_the_number_follows_three_quarters_of_the_share_of_long_prefills() -> None:
+    edge = 0.5 / SHARE
+    assert [wanted(0, load(share, 64)) for share in (0.0, edge - 0.01, edge + 0.01, 8.0)] == [0, 0, 1, 1]
     number = 0
     for _ in range(10):
-        number = wanted(number, load(6.2, 64))
+        number = wanted(number, load(3.1 / SHARE, 64))
     assert number == 3
 
 
 def test_it_shrinks_one_by_one_and_only_a_quarter_below_the_edge() -> None:
-    assert wanted(3, load(4.6, 64)) == 3  # 2.3: round says 2, but 2.25 is the limit
-    assert wanted(3, load(4.4, 64)) == 2
-    assert wanted(1, load(0.6)) == 1
-    assert wanted(1, load(0.4)) == 0
+    assert wanted(3, load(2.3 / SHARE, 64)) == 3  # round says 2, but 2.25 is the limit
+    assert wanted(3, load(2.2 / SHARE, 64)) == 2
+    assert wanted(1, load(0.3 / SHARE)) == 1
+    assert wanted(1, load(0.2 / SHARE)) == 0
 
 
-@pytest.mark.parametrize(("instances", "most"), [(3, 0), (4, 1), (8, 1), (15, 1), (16, 2), (64, 8)])
+@pytest.mark.parametrize(("instances", "most"), [(3, 0), (4, 1), (7, 1), (8, 2), (15, 3), (16, 4), (64, 16)])
 def test_the_size_of_the_fleet_bounds_it(instances: int, most: int) -> None:
     number = 0
     for _ in range(20):
@@ -109,11 +111,11 @@ def test_none_is_added_before_the_bounds_held_for_a_while() -> None:
 def test_one_that_is_no_candidate_for_long_or_left_is_replaced() -> None:
     book = Specialists()
     book.began(0.0)
-    assert updated(book, 100.0) == ("inst-0",)
-    rest = idle(8)[1:]
-    book.update(rest, load(9.0), 100.0 + ABSENT_S)
+    assert updated(book, 100.0, names=4) == ("inst-0",)
+    rest = idle(4)[1:]
+    book.update(rest, load(9.0, 4), 100.0 + ABSENT_S)
     assert book.names == ("inst-0",)
-    book.update(rest, load(9.0), 101.0 + ABSENT_S)
+    book.update(rest, load(9.0, 4), 101.0 + ABSENT_S)
     assert book.names == ("inst-1",)
     book.forget("inst-1")
     assert book.names == ()
@@ -125,6 +127,23 @@ def test_an_earlier_time_changes_nothing_for_the_worse() -> None:
     book.prefilled(5.0, 90.0)
     assert book.share(80.0) == 0.0
     assert book.share(160.0) == pytest.approx(10.0 * 0.5 * 0.6931 / 60.0 / 0.5, rel=0.01)
+
+
+@pytest.mark.parametrize(("pool_tokens", "number"), [(20_000, 0), (40_000, 2)])
+def test_idle_contexts_that_may_return_count_against_specialists(pool_tokens: int, number: int) -> None:
+    state = FleetState()
+    names = [f"inst-{number}" for number in range(8)]
+    for name in names:
+        state.add_instance(name, Role.KV_BOTH)
+        state.set_capacity(name, pool_tokens, 16.0)
+    for turn in range(40):
+        now_s, request = 10.0 * turn, ask_new(turn, 4_500, session_id=f"s-{turn}")
+        state.specialists.prefilled(100.0, now_s)
+        fleet = state.snapshot(request, now_s, names)
+        decision = decision_for(request, names[turn % 8], names[(turn + 1) % 8])
+        state.commit(request, fleet, decision, now_s).release(now_s)
+    # 30 contexts in five minutes, of sessions that may return.
+    assert len(state.specialists.names) == number
 
 
 def test_commits_count_heavy_prefills_and_snapshots_only_read() -> None:

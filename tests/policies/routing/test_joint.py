@@ -96,7 +96,7 @@ def test_a_hand_off_is_one_that_can_be_carried_out(case: tuple[RequestView, Flee
     decision = decide(request, snapshot, policy, Never(), ClassThresholds())
     assert policy.quick(request, snapshot, FleetColumns.of(snapshot.instances)).place == names.index(decision.decode_on)
     assert score_of(policy.choose(request, snapshot), decision.decode_on).score == min(
-        score.score for score in decision.scores
+        score.score for score in decision.scores if not score.skipped
     )
     if decision.prefill_on is None:
         assert decision.offload.reason is not OffloadReason.CHOSEN
@@ -137,6 +137,18 @@ def test_the_request_itself_may_lose_only_so_much() -> None:
     waiting = (*BUSY[:2], view("p", **queue))
     assert plan_of(fleet(*waiting)) == (None, OffloadReason.DOES_NOT_PAY)
     assert plan_of(fleet(*waiting), max_own_loss=9.0, stream_s=0.0)[0] == "p"
+
+
+def test_a_long_prompt_does_not_wait_behind_the_queue_of_a_specialist_without_streams() -> None:
+    queue = {"requests": 3, "prefilling": 3, "pending_prefill_tokens": 180_000}
+    snapshot = fleet(view("a", 30), view("b", 30), view("p", **queue))
+    choice = Joint().choose(REQUEST, snapshot)
+    assert choice.instance != "p"
+    assert score_of(choice, "p").skipped
+    assert score_of(choice, "p").score < score_of(choice, choice.instance).score
+    assert choice.plan is not None
+    assert choice.plan.reason is OffloadReason.DOES_NOT_PAY
+    assert not score_of(Joint(max_own_loss=9.0).choose(REQUEST, snapshot), "p").skipped
 
 
 def test_an_idle_fleet_computes_in_place() -> None:

@@ -70,11 +70,17 @@ def exhaustive(
         each.score + policy.specialist_s if each.instance in fleet.specialists else each.score for each in warm.scores
     ]
     place = min(range(len(names)), key=lambda at: (scores[at], tie_break(fleet, at)))
-    alone = names[place], None, dict[str, float](), scores[place]
     if request.prompt_tokens - fleet.instances[place].cached_tokens < policy.heavy_tokens:
-        return alone
+        return names[place], None, {}, scores[place]
     queues = {score.instance: score.inputs["queue_s"] for score in warm.scores}
-    bound_s = (1 + policy.max_own_loss) * (queues[names[place]] + warm.scores[place].inputs["own_s"])
+    firsts = [score.inputs["queue_s"] + score.inputs["own_s"] for score in warm.scores]
+    first_s, others = firsts[place], [at for at, name in enumerate(names) if name not in fleet.specialists]
+    if names[place] in fleet.specialists and others:
+        first_s = firsts[min(others, key=lambda at: (scores[at], tie_break(fleet, at)))]
+        late = {at for at in range(len(names)) if at not in others and firsts[at] > (1 + policy.max_own_loss) * first_s}
+        place = min(set(range(len(names))) - late, key=lambda at: (scores[at], tie_break(fleet, at)))
+    alone = names[place], None, dict[str, float](), scores[place]
+    bound_s = (1 + policy.max_own_loss) * first_s
     receivers = [
         (queues[view.instance] + policy.stream_s * view.requests, tie_break(fleet, at), view)
         for at, view in enumerate(fleet.instances)
@@ -141,7 +147,7 @@ def priced(
 
 
 def test_joint_places_as_if_it_had_priced_every_placement() -> None:
-    draw, handed_off = random.Random(20), 0
+    draw, handed_off, late = random.Random(20), 0, 0
     for _ in range(3_000):
         request, fleet = drawn(draw)
         policy = Joint(**draw.choice(PARAMS))
@@ -152,11 +158,13 @@ def test_joint_places_as_if_it_had_priced_every_placement() -> None:
         assert (choice.instance, plan.prefill_on, scores[choice.instance]) == (decode_on, prefill_on, score_s)
         assert (plan.reason is OffloadReason.CHOSEN) == (prefill_on is not None)
         assert terms.items() <= plan.inputs.items()
-        assert min(scores.values()) == score_s
+        assert min(each.score for each in choice.scores if not each.skipped) == score_s
+        late += any(each.skipped for each in choice.scores)
         columns = FleetColumns.of(fleet.instances)
         assert columns.instance[policy.quick(request, fleet, columns).place] == decode_on
         handed_off += prefill_on is not None
     assert handed_off > 50
+    assert late > 50
 
 
 def test_warm_prices_a_candidate_alone_as_among_all() -> None:

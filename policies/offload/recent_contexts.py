@@ -1,0 +1,72 @@
+"""Recent contexts: the working set of the last minutes, weighted by the share of contexts that are used again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+WINDOW_S = 300.0
+"""The time after which an unused context is worth no more than the room it takes: the five minutes for which providers
+keep an unused prefix by default.
+"""
+CAPACITY = 100_000
+"""Most sessions that are remembered."""
+
+
+class RecentContexts:
+    """Sessions whose last request was sent within ``WINDOW_S``. Single writer; O(1) per call, amortised."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        """Prompt tokens of the last request and when it was sent, the oldest first."""
+        self._tokens = 0
+        self._began_s: float | None = None
+        self.return_share = 1.0
+        """Share of requests that another one of their session follows within the window, lately. Begins at 1: what is
+        not known yet may return.
+        """
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def sent(self, session: str, prompt_tokens: int, now_s: float, memory: int) -> None:
+        """A request of the session is sent; the share of returns is averaged over the last ``memory`` of them."""
+        if self._began_s is None:
+            self._began_s = now_s
+        self._expire(now_s, memory)
+        before = self._sessions.pop(session, None)
+        if before is not None:
+            self._tokens -= before[0]
+            self._followed(1.0, memory)
+        self._sessions[session] = (prompt_tokens, now_s)
+        self._tokens += prompt_tokens
+        if len(self._sessions) > CAPACITY:
+            self._drop_oldest()
+
+    def working_set_tokens(self, active_tokens: int, now_s: float) -> int:
+        """Tokens in use and, weighted by the share that returns, those used within the window.
+
+        Before the window has passed once, those not in use are extrapolated from the time known so far: caches that
+        fill up look roomy.
+
+        Args:
+            active_tokens: Contexts in flight.
+            now_s: The time.
+        """
+        if self._began_s is None:
+            return active_tokens
+        known_s = max(1.0, min(WINDOW_S, now_s - self._began_s))
+        idle = max(0, self._tokens - active_tokens)
+        return active_tokens + int(self.return_share * idle * WINDOW_S / known_s)
+
+    def _expire(self, now_s: float, memory: int) -> None:
+        sessions, oldest_s = self._sessions, now_s - WINDOW_S
+        while sessions and next(iter(sessions.values()))[1] <= oldest_s:
+            self._drop_oldest()
+            self._followed(0.0, memory)
+
+    def _drop_oldest(self) -> None:
+        _, (tokens, _) = self._sessions.popitem(last=False)
+        self._tokens -= tokens
+
+    def _followed(self, followed: float, memory: int) -> None:
+        self.return_share += (followed - self.return_share) / memory
