@@ -28,6 +28,7 @@ from policies.classes import ClassThresholds
 from policies.costs.book import CostBook
 from policies.decide import decide
 from policies.offload.never import Never
+from policies.offload.specialists import PER_INSTANCES
 from policies.registry import (
     ADMISSION_GROUP,
     BUILT_IN,
@@ -72,7 +73,7 @@ def live_decisions(instances: int, count: int, seed: int = 0) -> list[tuple[Requ
             pinned=views[warm].instance,
             hotspot=HotspotView(draw.random() / 10, 0, 1_000),
             costs=CostBook().at(float(number)),
-            specialists=tuple([view.instance for view in views[: max(1, instances // 8)]]),
+            specialists=tuple([view.instance for view in views[: max(1, instances // PER_INSTANCES)]]),
         )
         made.append((request, fleet, decide(request, fleet, LeastLoaded(), Never(), _THRESHOLDS)))
     return made

@@ -81,9 +81,19 @@ class Migrate(Warm):
         return [score.score for score in self.choose(request, fleet).scores]
 
     def quick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Pick:
-        """The same choice as that of ``choose``."""
+        """The same choice as that of ``choose``; the loads of all are asked for only if the home has a high one."""
+        if not request.may_offload or not self._is_loaded_home(request, fleet, columns):
+            return Warm.quick(self, request, fleet, columns)
         choice = self.choose(request, fleet)
         return Pick(columns.instance.index(choice.instance), choice.reason)
+
+    def _is_loaded_home(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> bool:
+        """False if there is no home, or its own load is too low for it to be overloaded."""
+        home = self._home(request, fleet, columns)
+        if home is None:
+            return False
+        queue_s, _, room_s, _, _ = self.prices(request, fleet, columns).terms(home)
+        return queue_s + room_s + self.stream_s * fleet.instances[home].requests > self.overload_s
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         choice = Warm.choose(self, request, fleet)
@@ -116,12 +126,16 @@ class Migrate(Warm):
             for score, view in zip(scores, fleet.instances, strict=True)
         ]
 
-    def _overloaded_home(self, request: RequestView, fleet: FleetSnapshot, loads: Sequence[float]) -> int | None:
-        """Position of the home if it is overloaded."""
-        columns = FleetColumns.of(fleet.instances)
+    def _home(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> int | None:
+        """Position of the instance with the longest cached prefix, if it is long enough to be a home."""
         home = longest_cached(fleet, columns, lambda place: columns.instance[place] != fleet.pinned)
         least_tokens = max(self.min_cached_tokens, self.affinity_gate * request.prompt_tokens)
-        if columns.cached_tokens[home] < least_tokens or loads[home] <= self.overload_s:
+        return home if columns.cached_tokens[home] >= least_tokens else None
+
+    def _overloaded_home(self, request: RequestView, fleet: FleetSnapshot, loads: Sequence[float]) -> int | None:
+        """Position of the home if it is overloaded."""
+        home = self._home(request, fleet, FleetColumns.of(fleet.instances))
+        if home is None or loads[home] <= self.overload_s:
             return None
         others = len(loads) - 1
         if not others or loads[home] * others <= self.overload_factor * (sum(loads) - loads[home]):
