@@ -116,7 +116,7 @@ class Joint(Warm):
     def _quick_in_time(
         self, prices: Prices, bounds: Sequence[float], specialists: Mapping[str, int], place: int
     ) -> tuple[int, float]:
-        """What `_in_time` finds for a long prompt at the specialist ``place``: the place, and the wait elsewhere."""
+        """Place and wait elsewhere, as `_in_time` gives them, of a long prompt at the specialist ``place``."""
         places, extra_s = specialists.values(), self.specialist_s
         others = [inf if at in places else bound_s for at, bound_s in enumerate(bounds)]
         at_home_s = prices.first_s(prices.cheapest(others))
