@@ -38,8 +38,7 @@ def calibrate(
         list[Path] | None,
         typer.Option(
             "--record",
-            help="Measure nothing: fit this record of an earlier calibration again. Repeatable: transfers of further "
-            "records, of `measure transfer`, are taken in place of its own.",
+            help="Fit this earlier record, measure nothing. Repeatable: further ones of transfers replace its own.",
             show_default=False,
         ),
     ] = None,

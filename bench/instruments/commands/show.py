@@ -20,7 +20,10 @@ def show_record(
     as_json: Json = False,
     as_markdown: Markdown = False,
 ) -> None:
-    """Print the tables of a record again; draw its figures, also where they were not drawn when it was measured."""
+    """Print the tables of a record again, and draw its figures.
+
+    For machines that measure without matplotlib, too.
+    """
     from bench.instruments.record import read_record
 
     try:
