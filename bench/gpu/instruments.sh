@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run every instrument on the two GPUs of this machine: interference, transfers over NVLink and TCP, idle and loaded,
-# calibration, overhead of the connector. Needs vLLM and Mooncake >= 0.3.13 (CUDA) in ENGINE_PYTHON, and this project
+# stage by stage, calibration, transfers of larger blocks, overhead of the connector and of its hooks. Needs vLLM and Mooncake >= 0.3.13 (CUDA) in ENGINE_PYTHON, and this project
 # installed (make setup) or on PYTHONPATH. Records, the profile and a log of all tables go to OUTPUT.
 #
 #   bench/gpu/instruments.sh OUTPUT
@@ -9,13 +9,15 @@
 # Environment: PYTHON (this project's, default .venv/bin/python), ENGINE_PYTHON (default the fleet file's), MODEL (default
 # the fleet file's; a local folder works), DUMMY=1 (random weights: speeds and memory are real, texts are not),
 # ENGINE_ARGS (a YAML list of further vLLM arguments), HARDWARE (for the records), PROFILE (name of the profile, default
-# h200-measured), REPEATS (default 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start), and
-# BUDGET_S (default 1500: steps that would begin later are left out, one that runs then is ended).
+# h200-measured), REPEATS (default 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start),
+# LARGE_BLOCK (tokens, default 128), HOOKS=0 (leave the connector's hooks out; else they are installed into the engines'
+# Python and removed again), and BUDGET_S (default 1500: steps that would begin later are left out, one that runs then
+# is ended).
 #
 # Rehearsal on the CPU, with small sizes (make engines):  SMALL=1 bench/gpu/instruments.sh OUTPUT
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-[ $# -eq 1 ] || { sed -n '2,14p' "$0"; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,16p' "$0"; exit 2; }
 output=$1
 mkdir -p "$output"
 output=$(cd "$output" && pwd)
@@ -28,28 +30,33 @@ settings=()
 [ -z "${ENGINE_ARGS:-}" ] || settings+=(--set "vllm.extra_args=$ENGINE_ARGS")
 
 if [ -n "${SMALL:-}" ]; then
-  fleet=vllm-cpu-4x transports=(tcp)
+  fleet=vllm-cpu-4x fast=tcp
   settings+=(--set count=2 --set base_port=18801 --set base_bootstrap_port=19801 --set base_events_port=15861
     --set base_events_replay_port=15961 --set base_master_port=19961)
   ids=(--token-low 10 --token-high 2000)
   streams=1,4 prefills=512,2048 context=64 sizes=512,2048 long=2048 shared=512 at_once=1,2 loads=0,2 few=0,1 hint=cpu
+  wear=512 wear_repeats=1
   calibration=(--largest-tokens 2048) overhead=(--prefill-tokens 512 --streams 1,4 --context-tokens 64)
   repeats=${REPEATS:-1} starts=${STARTS:-1}
 else
-  fleet=elastic-2x-kv-both transports=(nvlink tcp)
+  fleet=elastic-2x-kv-both fast=nvlink
   ids=()
   streams=1,4,8,16 prefills=2048,8192,32768,65536,131072 context=1024 sizes=2048,8192,32768,65536,131072 long=65536
   shared=16384 at_once=1,2,4,8 loads=0,4,12 few=0,4 hint="$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1)"
+  wear=8192 wear_repeats=12     # 8 at once: 786,000 tokens, so that every block has been freed once
   calibration=() overhead=()
   repeats=${REPEATS:-2} starts=${STARTS:-1}
 fi
 hardware=${HARDWARE:-$hint}
 run_dir="$output/fleet"
 running=
+hooked=
 failed=()
+engine_python=${ENGINE_PYTHON:-$([ -n "${SMALL:-}" ] && echo .venv-engines/bin/python || echo python3)}
 
 finish() {
   [ -z "$running" ] || "${warmroute[@]}" down --run-dir "$running" > /dev/null
+  [ -z "$hooked" ] || "${warmroute[@]}" measure hooks revert --python "$engine_python" >> "$output/progress.log" 2>&1
 }
 trap finish EXIT
 
@@ -68,10 +75,27 @@ step() { # NAME COMMAND...: run it within the time that is left, its output on t
   fi
 }
 
-up() { # TRANSPORT
+use() { # NAME TRANSPORT SETTING...: the fleet that the next steps start and measure
   running="$run_dir-$1"
-  step "start, $1" "${warmroute[@]}" up "$fleet" --no-proxy --detach --run-dir "$running" "${settings[@]}" \
-    --set "vllm.transfer.protocol=$1"
+  local arguments=("${settings[@]}" --set "vllm.transfer.protocol=$2") setting
+  shift 2
+  for setting in "$@"; do
+    arguments+=(--set "$setting")
+  done
+  stages=()
+  if [ -n "$hooked" ]; then
+    arguments+=(--set "env.WARMROUTE_TRANSFER_RECORDS=$running.jsonl")
+    stages=(--hook-records "$running.jsonl")
+  fi
+  target=("$fleet" "${arguments[@]}" "${ids[@]}" --hardware "$hardware")
+  step "start, $(basename "$running")" "${warmroute[@]}" up "$fleet" --no-proxy --detach --run-dir "$running" "${arguments[@]}"
+}
+
+measure() { # INSTRUMENT NAME OPTIONS...
+  local instrument=$1 name=$2
+  shift 2
+  [ "$instrument" != transfer ] || set -- "${stages[@]}" "$@"
+  step "$name" "${warmroute[@]}" measure "$instrument" "${target[@]}" --output "$output/$name.json" "$@"
 }
 
 down() {
@@ -79,32 +103,45 @@ down() {
   running=
 }
 
-for transport in "${transports[@]}"; do
-  target=("$fleet" "${settings[@]}" --set "vllm.transfer.protocol=$transport" "${ids[@]}" --hardware "$hardware")
-  measure() { # INSTRUMENT NAME OPTIONS...
-    local instrument=$1 name=$2
-    shift 2
-    step "$name" "${warmroute[@]}" measure "$instrument" "${target[@]}" --output "$output/$name.json" "$@"
-  }
-  up "$transport"
-  if [ "$transport" = "${transports[0]}" ]; then
-    measure interference interference --streams "$streams" --prefill-tokens "$prefills" --context-tokens "$context" \
-      --repeats "$repeats"
-    step calibrate "${warmroute[@]}" calibrate "${target[@]}" --name "${PROFILE:-h200-measured}" --force \
-      --output "$output" "${calibration[@]}" --repeats "$repeats"
-    measure transfer "transfer-$transport" --tokens "$sizes" --background "$loads" --background-tokens "$context" \
-      --repeats "$repeats"
+if [ "${HOOKS:-1}" != 0 ]; then
+  if "${warmroute[@]}" measure hooks apply --python "$engine_python" >> "$output/progress.log" 2>&1; then
+    hooked=1
   else
-    measure transfer "transfer-$transport" --tokens "$sizes" --repeats "$repeats"
-    measure transfer "transfer-$transport-loaded" --tokens "$long" --background "$few" \
-      --background-tokens "$context" --repeats "$repeats"
+    echo "== no hooks: see progress.log"
+    failed+=(hooks)
   fi
-  measure transfer "transfer-$transport-shared" --tokens "$shared" --concurrent "$at_once" --repeats "$repeats"
-  measure transfer "transfer-$transport-prefills" --tokens "$shared" --background "$few" \
-    --background-kind prefill --background-tokens "$shared" --repeats "$repeats"
-  down
-done
+fi
+
+use first "$fast"
+measure interference interference --streams "$streams" --prefill-tokens "$prefills" --context-tokens "$context" \
+  --repeats "$repeats"
+step calibrate "${warmroute[@]}" calibrate "${target[@]}" --name "${PROFILE:-h200-measured}" --force \
+  --output "$output" "${calibration[@]}" --repeats "$repeats"
+measure transfer "transfer-$fast" --tokens "$sizes" --background "$loads" --background-tokens "$context" \
+  --repeats "$repeats"
+measure transfer "transfer-$fast-shared" --tokens "$shared" --concurrent "$at_once" --repeats "$repeats"
+measure transfer "transfer-$fast-prefills" --tokens "$shared" --background "$few" \
+  --background-kind prefill --background-tokens "$shared" --repeats "$repeats"
+down
+
+# Over TCP a large pull under load takes longer than the 30 s after which Mooncake gives up by default.
+use tcp tcp env.MC_TRANSFER_TIMEOUT=110
+[ "$fast" = tcp ] || measure transfer transfer-tcp --tokens "$sizes" --repeats "$repeats"
+measure transfer transfer-tcp-shared --tokens "$shared" --concurrent "$at_once" --repeats "$repeats"
+measure transfer transfer-tcp-prefills --tokens "$shared" --background "$few" \
+  --background-kind prefill --background-tokens "$shared" --repeats "$repeats"
+measure transfer transfer-tcp-loaded --tokens "$long" --background "$few" --background-tokens "$context" \
+  --repeats "$repeats"
+down
+
+arms=none,idle,used${hooked:+,hooked}
 step overhead "${warmroute[@]}" measure overhead "$fleet" "${settings[@]}" "${ids[@]}" --hardware "$hardware" \
-  --starts "$starts" --run-dir "$output/overhead-runs" --output "$output/overhead.json" "${overhead[@]}"
+  --arms "$arms" --starts "$starts" --run-dir "$output/overhead-runs" --output "$output/overhead.json" "${overhead[@]}"
+
+# Blocks of a worn pool lie apart, so their size decides how large the pieces of a transfer are. Pairs are warm here.
+use blocks "$fast" "vllm.block_size=${LARGE_BLOCK:-128}" pair_warmup.mode=warn
+measure transfer "transfer-$fast-blocks-wear" --tokens "$wear" --concurrent 8 --repeats "$wear_repeats"
+measure transfer "transfer-$fast-blocks" --tokens "$sizes" --repeats "$repeats"
+down
 echo "done in $SECONDS s${failed[*]:+; not complete: ${failed[*]}}"
 [ ${#failed[@]} -eq 0 ]
