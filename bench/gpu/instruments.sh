@@ -1,23 +1,25 @@
 #!/usr/bin/env bash
 # Run every instrument on the two GPUs of this machine: interference, transfers over NVLink and TCP, idle and loaded,
-# stage by stage, calibration, transfers of larger blocks, overhead of the connector and of its hooks. Needs vLLM and Mooncake >= 0.3.13 (CUDA) in ENGINE_PYTHON, and this project
-# installed (make setup) or on PYTHONPATH. Records, the profile and a log of all tables go to OUTPUT.
+# stage by stage, calibration, transfers of larger blocks, overhead of the connector and of its hooks. Needs vLLM and
+# Mooncake >= 0.3.13 (CUDA) in ENGINE_PYTHON, and this project installed (make setup) or on PYTHONPATH. Records, the
+# profile and a log of all tables go to OUTPUT.
 #
 #   bench/gpu/instruments.sh OUTPUT
 #   warmroute measure show OUTPUT/interference.json --figures FOLDER        # and of the other records
 #
 # Environment: PYTHON (this project's, default .venv/bin/python), ENGINE_PYTHON (default the fleet file's), MODEL (default
 # the fleet file's; a local folder works), DUMMY=1 (random weights: speeds and memory are real, texts are not),
-# ENGINE_ARGS (a YAML list of further vLLM arguments), HARDWARE (for the records), PROFILE (name of the profile, default
-# h200-measured), REPEATS (default 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start),
-# LARGE_BLOCK (tokens, default 128), HOOKS=0 (leave the connector's hooks out; else they are installed into the engines'
-# Python and removed again), and BUDGET_S (default 1500: steps that would begin later are left out, one that runs then
-# is ended).
+# ENGINE_ARGS (a YAML list of further vLLM arguments), SETTINGS (further KEY=VALUE of the fleet file, with spaces between;
+# GPUs of 80 GB: vllm.gpu_memory_utilization=0.94 vllm.max_model_len=140000), STREAMS and PREFILLS (of the interference,
+# comma-separated), HARDWARE (for the records), PROFILE (name of the profile, default h200-measured), REPEATS (default
+# 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start), LARGE_BLOCK (tokens, default 128),
+# HOOKS=0 (leave the connector's hooks out; else they are installed into the engines' Python and removed again), and
+# BUDGET_S (default 1500: steps that would begin later are left out, one that runs then is ended).
 #
 # Rehearsal on the CPU, with small sizes (make engines):  SMALL=1 bench/gpu/instruments.sh OUTPUT
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-[ $# -eq 1 ] || { sed -n '2,16p' "$0"; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,18p' "$0"; exit 2; }
 output=$1
 mkdir -p "$output"
 output=$(cd "$output" && pwd)
@@ -28,6 +30,9 @@ settings=()
 [ -z "${MODEL:-}" ] || settings+=(--set "model=$MODEL")
 [ -z "${DUMMY:-}" ] || settings+=(--set vllm.load_format=dummy)
 [ -z "${ENGINE_ARGS:-}" ] || settings+=(--set "vllm.extra_args=$ENGINE_ARGS")
+for setting in ${SETTINGS:-}; do
+  settings+=(--set "$setting")
+done
 
 if [ -n "${SMALL:-}" ]; then
   fleet=vllm-cpu-4x fast=tcp
@@ -41,7 +46,8 @@ if [ -n "${SMALL:-}" ]; then
 else
   fleet=elastic-2x-kv-both fast=nvlink
   ids=()
-  streams=1,4,8,16 prefills=2048,8192,32768,65536,131072 context=1024 sizes=2048,8192,32768,65536,131072 long=65536
+  streams=${STREAMS:-1,4,8,16} prefills=${PREFILLS:-2048,8192,32768,65536,131072} context=1024
+  sizes=2048,8192,32768,65536,131072 long=65536
   shared=16384 at_once=1,2,4,8 loads=0,4,12 few=0,4 hint="$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1)"
   wear=8192 wear_repeats=12     # 8 at once: 786,000 tokens, so that every block has been freed once
   calibration=() overhead=()
@@ -125,7 +131,7 @@ measure transfer "transfer-$fast-prefills" --tokens "$shared" --background "$few
 down
 
 # Over TCP a large pull under load takes longer than the 30 s after which Mooncake gives up by default.
-use tcp tcp env.MC_TRANSFER_TIMEOUT=110
+use tcp tcp 'env.MC_TRANSFER_TIMEOUT="110"'
 [ "$fast" = tcp ] || measure transfer transfer-tcp --tokens "$sizes" --repeats "$repeats"
 measure transfer transfer-tcp-shared --tokens "$shared" --concurrent "$at_once" --repeats "$repeats"
 measure transfer transfer-tcp-prefills --tokens "$shared" --background "$few" \
