@@ -131,7 +131,7 @@ measure transfer "transfer-$fast-prefills" --tokens "$shared" --background "$few
 down
 
 # Over TCP a large pull under load takes longer than the 30 s after which Mooncake gives up by default.
-use tcp tcp 'env.MC_TRANSFER_TIMEOUT="110"'
+use tcp tcp 'env.MC_TRANSFER_TIMEOUT="110"' vllm.transfer.abort_timeout_s=120
 [ "$fast" = tcp ] || measure transfer transfer-tcp --tokens "$sizes" --repeats "$repeats"
 measure transfer transfer-tcp-shared --tokens "$shared" --concurrent "$at_once" --repeats "$repeats"
 measure transfer transfer-tcp-prefills --tokens "$shared" --background "$few" \
