@@ -30,7 +30,7 @@ RUN_VARIABLE = "WARMROUTE_ENGINES_RUN"
 
 FIRST = ("test_transfer_hooks", "test_small_pool", "test_elastic_ab", "test_environment_ab", "test_two_ranks")
 """Tests with separate engines: run before the shared ones start, so that at most four run."""
-LAST = ("test_failures", "test_kills", "test_resume")
+LAST = ("test_joint", "test_failures", "test_kills", "test_resume")
 """Abandoned pulls leave leaked blocks in the engines, kills cost a restart each."""
 
 FLEET_OVERRIDES = (
@@ -123,6 +123,7 @@ class StartProxy:
         urls: dict[int, str] | None = None,
         bootstraps: dict[int, str] | None = None,
         events: bool = False,
+        transport: str | None = None,
         **settings: Any,
     ) -> Proxy:
         """Start the proxy.
@@ -133,6 +134,7 @@ class StartProxy:
             urls: address by engine, when not the engine's own: a relay's.
             bootstraps: the same for bootstrap addresses.
             events: true to subscribe to the engines' KV events.
+            transport: as which the proxy prices transfers; default: unknown.
             settings: of the proxy; they override short bounds and a planner that offloads every prompt from 500 tokens.
         """
         file = self.engines.file
@@ -142,6 +144,7 @@ class StartProxy:
                 "url": (urls or {}).get(number, file.url(number)),
                 "bootstrap_url": (bootstraps or {}).get(number, file.bootstrap_url(number)),
                 "role": (roles or {}).get(number, "kv_both"),
+                **({"transport": transport} if transport else {}),
                 **(
                     {"events_url": file.events_url(number), "events_replay_url": file.events_replay_url(number)}
                     if events
