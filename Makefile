@@ -95,7 +95,8 @@ RAY_READY := .venv-ray/.ready
 $(RAY_READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv-ray
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
-	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock ray==2.60.0
+	sed -e '/--hash=/d' -e 's/ *\\$$//' requirements.lock > .venv-ray/constraints.txt  # pip wants a hash for all or none
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-ray/constraints.txt ray==2.60.0
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 

@@ -104,6 +104,9 @@ def run(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
     engines = [each["url"] for each in settings["instances"]]
+    # A proxy would replay the events of all arms before its own, whose blocks are gone.
+    for each in settings["instances"]:
+        each.pop("events_replay_url", None)
     began_s, missing = time.monotonic(), []
     for repeat, each in order_of(arms, repeats):
         folder = output / f"{each.label}-r{repeat + first_repeat}"
