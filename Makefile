@@ -102,7 +102,7 @@ $(RAY_READY): requirements.lock pyproject.toml
 
 ray: $(RAY_READY) ## Ray in .venv-ray, for `make test-ray` (two minutes, 1.3 GB)
 
-test-ray: $(RAY_READY) ## fleets on a Ray cluster of local nodes (about a minute)
+test-ray: $(RAY_READY) ## fleets on a Ray cluster of local nodes (two minutes; after `make engines` also real engines)
 	.venv-ray/bin/python -m pytest -n 0 -m ray tests/launch/on_ray
 
 store: ## a Redis server, for the tests of replicas, which start their own (Debian and Ubuntu)
