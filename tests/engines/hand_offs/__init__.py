@@ -1,0 +1,1 @@
+"""Hand-offs between real engines: identical answers, failures, joint placements."""
