@@ -23,6 +23,7 @@ from fastapi.dependencies.utils import get_dependant, get_typed_return_annotatio
 from hypothesis import settings
 
 from policies import registry
+from proxy.memory import GENERATIONS
 
 # Property tests have no deadline per example: they check behaviour, not the load of the machine.
 settings.register_profile("warmroute", deadline=None, max_examples=50)
@@ -31,12 +32,16 @@ settings.load_profile("warmroute")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect without the garbage collector and leave what was collected out of its later runs: a million objects."""
+    """Collect without the garbage collector and leave what was collected out of its later runs: a million objects.
+
+    Later it runs as often as in a proxy (``proxy.memory``): by default it would be a fifth of the time of some tests.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(*GENERATIONS)
         gc.enable()
 
 
