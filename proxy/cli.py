@@ -71,13 +71,11 @@ def serve(
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from error
 
-    from proxy.server import run
     from proxy.settings import SettingsError, load_settings
     from proxy.start.address import ListenError
     from proxy.start.check import check_fleet
     from proxy.start.environment import service_link
     from proxy.tokens.encoder import TokenizerError
-    from proxy.workers.supervisor import supervise
 
     overrides: dict[str, Any] = {
         "host": host,
@@ -105,7 +103,12 @@ def serve(
         if check:
             raise typer.Exit(0 if check_fleet(settings) else 1)
         if settings.workers > 1:
+            # The parent of workers serves nothing: importing the application would double its time to start.
+            from proxy.workers.supervisor import supervise
+
             raise typer.Exit(supervise(settings, config, _plain(given)))
+        from proxy.server import run
+
         run(settings, load)
     except (SettingsError, ListenError) as error:
         typer.secho(str(error), fg="red", err=True)

@@ -9,7 +9,8 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _KEEP_BYTES = 32 * 1024 * 1024
 
-_GENERATIONS = (5_000, 10, 10)
+GENERATIONS = (5_000, 10, 10)
+"""Thresholds of the garbage collector."""
 
 
 def tune() -> None:
@@ -21,7 +22,7 @@ def tune() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_GENERATIONS)
+    gc.set_threshold(*GENERATIONS)
     try:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import uvicorn
 
-from proxy import logs, memory
+from proxy import memory
 from proxy.app import ProxyApp
 from proxy.clients.bounds import raise_descriptor_limit
 from proxy.clients.protocol import ProxyProtocol
 from proxy.gather.place import Place
 from proxy.operations.shutdown import ProxyServer
 from proxy.settings import Settings
-from proxy.start.address import check_addresses
-from proxy.start.environment import unknown_variables
-from proxy.start.openness import is_exposed, openness
-
-log = logging.getLogger("warmroute.server")
+from proxy.start.begin import begin
 
 
 def run(settings: Settings, load: Callable[[], Settings]) -> None:
@@ -39,15 +33,6 @@ def run(settings: Settings, load: Callable[[], Settings]) -> None:
     app.operations.reloader.load = load
     memory.tune()
     ProxyServer(config, app.core, app.operations.reloader.on_hangup).run()
-
-
-def begin(settings: Settings) -> None:
-    """Set up the log, and check and report what concerns the proxy as a whole. Raises ListenError."""
-    logs.configure(settings.log_level, settings.log_format)
-    for sentence in unknown_variables(os.environ, settings):
-        log.warning("%s", sentence)
-    check_addresses(settings)
-    log.log(logging.WARNING if is_exposed(settings) else logging.INFO, "%s", openness(settings))
 
 
 def server_config(settings: Settings, place: Place | None = None) -> uvicorn.Config:

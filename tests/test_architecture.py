@@ -63,6 +63,22 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
             yield str(node.module)
 
 
+@pytest.mark.parametrize(
+    ("module", "not_needed"),
+    [
+        ("sim.server.main", {"aiohttp", "httpx", "numpy", "zmq"}),
+        ("proxy.workers.supervisor", {"fastapi", "httpx", "numpy", "uvicorn", "zmq"}),
+    ],
+)
+def test_a_process_does_not_import_at_its_start_what_it_seldom_needs(module: str, not_needed: set[str]) -> None:
+    """A demo starts eight engines: these packages would double the time and take 20 MB of each."""
+    program = f"import {module}, sys; print(*sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = set(answer.stdout.split())
+    assert module in imported
+    assert not_needed & imported == set()
+
+
 def test_imports_go_in_the_allowed_directions() -> None:
     """The contracts are in pyproject.toml, [tool.importlinter]."""
     command = Path(sys.executable).with_name("lint-imports")

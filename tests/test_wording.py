@@ -12,10 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
-pytestmark = pytest.mark.xdist_group("wording")
-"""One worker parses all files once, instead of each."""
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("policies", "proxy", "launch", "replayer", "sim", "bench", "tests")
 SOURCES = [ROOT / "warmroute.py", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]

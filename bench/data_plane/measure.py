@@ -7,7 +7,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,6 @@ def run(
         StackError: a stack cannot be started.
         ChildError: the engine stub or the load generator ended.
     """
-    rng = random.Random(f"order {seed}")
     started_s = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="data-plane-"))
     with ExitStack() as owned:
@@ -134,25 +133,36 @@ def run(
             started_unix_s=time.time(),
         )
         record.render_stub_ms = _render_cost(bench)
-        todo = [
-            (number, each)
-            for number, each in enumerate(measurements(scale, sizes))
-            if not only_measurements or each.name in only_measurements
+        chosen = [
+            each for each in measurements(scale, sizes) if each.name in only_measurements or not only_measurements
         ]
-        for round_number in range(rounds):
+        numbers = {each.name: number for number, each in enumerate(measurements(scale, sizes))}
+        by_name = {stack.name: stack for stack in stacks}
+        for round_number, order in enumerate(orders(seed, rounds, chosen, list(by_name))):
             _idle(bench, stacks)
-            for number, measurement in rng.sample(todo, len(todo)):
-                first = round_number * NUMBERS_PER_ROUND + number * NUMBERS_PER_MEASUREMENT
-                for stack in rng.sample(stacks, len(stacks)):
-                    if stack.name == DIRECT and not measurement.direct:
-                        continue
-                    sample = _sampled(bench, stack, measurement, round_number, first)
-                    record.samples.append(sample)
-                    progress(_line(sample, rounds))
+            for measurement, name in order:
+                first = round_number * NUMBERS_PER_ROUND + numbers[measurement.name] * NUMBERS_PER_MEASUREMENT
+                sample = _sampled(bench, by_name[name], measurement, round_number, first)
+                record.samples.append(sample)
+                progress(_line(sample, rounds))
         record.idle_cpu_ms_per_s = {name: share * 1e3 for name, share in bench.idle.items()}
         record.evidence = {stack.name: lines for stack in stacks if (lines := stack.evidence())}
         record.seconds = time.monotonic() - started_s
     return record
+
+
+def orders(
+    seed: int, rounds: int, chosen: Sequence[Measurement], stacks: Sequence[str]
+) -> Iterator[list[tuple[Measurement, str]]]:
+    """Measurements and names of stacks of each round, shuffled: what drifts meets each of them alike."""
+    rng = random.Random(f"order {seed}")
+    for _ in range(rounds):
+        yield [
+            (measurement, name)
+            for measurement in rng.sample(chosen, len(chosen))
+            for name in rng.sample(stacks, len(stacks))
+            if name != DIRECT or measurement.direct
+        ]
 
 
 def _sampled(bench: Bench, stack: Stack, measurement: Measurement, round_number: int, first: int) -> QuantitySample:

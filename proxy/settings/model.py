@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,6 @@ from pydantic_settings import (
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    YamlConfigSettingsSource,
 )
 
 from proxy.settings.discovery import DiscoverySettings
@@ -191,14 +191,12 @@ class Settings(BaseSettings):
         return secret_from(self.engine_key_env, "engine_key_env")
 
 
-def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
-    """Load settings from an optional YAML file, the environment and ``overrides`` (flags); later ones win.
+@functools.lru_cache(maxsize=4)
+def _layered(path: Path | None) -> type[Settings]:
+    """Settings whose sources are the flags, the environment and the file, which is read for every instance.
 
-    Raises:
-        SettingsError: the file is missing or not YAML, a key is unknown, or a value is invalid.
+    Kept: making the class takes longer than loading the settings with it.
     """
-    if path is not None and not path.is_file():
-        raise SettingsError(f"no settings file at {path}")
 
     class FromFile(Settings):
         @classmethod
@@ -212,21 +210,47 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             if path is None:
                 return (init_settings, env_settings)
-            written = YamlConfigSettingsSource(settings_cls, yaml_file=path)()
+            written = InitSettingsSource(settings_cls, init_kwargs=_written(path))()
             for section, name in (("policy", "name"), ("admission", "name"), ("offload", "planner")):
                 if any(name in (source().get(section) or {}) for source in (init_settings, env_settings)):
                     # Parameters in the file belong to the file's policy; another policy starts from its defaults.
                     written = {**written, section: _without_params(written.get(section))}
             return (init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=written))
 
+    return FromFile
+
+
+def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
+    """Load settings from an optional YAML file, the environment and ``overrides`` (flags); later ones win.
+
+    Raises:
+        SettingsError: the file is missing or not YAML, a key is unknown, or a value is invalid.
+    """
+    if path is not None and not path.is_file():
+        raise SettingsError(f"no settings file at {path}")
+
     try:
-        return FromFile(**overrides)
+        return _layered(path)(**overrides)
     except ValidationError as error:
         raise SettingsError(_explain(error, path)) from error
     except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
         raise SettingsError(f"{path or 'settings'}: {error}") from error
     except RecursionError as error:
         raise SettingsError(f"{path or 'settings'}: nested too deeply") from error
+
+
+def _written(path: Path) -> dict[str, Any]:
+    """Contents of a settings file. Raises OSError, ValueError and YAMLError."""
+    with path.open(encoding="utf-8") as file:
+        written = yaml.safe_load(file)
+    if written is None:
+        return {}
+    if not isinstance(written, dict):
+        raise ValueError("give settings by name, one a line, for example `port: 9090`")
+    for key in written:
+        if not isinstance(key, str):
+            raise ValueError(f"the key {key!r} is not the name of a setting")
+    return written
 
 
 def _without_params(section: Any) -> Any:

@@ -31,7 +31,7 @@ from proxy.sharing.frames import (
 )
 from proxy.sharing.wire import Message
 from proxy.workers.hub import Hub
-from proxy.workers.worker import WorkerStart, encode_start
+from proxy.workers.start import WorkerStart, encode_start
 
 log = logging.getLogger("warmroute.workers")
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from proxy.clients.bounds import raise_descriptor_limit
-from proxy.server import begin
 from proxy.settings import Settings
 from proxy.sharing.frames import Order, WorkerStanding
 from proxy.start.address import ListenError
+from proxy.start.begin import begin
 from proxy.workers.hub import Hub, KeptState
 from proxy.workers.process import WorkerProcess
 from proxy.workers.reserved import reserved
-from proxy.workers.worker import WorkerStart
+from proxy.workers.start import WorkerStart
 
 log = logging.getLogger("warmroute.workers")
 

@@ -10,9 +10,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any, cast
-
-import msgspec
+from typing import cast
 
 from proxy import logs, memory
 from proxy.app import ProxyApp
@@ -26,6 +24,7 @@ from proxy.sharing.frames import Ending, Order, Reloaded, Serving
 from proxy.sharing.line import ParentLine, WorkerIdentity
 from proxy.tokens.encoder import TokenizerError
 from proxy.workers.own_settings import own_settings
+from proxy.workers.start import decode_start
 
 log = logging.getLogger("warmroute.workers")
 
@@ -34,32 +33,9 @@ INVALID = 2
 _PR_SET_PDEATHSIG = 1
 
 
-class WorkerStart(msgspec.Struct, frozen=True):
-    """All that a worker is given, as the one argument of its process."""
-
-    worker: int
-    clock_offset_s: float
-    parent_pid: int
-    descriptor: int
-    """Of its end of the line."""
-    folder: str
-    """Of the workers' sockets."""
-    port: int
-    admin_port: int | None
-    config: str | None
-    """Settings file."""
-    flags: dict[str, Any]
-    """Settings of the command line."""
-
-
-def encode_start(start: WorkerStart) -> str:
-    """The argument of a worker's process."""
-    return msgspec.json.encode(start).decode()
-
-
 def main(argument: str) -> None:
     """Serve until the parent or a signal ends it; then exit."""
-    start = msgspec.json.decode(argument, type=WorkerStart)
+    start = decode_start(argument)
     _end_with_parent(start.parent_pid)
 
     def load() -> Settings:

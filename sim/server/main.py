@@ -87,7 +87,6 @@ async def _serve(settings: ServerSettings, sockets: list[socket.socket]) -> int:
         return 1
     applications = [EngineApp(settings, ranks, metrics, faults).routes()]
     if len(sockets) > 1:
-        await puller.open()
         applications.append(BootstrapApp(settings, ranks).routes())
     servers = [_server(application, settings) for application in applications]
     tasks = [

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sim.core.engine import Engine
 from sim.server.asgi import Scope
 from sim.server.driver import Driver, EngineClock
 from sim.server.faults import Faults
-from sim.server.kvevents import KvEventPublisher
 from sim.server.metrics import EngineMetrics
 from sim.server.parsing import ApiError
 from sim.server.pulls import Puller
 from sim.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from sim.server.kvevents import KvEventPublisher
 
 _HEADER = b"x-data-parallel-rank"
 
@@ -136,6 +139,8 @@ def _publisher(settings: ServerSettings, rank: int) -> KvEventPublisher | None:
     port, replay_port = settings.kv_events_port, settings.kv_events_replay_port
     if port is None:
         return None
+    from sim.server.kvevents import KvEventPublisher  # with zmq, which other engines do not need
+
     return KvEventPublisher(
         settings.host,
         port + rank,

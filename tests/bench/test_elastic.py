@@ -57,7 +57,6 @@ def test_shortening_keeps_what_was_shared() -> None:
 
 
 @pytest.mark.fleet
-@pytest.mark.xdist_group("fleet")
 def test_two_arms_on_simulated_engines_give_a_table(tmp_path: Path) -> None:
     base = free_base()
     trace = tmp_path / "trace.jsonl"

@@ -103,7 +103,6 @@ def spread_trace() -> Trace:
 @pytest.mark.fleet
 @pytest.mark.quiet
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("fleet")
 def test_real_time_and_virtual_time_agree(tmp_path: Path) -> None:
     base = free_base()
     ports = [f"base_port={base}", f"base_bootstrap_port={base + 10}", f"proxy.port={base + 20}"]

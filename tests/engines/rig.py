@@ -24,7 +24,6 @@ from launch.run.state import ProcessState, read_state
 REAL_ENGINES = [
     pytest.mark.engines,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.xdist_group("engines"),
     pytest.mark.timeout(400),  # the first test's includes the start of the engines
 ]
 """``pytestmark`` of a module that needs the engines."""

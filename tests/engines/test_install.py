@@ -121,7 +121,6 @@ def files_of(folder: Path) -> dict[str, str]:
 
 @pytest.mark.engines
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("engines")
 def test_the_tiny_model_is_the_same_for_a_seed_and_another_for_another(
     engine_python: Path, tiny_model: Path, tmp_path: Path
 ) -> None:

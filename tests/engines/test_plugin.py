@@ -154,7 +154,6 @@ print("adapted")
 
 @pytest.mark.engines
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("engines")
 def test_with_the_real_torch_and_vllm(engine_python: Path) -> None:
     done = subprocess.run(
         [str(engine_python), "-c", REAL], capture_output=True, text=True, timeout=240, check=False, cwd="/"

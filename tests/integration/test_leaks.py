@@ -75,7 +75,6 @@ async def until_quiet(cluster: Cluster) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("fleet")
 @pytest.mark.parametrize(("planner", "requests"), [("never", 300), ("threshold", 600)])
 async def test_nothing_leaks(start_cluster: StartCluster, planner: str, requests: int) -> None:
     cluster = await start_cluster(

@@ -74,7 +74,6 @@ def test_the_whole_trace_hits_as_its_placements_say() -> None:
 
 @pytest.mark.traces
 @pytest.mark.fleet
-@pytest.mark.xdist_group("fleet")
 async def test_replay_of_a_public_trace_loses_nothing_and_hits_as_predicted(
     start_cluster: StartCluster, tmp_path: Path
 ) -> None:

@@ -172,7 +172,6 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.package
 @pytest.mark.timeout(600)
-@pytest.mark.xdist_group("package")
 def test_its_steps_give_an_environment_that_serves(copied: Path, tmp_path: Path) -> None:
     (install,) = [step.argument for step in BUILD if step.name == "RUN"]
     environment, dist = tmp_path / "warmroute", tmp_path / "dist"
@@ -218,7 +217,6 @@ def runtime() -> str | None:
 
 @pytest.mark.package
 @pytest.mark.timeout(600)
-@pytest.mark.xdist_group("package")
 def test_the_image_builds_and_serves(tmp_path: Path) -> None:
     name = runtime()
     if name is None:

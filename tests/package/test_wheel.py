@@ -16,7 +16,7 @@ import pytest
 import warmroute
 from tests.package.conftest import ROOT, Built, Installation, free_ports, install
 
-pytestmark = [pytest.mark.package, pytest.mark.timeout(600), pytest.mark.xdist_group("package")]
+pytestmark = [pytest.mark.package, pytest.mark.timeout(600)]
 
 PYTHONS = ("3.11", "3.13")
 

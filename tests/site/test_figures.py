@@ -13,8 +13,6 @@ from policies.routing.warm import Warm
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "how-routing-decides.md").read_text(encoding="utf-8")
-pytestmark = pytest.mark.xdist_group("figures")
-"""One process: each would make the module's fixtures again."""
 NUMBER = re.compile(r"-?\d+\.\d+")
 
 

@@ -12,8 +12,6 @@ import pytest
 
 from tests.site.hooks import without_links_outside
 
-pytestmark = pytest.mark.xdist_group("documentation site")
-"""One worker builds the site once."""
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LOADED = re.compile(

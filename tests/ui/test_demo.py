@@ -17,7 +17,7 @@ from launch.run.state import read_state
 from tests.integration.fleet import ROOT
 from tests.launch.conftest import free_base
 
-pytestmark = [pytest.mark.ui, pytest.mark.xdist_group("ui"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ui, pytest.mark.timeout(180)]
 _ADDRESS = re.compile(r"Dashboard: (http://\S+/ui/)#key=(wr-[\w-]+)")
 
 

@@ -26,7 +26,7 @@ from tests.integration.fleet import ROOT, SimEngine, free_port
 from tests.integration.hop import Hop
 from tests.ui.rig import LiveProxy, answers, until
 
-pytestmark = [pytest.mark.ui, pytest.mark.xdist_group("ui"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ui, pytest.mark.timeout(180)]
 
 PROMETHEUS = shutil.which("prometheus")
 WITHIN_S = 10.0

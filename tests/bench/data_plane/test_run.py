@@ -16,7 +16,7 @@ from rich.console import Console
 from bench.data_plane import launches, stacks
 from bench.data_plane.launches import Launch, NotInstalledError, StackError
 from bench.data_plane.load.client import LoadTarget
-from bench.data_plane.measure import DataPlaneRecord, memory_after, run
+from bench.data_plane.measure import DataPlaneRecord, memory_after, orders, run
 from bench.data_plane.quantities import Scale, measurements
 from bench.data_plane.report.table import show
 
@@ -37,7 +37,6 @@ TINY = Scale(
 
 
 @pytest.mark.fleet
-@pytest.mark.xdist_group("fleet")
 @pytest.mark.timeout(300)
 def test_a_run_measures_everything_and_leaves_nothing_behind(tmp_path: Path) -> None:
     mine = psutil.Process()
@@ -48,6 +47,8 @@ def test_a_run_measures_everything_and_leaves_nothing_behind(tmp_path: Path) -> 
     assert {child.pid for child in mine.children(recursive=True)} <= before
 
     assert [sample.errors for sample in record.samples if sample.errors] == []
+    [order] = orders(3, 1, measurements(TINY, ["2k", "130k"]), ["direct", "warmroute"])
+    assert [(each.measurement, each.stack) for each in record.samples] == [(each.name, stack) for each, stack in order]
     ours = [sample.measurement for sample in record.samples if sample.stack == "warmroute"]
     assert sorted(ours) == sorted(each.name for each in measurements(TINY, ["2k", "130k"]))
     direct = {sample.measurement for sample in record.samples if sample.stack == "direct"}
@@ -66,13 +67,17 @@ def test_a_run_measures_everything_and_leaves_nothing_behind(tmp_path: Path) -> 
 
 
 def test_every_round_has_an_order_of_its_own() -> None:
-    cheap = ["cpu_2k", "cpu_130k", "cpu_ids", "cpu_sessions"]
-    record = run(["direct"], TINY, 3, 3, ["2k", "130k"], only_measurements=cheap)
-    orders = [[each.measurement for each in record.samples if each.round == number] for number in range(3)]
-    assert [sorted(order) for order in orders] == [sorted(cheap)] * 3
-    assert len({tuple(order) for order in orders}) == 3
-    again = run(["direct"], TINY, 1, 3, ["2k", "130k"], only_measurements=cheap)
-    assert [each.measurement for each in again.samples] == orders[0]
+    chosen = measurements(TINY, ["2k", "130k"])
+    stacks = ["direct", "warmroute", "nginx"]
+    rounds = [[(each.name, stack) for each, stack in order] for order in orders(3, 3, chosen, stacks)]
+    pairs = [(each.name, stack) for each in chosen for stack in stacks if stack != "direct" or each.direct]
+    assert [sorted(order) for order in rounds] == [sorted(pairs)] * 3
+    assert len({tuple(order) for order in rounds}) == 3
+    measured = [[name for name, stack in order if stack == "nginx"] for order in rounds]
+    assert len({tuple(names) for names in measured}) == 3
+    assert len({tuple(stack for name, stack in order if name == "cpu_2k") for order in rounds}) > 1
+    [again] = orders(3, 1, chosen, stacks)
+    assert [(each.name, stack) for each, stack in again] == rounds[0]
 
 
 def test_a_peer_that_is_not_installed_is_left_out_with_what_to_do(
@@ -95,7 +100,6 @@ def test_a_peer_that_is_not_installed_is_left_out_with_what_to_do(
 
 
 @pytest.mark.fleet
-@pytest.mark.xdist_group("fleet")
 def test_memory_is_measured_on_a_fresh_stack() -> None:
     (sample,) = memory_after(["direct", "warmroute"], 20, 1)
     assert sample.stack == "warmroute"
@@ -104,7 +108,6 @@ def test_memory_is_measured_on_a_fresh_stack() -> None:
 
 
 @pytest.mark.fleet
-@pytest.mark.xdist_group("fleet")
 def test_a_stack_that_ends_says_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["/bin/sh", "-c", "echo out of luck >&2; exit 3"]
     monkeypatch.setitem(launches.LAUNCHES, "nginx", lambda *given: Launch(command=command, note=""))
@@ -113,7 +116,6 @@ def test_a_stack_that_ends_says_what_it_said(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.fleet
-@pytest.mark.xdist_group("fleet")
 def test_a_terminated_run_stops_what_it_started() -> None:
     command = [sys.executable, "-m", "bench.data_plane", "--quick", "--only", "direct,warmroute"]
     run = subprocess.Popen([*command, "--rounds", "1000"], stdout=subprocess.PIPE, text=True)

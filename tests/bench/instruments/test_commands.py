@@ -19,7 +19,7 @@ from proxy.settings import load_settings
 from sim.hardware import load_profile
 from tests.sim.server.test_http import EngineProcess
 
-pytestmark = [pytest.mark.fleet, pytest.mark.xdist_group("instruments")]
+pytestmark = pytest.mark.fleet
 
 
 @pytest.fixture(scope="module")

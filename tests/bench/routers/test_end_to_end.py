@@ -15,7 +15,7 @@ from bench.routers.records import read_records, totals_of
 from tests.integration.fleet import free_port
 from tests.sim.server.test_http import EngineProcess
 
-pytestmark = [pytest.mark.fleet, pytest.mark.xdist_group("routers")]
+pytestmark = pytest.mark.fleet
 
 
 @pytest.fixture(scope="module")

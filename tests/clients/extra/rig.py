@@ -21,7 +21,6 @@ from tests.clients.table import TRAFFIC
 EXTRA = [
     pytest.mark.clients_extra,
     pytest.mark.fleet,
-    pytest.mark.xdist_group("clients_extra"),
     pytest.mark.timeout(300),
 ]
 """``pytestmark`` of a module whose client has an environment of its own."""

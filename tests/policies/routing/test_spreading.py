@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import pytest
@@ -11,6 +12,7 @@ from policies.decide import decide
 from policies.offload.never import Never
 from policies.registry import make_routing, routing_policies
 from policies.state import FleetState
+from policies.types import RequestView
 from tests.policies.builders import ask_new
 
 POLICIES = {name: make_routing(name) for name in routing_policies()}
@@ -24,11 +26,17 @@ def fleet_state(n: int) -> FleetState:
     return state
 
 
+@functools.cache
+def request(number: int, prompt_tokens: int) -> RequestView:
+    """Requests are the same for all policies; hashing their blocks takes longer than placing them."""
+    return ask_new(number, prompt_tokens, session_id=f"s{number}")
+
+
 def place(state: FleetState, policy: str, number: int, now_s: float, hold: bool, prompt_tokens: int = 3_200) -> str:
-    request = ask_new(number, prompt_tokens, session_id=f"s{number}")
-    fleet = state.snapshot(request, now_s, state.instances)
-    decision = decide(request, fleet, POLICIES[policy], Never(), ClassThresholds())
-    commitment = state.commit(request, fleet, decision, now_s)
+    asked = request(number, prompt_tokens)
+    fleet = state.snapshot(asked, now_s, state.instances)
+    decision = decide(asked, fleet, POLICIES[policy], Never(), ClassThresholds())
+    commitment = state.commit(asked, fleet, decision, now_s)
     if not hold:
         commitment.decode.first_token()
         commitment.release()

@@ -106,6 +106,21 @@ def test_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         load_settings(broken)
 
 
+@pytest.mark.parametrize("key", ["null", "1", "yes", "2024-01-01"])
+def test_a_key_that_yaml_does_not_read_as_text_is_refused(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "proxy.yaml"
+    file.write_text(f"instances: [http://e]\n{key}: 1\n")
+    with pytest.raises(SettingsError, match=r"proxy\.yaml: the key .* is not the name of a setting"):
+        load_settings(file)
+
+
+def test_a_file_that_is_a_list_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "proxy.yaml"
+    file.write_text("- http://e\n")
+    with pytest.raises(SettingsError, match=r"proxy\.yaml: give settings by name"):
+        load_settings(file)
+
+
 def test_the_shipped_settings_file_loads() -> None:
     settings = load_settings(Path(__file__).parents[3] / "configs" / "proxy.yaml")
     assert [instance.name for instance in settings.instances] == ["inst-0", "inst-1"]

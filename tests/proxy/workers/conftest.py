@@ -6,11 +6,14 @@ import contextlib
 import hashlib
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from itertools import count as counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.proxy.serve_process import ServeProcess, serve_process, until
@@ -23,10 +26,12 @@ AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 class Workers:
     """Running workers, their engines, and their parent."""
 
-    def __init__(self, served: ServeProcess, engines: list[StubEngine], admin_port: int | None) -> None:
+    def __init__(self, served: ServeProcess, engines: list[StubEngine], folder: Path, admin_port: int | None) -> None:
         self.served = served
         self._admin = served.url if admin_port is None else f"http://127.0.0.1:{admin_port}"
         self.engines = engines
+        self.folder = folder
+        self._numbers = counter()
 
     async def get(self, path: str) -> dict[str, Any]:
         """The JSON of an admin endpoint."""
@@ -46,12 +51,12 @@ class Workers:
         return answer.status_code == 200 and workers[0]["ok"]
 
     async def completed(self, count: int, **body: Any) -> list[str]:
-        """Send requests, each on a connection of its own; returns the instances that answered.
+        """Send requests, each with a new prompt on a connection of its own; returns the instances that answered.
 
         All are counted when it returns, except streams: a worker counts a request after its client has the answer.
         """
         instances = []
-        for number in range(count):
+        for number in islice(self._numbers, count):
             async with self.new_client() as client:
                 wanted = {"model": "stub", "prompt": [number, *range(64)], "max_tokens": 4, **body}
                 answer = await client.post("/v1/completions", json=wanted)
@@ -87,6 +92,31 @@ async def _ended(served: ServeProcess) -> None:
     await served.ended()
 
 
+@contextlib.asynccontextmanager
+async def _running(
+    folder: Path, count: int = 2, engines: Sequence[StubEngine] | int = 2, **settings: Any
+) -> AsyncIterator[Workers]:
+    """A proxy of ``count`` workers in front of ``engines``; all of them serve."""
+    async with contextlib.AsyncExitStack() as stack:
+        fleet = [StubEngine() for _ in range(engines)] if isinstance(engines, int) else list(engines)
+        for engine in fleet:
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+        known = [{"name": f"inst-{number}", "url": each.url} for number, each in enumerate(fleet)]
+        given = {
+            "workers": count,
+            "instances": known,
+            "health": {"interval_s": 0.2},
+            "keys": {"admin": [{"name": "op", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}]},
+            **settings,
+        }
+        served = await stack.enter_async_context(serve_process(folder / "proxy.yaml", given))
+        stack.push_async_callback(_ended, served)
+        workers = Workers(served, fleet, folder, settings.get("admin", {}).get("port"))
+        await until(workers.ready)
+        yield workers
+
+
 StartWorkers = Callable[..., Awaitable[Workers]]
 
 
@@ -95,23 +125,23 @@ async def start_workers(tmp_path: Path) -> AsyncIterator[StartWorkers]:
     """``await start_workers(2, engines=2, **settings)``: all workers serve when it returns."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(count: int = 2, engines: Sequence[StubEngine] | int = 2, **settings: Any) -> Workers:
-            fleet = [StubEngine() for _ in range(engines)] if isinstance(engines, int) else list(engines)
-            for engine in fleet:
-                await engine.start()
-                stack.push_async_callback(engine.stop)
-            known = [{"name": f"inst-{number}", "url": each.url} for number, each in enumerate(fleet)]
-            given = {
-                "workers": count,
-                "instances": known,
-                "health": {"interval_s": 0.2},
-                "keys": {"admin": [{"name": "op", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}]},
-                **settings,
-            }
-            served = await stack.enter_async_context(serve_process(tmp_path / "proxy.yaml", given))
-            stack.push_async_callback(_ended, served)
-            workers = Workers(served, fleet, settings.get("admin", {}).get("port"))
-            await until(workers.ready)
-            return workers
+        async def start(*arguments: Any, **settings: Any) -> Workers:
+            return await stack.enter_async_context(_running(tmp_path, *arguments, **settings))
 
         yield start
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Workers]:
+    """Two workers and two engines of a module: a start takes three seconds of the processor.
+
+    Their rows go to ``rows.worker-N.jsonl``, requests to ``access.jsonl``, both in ``folder``. A test leaves them as it
+    found them, but for requests that it has sent.
+    """
+    folder = tmp_path_factory.mktemp("workers")
+    files: dict[str, Any] = {
+        "breakdown": {"jsonl_path": str(folder / "rows.jsonl")},
+        "logs": {"access": str(folder / "access.jsonl")},
+    }
+    async with _running(folder, **files) as workers:
+        yield workers

@@ -12,14 +12,13 @@ import pytest
 from bench.replicas.processes import free_port
 from tests.proxy.serve_process import until
 from tests.proxy.sharing.store_server import StoreServer, needs_store
-from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers
+from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers, Workers
 
 
-async def test_rows_are_in_a_file_of_each_worker_and_the_access_log_has_all(
-    start_workers: StartWorkers, tmp_path: Path
-) -> None:
-    rows, log = tmp_path / "rows.jsonl", tmp_path / "access.jsonl"
-    workers = await start_workers(2, breakdown={"jsonl_path": str(rows)}, logs={"access": str(log)})
+@pytest.mark.asyncio(loop_scope="module")
+async def test_rows_are_in_a_file_of_each_worker_and_the_access_log_has_all(two_workers: Workers) -> None:
+    workers = two_workers
+    rows, log = workers.folder / "rows.jsonl", workers.folder / "access.jsonl"
     await workers.completed(20)
 
     async def written() -> bool:
@@ -29,7 +28,7 @@ async def test_rows_are_in_a_file_of_each_worker_and_the_access_log_has_all(
     assert len({json.loads(line)["request_id"] for line in log.read_bytes().splitlines()}) == 20
 
     async def recorded() -> bool:
-        files = [tmp_path / f"rows.worker-{number}.jsonl" for number in range(2)]
+        files = [workers.folder / f"rows.worker-{number}.jsonl" for number in range(2)]
         found = [len(each.read_bytes().splitlines()) if each.is_file() else 0 for each in files]
         return sum(found) == 20 and all(found)
 
@@ -50,8 +49,9 @@ async def test_the_admin_port_answers_for_all_workers(start_workers: StartWorker
             assert (await admin.post("/instances/inst-0/drain")).status_code == 401
 
 
-async def test_an_answer_of_one_worker_names_it(start_workers: StartWorkers) -> None:
-    workers = await start_workers(2)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_answer_of_one_worker_names_it(two_workers: Workers) -> None:
+    workers = two_workers
     named = set()
     for _ in range(20):
         async with workers.new_client() as client:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from tests.proxy.serve_process import until
 from tests.proxy.typed_engine import TypedEngine
-from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers
+from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers, Workers
 
 
 async def test_connections_reach_all_workers_and_metrics_count_every_request(start_workers: StartWorkers) -> None:
@@ -36,8 +38,9 @@ async def test_a_session_stays_on_its_engine_whichever_worker_it_reaches(start_w
     assert all(row["started"] for row in await workers.stats())
 
 
-async def test_an_instance_drained_through_one_worker_is_drained_with_all(start_workers: StartWorkers) -> None:
-    workers = await start_workers(2)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_instance_drained_through_one_worker_is_drained_with_all(two_workers: Workers) -> None:
+    workers = two_workers
     answer = await workers.served.client.post("/instances/inst-0/drain", headers=AUTHORIZED)
     assert answer.json()["draining"] is True
     assert set(await workers.completed(20)) == {"inst-1"}
@@ -82,10 +85,15 @@ async def test_rows_of_all_workers_are_paged_in_one_order(start_workers: StartWo
     assert (await workers.get(f"/breakdown?after={rest['next']['after']}"))["rows"] == []
 
 
-async def test_rows_of_all_workers_are_followed_in_one_stream(start_workers: StartWorkers) -> None:
-    workers = await start_workers(2)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_rows_of_all_workers_are_followed_in_one_stream(two_workers: Workers) -> None:
+    workers = two_workers
+    before = (await workers.get("/breakdown?limit=1"))["next"]["after"]
     seen: list[int] = []
-    async with workers.new_client() as client, client.stream("GET", "/breakdown?follow=true&after=0") as stream:
+    async with (
+        workers.new_client() as client,
+        client.stream("GET", f"/breakdown?follow=true&after={before}") as stream,
+    ):
         assert stream.headers["content-type"].startswith("text/event-stream")
         reading = asyncio.create_task(workers.completed(20))
         async for line in stream.aiter_lines():
@@ -95,11 +103,13 @@ async def test_rows_of_all_workers_are_followed_in_one_stream(start_workers: Sta
                 break
         await reading
     assert len({number % 64 for number in seen}) == 2
-    assert sorted(seen) == [row["row"] for row in (await workers.get("/breakdown"))["rows"]]
+    assert sorted(seen) == [row["row"] for row in (await workers.get(f"/breakdown?after={before}"))["rows"]]
 
 
-async def test_the_load_of_all_workers_is_shown_while_it_is_there_and_gone_after(start_workers: StartWorkers) -> None:
-    workers = await start_workers(2)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_load_of_all_workers_is_shown_while_it_is_there_and_gone_after(two_workers: Workers) -> None:
+    workers = two_workers
+    usual = [(engine.tokens, engine.token_delay_s) for engine in workers.engines]
     for engine in workers.engines:
         engine.tokens, engine.token_delay_s = 200, 0.05
     async with asyncio.TaskGroup() as group:
@@ -114,6 +124,8 @@ async def test_the_load_of_all_workers_is_shown_while_it_is_there_and_gone_after
         assert await workers.metric("warmroute_instance_requests") == 12
         for task in tasks:
             task.cancel()
+    for engine, (tokens, delay_s) in zip(workers.engines, usual, strict=True):
+        engine.tokens, engine.token_delay_s = tokens, delay_s
 
     async def idle() -> bool:
         return not any((await workers.get("/stats"))["ledger"].values())

@@ -18,8 +18,6 @@ from tests.replayer.constructed_runs import make_run
 
 HOSTILE = "<script>alert('x')</script>$\\frac{1$"
 LABELS = ("round_robin", "lmetric", "unified")
-pytestmark = pytest.mark.xdist_group("report")
-"""One process: each would make the module's fixtures again."""
 
 
 class Parsed(HTMLParser):

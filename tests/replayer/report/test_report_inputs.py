@@ -28,8 +28,6 @@ from tests.replayer.constructed_runs import make_run, write_run
 
 Store = Callable[[Run], Path]
 INSTANCES = 3
-pytestmark = pytest.mark.xdist_group("report inputs")
-"""One process: each would make the module's fixtures again."""
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.fleet, pytest.mark.xdist_group("sim_http")]
+pytestmark = pytest.mark.fleet
 
 IDS = list(range(1, 641))
 
