@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from bench.fidelity import end_to_end, published, real_time
+from bench.fidelity import end_to_end, profiles, published, real_time
 from bench.machine import machine
 from launch.arm import ArmError
 from launch.fleet.file import FleetError
@@ -23,7 +23,7 @@ from replayer.replay.plan import PlanOptions
 from replayer.traces.loading import load_trace
 from replayer.traces.trace import TraceError
 from sim.fidelity.comparison import compare, markdown
-from sim.fidelity.recording import find_recordings, read_recording
+from sim.fidelity.recording import Recording, find_recordings, read_recording
 from sim.fidelity.resimulate import resimulate
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -38,9 +38,15 @@ RECORDED = {
 RECORDED_PROFILE = "h200"
 PAGE = REPOSITORY / "docs" / "simulator.md"
 KEPT = RESULTS / "simulator-real-time.json"
-SECTIONS = ("interference", "transfers", "end-to-end", *RECORDED, "real-time")
-TRACE_OF = {"end-to-end": END_TO_END_TRACE} | {name: trace for name, (trace, _) in RECORDED.items()}
-"""The sections that need a trace."""
+SECTIONS = ("interference", "transfers", "end-to-end", *RECORDED, "profiles", "profile-parts", "real-time")
+TRACES_OF = (
+    {"end-to-end": (END_TO_END_TRACE,)}
+    | {name: (trace,) for name, (trace, _) in RECORDED.items()}
+    | dict.fromkeys(("profiles", "profile-parts"), tuple(trace for trace, _ in RECORDED.values()))
+)
+"""The sections that need traces."""
+GROUPS = {"recordings": "short sessions", "recordings-long": "long sessions"}
+"""Names in the table of profiles."""
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -58,18 +64,31 @@ def section(name: str, traces: Path = TRACES) -> str:
     if name == "end-to-end":
         return end_to_end.tables(load_trace(traces / END_TO_END_TRACE))
     if name in RECORDED:
-        trace, folder = RECORDED[name]
-        return recordings(folder, traces / trace)
+        return markdown(
+            [compare(each, resimulate(each, RECORDED_PROFILE, each.note.transport)) for each in recorded(name, traces)]
+        )
+    if name == "profiles":
+        return profiles.profile_table(grouped(traces), {each: each for each in profiles.PROFILES})
+    if name == "profile-parts":
+        return profiles.part_table(grouped(traces))
     return real_time.table(json.loads(KEPT.read_text(encoding="utf-8")))
 
 
-def recordings(kept: Path, trace: Path) -> str:
-    """Every recording of real engines in ``kept`` against its simulation."""
-    loaded, results = load_trace(trace), []
-    for folder in find_recordings([kept]):
-        recording = read_recording(folder, loaded, f"{folder.parent.name}/{folder.name}")
-        results.append(compare(recording, resimulate(recording, RECORDED_PROFILE, recording.note.transport)))
-    return markdown(results)
+def recorded(name: str, traces: Path) -> list[Recording]:
+    """The recordings of real engines of one of ``RECORDED``. Raises TraceError as ``section``."""
+    trace, kept = RECORDED[name]
+    loaded = load_trace(traces / trace)
+    return [read_recording(folder, loaded, f"{folder.parent.name}/{folder.name}") for folder in find_recordings([kept])]
+
+
+def grouped(traces: Path) -> dict[str, list[Recording]]:
+    """All recordings, those without a hand-off apart."""
+    found: dict[str, list[Recording]] = {}
+    for name, group in GROUPS.items():
+        for each in recorded(name, traces):
+            moved = any(sent.record.prefill_instance for sent in each.sent)
+            found.setdefault(f"{group}, {'with' if moved else 'without'} hand-offs", []).append(each)
+    return found
 
 
 def put(page: str, name: str, table: str) -> str:

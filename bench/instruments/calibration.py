@@ -7,7 +7,7 @@ points, by least squares on the logarithm of formula / measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import fmean, median
 
 import msgspec
@@ -32,6 +32,8 @@ EXPERT_MISSES = (0.75, 0.875, 0.9375, 0.96875)
 """Shares of experts that one token leaves out, tried where the model is not known: top-k of 4k to 32k experts."""
 _DENSE_ERROR = 0.02
 """Error of the decode points up to which a dense model explains them."""
+_UNEVEN = 2.0
+"""Ratio of the slowest to the fastest repeat from which an interference point is left out."""
 _DIGITS = 5
 _START = PrefillConstants(0.02, 2e-5, 1e-9)
 
@@ -43,6 +45,9 @@ class CalibrationRows(msgspec.Struct, kw_only=True, frozen=True):
     decodes: list[DecodeTime]
     interference: list[InterferenceRow]
     transfers: list[TransferRow] = []
+    """By the transport of `CalibratedEngine`."""
+    further_transfers: dict[str, list[TransferRow]] = {}
+    """By other transports, from other records."""
 
 
 class Calibrated(msgspec.Struct, kw_only=True):
@@ -64,7 +69,10 @@ def points_of(
     transports: dict[str, TransportPoints],
     fixed: dict[str, float],
 ) -> Points:
-    """Measured rows as the points that ``sim.fit`` takes: medians over the repeats."""
+    """Measured rows as the points that ``sim.fit`` takes: medians over the repeats.
+
+    Interference whose repeats are far apart is marked as left out.
+    """
     rows = list(interference)
     return Points(
         name=engine.name,
@@ -90,6 +98,7 @@ def points_of(
                 ttft_s=_rounded(median(row.ttft_s for row in found)),
                 tpot_s=_rounded(median(row.during.tpot_s for row in found)),
                 gap_s=_rounded(median(row.longest_gap_s for row in found)),
+                skip=_uneven(found),
             )
             for (streams, tokens), found in by_point(rows).items()
         ),
@@ -103,15 +112,14 @@ def calibrated(
     prefills: list[PrefillTime],
     decodes: list[DecodeTime],
     interference: list[InterferenceRow],
-    transfers: list[TransferRow] | None = None,
-    transport: str | None = None,
+    transfers: Mapping[str, list[TransferRow]] | None = None,
 ) -> Calibrated:
-    """Fit everything to the measured rows; transfers went by ``transport``.
+    """Fit everything to the measured rows; ``transfers`` by transport, the profile's default first.
 
     The cost models' constants get those of a transfer only if they know the transport.
     """
-    rows = transfers or []
-    transports = {transport: transport_points(rows)} if rows and transport is not None else {}
+    moved = {transport: rows for transport, rows in (transfers or {}).items() if rows}
+    transports = {transport: transport_points(rows) for transport, rows in moved.items()}
 
     def fitted(miss: float) -> tuple[Points, Fit]:
         fixed = {"expert_miss": miss} if miss else {"expert_miss": 0.0, "decode_experts_s": 0.0}
@@ -124,10 +132,10 @@ def calibrated(
         points, best = min(tried, key=lambda each: _decode_error(each[1]))
     prefill, residuals = fit_prefill_constants(prefills)
     formulas = {}
-    if transports and transport in set(Transport):
-        formula, more = fit_transfer_formula(rows, Transport(transport))
-        formulas[Transport(transport)] = formula
-        residuals += more
+    for transport, rows in moved.items():
+        if transport in set(Transport):
+            formulas[Transport(transport)], more = fit_transfer_formula(rows, Transport(transport))
+            residuals += more
     costs = CostConstants(prefill, formulas, float(engine.kv_bytes_per_token))
     profile = best.profile.model_copy(update={"costs": costs.as_mapping()})
     return Calibrated(points=points, fit=best, profile=profile, costs=costs, cost_residuals=tuple(residuals))
@@ -141,9 +149,20 @@ def fit_record(record: InstrumentRecord) -> Calibrated:
     """
     measured = msgspec.convert(msgspec.to_builtins(record.rows), CalibrationRows)
     engine = msgspec.convert(msgspec.to_builtins(record.facts), CalibratedEngine)
+    own = {} if engine.transport is None else {engine.transport: measured.transfers}
     return calibrated(
-        engine, measured.prefills, measured.decodes, measured.interference, measured.transfers, engine.transport
+        engine, measured.prefills, measured.decodes, measured.interference, own | measured.further_transfers
     )
+
+
+def _uneven(rows: list[InterferenceRow]) -> str | None:
+    """The reason to leave a combination out; None if its repeats agree.
+
+    The first prefill of a size may compile kernels, which took 20 times as long as the next one on H200s.
+    """
+    times = [row.ttft_s for row in rows]
+    ratio = max(times) / min(times)
+    return f"repeats differ {ratio:.0f} times, perhaps kernels were compiled" if ratio > _UNEVEN else None
 
 
 def _decode_error(found: Fit) -> float:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from bench import simulator
 from bench.fidelity import real_time
-from bench.fidelity.__main__ import SECTIONS, TRACE_OF, app, put, section
+from bench.fidelity.__main__ import SECTIONS, TRACES_OF, app, put, section
 from replayer.replay.plan import PlanOptions
 from replayer.traces.trace import Trace, TraceRequest
 from sim.offline.router import OfflineRouter
@@ -32,16 +32,16 @@ def published(name: str, mark: str = "fidelity: ") -> str:
     return table.strip()
 
 
-@pytest.mark.parametrize("name", [name for name in SECTIONS if name not in TRACE_OF])
+@pytest.mark.parametrize("name", [name for name in SECTIONS if name not in TRACES_OF])
 def test_the_page_holds_what_the_command_prints(name: str) -> None:
     assert published(name) == section(name).strip()
 
 
 @pytest.mark.traces
-@pytest.mark.parametrize("name", TRACE_OF)
+@pytest.mark.parametrize("name", TRACES_OF)
 def test_the_page_holds_what_the_command_computes_from_traces(name: str) -> None:
     folder = Path(os.environ.get("WARMROUTE_TRACES") or REPOSITORY.parent / "shared" / "traces") / "agentic"
-    if not (folder / TRACE_OF[name]).is_file():
+    if not all((folder / trace).is_file() for trace in TRACES_OF[name]):
         pytest.skip(f"public traces not found at {folder}; set WARMROUTE_TRACES")
     assert published(name) == section(name, folder).strip()
 

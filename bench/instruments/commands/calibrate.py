@@ -12,6 +12,7 @@ import typer
 
 from bench.analysis.output import Sheet, show, stop
 from bench.instruments.commands import options
+from bench.instruments.commands.earlier import earlier_record, source_of
 
 if TYPE_CHECKING:
     from bench.instruments.calibration import Calibrated
@@ -35,10 +36,11 @@ def calibrate(
     ] = Path("configs/hardware"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite files of that name.")] = False,
     records: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
             "--record",
-            help="Fit this earlier record, measure nothing. Repeatable: further ones of transfers replace its own.",
+            metavar="[TRANSPORT=]PATH",
+            help="Fit this earlier record, measure nothing. Repeatable: further ones replace parts of it.",
             show_default=False,
         ),
     ] = None,
@@ -82,15 +84,19 @@ def calibrate(
     Prefills, decode steps and interference are measured on the first engine, transfers from it to the second. The
     profile times simulated engines (`simulate --profile`), and its constants are those that the proxy's cost models
     start from (`serve --hardware`). A fleet with requests is refused.
+
+    With `--record` of an earlier calibration, further records of `measure interference` and of `measure transfer`
+    replace its own rows; `--record tcp=PATH` adds transfers by another transport.
     """
     if not _NAME.fullmatch(name) or name.endswith("_points"):
         stop(f"--name {name!r}: lower-case letters, digits, dots, dashes and underscores, not ending in _points")
     files = [output / f"{name}.yaml", output / f"{name}_points.yaml", output / f"{name}_record.json"]
-    there = [str(path) for path in files if path.exists() and path not in (records or ())]
+    sources = [source_of(text) for text in records or ()]
+    there = [str(path) for path in files if path.exists() and path not in (each.path for each in sources)]
     if there and not force:
         stop(f"{', '.join(there)}: already there; give another --name, or --force")
-    if records:
-        record = _earlier(records, name)
+    if sources:
+        record = earlier_record(sources, name)
         options.written(files[2], record)
         _fit(record, files)
         return
@@ -111,32 +117,6 @@ def calibrate(
     )
     options.written(files[2], record)  # before the fit: what was measured is not lost if that fails
     _fit(record, files)
-
-
-def _earlier(paths: list[Path], name: str) -> InstrumentRecord:
-    """Earlier records as one of a profile called ``name``; ends the command if they are none."""
-    record, *others = (_read(path) for path in paths)
-    if record.instrument != "calibrate" or not isinstance(record.facts, dict):
-        stop(f"--record {paths[0]}: a record of {record.instrument}; give one that `warmroute calibrate` wrote first")
-    for path, other in zip(paths[1:], others, strict=True):
-        if other.instrument != "transfer":
-            stop(f"--record {path}: a record of {other.instrument}; further records are those of `measure transfer`")
-    record.facts["name"] = name
-    if others:
-        record.rows["transfers"] = [row for other in others for row in other.rows]
-        record.warnings = [line for other in others for line in other.warnings]
-    return record
-
-
-def _read(path: Path) -> InstrumentRecord:
-    from bench.instruments.record import read_record
-
-    try:
-        return read_record(path)
-    except OSError as error:
-        stop(f"--record {path}: {error.strerror}")
-    except msgspec.MsgspecError as error:
-        stop(f"--record {path}: not a record of an instrument: {error}")
 
 
 def _fit(record: InstrumentRecord, files: list[Path]) -> None:

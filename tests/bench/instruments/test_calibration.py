@@ -140,7 +140,7 @@ def test_transfers_give_the_profiles_table_and_the_cost_models_formula() -> None
             max_num_seqs=64,
             max_model_len=200_000,
         )
-        return calibrated(known, prefills, decodes, rows, moved, "nvlink")
+        return calibrated(known, prefills, decodes, rows, {"nvlink": moved})
 
     found = lab.run(measure())
     table, known = found.profile.transport("nvlink"), lab.profile.transport("nvlink")

@@ -160,7 +160,9 @@ def test_calibrate_writes_a_profile_that_serving_and_the_simulator_read(
     record = ("--record", folder / "trial_record.json")
     twice = run("calibrate", *record, *record, "--name", "other", "--output", folder)
     assert twice.exit_code == 2
-    assert "further records are those of `measure transfer`" in " ".join(twice.output.split())
+    assert "further records are those of `measure interference` and `measure transfer`" in " ".join(
+        twice.output.split()
+    )
 
 
 def test_a_fit_that_cannot_run_loses_no_measurement(

@@ -109,8 +109,7 @@ async def test_a_calibration_gives_a_usable_profile(engines: Engines, tmp_path: 
             await measure_prefills(engine, plan.steps, prompts),
             await measure_decodes(engine, plan.steps, prompts),
             await measure_interference(engine, plan.interference, prompts),
-            await measure_transfers(engine, other, plan.transfer, prompts, targets.kv_bytes_per_token or 0),
-            "tcp",
+            {"tcp": await measure_transfers(engine, other, plan.transfer, prompts, targets.kv_bytes_per_token or 0)},
         )
     path = tmp_path / "cpu.yaml"
     path.write_text(profile_yaml(found.profile))

@@ -1,0 +1,131 @@
+"""``warmroute calibrate --record``: records of several instruments become one profile."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from bench.instruments.cli import register
+from bench.instruments.record import InstrumentRecord, read_record, write_record
+from policies.types import Transport
+from sim.hardware import HARDWARE_FOLDER, load_profile
+from sim.points import load_points
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+RECORDS = REPOSITORY / "docs" / "results" / "instruments"
+SHIPPED = "h200-calibrated"
+
+
+def run(*arguments: object) -> Result:
+    app = typer.Typer()
+    register(app)
+    return CliRunner().invoke(app, ["calibrate", *(str(each) for each in arguments)])
+
+
+def flat(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+def documented() -> list[str]:
+    """The options of the command by which docs/instruments.md makes the shipped profile."""
+    page = (REPOSITORY / "docs" / "instruments.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.search(rf"^\$ warmroute calibrate (.* --name {SHIPPED})$", page, re.MULTILINE)
+    assert found, "the page has no command for the profile"
+    return shlex.split(found[1])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the documented command wrote to."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(RECORDS)
+        result = run(*documented(), "--output", folder)
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def numbers(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {key: leaf for name, each in value.items() for key, leaf in numbers(each, f"{path}.{name}").items()}
+    if isinstance(value, list | tuple):
+        return {key: leaf for i, each in enumerate(value) for key, leaf in numbers(each, f"{path}.{i}").items()}
+    return {path: value}
+
+
+def test_the_shipped_profile_is_the_fit_of_the_committed_records(made: Path) -> None:
+    assert load_points(made / f"{SHIPPED}_points.yaml") == load_points(HARDWARE_FOLDER / f"{SHIPPED}_points.yaml")
+    shipped, refit = (numbers(load_profile(name).model_dump()) for name in (SHIPPED, str(made / f"{SHIPPED}.yaml")))
+    assert shipped.keys() == refit.keys()
+    for path, value in refit.items():
+        assert shipped[path] == (pytest.approx(value, rel=2e-3) if isinstance(value, float) else value), path
+
+
+def test_records_of_both_transports_are_in_one_profile(made: Path) -> None:
+    profile = load_profile(str(made / f"{SHIPPED}.yaml"))
+    assert (profile.default_transport, sorted(profile.transports)) == ("nvlink", ["nvlink", "tcp"])
+    assert profile.cost_constants is not None
+    transfers = profile.cost_constants.transfers
+    assert transfers[Transport.TCP].bytes_per_s < transfers[Transport.NVLINK].bytes_per_s
+    size = 32_768 * profile.kv.bytes_per_token
+    assert profile.transport("tcp").seconds(size, 0, 1) > 2 * profile.transport("nvlink").seconds(size, 0, 1)
+
+
+def test_a_combined_record_is_fitted_again_as_it_was(made: Path, tmp_path: Path) -> None:
+    result = run("--record", made / f"{SHIPPED}_record.json", "--name", "again", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    points = load_points(tmp_path / "again_points.yaml")
+    assert points == load_points(made / f"{SHIPPED}_points.yaml").model_copy(update={"name": "again"})
+
+
+def test_interference_replaces_and_what_compiled_kernels_is_left_out(made: Path) -> None:
+    points = load_points(made / f"{SHIPPED}_points.yaml").interference
+    measured = read_record(RECORDS / "interference.json").rows
+    assert {(each.streams, each.prefill) for each in points} == {
+        (row["streams"], row["prefill_tokens"]) for row in measured
+    }
+    left_out = {(each.streams, each.prefill): each.skip for each in points if each.skip}
+    assert left_out.keys() == {(1, 2_048), (4, 2_048)}
+    assert left_out[1, 2_048] == "repeats differ 17 times, perhaps kernels were compiled"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("transfer-tcp.json",), "a record of transfer; give one that `warmroute calibrate` wrote first"),
+        (("tcp=calibrate.json",), "give one that `warmroute calibrate` wrote first"),
+        (("calibrate.json", "calibrate.json"), "further records are those of `measure interference` and"),
+        (("calibrate.json", "tcp=interference.json"), "only the latter take a TRANSPORT="),
+        (("calibrate.json", "tpc=transfer-tcp.json"), "name the transport, --record TRANSPORT=transfer-tcp.json; one"),
+        (("calibrate.json", "tcp=nothing.json"), "nothing.json: No such file"),
+    ],
+)
+def test_records_that_do_not_belong_together_are_refused(
+    given: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(RECORDS)
+    result = run(*(part for each in given for part in ("--record", each)), "--output", tmp_path)
+    assert result.exit_code == 2
+    assert expected in flat(result)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_transfers_beside_a_calibration_of_one_engine_need_their_transport(tmp_path: Path) -> None:
+    record: InstrumentRecord = read_record(RECORDS / "calibrate.json")
+    record.facts["transport"], record.rows["transfers"] = None, []
+    alone = tmp_path / "alone.json"
+    write_record(alone, record)
+    common = ("--record", alone, "--name", "one", "--output", tmp_path)
+    refused = run(*common, "--record", RECORDS / "transfer-tcp.json")
+    assert refused.exit_code == 2
+    assert "name the transport" in flat(refused)
+    named = run(*common, "--record", f"tcp={RECORDS / 'transfer-tcp.json'}")
+    assert named.exit_code == 0, named.output
+    profile = load_profile(str(tmp_path / "one.yaml"))
+    assert (profile.default_transport, list(profile.transports)) == ("tcp", ["tcp"])
