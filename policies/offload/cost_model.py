@@ -111,12 +111,12 @@ class CostModel(ColumnPlanner):
         fleet: FleetSnapshot,
         columns: FleetColumns,
     ) -> OffloadPlan:
-        """As ``plan``; no candidate is priced if not even the best imaginable one would save enough."""
+        """As ``plan``; no candidate is priced where not even the best imaginable one would pay."""
         refusal = self._refusal(request, decode, fleet)
         if refusal is not None:
             return OffloadPlan(None, refusal)
         pricing = _Pricing(self, request, decode, fleet, columns)
-        pays = pricing.most_s(columns) > self.min_gain * pricing.alone_s
+        pays = pricing.may_pay(columns, self.min_gain * pricing.alone_s, -self.max_own_loss * pricing.alone_s)
         if pays or not any(sends_to(view, decode, fleet) and has_room(view, request) for view in fleet.senders):
             return self._priced(pricing, request, decode, fleet, columns)
         return OffloadPlan(None, OffloadReason.DOES_NOT_PAY)
@@ -299,10 +299,17 @@ class _Pricing:
         """Parts of the bounds that are equal for equal cached tokens."""
         self._stream_s = self._doubt_s = 0.0
 
-    def most_s(self, columns: FleetColumns) -> float:
-        """The most that any candidate can save, its doubt not counted: one that no stream decodes on."""
+    def may_pay(self, columns: FleetColumns, least_s: float, lost_s: float) -> bool:
+        """False if no candidate can save more than ``least_s``, or each that can costs the request itself too much.
+
+        Both are bounded by a candidate without streams; ``lost_s``: the least that the request itself must save.
+        """
         self._share(columns)
-        return max([saved_s for saved_s, *_ in self._by_cached.values()]) + self._doubt_s
+        own_s = self.queue_s + self.alone_s + _SLACK_S
+        return any(
+            saved_s + self._doubt_s > least_s and own_s - offloaded_s >= lost_s
+            for saved_s, _, _, offloaded_s in self._by_cached.values()
+        )
 
     def bounds(self, columns: FleetColumns) -> list[float]:
         """The most that each candidate can save less its doubt, from lower bounds of queue, transfer and doubt."""
