@@ -15,8 +15,8 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -49,7 +49,7 @@ class NoAccounts(SessionAccounts):
 
     def __init__(self) -> None:
         super().__init__()
-        self._turn = Turn(RequestView("", 0), "", 0, PrefillModel(), 0.0)
+        self._turn = Turn()
 
     def sent(self, request: RequestView, instance: str, cached_tokens: int, model: PrefillModel, now_s: float) -> Turn:
         """Count nothing."""
@@ -81,16 +81,13 @@ class AdmissionArm:
 
     def serve(self, requests: Sequence[tuple[RequestView, float]]) -> float:
         """Processor time of these requests, microseconds each."""
-        return _ran(self._serve(requests))
-
-    async def _serve(self, requests: Sequence[tuple[RequestView, float]]) -> float:
         routing, in_flight, names = self._routing, self._in_flight, self._names
         line, seat, row = self._line, self._seat, self._row
         enters, offers = self._rule == NeverHold.name, self._rule not in {None, NeverHold.name}
         began_ns = time.process_time_ns()
         for request, now_s in requests:
             if enters:
-                await line.enter(request, seat, row)
+                line.enter(request, seat, row)
             elif offers:  # as the line does, in the time of the requests; none is left to wait
                 routing.offer(request, names, now_s)
             in_flight.append(routing.route(request, names, (), now_s))
@@ -99,16 +96,6 @@ class AdmissionArm:
                 done.commitment.decode.first_token()
                 done.commitment.release(now_s, 0.0, done.decision.cached_tokens)
         return (time.process_time_ns() - began_ns) / len(requests) / 1e3
-
-
-def _ran(coroutine: Coroutine[Any, Any, float]) -> float:
-    """Result of a coroutine that never waits, without an event loop. Raises RuntimeError if it does."""
-    try:
-        coroutine.send(None)
-    except StopIteration as finished:
-        return float(finished.value)
-    coroutine.close()
-    raise RuntimeError("a request was held")
 
 
 def requests(count: int, seed: int = 0) -> list[tuple[RequestView, float]]:

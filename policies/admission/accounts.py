@@ -12,7 +12,7 @@ from policies.admission.losses import Losses
 from policies.admission.prompt_ends import continued, end_of
 from policies.admission.residency import Residency
 from policies.admission.return_gaps import ReturnGaps
-from policies.admission.turns import Account, Turn
+from policies.admission.turns import Account, Turn, TurnEnd
 from policies.costs.formulas import PrefillModel
 from policies.replicas.shared_sessions import SharedSessions
 from policies.types import RequestView
@@ -27,10 +27,6 @@ DEFERRED = 32
 """Beginnings and ends of turns that are counted together, in 0.1 ms: after an answer if there is one in time, and when
 there are twice as many before a request is sent.
 """
-
-
-_End = tuple[Turn, float | None, int | None, PrefillModel]
-"""A turn that has ended, when, the cached tokens as reported, and the model then."""
 
 
 class SessionAccounts:
@@ -50,7 +46,6 @@ class SessionAccounts:
         self.shared: SharedSessions | None = None
         """Sessions that other replicas serve too; None: there are none."""
         self.instances = 1
-        """Instances of the fleet."""
         self._gaps = ReturnGaps(keep_s)
         self._capacity = capacity
         self._active: dict[str, Account] = {}
@@ -64,7 +59,7 @@ class SessionAccounts:
         self._return_share = 1.0
         self._losses = Losses()
         self._deferred = False
-        self._waiting: list[Turn | _End] = []
+        self._waiting: list[Turn | TurnEnd] = []
 
     @property
     def active_sessions(self) -> int:
@@ -150,14 +145,16 @@ class SessionAccounts:
         self.instances = max(1, len(self.homes.by_name))
 
     def sent(self, request: RequestView, instance: str, cached_tokens: int, model: PrefillModel, now_s: float) -> Turn:
-        """A request is sent; tell its end with ``ended``.
+        """A request is sent, which ends with ``ended``.
 
         Args:
             instance: where its answer is computed, and its context is then.
             cached_tokens: predicted to be cached where its prompt is computed.
             model: prices what is recomputed.
         """
-        turn = Turn(request, instance, cached_tokens, model, now_s)
+        turn = Turn()
+        turn.request, turn.instance, turn.cached_tokens = request, instance, cached_tokens
+        turn.model, turn.sent_s = model, now_s
         if not self._deferred:
             self._count(turn)
             return turn

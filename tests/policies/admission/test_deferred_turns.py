@@ -72,18 +72,20 @@ READERS: dict[str, Callable[[SessionAccounts, float], object]] = {
     "active_tokens": lambda accounts, _: accounts.active_tokens,
     "kept_sessions": lambda accounts, _: accounts.kept_sessions,
     "kept_tokens": lambda accounts, _: accounts.kept_tokens,
-    "expire": lambda accounts, now_s: (accounts.expire(now_s), accounts.homes.contexts())[1],
-    "set_keep": lambda accounts, now_s: (accounts.set_keep(5.0, now_s), accounts.homes.contexts())[1],
-    "restarted": lambda accounts, _: (accounts.restarted("a"), accounts.homes.contexts())[1],
-    "ran_elsewhere": lambda accounts, _: (accounts.ran_elsewhere(SESSIONS[1]), accounts.homes.contexts())[1],
-    "add_instance": lambda accounts, _: (accounts.add_instance("d"), accounts.homes.contexts())[1],
-    "remove_instance": lambda accounts, _: (accounts.remove_instance("a"), accounts.homes.contexts())[1],
-    "settle": lambda accounts, _: (accounts.settle(), accounts.homes.contexts())[1],
+}
+CHANGES: dict[str, Callable[[SessionAccounts, float], None]] = {
+    "expire": lambda accounts, now_s: accounts.expire(now_s),
+    "set_keep": lambda accounts, now_s: accounts.set_keep(5.0, now_s),
+    "restarted": lambda accounts, _: accounts.restarted("a"),
+    "ran_elsewhere": lambda accounts, _: accounts.ran_elsewhere(SESSIONS[1]),
+    "add_instance": lambda accounts, _: accounts.add_instance("d"),
+    "remove_instance": lambda accounts, _: accounts.remove_instance("a"),
+    "settle": lambda accounts, _: accounts.settle(),
 }
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_each_reader_alone_finds_every_turn_counted(name: str) -> None:
+def after_twenty_turns() -> tuple[SessionAccounts, SessionAccounts]:
+    """Accounts that counted each turn at once, and those where most still wait."""
     at_once, batched = accounts_of(deferred=False), accounts_of(deferred=True)
     for accounts in (at_once, batched):
         for second in range(10):
@@ -93,7 +95,22 @@ def test_each_reader_alone_finds_every_turn_counted(name: str) -> None:
                     accounts.ended(turn, second + 0.5, 0 if second % 2 else 16, MODEL)
             if second == 2:
                 accounts.settle()
+    assert batched._waiting
+    return at_once, batched
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_each_reader_alone_finds_every_turn_counted(name: str) -> None:
+    at_once, batched = after_twenty_turns()
     assert READERS[name](batched, 10.0) == READERS[name](at_once, 10.0)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_change_alone_finds_every_turn_counted(name: str) -> None:
+    at_once, batched = after_twenty_turns()
+    for accounts in (at_once, batched):
+        CHANGES[name](accounts, 10.0)
+    assert batched.homes.contexts() == at_once.homes.contexts()
 
 
 def send(accounts: SessionAccounts, number: int, session: str | None, instance: str, now_s: float) -> Turn:

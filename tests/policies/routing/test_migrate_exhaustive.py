@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policies.costs.book import transfer_job
@@ -114,7 +115,7 @@ def _moved_s(
     request: RequestView,
     fleet: FleetSnapshot,
     costs: Costs,
-    terms: list[dict[str, float]],
+    terms: Sequence[Mapping[str, float]],
     home: int,
     place: int,
 ) -> float:
