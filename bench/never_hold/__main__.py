@@ -1,9 +1,9 @@
 """Cost of admission in the routing step: processor time per request with ``never_hold``, with a rule, and without any.
 
-``python -m bench.never_hold [--instances 8] [--batches 400]`` routes requests of growing sessions and releases them 32
-requests later. *No admission* is a path without it: nothing is asked before a request is routed, and no session's
-context is counted; what is left there are the calls of two empty methods, 0.1 µs. ``never_hold`` enters the proxy's
-line (`proxy.routing.holding.HoldingLine.enter`) and counts contexts, since metrics, other replicas, prefill
+``python -m bench.never_hold [--instances 8] [--batches 400] [--sessions 400]`` routes requests of growing sessions and
+releases them 32 requests later. *No admission* is a path without it: nothing is asked before a request is routed, and
+no session's context is counted; what is left there are the calls of two empty methods. ``never_hold`` enters the
+proxy's line (`proxy.routing.holding.HoldingLine.enter`) and counts contexts, since metrics, other replicas, prefill
 specialists, shadow rules and a later switch of the rule read the sums. It counts several turns at once, whose whole
 time is in its figure: each measurement of 25 requests has one or two such counts. ``working_set``, the default, decides
 as well. The arms take turns in batches of 25 requests, each in another order, with their own state and the same
@@ -42,6 +42,7 @@ BUDGET_US = 10.0
 _BATCH = 25
 _IN_FLIGHT = 32
 _SESSIONS = 400
+"""So many that each one's account has left the processor's caches when its next turn comes."""
 
 
 class NoAccounts(SessionAccounts):
@@ -98,13 +99,13 @@ class AdmissionArm:
         return (time.process_time_ns() - began_ns) / len(requests) / 1e3
 
 
-def requests(count: int, seed: int = 0) -> list[tuple[RequestView, float]]:
+def requests(count: int, seed: int = 0, sessions: int = _SESSIONS) -> list[tuple[RequestView, float]]:
     """Turns of sessions whose prompts grow by five blocks of 256 tokens each, and their times: 100 a second."""
     draw = random.Random(seed)
-    prompts = {number: [draw.getrandbits(63) for _ in range(draw.randint(20, 120))] for number in range(_SESSIONS)}
+    prompts = {number: [draw.getrandbits(63) for _ in range(draw.randint(20, 120))] for number in range(sessions)}
     made = []
     for number in range(count):
-        session = draw.randrange(_SESSIONS)
+        session = draw.randrange(sessions)
         prompts[session] = [*prompts[session], *[draw.getrandbits(63) for _ in range(5)]]
         if len(prompts[session]) > 130:
             prompts[session] = prompts[session][:20]
@@ -114,14 +115,14 @@ def requests(count: int, seed: int = 0) -> list[tuple[RequestView, float]]:
     return made
 
 
-def measure(instances: int, batches: int, seed: int = 0) -> dict[str, list[float]]:
+def measure(instances: int, batches: int, seed: int = 0, sessions: int = _SESSIONS) -> dict[str, list[float]]:
     """Microseconds of processor time per request, by arm and batch."""
     arms = {
         "no admission": AdmissionArm(instances, None),
         "never_hold": AdmissionArm(instances, "never_hold"),
         "working_set": AdmissionArm(instances, "working_set"),
     }
-    todo, draw = requests(_BATCH * batches, seed), random.Random(seed)
+    todo, draw = requests(_BATCH * batches, seed, sessions), random.Random(seed)
     took: dict[str, list[float]] = {name: [] for name in arms}
     for start in range(0, len(todo), _BATCH):
         for name in draw.sample(list(arms), len(arms)):
@@ -133,9 +134,10 @@ def main(
     instances: Annotated[int, typer.Option(min=1, help="Instances of the fleet.")] = 8,
     batches: Annotated[int, typer.Option(min=20, help="Batches of 25 requests for each arm; a tenth warms up.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the requests and of the order.")] = 0,
+    sessions: Annotated[int, typer.Option(min=1, help="Sessions that take turns.")] = _SESSIONS,
 ) -> None:
     """Measure what admission adds to the routing step."""
-    took = measure(instances, batches, seed)
+    took = measure(instances, batches, seed, sessions)
     table = Table(title=f"Routing step with {instances} instances, µs of processor time per request")
     for head in ("admission", "median", "above no admission", "quartiles", "mean"):
         table.add_column(head, justify="left" if head == "admission" else "right")
