@@ -12,7 +12,7 @@ from policies.admission.losses import Losses
 from policies.admission.prompt_ends import continued, end_of
 from policies.admission.residency import Residency
 from policies.admission.return_gaps import ReturnGaps
-from policies.admission.turns import Account, Turn, TurnEnd
+from policies.admission.turns import SessionAccount, Turn, TurnEnd
 from policies.costs.formulas import PrefillModel
 from policies.replicas.shared_sessions import SharedSessions
 from policies.types import RequestView
@@ -48,9 +48,9 @@ class SessionAccounts:
         self.instances = 1
         self._gaps = ReturnGaps(keep_s)
         self._capacity = capacity
-        self._active: dict[str, Account] = {}
-        self._kept: OrderedDict[str, Account] = OrderedDict()
-        self._past: OrderedDict[str, Account] = OrderedDict()
+        self._active: dict[str, SessionAccount] = {}
+        self._kept: OrderedDict[str, SessionAccount] = OrderedDict()
+        self._past: OrderedDict[str, SessionAccount] = OrderedDict()
         self._oldest_s = inf
         """Time since which the first of the kept ones has been kept at the longest: before, nothing expires."""
         self._active_tokens = 0
@@ -211,7 +211,7 @@ class SessionAccounts:
                 self._not_followed()
         self._oldest_s = inf
 
-    def _forget(self, name: str, account: Account) -> None:
+    def _forget(self, name: str, account: SessionAccount) -> None:
         """A kept session is only remembered from now on."""
         del self._kept[name]
         self._kept_tokens -= account.context_tokens
@@ -316,7 +316,7 @@ class SessionAccounts:
             elif self._past and (account := self._past.pop(name, None)) is not None:
                 self._returned(account, now_s)
             else:
-                account = Account()
+                account = SessionAccount()
             account.in_flight = 1
             self._active[name] = account
             self._active_tokens += tokens
@@ -359,7 +359,7 @@ class SessionAccounts:
         if self._oldest_s <= now_s - self._gaps.keep_s:
             self._expire(now_s)
 
-    def _returned(self, account: Account, now_s: float) -> None:
+    def _returned(self, account: SessionAccount, now_s: float) -> None:
         gap_s = now_s - account.since_s if account.gap_s is None else account.gap_s
         turns = TURNS_PER_INSTANCE * self.instances
         self._gaps.add(gap_s, turns)
@@ -372,7 +372,7 @@ class SessionAccounts:
     def _not_followed(self) -> None:
         self._return_share -= self._return_share / (TURNS_PER_INSTANCE * self.instances)
 
-    def _computed_before(self, account: Account, request: RequestView) -> int:
+    def _computed_before(self, account: SessionAccount, request: RequestView) -> int:
         """Tokens at the beginning of a prompt that the fleet has computed for its session before; remembers the prompt.
 
         A further attempt of the same request gets the answer of its first: that one may not have computed anything.

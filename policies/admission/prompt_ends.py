@@ -26,10 +26,8 @@ def _first(hashes: Sequence[int]) -> tuple[int, ...]:
     return (hashes[-1],)
 
 
-_READERS = tuple([_reader(blocks) for blocks in range(LONGEST_DIFFERENCE + 1)])
-"""By number of blocks: one look instead of the search for the largest difference."""
-_READER = _reader(LONGEST_DIFFERENCE + 1)
-"""Of longer prompts."""
+_READERS = tuple([_reader(blocks) for blocks in range(LONGEST_DIFFERENCE + 2)])
+"""By number of blocks, the last one for all longer prompts: one look, not a search for the largest difference."""
 
 
 def end_of(hashes: Sequence[int]) -> PromptEnd:
@@ -40,7 +38,7 @@ def end_of(hashes: Sequence[int]) -> PromptEnd:
     shorter find the common part to a factor of two of what differs.
     """
     blocks = len(hashes)
-    return blocks, (_READER if blocks > LONGEST_DIFFERENCE else _READERS[blocks])(hashes)
+    return blocks, _READERS[blocks if blocks <= LONGEST_DIFFERENCE else -1](hashes)
 
 
 def continued(ends: Sequence[PromptEnd], hashes: Sequence[int]) -> tuple[int, PromptEnd] | None:

@@ -8,7 +8,7 @@ from policies.costs.formulas import PrefillModel
 from policies.types import RequestView
 
 
-class Account:
+class SessionAccount:
     """One session."""
 
     __slots__ = (
@@ -52,12 +52,12 @@ class Turn:
     # No constructor: setting the attributes takes half of the time of its call.
     request: RequestView
     instance: str
-    """Where its answer is computed, and its session's context is then."""
+    """Instance that computes its answer, and has its session's context then."""
     cached_tokens: int
     """Predicted to be cached where its prompt is computed."""
     model: PrefillModel
     sent_s: float
-    account: Account
+    account: SessionAccount
     """Set when it is counted, as ``before_tokens`` is."""
     before_tokens: int
     """Tokens of its prompt that the fleet had computed for this session before."""
