@@ -129,10 +129,10 @@ def planned_by(
 ) -> tuple[OffloadPlan, InstanceView | None]:
     """The planner's plan and P; raises ValueError for a plan that cannot be carried out.
 
-    ``columns``: those of ``fleet.senders``, for a planner that uses them.
+    ``columns``: those of ``fleet.senders``, for the quick form of a planner that has one (`ColumnPlanner.quick`).
     """
     if columns is not None and isinstance(planner, ColumnPlanner):
-        plan = planner.plan(request, chosen, request_class, fleet, columns)
+        plan = planner.quick(request, chosen, request_class, fleet, columns)
     else:
         plan = planner.plan(request, chosen, request_class, fleet)
     return plan, _prefill_of(plan, chosen, fleet, f"planner {planner.name!r}")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from policies.admission.accounts import TURNS_PER_INSTANCE, ComputedPrompt, SessionAccounts
+from policies.admission.accounts import TURNS_PER_INSTANCE, SessionAccounts
 from policies.admission.gate import Room
 from policies.admission.residency import Residency
+from policies.admission.turns import Turn
 from policies.costs.book import CostBook, Workload
 from policies.holds import Holds, KvHold
 from policies.hotspots import HotspotTracker, is_hotspot
@@ -31,15 +32,14 @@ class Commitment:
 
     __slots__ = (
         "_added",
-        "_computed",
         "_hold",
         "_in_flight",
         "_lives",
         "_not_yet_on_decode",
         "_promised",
         "_released",
-        "_session",
         "_state",
+        "_turn",
         "decode",
         "prefill",
         "workload",
@@ -54,12 +54,10 @@ class Commitment:
         not_yet_on_decode: int,
         workload: Workload,
         promised: Promised,
-        session: str,
-        computed: ComputedPrompt,
+        turn: Turn,
     ) -> None:
         self._state = state
-        self._session = session
-        self._computed = computed
+        self._turn = turn
         self._released = False
         self._promised = promised
         self._added = added
@@ -132,9 +130,7 @@ class Commitment:
         if not self._released:
             self._released = True
             state = self._state
-            state.accounts.end(self._session, now_s)
-            if cached_tokens is not None:
-                state.accounts.reported(state.costs.prefill, self._computed, cached_tokens, now_s)
+            state.accounts.ended(self._turn, now_s, cached_tokens, state.costs.prefill)
         if self._hold is not None:
             self._hold.orphan((now_s or 0.0) + hold_s)
         self._end_offload()
@@ -200,8 +196,7 @@ class FleetState:
             known.role, known.host, known.transport, known.connector = role, host, transport, connector
             return
         self._instances[instance] = KnownInstance(role, host, transport, connector)
-        self.accounts.homes.add(instance)
-        self.accounts.instances = max(1, len(self._instances))
+        self.accounts.add_instance(instance)
         self.index.add_instance(instance)
         self.predictor.add_instance(instance)
 
@@ -212,8 +207,7 @@ class FleetState:
         """
         self._instances.pop(instance, None)
         self.producers.discard(instance)
-        self.accounts.homes.remove(instance)
-        self.accounts.instances = max(1, len(self._instances))
+        self.accounts.remove_instance(instance)
         self.index.remove_instance(instance)
         self.predictor.remove_instance(instance)
         self.sessions.remove_instance(instance)
@@ -324,28 +318,17 @@ class FleetState:
         promised.add(decision.decode_on, request)
         workload = Workload.of(request, chosen, prefill, self.offloads_in_flight, self.costs.bytes_per_token)
         not_yet_on_decode = new_tokens - new_on_decode
-        accounts, session, before = self.accounts, request.session_id, 0
-        if session:
-            accounts.begin(session, request.prompt_tokens, now_s, decision.decode_on)
-            before = accounts.compute(session, request.request_id, request.block_hashes, request.block_tokens)
-        else:
-            session = request.request_id
-            accounts.begin(session, request.prompt_tokens, now_s, decision.decode_on, single=True)
         cached = chosen.cached_tokens if prefill is None else prefill.cached_tokens
-        computed = ComputedPrompt(request.prompt_tokens, before, cached)
-        if before > cached:
-            accounts.sent(self.costs.prefill, computed, now_s)
-        self._designate(fleet, decision, session, computed, now_s)
-        return Commitment(
-            self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, session, computed
-        )
+        turn = self.accounts.sent(request, decision.decode_on, cached, self.costs.prefill, now_s)
+        self._designate(request, fleet, decision, cached, now_s)
+        return Commitment(self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, turn)
 
     def _designate(
-        self, fleet: FleetSnapshot, decision: Decision, session: str, computed: ComputedPrompt, now_s: float
+        self, request: RequestView, fleet: FleetSnapshot, decision: Decision, cached_tokens: int, now_s: float
     ) -> None:
         """Count a context and a HEAVY prefill, and change the specialists by the fleet as it was decided on."""
         specialists, accounts, views = self.specialists, self.accounts, fleet.instances
-        prompt_tokens, _, cached_tokens = computed
+        prompt_tokens, session = request.prompt_tokens, request.session_id or request.request_id
         specialists.began(now_s)
         specialists.contexts.sent(session, prompt_tokens, now_s, TURNS_PER_INSTANCE * accounts.instances)
         heavy = decision.request_class is RequestClass.HEAVY

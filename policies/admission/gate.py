@@ -121,6 +121,7 @@ class AdmissionGate:
         self.rule = rule
         self.never_holds = isinstance(rule, NeverHold)
         self.max_hold_s = max_hold_s
+        self.accounts.defer(self.never_holds)
         self.accounts.set_keep(rule.keep_s, now_s)
 
     def __len__(self) -> int:
@@ -268,12 +269,13 @@ class AdmissionGate:
     def _fleet_view(self, held: int, expected_s: float, room: Room, now_s: float) -> AdmissionView:
         accounts = self.accounts
         remote = accounts.remote
+        active_sessions, active_tokens, kept_sessions, kept_tokens = accounts.contexts()
         return AdmissionView(
             room.pool_tokens,
-            accounts.active_sessions + remote.active_sessions,
-            accounts.active_tokens + remote.active_tokens,
-            accounts.kept_sessions + remote.kept_sessions,
-            accounts.kept_tokens + remote.kept_tokens,
+            active_sessions + remote.active_sessions,
+            active_tokens + remote.active_tokens,
+            kept_sessions + remote.kept_sessions,
+            kept_tokens + remote.kept_tokens,
             accounts.lost_share(room.instances, now_s) + remote.lost_share,
             accounts.return_share,
             room.instances,

@@ -26,7 +26,10 @@ class RemoteContexts(NamedTuple):
 
 
 class Home:
-    """Contexts in flight and kept on one instance; sessions and tokens."""
+    """Contexts in flight and kept on one instance; sessions and tokens.
+
+    Its numbers are changed by the sessions' owner; in flight in place, since that is part of every request.
+    """
 
     __slots__ = ("active_sessions", "active_tokens", "kept_sessions", "kept_tokens")
 
@@ -35,16 +38,6 @@ class Home:
         self.active_tokens = 0
         self.kept_sessions = 0
         self.kept_tokens = 0
-
-    def activate(self, tokens: int) -> None:
-        """A session's first request in flight."""
-        self.active_sessions += 1
-        self.active_tokens += tokens
-
-    def deactivate(self, tokens: int) -> None:
-        """Its last one in flight has ended, or it moved to another instance."""
-        self.active_sessions -= 1
-        self.active_tokens -= tokens
 
     def keep(self, tokens: int) -> None:
         """A session without a request in flight that may return."""
@@ -65,26 +58,23 @@ class Homes:
     """Homes of the fleet's instances. One that has left the fleet is counted to nobody's sight until it is empty."""
 
     def __init__(self) -> None:
-        self._homes: dict[str, Home] = {}
-        self._elsewhere = Home()
+        self.by_name: dict[str, Home] = {}
+        self.elsewhere = Home()
+        """Of sessions on instances that are not in the fleet; nobody reads it."""
         self._remote: dict[str, Contexts] = {}
         """Of other replicas of the proxy, by instance."""
 
     def add(self, instance: str) -> None:
         """Idempotent."""
-        self._homes.setdefault(instance, Home())
+        self.by_name.setdefault(instance, Home())
 
     def remove(self, instance: str) -> None:
         """Sessions of a removed instance are on none of the fleet's until their next request."""
-        self._homes.pop(instance, None)
-
-    def of(self, instance: str) -> Home:
-        """The instance's; for an unknown one, one that nobody sees."""
-        return self._homes.get(instance, self._elsewhere)
+        self.by_name.pop(instance, None)
 
     def contexts(self) -> dict[str, Contexts]:
         """Contexts of each instance that has any."""
-        return {name: found for name, home in self._homes.items() if any(found := home.contexts())}
+        return {name: found for name, home in self.by_name.items() if any(found := home.contexts())}
 
     def set_elsewhere(self, replicas: Iterable[Mapping[str, Contexts]]) -> None:
         """Replace the contexts of other replicas of the proxy, each replica's by instance."""
@@ -107,10 +97,10 @@ class Homes:
 
     def uses(self, each: Iterable[tuple[str, int, int]]) -> tuple[InstanceUse, ...]:
         """Contexts of instances given by name, pool and requests without a first token."""
-        homes, remote, new = self._homes, self._remote, tuple.__new__
+        homes, remote, new = self.by_name, self._remote, tuple.__new__
         uses = []
         for name, pool, prefilling in each:
-            home = homes.get(name, self._elsewhere)
+            home = homes.get(name, self.elsewhere)
             active_sessions, active = home.active_sessions, home.active_tokens
             kept_sessions, kept = home.kept_sessions, home.kept_tokens
             if remote and name in remote:

@@ -36,6 +36,17 @@ class ColumnPlanner:
         """Plan for one request. ``columns`` are those of ``fleet.senders``."""
         raise NotImplementedError
 
+    def quick(
+        self,
+        request: RequestView,
+        decode: InstanceView,
+        request_class: RequestClass,
+        fleet: FleetSnapshot,
+        columns: FleetColumns,
+    ) -> OffloadPlan:
+        """The same P and reason as those of ``plan``, and its inputs where there is a P: all that shadows read."""
+        return self.plan(request, decode, request_class, fleet, columns)
+
 
 def has_room(decode: InstanceView, request: RequestView) -> bool:
     """True if D's pool can hold the whole request besides used and promised tokens, or its size is unknown."""

@@ -97,19 +97,40 @@ class CostModel(ColumnPlanner):
         fleet: FleetSnapshot,
         columns: FleetColumns | None = None,
     ) -> OffloadPlan:
-        new_tokens = request.prompt_tokens - decode.cached_tokens
-        inputs = {"new_tokens": float(new_tokens), "decode_streams": float(decode.decode_streams)}
-        if new_tokens < self.min_new_tokens:
-            return OffloadPlan(None, OffloadReason.BELOW_THRESHOLD, inputs)
-        if not may_receive(decode):
-            return OffloadPlan(None, OffloadReason.ROLE_FORBIDS, inputs)
-        if fleet.offloads_in_flight >= self.max_in_flight:
-            return OffloadPlan(None, OffloadReason.CAP_REACHED, inputs)
-        if not decode.kv_capacity_tokens or not has_room(decode, request):
-            # A pool of unknown size may be too small; co-located always works.
-            return OffloadPlan(None, OffloadReason.NO_ROOM_ON_D, inputs)
+        refusal = self._refusal(request, decode, fleet)
+        if refusal is not None:
+            return OffloadPlan(None, refusal, self._inputs(request, decode))
         columns = columns or FleetColumns.of(fleet.senders)
+        return self._priced(_Pricing(self, request, decode, fleet, columns), request, decode, fleet, columns)
+
+    def quick(
+        self,
+        request: RequestView,
+        decode: InstanceView,
+        request_class: RequestClass,
+        fleet: FleetSnapshot,
+        columns: FleetColumns,
+    ) -> OffloadPlan:
+        """As ``plan``; no candidate is priced where not even the best imaginable one would pay."""
+        refusal = self._refusal(request, decode, fleet)
+        if refusal is not None:
+            return OffloadPlan(None, refusal)
         pricing = _Pricing(self, request, decode, fleet, columns)
+        pays = pricing.may_pay(columns, self.min_gain * pricing.alone_s, -self.max_own_loss * pricing.alone_s)
+        if pays or not any(sends_to(view, decode, fleet) and has_room(view, request) for view in fleet.senders):
+            return self._priced(pricing, request, decode, fleet, columns)
+        return OffloadPlan(None, OffloadReason.DOES_NOT_PAY)
+
+    def _priced(
+        self,
+        pricing: _Pricing,
+        request: RequestView,
+        decode: InstanceView,
+        fleet: FleetSnapshot,
+        columns: FleetColumns,
+    ) -> OffloadPlan:
+        """The plan of a request that is refused for no other reason than its price."""
+        inputs = self._inputs(request, decode)
         found = self._best(pricing, request, decode, fleet, columns)
         if found is None:
             return OffloadPlan(None, no_prefill_reason(decode, fleet), inputs)
@@ -126,6 +147,26 @@ class CostModel(ColumnPlanner):
         }
         verdict = self._verdict(best, pricing.alone_s)
         return OffloadPlan(view.instance if verdict is OffloadReason.CHOSEN else None, verdict, inputs)
+
+    def _inputs(self, request: RequestView, decode: InstanceView) -> dict[str, float]:
+        """Inputs of every plan."""
+        return {
+            "new_tokens": float(request.prompt_tokens - decode.cached_tokens),
+            "decode_streams": float(decode.decode_streams),
+        }
+
+    def _refusal(self, request: RequestView, decode: InstanceView, fleet: FleetSnapshot) -> OffloadReason | None:
+        """Reason why D's prefill is not sent anywhere, whatever it would save."""
+        if request.prompt_tokens - decode.cached_tokens < self.min_new_tokens:
+            return OffloadReason.BELOW_THRESHOLD
+        if not may_receive(decode):
+            return OffloadReason.ROLE_FORBIDS
+        if fleet.offloads_in_flight >= self.max_in_flight:
+            return OffloadReason.CAP_REACHED
+        if not decode.kv_capacity_tokens or not has_room(decode, request):
+            # A pool of unknown size may be too small; co-located always works.
+            return OffloadReason.NO_ROOM_ON_D
+        return None
 
     def _best(
         self,
@@ -210,6 +251,7 @@ class _Pricing:
         "_bytes_per_token",
         "_costs",
         "_decode",
+        "_doubt_s",
         "_failure_rate",
         "_others",
         "_prefills",
@@ -255,10 +297,35 @@ class _Pricing:
         self._failure_rate = costs.transfer.failure_rate
         self._by_cached: dict[int, tuple[float, float, float, float]] = {}
         """Parts of the bounds that are equal for equal cached tokens."""
-        self._stream_s = 0.0
+        self._stream_s = self._doubt_s = 0.0
+
+    def may_pay(self, columns: FleetColumns, least_s: float, lost_s: float) -> bool:
+        """False if no candidate can save more than ``least_s``, or each that can costs the request itself too much.
+
+        Both are bounded by a candidate without streams; ``lost_s``: the least that the request itself must save.
+        """
+        self._share(columns)
+        own_s = self.queue_s + self.alone_s + _SLACK_S
+        return any(
+            saved_s + self._doubt_s > least_s and own_s - offloaded_s >= lost_s
+            for saved_s, _, _, offloaded_s in self._by_cached.values()
+        )
 
     def bounds(self, columns: FleetColumns) -> list[float]:
         """The most that each candidate can save less its doubt, from lower bounds of queue, transfer and doubt."""
+        self._share(columns)
+        by_cached = self._by_cached
+        return [
+            (shared := by_cached[cached])[0] - shared[1] * (requests - prefilling)
+            for cached, requests, prefilling in zip(
+                columns.cached_tokens, columns.requests, columns.prefilling, strict=True
+            )
+        ]
+
+    def _share(self, columns: FleetColumns) -> None:
+        """Compute the parts of the bounds that are equal for equal cached tokens, once."""
+        if self._by_cached:
+            return
         alone_s, queue_s, stall, waiting = self.alone_s, self.queue_s, self._stall, self._waiting
         decoding = self._streams
         decode = self._decode
@@ -267,6 +334,7 @@ class _Pricing:
         transfer_s, stream_s, spread = self._costs.transfer.least(size_bytes, self._others, transports, self._sigmas)
         self._stream_s = stream_s
         transfer_s += stream_s * decoding
+        self._doubt_s = doubt_s = spread * transfer_s
         by_cached = self._by_cached
         for cached in set(columns.cached_tokens):
             there_s = self._there_s(cached)
@@ -274,14 +342,8 @@ class _Pricing:
             if there_s > alone_s:
                 saved_s -= waiting * (there_s - alone_s)
             offloaded_s = there_s + transfer_s if there_s + transfer_s > queue_s else queue_s
-            saved_s += _SLACK_S - spread * transfer_s - offloaded_s
+            saved_s += _SLACK_S - doubt_s - offloaded_s
             by_cached[cached] = saved_s, stall * there_s, there_s + transfer_s, offloaded_s
-        return [
-            (shared := by_cached[cached])[0] - shared[1] * (requests - prefilling)
-            for cached, requests, prefilling in zip(
-                columns.cached_tokens, columns.requests, columns.prefilling, strict=True
-            )
-        ]
 
     def bound(self, view: InstanceView, bound_s: float) -> float:
         """The bound of one candidate with what is queued there and with the streams that slow its transfer down."""

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, NamedTuple
 
-from policies.costs.formulas import Costs
+from policies.costs.formulas import Costs, PrefillModel
 from policies.costs.transfers import Transfers
 from policies.offload.base import may_receive, sends_to
 from policies.pool import tokens_over
 from policies.routing.base import Pick, longest_cached, require
-from policies.routing.warm import Warm
+from policies.routing.warm import Terms, Warm, queues_s
 from policies.snapshot import FleetColumns, FleetSnapshot
-from policies.types import CandidateScore, Choice, InstanceView, OffloadPlan, OffloadReason, Reason, RequestView
+from policies.types import Choice, InstanceView, OffloadPlan, OffloadReason, Reason, RequestView
+
+_ROUNDING = 1e-9
+"""Share of a sum above the error of its rounding."""
 
 
 class _Move(NamedTuple):
@@ -81,50 +85,84 @@ class Migrate(Warm):
         return [score.score for score in self.choose(request, fleet).scores]
 
     def quick(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Pick:
-        """The same choice as that of ``choose``; the loads of all are asked for only if the home has a high one."""
-        if not request.may_offload or not self._is_loaded_home(request, fleet, columns):
-            return Warm.quick(self, request, fleet, columns)
-        choice = self.choose(request, fleet)
-        return Pick(columns.instance.index(choice.instance), choice.reason)
+        """The same choice as that of ``choose``; only what may be an overloaded home, or its target, is priced."""
+        prices = self.prices(request, fleet, columns)
+        place = prices.cheapest(prices.bounds())
+        home = self._home(request, fleet, columns) if request.may_offload else None
+        if home is not None:
+            terms = prices.terms(home)
+            load_s = self._load(terms[0], terms[2], columns.requests[home])
+            if self._may_be_overloaded(load_s, home, columns, prices.model):
+                queues = queues_s(columns, prices.model)
+                loads = self._loads(queues, self._rooms(request, columns), columns.requests)
+                if self._is_overloaded(home, loads):
+                    stay_s = prices.of(place) + self.stream_s * columns.requests[place]
+                    found = self._cheapest(request, fleet, home, loads, queues, terms)
+                    if isinstance(found, _Move) and self._pays(found, stay_s):
+                        return Pick(columns.instance.index(found.target), Reason.SESSION_MIGRATED)
+        return Pick(place, Reason.LOWEST_SCORE)
 
-    def _is_loaded_home(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> bool:
-        """False if there is no home, or its own load is too low for it to be overloaded."""
-        home = self._home(request, fleet, columns)
-        if home is None:
-            return False
-        queue_s, _, room_s, _, _ = self.prices(request, fleet, columns).terms(home)
-        return queue_s + room_s + self.stream_s * fleet.instances[home].requests > self.overload_s
+    def _may_be_overloaded(self, load_s: float, home: int, columns: FleetColumns, model: PrefillModel) -> bool:
+        """False if a home of this load is not overloaded even if the others' loads are the least that they can be.
+
+        Their queues are at least half of the time of the tokens alone, and nothing need lack room.
+        """
+        requests, pending, prefilling = columns.requests, columns.pending_prefill_tokens, columns.prefilling
+        queued = sum([tokens for tokens, each in zip(pending, prefilling, strict=True) if each])
+        others_s = self.stream_s * (sum(requests) - requests[home])
+        others_s += 0.5 * model.least_s_per_token * (queued - (pending[home] if prefilling[home] else 0))
+        others_s -= _ROUNDING * (others_s + load_s)  # the sums of the exact loads have another order
+        return self.overload_s < load_s and load_s * (len(requests) - 1) > self.overload_factor * others_s
 
     def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
         choice = Warm.choose(self, request, fleet)
         if not request.may_offload:
             return choice
-        loads = self._loads(fleet, choice.scores)
-        home = self._overloaded_home(request, fleet, loads)
+        columns = FleetColumns.of(fleet.instances)
+        home = self._home(request, fleet, columns)
         if home is None:
             return choice
-        place = [view.instance for view in fleet.instances].index(choice.instance)
+        queues = [score.inputs["queue_s"] for score in choice.scores]
+        loads = self._loads(queues, [score.inputs["room_s"] for score in choice.scores], columns.requests)
+        if not self._is_overloaded(home, loads):
+            return choice
+        place = columns.instance.index(choice.instance)
         stay_s = choice.scores[place].score + self.stream_s * fleet.instances[place].requests
         inputs = {
             "home_load_s": loads[home],
             "cached_tokens": float(fleet.instances[home].cached_tokens),
             "stay_s": stay_s,
         }
-        found = self._cheapest(request, fleet, home, loads, choice.scores)
+        inputs_home = choice.scores[home].inputs
+        terms = inputs_home["queue_s"], inputs_home["crowd_s"], inputs_home["room_s"], inputs_home["own_s"], 0.0
+        found = self._cheapest(request, fleet, home, loads, queues, terms)
         if isinstance(found, OffloadReason):
             return choice._replace(plan=OffloadPlan(None, found, inputs))
         inputs |= found.inputs
-        if self.priced and found.moved_s + self.min_gain_s > stay_s:
+        if not self._pays(found, stay_s):
             return choice._replace(plan=OffloadPlan(None, OffloadReason.DOES_NOT_PAY, inputs))
         plan = OffloadPlan(fleet.instances[home].instance, OffloadReason.CHOSEN, inputs)
         return Choice(found.target, Reason.SESSION_MIGRATED, choice.scores, plan)
 
-    def _loads(self, fleet: FleetSnapshot, scores: Sequence[CandidateScore]) -> list[float]:
-        """Load of every candidate in seconds."""
+    def _pays(self, move: _Move, stay_s: float) -> bool:
+        return not self.priced or move.moved_s + self.min_gain_s <= stay_s
+
+    def _load(self, queue_s: float, room_s: float, requests: int) -> float:
+        """Load of one candidate in seconds."""
+        return queue_s + room_s + self.stream_s * requests
+
+    def _loads(self, queues: Sequence[float], rooms: Sequence[float], requests: Sequence[int]) -> list[float]:
+        """Load of every candidate."""
+        stream_s = self.stream_s
         return [
-            score.inputs["queue_s"] + score.inputs["room_s"] + self.stream_s * view.requests
-            for score, view in zip(scores, fleet.instances, strict=True)
+            queue_s + room_s + stream_s * each for queue_s, room_s, each in zip(queues, rooms, requests, strict=True)
         ]
+
+    def _rooms(self, request: RequestView, columns: FleetColumns) -> list[float]:
+        """The term ``room`` of every candidate."""
+        hold_s, pools = self.hold_s, columns.kv_capacity_tokens
+        overs = self._overs(request, columns)
+        return [hold_s * over / pool if over > 0 else 0.0 for over, pool in zip(overs, pools, strict=True)]
 
     def _home(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> int | None:
         """Position of the instance with the longest cached prefix, if it is long enough to be a home."""
@@ -132,15 +170,10 @@ class Migrate(Warm):
         least_tokens = max(self.min_cached_tokens, self.affinity_gate * request.prompt_tokens)
         return home if columns.cached_tokens[home] >= least_tokens else None
 
-    def _overloaded_home(self, request: RequestView, fleet: FleetSnapshot, loads: Sequence[float]) -> int | None:
-        """Position of the home if it is overloaded."""
-        home = self._home(request, fleet, FleetColumns.of(fleet.instances))
-        if home is None or loads[home] <= self.overload_s:
-            return None
-        others = len(loads) - 1
-        if not others or loads[home] * others <= self.overload_factor * (sum(loads) - loads[home]):
-            return None
-        return home
+    def _is_overloaded(self, home: int, loads: Sequence[float]) -> bool:
+        """True if the home's load is high by itself and against the others'."""
+        load_s, others = loads[home], len(loads) - 1
+        return load_s > self.overload_s and load_s * others > self.overload_factor * (sum(loads) - load_s)
 
     def _cheapest(
         self,
@@ -148,12 +181,17 @@ class Migrate(Warm):
         fleet: FleetSnapshot,
         home: int,
         loads: Sequence[float],
-        scores: Sequence[CandidateScore],
+        queues: Sequence[float],
+        terms: Terms,
     ) -> _Move | OffloadReason:
-        """The cheapest migration from home, or the reason why there is none."""
+        """The cheapest migration from home, or the reason why there is none.
+
+        Targets are priced in the order of what they cost without a transfer, until no other one can be cheaper.
+        """
         views, costs = fleet.instances, fleet.costs or Costs()
-        sender, terms = views[home], scores[home].inputs
-        own_s, queue_s, room_s = terms["own_s"], terms["queue_s"], self._room_s(request, sender)
+        sender = views[home]
+        queue_s, crowd_s, _, own_s, _ = terms
+        room_s = self._room_s(request, sender)
         stalled_s = self.others_weight * sender.requests * (own_s if sender.prefilling else own_s + self.step_s)
         if fleet.offloads_in_flight >= self.max_in_flight:
             return OffloadReason.CAP_REACHED
@@ -164,8 +202,16 @@ class Migrate(Warm):
         roomy = [place for place in receivers if self._has_room(request, views[place])]
         if not roomy:
             return OffloadReason.NO_ROOM_ON_D
-        best: _Move | None = None
+        bounds = []
         for place in roomy:
+            decode_s = (self.step_s + self.stream_s) * views[place].requests
+            least_s = max(queue_s + own_s, queues[place]) + crowd_s + room_s + stalled_s + decode_s
+            bounds.append((least_s, place, decode_s))
+        best: _Move | None = None
+        best_rank = (inf, 0)
+        for bound_s, place, decode_s in sorted(bounds):
+            if bound_s > best_rank[0]:
+                break
             target = views[place]
             if not sends_to(sender, target, fleet):
                 continue
@@ -173,11 +219,10 @@ class Migrate(Warm):
             streams = max(sender.decode_streams, target.decode_streams)
             transfers = Transfers(request, target, costs, fleet.offloads_in_flight)
             transfer_s, _ = transfers.times(sender, pair, streams, 0.0)
-            first_s = max(queue_s + own_s + transfer_s, scores[place].inputs["queue_s"])
-            decode_s = (self.step_s + self.stream_s) * target.requests
+            first_s = max(queue_s + own_s + transfer_s, queues[place])
             risk_s = costs.transfer.failure_rate(pair) * first_s
-            moved_s = first_s + terms["crowd_s"] + room_s + stalled_s + decode_s + risk_s
-            if best is None or moved_s < best.moved_s:
+            moved_s = first_s + crowd_s + room_s + stalled_s + decode_s + risk_s
+            if (moved_s, place) < best_rank:
                 figures = {
                     "target_load_s": loads[place],
                     "prefill_queue_s": queue_s,
@@ -187,7 +232,7 @@ class Migrate(Warm):
                     "risk_s": risk_s,
                     "moved_s": moved_s,
                 }
-                best = _Move(target.instance, figures, moved_s)
+                best, best_rank = _Move(target.instance, figures, moved_s), (moved_s, place)
         return best or self._unsendable(sender, [views[place] for place in roomy], fleet)
 
     def _room_s(self, request: RequestView, view: InstanceView) -> float:

@@ -107,8 +107,8 @@ class Exchange:
             if failure is not None and not await attempts.may_follow(failure, seat.model):
                 break
             try:
-                if failure is None:
-                    await core.holding.enter(request, seat, row)
+                if failure is None and (held := core.holding.enter(request, seat, row)) is not None:
+                    await held
                 routed = seat.route(request, attempts.tried) or await seat.wait()
             except NoCandidateError:
                 break

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -94,29 +94,31 @@ class HoldingLine:
         self._rests_until_s = 0.0
         self.wake()
 
-    async def enter(self, request: RequestView, seat: Seat, row: Row) -> None:
-        """Return when a new request may be sent: at once, or after it was held. Records reason and time in ``row``.
+    def enter(self, request: RequestView, seat: Seat, row: Row) -> Coroutine[Any, Any, None] | None:
+        """Decide when a new request may be sent: now (None), or when the coroutine has returned, in which it is held.
+
+        No coroutine for most requests: this runs for each of them. Records reason and time in ``row``.
 
         Raises:
             QueueError: 429, its expected wait is above ``admission.reject_above_s``.
-            NoCandidateError: it was held, and no instance could take it afterwards.
+            NoCandidateError: by the coroutine: it was held, and no instance could take it afterwards.
         """
         if self._gate.never_holds:
             row.admission = AdmissionReason.NEVER_HOLDS
             if self._gate.on_offer is not None:
                 room = self._router.state.room(self._instances.decoders())
                 self._gate.observe_offer(request, room, time.monotonic())
-            return
+            return None
         # Pools of the whole fleet, as contexts are: against the pools of one model, contexts of another would hold
         # its requests although they take no room there.
         decoders = self._instances.decoders()
         lacking = self._instances.served.lacking(seat.model) if seat.model is not None else NO_INSTANCES
         if decoders <= lacking:
-            return  # routing rejects it
+            return None  # routing rejects it
         answer = self._router.routing.offer(request, decoders, time.monotonic())
         if isinstance(answer, Admit):
             row.admission, seat.room_on = answer.reason, answer.instances
-            return
+            return None
         expected_s, limit_s = answer.hold.expected_wait_s, self._settings.reject_above_s
         if limit_s is not None and expected_s > limit_s:
             self._gate.leave(answer)
@@ -125,8 +127,8 @@ class HoldingLine:
         if len(self._gate) > self._settings.max_held or self._closed:
             self._gate.leave(answer)
             row.admission = AdmissionReason.LINE_FULL
-            return
-        await self._hold(answer, seat, row)
+            return None
+        return self._hold(answer, seat, row)
 
     def wake(self) -> None:
         """Schedule one look at the line after the current callback, or after the rest of the last look."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bench.never_hold.__main__ import AdmissionArm, NoAccounts, measure, requests
-from policies.admission.never_hold import NeverHold
+import pytest
+
+from bench.never_hold.__main__ import AdmissionArm, measure, requests
 
 
 def test_every_arm_is_measured() -> None:
@@ -12,7 +13,17 @@ def test_every_arm_is_measured() -> None:
     assert all(cost > 0 for each in took.values() for cost in each)
 
 
-def test_without_admission_no_session_is_counted() -> None:
-    accounts = NoAccounts()
-    AdmissionArm(2, NeverHold(), accounts).serve(requests(50))
-    assert (accounts.active_sessions, accounts.kept_sessions, accounts.active_tokens) == (0, 0, 0)
+@pytest.mark.parametrize("rule", [None, "never_hold", "working_set"])
+def test_sessions_are_counted_in_the_arms_with_admission_only(rule: str | None) -> None:
+    arm = AdmissionArm(2, rule)
+    arm.serve(requests(50))
+    accounts = arm.state.accounts
+    counted = (accounts.active_sessions, accounts.active_tokens, accounts.kept_sessions)
+    assert all(counted) if rule else not any(counted)
+
+
+def test_never_hold_goes_through_the_line_of_the_proxy() -> None:
+    without, never = AdmissionArm(2, None), AdmissionArm(2, "never_hold")
+    for arm in (without, never):
+        arm.serve(requests(1))
+    assert (without._row.admission, never._row.admission) == (None, "never_holds")

@@ -6,15 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission.accounts import HALF_LIFE_S, REMEMBERED_TURNS, ComputedPrompt, SessionAccounts
-from policies.costs.formulas import PrefillModel
+from policies.admission.accounts import REMEMBERED_TURNS
 from policies.types import RequestView
-
-MODEL = PrefillModel()
+from tests.policies.admission.sessions import Sessions
 
 
 def test_a_session_counts_once_with_its_longest_prompt_in_flight() -> None:
-    accounts = SessionAccounts()
+    accounts = Sessions()
     accounts.begin("a", 1_000, 0.0)
     accounts.begin("a", 3_000, 1.0)
     accounts.begin("a", 2_000, 1.0)
@@ -27,7 +25,7 @@ def test_a_session_counts_once_with_its_longest_prompt_in_flight() -> None:
 
 
 def test_a_session_is_kept_for_the_given_time_and_then_remembered() -> None:
-    accounts = SessionAccounts(keep_s=10.0)
+    accounts = Sessions(keep_s=10.0)
     accounts.begin("a", 1_000, 0.0)
     accounts.end("a", 5.0)
     accounts.expire(14.9)
@@ -41,7 +39,7 @@ def test_a_session_is_kept_for_the_given_time_and_then_remembered() -> None:
 
 
 def test_another_time_to_keep_applies_to_idle_sessions_too() -> None:
-    accounts = SessionAccounts(keep_s=10.0)
+    accounts = Sessions(keep_s=10.0)
     for number, name in enumerate("abc"):
         accounts.begin(name, 100, float(number))
         accounts.end(name, float(number))
@@ -54,7 +52,7 @@ def test_another_time_to_keep_applies_to_idle_sessions_too() -> None:
 
 
 def test_another_time_to_keep_counts_no_session_twice() -> None:
-    accounts = SessionAccounts(keep_s=10.0)
+    accounts = Sessions(keep_s=10.0)
     for number in range(100):
         accounts.begin(str(number), 100, 0.0)
         accounts.end(str(number), 0.0)
@@ -69,18 +67,8 @@ def test_another_time_to_keep_counts_no_session_twice() -> None:
     assert accounts.return_share == share
 
 
-def test_a_request_that_ends_twice_or_never_began_changes_nothing() -> None:
-    accounts = SessionAccounts()
-    accounts.end("a", 1.0)
-    accounts.begin("a", 100, 1.0)
-    accounts.end("a", 2.0)
-    accounts.end("a", 3.0)
-    assert (accounts.active_tokens, accounts.kept_tokens) == (0, 100)
-    assert accounts.view("a", 3.0).idle_s == 1.0
-
-
 def test_a_request_without_a_session_counts_while_it_is_in_flight_only() -> None:
-    accounts = SessionAccounts(keep_s=10.0)
+    accounts = Sessions(keep_s=10.0)
     accounts.begin("req-1", 700, 0.0, single=True)
     assert (accounts.active_sessions, accounts.active_tokens) == (1, 700)
     accounts.end("req-1", 1.0)
@@ -90,7 +78,7 @@ def test_a_request_without_a_session_counts_while_it_is_in_flight_only() -> None
 
 
 def test_the_share_of_turns_that_others_follow_is_what_sessions_do() -> None:
-    accounts = SessionAccounts(keep_s=10.0)
+    accounts = Sessions(keep_s=10.0)
     for turn in range(1_000):
         accounts.begin("agent", 100, float(turn))
         accounts.end("agent", turn + 0.5)
@@ -110,7 +98,7 @@ def test_the_share_of_turns_that_others_follow_is_what_sessions_do() -> None:
 
 
 def test_sessions_are_kept_for_as_long_as_nearly_all_that_return_take() -> None:
-    accounts = SessionAccounts(keep_s=32.0)
+    accounts = Sessions(keep_s=32.0)
     assert accounts.keeps_s == 32.0
     for turn in range(7):
         accounts.begin("agent", 100, turn * 5.0)
@@ -133,7 +121,7 @@ def test_sessions_are_kept_for_as_long_as_nearly_all_that_return_take() -> None:
 def test_the_number_of_returns_that_count_grows_with_the_fleet() -> None:
     shares = []
     for instances in (1, 4):
-        accounts = SessionAccounts(keep_s=10.0)
+        accounts = Sessions(keep_s=10.0)
         accounts.instances = instances
         for turn in range(25 * instances + 1):
             accounts.begin("chat", 100, turn * 60.0)
@@ -143,7 +131,7 @@ def test_the_number_of_returns_that_count_grows_with_the_fleet() -> None:
 
 
 def test_a_held_session_has_returned_and_is_kept_while_it_waits() -> None:
-    accounts = SessionAccounts(keep_s=10.0)
+    accounts = Sessions(keep_s=10.0)
     accounts.begin("a", 100, 0.0)
     accounts.end("a", 1.0)
     request = RequestView("a2", 120, session_id="a")
@@ -163,7 +151,7 @@ def test_a_held_session_has_returned_and_is_kept_while_it_waits() -> None:
 
 
 def test_sessions_of_the_past_are_bounded() -> None:
-    accounts = SessionAccounts(keep_s=0.0, capacity=3)
+    accounts = Sessions(keep_s=0.0, capacity=3)
     for number in range(10):
         accounts.begin(str(number), 100, float(number))
         accounts.end(str(number), float(number))
@@ -171,89 +159,40 @@ def test_sessions_of_the_past_are_bounded() -> None:
 
 
 def test_a_longer_prompt_of_the_same_chain_was_computed_before() -> None:
-    accounts = SessionAccounts()
-    accounts.begin("a", 100, 0.0)
-    accounts.begin("b", 100, 0.0)
-    assert accounts.compute("a", "a1", [1, 2, 3], 16.0) == 0
-    assert accounts.compute("b", "b1", [1, 2, 3, 4], 16.0) == 0  # of another session
-    assert accounts.compute("a", "a2", [1, 2, 3, 4], 16.0) == 48
-    assert accounts.compute("a", "a3", [8, 9], 16.0) == 0
-    assert accounts.compute("a", "a4", [1, 2, 3, 4, 5], 16.0) == 64
-    assert accounts.compute("a", "a5", [], 16.0) == 0
+    accounts = Sessions()
+    assert accounts.computed_before("a", "a1", [1, 2, 3], 16.0) == 0
+    assert accounts.computed_before("b", "b1", [1, 2, 3, 4], 16.0) == 0  # of another session
+    assert accounts.computed_before("a", "a2", [1, 2, 3, 4], 16.0) == 48
+    assert accounts.computed_before("a", "a3", [8, 9], 16.0) == 0
+    assert accounts.computed_before("a", "a4", [1, 2, 3, 4, 5], 16.0) == 64
+    assert accounts.computed_before("a", "a5", [], 16.0) == 0
 
 
 @pytest.mark.parametrize(("changed", "found"), [(0, 1000), (1, 999), (3, 996), (100, 872), (129, 0), (900, 0)])
 def test_a_turn_that_changes_the_end_of_the_last_prompt_is_recognised(changed: int, found: int) -> None:
-    accounts = SessionAccounts()
-    accounts.begin("a", 16_000, 0.0)
+    accounts = Sessions()
     first = list(range(1, 1001))
-    accounts.compute("a", "a1", first, 1.0)
+    accounts.computed_before("a", "a1", first, 1.0)
     second = [*first[: 1000 - changed], *range(5_000, 5_000 + changed + 50)]
-    assert accounts.compute("a", "a2", second, 1.0) == found
+    assert accounts.computed_before("a", "a2", second, 1.0) == found
 
 
 def test_a_further_attempt_of_a_request_has_not_computed_its_prompt_before() -> None:
-    accounts = SessionAccounts()
-    accounts.begin("a", 100, 0.0)
-    assert accounts.compute("a", "first", [1, 2], 16.0) == 0
-    assert accounts.compute("a", "first", [1, 2], 16.0) == 0
-    assert accounts.compute("a", "second", [1, 2, 3], 16.0) == 32
-    assert accounts.compute("a", "second", [1, 2, 3], 16.0) == 32
+    accounts = Sessions()
+    assert accounts.computed_before("a", "first", [1, 2], 16.0) == 0
+    assert accounts.computed_before("a", "first", [1, 2], 16.0) == 0
+    assert accounts.computed_before("a", "second", [1, 2, 3], 16.0) == 32
+    assert accounts.computed_before("a", "second", [1, 2, 3], 16.0) == 32
 
 
 def test_chains_that_take_turns_in_one_session_are_all_recognised() -> None:
-    accounts = SessionAccounts()
-    accounts.begin("a", 100, 0.0)
+    accounts = Sessions()
     chains = [[number * 10, number * 10 + 1] for number in range(1, REMEMBERED_TURNS + 1)]
     for turn in range(3):
         for number, chain in enumerate(chains):
-            before = accounts.compute("a", f"{turn}-{number}", chain, 16.0)
+            before = accounts.computed_before("a", f"{turn}-{number}", chain, 16.0)
             assert before == (16 * (len(chain) - 1) if turn else 0)
             chain.append(chain[-1] + 1)
-
-
-def test_only_what_was_computed_before_and_is_not_cached_is_lost() -> None:
-    accounts = SessionAccounts()
-    accounts.sent(MODEL, ComputedPrompt(10_000, 8_000, 8_000), 0.0)
-    assert accounts.lost_share(1, 0.0) == 0.0
-    accounts.sent(MODEL, ComputedPrompt(10_000, 8_000, 2_000), 0.0)
-    expected_s = MODEL.predict(8_000, 2_000).seconds - MODEL.predict(2_000, 8_000).seconds
-    share = accounts.lost_share(2, 0.0)
-    assert share == pytest.approx(expected_s * 0.6931471805599453 / (HALF_LIFE_S * 2))
-    assert accounts.lost_share(2, HALF_LIFE_S) == pytest.approx(share / 2)
-
-
-def test_what_the_engine_reports_corrects_what_was_predicted() -> None:
-    accounts, right = SessionAccounts(), SessionAccounts()
-    right.sent(MODEL, ComputedPrompt(10_000, 8_000, 2_000), 0.0)
-    work = ComputedPrompt(10_000, 8_000, 8_000)  # evicted while its request waited in the engine's queue
-    accounts.sent(MODEL, work, 0.0)
-    accounts.reported(MODEL, work, 2_000, 0.0)
-    assert accounts.lost_share(1, 0.0) == pytest.approx(right.lost_share(1, 0.0))
-    assert accounts.lost_tokens == 6_000
-    accounts.sent(MODEL, ComputedPrompt(10_000, 8_000, 2_000), 0.0)  # predicted too little: pulled from elsewhere
-    accounts.reported(MODEL, ComputedPrompt(10_000, 8_000, 2_000), 8_000, 0.0)
-    assert accounts.lost_share(1, 0.0) == pytest.approx(right.lost_share(1, 0.0))
-
-
-def test_an_engine_that_reports_no_cached_tokens_corrects_nothing() -> None:
-    accounts = SessionAccounts()
-    work = ComputedPrompt(10_000, 8_000, 8_000)
-    accounts.sent(MODEL, work, 0.0)
-    accounts.reported(MODEL, work, 0, 0.0)
-    assert (accounts.lost_share(1, 0.0), accounts.lost_tokens) == (0.0, 0)
-    accounts.reported(MODEL, work, 8_000, 0.0)
-    accounts.reported(MODEL, work, 0, 0.0)
-    assert accounts.lost_tokens == 8_000
-    assert accounts.lost_share(1, 0.0) > 0.0
-
-
-def test_a_fleet_that_only_recomputes_has_a_share_of_one() -> None:
-    accounts = SessionAccounts()
-    each_s = MODEL.predict(50_000, 0).seconds - MODEL.predict(0, 50_000).seconds
-    for number in range(2_000):
-        accounts.sent(MODEL, ComputedPrompt(50_000, 50_000, 0), number * each_s)
-    assert accounts.lost_share(1, 2_000 * each_s) == pytest.approx(1.0, rel=0.1)
 
 
 @given(
@@ -264,7 +203,7 @@ def test_a_fleet_that_only_recomputes_has_a_share_of_one() -> None:
     )
 )
 def test_sums_are_those_of_the_sessions(steps: list[tuple[str, bool, int, float]]) -> None:
-    accounts = SessionAccounts(keep_s=10.0)
+    accounts = Sessions(keep_s=10.0)
     running: dict[str, list[int]] = {}
     idle: dict[str, tuple[int, float]] = {}
     now_s = 0.0

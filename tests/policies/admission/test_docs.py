@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from policies.admission.accounts import HALF_LIFE_S
 from policies.admission.base import MAX_HOLD_S, AdmissionReason
 from policies.admission.elsewhere import AGING_S
+from policies.admission.losses import HALF_LIFE_S
 from policies.registry import ADMISSION_GROUP, BUILT_IN, make_admission, parameters
 from tests.policies.test_docs import cell_of
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission.accounts import SessionAccounts
 from policies.admission.base import AdmissionReason, AdmissionView, Admit, Hold, SessionView
 from policies.admission.elsewhere import AGING_S
 from policies.admission.gate import AdmissionGate, Held, Room
 from policies.admission.session_cap import SessionCap
 from policies.types import RequestView
+from tests.policies.admission.sessions import Sessions
 
 POOL = 100_000
 
@@ -37,7 +37,7 @@ class Line:
     """A gate with the accounts that a router would keep."""
 
     def __init__(self, tokens: int = 10_000, max_hold_s: float = 300.0) -> None:
-        self.accounts = SessionAccounts(keep_s=0.0)
+        self.accounts = Sessions(keep_s=0.0)
         self.gate = AdmissionGate(Budget(tokens), self.accounts, max_hold_s)
         self.sent: list[str] = []
 
@@ -58,7 +58,8 @@ class Line:
         return self.sent[before:]
 
     def end(self, name: str, now_s: float) -> None:
-        self.accounts.end(name, now_s)
+        if self.accounts.view(name, now_s).in_flight:
+            self.accounts.end(name, now_s)
 
     def _send(self, request: RequestView, now_s: float) -> None:
         self.accounts.begin(request.session_id or "", request.prompt_tokens, now_s)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission.accounts import SessionAccounts
 from policies.admission.base import (
     NO_INSTANCES,
     AdmissionReason,
@@ -25,20 +24,21 @@ from policies.registry import make_routing
 from policies.session import RoutingSession
 from policies.state import FleetState
 from policies.types import NoCandidateError, RequestView
+from tests.policies.admission.sessions import Sessions
 
 BLOCK = 16
 POOL = 10_000
 NAMES = ("a", "b", "c")
 
 
-def accounts_of(*names: str, keep_s: float = 10.0) -> SessionAccounts:
-    accounts = SessionAccounts(keep_s=keep_s)
+def accounts_of(*names: str, keep_s: float = 10.0) -> Sessions:
+    accounts = Sessions(keep_s=keep_s)
     for name in names:
-        accounts.homes.add(name)
+        accounts.add_instance(name)
     return accounts
 
 
-def uses(accounts: SessionAccounts, *names: str) -> list[tuple[int, int, int, int]]:
+def uses(accounts: Sessions, *names: str) -> list[tuple[int, int, int, int]]:
     """Sessions and tokens in flight, and kept, by instance."""
     return [tuple(use[2:6]) for use in accounts.homes.uses([(name, POOL, 0) for name in names])]  # type: ignore[misc]
 
@@ -71,8 +71,8 @@ def test_a_restarted_instance_keeps_no_context() -> None:
 def test_sessions_of_a_removed_instance_are_on_none_of_those_left() -> None:
     accounts = accounts_of("a", "b")
     accounts.begin("s", 1_000, 0.0, "a")
-    accounts.homes.remove("a")
-    accounts.homes.add("a")
+    accounts.remove_instance("a")
+    accounts.add_instance("a")
     assert uses(accounts, "a") == [(0, 0, 0, 0)]
     accounts.end("s", 1.0)
     accounts.begin("s", 1_200, 2.0, "a")
@@ -98,7 +98,8 @@ def test_instances_add_up_to_the_fleet(steps: list[tuple[str, str, str, int, flo
         if action == "begin":
             accounts.begin(session, tokens, now_s, instance)
         elif action == "end":
-            accounts.end(session, now_s)
+            if accounts.view(session, now_s).in_flight:
+                accounts.end(session, now_s)
         else:
             accounts.set_keep(float(tokens % 30), now_s)
         accounts.expire(now_s)

@@ -162,6 +162,24 @@ def test_the_cost_model_plans_as_if_it_had_priced_every_candidate() -> None:
     assert min(reasons[reason] for reason in PRICED) > 50
 
 
+def test_the_quick_form_of_the_cost_model_has_the_same_p_and_reason() -> None:
+    draw, reasons, unpriced = random.Random(19), dict.fromkeys(OffloadReason, 0), 0
+    for _ in range(4_000):
+        request, fleet, decode = drawn(draw)
+        if draw.random() < 0.1:
+            decode = decode._replace(role=draw.choice(list(Role)), cached_tokens=request.prompt_tokens - 100)
+        planner, columns = draw.choice(PLANNERS), FleetColumns.of(fleet.senders)
+        plan = planner.plan(request, decode, RequestClass.HEAVY, fleet, columns)
+        quick = planner.quick(request, decode, RequestClass.HEAVY, fleet, columns)
+        assert (quick.prefill_on, quick.reason) == (plan.prefill_on, plan.reason)
+        if plan.prefill_on is not None:
+            assert quick.inputs == plan.inputs
+        reasons[plan.reason] += 1
+        unpriced += plan.reason is OffloadReason.DOES_NOT_PAY and not quick.inputs
+    assert min(reasons[reason] for reason in (*PRICED, OffloadReason.NO_PREFILL_CANDIDATE)) > 50
+    assert unpriced > 500
+
+
 def test_the_price_of_a_plan_is_the_saving_of_its_pair() -> None:
     draw, compared = random.Random(7), 0
     while compared < 100:

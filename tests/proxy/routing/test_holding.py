@@ -84,7 +84,9 @@ class Client:
     async def _run(self) -> None:
         seat = self._line.admission.seat(self._model)
         try:
-            await self._line.holding.enter(self._request, seat, self.row)
+            held = self._line.holding.enter(self._request, seat, self.row)
+            if held is not None:
+                await held
             routed = seat.route(self._request, frozenset()) or await seat.wait()
             self.running = True
             try:

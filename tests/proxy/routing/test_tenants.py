@@ -77,7 +77,9 @@ class Place:
         seat = self.admission.seat()
         ended = asyncio.Event()
         try:
-            await self.holding.enter(request, seat, Row(request.request_id, "/v1/completions", 0.0))
+            held = self.holding.enter(request, seat, Row(request.request_id, "/v1/completions", 0.0))
+            if held is not None:
+                await held
             routed = seat.route(request, frozenset()) or await seat.wait()
             self.order.append(tenant)
             self._running.append(ended)

@@ -7,8 +7,10 @@ from typing import Any
 
 from policies.admission.gate import AdmissionGate
 from policies.admission.session_cap import SessionCap
+from policies.costs.formulas import PrefillModel
 from policies.replicas.shared_sessions import SharedSessions
 from policies.state import FleetState
+from policies.types import RequestView
 from proxy.access.keys import Keys, digest_of
 from proxy.access.quotas import Quota
 from proxy.fleet.instances import Instances
@@ -50,6 +52,11 @@ class Side:
         """Allowances count from the moment at which the keys are read."""
         self.doubts: list[str] = []
         self.others.on_doubt = self.doubts.append
+
+    def sends(self, session: str, prompt_tokens: int) -> None:
+        """A request of the session is in flight on no known instance from time 0 on."""
+        request = RequestView(session, prompt_tokens, session_id=session)
+        self.state.accounts.sent(request, "", 0, PrefillModel(), 0.0)
 
     @property
     def quota(self) -> Quota:

@@ -224,7 +224,7 @@ def test_a_response_stored_through_one_replica_is_found_through_another() -> Non
 
 def test_held_requests_are_sent_in_the_order_of_the_line_with_ages_not_times() -> None:
     one, two = Side("one"), Side("two")
-    one.state.accounts.begin("first", 10, 0.0)
+    one.sends("first", 10)
     for name, tokens, at_s in (("long", 900, 1.0), ("short", 100, 2.0)):
         one.gate.offer(RequestView(name, tokens, session_id=name), Room(0, 2), at_s)
     message = one.own.message(5.0, UNIX_S, full=True)
@@ -240,7 +240,7 @@ def test_held_requests_are_sent_in_the_order_of_the_line_with_ages_not_times() -
 
 def test_a_message_has_the_first_held_requests_only() -> None:
     side = Side()
-    side.state.accounts.begin("first", 10, 0.0)
+    side.sends("first", 10)
     for number in range(20):
         side.gate.offer(RequestView(str(number), 1_000 - number), Room(0, 2), 1.0)
     message = side.own.message(2.0, UNIX_S, full=True)
