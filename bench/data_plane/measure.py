@@ -129,6 +129,7 @@ def run(
                 running.callback(stack.stop)
                 stacks.append(stack)
                 progress(f"{name} serves: {stack.note}")
+            time.sleep(scale.settle_s)
             return stacks
 
         stacks = start_all(scratch / "0")
