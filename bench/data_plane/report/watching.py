@@ -20,7 +20,7 @@ _MEASURED = ("cpu_ms_", "added_p50_ms_")
 _SHARE = 0.95
 
 
-class Spread(NamedTuple):
+class RatioSpread(NamedTuple):
     """Median of the rounds' ratios, their quartiles, and an interval of the median."""
 
     median: float
@@ -37,7 +37,7 @@ class Spread(NamedTuple):
         )
 
 
-def spread(ratios: Sequence[float]) -> Spread:
+def spread(ratios: Sequence[float]) -> RatioSpread:
     """Summary of at least two ratios.
 
     The interval has the ranks at which it covers the median with 95 % at least, whatever the distribution (the sign
@@ -52,7 +52,7 @@ def spread(ratios: Sequence[float]) -> Spread:
         below += 1
     cut = max(0, below - 1)
     first, _, third = quantiles(ordered, n=4, method="inclusive")
-    return Spread(median(ordered), first, third, ordered[cut], ordered[-1 - cut], count)
+    return RatioSpread(median(ordered), first, third, ordered[cut], ordered[-1 - cut], count)
 
 
 def watching(record: DataPlaneRecord) -> Table | None:
