@@ -15,7 +15,7 @@ from bench.data_plane.report.ratios import by_round
 from bench.data_plane.report.table import quantities, title
 
 LIMIT = 1.10
-"""Most that the observers may cost: issue 15."""
+"""Most that the observers may cost (docs/performance.md)."""
 _MEASURED = ("cpu_ms_", "added_p50_ms_")
 _SHARE = 0.95
 
