@@ -61,6 +61,10 @@ class TraceNotes(Protocol):
         """Note the end of the last leg, with the reason if it failed."""
         ...
 
+    def recorded(self, scores: bytes) -> None:
+        """Note the scores of the last decision, as the JSON of the record."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Row:

@@ -55,11 +55,17 @@ def _line(row: Row, number: int, started_unix_s: float) -> bytes:
         row.error = clip(row.error)
     for attempt in row.attempts:
         attempt["error"] = clip(attempt["error"])
-    as_dict = {"row": number, "proxy_started_unix_s": started_unix_s, **row.as_dict()}
+    head = {"row": number, "proxy_started_unix_s": started_unix_s}
+    as_dict = row.as_dict()
     try:
-        return _encode(as_dict)
+        if row.trace is not None and as_dict["trace_id"] is not None:
+            # The largest part of the row is in the trace too: encoded once.
+            scores = _encode(as_dict["scores"])
+            as_dict["scores"] = msgspec.Raw(scores)
+            row.trace.recorded(scores)
+        return _encode({**head, **as_dict})
     except (TypeError, UnicodeEncodeError, RecursionError):
-        return _encode(plain(as_dict))
+        return _encode(plain({**head, **row.as_dict()}))
 
 
 def plain(value: object, depth: int = 8) -> object:

@@ -20,6 +20,7 @@ from bench.data_plane.quantities import FULL, QUICK, SIZES, measurements
 from bench.data_plane.report.markdown import markdown
 from bench.data_plane.report.table import show
 from bench.data_plane.report.targets import check as check_targets
+from bench.data_plane.report.watching import watching
 from bench.data_plane.stacks import DIRECT
 
 STACKS = (DIRECT, *LAUNCHES)
@@ -42,6 +43,13 @@ def main(
     ] = ",".join(STACKS),
     sizes: Annotated[str, typer.Option(help="Prompt sizes, with commas.")] = ",".join(SIZES),
     measure: Annotated[str, typer.Option(help="Measurements, with commas; empty: all.")] = "",
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Start the stacks again in every round: two processes of the same program differ by several per cent.",
+        ),
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few requests, one round: about two minutes.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the prompts and of the order.")] = 1,
     memory: Annotated[int, typer.Option(min=0, help="Also: memory after this many distinct 130 KB prompts.")] = 0,
@@ -89,6 +97,7 @@ def main(
                 only_measurements=chosen,
                 profile=profile,
                 baseline_tree=baseline_tree,
+                fresh=fresh,
                 progress=progress,
             )
             if memory:
@@ -104,6 +113,8 @@ def main(
         typer.echo(markdown(record), nl=False)
     else:
         show(record, console)
+        if (observed := watching(record)) is not None:
+            console.print(observed, highlight=False)
     if check:
         missed = [finding for finding in check_targets(record.samples) if not finding.met]
         for finding in missed:

@@ -39,6 +39,8 @@ class DataPlaneRecord(msgspec.Struct, kw_only=True):
     schema: int = 1
     seed: int
     rounds: int
+    fresh: bool = False
+    """Every round had processes of its own."""
     sizes: list[str]
     scale: Scale
     stacks: dict[str, str]
@@ -93,9 +95,12 @@ def run(
     only_measurements: Sequence[str] = (),
     profile: Path | None = None,
     baseline_tree: Path | None = None,
+    fresh: bool = False,
     progress: Progress = lambda line: None,
 ) -> DataPlaneRecord:
     """Measure these stacks in ``rounds`` shuffled rounds.
+
+    ``fresh``: every round has processes of its own.
 
     Raises:
         StackError: a stack cannot be started.
@@ -108,21 +113,29 @@ def run(
         bench = Bench(
             stub=owned.enter_context(StubProcess()), load=owned.enter_context(LoadProcess()), scale=scale, seed=seed
         )
-        stacks: list[Stack] = []
+        running = owned.enter_context(ExitStack())
         left_out: dict[str, str] = {}
-        for name in names:
-            try:
-                stack = start(name, bench.stub.engines, scratch, profile if name == OURS else None, baseline_tree)
-            except NotInstalledError as error:
-                left_out[name] = str(error)
-                progress(f"{name} is left out: {error}")
-                continue
-            owned.callback(stack.stop)
-            stacks.append(stack)
-            progress(f"{name} serves: {stack.note}")
+
+        def start_all(folder: Path) -> list[Stack]:
+            stacks: list[Stack] = []
+            for name in names:
+                try:
+                    stack = start(name, bench.stub.engines, folder, profile if name == OURS else None, baseline_tree)
+                except NotInstalledError as error:
+                    left_out[name] = str(error)
+                    progress(f"{name} is left out: {error}")
+                    continue
+                running.callback(stack.stop)
+                stacks.append(stack)
+                progress(f"{name} serves: {stack.note}")
+            time.sleep(scale.settle_s)
+            return stacks
+
+        stacks = start_all(scratch / "0")
         record = DataPlaneRecord(
             seed=seed,
             rounds=rounds,
+            fresh=fresh,
             sizes=sizes,
             scale=scale,
             stacks={stack.name: stack.note for stack in stacks},
@@ -137,8 +150,12 @@ def run(
             each for each in measurements(scale, sizes) if each.name in only_measurements or not only_measurements
         ]
         numbers = {each.name: number for number, each in enumerate(measurements(scale, sizes))}
-        by_name = {stack.name: stack for stack in stacks}
-        for round_number, order in enumerate(orders(seed, rounds, chosen, list(by_name))):
+        started = [stack.name for stack in stacks]
+        for round_number, order in enumerate(orders(seed, rounds, chosen, started)):
+            if fresh and round_number:
+                running.close()
+                stacks = start_all(scratch / str(round_number))
+            by_name = {stack.name: stack for stack in stacks}
             _idle(bench, stacks)
             for measurement, name in order:
                 first = round_number * NUMBERS_PER_ROUND + numbers[measurement.name] * NUMBERS_PER_MEASUREMENT

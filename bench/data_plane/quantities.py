@@ -36,6 +36,8 @@ class Scale(msgspec.Struct, kw_only=True, frozen=True):
     aborts: int
     """Aborted requests of each kind."""
     idle_s: float
+    settle_s: float = 0.0
+    """Seconds after the start of the stacks: the work of starting is not idle use."""
     warmup: int = 30
     streams: dict[str, int] = msgspec.field(default_factory=lambda: {"event_1ms": 8, "event": 64, "event_many": 512})
     """Measurement of paced streams -> their number."""
@@ -52,6 +54,7 @@ FULL = Scale(
     many_requests=1024,
     aborts=100,
     idle_s=3.0,
+    settle_s=3.0,
 )
 QUICK = Scale(
     requests={"2k": 160, "130k": 120, "350k": 64, "ids": 64, "sessions": 8 * SESSION_TURNS},
@@ -62,6 +65,7 @@ QUICK = Scale(
     many_requests=512,
     aborts=24,
     idle_s=1.0,
+    settle_s=2.0,
     warmup=10,
 )
 

@@ -61,6 +61,9 @@ class PassedTrace:
     def leg_ended(self, error: str | None = None) -> None:
         """Nothing is noted."""
 
+    def recorded(self, scores: bytes) -> None:
+        """Nothing is noted."""
+
 
 class RoutedNote(NamedTuple):
     """One routing decision."""
@@ -101,7 +104,9 @@ class RequestTrace:
         parent: the client's context; None: the trace begins here.
     """
 
-    __slots__ = (*("arrived_s", "ended_s", "flags", "legs", "model", "parent", "root_id", "routed_notes", "trace_id"),)
+    __slots__ = (
+        *("arrived_s", "ended_s", "flags", "legs", "model", "parent", "root_id", "routed_notes", "scores", "trace_id"),
+    )
 
     def __init__(self, trace_id: bytes, flags: int, parent: ParentContext | None, arrived_s: float) -> None:
         self.trace_id = trace_id
@@ -113,6 +118,8 @@ class RequestTrace:
         self.model: str | None = None
         self.legs: list[LegNote] = []
         self.routed_notes: list[RoutedNote] = []
+        self.scores = b""
+        """JSON of the last decision's scores; empty until the record is written."""
 
     @property
     def recorded_id(self) -> str | None:
@@ -146,3 +153,7 @@ class RequestTrace:
         """End the last leg, with the reason if it failed; no effect if it has ended."""
         if self.legs:
             self.legs[-1].end(error)
+
+    def recorded(self, scores: bytes) -> None:
+        """Note the scores of the last decision, as the JSON of the record."""
+        self.scores = scores

@@ -15,7 +15,7 @@ begin with ``warmroute.``. Prompts and answers are never part of a span.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
@@ -25,8 +25,17 @@ from policies.row import RequestOutcome, Row
 from policies.types import CandidateScore, Decision
 from proxy.breakdown import plain
 from proxy.clip import clip
-from proxy.tracing.request_trace import LegNote, RequestTrace, RoutedNote, span_id
-from proxy.tracing.wire import AttributeValue, SpanKind, TraceSpan
+from proxy.tracing.request_trace import LegNote, RequestTrace, span_id
+from proxy.tracing.wire import (
+    AttributeValue,
+    SpanKind,
+    TraceSpan,
+    doubles,
+    encoded_attribute,
+    encoded_attributes,
+    integers,
+    texts,
+)
 
 _SHOWN_SCORES = 16
 """Candidates with the lowest scores in a ``route`` span: its size does not grow with the fleet."""
@@ -43,154 +52,207 @@ _NO_ERROR = frozenset(
     {RequestOutcome.OK, RequestOutcome.REJECTED, RequestOutcome.ENGINE_REFUSED, RequestOutcome.CLIENT_GONE}
 )
 """Outcomes that are no error of the server: its span's status stays unset."""
+_KEPT = 1024
+"""Kept encodings of the attributes that are equal in many requests: names, classes, reasons."""
 _encode = msgspec.json.Encoder().encode
+
+_input_tokens = integers("gen_ai.usage.input_tokens")
+_output_tokens = integers("gen_ai.usage.output_tokens")
+_cache_read_tokens = integers("gen_ai.usage.cache_read.input_tokens")
+_time_to_first_chunk = doubles("gen_ai.response.time_to_first_chunk")
+_held_seconds = doubles("warmroute.held_seconds")
+_prompt_tokens = integers("warmroute.prompt_tokens")
+_predicted_cached_tokens = integers("warmroute.predicted_cached_tokens")
+_new_tokens = integers("warmroute.new_tokens")
+_request_id = texts("warmroute.request_id")
+_conversation_id = texts("gen_ai.conversation.id")
+_scores = texts("warmroute.scores")
 
 
 def spans_of(row: Row, trace: RequestTrace) -> list[TraceSpan]:
     """All spans of a request whose answer has ended; the first one is the root."""
-    return list(_Spans(row, trace).all())
+    offset_ns = int((row.arrived_unix_s - trace.arrived_s) * 1e9)
+    root_id, ended_s = trace.root_id, trace.ended_s
+    spans = [_root(row, trace, offset_ns)]
+    stages = row.stages_ms
+    if "held" in stages or "queued" in stages:
+        spans += _waits(row, trace, offset_ns)
+    last = len(trace.routed_notes)
+    for number, (at_s, took_s, decision) in enumerate(trace.routed_notes, 1):
+        end_ns = int(at_s * 1e9) + offset_ns
+        start_ns = int((at_s - took_s) * 1e9) + offset_ns
+        attributes = _decision_attributes(decision, trace.scores if number == last else b"")
+        spans.append(TraceSpan(span_id(), root_id, "route", SpanKind.INTERNAL, start_ns, end_ns, attributes))
+    first_byte_ms = stages.get("first_byte")
+    first_byte_s = None if first_byte_ms is None else trace.arrived_s + first_byte_ms / 1e3
+    brought: LegNote | None = None
+    for leg in trace.legs:
+        end_ns = int((ended_s if leg.ended_s is None else leg.ended_s) * 1e9) + offset_ns
+        spans.append(_leg(leg, trace, int(leg.began_s * 1e9) + offset_ns, end_ns))
+        if first_byte_s is not None and leg.began_s <= first_byte_s:
+            brought = leg
+    if brought is not None and first_byte_s is not None:
+        start_ns, end_ns = int(brought.began_s * 1e9) + offset_ns, int(first_byte_s * 1e9) + offset_ns
+        spans.append(TraceSpan(span_id(), brought.span_id, "first token", SpanKind.INTERNAL, start_ns, end_ns))
+    return spans
 
 
-class _Spans:
-    def __init__(self, row: Row, trace: RequestTrace) -> None:
-        self._row = row
-        self._trace = trace
-        self._offset_ns = int((row.arrived_unix_s - trace.arrived_s) * 1e9)
-
-    def all(self) -> Iterator[TraceSpan]:
-        yield self._root()
-        yield from self._waits()
-        for note in self._trace.routed_notes:
-            yield self._route(note)
-        legs = self._trace.legs
-        for leg in legs:
-            yield self._leg(leg)
-        first_byte_ms = self._row.stages_ms.get("first_byte")
-        if legs and first_byte_ms is not None:
-            at_s = self._trace.arrived_s + first_byte_ms / 1e3
-            sent = [leg for leg in legs if leg.began_s <= at_s]
-            if sent:
-                yield self._child("first token", sent[-1].began_s, at_s, {}, parent_id=sent[-1].span_id)
-
-    def _ns(self, at_s: float) -> int:
-        return int(at_s * 1e9) + self._offset_ns
-
-    def _child(
-        self, name: str, start_s: float, end_s: float, attributes: Mapping[str, AttributeValue], parent_id: bytes
-    ) -> TraceSpan:
-        start_ns, end_ns = self._ns(start_s), self._ns(end_s)
-        return TraceSpan(span_id(), parent_id, name, SpanKind.INTERNAL, start_ns, end_ns, attributes)
-
-    def _root(self) -> TraceSpan:
-        row, trace = self._row, self._trace
-        parent = trace.parent
-        operation = _OPERATIONS.get(row.endpoint)
-        name = f"{operation} {trace.model}" if operation and trace.model else f"{operation or row.endpoint}"
-        return TraceSpan(
-            trace.root_id,
-            parent.span_id if parent else None,
-            clip(name, 200),
-            SpanKind.SERVER,
-            self._ns(trace.arrived_s),
-            self._ns(trace.ended_s),
-            _request_attributes(row, trace, operation),
-            None if row.outcome in _NO_ERROR else clip(row.error or row.outcome.value, 500),
-            remote_parent=parent is not None,
-        )
-
-    def _waits(self) -> Iterator[TraceSpan]:
-        stages, root_id = self._row.stages_ms, self._trace.root_id
-        at_s = self._trace.arrived_s + stages.get("parse", 0.0) / 1e3
-        for name, stage in (("hold", "held"), ("queue", "queued")):
-            took_ms = stages.get(stage)
-            if took_ms is None:
-                continue
-            reason = self._row.admission
-            attributes = {"warmroute.admission.reason": reason.value} if name == "hold" and reason is not None else {}
-            yield self._child(name, at_s, at_s + took_ms / 1e3, attributes, root_id)
-            at_s += took_ms / 1e3
-
-    def _route(self, note: RoutedNote) -> TraceSpan:
-        attributes = _decision_attributes(note.decision)
-        return self._child("route", note.at_s - note.took_s, note.at_s, attributes, self._trace.root_id)
-
-    def _leg(self, leg: LegNote) -> TraceSpan:
-        attributes: dict[str, AttributeValue] = {"warmroute.instance": leg.instance, "warmroute.leg": leg.kind}
-        try:
-            url = urlsplit(leg.url)
-            attributes["server.address"] = url.hostname or ""
-            attributes["server.port"] = url.port or (443 if url.scheme == "https" else 80)
-        except ValueError:
-            attributes["server.address"] = leg.url
-        if self._trace.model is not None:
-            attributes["gen_ai.request.model"] = clip(self._trace.model, 200)
-        if leg.error is not None:
-            attributes["error.type"] = "leg_failed"
-        return TraceSpan(
-            leg.span_id,
-            self._trace.root_id,
-            f"{leg.kind} leg",
-            SpanKind.CLIENT,
-            self._ns(leg.began_s),
-            self._ns(self._trace.ended_s if leg.ended_s is None else leg.ended_s),
-            attributes,
-            None if leg.error is None else clip(leg.error, 500),
-        )
+def _root(row: Row, trace: RequestTrace, offset_ns: int) -> TraceSpan:
+    parent = trace.parent
+    operation = _OPERATIONS.get(row.endpoint)
+    name = f"{operation} {trace.model}" if operation and trace.model else f"{operation or row.endpoint}"
+    return TraceSpan(
+        trace.root_id,
+        parent.span_id if parent else None,
+        clip(name, 200),
+        SpanKind.SERVER,
+        int(trace.arrived_s * 1e9) + offset_ns,
+        int(trace.ended_s * 1e9) + offset_ns,
+        _request_attributes(row, trace),
+        None if row.outcome in _NO_ERROR else clip(row.error or row.outcome.value, 500),
+        parent is not None,
+    )
 
 
-def _request_attributes(row: Row, trace: RequestTrace, operation: str | None) -> dict[str, AttributeValue]:
-    decision = row.decision
-    cached = row.actual_cached_tokens
+def _waits(row: Row, trace: RequestTrace, offset_ns: int) -> list[TraceSpan]:
+    spans, stages = [], row.stages_ms
+    at_s = trace.arrived_s + stages.get("parse", 0.0) / 1e3
+    for name, stage in (("hold", "held"), ("queue", "queued")):
+        took_ms = stages.get(stage)
+        if took_ms is None:
+            continue
+        reason = row.admission
+        known = b""
+        if name == "hold" and reason is not None:
+            known = encoded_attribute("warmroute.admission.reason", reason.value)
+        start_ns, at_s = int(at_s * 1e9) + offset_ns, at_s + took_ms / 1e3
+        end_ns = int(at_s * 1e9) + offset_ns
+        spans.append(TraceSpan(span_id(), trace.root_id, name, SpanKind.INTERNAL, start_ns, end_ns, known))
+    return spans
+
+
+def _leg(leg: LegNote, trace: RequestTrace, start_ns: int, end_ns: int) -> TraceSpan:
+    error = leg.error
+    attributes = _leg_attributes(leg.instance, leg.kind, leg.url, trace.model, error is not None)
+    name, failed = f"{leg.kind} leg", None if error is None else clip(error, 500)
+    return TraceSpan(leg.span_id, trace.root_id, name, SpanKind.CLIENT, start_ns, end_ns, attributes, failed)
+
+
+@lru_cache(maxsize=_KEPT)
+def _leg_attributes(instance: str, kind: str, engine_url: str, model: str | None, failed: bool) -> bytes:
+    attributes: dict[str, AttributeValue] = {"warmroute.instance": instance, "warmroute.leg": kind}
+    try:
+        url = urlsplit(engine_url)
+        attributes["server.address"] = url.hostname or ""
+        attributes["server.port"] = url.port or (443 if url.scheme == "https" else 80)
+    except ValueError:
+        attributes["server.address"] = engine_url
+    if model is not None:
+        attributes["gen_ai.request.model"] = clip(model, 200)
+    if failed:
+        attributes["error.type"] = "leg_failed"
+    return encoded_attributes(attributes)
+
+
+def _request_attributes(row: Row, trace: RequestTrace) -> bytes:
+    decision, admission = row.decision, row.admission
+    prompt_tokens, cached = row.prompt_tokens, row.actual_cached_tokens
     first_byte_ms = row.stages_ms.get("first_byte")
-    given: dict[str, AttributeValue | None] = {
-        "gen_ai.operation.name": operation,
-        "gen_ai.request.model": None if trace.model is None else clip(trace.model, 200),
-        "gen_ai.request.stream": row.stream,
-        "gen_ai.conversation.id": row.session_id,
-        "gen_ai.usage.input_tokens": row.prompt_tokens,
-        "gen_ai.usage.output_tokens": row.completion_tokens,
-        "gen_ai.usage.cache_read.input_tokens": cached,
-        "gen_ai.response.time_to_first_chunk": None if first_byte_ms is None else first_byte_ms / 1e3,
-        "http.response.status_code": row.status or None,
-        "url.path": row.endpoint,
-        "error.type": None if row.outcome in _NO_ERROR else row.outcome.value,
-        "warmroute.request_id": row.request_id,
-        "warmroute.outcome": row.outcome.value,
-        "warmroute.tenant": row.tenant,
-        "warmroute.held_seconds": row.held_s,
-        "warmroute.admission.reason": row.admission.value if row.admission is not None else None,
-        "warmroute.prefill_instance": row.prefill_instance,
-        "warmroute.offload.reason": row.offload_reason,
-        "warmroute.predicted_cached_tokens": row.predicted_cached_tokens,
-        "warmroute.attempts_failed": len(row.attempts) or None,
-        "warmroute.resume": row.resume,
-    }
+    pieces = [
+        _common_attributes(row.endpoint, trace.model, row.stream, row.status, row.outcome, row.tenant),
+        _request_id(row.request_id.encode("utf-8", "replace")),
+        _held_seconds(row.held_s),
+    ]
+    if row.session_id is not None:
+        pieces.append(_conversation_id(row.session_id.encode("utf-8", "replace")))
+    if prompt_tokens is not None:
+        pieces.append(_input_tokens(prompt_tokens))
+        if cached is not None:
+            pieces.append(_new_tokens(prompt_tokens - cached))
+    if cached is not None:
+        pieces.append(_cache_read_tokens(cached))
+    if row.completion_tokens is not None:
+        pieces.append(_output_tokens(row.completion_tokens))
+    if first_byte_ms is not None:
+        pieces.append(_time_to_first_chunk(first_byte_ms / 1e3))
+    if row.predicted_cached_tokens is not None:
+        pieces.append(_predicted_cached_tokens(row.predicted_cached_tokens))
+    if admission is not None:
+        pieces.append(_text_attribute("warmroute.admission.reason", admission.value))
     if decision is not None:
-        given["warmroute.instance"] = decision.decode_on
-        given["warmroute.class"] = str(decision.request_class)
-        given["warmroute.reason"] = str(decision.reason)
-    if cached is not None and row.prompt_tokens is not None:
-        given["warmroute.new_tokens"] = row.prompt_tokens - cached
-    return {key: value for key, value in given.items() if value is not None}
+        pieces.append(_chosen_attributes(decision.decode_on, decision.request_class, decision.reason))
+    if row.offload_reason is not None:
+        pieces.append(_text_attribute("warmroute.offload.reason", row.offload_reason))
+    if row.prefill_instance is not None:
+        pieces.append(_text_attribute("warmroute.prefill_instance", row.prefill_instance))
+    if row.attempts:
+        pieces.append(encoded_attribute("warmroute.attempts_failed", len(row.attempts)))
+    if row.resume is not None:
+        pieces.append(_text_attribute("warmroute.resume", row.resume))
+    return b"".join(pieces)
 
 
-def _decision_attributes(decision: Decision) -> dict[str, AttributeValue]:
-    lowest = sorted(decision.scores, key=lambda score: score.score)[:_SHOWN_SCORES]
-    attributes: dict[str, AttributeValue] = {
-        "warmroute.policy": decision.policy,
-        "warmroute.reason": str(decision.reason),
-        "warmroute.class": str(decision.request_class),
-        "warmroute.instance": decision.decode_on,
-        "warmroute.prompt_tokens": decision.prompt_tokens,
-        "warmroute.predicted_cached_tokens": decision.cached_tokens,
-        "warmroute.new_tokens": decision.new_tokens,
-        "warmroute.offload.reason": decision.offload.reason.value,
-        "warmroute.candidates": len(decision.scores),
-        "warmroute.scores": _as_json([_score(each) for each in lowest]),
-    }
-    if decision.prefill_on is not None:
-        attributes["warmroute.prefill_instance"] = decision.prefill_on
-    return attributes
+@lru_cache(maxsize=_KEPT)
+def _common_attributes(
+    endpoint: str, model: str | None, stream: bool, status: int, outcome: RequestOutcome, tenant: str | None
+) -> bytes:
+    return encoded_attributes(
+        {
+            "gen_ai.operation.name": _OPERATIONS.get(endpoint),
+            "gen_ai.request.model": None if model is None else clip(model, 200),
+            "gen_ai.request.stream": stream,
+            "http.response.status_code": status or None,
+            "url.path": endpoint,
+            "error.type": None if outcome in _NO_ERROR else outcome.value,
+            "warmroute.outcome": outcome.value,
+            "warmroute.tenant": tenant,
+        }
+    )
+
+
+@lru_cache(maxsize=_KEPT)
+def _chosen_attributes(instance: str, request_class: str, reason: str) -> bytes:
+    return encoded_attributes(
+        {"warmroute.instance": instance, "warmroute.class": str(request_class), "warmroute.reason": str(reason)}
+    )
+
+
+_text_attribute = lru_cache(maxsize=_KEPT)(encoded_attribute)
+"""One attribute with one of few texts."""
+
+
+def _decision_attributes(decision: Decision, recorded: bytes) -> bytes:
+    """``recorded``: JSON of its scores in the record; empty: it is in none."""
+    scores = decision.scores
+    if not recorded or len(scores) > _SHOWN_SCORES:
+        recorded = _as_json([_score(each) for each in sorted(scores, key=_score_of)[:_SHOWN_SCORES]])
+    prefill_on = decision.prefill_on
+    return b"".join(
+        (
+            _chosen_attributes(decision.decode_on, decision.request_class, decision.reason),
+            _planned_attributes(decision.policy, decision.offload.reason, len(scores)),
+            b"" if prefill_on is None else _text_attribute("warmroute.prefill_instance", prefill_on),
+            _prompt_tokens(decision.prompt_tokens),
+            _predicted_cached_tokens(decision.cached_tokens),
+            _new_tokens(decision.prompt_tokens - decision.cached_tokens),
+            _scores(recorded),
+        )
+    )
+
+
+@lru_cache(maxsize=_KEPT)
+def _planned_attributes(policy: str, offload_reason: str, candidates: int) -> bytes:
+    return encoded_attributes(
+        {
+            "warmroute.policy": policy,
+            "warmroute.offload.reason": str(offload_reason),
+            "warmroute.candidates": candidates,
+        }
+    )
+
+
+def _score_of(candidate: CandidateScore) -> float:
+    return candidate.score
 
 
 def _score(candidate: CandidateScore) -> dict[str, object]:
@@ -203,8 +265,8 @@ def _score(candidate: CandidateScore) -> dict[str, object]:
     }
 
 
-def _as_json(value: object) -> str:
+def _as_json(value: object) -> bytes:
     try:
-        return _encode(value).decode()
+        return _encode(value)
     except (TypeError, UnicodeEncodeError, RecursionError):  # a third-party policy's inputs
-        return _encode(plain(value)).decode()
+        return _encode(plain(value))

@@ -19,6 +19,7 @@ from bench.data_plane.load.client import LoadTarget
 from bench.data_plane.measure import DataPlaneRecord, memory_after, orders, run
 from bench.data_plane.quantities import Scale, measurements
 from bench.data_plane.report.table import show
+from bench.data_plane.report.watching import watching
 
 TINY = Scale(
     requests={"2k": 20, "130k": 10, "350k": 4, "ids": 4, "sessions": 12},
@@ -64,6 +65,27 @@ def test_a_run_measures_everything_and_leaves_nothing_behind(tmp_path: Path) -> 
     assert "CPU ms per request, 130 KB text" in out.getvalue()
     functions = pstats.Stats(str(profile)).stats  # type: ignore[attr-defined]
     assert any("proxy" in file for file, _, _ in functions)
+
+
+@pytest.mark.fleet
+@pytest.mark.xdist_group("fleet")
+@pytest.mark.timeout(300)
+def test_fresh_rounds_have_processes_of_their_own_and_show_the_cost_of_watching() -> None:
+    mine = psutil.Process()
+    before = {child.pid for child in mine.children(recursive=True)}
+    said: list[str] = []
+    names = ["warmroute-unobserved", "warmroute-traced"]
+    record = run(names, TINY, 2, 3, ["2k"], only_measurements=["cpu_2k"], fresh=True, progress=said.append)
+    assert {child.pid for child in mine.children(recursive=True)} <= before
+    assert [line.split()[0] for line in said if " serves: " in line] == names * 2
+    assert [sample.errors for sample in record.samples if sample.errors] == []
+    assert sorted((sample.round, sample.stack) for sample in record.samples) == sorted(
+        (number, name) for number in range(2) for name in names
+    )
+    assert any(line.startswith("warmroute_traces_total") for line in record.evidence["warmroute-traced"])
+    table = watching(record)
+    assert table is not None
+    assert [column.header for column in table.columns] == ["quantity", "warmroute-traced"]
 
 
 def test_every_round_has_an_order_of_its_own() -> None:

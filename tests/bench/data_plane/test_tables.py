@@ -16,6 +16,7 @@ from bench.data_plane.quantities import QuantitySample
 from bench.data_plane.report.ratios import by_round, medians, ratios
 from bench.data_plane.report.table import show, title
 from bench.data_plane.report.targets import TARGETS, Target, check
+from bench.data_plane.report.watching import spread, watching
 
 RECORDED = Path(__file__).with_name("data_plane_record.json")
 
@@ -50,6 +51,40 @@ def test_a_quantity_that_one_of_both_lacks_has_no_ratio() -> None:
     samples = [sample("warmroute", 0, cpu_ms_ids=1.0), sample("peer", 0), sample("peer", 1, cpu_ms_ids=1.0)]
     assert ratios(samples, "cpu_ms_ids", "warmroute", "peer") is None
     assert ratios([*samples, sample("zero", 0, cpu_ms_ids=0.0)], "cpu_ms_ids", "warmroute", "zero") is None
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high"), [(2, 0, 1), (5, 0, 4), (6, 0, 5), (9, 1, 7), (12, 2, 9), (20, 5, 14), (34, 10, 23)]
+)
+def test_the_interval_of_a_median_has_the_ranks_of_the_sign_test(count: int, low: int, high: int) -> None:
+    """Ranks of the usual tables (from 0), at 95 %."""
+    found = spread([float(number) for number in reversed(range(count))])
+    assert (found.low, found.high, found.rounds) == (low, high, count)
+    assert found.median == (count - 1) / 2
+    assert found.first_quartile <= found.median <= found.third_quartile
+
+
+def test_the_cost_of_watching_is_a_ratio_within_rounds(record: DataPlaneRecord) -> None:
+    assert watching(record) is None  # a run without the observed stacks
+    stacks = {"warmroute-unobserved": 1.0, "warmroute-observed": 1.05, "warmroute-traced": 1.2}
+    observed = msgspec.structs.replace(
+        record,
+        rounds=3,
+        stacks=dict.fromkeys(stacks, ""),
+        samples=[
+            sample(stack, number, cpu_ms_2k=factor * slowness, rss_mb=1.0)
+            for stack, factor in stacks.items()
+            for number, slowness in enumerate((1.0, 10.0, 3.0))
+        ],
+    )
+    table = watching(observed)
+    assert table is not None
+    out = StringIO()
+    Console(file=out, width=200).print(table)
+    assert "1.05 [1.05, 1.05] (1.05 to 1.05)" in out.getvalue()
+    assert "1.20 [1.20, 1.20] (1.20 to 1.20)" in out.getvalue()
+    assert table.row_count == 1
+    assert watching(msgspec.structs.replace(observed, rounds=1)) is None
 
 
 @pytest.mark.parametrize(("ours", "met"), [(0.59, True), (0.6, True), (0.61, False)])

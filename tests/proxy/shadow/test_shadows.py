@@ -187,6 +187,28 @@ def test_a_decision_that_cannot_be_read_is_skipped_and_the_next_one_compared(
     assert [message for message in caplog.messages if "ZeroDivisionError" in message]
 
 
+async def test_a_queue_that_is_half_full_is_worked_off_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadows, "BATCH_S", LONG_S)
+    fleet = Fleet(policies=["warm"], queue=8)
+    task = asyncio.create_task(fleet.shadows.run())
+    try:
+        for goal in (5, 10):
+            fleet.route(4)
+            for _ in range(3):  # turns of the event loop
+                await asyncio.sleep(0)
+            assert fleet.shadows.waiting == 4
+            fleet.route()
+            for _ in range(1_000):
+                if fleet.shadows.requests == goal:
+                    break
+                await asyncio.sleep(0.005)
+            assert (fleet.shadows.requests, fleet.shadows.skipped) == (goal, 0)
+    finally:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_the_task_works_off_what_arrives_and_ends_when_cancelled() -> None:
     fleet = Fleet(policies=["warm"])
     task = asyncio.create_task(fleet.shadows.run())
