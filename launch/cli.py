@@ -312,6 +312,7 @@ def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
     import yaml
 
     from launch.engines.commands import KINDS, engine_specs, proxy_spec
+    from launch.engines.dimensions import tcp_warnings
     from launch.fleet.file import ports_in_use
     from launch.run.supervisor import PROXY_CONFIG
 
@@ -330,7 +331,8 @@ def _print_plan(fleet: FleetFile, directory: Path, with_proxy: bool) -> None:
     if with_proxy:
         typer.echo(f"# {directory / PROXY_CONFIG}:")
         typer.echo(yaml.safe_dump(fleet.proxy_config(), sort_keys=False), nl=False)
-    for problem in [*KINDS[fleet.kind].problems(fleet, os.environ), *ports_in_use(fleet, with_proxy=with_proxy)]:
+    problems = [*KINDS[fleet.kind].problems(fleet, os.environ), *ports_in_use(fleet, with_proxy=with_proxy)]
+    for problem in [*problems, *tcp_warnings(fleet)]:
         typer.echo(f"warning: {problem}", err=True)
 
 

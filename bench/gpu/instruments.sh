@@ -12,14 +12,15 @@
 # ENGINE_ARGS (a YAML list of further vLLM arguments), SETTINGS (further KEY=VALUE of the fleet file, with spaces between;
 # GPUs of 80 GB: vllm.gpu_memory_utilization=0.94 vllm.max_model_len=140000), STREAMS and PREFILLS (of the interference,
 # comma-separated), HARDWARE (for the records), PROFILE (name of the profile, default h200-measured), REPEATS (default
-# 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start), LARGE_BLOCK (tokens, default 128),
+# 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start), SMALL_BLOCK and LARGE_BLOCK (tokens,
+# default 16 and 128: of the first fleet and of the last; the others have the fleet file's),
 # HOOKS=0 (leave the connector's hooks out; else they are installed into the engines' Python and removed again), and
 # BUDGET_S (default 1500: steps that would begin later are left out, one that runs then is ended).
 #
 # Rehearsal on the CPU, with small sizes (make engines):  SMALL=1 bench/gpu/instruments.sh OUTPUT
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-[ $# -eq 1 ] || { sed -n '2,18p' "$0"; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,20p' "$0"; exit 2; }
 output=$1
 mkdir -p "$output"
 output=$(cd "$output" && pwd)
@@ -43,6 +44,7 @@ if [ -n "${SMALL:-}" ]; then
   wear=512 wear_repeats=1
   calibration=(--largest-tokens 2048) overhead=(--prefill-tokens 512 --streams 1,4 --context-tokens 64)
   repeats=${REPEATS:-1} starts=${STARTS:-1}
+  queue=65535                  # the most that Mooncake 0.3.13 accepts
 else
   fleet=elastic-2x-kv-both fast=nvlink
   ids=()
@@ -52,6 +54,7 @@ else
   wear=8192 wear_repeats=12     # 8 at once: 786,000 tokens, so that every block has been freed once
   calibration=() overhead=()
   repeats=${REPEATS:-2} starts=${STARTS:-1}
+  queue=1000000                # 131,072 tokens of a worn pool are up to 786,528 pieces
 fi
 hardware=${HARDWARE:-$hint}
 run_dir="$output/fleet"
@@ -118,7 +121,7 @@ if [ "${HOOKS:-1}" != 0 ]; then
   fi
 fi
 
-use first "$fast"
+use first "$fast" "vllm.block_size=${SMALL_BLOCK:-16}"
 measure interference interference --streams "$streams" --prefill-tokens "$prefills" --context-tokens "$context" \
   --repeats "$repeats"
 step calibrate "${warmroute[@]}" calibrate "${target[@]}" --name "${PROFILE:-h200-measured}" --force \
@@ -130,8 +133,10 @@ measure transfer "transfer-$fast-prefills" --tokens "$shared" --background "$few
   --background-kind prefill --background-tokens "$shared" --repeats "$repeats"
 down
 
-# Over TCP a large pull under load takes longer than the 30 s after which Mooncake gives up by default.
-use tcp tcp 'env.MC_TRANSFER_TIMEOUT="110"' vllm.transfer.abort_timeout_s=120
+# Over TCP a large pull under load takes longer than the 30 s after which Mooncake gives up by default, and has more pieces
+# than its queue takes by default (docs/instruments.md).
+use tcp tcp 'env.MC_TRANSFER_TIMEOUT="110"' "env.MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=\"$queue\"" \
+  vllm.transfer.abort_timeout_s=120
 [ "$fast" = tcp ] || measure transfer transfer-tcp --tokens "$sizes" --repeats "$repeats"
 measure transfer transfer-tcp-shared --tokens "$shared" --concurrent "$at_once" --repeats "$repeats"
 measure transfer transfer-tcp-prefills --tokens "$shared" --background "$few" \

@@ -10,10 +10,20 @@ from launch.doctor import (
     checks_gpus,
     checks_host,
     checks_network,
+    checks_tcp,
 )
 from launch.doctor.findings import CHECKS, Check
 
-MODULES = (checks_engines, checks_caching, checks_gpus, checks_fabric, checks_host, checks_network, checks_deep)
+MODULES = (
+    checks_engines,
+    checks_caching,
+    checks_gpus,
+    checks_fabric,
+    checks_tcp,
+    checks_host,
+    checks_network,
+    checks_deep,
+)
 
 
 def all_checks() -> list[Check]:

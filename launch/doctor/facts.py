@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from launch.fleet.pieces import Pieces
 from launch.hardware.gpus import GpuInventory
 
 
@@ -138,6 +139,8 @@ class FleetEngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """cuda or cpu."""
     least_write_bytes: int | None = None
     """Smallest write of a hand-off; None where the model's folder is not here, or its KV is of another kind."""
+    pieces: Pieces | None = None
+    """Dimensions that decide the pieces of a hand-off; None in the same cases."""
 
 
 class FleetFacts(msgspec.Struct, frozen=True, kw_only=True):

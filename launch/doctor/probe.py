@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from launch.doctor import facts
@@ -25,10 +24,9 @@ from launch.doctor.probes.conditions import ask_proxy
 from launch.doctor.probes.deep import HandOffs, gather_deep
 from launch.doctor.probes.python import ask_python
 from launch.engines.commands import KINDS, ProcessSpec, engine_specs
-from launch.engines.vllm import resolve_model, resolve_python
-from launch.fleet.fabric import least_write_bytes
+from launch.engines.dimensions import pieces_of, smallest_write_bytes
+from launch.engines.vllm import resolve_python
 from launch.fleet.file import FleetFile, ports_in_use
-from launch.fleet.members import Member
 from launch.hardware.gpus import NvmlLibrary, read_inventory
 from policies.types import Role
 
@@ -153,31 +151,6 @@ def _engine(fleet: FleetFile, spec: ProcessSpec, inherited: Mapping[str, str]) -
         role=role.value,
         protocol=member.vllm.transfer.protocol.value if real and member and role is not Role.NONE else None,
         device=member.vllm.device if real and member else "cpu",
-        least_write_bytes=_least_write_bytes(member) if real and member else None,
+        least_write_bytes=smallest_write_bytes(member) if real and member else None,
+        pieces=pieces_of(member) if real and member else None,
     )
-
-
-def _least_write_bytes(member: Member) -> int | None:
-    """Smallest write of a hand-off, from the dimensions in the model's folder; None where they are not known."""
-    vllm = member.vllm
-    try:
-        config = msgspec.json.decode((Path(resolve_model(member.model)) / "config.json").read_bytes(), type=_Dimensions)
-    except (OSError, msgspec.MsgspecError):
-        return None
-    heads = config.num_key_value_heads or config.num_attention_heads
-    size = config.head_dim or config.hidden_size // max(1, config.num_attention_heads)
-    if config.kv_lora_rank is not None or not heads or not size or vllm.block_size is None:
-        return None
-    value_bytes = 1 if "8" in (vllm.kv_cache_dtype or "") else 4 if vllm.dtype in {"float32", "float"} else 2
-    return least_write_bytes(max(1, heads // vllm.tensor_parallel_size), size, value_bytes, vllm.block_size)
-
-
-class _Dimensions(msgspec.Struct):
-    """Part of a model's config.json."""
-
-    num_key_value_heads: int | None = None
-    num_attention_heads: int = 0
-    head_dim: int | None = None
-    hidden_size: int = 0
-    kv_lora_rank: int | None = None
-    """Of models with latent attention, whose KV has no heads."""

@@ -16,6 +16,7 @@ from typing import Self
 import httpx
 
 from launch.engines.commands import KINDS, ProcessSpec, engine_specs, proxy_spec
+from launch.engines.dimensions import tcp_warnings
 from launch.fleet.file import FleetFile, ports_in_use
 from launch.run.compatibility import incompatible_engines
 from launch.run.effective import effective_config_problems
@@ -190,6 +191,8 @@ class Fleet:
         lacking = KINDS[self.fleet.kind].problems(self.fleet, os.environ)
         if lacking:
             raise StartError("; ".join(lacking))
+        for message in tcp_warnings(self.fleet):
+            self.notify(f"warning: {message}")
 
     async def _check_compatible(self, client: httpx.AsyncClient) -> None:
         """Refuse engines and peers that would exchange KV of different shapes.

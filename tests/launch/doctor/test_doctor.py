@@ -20,6 +20,7 @@ from launch.doctor.facts import (
 )
 from launch.doctor.findings import Finding, Status
 from launch.doctor.versions import TESTED
+from launch.fleet.pieces import Pieces
 from launch.hardware.gpus import GpuInventory, read_inventory
 from tests.launch.conftest import REPOSITORY
 from tests.launch.doctor import test_doctor_deep, test_doctor_fabric
@@ -251,6 +252,7 @@ def test_no_check_exceeds_its_worst_status_and_each_status_is_reached() -> None:
     test_what_makes_prefix_caching_fail_silently_is_a_warning()
     test_conditions_of_a_running_proxy_are_warnings_with_their_remedies()
     found(h200(fleet=msgspec.structs.replace(fleet(), busy_ports=["port 1"])))
+    found(h200(fleet=fleet("tcp", pieces=Pieces(layers=48, block_tokens=16, max_tokens=140_000))))
     assert set(SEEN) == set(worst)
     for name, statuses in SEEN.items():
         assert max(statuses, key=order.index) is worst[name], name

@@ -149,18 +149,20 @@ def option(spec: ProcessSpec, name: str) -> str | None:
 
 EXPECTED: dict[str, dict[str, Any]] = {
     "combined-8x": {"roles": ["none"] * 8, "protocol": None, "planner": "never"},
-    "elastic-8x-kv-both": {"roles": ["kv_both"] * 8, "protocol": "nvlink", "planner": "cost_model"},
-    "elastic-4x-kv-both": {"roles": ["kv_both"] * 4, "protocol": "nvlink", "planner": "cost_model"},
-    "elastic-2x-kv-both": {"roles": ["kv_both"] * 2, "protocol": "nvlink", "planner": "cost_model"},
+    "elastic-8x-kv-both": {"roles": ["kv_both"] * 8, "protocol": "nvlink", "planner": "cost_model", "block": "128"},
+    "elastic-4x-kv-both": {"roles": ["kv_both"] * 4, "protocol": "nvlink", "planner": "cost_model", "block": "128"},
+    "elastic-2x-kv-both": {"roles": ["kv_both"] * 2, "protocol": "nvlink", "planner": "cost_model", "block": "128"},
     "static-pd-4p4d": {
         "roles": ["kv_producer"] * 4 + ["kv_consumer"] * 4,
         "protocol": "nvlink",
         "planner": "static_pd",
+        "block": "128",
     },
     "static-pd-6p2d": {
         "roles": ["kv_producer"] * 6 + ["kv_consumer"] * 2,
         "protocol": "nvlink",
         "planner": "static_pd",
+        "block": "128",
     },
     "efa-p5": {
         "roles": ["kv_both"] * 8,
@@ -179,7 +181,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "block": "128",
     },
     "efa-p6": {"roles": ["kv_both"] * 8, "protocol": "efa", "planner": "cost_model", "block": "128"},
-    "rdma-8x": {"roles": ["kv_both"] * 8, "protocol": "rdma", "planner": "cost_model"},
+    "rdma-8x": {"roles": ["kv_both"] * 8, "protocol": "rdma", "planner": "cost_model", "block": "128"},
     "vllm-cpu-4x": {"roles": ["kv_both"] * 4, "protocol": "tcp", "planner": "never", "cpu": True},
 }
 
