@@ -7,8 +7,8 @@ import random
 from typing import Any
 
 from tests.engines.conftest import StartProxy
-from tests.engines.rig import REAL_ENGINES, Engines, Proxy, Said, fresh_prompt, many, until
 from tests.engines.hand_offs.test_failures import OTHER, D, P, pulls, start_pair, with_params
+from tests.engines.rig import REAL_ENGINES, Engines, Proxy, Said, fresh_prompt, many, until
 
 pytestmark = REAL_ENGINES
 
