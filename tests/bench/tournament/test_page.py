@@ -10,6 +10,7 @@ from policies.registry import routing_policies
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "tournament.md").read_text(encoding="utf-8")
+WITH_RULES = (ROOT / "docs" / "tournament-admission.md").read_text(encoding="utf-8")
 WITH_HAND_OFFS = (ROOT / "docs" / "tournament-joint.md").read_text(encoding="utf-8")
 SETTINGS = read_settings()
 
@@ -75,3 +76,24 @@ def test_the_page_with_hand_offs_is_of_all_policies_and_its_own_command() -> Non
     assert command
     options = command[0].removesuffix(" --document docs/tournament-joint.md").removesuffix(" -o runs/hand-offs")
     assert set(options.split()) == set(made[1].split())
+
+
+def test_the_page_with_admission_rules_is_of_its_own_command() -> None:
+    made = re.search(r"^Made by `(python -m bench\.tournament[^`]*)`", WITH_RULES, re.MULTILINE)
+    assert made
+    command = re.search(r"^python -m bench\.tournament (?:.*\\\n)*.*", WITH_RULES, re.MULTILINE)
+    assert command
+    words = command[0].replace("\\\n", " ")
+    options = words.removesuffix(" --document docs/tournament-admission.md").removesuffix(" -o runs/admission")
+    assert sorted(options.split()) == sorted(made[1].split())
+    entrants = sorted(
+        word for word, option in zip(options.split()[1:], options.split(), strict=False) if option == "--policies"
+    )
+    assert sorted(ranking(WITH_RULES)) == entrants
+
+
+def test_the_summary_with_admission_rules_is_that_of_the_tables() -> None:
+    mean = dict(re.findall(r"^\| `(\S+)` \| (\d\.\d+) \| \d\.\d+ \| \d\.\d+ \| \d+\.\d+ \|", WITH_RULES, re.MULTILINE))
+    for policy in ("warm", "session_sticky"):
+        before, after = (f"{float(mean[name]):.2f}" for name in (policy, f"{policy}+working_set"))
+        assert re.search(rf"from {before} to\s+{after}\s+with `{policy}`", WITH_RULES)
