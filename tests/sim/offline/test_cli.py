@@ -121,7 +121,7 @@ def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:
         (["--policy", "linear", "--policy-param", "beta=1"], "has no parameter 'beta'"),
         (["--policy-param", "alpha"], "give parameters as KEY=VALUE"),
         (["--planner", "best"], "unknown offload planner 'best'"),
-        (["--profile", "gh9000"], "known: h20, h200"),
+        (["--profile", "gh9000"], "h20, h200"),
         (["--pool-tokens", "10"], "holds no block"),
         (["--arrival-speed", "0"], "--arrival-speed and --think-speed must be above 0"),
         (["--jobs", "2"], "are for sweeps"),

@@ -197,7 +197,7 @@ def test_rows_have_the_fields_of_the_proxys_breakdown() -> None:
         ({"instances": 0}, "--instances"),
         ({"instances": 2, "prefill_instances": 2}, "--prefill-instances"),
         ({"prefill_instances": 1, "role": Role.KV_CONSUMER}, "leave --role out"),
-        ({"profile": "gh9000"}, "known: h20, h200"),
+        ({"profile": "gh9000"}, "h20, h200"),
         ({"pool_tokens": 10}, "holds no block"),
         ({"pool_tokens": -1}, "--pool-tokens"),
         ({"slowdown": 0.0}, "slowdown"),

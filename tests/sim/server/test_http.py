@@ -459,7 +459,7 @@ def test_a_consumer_dies_of_a_prefill_leg(engine: EngineProcess) -> None:
     ("options", "message"),
     [
         (["--role", "boss"], "--role"),
-        (["--profile", "h999"], "known: h20, h200"),
+        (["--profile", "h999"], "h20, h200"),
         (["--port", "99999999"], "cannot listen"),
     ],
 )
