@@ -17,8 +17,10 @@ from launch.engines.commands import ProcessSpec
 from launch.run.processes import ManagedProcess, stop_processes
 
 READY_S = 60.0
-_PORTS = range(14_000, 19_000)
-"""Below the kernel's range for outgoing connections, which could take a port before it is bound."""
+_PORTS = range(22_000, 29_000)
+"""Below the kernel's range for outgoing connections, which could take a port before it is bound, and above the ports
+that other tests choose at the same time.
+"""
 
 
 class SoakError(Exception):
