@@ -37,8 +37,8 @@ done
 
 if [ -n "${SMALL:-}" ]; then
   fleet=vllm-cpu-4x fast=tcp
-  settings+=(--set count=2 --set base_port=18801 --set base_bootstrap_port=19801 --set base_events_port=15861
-    --set base_events_replay_port=15961 --set base_master_port=19961)
+  settings+=(--set count=2 --set base_port=18801 --set base_bootstrap_port=19801 --set base_events_port=17861
+    --set base_events_replay_port=17961 --set base_master_port=19961)
   ids=(--token-low 10 --token-high 2000)
   streams=1,4 prefills=512,2048 context=64 sizes=512,2048 long=2048 shared=512 at_once=1,2 loads=0,2 few=0,1 hint=cpu
   wear=512 wear_repeats=1

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from math import isclose
 from urllib.parse import urlsplit
 
+from launch.fleet.drawn_ports import drawn_ports
 from launch.fleet.fabric import misplaced_keys
 from launch.fleet.layout import FleetLayout, is_loopback
 from policies.types import Role, Transport
@@ -56,6 +57,7 @@ def check_fleet(fleet: FleetLayout) -> None:
         _check_own_settings(fleet)
         _check_alike(fleet)
         _check_transfer(fleet)
+        _check_drawn_ports(fleet)
     if fleet.groups or fleet.peers or fleet.kind == "vllm":
         _check_roles(fleet)
     _check_peers(fleet)
@@ -174,6 +176,21 @@ def _check_transfer(fleet: FleetLayout) -> None:
             raise ValueError("env.MC_FORCE_TCP: keeps Mooncake to TCP; remove it or choose protocol tcp")
         if "--enable-sleep-mode" in member.vllm.extra_args:
             raise ValueError("vllm.extra_args: NVLink transfers need plain device memory: remove --enable-sleep-mode")
+
+
+def _check_drawn_ports(fleet: FleetLayout) -> None:
+    """Refuse ports that another engine's Mooncake may have drawn before their owner starts to listen."""
+    for member in fleet.members:
+        if member.role is Role.NONE:
+            continue
+        drawn = drawn_ports(member.env)
+        for port, owner in fleet.ports():
+            if port in drawn:
+                raise ValueError(
+                    f"port {port} of {owner} is one of {drawn[0]} to {drawn[-1]}, from which Mooncake in {member.name} "
+                    "draws ports of its own at random; move the base port, or Mooncake's range with "
+                    "env.MC_MIN_RPC_PORT and env.MC_MAX_RPC_PORT"
+                )
 
 
 def _check_roles(fleet: FleetLayout) -> None:

@@ -37,8 +37,8 @@ FLEET_OVERRIDES = (
     # Separate ports: a fleet that already runs from the same file is not touched.
     "base_port=18201",
     "base_bootstrap_port=19201",
-    "base_events_port=15701",
-    "base_events_replay_port=15801",
+    "base_events_port=17701",
+    "base_events_replay_port=17801",
     "base_master_port=19601",
     f"vllm.transfer.abort_timeout_s={ABORT_S}",
     "restart=on_failure",

@@ -69,8 +69,8 @@ async def pair(tmp_path_factory: pytest.TempPathFactory, engine_python: Path, ti
     file = load_fleet(
         ROOT / "configs" / "fleets" / "vllm-cpu-4x.yaml",
         [
-            *("count=2", "base_port=18301", "base_bootstrap_port=19301", "base_events_port=15301"),
-            *("base_events_replay_port=15351", "base_master_port=19351", "ready_timeout_s=360"),
+            *("count=2", "base_port=18301", "base_bootstrap_port=19301", "base_events_port=17301"),
+            *("base_events_replay_port=17351", "base_master_port=19351", "ready_timeout_s=360"),
             f"vllm.python={engine_python}",
             f"model={tiny_model}",
             f"env.{VARIABLE}={folder / 'records.jsonl'}",
