@@ -9,17 +9,12 @@ import os
 import ssl
 import sys
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from importlib.metadata import EntryPoints, entry_points
-from types import FunctionType
 from typing import Any
 
 import certifi
 import pytest
-from fastapi import routing
 from fastapi._compat.v2 import ModelField, asdict
-from fastapi.dependencies.models import Dependant
-from fastapi.dependencies.utils import get_dependant, get_typed_return_annotation
 from hypothesis import settings
 
 from policies import registry
@@ -107,58 +102,6 @@ def _parameters_compiled_once() -> Iterator[None]:
     original = ModelField.__post_init__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelField, "__post_init__", shared)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _signatures_read_once() -> Iterator[None]:
-    """Every proxy has the same 40 endpoints, as new functions of the same code: half the time of declaring them.
-
-    What FastAPI derives from a function is shared with those of the same code, path, annotations and defaults.
-    """
-    dependants: dict[Any, Dependant] = {}
-    returned: dict[Any, Any] = {}
-    contexts: dict[Any, Any] = {}
-
-    def declared(call: Any, *more: Any) -> Any:
-        """A key for what the signature of ``call`` comes from; None for other callables than plain functions."""
-        if not isinstance(call, FunctionType) or call.__dict__:
-            return None
-        defaults = (*(call.__defaults__ or ()), *(call.__kwdefaults__ or {}).items())
-        key = (call.__code__, *call.__annotations__.items(), defaults, *more)
-        try:
-            hash(key)
-        except TypeError:
-            return None
-        return key
-
-    def dependant_of(*, path: str, call: Any, **more: Any) -> Dependant:
-        key = declared(call, path, *more.items())
-        if key is None:
-            return get_dependant(path=path, call=call, **more)
-        if key not in dependants:
-            dependants[key] = get_dependant(path=path, call=call, **more)
-        known = dependants[key]
-        return replace(known, call=call, dependencies=[*known.dependencies])
-
-    def returned_by(call: Any) -> Any:
-        key = declared(call)
-        if key is None:
-            return get_typed_return_annotation(call)
-        if key not in returned:
-            returned[key] = get_typed_return_annotation(call)
-        return returned[key]
-
-    def context_of(call: Any) -> Any:
-        if call.__code__ not in contexts:
-            contexts[call.__code__] = context_in_file(call)
-        return contexts[call.__code__]
-
-    context_in_file = routing._extract_endpoint_context
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "_extract_endpoint_context", context_of)
-        patch.setattr(routing, "get_dependant", dependant_of)
-        patch.setattr(routing, "get_typed_return_annotation", returned_by)
         yield
 
 
