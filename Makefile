@@ -56,7 +56,7 @@ engines: $(READY) ## real vLLM engines on the CPU and a tiny model for them (abo
 	$(BIN)/python -m launch.cpu_engine.install --venv $(ENGINES) $(ENGINES_FLAGS)
 
 test-engines: engines ## the proxy's tests on real engines (about 8 minutes)
-	$(BIN)/python -m pytest -m engines tests/engines
+	$(BIN)/python -m pytest -m engines --durations=30 --durations-min=2 tests/engines
 
 test-clients: $(READY) ## LiteLLM, LangChain, AIPerf, GuideLLM, Claude Code, Codex against the proxy (about 3 minutes, 9 GB)
 	$(BIN)/python -m tests.clients.extra.environments $(CLIENTS)
