@@ -187,8 +187,12 @@ def test_the_proxy_s_pod_has_no_rights_but_its_own_and_the_engines_none() -> Non
     ]
 
 
-def test_the_proxy_s_command_is_one_that_is_accepted() -> None:
+def test_the_proxy_s_commands_are_ones_that_its_image_has() -> None:
     (container,) = copy()["Deployment", "warmroute"]["spec"]["template"]["spec"]["containers"]
+    program, option, script = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert (program, option) == ("/opt/warmroute/bin/python", "-c")
+    assert "python -m venv /opt/warmroute " in (chart.ROOT / "Containerfile").read_text(encoding="utf-8")
+    compile(script, "preStop", "exec")
     assert problem(CommandLine("chart", ("serve", *container["args"])), root()) is None
 
 
