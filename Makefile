@@ -11,7 +11,7 @@ SRC := warmroute.py warmroute_man.py warmroute_names.py policies proxy launch re
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup collector helm api-server ray test-ray monitoring-tools store demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
+.PHONY: help setup collector helm compose-loader api-server ray test-ray monitoring-tools store demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -82,6 +82,12 @@ helm: .helm/helm ## Helm, for the tests that render the chart; needs Go (3 minut
 .helm/helm:
 	mkdir -p .helm
 	GOBIN=$(CURDIR)/.helm GOFLAGS=-buildvcs=false go install -ldflags="-s -w" helm.sh/helm/v3/cmd/helm@v3.22.0
+
+compose-loader: .compose/cmd ## the loader of Docker Compose, for the test of the Compose files; needs Go (half a minute)
+
+.compose/cmd:
+	mkdir -p .compose
+	GOBIN=$(CURDIR)/.compose GOFLAGS=-buildvcs=false go install -ldflags="-s -w" github.com/compose-spec/compose-go/v2/cmd@v2.16.2
 
 api-server: .api-server/etcd ## Kubernetes' API server and etcd, for the tests of discovery; needs Go (25 minutes on one core, 130 MB)
 
@@ -157,4 +163,4 @@ lock: $(READY) ## regenerate requirements.lock from pyproject.toml
 	  --no-emit-index-url --no-annotate --no-header --quiet --upgrade --output-file requirements.lock
 
 clean: ## remove what the targets made
-	rm -rf site $(VENV) $(ENGINES) .venv-clients .venv-peers .venv-ray .collector .helm .api-server .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf site $(VENV) $(ENGINES) .venv-clients .venv-peers .venv-ray .collector .helm .compose .api-server .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

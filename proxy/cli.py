@@ -17,7 +17,10 @@ from proxy.console.top import top
 def serve(
     config: Annotated[Path | None, typer.Option(help="Settings file (YAML); see docs/proxy.md.")] = None,
     instance: Annotated[
-        list[str] | None, typer.Option(help="Engine URL; repeat for each. Replaces the file's instances.")
+        list[str] | None,
+        typer.Option(
+            help="URL, or URL,KEY=VALUE,… (data_parallel_size=2); repeat for each. Replaces the file's instances."
+        ),
     ] = None,
     discovery: Annotated[
         str | None,
@@ -91,7 +94,7 @@ def serve(
         "offload": {"planner": planner} if planner else None,
         "hardware": hardware,
         "shadow": {"policies": shadow} if shadow else None,
-        "instances": [{"url": url} for url in instance] if instance else None,
+        "instances": _instances(instance),
         "discovery": _discovery(discovery),
     }
     given = {key: value for key, value in overrides.items() if value is not None}
@@ -129,6 +132,15 @@ def _plain(given: Any) -> Any:
     if isinstance(given, list):
         return [_plain(value) for value in given]
     return str(given.absolute()) if isinstance(given, Path) else given
+
+
+def _instances(specifications: list[str] | None) -> list[dict[str, str]] | None:
+    from proxy.settings.instance import instance_of
+
+    try:
+        return [instance_of(each) for each in specifications or ()] or None
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--instance") from error
 
 
 def _discovery(specification: str | None) -> dict[str, Any] | None:

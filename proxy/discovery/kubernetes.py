@@ -19,7 +19,7 @@ import httpx
 import msgspec
 
 from proxy.discovery.pods import Pod, wanted_of
-from proxy.discovery.source import DiscoveryError, Wanted
+from proxy.discovery.source import DiscoveryError, Wanted, next_pause
 from proxy.discovery.template import authority
 from proxy.settings import DiscoverySettings, SettingsError
 
@@ -30,7 +30,9 @@ PAGE = 500
 MAX_LINE_BYTES = 4 * 1024 * 1024
 """The API server refuses objects above 3 MiB."""
 _PACE_S = 0.2
-"""Shortest pause between two lists, and between two watches, of a server that ends them at once."""
+"""Shortest pause between two lists, and between two watches."""
+_SHORT_S = 0.5
+"""A watch that ends within this time, without any event, is followed by longer pauses: the server may end them all."""
 _GONE = 410
 _REMEDIES = {
     401: "the token is not accepted: discovery.kubernetes.token_file",
@@ -46,7 +48,7 @@ class _ListMeta(msgspec.Struct, rename="camel"):
 
 class _PodList(msgspec.Struct):
     metadata: _ListMeta
-    items: list[Pod] = []
+    items: list[Pod] | None = None
 
 
 class _Status(msgspec.Struct):
@@ -99,22 +101,28 @@ class PodInstances:
         Raises:
             DiscoveryError: the API server cannot be reached, refuses, or does not follow the protocol.
         """
+        now_s, pause_s = asyncio.get_running_loop().time, 0.0
         async with self._client() as client:
+            listed = False
             while True:
+                began_s, version = now_s(), self._version
                 try:
-                    await self._list(client)
-                    yield wanted_of(self._pods.values(), self._settings.engine)
-                    while True:
-                        async with aclosing(self._watch(client)) as changes:
-                            async for _ in changes:
-                                yield wanted_of(self._pods.values(), self._settings.engine)
-                        await asyncio.sleep(_PACE_S)
+                    if not listed:
+                        await self._list(client)
+                        listed, began_s, version = True, now_s(), self._version
+                        yield wanted_of(self._pods.values(), self._settings.engine)
+                    async with aclosing(self._watch(client)) as changes:
+                        async for _ in changes:
+                            yield wanted_of(self._pods.values(), self._settings.engine)
                 except _GoneError:
-                    await asyncio.sleep(_PACE_S)
+                    listed = False
                 except httpx.HTTPError as error:
                     raise DiscoveryError(f"{self._access.url}: {error or type(error).__name__}") from error
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     raise DiscoveryError(f"{self._access.url} did not answer as an API server: {error}") from error
+                steady = self._version != version or now_s() - began_s > _SHORT_S
+                pause_s = next_pause(pause_s, _PACE_S, self._settings.backoff_max_s, steady=steady)
+                await asyncio.sleep(pause_s)
 
     async def _list(self, client: httpx.AsyncClient) -> None:
         """Read all pages. Raises _GoneError: the pages' common state has expired."""
@@ -129,7 +137,7 @@ class PodInstances:
                 raise DiscoveryError(f"no list within {self._settings.timeout_s:g} s (discovery.timeout_s)") from error
             _check(answer.status_code, answer.content)
             found = _LISTS.decode(answer.content)
-            pods |= {pod.metadata.name: pod for pod in found.items}
+            pods |= {pod.metadata.name: pod for pod in found.items or ()}
             following = found.metadata.continue_
             if not following:
                 self._pods, self._version = pods, found.metadata.resource_version

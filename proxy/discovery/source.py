@@ -40,6 +40,18 @@ class InstanceSource(Protocol):
         """
 
 
+def next_pause(pause_s: float, first_s: float, longest_s: float, *, steady: bool) -> float:
+    """The pause before the next attempt, in seconds: short after a steady one, else twice the one before.
+
+    Args:
+        pause_s: the pause before the attempt that has just ended; 0: there was none.
+        first_s: the pause after a steady attempt, and the first of all.
+        longest_s: bound on pauses.
+        steady: the attempt succeeded, for longer than it takes to fail.
+    """
+    return min(longest_s, first_s if steady or not pause_s else 2 * pause_s)
+
+
 def distinct(instances: list[InstanceSettings], problems: list[str]) -> Wanted:
     """A set of all their ranks, without entries whose name or URL an earlier one has; each left out is a problem."""
     kept: list[InstanceSettings] = []

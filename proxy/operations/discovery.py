@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 
 from proxy.core import Core
-from proxy.discovery.source import DiscoveryError, InstanceSource, Wanted
+from proxy.discovery.source import DiscoveryError, InstanceSource, Wanted, next_pause
 from proxy.discovery.sources import source_of
 from proxy.discovery.status import Reading
 from proxy.fleet.instances import Instance, Source
@@ -65,12 +65,14 @@ class Discovery:
     async def _run(self, source: InstanceSource) -> None:
         async with asyncio.TaskGroup() as self._probes:
             self._probes.create_task(self._keep(), name="discovery repeat")
-            pause_s, longest_s = _FIRST_PAUSE_S, self._core.settings.discovery.backoff_max_s
+            pause_s, longest_s = 0.0, self._core.settings.discovery.backoff_max_s
+            now_s = asyncio.get_running_loop().time
             while True:
+                began_s, had_set = now_s(), False
                 try:
                     async with aclosing(source.sets()) as sets:
                         async for wanted in sets:
-                            pause_s = _FIRST_PAUSE_S
+                            had_set = True
                             self._take(wanted)
                 except DiscoveryError as error:
                     self._failed(str(error))
@@ -78,9 +80,11 @@ class Discovery:
                     # A fault in a source must not end discovery, nor the proxy.
                     log.exception("%s: unexpected error", source.origin)
                     self._failed(f"{type(error).__name__}: {error}")
+                # One set and then a failure is none the better for the set: a watch may be refused where a list is not.
+                steady = had_set and now_s() - began_s > pause_s
+                pause_s = next_pause(pause_s, _FIRST_PAUSE_S, longest_s, steady=steady)
                 # Proxies that lost the same server at the same time return at different times.
-                await asyncio.sleep(min(pause_s, longest_s) * random.uniform(0.75, 1.25))
-                pause_s = min(2 * pause_s, longest_s)
+                await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))
 
     async def _keep(self) -> None:
         """Apply the last set again from time to time."""

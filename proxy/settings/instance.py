@@ -143,6 +143,29 @@ class InstanceSettings(Section):
         return self.api_key if self.api_key_env is None else secret_from(self.api_key_env, "api_key_env")
 
 
+def instance_of(specification: str) -> dict[str, str]:
+    """One entry of ``instances`` for a flag such as ``http://h:8000`` or ``http://h:8000,data_parallel_size=2``.
+
+    Raises:
+        ValueError: what follows the URL are no pairs of a key and a value, or a key is unknown or given twice.
+    """
+    url, *pairs = (part.strip() for part in specification.split(","))
+    entry = {"url": url}
+    for pair in pairs:
+        key, found, value = pair.partition("=")
+        if key == "api_key":
+            raise ValueError("api_key: other users of this machine can read flags; give api_key_env")
+        if not found or key not in InstanceSettings.model_fields:
+            known = ", ".join(each for each in InstanceSettings.model_fields if each not in {"url", "api_key"})
+            raise ValueError(
+                f"{pair!r}: give KEY=VALUE after the URL's comma, KEY one of {known}; each engine has an --instance"
+            )
+        if key in entry:
+            raise ValueError(f"{pair!r}: {key} is given twice")
+        entry[key] = value
+    return entry
+
+
 def instances_of(value: Any) -> Any:
     """The list of instances in a setting: itself, JSON, or URLs separated by commas as in an environment variable.
 

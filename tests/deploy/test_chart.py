@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ jsonschema: Any = importlib.import_module("jsonschema")
 msgspec: Any = importlib.import_module("msgspec")
 
 SCHEMAS = json.loads((Path(__file__).parent / "kubernetes-1.34.schemas.json").read_text())
+GPUS = {"limits": {"nvidia.com/gpu": 24}}
 VALUES: list[dict[str, Any]] = [
     {},
     {"engines": {"enabled": False, "selector": {"app": "vllm"}}},
@@ -69,6 +71,13 @@ VALUES: list[dict[str, Any]] = [
         "serviceAccount": {"create": False, "name": "mine"},
         "podDisruptionBudget": {"enabled": False},
         "fullnameOverride": "router",
+    },
+    {
+        "engines": {
+            "dataParallelSize": 12,
+            "args": ["--tensor-parallel-size=2"],
+            "resources": GPUS,
+        },
     },
 ]
 
@@ -178,8 +187,12 @@ def test_the_proxy_s_pod_has_no_rights_but_its_own_and_the_engines_none() -> Non
     ]
 
 
-def test_the_proxy_s_command_is_one_that_is_accepted() -> None:
+def test_the_proxy_s_commands_are_ones_that_its_image_has() -> None:
     (container,) = copy()["Deployment", "warmroute"]["spec"]["template"]["spec"]["containers"]
+    program, option, script = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert (program, option) == ("/opt/warmroute/bin/python", "-c")
+    assert "python -m venv /opt/warmroute " in (chart.ROOT / "Containerfile").read_text(encoding="utf-8")
+    compile(script, "preStop", "exec")
     assert problem(CommandLine("chart", ("serve", *container["args"])), root()) is None
 
 
@@ -211,7 +224,7 @@ async def test_an_engine_s_pre_stop_hook_waits_until_it_is_idle() -> None:
 # other values
 
 
-@pytest.mark.parametrize("values", VALUES, ids=["default", "engines elsewhere", "everything", "names"])
+@pytest.mark.parametrize("values", VALUES, ids=["default", "engines elsewhere", "everything", "names", "ranks"])
 def test_rendered_values_fit_the_schemas_of_kubernetes(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,10 +252,72 @@ def test_keys_reach_proxy_and_engines() -> None:
     assert [each["name"] for each in engine["env"]] == ["VLLM_API_KEY", "HF_HOME"]
 
 
+def test_every_rank_is_an_instance_with_the_ports_that_the_engine_opens() -> None:
+    pod = engine_pod(rendered(VALUES[4]))
+    (engine,) = pod["spec"]["containers"]
+    assert "--data-parallel-size=12" in engine["args"]
+    found = wanted_of([msgspec.json.decode(json.dumps(pod), type=Pod)], EngineTemplate())
+    assert not found.problems
+    assert [(each.name, each.url) for each in found.instances] == [
+        (f"warmroute-engine-0/{rank}", "http://127.0.0.2:8000") for rank in range(12)
+    ]
+    # vLLM's publisher of rank i counts i ports up from the endpoints that it is configured with.
+    events = json.loads(engine["args"][engine["args"].index("--kv-events-config") + 1])
+    (first, first_replay) = (int(events[key].rpartition(":")[2]) for key in ("endpoint", "replay_endpoint"))
+    assert [(each.events_url, each.events_replay_url) for each in found.instances] == [
+        (f"tcp://127.0.0.2:{first + rank}", f"tcp://127.0.0.2:{first_replay + rank}") for rank in range(12)
+    ]
+    declared = {each["name"]: each["containerPort"] for each in engine["ports"]}
+    assert declared == {
+        "http": 8000,
+        **{f"events-{rank}": first + rank for rank in range(12)},
+        **{f"replay-{rank}": first_replay + rank for rank in range(12)},
+    }
+    assert len(set(declared.values())) == 25
+    # Kubernetes refuses longer names of ports; the schemas do not.
+    assert max(map(len, declared)) <= 15
+
+
+def test_an_engine_without_ranks_is_one_instance_without_their_flag() -> None:
+    (engine,) = engine_pod(copy())["spec"]["containers"]
+    assert not [each for each in engine["args"] if each.startswith("--data-parallel")]
+    assert "warmroute.io/data-parallel-size" not in engine_pod(copy())["metadata"]["annotations"]
+
+
+@pytest.mark.parametrize(
+    ("engines", "says"),
+    [
+        ({"dataParallelSize": 2}, "1 nvidia.com/gpu are fewer than engines.dataParallelSize 2"),
+        (
+            {"args": ["--data-parallel-size=2"]},
+            "engines.args has --data-parallel-size=2: give engines.dataParallelSize",
+        ),
+        ({"args": ["-dp", "2"]}, "engines.args has -dp: give engines.dataParallelSize"),
+        ({"events": {"replayPort": 5557}}, r"events \(5557 and above\) and of replays \(5557 and above\) overlap"),
+        (
+            {"dataParallelSize": 2, "resources": GPUS, "events": {"replayPort": 5558}},
+            r"replays \(5558 and above\) overlap; each of 2 ranks",
+        ),
+        (
+            {"dataParallelSize": 2, "resources": GPUS, "events": {"port": 5557, "replayPort": 5556}},
+            r"replays \(5556 and above\) overlap",
+        ),
+        ({"dataParallelSize": 2, "resources": GPUS, "events": {"port": 65535}}, "2 ranks do not fit above port 65535"),
+        ({"dataParallelSize": 9, "resources": GPUS, "events": {"port": 7992}}, "engines.port 8000 is one of the ports"),
+    ],
+)
+def test_values_of_ranks_that_do_not_fit_are_refused_with_the_reason(engines: dict[str, Any], says: str) -> None:
+    rendered({})
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        chart.render({"engines": engines})
+    assert re.search(says, caught.value.stderr), caught.value.stderr
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         {"prox": {}},
+        {"engines": {"dataParallelSize": 0}},
         {"proxy": {"replicas": 0}},
         {"proxy": {"settings": {"port": 1}}},
         {"engines": {"model": ""}},

@@ -8,7 +8,9 @@ import json
 import re
 import shlex
 import shutil
+import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,14 @@ import yaml
 from proxy.settings import load_settings
 from tests.command_line.commands import root
 from tests.command_line.documents import CommandLine, problem
+from tests.integration.fleet import free_port
+from tests.proxy.sharing.store_server import PROGRAM, needs_store
 
 # It has no type stubs.
 jsonschema: Any = importlib.import_module("jsonschema")
 
 ROOT = Path(__file__).parents[2]
+LOADER = ROOT / ".compose" / "cmd"
 FOLDER = ROOT / "configs" / "deploy"
 UNIT = FOLDER / "warmroute.service"
 MONITORING = ROOT / "configs" / "monitoring"
@@ -42,6 +47,8 @@ _SERVICE: dict[str, Any] = {
         # A short name with a version, or the image that is built here: no host.
         "image": {"type": "string", "pattern": r"^(warmroute|[a-z]+/[a-z]+:v?\d+\.\d+\.\d+)$"},
         "network_mode": {"const": "host"},
+        "pull_policy": {"const": "never"},
+        "user": {"type": "string"},
         "command": {"type": "array", "items": {"type": "string"}},
         "environment": {
             "anyOf": [
@@ -218,6 +225,49 @@ def test_the_proxy_s_command_is_one_that_is_accepted() -> None:
     assert config in {mount["target"] for mount in service["volumes"]}
 
 
+@pytest.mark.parametrize("name", ["compose.yaml", REPLICAS])
+def test_no_service_needs_the_capabilities_that_it_lacks(name: str) -> None:
+    """Images start as root, to change to a user of their own, except the one that is built here."""
+    for service in compose(name)["services"].values():
+        if service.get("cap_drop") == ["ALL"]:
+            assert service["image"] == "warmroute" or service.get("user", "root") != "root", service
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", REPLICAS])
+def test_every_image_without_a_version_is_built_once(name: str) -> None:
+    services = compose(name)["services"].values()
+    built = [service["image"] for service in services if "build" in service]
+    assert built == ["warmroute"]
+    for service in services:
+        if service["image"] == "warmroute" and "build" not in service:
+            assert service["pull_policy"] == "never", (
+                "no registry is asked for a name that somebody else may have there"
+            )
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", REPLICAS])
+def test_the_loader_of_compose_accepts_the_file_and_finds_every_path(name: str, tmp_path: Path) -> None:
+    if not LOADER.exists():
+        pytest.skip("the loader of Docker Compose is not built: make compose-loader")
+    loaded = json.loads(_load(FOLDER / name).stdout)
+    assert loaded["services"].keys() == compose(name)["services"].keys()
+    for service in loaded["services"].values():
+        for mount in service.get("volumes", []):
+            assert mount["type"] == "volume" or Path(mount["source"]).exists(), mount
+        if "build" in service:
+            assert (Path(service["build"]["context"]) / service["build"]["dockerfile"]).is_file()
+    wrong = tmp_path / "compose.yaml"
+    wrong.write_text("name: a\nservices: {a: {image: b, ulimit: 1}}\n", encoding="utf-8")
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        _load(wrong)
+    assert "ulimit" in caught.value.stderr
+
+
+def _load(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(LOADER), "-format", "json", str(path)]
+    return subprocess.run(command, cwd=path.parent, capture_output=True, text=True, timeout=60, check=True)
+
+
 # Compose with replicas
 
 
@@ -252,6 +302,46 @@ def test_the_replicas_settings_are_valid_and_differ_in_name_and_port(monkeypatch
     assert len({name for name, _ in seen}) == len({port for _, port in seen}) == 2
     balancer = (FOLDER / "nginx-replicas.conf").read_text(encoding="utf-8")
     assert sorted(re.findall(r"server 127\.0\.0\.1:(\d+)", balancer)) == sorted(str(port) for _, port in seen)
+
+
+def test_the_balancer_lets_every_body_through_that_a_replica_accepts() -> None:
+    balancer = (FOLDER / "nginx-replicas.conf").read_text(encoding="utf-8")
+    (found,) = re.findall(r"client_max_body_size (\d+)m;", balancer)
+    assert int(found) * 1024 * 1024 >= load_settings(ROOT / "configs" / "proxy.yaml").limits.body_bytes
+    assert re.findall(r"listen (\S+);", balancer) == ["127.0.0.1:9090"]
+
+
+def test_the_image_has_the_extra_that_the_replicas_need() -> None:
+    assert "[redis]" in (ROOT / "Containerfile").read_text(encoding="utf-8")
+
+
+@needs_store
+def test_the_store_accepts_its_flags_and_answers(tmp_path: Path) -> None:
+    """The server of this machine instead of the image's: Redis and Valkey have the same flags."""
+    _, *flags = compose(REPLICAS)["services"]["store"]["command"]
+    port = free_port()
+    flags[flags.index("--port") + 1] = str(port)
+    with (tmp_path / "store.log").open("wb") as log:
+        process = subprocess.Popen([str(PROGRAM), *flags], cwd=tmp_path, stdout=log, stderr=log)
+    try:
+        assert _pong(process, port), (tmp_path / "store.log").read_text(encoding="utf-8")
+        assert [path.name for path in tmp_path.iterdir()] == ["store.log"], "nothing is kept on disk"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _pong(process: subprocess.Popen[bytes], port: int) -> bool:
+    for _ in range(300):
+        if process.poll() is not None:
+            return False
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16).startswith(b"+PONG")
+        except OSError:
+            time.sleep(0.1)
+    return False
 
 
 def test_nginx_accepts_its_configuration(tmp_path: Path) -> None:

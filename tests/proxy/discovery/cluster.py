@@ -24,12 +24,20 @@ class Cluster(ABC):
         """Create a running pod, or change it; ``other``: see ``pod_of``."""
 
     @abstractmethod
+    async def relabel(self, name: str, labels: dict[str, str]) -> None:
+        """Replace the labels of a pod."""
+
+    @abstractmethod
     async def begin_deletion(self, name: str) -> None:
         """Delete with a grace period, in which the pod still runs."""
 
     @abstractmethod
     async def delete(self, name: str) -> None:
         """Delete at once."""
+
+    @abstractmethod
+    async def restart(self) -> None:
+        """End the API server without a word to its clients, and start it again with the same pods."""
 
     @abstractmethod
     async def compact(self) -> None:

@@ -59,6 +59,10 @@ class RealApiServer(Cluster):
                 f"--initial-cluster=default={peer}",
             ),
         )
+        self._start_api_server(client)
+
+    def _start_api_server(self, client: str) -> None:
+        folder = self._folder
         self._start(
             "kube-apiserver",
             *(f"--etcd-servers={client}", f"--secure-port={self._port}", "--bind-address=127.0.0.1"),
@@ -107,11 +111,24 @@ class RealApiServer(Cluster):
         answer = await self.client.patch(f"{_PODS}/{name}/status", content=patch, headers=headers)
         assert answer.is_success, answer.text
 
+    async def relabel(self, name: str, labels: dict[str, str]) -> None:
+        patch = json.dumps([{"op": "replace", "path": "/metadata/labels", "value": labels}]).encode()
+        headers = {"content-type": "application/json-patch+json"}
+        answer = await self.client.patch(f"{_PODS}/{name}", content=patch, headers=headers)
+        assert answer.is_success, answer.text
+
     async def begin_deletion(self, name: str) -> None:
         await self.call("DELETE", f"{_PODS}/{name}", gracePeriodSeconds="30")
 
     async def delete(self, name: str) -> None:
         await self.call("DELETE", f"{_PODS}/{name}", gracePeriodSeconds="0")
+
+    async def restart(self) -> None:
+        process = self._processes.pop()
+        process.kill()
+        process.wait(timeout=20)
+        self._start_api_server(f"http://127.0.0.1:{self._etcd_port}")
+        await self.ready()
 
     async def compact(self) -> None:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self._etcd_port}", trust_env=False) as etcd:

@@ -1,6 +1,6 @@
 """A stub of Kubernetes' API server for pods: list with pages, watch with bookmarks, 410 Gone, bearer tokens.
 
-It follows the API concepts page of Kubernetes' documentation. ``api_server.py`` has the real one.
+It follows the API concepts page of Kubernetes' documentation. ``real_api_server.py`` has the real one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class StubApiServer(Cluster):
         self._version = 100
         self._oldest = 100
         self._pods: dict[str, dict[str, Any]] = {}
-        self._changes: list[tuple[int, str, dict[str, Any]]] = []
+        self._changes: list[tuple[int, dict[str, Any] | None, dict[str, Any] | None]] = []
+        """Version, and the pod before and after it; None: there is none."""
         self._changed = asyncio.Condition()
         self._runner: web.AppRunner | None = None
         self.page = 500
@@ -41,7 +42,9 @@ class StubApiServer(Cluster):
         self.lists = 0
         self.watches: list[str] = []
         """Resource version of each watch that began."""
-        self.allowed = True
+        self.allowed = self.watch_allowed = True
+        self.expired = False
+        """No watch can continue."""
         self.expires_watches_with_event = False
         """A watch that cannot continue gets 200 and an ERROR event, as from a server that notices late."""
 
@@ -67,30 +70,36 @@ class StubApiServer(Cluster):
             self._runner = None
 
     async def put(self, name: str, ip: str, **other: Any) -> None:
-        kind = "MODIFIED" if name in self._pods else "ADDED"
-        await self._change(kind, pod_of(name, ip, **other))
+        await self._change(name, pod_of(name, ip, **other))
+
+    async def relabel(self, name: str, labels: dict[str, str]) -> None:
+        pod = copy.deepcopy(self._pods[name])
+        pod["metadata"]["labels"] = labels
+        await self._change(name, pod)
 
     async def begin_deletion(self, name: str) -> None:
         pod = copy.deepcopy(self._pods[name])
         pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-        await self._change("MODIFIED", pod)
+        await self._change(name, pod)
 
     async def delete(self, name: str) -> None:
-        await self._change("DELETED", self._pods[name])
+        await self._change(name, None)
+
+    async def restart(self) -> None:
+        await self.stop()
+        await self.start(self.port)
 
     async def compact(self) -> None:
         self._oldest = self._version  # watches in progress still get the changes before
 
-    async def _change(self, kind: str, pod: dict[str, Any]) -> None:
+    async def _change(self, name: str, pod: dict[str, Any] | None) -> None:
         async with self._changed:
             self._version += 1
-            pod = copy.deepcopy(pod)
-            pod["metadata"]["resourceVersion"] = str(self._version)
-            if kind == "DELETED":
-                del self._pods[pod["metadata"]["name"]]
-            else:
-                self._pods[pod["metadata"]["name"]] = pod
-            self._changes.append((self._version, kind, pod))
+            before = self._pods.pop(name, None)
+            if pod is not None:
+                pod["metadata"]["resourceVersion"] = str(self._version)
+                self._pods[name] = pod
+            self._changes.append((self._version, before, pod))
             self._changed.notify_all()
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
@@ -99,6 +108,8 @@ class StubApiServer(Cluster):
         if not self.allowed:
             return _status(403, 'pods is forbidden: cannot list resource "pods"')
         query = request.query
+        if query.get("watch") == "1" and not self.watch_allowed:
+            return _status(403, 'pods is forbidden: cannot watch resource "pods"')
         labels = dict(each.split("=", 1) for each in query["labelSelector"].split(","))
         if query.get("watch") == "1":
             return await self._watch(request, labels)
@@ -124,11 +135,12 @@ class StubApiServer(Cluster):
     async def _watch(self, request: web.Request, labels: dict[str, str]) -> web.StreamResponse:
         since = int(request.query["resourceVersion"])
         self.watches.append(request.query["resourceVersion"])
-        if since < self._oldest and not self.expires_watches_with_event:
+        expired = self.expired or since < self._oldest
+        if expired and not self.expires_watches_with_event:
             return _status(410, f"too old resource version: {since} ({self._oldest})")
         answer = web.StreamResponse(headers={"content-type": "application/json"})
         await answer.prepare(request)
-        if since < self._oldest:
+        if expired:
             await _send(answer, "ERROR", {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"})
             return answer
         loop = asyncio.get_running_loop()
@@ -136,9 +148,9 @@ class StubApiServer(Cluster):
         while loop.time() < ends_s:
             following = [each for each in self._changes if each[0] > since]
             since = self._version
-            for _, kind, pod in following:
-                if _selected(pod, labels):
-                    await _send(answer, kind, pod)
+            for version, before, after in following:
+                if (event := _event(version, before, after, labels)) is not None:
+                    await _send(answer, *event)
             try:
                 async with self._changed, asyncio.timeout(min(0.1, max(0.0, ends_s - loop.time()))):
                     await self._changed.wait()
@@ -147,6 +159,20 @@ class StubApiServer(Cluster):
                     bookmark = {"kind": "Pod", "apiVersion": "v1", "metadata": {"resourceVersion": str(since)}}
                     await _send(answer, "BOOKMARK", bookmark)
         return answer
+
+
+def _event(
+    version: int, before: dict[str, Any] | None, after: dict[str, Any] | None, labels: dict[str, str]
+) -> tuple[str, dict[str, Any]] | None:
+    """The event of a watch with these labels: a pod that loses or gains them is deleted or added for it."""
+    was, now = (pod is not None and _selected(pod, labels) for pod in (before, after))
+    if now:
+        assert after is not None
+        return "MODIFIED" if was else "ADDED", after
+    if was:
+        assert before is not None
+        return "DELETED", {**before, "metadata": {**before["metadata"], "resourceVersion": str(version)}}
+    return None
 
 
 async def _send(answer: web.StreamResponse, kind: str, thing: dict[str, Any]) -> None:

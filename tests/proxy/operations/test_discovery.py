@@ -6,12 +6,15 @@ import asyncio
 import json
 import os
 from collections import Counter
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from proxy.discovery.source import DiscoveryError, Wanted, next_pause
 from proxy.discovery.status import Reading
+from proxy.operations import discovery as operations
 from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
 from tests.proxy.fleet_client import Start, admins, ask, asked_of, engine, row_of, was_completed
 from tests.proxy.stub_engine import StubEngine
@@ -175,6 +178,40 @@ async def test_an_instance_removed_over_http_returns_and_a_drained_one_stays_dra
     await running.until(lambda: "a" in instances_of(running) and running.core.instances["a"].healthy)
     assert not (await row_of(running, "a"))["draining"]
     await a.stop()
+
+
+async def test_a_source_that_fails_after_every_set_is_asked_less_and_less(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where pods may be listed, but not watched."""
+    pauses: list[float] = []
+
+    class Failing:
+        origin = "failing"
+
+        async def sets(self) -> AsyncGenerator[Wanted, None]:
+            yield Wanted()
+            raise DiscoveryError("the watch is refused")
+
+    def recorded(*given: float, steady: bool) -> float:
+        pauses.append(next_pause(*given, steady=steady))
+        return pauses[-1]
+
+    monkeypatch.setattr(operations, "source_of", lambda _: Failing())
+    monkeypatch.setattr(operations, "next_pause", recorded)
+    monkeypatch.setattr(operations, "_FIRST_PAUSE_S", 100.0)
+    monkeypatch.setattr("random.uniform", lambda *_: 1e-4)
+    running = await start(1, discovery={"source": "file", "file": {"path": "unused"}, "backoff_max_s": 500.0})
+    await running.until(lambda: len(pauses) >= 5)
+    assert pauses[:5] == [100.0, 200.0, 400.0, 500.0, 500.0]
+    assert running.core.discovery.failures_in_a_row == 1
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "steady", "expected"), [(0.0, False, 0.5), (0.5, False, 1.0), (20.0, False, 30.0), (20.0, True, 0.5)]
+)
+def test_pauses_double_until_an_attempt_is_steady(pause_s: float, steady: bool, expected: float) -> None:
+    assert next_pause(pause_s, 0.5, 30.0, steady=steady) == expected
 
 
 async def test_a_source_without_a_result_does_not_keep_the_proxy_from_serving(start: Start, fleet: Fleet) -> None:

@@ -32,6 +32,39 @@ def serve(*flags: str) -> Any:
     return CliRunner().invoke(app, ["serve", "--instance", "http://127.0.0.1:8000", *flags])
 
 
+def test_an_engine_with_ranks_is_an_instance_for_each(served: list[Settings]) -> None:
+    flags = ("--instance", "http://h:8001,data_parallel_size=2,name=big,events_url=tcp://h:5557")
+    assert serve(*flags).exit_code == 0
+    assert [(each.name, each.url, each.events_url) for each in served[0].instances] == [
+        ("127.0.0.1:8000", "http://127.0.0.1:8000", None),
+        ("big/0", "http://h:8001", "tcp://h:5557"),
+        ("big/1", "http://h:8001", "tcp://h:5558"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("http://h:8001,ranks=2", "'ranks=2': give KEY=VALUE after the URL's comma, KEY one of name, bootstrap_url"),
+        ("http://h:8001,2", "'2': give KEY=VALUE"),
+        ("http://h:8001,http://h:8002", "each engine has an --instance"),
+        ("http://h:8001,", "'': give KEY=VALUE"),
+        ("http://h:8001,url=http://h:8002", "url is given twice"),
+        ("http://h:8001,name=a,name=b", "'name=b': name is given twice"),
+        ("http://h:8001,api_key=secret", "give api_key_env"),
+        ("http://h:8001,data_parallel_size=two", "data_parallel_size: Input should be a valid integer"),
+        ("http://h:8001,data_parallel_size=0", "data_parallel_size: Input should be greater than or equal to 1"),
+        ("http://h:8001,data_parallel_size=2,events_url=ipc:///e", "give the tcp endpoint of rank 0"),
+        ("data_parallel_size=2", "is not an http:// or https:// URL"),
+    ],
+)
+def test_what_is_no_engine_is_refused(served: list[Settings], flag: str, says: str) -> None:
+    answer = serve("--instance", flag)
+    assert (answer.exit_code, served) == (2, [])
+    assert says in " ".join(answer.output.replace("│", " ").split())
+    assert "secret" not in answer.output
+
+
 def test_rule_and_parameters_are_settings(served: list[Settings]) -> None:
     flags = ("--admission", "session_cap", "--admission-param", "sessions=3", "--admission-param", "keep_s=0.5")
     assert serve(*flags).exit_code == 0

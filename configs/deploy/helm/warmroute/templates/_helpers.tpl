@@ -31,6 +31,43 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{ join "," $parts }}
 {{- end }}
 
+{{- /* First port for replays: the value, or the first above the ports of the ranks' events. */ -}}
+{{- define "warmroute.replayPort" -}}
+{{- $events := .Values.engines.events -}}
+{{- $events.replayPort | default (add $events.port .Values.engines.dataParallelSize) }}
+{{- end }}
+
+{{- /* Nothing, or an error: values of the engines that do not fit each other. */ -}}
+{{- define "warmroute.checked" -}}
+{{- $engines := .Values.engines -}}
+{{- $ranks := $engines.dataParallelSize | int -}}
+{{- range $engines.args }}
+{{- if regexMatch "^(--data-parallel-size|--data_parallel_size|-dp)(=.*)?$" . }}
+{{- fail (printf "engines.args has %s: give engines.dataParallelSize, which the proxies are configured with too" .) }}
+{{- end }}
+{{- end }}
+{{- $gpus := get ($engines.resources.limits | default dict) "nvidia.com/gpu" -}}
+{{- if and $gpus (lt ($gpus | int) $ranks) }}
+{{- fail (printf "engines.resources.limits: %v nvidia.com/gpu are fewer than engines.dataParallelSize %d; give one or more for each rank" $gpus $ranks) }}
+{{- end }}
+{{- if $engines.events.enabled }}
+{{- $port := $engines.port | int -}}
+{{- $events := $engines.events.port | int -}}
+{{- $replays := include "warmroute.replayPort" . | int -}}
+{{- range list $events $replays }}
+{{- if gt (add . $ranks -1) 65535 }}
+{{- fail (printf "engines.events: %d ranks do not fit above port %d" $ranks .) }}
+{{- end }}
+{{- if and (ge $port .) (lt $port (add . $ranks | int)) }}
+{{- fail (printf "engines.port %d is one of the ports of engines.events: %d and above, one for each rank" $port .) }}
+{{- end }}
+{{- end }}
+{{- if and (lt $events (add $replays $ranks | int)) (lt $replays (add $events $ranks | int)) }}
+{{- fail (printf "engines.events: the ports of events (%d and above) and of replays (%d and above) overlap; each of %d ranks needs its own" $events $replays $ranks) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- /* proxy.yaml: the values' settings and those that the chart needs. */ -}}
 {{- define "warmroute.settings" -}}
 {{- $settings := deepCopy .Values.proxy.settings -}}
