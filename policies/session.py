@@ -81,6 +81,7 @@ class RoutingSession:
         guarded: a policy or planner that fails is replaced for that request, as ``decide`` describes; else it raises.
         admission: decides when a request is sent (``offer``); None: at once.
         max_hold_s: most seconds for which a request is held.
+        explains_holds: as ``explains`` of the gate.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class RoutingSession:
         guarded: bool = False,
         admission: AdmissionRule | None = None,
         max_hold_s: float = MAX_HOLD_S,
+        explains_holds: bool = True,
     ) -> None:
         self.state = state
         self.policy = policy
@@ -101,7 +103,7 @@ class RoutingSession:
         self.thresholds = thresholds
         self.hold_s = hold_s
         self._guarded = guarded
-        self.gate = AdmissionGate(admission or NeverHold(), state.accounts, max_hold_s)
+        self.gate = AdmissionGate(admission or NeverHold(), state.accounts, max_hold_s, explains=explains_holds)
         self.part = NO_INSTANCES
         """Instances on which this replica places new work (`policies.replicas.parts`); empty: all."""
         self.on_decided: Callable[[RequestView, FleetSnapshot, Decision], None] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from math import inf
 
 from policies.admission.base import SessionView
@@ -19,14 +19,12 @@ from policies.types import RequestView
 
 TURNS_PER_INSTANCE = 25
 """Turns over which the share that another one follows is averaged, and returns over which gaps are, the latest counting
-most. A fixed number would be seconds of a large fleet's traffic and minutes of a small one's.
-"""
+most. A fixed number would be seconds of a large fleet's traffic and minutes of a small one's."""
 REMEMBERED_TURNS = 4
 """Last prompts of a session by which a longer one is recognised: sub-agents of one session take turns."""
 DEFERRED = 32
 """Beginnings and ends of turns that are counted together, in 0.1 ms: after an answer if there is one in time, and when
-there are twice as many before a request is sent.
-"""
+there are twice as many before a request is sent."""
 
 
 class SessionAccounts:
@@ -238,6 +236,10 @@ class SessionAccounts:
         account = self._kept.get(session_id)
         if account is not None:
             self._forget(session_id, account)
+
+    def resident(self, names: Set[str]) -> set[str]:
+        """Those of the sessions that are in flight or kept, with a rule that holds."""
+        return {*(names & self._active.keys()), *(names & self._kept.keys())}
 
     def view(self, session_id: str | None, now_s: float, waited_s: float = 0.0) -> SessionView:
         """A session without the request that is about to be sent."""

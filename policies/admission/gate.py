@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Container
 from heapq import nsmallest
 from itertools import count
+from math import inf
 from typing import NamedTuple
 
 from policies.admission.accounts import SessionAccounts
@@ -20,6 +21,7 @@ from policies.admission.base import (
 )
 from policies.admission.elsewhere import LineElsewhere, RoomElsewhere, rank
 from policies.admission.never_hold import NeverHold
+from policies.admission.selection import HeldIndex, SelectiveRule
 from policies.fairness import TenantShares
 from policies.types import PolicyFailure, PolicyPart, RequestView, Tenant
 
@@ -98,8 +100,15 @@ class AdmissionGate:
     the room that there is first (`policies.admission.elsewhere`): each replica sends its own part of one line.
     """
 
-    def __init__(self, rule: AdmissionRule, accounts: SessionAccounts, max_hold_s: float = MAX_HOLD_S) -> None:
+    def __init__(
+        self, rule: AdmissionRule, accounts: SessionAccounts, max_hold_s: float = MAX_HOLD_S, *, explains: bool = True
+    ) -> None:
+        """``explains``: every look brings the reasons of all held requests up to date. Without it they stay those of
+        the offer, and a rule that permits it (`policies.admission.selection`) is not asked about requests that it
+        holds for certain.
+        """
         self.accounts = accounts
+        self._index: HeldIndex[Held] | None = None if explains else HeldIndex()
         self.shares = TenantShares()
         """Turns of the tenants; the caller counts there what it sends."""
         self.sent_at_once = Admit(AdmissionReason.NEVER_HOLDS)
@@ -119,6 +128,7 @@ class AdmissionGate:
     def set_rule(self, rule: AdmissionRule, max_hold_s: float, now_s: float) -> None:
         """Another rule and bound; held requests stay in line and are judged by it at the next look."""
         self.rule = rule
+        self._selective = rule if isinstance(rule, SelectiveRule) else None
         self.never_holds = isinstance(rule, NeverHold)
         self.max_hold_s = max_hold_s
         self.accounts.defer(self.never_holds)
@@ -129,7 +139,7 @@ class AdmissionGate:
 
     def offer(self, request: RequestView, room: Room, now_s: float) -> Admit | Held:
         """A new request: send it now, or hold it."""
-        place = self._place_of(request, now_s)
+        place = _FIRST if self._selects else self._place_of(request, now_s)
         answer = self._ask(request, 0.0, place, len(self._line), room, now_s, self._others(now_s), self.on_offer)
         if isinstance(answer, Admit):
             self._passed(answer, request, now_s)
@@ -141,6 +151,8 @@ class AdmissionGate:
         held = Held(request, now_s, answer)
         held.number = next(self._numbers)
         self._line[held] = None
+        if self._index is not None:
+            self._index.add(held.number, held, request, now_s)
         self.shares.join(request.tenant, now_s)
         return held
 
@@ -170,6 +182,8 @@ class AdmissionGate:
         """The client of a held request has left."""
         if held in self._line:
             del self._line[held]
+            if self._index is not None:
+                self._index.remove(held.number)
             self.shares.leave(held.request.tenant)
 
     def examine(self, room: Room, now_s: float, stuck: Container[Held] = frozenset()) -> Held | None:
@@ -177,6 +191,8 @@ class AdmissionGate:
 
         ``stuck``: requests that could not be sent now, for another reason than the rule's.
         """
+        if self._selects:
+            return self._examine_selected(room, now_s, stuck)
         ahead, ahead_tokens = 0, 0
         by_tenant: dict[str, int] = {}
         others = self._others(now_s)
@@ -198,6 +214,44 @@ class AdmissionGate:
                 held.admitted = answer
                 return held
             held.hold = answer
+        return None
+
+    @property
+    def _selects(self) -> bool:
+        """True if requests that are held for certain are passed over; never where tenants or replicas take turns."""
+        if self._index is None or self._selective is None or self.accounts.shared is not None:
+            return False
+        return not (self.elsewhere or self.shares.contended)
+
+    def _examine_selected(self, room: Room, now_s: float, stuck: Container[Held]) -> Held | None:
+        """As ``examine``, among the requests that the rule may send."""
+        index, rule, accounts, max_hold_s = self._index, self._selective, self.accounts, self.max_hold_s
+        assert index is not None
+        assert rule is not None
+        accounts.expire(now_s)
+        others = len(self._line) - 1
+        last = (-inf, 0)
+        looking = True
+        while looking:
+            looking = False
+            contexts = accounts.contexts()
+            longest = rule.longest_sent(self._fleet_view(others, 0.0, room, now_s))
+            for each in index.candidates(longest, accounts.resident(index.sessions), max_hold_s, now_s):
+                held, waited_s = each.held, now_s - each.held.since_s
+                if each[:2] <= last or held in stuck:
+                    continue
+                last = each[:2]
+                answer: Admit | Hold = Admit(AdmissionReason.HELD_LONG_ENOUGH)
+                if waited_s < max_hold_s:
+                    answer = self._ask(held.request, waited_s, _FIRST, others, room, now_s)
+                if isinstance(answer, Admit):
+                    self._passed(answer, held.request, now_s)
+                    self.leave(held)
+                    held.admitted = answer
+                    return held
+                if accounts.contexts() != contexts:  # a context was found evicted: there is more room for those behind
+                    looking = True
+                    break
         return None
 
     def _in_turns(self, ranked: list[Held], now_s: float) -> list[Held]:

@@ -1,0 +1,99 @@
+"""The held requests that a rule may send now, found without asking it about the others."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, KeysView
+from heapq import heapify, heappop
+from math import inf
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from policies.admission.base import AdmissionView
+from policies.admission.elsewhere import AGING_S
+from policies.types import RequestView
+
+
+@runtime_checkable
+class SelectiveRule(Protocol):
+    """An admission rule that can bound what it sends. It reads neither the expected wait nor the place in line."""
+
+    def longest_sent(self, fleet: AdmissionView) -> float:
+        """Tokens that no prompt exceeds which it sends for a request that has been held and whose session is neither
+        in flight nor kept.
+
+        Infinite where it may send any. Longer prompts are held for certain, shorter ones perhaps.
+        """
+        ...
+
+
+Item = TypeVar("Item")
+
+
+class Candidate(NamedTuple, Generic[Item]):
+    """A held request; candidates sort in the order of the line."""
+
+    rank: float
+    number: int
+    held: Item
+
+
+class HeldIndex(Generic[Item]):
+    """Held requests by length and by session. O(log n) comparisons per change, in a list of n.
+
+    Numbers are unique and rise with ``since_s``.
+    """
+
+    def __init__(self) -> None:
+        self._by_tokens: list[tuple[int, int]] = []
+        """(prompt tokens, number)"""
+        self._by_number: dict[int, tuple[Item, RequestView, float]] = {}
+        self._by_session: dict[str, dict[int, None]] = {}
+
+    def add(self, number: int, held: Item, request: RequestView, since_s: float) -> None:
+        """A request is held from now on."""
+        insort(self._by_tokens, (request.prompt_tokens, number))
+        self._by_number[number] = held, request, since_s
+        if request.session_id is not None:
+            self._by_session.setdefault(request.session_id, {})[number] = None
+
+    def remove(self, number: int) -> None:
+        """It is held no longer."""
+        _, request, _ = self._by_number.pop(number)
+        del self._by_tokens[bisect_left(self._by_tokens, (request.prompt_tokens, number))]
+        if request.session_id is not None:
+            numbers = self._by_session[request.session_id]
+            del numbers[number]
+            if not numbers:
+                del self._by_session[request.session_id]
+
+    @property
+    def sessions(self) -> KeysView[str]:
+        """Sessions of the held requests."""
+        return self._by_session.keys()
+
+    def candidates(
+        self, longest: float, sessions: Iterable[str], overdue_s: float, now_s: float
+    ) -> Iterator[Candidate[Item]]:
+        """Requests of at most ``longest`` tokens, those of ``sessions``, those held since ``now_s`` or for
+        ``overdue_s``, in the order of the line.
+        """
+        known = self._by_number
+        numbers = {number for _, number in self._by_tokens[: bisect_left(self._by_tokens, (longest, inf))]}
+        for session in sessions:
+            numbers.update(self._by_session[session])
+        for number, (_, _, since_s) in known.items():
+            if now_s - since_s < overdue_s:
+                break
+            numbers.add(number)
+        for number in reversed(known):
+            if known[number][2] < now_s:
+                break
+            numbers.add(number)
+        found = []
+        for number in numbers:
+            held, request, since_s = known[number]
+            # `rank`, without the cost of a call.
+            found.append(Candidate(request.prompt_tokens / (1.0 + (now_s - since_s) / AGING_S), number, held))
+        heapify(found)
+        while found:
+            yield heappop(found)
