@@ -103,6 +103,8 @@ class RoutingSession:
         self.thresholds = thresholds
         self.hold_s = hold_s
         self._guarded = guarded
+        self.scored = True
+        """Decisions of ``route`` have all candidates' scores; False: only where the policy needs them to choose."""
         self.gate = AdmissionGate(admission or NeverHold(), state.accounts, max_hold_s, explains=explains_holds)
         self.part = NO_INSTANCES
         """Instances on which this replica places new work (`policies.replicas.parts`); empty: all."""
@@ -153,7 +155,15 @@ class RoutingSession:
         """
         fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
         choice = self._choice(request, fleet, room_on)
-        decision = decide(request, choice, self.policy, self.planner, self.thresholds, guarded=self._guarded)
+        decision = decide(
+            request,
+            choice,
+            self.policy,
+            self.planner,
+            self.thresholds,
+            guarded=self._guarded,
+            scored=self.scored,
+        )
         commitment = self.state.commit(request, fleet, decision, now_s)
         if self.on_decided is not None:
             self.on_decided(request, choice, decision)

@@ -236,11 +236,12 @@ class AdmissionGate:
             looking = False
             contexts = accounts.contexts()
             longest = rule.longest_sent(self._fleet_view(others, 0.0, room, now_s))
-            for each in index.candidates(longest, accounts.resident(index.sessions), max_hold_s, now_s):
-                held, waited_s = each.held, now_s - each.held.since_s
-                if each[:2] <= last or held in stuck:
+            for rank_of, number, held in index.candidates(
+                longest, accounts.resident(index.sessions), max_hold_s, now_s
+            ):
+                if (rank_of, number) <= last or held in stuck:
                     continue
-                last = each[:2]
+                last, waited_s = (rank_of, number), now_s - held.since_s
                 answer: Admit | Hold = Admit(AdmissionReason.HELD_LONG_ENOUGH)
                 if waited_s < max_hold_s:
                     answer = self._ask(held.request, waited_s, _FIRST, others, room, now_s)

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, KeysView
 from heapq import heapify, heappop
 from math import inf
-from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from policies.admission.base import AdmissionView
 from policies.admission.elsewhere import AGING_S
@@ -27,14 +27,8 @@ class SelectiveRule(Protocol):
 
 
 Item = TypeVar("Item")
-
-
-class Candidate(NamedTuple, Generic[Item]):
-    """A held request; candidates sort in the order of the line."""
-
-    rank: float
-    number: int
-    held: Item
+Candidate = tuple[float, int, Item]
+"""Rank in the line, number, held request; candidates sort in the order of the line."""
 
 
 class HeldIndex(Generic[Item]):
@@ -93,7 +87,7 @@ class HeldIndex(Generic[Item]):
         for number in numbers:
             held, request, since_s = known[number]
             # `rank`, without the cost of a call.
-            found.append(Candidate(request.prompt_tokens / (1.0 + (now_s - since_s) / AGING_S), number, held))
+            found.append((request.prompt_tokens / (1.0 + (now_s - since_s) / AGING_S), number, held))
         heapify(found)
         while found:
             yield heappop(found)
