@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator, Set
 from heapq import nsmallest
 from itertools import count
 from math import inf
@@ -20,6 +20,7 @@ from policies.admission.base import (
     SessionView,
 )
 from policies.admission.elsewhere import LineElsewhere, RoomElsewhere, rank
+from policies.admission.homes import Contexts
 from policies.admission.never_hold import NeverHold
 from policies.admission.selection import HeldIndex, SelectiveRule
 from policies.fairness import TenantShares
@@ -70,6 +71,7 @@ class Held:
         """Unique among those of its gate."""
 
 
+NOBODY = frozenset[Held]()
 OfferObserver = Callable[[RequestView, SessionView, AdmissionView, Admit | Hold], None]
 
 
@@ -128,7 +130,7 @@ class AdmissionGate:
     def set_rule(self, rule: AdmissionRule, max_hold_s: float, now_s: float) -> None:
         """Another rule and bound; held requests stay in line and are judged by it at the next look."""
         self.rule = rule
-        self._selective = rule if isinstance(rule, SelectiveRule) else None
+        self._selective = rule if self._index is not None and isinstance(rule, SelectiveRule) else None
         self.never_holds = isinstance(rule, NeverHold)
         self.max_hold_s = max_hold_s
         self.accounts.defer(self.never_holds)
@@ -186,13 +188,13 @@ class AdmissionGate:
                 self._index.remove(held.number)
             self.shares.leave(held.request.tenant)
 
-    def examine(self, room: Room, now_s: float, stuck: Container[Held] = frozenset()) -> Held | None:
+    def examine(self, room: Room, now_s: float, stuck: Container[Held] = NOBODY) -> Held | None:
         """The next request that may be sent, taken out of the line; the caller sends it and asks again.
 
         ``stuck``: requests that could not be sent now, for another reason than the rule's.
         """
-        if self._selects:
-            return self._examine_selected(room, now_s, stuck)
+        if self._selects and stuck == NOBODY:
+            return self._examine_selected(room, now_s)
         ahead, ahead_tokens = 0, 0
         by_tenant: dict[str, int] = {}
         others = self._others(now_s)
@@ -219,41 +221,51 @@ class AdmissionGate:
     @property
     def _selects(self) -> bool:
         """True if requests that are held for certain are passed over; never where tenants or replicas take turns."""
-        if self._index is None or self._selective is None or self.accounts.shared is not None:
-            return False
-        return not (self.elsewhere or self.shares.contended)
+        alone = self.accounts.shared is None and not self.elsewhere
+        return self._selective is not None and alone and not self.shares.contended
 
-    def _examine_selected(self, room: Room, now_s: float, stuck: Container[Held]) -> Held | None:
+    def _examine_selected(self, room: Room, now_s: float) -> Held | None:
         """As ``examine``, among the requests that the rule may send."""
-        index, rule, accounts, max_hold_s = self._index, self._selective, self.accounts, self.max_hold_s
+        index, accounts = self._index, self.accounts
         assert index is not None
-        assert rule is not None
         accounts.expire(now_s)
-        others = len(self._line) - 1
-        last = (-inf, 0)
-        looking = True
-        while looking:
-            looking = False
+        kept = accounts.kept_of(index.sessions)
+        sent, last = None, (-inf, 0)
+        for rank_of, number, held in self._candidates(index, kept, room, now_s):
+            last, waited_s = (rank_of, number), now_s - held.since_s
+            answer: Admit | Hold = Admit(AdmissionReason.HELD_LONG_ENOUGH)
+            if waited_s < self.max_hold_s:
+                answer = self._ask(held.request, waited_s, _FIRST, len(self._line) - 1, room, now_s)
+            if isinstance(answer, Admit):
+                sent, held.admitted = held, answer
+                self._passed(answer, held.request, now_s)
+                break
+        for session in index.held_before(kept, last if sent else (inf, 0), now_s):
+            accounts.still_held(session, now_s)
+        if sent is not None:
+            self.leave(sent)
+        return sent
+
+    def _candidates(
+        self, index: HeldIndex[Held], kept: Set[str], room: Room, now_s: float
+    ) -> Iterator[tuple[float, int, Held]]:
+        """Requests that the rule may send, in the order of the line, each once."""
+        rule, accounts, last = self._selective, self.accounts, (-inf, 0)
+        assert rule is not None
+        in_flight = list(index.of_sessions(accounts.in_flight_of(index.sessions)))
+        contexts: Contexts | None = None
+        # Again after a context was found evicted: there is more room for those behind.
+        while contexts != accounts.contexts():
             contexts = accounts.contexts()
-            longest = rule.longest_sent(self._fleet_view(others, 0.0, room, now_s))
-            for rank_of, number, held in index.candidates(
-                longest, accounts.resident(index.sessions), max_hold_s, now_s
-            ):
-                if (rank_of, number) <= last or held in stuck:
+            fleet = self._fleet_view(len(self._line) - 1, 0.0, room, now_s)
+            others = (*in_flight, *index.of_sessions(kept, rule.longest_sent(fleet, kept=True)))
+            for each in index.candidates(rule.longest_sent(fleet, kept=False), others, self.max_hold_s, now_s):
+                if each[:2] <= last:
                     continue
-                last, waited_s = (rank_of, number), now_s - held.since_s
-                answer: Admit | Hold = Admit(AdmissionReason.HELD_LONG_ENOUGH)
-                if waited_s < max_hold_s:
-                    answer = self._ask(held.request, waited_s, _FIRST, others, room, now_s)
-                if isinstance(answer, Admit):
-                    self._passed(answer, held.request, now_s)
-                    self.leave(held)
-                    held.admitted = answer
-                    return held
-                if accounts.contexts() != contexts:  # a context was found evicted: there is more room for those behind
-                    looking = True
+                last = each[:2]
+                yield each
+                if accounts.contexts() != contexts:
                     break
-        return None
 
     def _in_turns(self, ranked: list[Held], now_s: float) -> list[Held]:
         if not self.shares.contended:

@@ -9,7 +9,7 @@ from math import inf
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from policies.admission.base import AdmissionView
-from policies.admission.elsewhere import AGING_S
+from policies.admission.elsewhere import rank
 from policies.types import RequestView
 
 
@@ -17,11 +17,15 @@ from policies.types import RequestView
 class SelectiveRule(Protocol):
     """An admission rule that can bound what it sends. It reads neither the expected wait nor the place in line."""
 
-    def longest_sent(self, fleet: AdmissionView) -> float:
-        """Tokens that no prompt exceeds which it sends for a request that has been held and whose session is neither
-        in flight nor kept.
+    def longest_sent(self, fleet: AdmissionView, kept: bool) -> float:
+        """Tokens that no prompt exceeds which it sends for a request that has been held and whose session is not in
+        flight.
 
         Infinite where it may send any. Longer prompts are held for certain, shorter ones perhaps.
+
+        Args:
+            fleet: the fleet.
+            kept: the session is kept.
         """
         ...
 
@@ -66,15 +70,14 @@ class HeldIndex(Generic[Item]):
         return self._by_session.keys()
 
     def candidates(
-        self, longest: float, sessions: Iterable[str], overdue_s: float, now_s: float
+        self, longest: float, others: Iterable[int], overdue_s: float, now_s: float
     ) -> Iterator[Candidate[Item]]:
-        """Requests of at most ``longest`` tokens, those of ``sessions``, those held since ``now_s`` or for
+        """Requests of at most ``longest`` tokens, ``others`` by number, those held since ``now_s`` or for
         ``overdue_s``, in the order of the line.
         """
         known = self._by_number
         numbers = {number for _, number in self._by_tokens[: bisect_left(self._by_tokens, (longest, inf))]}
-        for session in sessions:
-            numbers.update(self._by_session[session])
+        numbers.update(others)
         for number, (_, _, since_s) in known.items():
             if now_s - since_s < overdue_s:
                 break
@@ -83,11 +86,28 @@ class HeldIndex(Generic[Item]):
             if known[number][2] < now_s:
                 break
             numbers.add(number)
-        found = []
-        for number in numbers:
-            held, request, since_s = known[number]
-            # `rank`, without the cost of a call.
-            found.append((request.prompt_tokens / (1.0 + (now_s - since_s) / AGING_S), number, held))
+        found = [(self.rank(number, now_s), number, known[number][0]) for number in numbers]
         heapify(found)
         while found:
             yield heappop(found)
+
+    def of_sessions(self, sessions: Iterable[str], longest: float = inf) -> Iterator[int]:
+        """Numbers of the requests of these sessions that have at most ``longest`` tokens."""
+        for session in sessions:
+            for number in self._by_session[session]:
+                if self._by_number[number][1].prompt_tokens <= longest:
+                    yield number
+
+    def held_before(self, sessions: Iterable[str], rank: tuple[float, int], now_s: float) -> Iterator[str]:
+        """Those of the sessions with a request that was held before now and is in line before ``rank``."""
+        known = self._by_number
+        for session in sessions:
+            for number in self._by_session[session]:
+                if known[number][2] < now_s and (rank[0] == inf or (self.rank(number, now_s), number) < rank):
+                    yield session
+                    break
+
+    def rank(self, number: int, now_s: float) -> float:
+        """Rank of a request in the line."""
+        _, request, since_s = self._by_number[number]
+        return rank(request.prompt_tokens, now_s - since_s)

@@ -51,7 +51,7 @@ class Fleet:
     def play(self, step: Step, now_s: float) -> None:
         if step.ends is not None and self.flying:
             self.flying.pop(step.ends % len(self.flying)).release(now_s)
-            self._look(now_s)
+        self._look(now_s)
         turn = self._turns[step.session] = self._turns.get(step.session, 0) + 1
         first = step.session * 1_000
         hashes = range(first, first + step.blocks)
@@ -75,20 +75,26 @@ class Fleet:
         self.flying.append(self.state.commit(request, snapshot, decision_for(request, instance), now_s))
 
 
+RULES = [
+    WorkingSet(),
+    WorkingSet(least_prefilling=0.0, spare_contexts=0.0, kept_share=1.0),
+    WorkingSet(least_prefilling=0.0, keep_s=6.0),
+    SessionCap(sessions=4),
+]
 STEPS = st.lists(
     st.builds(
         Step,
-        session=st.integers(0, 12),
-        blocks=st.integers(1, 50),
-        wait_s=st.sampled_from([0.0, 0.5, 3.0, 12.0, 31.0]),
-        ends=st.one_of(st.none(), st.integers(0, 20)),
+        session=st.integers(0, 9),
+        blocks=st.integers(10, 50),
+        wait_s=st.sampled_from([0.0, 0.5, 1.0, 3.0, 5.0]),
+        ends=st.sampled_from([None, 0, 0, 1, 2]),
     ),
     min_size=20,
     max_size=80,
 )
 
 
-@pytest.mark.parametrize("rule", [WorkingSet(), WorkingSet(least_prefilling=0.0), SessionCap(sessions=4)], ids=repr)
+@pytest.mark.parametrize("rule", RULES, ids=["default", "often", "briefly", "cap"])
 @given(STEPS)
 @settings(max_examples=60, deadline=None)
 def test_the_same_requests_are_sent_as_by_asking_about_all(rule: WorkingSet | SessionCap, steps: list[Step]) -> None:
@@ -98,6 +104,7 @@ def test_the_same_requests_are_sent_as_by_asking_about_all(rule: WorkingSet | Se
         now_s += step.wait_s
         for fleet in (asking, selecting):
             fleet.play(step, now_s)
+        assert selecting.state.accounts.contexts() == asking.state.accounts.contexts()
     assert selecting.sent == asking.sent
     assert len(selecting.gate) == len(asking.gate)
     for fleet in (asking, selecting):
@@ -125,11 +132,11 @@ class Contexts:
     name: ClassVar[str] = "contexts"
 
     def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:
-        if request.prompt_tokens <= self.longest_sent(fleet):
+        if request.prompt_tokens <= self.longest_sent(fleet, session.kept):
             return Admit(AdmissionReason.ROOM)
         return Hold(AdmissionReason.WORKING_SET)
 
-    def longest_sent(self, fleet: AdmissionView) -> float:
+    def longest_sent(self, fleet: AdmissionView, kept: bool) -> float:
         return self.tokens - fleet.active_tokens - fleet.kept_tokens
 
 
@@ -172,9 +179,10 @@ USES = st.lists(
     st.sampled_from([0.0, 0.3, 0.75]),
     st.integers(0, 1_500_000),
     st.booleans(),
+    st.booleans(),
 )
 def test_the_working_set_holds_every_prompt_above_its_bound(
-    uses: list[InstanceUse], prefilling: int, return_share: float, spare: float, tokens: int, near: bool
+    uses: list[InstanceUse], prefilling: int, return_share: float, spare: float, tokens: int, near: bool, kept: bool
 ) -> None:
     pools = [use.pool_tokens for use in uses]
     fleet = AdmissionView(
@@ -189,10 +197,10 @@ def test_the_working_set_holds_every_prompt_above_its_bound(
         by_instance=tuple(uses),
     )
     rule = WorkingSet(spare_contexts=spare)
-    longest = rule.longest_sent(fleet)
+    longest = rule.longest_sent(fleet, kept)
     if near and 1.0 < longest < 1e9:
         tokens = int(longest) + 1
-    answer = rule.admit(RequestView("r", tokens), SessionView(waited_s=1.0), fleet)
+    answer = rule.admit(RequestView("r", tokens), SessionView(waited_s=1.0, kept=kept), fleet)
     if tokens > longest:
         assert isinstance(answer, Hold)
     elif longest == float("inf"):
