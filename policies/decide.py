@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policies.classes import ClassThresholds
 from policies.offload.base import ColumnPlanner, OffloadPlanner
-from policies.routing.base import RoutingPolicy
+from policies.routing.base import ColumnPolicy, RoutingPolicy
 from policies.routing.least_loaded import LeastLoaded
 from policies.routing.warm import Warm
 from policies.snapshot import FleetColumns, FleetSnapshot
@@ -33,6 +33,7 @@ def decide(
     thresholds: ClassThresholds,
     *,
     guarded: bool = False,
+    scored: bool = True,
 ) -> Decision:
     """Choose D, classify the request by its new tokens there, and choose a P if the policy or the planner offloads.
 
@@ -45,6 +46,8 @@ def decide(
         guarded: if the policy fails (raises an error, or returns an invalid choice), decide by ``warm`` instead, or by
             ``least_loaded`` if that is the one that fails; if the planner fails, do not offload. The decision's
             ``failures`` name them. Without it, failures are raised: a simulation must not hide them.
+        scored: False: nobody reads the candidates' scores, so they are left out where the policy can choose without
+            (`ColumnPolicy.quick`).
 
     Raises:
         NoCandidateError: the snapshot is empty, or the policy accepts none of the candidates.
@@ -53,7 +56,7 @@ def decide(
     if not fleet.instances:
         raise NoCandidateError("no instance may take the request")
     try:
-        choice, chosen, scores = _choose(request, fleet, policy)
+        choice, chosen, scores = _choose(request, fleet, policy, scored)
     except NoCandidateError:
         raise
     except Exception as error:
@@ -61,7 +64,7 @@ def decide(
             raise
         safe = LeastLoaded() if type(policy) is Warm else Warm()
         failure = PolicyFailure.of(PolicyPart.POLICY, policy.name, error)
-        decision = decide(request, fleet, safe, planner, thresholds, guarded=True)
+        decision = decide(request, fleet, safe, planner, thresholds, guarded=True, scored=scored)
         return decision._replace(failures=(failure, *decision.failures))
     request_class = thresholds.classify(request.prompt_tokens - chosen.cached_tokens)
     prefill: InstanceView | None = None
@@ -113,8 +116,12 @@ def chosen_by(request: RequestView, fleet: FleetSnapshot, policy: RoutingPolicy)
 
 
 def _choose(
-    request: RequestView, fleet: FleetSnapshot, policy: RoutingPolicy
+    request: RequestView, fleet: FleetSnapshot, policy: RoutingPolicy, scored: bool
 ) -> tuple[Choice, InstanceView, tuple[CandidateScore, ...]]:
+    if not scored and isinstance(policy, ColumnPolicy) and not policy.plans:
+        columns = FleetColumns.of(fleet.instances)
+        place, reason, _ = policy.quick(request, fleet, columns)
+        return Choice(columns.instance[place], reason, ()), fleet.instances[place], ()
     choice, chosen = chosen_by(request, fleet, policy)
     return choice, chosen, _with_cached_tokens(choice.scores, fleet)
 

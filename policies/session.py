@@ -81,6 +81,7 @@ class RoutingSession:
         guarded: a policy or planner that fails is replaced for that request, as ``decide`` describes; else it raises.
         admission: decides when a request is sent (``offer``); None: at once.
         max_hold_s: most seconds for which a request is held.
+        explains_holds: as ``explains`` of the gate.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class RoutingSession:
         guarded: bool = False,
         admission: AdmissionRule | None = None,
         max_hold_s: float = MAX_HOLD_S,
+        explains_holds: bool = True,
     ) -> None:
         self.state = state
         self.policy = policy
@@ -101,7 +103,9 @@ class RoutingSession:
         self.thresholds = thresholds
         self.hold_s = hold_s
         self._guarded = guarded
-        self.gate = AdmissionGate(admission or NeverHold(), state.accounts, max_hold_s)
+        self.scored = True
+        """Decisions of ``route`` have all candidates' scores; False: only where the policy needs them to choose."""
+        self.gate = AdmissionGate(admission or NeverHold(), state.accounts, max_hold_s, explains=explains_holds)
         self.part = NO_INSTANCES
         """Instances on which this replica places new work (`policies.replicas.parts`); empty: all."""
         self.on_decided: Callable[[RequestView, FleetSnapshot, Decision], None] | None = None
@@ -151,7 +155,15 @@ class RoutingSession:
         """
         fleet = self.state.snapshot(request, now_s, decoders, prefill_only)
         choice = self._choice(request, fleet, room_on)
-        decision = decide(request, choice, self.policy, self.planner, self.thresholds, guarded=self._guarded)
+        decision = decide(
+            request,
+            choice,
+            self.policy,
+            self.planner,
+            self.thresholds,
+            guarded=self._guarded,
+            scored=self.scored,
+        )
         commitment = self.state.commit(request, fleet, decision, now_s)
         if self.on_decided is not None:
             self.on_decided(request, choice, decision)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from policies.registry import make_routing
-from policies.routing.base import ColumnPolicy
-from policies.snapshot import FleetColumns, FleetSnapshot
-from policies.types import Choice, RequestView
 from replayer.traces.synth import SynthOptions, synthetic_trace
 from sim.offline.options import Noise, SimOptions, SimulatedReplicas
 from sim.offline.outcome import SimulatedOutcome
@@ -99,20 +95,6 @@ class StalenessReport(msgspec.Struct, frozen=True, kw_only=True):
     figures: list[StaleFigures]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoresOmitted:
-    """A policy's choices without the candidates' scores, which nobody reads here and which take half of the time."""
-
-    policy: ColumnPolicy
-    name: ClassVar[str] = "scores_omitted"
-
-    def choose(self, request: RequestView, fleet: FleetSnapshot) -> Choice:
-        """The wrapped policy's choice."""
-        columns = FleetColumns.of(fleet.instances)
-        picked = self.policy.quick(request, fleet, columns)
-        return Choice(columns.instance[picked.place], picked.reason, ())
-
-
 def cells(load: StalenessLoad, policies: Sequence[str], delays_s: Sequence[float], seeds: int) -> list[StaleCell]:
     """All cells; those of the first seed first."""
     made = []
@@ -157,9 +139,8 @@ def simulate_cell(load: StalenessLoad, cell: StaleCell) -> StaleFigures:
             parts=cell.parts,
         ),
     )
-    policy = make_routing(cell.policy, {})
     outcome = SimulatedOutcome()
-    run = OfflineRun.of_trace(trace, options, ScoresOmitted(policy) if isinstance(policy, ColumnPolicy) else policy)
+    run = OfflineRun.of_trace(trace, options, make_routing(cell.policy, {}))
     run.run(outcome.add)
     figures = outcome.figures()
     return StaleFigures(

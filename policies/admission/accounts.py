@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from math import inf
 
 from policies.admission.base import SessionView
 from policies.admission.homes import Contexts, Homes, RemoteContexts
 from policies.admission.losses import Losses
-from policies.admission.prompt_ends import continued, end_of
+from policies.admission.prompt_ends import continued
 from policies.admission.residency import Residency
 from policies.admission.return_gaps import ReturnGaps
 from policies.admission.turns import SessionAccount, Turn, TurnEnd
@@ -19,14 +19,10 @@ from policies.types import RequestView
 
 TURNS_PER_INSTANCE = 25
 """Turns over which the share that another one follows is averaged, and returns over which gaps are, the latest counting
-most. A fixed number would be seconds of a large fleet's traffic and minutes of a small one's.
-"""
-REMEMBERED_TURNS = 4
-"""Last prompts of a session by which a longer one is recognised: sub-agents of one session take turns."""
+most. A fixed number would be seconds of a large fleet's traffic and minutes of a small one's."""
 DEFERRED = 32
 """Beginnings and ends of turns that are counted together, in 0.1 ms: after an answer if there is one in time, and when
-there are twice as many before a request is sent.
-"""
+there are twice as many before a request is sent."""
 
 
 class SessionAccounts:
@@ -239,6 +235,21 @@ class SessionAccounts:
         if account is not None:
             self._forget(session_id, account)
 
+    def in_flight_of(self, names: Set[str]) -> Set[str]:
+        """Those of the sessions that are in flight, with a rule that holds."""
+        return names & self._active.keys()
+
+    def kept_of(self, names: Set[str]) -> Set[str]:
+        """Those of the sessions that are kept, as of the last call with a time, with a rule that holds."""
+        return names & self._kept.keys()
+
+    def still_held(self, session_id: str, now_s: float) -> None:
+        """A request of the session has been held until now: a kept one is kept for as long, as by ``view_of``."""
+        account = self._kept.get(session_id)
+        if account is not None:
+            account.since_s = now_s
+            self._kept.move_to_end(session_id)
+
     def view(self, session_id: str | None, now_s: float, waited_s: float = 0.0) -> SessionView:
         """A session without the request that is about to be sent."""
         if self._waiting:
@@ -275,8 +286,7 @@ class SessionAccounts:
             if (past := self._past.get(session_id)) is not None:
                 past.gap_s = now_s - past.since_s
         elif waited_s:
-            account.since_s = now_s
-            self._kept.move_to_end(session_id)
+            self.still_held(session_id, now_s)
         else:
             account.gap_s = now_s - account.since_s
             end = continued(account.ends, request.block_hashes)
@@ -326,7 +336,7 @@ class SessionAccounts:
         home.active_sessions += 1
         home.active_tokens += context_tokens
         turn.account = account
-        turn.before_tokens = before_tokens = self._computed_before(account, request) if request.session_id else 0
+        turn.before_tokens = before_tokens = account.computed_before(request) if request.session_id else 0
         if before_tokens > turn.cached_tokens:
             self._losses.sent(turn.model, tokens, before_tokens, turn.cached_tokens, now_s)
 
@@ -371,27 +381,3 @@ class SessionAccounts:
 
     def _not_followed(self) -> None:
         self._return_share -= self._return_share / (TURNS_PER_INSTANCE * self.instances)
-
-    def _computed_before(self, account: SessionAccount, request: RequestView) -> int:
-        """Tokens at the beginning of a prompt that the fleet has computed for its session before; remembers the prompt.
-
-        A further attempt of the same request gets the answer of its first: that one may not have computed anything.
-        """
-        request_id, hashes, ends = request.request_id, request.block_hashes, account.ends
-        if account.request_id == request_id:
-            return account.before_tokens
-        account.request_id, account.before_tokens = request_id, 0
-        if not hashes:
-            return 0
-        new = end_of(hashes)
-        found = continued(ends, hashes) if ends else None
-        if found is None:
-            account.ends = (*ends, new)[-REMEMBERED_TURNS:] if ends else (new,)
-            return 0
-        blocks, repeated = found
-        if repeated is ends[-1]:
-            account.ends = (*ends[:-1], new) if len(ends) > 1 else (new,)
-        else:
-            account.ends = (*[end for end in ends if end is not repeated], new)
-        account.before_tokens = before_tokens = int(blocks * request.block_tokens)
-        return before_tokens

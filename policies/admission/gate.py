@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator, Set
 from heapq import nsmallest
 from itertools import count
+from math import inf
 from typing import NamedTuple
 
 from policies.admission.accounts import SessionAccounts
@@ -19,7 +20,9 @@ from policies.admission.base import (
     SessionView,
 )
 from policies.admission.elsewhere import LineElsewhere, RoomElsewhere, rank
+from policies.admission.homes import Contexts
 from policies.admission.never_hold import NeverHold
+from policies.admission.selection import HeldIndex, SelectiveRule
 from policies.fairness import TenantShares
 from policies.types import PolicyFailure, PolicyPart, RequestView, Tenant
 
@@ -68,6 +71,7 @@ class Held:
         """Unique among those of its gate."""
 
 
+NOBODY = frozenset[Held]()
 OfferObserver = Callable[[RequestView, SessionView, AdmissionView, Admit | Hold], None]
 
 
@@ -98,8 +102,15 @@ class AdmissionGate:
     the room that there is first (`policies.admission.elsewhere`): each replica sends its own part of one line.
     """
 
-    def __init__(self, rule: AdmissionRule, accounts: SessionAccounts, max_hold_s: float = MAX_HOLD_S) -> None:
+    def __init__(
+        self, rule: AdmissionRule, accounts: SessionAccounts, max_hold_s: float = MAX_HOLD_S, *, explains: bool = True
+    ) -> None:
+        """``explains``: every look brings the reasons of all held requests up to date. Without it they stay those of
+        the offer, and a rule that permits it (`policies.admission.selection`) is not asked about requests that it
+        holds for certain.
+        """
         self.accounts = accounts
+        self._index: HeldIndex[Held] | None = None if explains else HeldIndex()
         self.shares = TenantShares()
         """Turns of the tenants; the caller counts there what it sends."""
         self.sent_at_once = Admit(AdmissionReason.NEVER_HOLDS)
@@ -119,6 +130,7 @@ class AdmissionGate:
     def set_rule(self, rule: AdmissionRule, max_hold_s: float, now_s: float) -> None:
         """Another rule and bound; held requests stay in line and are judged by it at the next look."""
         self.rule = rule
+        self._selective = rule if self._index is not None and isinstance(rule, SelectiveRule) else None
         self.never_holds = isinstance(rule, NeverHold)
         self.max_hold_s = max_hold_s
         self.accounts.defer(self.never_holds)
@@ -129,7 +141,7 @@ class AdmissionGate:
 
     def offer(self, request: RequestView, room: Room, now_s: float) -> Admit | Held:
         """A new request: send it now, or hold it."""
-        place = self._place_of(request, now_s)
+        place = _FIRST if self._selects else self._place_of(request, now_s)
         answer = self._ask(request, 0.0, place, len(self._line), room, now_s, self._others(now_s), self.on_offer)
         if isinstance(answer, Admit):
             self._passed(answer, request, now_s)
@@ -141,6 +153,8 @@ class AdmissionGate:
         held = Held(request, now_s, answer)
         held.number = next(self._numbers)
         self._line[held] = None
+        if self._index is not None:
+            self._index.add(held.number, held, request, now_s)
         self.shares.join(request.tenant, now_s)
         return held
 
@@ -170,13 +184,17 @@ class AdmissionGate:
         """The client of a held request has left."""
         if held in self._line:
             del self._line[held]
+            if self._index is not None:
+                self._index.remove(held.number)
             self.shares.leave(held.request.tenant)
 
-    def examine(self, room: Room, now_s: float, stuck: Container[Held] = frozenset()) -> Held | None:
+    def examine(self, room: Room, now_s: float, stuck: Container[Held] = NOBODY) -> Held | None:
         """The next request that may be sent, taken out of the line; the caller sends it and asks again.
 
         ``stuck``: requests that could not be sent now, for another reason than the rule's.
         """
+        if self._selects and stuck == NOBODY:
+            return self._examine_selected(room, now_s)
         ahead, ahead_tokens = 0, 0
         by_tenant: dict[str, int] = {}
         others = self._others(now_s)
@@ -199,6 +217,55 @@ class AdmissionGate:
                 return held
             held.hold = answer
         return None
+
+    @property
+    def _selects(self) -> bool:
+        """True if requests that are held for certain are passed over; never where tenants or replicas take turns."""
+        alone = self.accounts.shared is None and not self.elsewhere
+        return self._selective is not None and alone and not self.shares.contended
+
+    def _examine_selected(self, room: Room, now_s: float) -> Held | None:
+        """As ``examine``, among the requests that the rule may send."""
+        index, accounts = self._index, self.accounts
+        assert index is not None
+        accounts.expire(now_s)
+        kept = accounts.kept_of(index.sessions)
+        sent, last = None, (-inf, 0)
+        for rank_of, number, held in self._candidates(index, kept, room, now_s):
+            last, waited_s = (rank_of, number), now_s - held.since_s
+            answer: Admit | Hold = Admit(AdmissionReason.HELD_LONG_ENOUGH)
+            if waited_s < self.max_hold_s:
+                answer = self._ask(held.request, waited_s, _FIRST, len(self._line) - 1, room, now_s)
+            if isinstance(answer, Admit):
+                sent, held.admitted = held, answer
+                self._passed(answer, held.request, now_s)
+                break
+        for session in index.held_before(kept, last if sent else (inf, 0), now_s):
+            accounts.still_held(session, now_s)
+        if sent is not None:
+            self.leave(sent)
+        return sent
+
+    def _candidates(
+        self, index: HeldIndex[Held], kept: Set[str], room: Room, now_s: float
+    ) -> Iterator[tuple[float, int, Held]]:
+        """Requests that the rule may send, in the order of the line, each once."""
+        rule, accounts, last = self._selective, self.accounts, (-inf, 0)
+        assert rule is not None
+        in_flight = list(index.of_sessions(accounts.in_flight_of(index.sessions)))
+        contexts: Contexts | None = None
+        # Again after a context was found evicted: there is more room for those behind.
+        while contexts != accounts.contexts():
+            contexts = accounts.contexts()
+            fleet = self._fleet_view(len(self._line) - 1, 0.0, room, now_s)
+            others = (*in_flight, *index.of_sessions(kept, rule.longest_sent(fleet, kept=True)))
+            for each in index.candidates(rule.longest_sent(fleet, kept=False), others, self.max_hold_s, now_s):
+                if each[:2] <= last:
+                    continue
+                last = each[:2]
+                yield each
+                if accounts.contexts() != contexts:
+                    break
 
     def _in_turns(self, ranked: list[Held], now_s: float) -> list[Held]:
         if not self.shares.contended:

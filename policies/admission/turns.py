@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from policies.admission.homes import Home
-from policies.admission.prompt_ends import PromptEnd
+from policies.admission.prompt_ends import PromptEnd, continued, end_of
 from policies.costs.formulas import PrefillModel
 from policies.types import RequestView
+
+REMEMBERED_TURNS = 4
+"""Last prompts of a session by which a longer one is recognised: sub-agents of one session take turns."""
 
 
 class SessionAccount:
@@ -42,6 +45,31 @@ class SessionAccount:
         """It was kept to the end and had not returned."""
         self.ends: tuple[PromptEnd, ...] = ()
         """Of the last prompts."""
+
+    def computed_before(self, request: RequestView) -> int:
+        """Tokens at the beginning of a prompt that the fleet has computed for this session before; remembers the
+        prompt.
+
+        A further attempt of the same request gets the answer of its first: that one may not have computed anything.
+        """
+        request_id, hashes, ends = request.request_id, request.block_hashes, self.ends
+        if self.request_id == request_id:
+            return self.before_tokens
+        self.request_id, self.before_tokens = request_id, 0
+        if not hashes:
+            return 0
+        new = end_of(hashes)
+        found = continued(ends, hashes) if ends else None
+        if found is None:
+            self.ends = (*ends, new)[-REMEMBERED_TURNS:] if ends else (new,)
+            return 0
+        blocks, repeated = found
+        if repeated is ends[-1]:
+            self.ends = (*ends[:-1], new) if len(ends) > 1 else (new,)
+        else:
+            self.ends = (*[end for end in ends if end is not repeated], new)
+        self.before_tokens = before_tokens = int(blocks * request.block_tokens)
+        return before_tokens
 
 
 class Turn:

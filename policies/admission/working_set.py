@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, NamedTuple
 
 from policies.admission.base import NO_INSTANCES, AdmissionReason, AdmissionView, Admit, Hold, SessionView
@@ -91,6 +92,24 @@ class WorkingSet:
             own_tokens=request.prompt_tokens,
             free_tokens=max(0, int(room.free_tokens)),
         )
+
+    def longest_sent(self, fleet: AdmissionView, kept: bool) -> float:
+        """As `policies.admission.selection.SelectiveRule`. O(instances)."""
+        if not fleet.pool_tokens or fleet.prefilling < self.least_prefilling * fleet.instances:
+            return inf
+        if not fleet.active_sessions and not fleet.kept_sessions:
+            return inf
+        sessions, tokens = fleet.active_sessions + fleet.kept_sessions, fleet.active_tokens + fleet.kept_tokens
+        kept_share = 0.0 if kept else self.kept_share * fleet.return_share
+        most = -inf
+        for _, pool, active_sessions, active, _, kept_tokens, _ in fleet.by_instance:
+            protected = min(kept_tokens, int(kept_share * pool))
+            if not (active_sessions or protected):
+                return inf
+            most = max(most, self.fill * pool - active - protected)
+        # A new session's prompt is part of the average context, too; one token more than it comes to, for rounding.
+        share = self.spare_contexts / (sessions if kept else sessions + 1)
+        return (most - share * tokens) / (1.0 if kept else 1.0 + share) + 1.0
 
     def _room(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> _Room:
         own = request.prompt_tokens

@@ -37,6 +37,8 @@ class ColumnPolicy:
     """
 
     __slots__ = ()
+    plans: ClassVar[bool] = False
+    """A choice may have a plan of the prefill, which the pick has not."""
 
     def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         """Score of every candidate, lower is better."""

@@ -77,6 +77,7 @@ class Joint(Warm):
     max_own_loss: float = 1.0
     stream_s: float = 0.02
     name: ClassVar[str] = "joint"
+    plans: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         Warm.__post_init__(self)

@@ -69,6 +69,7 @@ class Migrate(Warm):
     min_gain_s: float = 0.25
     priced: bool = True
     name: ClassVar[str] = "migrate"
+    plans: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         Warm.__post_init__(self)

@@ -54,6 +54,7 @@ class OfflineRouter:
                 guarded=False,
                 admission=admission,
                 max_hold_s=options.max_hold_s,
+                explains_holds=False,  # nobody asks why a request is held
             )
             for _ in range(options.replicas.count)
         )

@@ -129,6 +129,8 @@ class OfflineRun:
         """
         if on_over is not None:
             self._turns.on_over = on_over
+        for each in self._router.replicas:
+            each.scored = on_row is not None  # records have no scores
         count = ok = 0
         planner = self._router.routing.planner.name
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission.accounts import REMEMBERED_TURNS
+from policies.admission.turns import REMEMBERED_TURNS
 from policies.types import RequestView
 from tests.policies.admission.sessions import Sessions
 

@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from policies.classes import ClassThresholds
+from policies.decide import decide
+from policies.offload.never import Never
 from policies.registry import make_planner, make_routing, offload_planners, parameters, routing_policies
 from policies.routing.base import lowest, tie_break
 from policies.snapshot import FleetSnapshot
@@ -41,6 +44,19 @@ def test_an_answer_is_pure_complete_and_among_the_candidates(case: tuple[Request
         assert isinstance(choice.reason, Reason)
         chosen = next(score for score in choice.scores if score.instance == choice.instance)
         assert not chosen.skipped
+
+
+@settings(max_examples=200)
+@given(case=cases())
+def test_a_decision_without_scores_is_the_same(case: tuple[RequestView, FleetSnapshot]) -> None:
+    without = 0
+    for name, policy in POLICIES.items():
+        note(name)
+        scored = decide(*case, policy, Never(), ClassThresholds())
+        bare = decide(*case, policy, Never(), ClassThresholds(), scored=False)
+        assert bare._replace(scores=scored.scores) == scored
+        without += not bare.scores
+    assert without >= len(POLICIES) / 2
 
 
 @settings(max_examples=200)
