@@ -6,7 +6,7 @@ proxy on the wall clock and a simulation in virtual time decide, count and learn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from policies.admission.base import MAX_HOLD_S, NO_INSTANCES, AdmissionRule, Admit
@@ -122,7 +122,7 @@ class RoutingSession:
             return gate.sent_at_once
         return gate.offer(request, self.state.room(instances), now_s)
 
-    def admitted(self, instances: Collection[str], now_s: float, stuck: Container[Held] = frozenset()) -> Held | None:
+    def admitted(self, instances: Collection[str], now_s: float, stuck: Collection[Held] = frozenset()) -> Held | None:
         """A held request that is to be routed now; call again until None, since each one that is routed takes room.
 
         ``stuck``: requests that could not be routed now anyway.

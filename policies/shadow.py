@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from policies.admission.base import AdmissionRule, AdmissionView, Admit, Hold, SessionView
-from policies.admission.gate import checked_answer
+from policies.admission.base import AdmissionRule, AdmissionView, Admit, Hold, SessionView, checked_answer
 from policies.classes import ClassThresholds
 from policies.decide import chosen_by, planned_by
 from policies.offload.base import OffloadPlanner

@@ -155,3 +155,20 @@ class AdmissionRule(Protocol):
     def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:
         """Send or hold."""
         ...
+
+
+def checked_answer(rule: str, answer: Admit | Hold) -> Admit | Hold:
+    """The answer; raises ValueError for one that is none of the two, or whose fields are of other types."""
+    if type(answer) is Admit and type(answer.reason) is AdmissionReason and type(answer.instances) is frozenset:
+        return answer  # without the cost of the checks below, for most requests
+    if not isinstance(answer, Admit | Hold) or type(answer.reason) is not AdmissionReason:
+        raise ValueError(f"admission rule {rule!r} answered {answer!r}: neither Admit nor Hold with a reason")
+    if isinstance(answer, Hold) and any(type(tokens) is not int for tokens in _tokens_in(answer)):
+        raise ValueError(f"admission rule {rule!r} answered {answer!r}, whose tokens are no integers")
+    if isinstance(answer, Admit) and type(answer.instances) is not frozenset:
+        raise ValueError(f"admission rule {rule!r} answered {answer!r}, whose instances are no frozenset")
+    return answer
+
+
+def _tokens_in(hold: Hold) -> tuple[int, ...]:
+    return hold.needed_tokens, hold.pool_tokens, hold.own_tokens, hold.free_tokens

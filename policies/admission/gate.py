@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Container, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Set
 from heapq import nsmallest
 from itertools import count
-from math import inf
+from math import inf, isnan
 from typing import NamedTuple
 
 from policies.admission.accounts import SessionAccounts
@@ -18,8 +17,10 @@ from policies.admission.base import (
     Admit,
     Hold,
     SessionView,
+    checked_answer,
 )
 from policies.admission.elsewhere import LineElsewhere, RoomElsewhere, rank
+from policies.admission.flow import AdmittedFlow
 from policies.admission.homes import Contexts
 from policies.admission.never_hold import NeverHold
 from policies.admission.selection import HeldIndex, SelectiveRule
@@ -28,10 +29,6 @@ from policies.types import PolicyFailure, PolicyPart, RequestView, Tenant
 
 LOOK_S = 1.0
 """Seconds between two looks at the line, apart from those that an event causes; a hold exceeds its bound by no more."""
-RATE_WINDOW_S = 60.0
-"""Seconds over which the flow of admitted tokens is measured."""
-LEAST_WINDOW_S = 15.0
-"""Seconds after which the flow is known."""
 _FAILED = Admit(AdmissionReason.RULE_FAILED)
 
 
@@ -64,7 +61,7 @@ class Held:
         self.request = request
         self.since_s = since_s
         self.hold = hold
-        """Reason for its wait, as of the last look at the line."""
+        """Reason for its wait, as of the offer; ``AdmissionGate.reasons`` has that of now."""
         self.admitted: Admit | None = None
         """Set when it may be sent."""
         self.number = 0
@@ -105,12 +102,10 @@ class AdmissionGate:
     def __init__(
         self, rule: AdmissionRule, accounts: SessionAccounts, max_hold_s: float = MAX_HOLD_S, *, explains: bool = True
     ) -> None:
-        """``explains``: every look brings the reasons of all held requests up to date. Without it they stay those of
-        the offer, and a rule that permits it (`policies.admission.selection`) is not asked about requests that it
-        holds for certain.
-        """
+        """``explains``: the answer to an offer has its place in line and expected wait, which takes O(held)."""
         self.accounts = accounts
-        self._index: HeldIndex[Held] | None = None if explains else HeldIndex()
+        self._explains = explains
+        self._index: HeldIndex[Held] = HeldIndex()
         self.shares = TenantShares()
         """Turns of the tenants; the caller counts there what it sends."""
         self.sent_at_once = Admit(AdmissionReason.NEVER_HOLDS)
@@ -118,9 +113,7 @@ class AdmissionGate:
         self._numbers = count(1)
         self.elsewhere = LineElsewhere()
         """Requests held by other replicas, set by who hears of them."""
-        self._flow: deque[tuple[float, int]] = deque()
-        self._flow_tokens = 0
-        self._held_since_s = 0.0
+        self._flow = AdmittedFlow()
         self.on_failure: Callable[[PolicyFailure], None] | None = None
         """Called when the rule fails, after which the request is sent at once; None: its failure is raised."""
         self.on_offer: OfferObserver | None = None
@@ -130,7 +123,7 @@ class AdmissionGate:
     def set_rule(self, rule: AdmissionRule, max_hold_s: float, now_s: float) -> None:
         """Another rule and bound; held requests stay in line and are judged by it at the next look."""
         self.rule = rule
-        self._selective = rule if self._index is not None and isinstance(rule, SelectiveRule) else None
+        self._selective = rule if isinstance(rule, SelectiveRule) else None
         self.never_holds = isinstance(rule, NeverHold)
         self.max_hold_s = max_hold_s
         self.accounts.defer(self.never_holds)
@@ -141,20 +134,17 @@ class AdmissionGate:
 
     def offer(self, request: RequestView, room: Room, now_s: float) -> Admit | Held:
         """A new request: send it now, or hold it."""
-        place = _FIRST if self._selects else self._place_of(request, now_s)
+        place = self._place_of(request, now_s) if self._explains or not self._selects else _FIRST
         answer = self._ask(request, 0.0, place, len(self._line), room, now_s, self._others(now_s), self.on_offer)
         if isinstance(answer, Admit):
             self._passed(answer, request, now_s)
             return answer
         if not self._line:
-            self._held_since_s = now_s
-            self._flow.clear()
-            self._flow_tokens = 0
+            self._flow.begin(now_s)
         held = Held(request, now_s, answer)
         held.number = next(self._numbers)
         self._line[held] = None
-        if self._index is not None:
-            self._index.add(held.number, held, request, now_s)
+        self._index.add(held.number, held, request, now_s)
         self.shares.join(request.tenant, now_s)
         return held
 
@@ -184,16 +174,15 @@ class AdmissionGate:
         """The client of a held request has left."""
         if held in self._line:
             del self._line[held]
-            if self._index is not None:
-                self._index.remove(held.number)
+            self._index.remove(held.number)
             self.shares.leave(held.request.tenant)
 
-    def examine(self, room: Room, now_s: float, stuck: Container[Held] = NOBODY) -> Held | None:
+    def examine(self, room: Room, now_s: float, stuck: Collection[Held] = NOBODY) -> Held | None:
         """The next request that may be sent, taken out of the line; the caller sends it and asks again.
 
         ``stuck``: requests that could not be sent now, for another reason than the rule's.
         """
-        if self._selects and stuck == NOBODY:
+        if self._selects and not stuck:
             return self._examine_selected(room, now_s)
         ahead, ahead_tokens = 0, 0
         by_tenant: dict[str, int] = {}
@@ -227,11 +216,10 @@ class AdmissionGate:
     def _examine_selected(self, room: Room, now_s: float) -> Held | None:
         """As ``examine``, among the requests that the rule may send."""
         index, accounts = self._index, self.accounts
-        assert index is not None
         accounts.expire(now_s)
         kept = accounts.kept_of(index.sessions)
         sent, last = None, (-inf, 0)
-        for rank_of, number, held in self._candidates(index, kept, room, now_s):
+        for rank_of, number, held in self._candidates(kept, room, now_s):
             last, waited_s = (rank_of, number), now_s - held.since_s
             answer: Admit | Hold = Admit(AdmissionReason.HELD_LONG_ENOUGH)
             if waited_s < self.max_hold_s:
@@ -246,26 +234,54 @@ class AdmissionGate:
             self.leave(sent)
         return sent
 
-    def _candidates(
-        self, index: HeldIndex[Held], kept: Set[str], room: Room, now_s: float
-    ) -> Iterator[tuple[float, int, Held]]:
+    def _candidates(self, kept: Set[str], room: Room, now_s: float) -> Iterator[tuple[float, int, Held]]:
         """Requests that the rule may send, in the order of the line, each once."""
-        rule, accounts, last = self._selective, self.accounts, (-inf, 0)
-        assert rule is not None
+        index, accounts, last = self._index, self.accounts, (-inf, 0)
         in_flight = list(index.of_sessions(accounts.in_flight_of(index.sessions)))
         contexts: Contexts | None = None
         # Again after a context was found evicted: there is more room for those behind.
         while contexts != accounts.contexts():
             contexts = accounts.contexts()
             fleet = self._fleet_view(len(self._line) - 1, 0.0, room, now_s)
-            others = (*in_flight, *index.of_sessions(kept, rule.longest_sent(fleet, kept=True)))
-            for each in index.candidates(rule.longest_sent(fleet, kept=False), others, self.max_hold_s, now_s):
+            others = (*in_flight, *index.of_sessions(kept, self._longest_sent(fleet, kept=True)))
+            for each in index.candidates(self._longest_sent(fleet, kept=False), others, self.max_hold_s, now_s):
                 if each[:2] <= last:
                     continue
                 last = each[:2]
                 yield each
                 if accounts.contexts() != contexts:
                     break
+
+    def _longest_sent(self, fleet: AdmissionView, *, kept: bool) -> float:
+        """The rule's bound; none if it failed, so that it is asked about every request."""
+        assert self._selective is not None
+        try:
+            longest = float(self._selective.longest_sent(fleet, kept))
+        except Exception as error:
+            if self.on_failure is None:
+                raise
+            self.on_failure(self._failure(error))
+            return inf
+        return inf if isnan(longest) else longest
+
+    def reasons(self, count: int, room: Room, now_s: float) -> list[tuple[Held, Hold]]:
+        """The first ``count`` of the line, each with the reason for which it is still held; changes nothing.
+
+        The reason of its offer for one that would be sent at the next look.
+        """
+        found: list[tuple[Held, Hold]] = []
+        place = _FIRST
+        others = RoomElsewhere(self.elsewhere.copy(), self._judged, now_s) if self.elsewhere else None
+        by_tenant: dict[str, int] = {}
+        for held in self.line(now_s)[:count]:
+            request, waited_s = held.request, now_s - held.since_s
+            place = place._replace(of_tenant=by_tenant.get(request.tenant.name, 0))
+            session = self.accounts.view(request.session_id, now_s, waited_s)
+            answer = self._ask(request, waited_s, place, len(self._line) - 1, room, now_s, others, session=session)
+            found.append((held, answer if isinstance(answer, Hold) else held.hold))
+            by_tenant[request.tenant.name] = place.of_tenant + 1
+            place = _Place(place.ahead + 1, place.tokens + request.prompt_tokens)
+        return found
 
     def _in_turns(self, ranked: list[Held], now_s: float) -> list[Held]:
         if not self.shares.contended:
@@ -297,14 +313,17 @@ class AdmissionGate:
         now_s: float,
         others: RoomElsewhere | None = None,
         observer: OfferObserver | None = None,
+        session: SessionView | None = None,
     ) -> Admit | Hold:
+        """The rule's answer. ``session``: the request's, if the question is not to change it."""
         accounts = self.accounts
         accounts.expire(now_s)
-        expected_s = self._expected_wait_s(place.tokens + request.prompt_tokens, now_s)
+        expected_s = self._flow.wait_s(place.tokens + request.prompt_tokens, now_s) if self._line else 0.0
         fleet = self._fleet_view(held, expected_s, room, now_s)
         if others is not None:
             fleet = others.left(request.tenant.name, rank(request.prompt_tokens, waited_s), fleet)
-        session = accounts.view_of(request, now_s, waited_s)
+        if session is None:
+            session = accounts.view_of(request, now_s, waited_s)
         answer = self._judged(request, session, fleet)
         if answer is None:
             return _FAILED
@@ -330,8 +349,11 @@ class AdmissionGate:
         except Exception as error:
             if self.on_failure is None:
                 raise
-            self.on_failure(PolicyFailure.of(PolicyPart.ADMISSION, self.rule.name, error))
+            self.on_failure(self._failure(error))
             return None
+
+    def _failure(self, error: Exception) -> PolicyFailure:
+        return PolicyFailure.of(PolicyPart.ADMISSION, self.rule.name, error)
 
     def _fleet_view(self, held: int, expected_s: float, room: Room, now_s: float) -> AdmissionView:
         accounts = self.accounts
@@ -355,37 +377,7 @@ class AdmissionGate:
 
     def _passed(self, answer: Admit, request: RequestView, now_s: float) -> None:
         if self._line and answer.reason is not AdmissionReason.RESIDENT:
-            self._flow.append((now_s, request.prompt_tokens))
-            self._flow_tokens += request.prompt_tokens
-
-    def _expected_wait_s(self, tokens: int, now_s: float) -> float:
-        """Seconds until ``tokens`` have been admitted at the flow of the last minute; 0 while that is unknown."""
-        if not self._line:
-            return 0.0
-        flow, oldest_s = self._flow, now_s - RATE_WINDOW_S
-        while flow and flow[0][0] < oldest_s:
-            self._flow_tokens -= flow.popleft()[1]
-        window_s = min(RATE_WINDOW_S, now_s - self._held_since_s)
-        if window_s < LEAST_WINDOW_S:
-            return 0.0
-        return tokens * window_s / max(1, self._flow_tokens)
-
-
-def checked_answer(rule: str, answer: Admit | Hold) -> Admit | Hold:
-    """The answer; raises ValueError for one that is none of the two, or whose fields are of other types."""
-    if type(answer) is Admit and type(answer.reason) is AdmissionReason and type(answer.instances) is frozenset:
-        return answer  # without the cost of the checks below, for most requests
-    if not isinstance(answer, Admit | Hold) or type(answer.reason) is not AdmissionReason:
-        raise ValueError(f"admission rule {rule!r} answered {answer!r}: neither Admit nor Hold with a reason")
-    if isinstance(answer, Hold) and any(type(tokens) is not int for tokens in _tokens_in(answer)):
-        raise ValueError(f"admission rule {rule!r} answered {answer!r}, whose tokens are no integers")
-    if isinstance(answer, Admit) and type(answer.instances) is not frozenset:
-        raise ValueError(f"admission rule {rule!r} answered {answer!r}, whose instances are no frozenset")
-    return answer
-
-
-def _tokens_in(hold: Hold) -> tuple[int, ...]:
-    return hold.needed_tokens, hold.pool_tokens, hold.own_tokens, hold.free_tokens
+            self._flow.add(request.prompt_tokens, now_s)
 
 
 def _rank(held: Held, now_s: float) -> float:

@@ -149,7 +149,7 @@ class HoldingLine:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready: the rule, and the first held requests in the order of the line."""
-        now_s = time.monotonic()
+        now_s, decoders = time.monotonic(), self._instances.decoders()
         return {
             "rule": self._gate.rule.name,
             "held": len(self),
@@ -160,9 +160,9 @@ class HoldingLine:
                     "request_id": held.request.request_id,
                     "session_id": held.request.session_id,
                     "held_s": round(now_s - held.since_s, 3),
-                    **_shown(held.hold, held_sentence(held.hold, now_s - held.since_s)),
+                    **_shown(hold, held_sentence(hold, now_s - held.since_s)),
                 }
-                for held in self._gate.line(now_s)[:_SHOWN]
+                for held, hold in self._gate.reasons(_SHOWN, self._router.state.room(decoders), now_s)
             ],
         }
 

@@ -54,7 +54,7 @@ class OfflineRouter:
                 guarded=False,
                 admission=admission,
                 max_hold_s=options.max_hold_s,
-                explains_holds=False,  # nobody asks why a request is held
+                explains_holds=False,  # nobody asks for a place in line
             )
             for _ in range(options.replicas.count)
         )

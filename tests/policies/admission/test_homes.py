@@ -16,8 +16,9 @@ from policies.admission.base import (
     Hold,
     InstanceUse,
     SessionView,
+    checked_answer,
 )
-from policies.admission.gate import Held, checked_answer
+from policies.admission.gate import Held
 from policies.classes import ClassThresholds
 from policies.offload.never import Never
 from policies.registry import make_routing

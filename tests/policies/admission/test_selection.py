@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.admission.accounts import SessionAccounts
-from policies.admission.base import AdmissionReason, AdmissionView, Admit, Hold, InstanceUse, SessionView
+from policies.admission.base import AdmissionReason, AdmissionRule, AdmissionView, Admit, Hold, InstanceUse, SessionView
 from policies.admission.gate import AdmissionGate, Held, Room
 from policies.admission.residency import Residency
 from policies.admission.session_cap import SessionCap
 from policies.admission.working_set import WorkingSet
 from policies.state import Commitment, FleetState
-from policies.types import RequestView
+from policies.types import PolicyFailure, RequestView
 from tests.policies.admission.sessions import MODEL
 from tests.policies.builders import decision_for
 
@@ -38,7 +38,7 @@ class Step:
 class Fleet:
     """A fleet whose turns pass a gate; each sent turn is placed by its number."""
 
-    def __init__(self, rule: WorkingSet | SessionCap, *, explains: bool) -> None:
+    def __init__(self, rule: AdmissionRule, *, explains: bool = True) -> None:
         self.state = FleetState()
         for name in NAMES:
             self.state.add_instance(name)
@@ -75,6 +75,21 @@ class Fleet:
         self.flying.append(self.state.commit(request, snapshot, decision_for(request, instance), now_s))
 
 
+@dataclass(frozen=True, slots=True)
+class Unbounded:
+    """A rule that has to be asked about every request."""
+
+    rule: AdmissionRule
+    name: ClassVar[str] = "unbounded"
+
+    @property
+    def keep_s(self) -> float:
+        return self.rule.keep_s
+
+    def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:
+        return self.rule.admit(request, session, fleet)
+
+
 RULES = [
     WorkingSet(),
     WorkingSet(least_prefilling=0.0, spare_contexts=0.0, kept_share=1.0),
@@ -95,10 +110,13 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["default", "often", "briefly", "cap"])
+@pytest.mark.parametrize("explains", [True, False], ids=["places", "no-places"])
 @given(STEPS)
-@settings(max_examples=60, deadline=None)
-def test_the_same_requests_are_sent_as_by_asking_about_all(rule: WorkingSet | SessionCap, steps: list[Step]) -> None:
-    asking, selecting = Fleet(rule, explains=True), Fleet(rule, explains=False)
+@settings(max_examples=30, deadline=None)
+def test_the_same_requests_are_sent_as_by_asking_about_all(
+    rule: WorkingSet | SessionCap, explains: bool, steps: list[Step]
+) -> None:
+    asking, selecting = Fleet(Unbounded(rule)), Fleet(rule, explains=explains)
     now_s = 0.0
     for step in steps:
         now_s += step.wait_s
@@ -140,11 +158,11 @@ class Contexts:
         return self.tokens - fleet.active_tokens - fleet.kept_tokens
 
 
-@pytest.mark.parametrize("explains", [True, False])
-def test_room_that_an_evicted_context_leaves_goes_to_those_behind(explains: bool) -> None:
+@pytest.mark.parametrize("rule", [Contexts(), Unbounded(Contexts())], ids=["bound", "no-bound"])
+def test_room_that_an_evicted_context_leaves_goes_to_those_behind(rule: AdmissionRule) -> None:
     evictions, room = Evictions(), Room(10_000, 1)
     accounts = SessionAccounts(residency=evictions)
-    gate = AdmissionGate(Contexts(), accounts, explains=explains)
+    gate = AdmissionGate(rule, accounts)
     first = RequestView("k-1", 6_000, range(375), 16.0, "k")
     accounts.ended(accounts.sent(first, "a", 0, MODEL, 0.0), 1.0, None, MODEL)
     assert isinstance(gate.offer(RequestView("longer", 9_900), room, 2.0), Held)
@@ -154,6 +172,65 @@ def test_room_that_an_evicted_context_leaves_goes_to_those_behind(explains: bool
     found = gate.examine(room, 2.0)
     assert found is not None
     assert found.request.request_id == "longer"
+
+
+class Misleading(Contexts):
+    """Its bound fails, or is none."""
+
+    answers: ClassVar[list[object]] = [ValueError("no bound"), "many", float("nan"), None]
+
+    def longest_sent(self, fleet: AdmissionView, kept: bool) -> float:
+        answer = self.answers.pop()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer  # type: ignore[return-value]
+
+    def admit(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> Admit | Hold:
+        return Admit(AdmissionReason.ROOM) if session.waited_s else Hold(AdmissionReason.WORKING_SET)
+
+
+@pytest.mark.parametrize("answer", [ValueError("no bound"), "many", None, float("nan")], ids=str)
+def test_a_rule_without_a_usable_bound_is_asked_about_every_request(answer: object) -> None:
+    Misleading.answers = [answer] * 4
+    gate = AdmissionGate(Misleading(), SessionAccounts())
+    failures: list[PolicyFailure] = []
+    gate.on_failure = failures.append
+    held = gate.offer(RequestView("r-1", 9_900), Room(10_000, 1), 0.0)
+    assert gate.examine(Room(10_000, 1), 1.0) is held
+    assert bool(failures) is not isinstance(answer, float)
+    assert all(failure.name == "contexts" for failure in failures)
+
+
+def test_the_failure_of_a_bound_is_raised_where_nobody_listens() -> None:
+    Misleading.answers = [ValueError("no bound")]
+    gate = AdmissionGate(Misleading(), SessionAccounts())
+    gate.offer(RequestView("r-1", 9_900), Room(10_000, 1), 0.0)
+    with pytest.raises(ValueError, match="no bound"):
+        gate.examine(Room(10_000, 1), 1.0)
+
+
+def test_reasons_are_those_of_now_and_change_nothing() -> None:
+    fleet = Fleet(WorkingSet(least_prefilling=0.0))
+    for number in range(8):
+        fleet.play(Step(number, 40, 0.0, None), 0.0)
+    assert len(fleet.gate) == 5
+    room, before = fleet.state.room(NAMES), fleet.state.accounts.contexts()
+    line = fleet.gate.line(20.0)
+    first = fleet.gate.reasons(3, room, 20.0)
+    assert [held for held, _ in first] == line[:3]
+    assert [hold.behind for _, hold in first] == [0, 1, 2]
+    assert [hold.behind_in_tenant for _, hold in first] == [0, 1, 2]
+    waits_s = [hold.expected_wait_s for _, hold in first]
+    assert waits_s == sorted(waits_s)
+    assert waits_s[0] > 0
+    # Nothing was asked for, nothing has changed: the same again, and nobody has been sent.
+    assert fleet.gate.reasons(3, room, 20.0) == first
+    assert fleet.state.accounts.contexts() == before
+    assert fleet.gate.line(20.0) == line
+    # The first would be sent at the next look: it keeps the reason of its offer.
+    fleet.flying.pop().release(21.0)
+    assert fleet.gate.reasons(1, fleet.state.room(NAMES), 60.0)[0] == (line[0], line[0].hold)
+    assert len(fleet.gate.reasons(9, room, 20.0)) == 5
 
 
 TOKENS = st.integers(0, 2_000_000)
