@@ -27,13 +27,13 @@ from proxy.shadow.figures import LatestDecisions, ShadowFigures
 
 log = logging.getLogger("warmroute.shadow")
 
-BATCH_S = 0.25
-"""Seconds from the first waiting decision to the shadows'. Several at once cost less than one by one: the event loop
-wakes once, and the processor's caches are warm.
+BATCH_S = 1.0
+"""Seconds from the first waiting decision to the shadows'. Many at once cost less: the event loop wakes once, and the
+processor's caches are warm.
 """
 SLICE_S = 0.001
 """Seconds after which the shadows leave the rest to a later turn of the event loop; one shadow's is never split.
-A batch of three shadows at 100 requests/s fits: each slice is a wakeup, and starts with cold caches.
+A batch of three shadows at 100 requests/s takes three.
 """
 REST = 4.0
 """Rest after a slice, as a multiple of its duration."""

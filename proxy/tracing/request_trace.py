@@ -22,24 +22,42 @@ def trace_id() -> bytes:
     return (_random.getrandbits(128) or 1).to_bytes(16, "big")
 
 
+_DRAWN = 64
+"""Contexts drawn at once: half the time of drawing each for its own request, with cold caches."""
+_SPAN_AT = 36
+"""Place of the span id in a ``traceparent``."""
+_FLAGS = tuple(f"{flags:02x}" for flags in range(256))
+_drawn: list[str] = []
+
+
+def _new_context() -> str:
+    """A ``traceparent`` with a new trace id and a new span id, up to its flags."""
+    while not _drawn:
+        digits = _random.randbytes(24 * _DRAWN).hex()
+        pairs = [(digits[at : at + 32], digits[at + 32 : at + 48]) for at in range(0, 48 * _DRAWN, 48)]
+        _drawn.extend([f"00-{trace}-{span}-" for trace, span in pairs if trace.strip("0") and span.strip("0")])
+    return _drawn.pop()
+
+
 class PassedTrace:
     """Context of a request whose trace is not recorded: passed to the engines, and nothing is noted.
 
-    Implements ``policies.row.TraceNotes``. Most requests have one, and many end without a leg: ids are drawn for that.
+    Implements ``policies.row.TraceNotes``. Most requests have one, and many end without a leg: ids are taken for that.
 
     Args:
         flags: W3C trace flags passed to engines.
         parent: the client's context; None: the trace begins here.
     """
 
-    __slots__ = ("_flags", "_parent", "_trace_id")
+    __slots__ = ("_context", "_flags", "_parent")
 
     recorded_id: str | None = None
 
     def __init__(self, flags: int, parent: ParentContext | None = None) -> None:
         self._flags = flags
         self._parent = parent
-        self._trace_id = ""
+        self._context = ""
+        """That of the last leg, without flags."""
 
     def named(self, model: str | None) -> None:
         """Nothing is noted."""
@@ -49,10 +67,13 @@ class PassedTrace:
 
     def leg(self, kind: str, instance: str, url: str, headers: dict[str, str]) -> None:
         """Set the headers with which an engine continues the trace."""
-        parent = self._parent
-        if not self._trace_id:
-            self._trace_id = f"{_random.getrandbits(128) or 1:032x}" if parent is None else parent.trace_id.hex()
-        headers["traceparent"] = f"00-{self._trace_id}-{_random.getrandbits(64) or 1:016x}-{self._flags:02x}"
+        parent, before, context = self._parent, self._context, _new_context()
+        if before:
+            context = before[:_SPAN_AT] + context[_SPAN_AT:]
+        elif parent is not None:
+            context = f"00-{parent.trace_id.hex()}-{context[_SPAN_AT:]}"
+        self._context = context
+        headers["traceparent"] = context + _FLAGS[self._flags]
         if parent is not None and parent.state:
             headers["tracestate"] = parent.state
         else:

@@ -65,7 +65,7 @@ class Tracing(NoTracing):
         await self._exporter.close()
 
     def begin(self, headers: dict[bytes, bytes], arrived_s: float) -> TraceNotes | None:
-        parent = parent_of(headers)
+        parent = parent_of(headers) if b"traceparent" in headers else None
         if parent is not None:
             if parent.sampled:
                 return RequestTrace(parent.trace_id, parent.flags, parent, arrived_s)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from proxy.settings import SettingsError, TracingSettings, load_settings
-from proxy.tracing.context import parent_of, traceparent
+from proxy.tracing.context import SAMPLED, ParentContext, parent_of, traceparent
 from proxy.tracing.destination import destination, tracing_enabled
+from proxy.tracing.request_trace import PassedTrace
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -121,3 +124,25 @@ def test_invalid_settings_are_refused_without_showing_secrets(section: dict[str,
         load_settings(None, instances=[{"url": "http://127.0.0.1:1"}], tracing=section)
     assert "line" not in str(refused.value)
     assert "secret" not in str(refused.value)
+
+
+def test_each_leg_passes_a_new_span_of_its_requests_trace() -> None:
+    client = ParentContext(bytes(range(16)), bytes(range(8)), SAMPLED, "vendor=1")
+    passed = [PassedTrace(2) for _ in range(200)]
+    legs = [header for trace in passed for header in (leg_of(trace), leg_of(trace))]
+    assert all(re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-02", header) for header in legs)
+    assert len({header.split("-")[2] for header in legs}) == 400
+    assert [first.split("-")[1] for first in legs[::2]] == [second.split("-")[1] for second in legs[1::2]]
+    assert len({header.split("-")[1] for header in legs}) == 200
+    continued = PassedTrace(1, client)
+    first, second = leg_of(continued), leg_of(continued)
+    assert first != second
+    for header in (first, second):
+        assert header.startswith(f"00-{client.trace_id.hex()}-")
+        assert header.endswith("-01")
+
+
+def leg_of(trace: PassedTrace) -> str:
+    headers: dict[str, str] = {}
+    trace.leg("co-located", "e0", "http://e0", headers)
+    return headers["traceparent"]
