@@ -12,6 +12,7 @@ from bench.joint.cells import JointCell, PlacementArm, PlacementFigures, ratios_
 from bench.joint.tables import harmed, summary_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+ELASTIC = (DOCS / "elastic.md").read_text(encoding="utf-8")
 PAGE = (DOCS / "decisions" / "0020-joint-placement.md").read_text(encoding="utf-8")
 ARM = PlacementFigures(
     ttft_p90_s=1, ttft_mean_s=1, e2e_p50_s=1, e2e_mean_s=1, tpot_p90_s=1, hit_rate=0.5, handed_off=0, failed=0
@@ -56,3 +57,15 @@ def test_the_page_shows_the_kept_results(chosen_on: bool) -> None:
     assert "| now | 2 | 29 | 0.61 | 0.84 | 0.92 |" in PAGE
     assert len(harmed(cells("joint.json"))) == 2
     assert not any(each.warm.failed or each.joint.failed for each in cells("joint.json"))
+
+
+@pytest.mark.parametrize("fleet", [4, 16])
+def test_the_page_on_elastic_prefill_shows_other_fleets(fleet: int) -> None:
+    played = [each for each in cells("joint-fleets.json") if each.cell.fleet == fleet]
+    handing = {(each.cell.trace, each.cell.pool) for each in played if each.joint.handed_off}
+    shown = [each for each in played if (each.cell.trace, each.cell.pool) in handing]
+    table = summary_of(shown, chosen_on=True) + summary_of(shown, chosen_on=False)[2:]
+    assert f"{fleet} instances:\n\n" + "\n".join(table) in ELASTIC
+    assert len(played) == 144
+    assert len(harmed(played)) == {4: 1, 16: 5}[fleet]
+    assert not any(each.warm.failed or each.joint.failed for each in played)
