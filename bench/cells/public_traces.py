@@ -1,0 +1,123 @@
+"""Converts public traces of other formats into the trace format, for ``docs/tournament.md``.
+
+``python -m bench.cells.public_traces azure AzureLLMInferenceTrace_code.csv azure_code.jsonl`` and ``... ragpulse
+FOLDER ragpulse.jsonl``. Blocks have 16 tokens.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+BLOCK_TOKENS = 16
+_COMPONENTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
+"""Of a RAGPulse prompt, in its order."""
+_LENGTHS = ("1_sys_prompt", "2_passages", "3_history", "4_user_input", "5_web_search")
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+def azure_requests(rows: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
+    """Requests of an Azure LLM inference trace of 2023: lengths only, so each has blocks and a session of its own.
+
+    Raises:
+        KeyError: a column is missing.
+        ValueError: a field is no time, or no number.
+    """
+    began_s, first_block = None, 0
+    kept = (row for row in rows if int(row["ContextTokens"]) > 0)
+    for number, row in enumerate(kept):
+        seconds, _, fraction = row["TIMESTAMP"].partition(".")
+        at_s = datetime.fromisoformat(seconds).timestamp() + float(f"0.{fraction or 0}")
+        began_s = at_s if began_s is None else began_s
+        tokens = int(row["ContextTokens"])
+        blocks = range(first_block, first_block + -(-tokens // BLOCK_TOKENS))
+        first_block = blocks.stop
+        output = int(row["GeneratedTokens"])
+        yield _request(number, f"s{number}", 1, round(at_s - began_s, 6), tokens, output, list(blocks))
+
+
+def ragpulse_requests(rows: Iterable[dict[str, Any]], lengths: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """Requests of RAGPulse: a prompt is its components with their published lengths, cut into chained blocks.
+
+    Args:
+        rows: those of ``0_trace.jsonl``.
+        lengths: tokens of each component; others are left out, as are prompts of none that is known.
+    """
+    blocks: dict[tuple[int, tuple[tuple[str, int], ...]], int] = {}
+    turns: Counter[str] = Counter()
+    number = 0
+    for row in sorted(rows, key=lambda each: float(each["timestamp"])):
+        components = [name for part in _COMPONENTS for name in row["hash_ids"].get(part, [])]
+        tokens = [(name, at) for name in components for at in range(lengths.get(name, 0))]
+        if not tokens:
+            continue
+        chain, parent = [], -1
+        for first in range(0, len(tokens), BLOCK_TOKENS):
+            key = (parent, tuple(tokens[first : first + BLOCK_TOKENS]))
+            parent = blocks.setdefault(key, len(blocks))
+            chain.append(parent)
+        session = str(row["session_id"])
+        turns[session] += 1
+        at_s, output = float(row["timestamp"]), int(row["output_length"])
+        yield _request(number, session, turns[session], at_s, len(tokens), output, chain)
+        number += 1
+
+
+def _request(
+    number: int, session: str, turn: int, at_s: float, tokens: int, output: int, blocks: list[int]
+) -> dict[str, Any]:
+    return {
+        "chat_id": number,
+        "parent_chat_id": -1,
+        "timestamp": at_s,
+        "input_length": tokens,
+        "output_length": output,
+        "type": "",
+        "turn": turn,
+        "hash_ids": blocks,
+        "session_id": session,
+    }
+
+
+@app.command()
+def azure(
+    source: Annotated[Path, typer.Argument(help="AzureLLMInferenceTrace_*.csv of 2023.")],
+    output: Annotated[Path, typer.Argument(help="Trace to write, JSONL.")],
+) -> None:
+    """Convert an Azure LLM inference trace."""
+    with source.open(encoding="utf-8", newline="") as file:
+        _write(output, azure_requests(csv.DictReader(file)))
+
+
+@app.command()
+def ragpulse(
+    folder: Annotated[Path, typer.Argument(help="Folder `data` of RAGPulse.")],
+    output: Annotated[Path, typer.Argument(help="Trace to write, JSONL.")],
+) -> None:
+    """Convert RAGPulse."""
+    lengths: dict[str, int] = {}
+    for name in _LENGTHS:
+        for row in _read(folder / f"{name}.jsonl"):
+            lengths[next(value for key, value in row.items() if key.endswith("_id"))] = row["token_length"]
+    _write(output, ragpulse_requests(_read(folder / "0_trace.jsonl"), lengths))
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _write(path: Path, requests: Iterable[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(each) + "\n" for each in requests)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,61 @@
+"""Public traces of other formats: what two requests share is shared after the conversion, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from bench.cells.public_traces import app
+from replayer.traces.loading import load_trace
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,40,10
+2023-11-16 18:15:47.0,0,5
+2023-11-16 18:15:50.9951690,16,8
+"""
+
+
+def converted(format_name: str, source: Path, tmp_path: Path) -> list[dict[str, object]]:
+    output = tmp_path / "trace.jsonl"
+    answer = CliRunner().invoke(app, [format_name, str(source), str(output)])
+    assert answer.exit_code == 0, answer.output
+    assert load_trace(output).requests
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_requests_of_azure_share_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "azure.csv"
+    source.write_text(AZURE)
+    first, second = converted("azure", source, tmp_path)
+    assert (first["input_length"], first["output_length"], first["hash_ids"]) == (40, 10, [0, 1, 2])
+    assert (second["timestamp"], second["hash_ids"], second["session_id"]) == (4.314579, [3], "s1")
+
+
+def test_prompts_of_ragpulse_share_the_blocks_up_to_the_first_other_token(tmp_path: Path) -> None:
+    lengths = {
+        "1_sys_prompt": "sys",
+        "2_passages": "passage",
+        "3_history": "h",
+        "4_user_input": "u",
+        "5_web_search": "w",
+    }
+    for name, kind in lengths.items():
+        rows = [{f"{kind}_id": f"{kind}{number}", "token_length": 24} for number in range(2)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = {
+        "3.0": {"sys_prompt": ["sys0"], "user_input": ["u1"]},
+        "1.0": {"sys_prompt": ["sys0"], "user_input": ["u0"]},
+        "4.0": {"user_input": ["unknown"]},
+    }
+    rows = [
+        {"timestamp": at, "session_id": 7, "output_length": 5, "hash_ids": prompt} for at, prompt in prompts.items()
+    ]
+    (tmp_path / "0_trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = converted("ragpulse", tmp_path, tmp_path)
+    assert [first["timestamp"], second["timestamp"]] == [1.0, 3.0]
+    assert (first["input_length"], first["turn"], second["turn"]) == (48, 1, 2)
+    # 24 tokens are shared: one whole block, and the second one holds the first token that differs.
+    assert first["hash_ids"] == [0, 1, 2]
+    assert second["hash_ids"] == [0, 3, 4]
