@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from policies.admission.base import AdmissionReason, AdmissionView, Admit, Hold, SessionView
-from policies.admission.gate import AdmissionGate
+from policies.admission.flow import AdmittedFlow
 from policies.types import RequestView
 from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
 from tests.proxy.stub_engine import StubEngine
@@ -269,11 +269,11 @@ async def test_a_long_expected_wait_is_answered_at_once_if_so_configured(
 ) -> None:
     fleet = await start(admission={"reject_above_s": 30.0})
     await fleet.one_runs_and_waits("b")
-    monkeypatch.setattr(AdmissionGate, "_expected_wait_s", lambda *_: 41.2)
+    monkeypatch.setattr(AdmittedFlow, "wait_s", lambda *_: 41.2)
     refused = await fleet.ask("c")
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "wait_too_long")
     assert refused.headers["retry-after"] == "42"
-    monkeypatch.setattr(AdmissionGate, "_expected_wait_s", lambda *_: 29.0)
+    monkeypatch.setattr(AdmittedFlow, "wait_s", lambda *_: 29.0)
     fleet.ask("d")
     await fleet.held(2)
     fleet.open()
