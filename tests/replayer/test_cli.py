@@ -68,6 +68,10 @@ def test_mistakes_exit_2_with_one_clear_line(app: typer.Typer, arguments: list[s
     assert "Traceback" not in result.output
 
 
+ENDS_IN_S = 50.0
+"""Bound on a command, below pytest's on a test: that one ends the whole process, and other tests with it."""
+
+
 async def command(*arguments: str) -> asyncio.subprocess.Process:
     """Start ``python -m replayer``; its caller waits for it."""
     return await asyncio.create_subprocess_exec(
@@ -76,13 +80,23 @@ async def command(*arguments: str) -> asyncio.subprocess.Process:
     )  # fmt: skip
 
 
+async def finished(process: asyncio.subprocess.Process) -> tuple[str, str]:
+    """Output of a command. One that does not end is killed, and the test fails with its errors until then."""
+    output = asyncio.create_task(process.communicate())
+    done, _ = await asyncio.wait([output], timeout=ENDS_IN_S)
+    if not done:
+        process.kill()
+    out, err = await output
+    assert done, f"no end within {ENDS_IN_S:g} s: {err.decode()}"
+    return out.decode(), err.decode()
+
+
 async def test_the_command_replays_prints_the_load_first_and_the_summary_after(stub: Stub, tmp_path: Path) -> None:
     trace, output = tmp_path / "t.jsonl", tmp_path / "run.jsonl"
     bailian.write(trace, make_trace(2, 2).requests)
     process = await command(str(trace), "-o", str(output), "--endpoint", stub.url, "--arrival-speed", "1000000")
-    out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
-    text = out.decode()
+    text, err = await finished(process)
+    assert process.returncode == 0, err
     assert text.index("Offered load") < text.index("4 requests of 4 planned, 4 ok, complete")
     assert read_run(output).end is not None
 
@@ -93,16 +107,17 @@ async def test_ctrl_c_closes_the_file_exits_130_and_resume_goes_on(stub: Stub, t
     arguments = (str(trace), "-o", str(output), "--endpoint", stub.url, "--arrival-speed", "1000000")
     stub.hold_after = 3
     process = await command(*arguments, "--max-inflight-sessions", "1")
-    await stub.held.wait()
+    async with asyncio.timeout(ENDS_IN_S):
+        await stub.held.wait()
     process.send_signal(signal.SIGINT)
-    _, err = await process.communicate()
+    _, err = await finished(process)
     assert process.returncode == cli.EXIT_INTERRUPTED
-    assert "--resume" in err.decode()
+    assert "--resume" in err
     assert (len(read_run(output).records), read_run(output).end) == (3, None)
     stub.hold_after = None
     process = await command(*arguments, "--resume")
-    _, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
+    _, err = await finished(process)
+    assert process.returncode == 0, err
     run = read_run(output)
     assert run.end is not None
     assert len(run.records) == 6
