@@ -1,6 +1,6 @@
 """Converts public traces of other formats into the trace format, for ``docs/tournament.md``.
 
-``python -m bench.cells.public_traces azure AzureLLMInferenceTrace_code.csv azure_code.jsonl`` and ``... ragpulse
+``python -m bench.public_traces azure AzureLLMInferenceTrace_code.csv azure_code.jsonl`` and ``... ragpulse
 FOLDER ragpulse.jsonl``. Blocks have 16 tokens.
 """
 
@@ -16,6 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
+from replayer.traces.formats import bailian
+from replayer.traces.trace import TraceRequest
+
 BLOCK_TOKENS = 16
 _COMPONENTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
 """Of a RAGPulse prompt, in its order."""
@@ -24,7 +27,7 @@ _LENGTHS = ("1_sys_prompt", "2_passages", "3_history", "4_user_input", "5_web_se
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
-def azure_requests(rows: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
+def azure_requests(rows: Iterable[dict[str, str]]) -> Iterator[TraceRequest]:
     """Requests of an Azure LLM inference trace of 2023: lengths only, so each has blocks and a session of its own.
 
     Raises:
@@ -40,11 +43,17 @@ def azure_requests(rows: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
         tokens = int(row["ContextTokens"])
         blocks = range(first_block, first_block + -(-tokens // BLOCK_TOKENS))
         first_block = blocks.stop
-        output = int(row["GeneratedTokens"])
-        yield _request(number, f"s{number}", 1, round(at_s - began_s, 6), tokens, output, list(blocks))
+        yield TraceRequest(
+            chat_id=number,
+            session_id=f"s{number}",
+            timestamp_s=round(at_s - began_s, 6),
+            input_length=tokens,
+            output_length=int(row["GeneratedTokens"]),
+            hash_ids=list(blocks),
+        )
 
 
-def ragpulse_requests(rows: Iterable[dict[str, Any]], lengths: dict[str, int]) -> Iterator[dict[str, Any]]:
+def ragpulse_requests(rows: Iterable[dict[str, Any]], lengths: dict[str, int]) -> Iterator[TraceRequest]:
     """Requests of RAGPulse: a prompt is its components with their published lengths, cut into chained blocks.
 
     Args:
@@ -66,25 +75,16 @@ def ragpulse_requests(rows: Iterable[dict[str, Any]], lengths: dict[str, int]) -
             chain.append(parent)
         session = str(row["session_id"])
         turns[session] += 1
-        at_s, output = float(row["timestamp"]), int(row["output_length"])
-        yield _request(number, session, turns[session], at_s, len(tokens), output, chain)
+        yield TraceRequest(
+            chat_id=number,
+            session_id=session,
+            turn=turns[session],
+            timestamp_s=float(row["timestamp"]),
+            input_length=len(tokens),
+            output_length=int(row["output_length"]),
+            hash_ids=chain,
+        )
         number += 1
-
-
-def _request(
-    number: int, session: str, turn: int, at_s: float, tokens: int, output: int, blocks: list[int]
-) -> dict[str, Any]:
-    return {
-        "chat_id": number,
-        "parent_chat_id": -1,
-        "timestamp": at_s,
-        "input_length": tokens,
-        "output_length": output,
-        "type": "",
-        "turn": turn,
-        "hash_ids": blocks,
-        "session_id": session,
-    }
 
 
 @app.command()
@@ -94,7 +94,7 @@ def azure(
 ) -> None:
     """Convert an Azure LLM inference trace."""
     with source.open(encoding="utf-8", newline="") as file:
-        _write(output, azure_requests(csv.DictReader(file)))
+        bailian.write(output, azure_requests(csv.DictReader(file)))
 
 
 @app.command()
@@ -107,16 +107,11 @@ def ragpulse(
     for name in _LENGTHS:
         for row in _read(folder / f"{name}.jsonl"):
             lengths[next(value for key, value in row.items() if key.endswith("_id"))] = row["token_length"]
-    _write(output, ragpulse_requests(_read(folder / "0_trace.jsonl"), lengths))
+    bailian.write(output, ragpulse_requests(_read(folder / "0_trace.jsonl"), lengths))
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
-def _write(path: Path, requests: Iterable[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(each) + "\n" for each in requests)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from bench.cells.public_traces import app
+from bench.public_traces.__main__ import app
 from replayer.traces.loading import load_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

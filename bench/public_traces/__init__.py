@@ -1,0 +1,1 @@
+"""Public traces of other formats, converted for the tournament."""
