@@ -204,7 +204,6 @@ class AdmissionGate:
                 self.leave(held)
                 held.admitted = answer
                 return held
-            held.hold = answer
         return None
 
     @property

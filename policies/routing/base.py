@@ -38,7 +38,7 @@ class ColumnPolicy:
 
     __slots__ = ()
     plans: ClassVar[bool] = False
-    """A choice may have a plan of the prefill, which the pick has not."""
+    """A choice may have a plan of the prefill, which the pick has not: set it where ``choose`` makes one."""
 
     def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         """Score of every candidate, lower is better."""

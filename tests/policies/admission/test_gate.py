@@ -124,8 +124,10 @@ def test_a_held_request_knows_its_place_and_why_it_waits() -> None:
     assert (first.hold.behind, second.hold.behind) == (0, 1)
     assert second.hold[:3] == (AdmissionReason.WORKING_SET, 13_000, POOL)
     line.arrive("d", 1_000, 0.0)
-    line.look(1.0)
-    assert (first.hold.behind, second.hold.behind) == (1, 2)
+    assert [(held, hold.behind) for held, hold in line.gate.reasons(3, Room(POOL, 2), 1.0)][1:] == [
+        (first, 1),
+        (second, 2),
+    ]
 
 
 def test_the_expected_wait_is_the_tokens_ahead_over_the_flow_of_tokens() -> None:
@@ -140,8 +142,9 @@ def test_the_expected_wait_is_the_tokens_ahead_over_the_flow_of_tokens() -> None
         line.arrive(name, 1_000, float(second))
         line.end(name, second + 0.5)
     line.arrive("filler", 9_500, 50.0)
-    line.look(50.0)
-    assert waiting.hold.expected_wait_s == pytest.approx(10_000 / (49_500 / 50.0), rel=0.01)
+    ((held, hold),) = line.gate.reasons(1, Room(POOL, 2), 50.0)
+    assert held is waiting
+    assert hold.expected_wait_s == pytest.approx(10_000 / (49_500 / 50.0), rel=0.01)
 
 
 def test_another_rule_judges_those_who_wait() -> None:

@@ -106,9 +106,9 @@ def test_a_held_request_has_its_place_in_line_and_in_its_tenant() -> None:
     line = Line()
     held = [line.arrive(HOG, 20_000) for _ in range(3)]
     polite = line.arrive(POLITE, 30_000)
-    line.gate.examine(Room(100_000, 2), 0.0)
-    assert [(each.hold.behind, each.hold.behind_in_tenant) for each in held] == [(0, 0), (2, 1), (3, 2)]
-    assert (polite.hold.behind, polite.hold.tenant, polite.hold.behind_in_tenant) == (1, "polite", 0)
+    holds = dict(line.gate.reasons(4, Room(100_000, 2), 0.0))
+    assert [(holds[each].behind, holds[each].behind_in_tenant) for each in held] == [(0, 0), (2, 1), (3, 2)]
+    assert (holds[polite].behind, holds[polite].tenant, holds[polite].behind_in_tenant) == (1, "polite", 0)
 
 
 def test_who_leaves_waits_no_longer_for_its_tenant() -> None:
