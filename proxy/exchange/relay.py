@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from proxy.clients.inbound import Inbound
 from proxy.engines.upstream import Answer, UpstreamError
@@ -143,8 +144,12 @@ class StreamRelay:
         return passage(keep, self._inbound, self._progress, self._loop.time)
 
     def _mark_done(self) -> None:
-        """Record that the last event has arrived. The end of the answer then only decides if the connection is kept."""
+        """Record that the last event has arrived. The end of the answer then only decides if the connection is kept.
+
+        A client that leaves from now on has its whole answer, as those do that close at the last event.
+        """
         self._done_seen = True
+        self._inbound.on_gone = partial(self._ended, None)
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(_AFTER_DONE_S, self._ended, None)

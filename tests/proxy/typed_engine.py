@@ -130,6 +130,8 @@ class TypedEngine(StubEngine):
                 await asyncio.sleep(3600)
             await answer.write(piece)
             await asyncio.sleep(0)
+        if self.mode == "stall_after_end":
+            await asyncio.sleep(3600)
         if self.mode == "break_after_end":
             assert request.transport is not None
             request.transport.abort()

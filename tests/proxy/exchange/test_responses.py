@@ -63,6 +63,23 @@ async def test_a_follow_up_goes_to_the_engine_of_four_that_stored_the_response(
         assert int(answer.headers["x-warmroute-predicted-cached-tokens"]) > 0
 
 
+@pytest.mark.parametrize(("path", "last"), [("/v1/responses", "response.completed"), ("/v1/messages", "message_stop")])
+async def test_a_client_that_leaves_at_the_last_event_has_its_answer(
+    start_proxy: StartProxy, path: str, last: str
+) -> None:
+    proxy = await start(start_proxy, 1)
+    [engine] = typed(proxy)
+    engine.mode = "stall_after_end"
+    body = request(stream=True, max_tokens=8, messages=[{"role": "user", "content": "hello"}])
+    async with proxy.client.stream("POST", path, json=body) as held:
+        async for line in held.aiter_lines():
+            if line == f"event: {last}":
+                break
+    assert ledger_is_zero(await proxy.settled())
+    [row] = await proxy.rows()
+    assert (row["outcome"], row["completion_tokens"], row["actual_cached_tokens"]) == ("ok", 4, 64)
+
+
 async def test_the_id_of_a_stream_is_known_before_the_stream_ends(start_proxy: StartProxy) -> None:
     proxy = await start(start_proxy)
     for engine in typed(proxy):
