@@ -3,7 +3,8 @@
 ``python -m bench.workers`` keeps every stack up and measures them in turns, in an order drawn for each round, so that
 other work on the machine meets all of them alike. CPU is that of the parent and its workers together, with what they do
 without requests. Where generator, engine stub and workers have fewer cores than they could use, throughput says little;
-CPU per request then shows what would be left on free cores. The stack ``N apart`` has as many processes on ports of
+CPU per request then shows what would be left on free cores. With cores to spare give ``--generators 4``: neither
+generator nor stub, one process each, is the limit then. The stack ``N apart`` has as many processes on ports of
 their own, which share nothing: its cost is what the machine asks for several processes, the rest is that of workers.
 """
 
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,12 +32,13 @@ import yaml
 from bench.data_plane import cpu
 from bench.data_plane.launches import free_ports
 from bench.data_plane.load.client import LoadTarget
-from bench.data_plane.load.jobs import ClosedLoopJob, LoadWorkload
+from bench.data_plane.load.jobs import ClosedLoopJob, JobResult, LoadWorkload
 from bench.data_plane.processes import LoadProcess, StubProcess
 from bench.machine import machine
 
 SIZES = {"2k": 2_000, "130k": 130_000}
 EVENTS = 80
+_ENGINES = 8
 _READY_S = 60.0
 _END_S = 20.0
 _NUMBERS = 1_000_000
@@ -66,6 +69,8 @@ class WorkerReport(msgspec.Struct, frozen=True):
     requests: dict[str, int]
     concurrency: int
     events: int
+    generators: int
+    """Load generators, each with an engine stub of its own."""
     idle_cpu_ms_per_s: dict[str, float]
     """By stack, of all its processes."""
     shares: dict[str, list[int]]
@@ -146,6 +151,67 @@ def worker_stacks(counts: list[int], apart: list[int], engines: list[LoadTarget]
         yield [WorkerStack(label, ports) for label, ports in started.items()]
 
 
+class LoadProcesses:
+    """Load generators that run one job together, and the engine stubs behind it.
+
+    Args:
+        generators: as many load generators, with a share of the requests each.
+        stubs: the stubs; every engine belongs to one of them.
+    """
+
+    def __init__(self, generators: list[LoadProcess], stubs: list[StubProcess]) -> None:
+        self._generators = generators
+        self.engines = [engine for stub in stubs for engine in stub.engines]
+
+    def run(self, job: ClosedLoopJob) -> list[JobResult]:
+        """Run a job, split among the generators. Raises ChildError."""
+        count = len(self._generators)
+        parts = [
+            msgspec.structs.replace(
+                job,
+                first=job.first + place * _NUMBERS // count,
+                concurrency=max(1, job.concurrency // count),
+                requests=max(1, job.requests // count),
+                warmup=max(1, job.warmup // count),
+            )
+            for place in range(count)
+        ]
+        with ThreadPoolExecutor(count) as pool:
+            running = [pool.submit(each.run, part) for each, part in zip(self._generators, parts, strict=True)]
+            return [each.result() for each in running]
+
+
+@contextlib.contextmanager
+def load_processes(count: int) -> Iterator[LoadProcesses]:
+    """Generators and stubs, ended after the context. The fleet has eight engines however many stubs there are."""
+    with contextlib.ExitStack() as stack:
+        stubs = [stack.enter_context(StubProcess(max(1, _ENGINES // count))) for _ in range(count)]
+        for stub in stubs:
+            stub.settings(events=EVENTS)
+        yield LoadProcesses([stack.enter_context(LoadProcess()) for _ in range(count)], stubs)
+
+
+def sample_of(results: list[JobResult], number: int, stack: str, size: str) -> WorkerSample:
+    """One measurement from the generators' results.
+
+    They run at the same time and each counts the CPU of the same processes: the longest time and the most CPU count.
+    """
+    requests, seconds = sum(each.requests for each in results), max(each.seconds for each in results)
+    p50_ms = [each.ttft_ms.p50 for each in results if each.ttft_ms is not None]
+    return WorkerSample(
+        number,
+        stack,
+        size,
+        requests,
+        seconds,
+        max(each.cpu_s for each in results) / max(1, requests) * 1e3,
+        requests / seconds,
+        float(np.mean(p50_ms)) if p50_ms else float("nan"),
+        sum(count for each in results for count in each.errors.values()),
+        os.getloadavg()[0],
+    )
+
+
 def measure(
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON file with every sample.")] = Path(
         "runs/workers.json"
@@ -157,6 +223,9 @@ def measure(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; every stack is measured once in each.")] = 10,
     requests: Annotated[int, typer.Option(min=10, help="Counted requests of 2 KB; a third as many of 130 KB.")] = 900,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, each on its own connection.")] = 64,
+    generators: Annotated[
+        int, typer.Option(min=1, max=8, help="Load generators, and engine stubs: more where cores are free.")
+    ] = 1,
     idle_s: Annotated[float, typer.Option(help="Seconds of the idle measurement.")] = 5.0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and order.")] = 7,
 ) -> None:
@@ -166,39 +235,28 @@ def measure(
     per_size = {"2k": requests, "130k": max(10, requests // 3)}
     rng = random.Random(seed)
     samples: list[WorkerSample] = []
-    with StubProcess() as stub, LoadProcess() as load, worker_stacks(counts, _numbers(apart), stub.engines) as stacks:
-        stub.settings(events=EVENTS)
+    with (
+        load_processes(generators) as load,
+        worker_stacks(counts, _numbers(apart), load.engines) as stacks,
+    ):
         idle_ms = {each.label: _idle(each, idle_s) * 1e3 for each in stacks}
         for number in range(rounds):
             for place, size in enumerate(rng.sample(list(SIZES), len(SIZES))):
                 for stack in rng.sample(stacks, len(stacks)):
-                    work = LoadWorkload(kind="text", seed=seed, size_bytes=SIZES[size], events=EVENTS)
                     job = ClosedLoopJob(
                         targets=stack.targets,
-                        workload=work,
+                        workload=LoadWorkload(kind="text", seed=seed, size_bytes=SIZES[size], events=EVENTS),
                         first=(number * len(SIZES) + place) * _NUMBERS,
                         pids=stack.pids,
                         concurrency=concurrency,
                         requests=per_size[size],
                         warmup=concurrency,
                     )
-                    result = load.run(job)
-                    sample = WorkerSample(
-                        number,
-                        stack.label,
-                        size,
-                        result.requests,
-                        result.seconds,
-                        result.cpu_s / max(1, result.requests) * 1e3,
-                        result.requests / result.seconds,
-                        result.ttft_ms.p50 if result.ttft_ms is not None else float("nan"),
-                        sum(result.errors.values()),
-                        os.getloadavg()[0],
-                    )
+                    sample = sample_of(load.run(job), number, stack.label, size)
                     samples.append(sample)
                     typer.echo(msgspec.json.encode(sample).decode(), err=True)
         shares = {each.label: each.shares() for each in stacks}
-    report = WorkerReport(machine(), seed, rounds, per_size, concurrency, EVENTS, idle_ms, shares, samples)
+    report = WorkerReport(machine(), seed, rounds, per_size, concurrency, EVENTS, generators, idle_ms, shares, samples)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     typer.echo(table(report, list(idle_ms)))
