@@ -123,6 +123,9 @@ def _choose(
         place, reason, _ = policy.quick(request, fleet, columns)
         return Choice(columns.instance[place], reason, ()), fleet.instances[place], ()
     choice, chosen = chosen_by(request, fleet, policy)
+    chooses: object = type(policy).choose
+    if chooses is ColumnPolicy.choose:
+        return choice, chosen, choice.scores  # they have the candidates' hits from the columns
     return choice, chosen, _with_cached_tokens(choice.scores, fleet)
 
 

@@ -7,6 +7,7 @@ time and a simulation in virtual time run the same code. Switching the policy le
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from math import inf
 
 from policies.admission.accounts import TURNS_PER_INSTANCE, SessionAccounts
 from policies.admission.gate import Room
@@ -253,14 +254,18 @@ class FleetState:
     def room(self, instances: Collection[str]) -> Room:
         """Pools and prefills of ``instances``."""
         account_of, unused, remote = self.ledger.accounts.get, self.ledger.unused, self.ledger.remote
-        each = [
-            (name, known.kv_capacity_tokens, account_of(name, unused).prefilling)
-            for name, known in self._instances.items()
-            if name in instances
-        ]
-        if remote:
-            each = [(name, pool, own + remote.get(name, unused).prefilling) for name, pool, own in each]
-        return Room.of(tuple(each))
+        each, pools, smallest, prefilling = [], 0, inf, 0
+        # One loop, because it runs for every request.
+        for name, known in self._instances.items():
+            if name in instances:
+                pool, own = known.kv_capacity_tokens, account_of(name, unused).prefilling
+                if remote and name in remote:
+                    own += remote[name].prefilling
+                each.append((name, pool, own))
+                pools += pool
+                prefilling += own
+                smallest = min(smallest, pool)
+        return Room(pools if smallest else 0, len(each), prefilling, tuple(each))
 
     def snapshot(
         self, request: RequestView, now_s: float, eligible: Collection[str], prefill_only: Collection[str] = ()

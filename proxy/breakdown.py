@@ -29,6 +29,11 @@ log = logging.getLogger("warmroute.breakdown")
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
+_WAITING_ROWS = 16
+"""Rows that are encoded together, in half a millisecond: alone, one takes twice as long, since its code is not in the
+processor's caches."""
+_WAITING_S = 0.1
+"""Seconds after which rows are encoded although fewer wait."""
 _ROWS_PER_TURN = 200
 """Rows that are compared with a filter before other tasks run: 2 ms at most."""
 
@@ -50,11 +55,7 @@ class RowPage(NamedTuple):
 
 
 def _line(row: Row, number: int, started_unix_s: float) -> bytes:
-    """The row as one JSON line, with error texts cut: they may repeat input of any size."""
-    if row.error is not None:
-        row.error = clip(row.error)
-    for attempt in row.attempts:
-        attempt["error"] = clip(attempt["error"])
+    """The row as one JSON line."""
     head = {"row": number, "proxy_started_unix_s": started_unix_s}
     as_dict = row.as_dict()
     try:
@@ -122,6 +123,9 @@ class Breakdown:
         self._path = jsonl_path
         self._files = RecordFiles(jsonl_path, jsonl_max_bytes, jsonl_files) if jsonl_path is not None else None
         self._feed = RowFeed()
+        self._waiting: list[tuple[int, Row]] = []
+        """Finished rows and their numbers, not encoded yet. Everything that reads rows encodes them first."""
+        self._timer: asyncio.TimerHandle | None = None
         self._numbers: RowNumbers = numbers or SingleNumbers()
         self.number = 0
         """Number of the newest row, of an earlier process at first."""
@@ -129,6 +133,7 @@ class Breakdown:
         """Start of this process, which its rows have as ``proxy_started_unix_s``."""
         self.open_rows: set[Row] = set()
         """Rows of the requests in flight."""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.started = 0
         self.finished = 0
         self.outcomes: dict[str, int] = {}
@@ -153,8 +158,12 @@ class Breakdown:
         """Number of subscriptions."""
         return len(self._feed)
 
-    def open(self) -> None:
-        """Read the rows of earlier processes from the files, 64 MiB and 5 s at most, and start writing."""
+    def open(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Read the rows of earlier processes from the files, 64 MiB and 5 s at most, and start writing.
+
+        With an event loop, several rows are encoded together from now on.
+        """
+        self._loop = loop
         if self._files is None or self._path is None:
             return
         try:
@@ -180,9 +189,34 @@ class Breakdown:
         """Store a finished row; every opened row is closed once."""
         self.finished += 1
         self.open_rows.discard(row)
-        outcome = row.outcome.value
+        outcome = row.outcome
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        # Cut error texts, which may repeat input of any size.
+        if row.error is not None:
+            row.error = clip(row.error)
+        for attempt in row.attempts:
+            attempt["error"] = clip(attempt["error"])
         number = self.number = self._numbers.after(self.number)
+        waiting = self._waiting
+        waiting.append((number, row))
+        if len(waiting) >= _WAITING_ROWS or row.trace is not None or self._feed or self._loop is None:
+            self._settle()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(_WAITING_S, self._settle)
+
+    def _settle(self) -> None:
+        """Encode the rows that wait."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting, self._waiting = self._waiting, []
+        for number, row in waiting:
+            try:
+                self._keep(number, row)
+            except Exception:  # a third-party policy's inputs must not cost the rows of other requests
+                log.exception("the row of request %s is lost", row.request_id)
+
+    def _keep(self, number: int, row: Row) -> None:
         line = _line(row, number, self.started_unix_s)
         unserved = row.unserved
         (self._rejected if unserved else self._lines).append((number, line))
@@ -192,6 +226,7 @@ class Breakdown:
 
     def subscribe(self, buffer_rows: int = DEFAULT_BUFFER_ROWS) -> AbstractAsyncContextManager[RowSubscription]:
         """Rows that end from now on, as encoded JSON; the oldest of ``buffer_rows`` unread ones is dropped first."""
+        self._settle()
         return self._feed.subscribe(buffer_rows)
 
     def end_subscriptions(self) -> None:
@@ -203,6 +238,7 @@ class Breakdown:
 
         Rows of rejected requests fill what the others leave of ``limit``.
         """
+        self._settle()
         wanted = RowFilter(equal)
         newest_first = chain(reversed(self._lines), reversed(self._rejected))
         found = sorted(islice((each for each in newest_first if wanted.matches(each[1])), limit), key=_number)
@@ -210,6 +246,7 @@ class Breakdown:
 
     def after(self, number: int, limit: int) -> list[tuple[int, bytes]]:
         """Numbers and JSON lines of the rows after the row ``number``: the newest ``limit`` of each ring, in order."""
+        self._settle()
         found = [
             numbered
             for lines in (self._lines, self._rejected)
@@ -231,6 +268,7 @@ class Breakdown:
                 process whose last rows are lost, and all rows are returned from the oldest on. Of several workers: the
                 newest is another's, and there are no rows.
         """
+        self._settle()
         newest = self.number
         lines, rejected = list(self._lines), list(self._rejected)
         if after is not None:
@@ -251,11 +289,14 @@ class Breakdown:
 
     def flush(self) -> None:
         """Write the rows that wait to the file now; blocks for the disk."""
+        self._settle()
         if self._files is not None:
             self._files.flush()
 
     def close(self) -> None:
-        """End the subscriptions; write the rows that wait, and close the file."""
+        """End the subscriptions; write the rows that wait, and close the file. Later rows are not put off."""
+        self._loop = None
+        self._settle()
         self.end_subscriptions()
         if self._files is not None:
             self._files.close()

@@ -169,7 +169,7 @@ class Core:
         """Open the connections; needs a running event loop."""
         self.lag.open()
         self.access_log.open()
-        self.breakdown.open()
+        self.breakdown.open(asyncio.get_running_loop())
         resolver = Resolver()
         self.upstream = EngineClient(self.settings.timeouts.connect_s, resolver)
         self.control = Control(self.settings.health.timeout_s, resolver)

@@ -43,14 +43,6 @@ class Room(NamedTuple):
     each: tuple[tuple[str, int, int], ...] = ()
     """Name, KV pool (0: unknown) and ``prefilling`` of each."""
 
-    @classmethod
-    def of(cls, each: tuple[tuple[str, int, int], ...]) -> Room:
-        """The room of these instances."""
-        if not each:
-            return cls(0, 0)
-        _, pools, prefilling = zip(*each, strict=True)
-        return cls(sum(pools) if all(pools) else 0, len(each), sum(prefilling), each)
-
 
 class Held:
     """A held request."""

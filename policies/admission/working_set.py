@@ -72,9 +72,9 @@ class WorkingSet:
             return Admit(AdmissionReason.RESIDENT)
         if not fleet.pool_tokens:
             return Admit(AdmissionReason.RESIDENT if session.kept else AdmissionReason.POOLS_UNKNOWN)
-        room = self._room(request, session, fleet)
         hurts = fleet.lost_share > self.lost_share or fleet.held or session.waited_s
-        packs = hurts and fleet.lost_share > self.packing_share
+        packs = bool(hurts) and fleet.lost_share > self.packing_share
+        room = self._room(request, session, fleet, packs)
         if session.kept and room.beside_active:
             return Admit(AdmissionReason.RESIDENT, frozenset(room.evicting_none) if packs else NO_INSTANCES)
         if room.instances:
@@ -111,7 +111,8 @@ class WorkingSet:
         share = self.spare_contexts / (sessions if kept else sessions + 1)
         return (most - share * tokens) / (1.0 if kept else 1.0 + share) + 1.0
 
-    def _room(self, request: RequestView, session: SessionView, fleet: AdmissionView) -> _Room:
+    def _room(self, request: RequestView, session: SessionView, fleet: AdmissionView, packs: bool) -> _Room:
+        """Room of the instances; up to the first that has some, unless it ``packs``: then all are needed."""
         own = request.prompt_tokens
         sessions, tokens = fleet.active_sessions + fleet.kept_sessions, fleet.active_tokens + fleet.kept_tokens
         if not session.kept:
@@ -132,6 +133,8 @@ class WorkingSet:
             all_kept += kept
             if own <= free - kept or not (active_sessions or kept):
                 instances.append(name)
+                if not packs:
+                    break
             if own + active + kept_tokens <= filled:
                 evicting_none.append(name)
             best = max(best, free - kept)

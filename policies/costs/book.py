@@ -95,7 +95,7 @@ class CostBook:
         prefill.
         """
         queue_s = self.prefill.queue_s(job.pending_tokens, job.prefilling)
-        predicted_s = queue_s + self.prefill.predict(job.new_tokens, job.cached_tokens).seconds
+        predicted_s = queue_s + self.prefill.seconds(job.new_tokens, job.cached_tokens)
         if job.room:
             self.prefill = self.prefill.observe(job.new_tokens, job.cached_tokens, queue_s, seconds)
         return predicted_s

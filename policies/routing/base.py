@@ -71,7 +71,7 @@ def choice_of(
     place, reason, skipped = picked
     new = tuple.__new__  # a third of the time of the class's own call
     excluded = repeat(False) if skipped is None else skipped
-    rows = zip(columns.instance, scores, inputs, excluded, repeat(None))
+    rows = zip(columns.instance, scores, inputs, excluded, columns.cached_tokens, strict=False)  # `repeat` has no end
     return Choice(columns.instance[place], reason, tuple([new(CandidateScore, row) for row in rows]))
 
 

@@ -107,6 +107,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # httptools
 
+    def on_message_begin(self) -> None:
+        """Begin a head; the scope of ASGI is made when the application gets the request (callback of httptools)."""
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header; trailers are dropped, since nothing here uses them (callback of httptools)."""
         if not self._in_head:
@@ -166,6 +172,10 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._may_answer:
                 self.close()
             return
+        head = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()  # makes the scope, and clears the head
+        self.url, self.headers, self.expect_100_continue = head
+        self.scope["headers"] = self.headers
         super().on_headers_complete()
         if self._spare:
             self.cycle.keep_alive = False

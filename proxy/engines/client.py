@@ -34,6 +34,7 @@ class _Origin:
     port: int
     tls: bool
     authority: str
+    base_url: str
     idle: list[EngineConnection] = field(default_factory=list)
 
 
@@ -141,7 +142,7 @@ class EngineClient:
         origin = self._origins.get(base_url)
         if origin is None:
             tls = parts.scheme == "https"
-            origin = _Origin(parts.hostname, parts.port or (443 if tls else 80), tls, parts.netloc)
+            origin = _Origin(parts.hostname, parts.port or (443 if tls else 80), tls, parts.netloc, base_url)
             self._origins[base_url] = origin
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         # The proxy reads usage and events from answers, so it requests them uncompressed.
@@ -220,7 +221,7 @@ class EngineClient:
 
     def _released(self, connection: EngineConnection) -> None:
         origin = self._open.get(connection)
-        if origin is None or self._closed or self._origins.get(_base_url(origin)) is not origin:
+        if origin is None or self._closed or self._origins.get(origin.base_url) is not origin:
             connection.cut()
             return
         connection.idle_since_s = self._loop.time()
@@ -247,10 +248,6 @@ class EngineClient:
             left = left or bool(origin.idle)
         if left:
             self._sweeper = self._loop.call_later(_KEEPALIVE_S / 2, self._sweep)
-
-
-def _base_url(origin: _Origin) -> str:
-    return f"{'https' if origin.tls else 'http'}://{origin.authority}"
 
 
 def _head(start: bytes, headers: Mapping[str, str], length: int) -> bytes:

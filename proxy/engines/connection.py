@@ -172,7 +172,8 @@ class EngineAnswer:
             self._waiter.set_result(None)
 
     async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+        assert self._connection is not None
+        self._waiter = self._connection.loop.create_future()
         try:
             await self._waiter
         finally:
@@ -186,6 +187,9 @@ class EngineConnection(asyncio.Protocol):
         released: called with this connection when an answer is complete and another request may be sent.
         gone: called once when the connection is closed, from either side.
     """
+
+    loop: asyncio.AbstractEventLoop
+    """The event loop, from ``connection_made`` on."""
 
     def __init__(self, released: Callable[[EngineConnection], None], gone: Callable[[EngineConnection], None]) -> None:
         self._released = released
@@ -253,6 +257,7 @@ class EngineConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.loop = asyncio.get_running_loop()
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from it
         if transport.get_extra_info("ssl_object") is None:  # under TLS, unread session tickets are normal
             self._poll = select.poll()

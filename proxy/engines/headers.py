@@ -31,11 +31,13 @@ _DEFAULT_TYPE = "application/json"
 class AnswerHeaders:
     """Headers of one answer as they arrive."""
 
-    __slots__ = ("_hop", "content_type", "passed")
+    __slots__ = ("_hop", "content_type", "encoded", "passed")
 
     content_type: str
     passed: list[tuple[bytes, bytes]]
     """Headers for the client, besides the content type: names in lower case."""
+    encoded: bool
+    """True if the body is compressed, although the proxy requested ``identity``."""
     _hop: frozenset[bytes]
 
     def __init__(self) -> None:
@@ -45,6 +47,7 @@ class AnswerHeaders:
         """Drop all headers: those of an interim answer (1xx) are not the answer's."""
         self.content_type = _DEFAULT_TYPE
         self.passed = []
+        self.encoded = False
         self._hop = frozenset()
 
     def add(self, name: bytes, value: bytes) -> None:
@@ -61,14 +64,11 @@ class AnswerHeaders:
             and _VALUE.fullmatch(value)
         ):
             self.passed.append((name, value))
+            if name == b"content-encoding" and value.strip().lower() != b"identity":
+                self.encoded = True
 
     def end(self) -> None:
         """Remove those that the engine declared to be about its connection."""
-        if self.passed:
+        if self._hop:
             self.passed = [header for header in self.passed if header[0] not in self._hop]
-
-    @property
-    def encoded(self) -> bool:
-        """True if the body is compressed, although the proxy requested ``identity``."""
-        codings = [value.strip().lower() for name, value in self.passed if name == b"content-encoding"]
-        return any(coding != b"identity" for coding in codings)
+            self.encoded = self.encoded and b"content-encoding" not in self._hop

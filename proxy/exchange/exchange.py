@@ -15,6 +15,7 @@ from proxy.core import Core
 from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
 from proxy.errors import AttemptFailedError, dialect_of, draining_error
 from proxy.exchange.attempts import Attempts
+from proxy.exchange.bound import Bound
 from proxy.exchange.offloading import hand_over
 from proxy.exchange.reading import EventFilter, echoed, event_filter, further_sequences, usage_of
 from proxy.exchange.relay import stream_relay
@@ -42,6 +43,7 @@ class Exchange:
         self._core = core
         self._visit = visit
         self._row = row
+        self._loop = asyncio.get_running_loop()
         self._inbound = inbound
         self._headers = inbound.headers
         self._sent_s = 0.0
@@ -75,7 +77,8 @@ class Exchange:
         core, row = self._core, self._row
         row.stream = parsed.stream
         row.session_id, row.session_source, row.parent_session_id = core.identify(self._headers, parsed)
-        parsed = await core.tokenized(parsed)
+        if core.tokens.enabled:
+            parsed = await core.tokenized(parsed)
         request = core.router.view(
             parsed, row.request_id, row.session_id, self._visit.tenant, agent_of(self._headers), row.parent_session_id
         )
@@ -140,7 +143,7 @@ class Exchange:
         row.planner = decision.policy if decision.planned else self._core.router.planner.name
         if row.trace is not None:
             row.trace.routed(decision, self._seat.decided_s)
-        row.offload_reason, row.prefill_instance = decision.offload.reason.value, decision.prefill_on
+        row.offload_reason, row.prefill_instance = decision.offload.reason, decision.prefill_on
         prefill = routed.prefill_view
         row.predicted_cached_tokens = prefill.cached_tokens if prefill else decision.cached_tokens
 
@@ -205,7 +208,7 @@ class Exchange:
         opened = streamed = False
         sent_s = self._sent_s = time.monotonic()
         try:
-            async with asyncio.timeout(bound_s):
+            with Bound(self._loop, bound_s):
                 url, headers = (
                     decode.url + parsed.endpoint,
                     self._upstream_headers(decode, "decode" if pulling else "co-located"),

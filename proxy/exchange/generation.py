@@ -17,7 +17,7 @@ from proxy.exchange.exchange import Exchange
 from proxy.exchange.short import ShortExchange
 from proxy.logs import redact, request_id
 from proxy.paths import GENERATION_PATHS, OTHER_METHODS
-from proxy.request.parse import Endpoint, Parsed
+from proxy.request.parse import AT_ONCE_BYTES, Endpoint, Parsed
 
 _OTHER_METHODS = frozenset(method.encode() for method in OTHER_METHODS)
 _ENDPOINTS = MappingProxyType({path: Endpoint(path) for path in GENERATION_PATHS})
@@ -129,7 +129,11 @@ class Generation:
     async def _parsed(self, endpoint: Endpoint, inbound: Inbound, row: Row, *, allow_priority: bool) -> Parsed:
         try:
             body, row.normalized = self._core.normalizer.normalized(inbound.path, inbound.headers, inbound.body)
-            parsed = await self._core.router.parse_fairly(endpoint, body, allow_priority=allow_priority)
+            router = self._core.router
+            if len(body) <= AT_ONCE_BYTES:
+                parsed = router.parse(endpoint, body, allow_priority=allow_priority)
+            else:
+                parsed = await router.parse_fairly(endpoint, body, allow_priority=allow_priority)
             self._core.check_model(parsed.fields.model)
             if endpoint is Endpoint.RESPONSES:
                 parsed = self._core.responses.continued(parsed, time.monotonic())

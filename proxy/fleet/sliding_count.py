@@ -13,7 +13,7 @@ class SlidingCount:
     At any moment at least nine tenths of the window are covered, and nothing older than the window.
     """
 
-    __slots__ = ("_slot_s", "_slots", "_total")
+    __slots__ = ("_ends_s", "_newest", "_slot_s", "_slots", "_total")
 
     def __init__(self, window_s: float) -> None:
         """Raises ValueError for a window that is not positive."""
@@ -21,16 +21,20 @@ class SlidingCount:
             raise ValueError(f"window_s must be positive, got {window_s}")
         self._slot_s = window_s / _SLOTS
         self._slots: deque[list[int]] = deque()
+        self._newest: list[int] = []
+        """The slot that ends at ``_ends_s``: its number and its count."""
+        self._ends_s = float("-inf")
         self._total = 0
 
     def add(self, now_s: float, count: int = 1) -> None:
         """Add to the count; ``now_s`` must not decrease between calls."""
-        number = self._expire(now_s)
-        if self._slots and self._slots[-1][0] == number:
-            self._slots[-1][1] += count
-        else:
-            self._slots.append([number, count])
         self._total += count
+        if now_s < self._ends_s:  # no look-ups in between: this runs several times for every request
+            self._newest[1] += count
+            return
+        number = self._expire(now_s)
+        self._newest, self._ends_s = [number, count], (number + 1) * self._slot_s
+        self._slots.append(self._newest)
 
     def total(self, now_s: float) -> int:
         """Count within the window that ends at ``now_s``."""
@@ -41,6 +45,7 @@ class SlidingCount:
         """Reset the count."""
         self._slots.clear()
         self._total = 0
+        self._ends_s = float("-inf")
 
     def _expire(self, now_s: float) -> int:
         number = int(now_s // self._slot_s)

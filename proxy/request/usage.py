@@ -89,22 +89,20 @@ def usage_of_answer(body: bytes) -> Usage | None:
 
 def is_usage_event(event: bytes) -> bool:
     """True if a server-sent event only carries the usage, without choices."""
-    if b'"usage"' not in event:
-        return False
-    start = event.find(b"{")
-    try:
-        decoded = _decode_event(event[start:]) if start >= 0 else None
-    except (msgspec.DecodeError, RecursionError):
-        return False
+    return _is_usage(_decoded(event))
+
+
+def _is_usage(decoded: _Event | None) -> bool:
     return decoded is not None and not decoded.choices and decoded.usage is not None
 
 
-def _usage_of_event(event: bytes) -> Usage | None:
+def _decoded(event: bytes) -> _Event | None:
+    """An event with a usage; None if it has none, or is not JSON."""
     start = event.find(b"{")
     if start < 0 or b'"usage"' not in event:
         return None
     try:
-        return _decode_event(event[start:]).usage
+        return _decode_event(event[start:])
     except (msgspec.DecodeError, RecursionError):
         return None
 
@@ -143,7 +141,7 @@ class UsageFilter:
     breaks off inside one is cut at its last complete event.
     """
 
-    __slots__ = ("_cached_tokens", "_usage_event", "drop", "events", "held")
+    __slots__ = ("_cached_tokens", "_decoded", "_usage_event", "drop", "events", "held")
 
     def __init__(self, *, drop: bool = False, cached_tokens: int | None = None) -> None:
         self.drop = drop
@@ -152,13 +150,16 @@ class UsageFilter:
         self.held = b""
         """The incomplete event at the end of what was fed."""
         self._usage_event = b""
+        self._decoded: _Event | None = None
+        """The usage event, if it had to be decoded already."""
         self.events = 0
         """Number of events fed so far, including ``[DONE]``."""
 
     @property
     def usage(self) -> Usage | None:
         """Usage of the last event that has one."""
-        return _usage_of_event(self._usage_event) if self._usage_event else None
+        decoded = self._decoded or _decoded(self._usage_event)
+        return None if decoded is None else decoded.usage
 
     def feed(self, chunk: bytes) -> bytes:
         """The bytes to send for one piece of the stream; may be empty."""
@@ -205,8 +206,11 @@ class UsageFilter:
             start = end
 
     def _correct(self, event: bytes, gap: bytes) -> bytes:
-        self._usage_event = event
-        if not (self.drop or self._cached_tokens is not None) or not is_usage_event(event):
+        self._usage_event, self._decoded = event, None
+        if not self.drop and self._cached_tokens is None:
+            return event
+        self._decoded = _decoded(event)
+        if not _is_usage(self._decoded):
             return event
         if self.drop:
             return b""

@@ -140,8 +140,8 @@ class Admission:
         return any(self._instances[name].settings.role is not Role.KV_PRODUCER for name in names)
 
     def _begin_trials(self, routed: Routed) -> list[Trial]:
-        names = (routed.decision.decode_on, routed.decision.prefill_on)
-        trials = [self._instances[name].breaker.begin_trial() for name in names if name is not None]
+        decode, prefill = routed.decision.decode_on, routed.decision.prefill_on
+        trials = [self._instances[name].breaker.begin_trial() for name in ((decode, prefill) if prefill else (decode,))]
         return [trial for trial in trials if trial is not None]
 
     def _join(self, seat: Seat) -> None:

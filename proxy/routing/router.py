@@ -115,15 +115,15 @@ class Router:
         """The offload planner that decides now."""
         return self.routing.planner
 
-    def parse(self, endpoint: Endpoint, body: bytes) -> Parsed:
-        """Parse a body at once with the effective block sizes; raises RequestError."""
-        return at_once(self._parse_steps(endpoint, body))
-
-    async def parse_fairly(self, endpoint: Endpoint, body: bytes, *, allow_priority: bool = False) -> Parsed:
-        """Parse a body; a large one in steps, after those before it. Raises RequestError.
+    def parse(self, endpoint: Endpoint, body: bytes, *, allow_priority: bool = False) -> Parsed:
+        """Parse a body at once with the effective block sizes; raises RequestError.
 
         ``allow_priority``: its client may set ``priority``, whatever ``fields.allow`` says.
         """
+        return at_once(self._parse_steps(endpoint, body, self._allowed_fields | _PRIORITY if allow_priority else None))
+
+    async def parse_fairly(self, endpoint: Endpoint, body: bytes, *, allow_priority: bool = False) -> Parsed:
+        """As ``parse``; a large body in steps, after those before it."""
         steps = self._parse_steps(endpoint, body, self._allowed_fields | _PRIORITY if allow_priority else None)
         return at_once(steps) if len(body) <= AT_ONCE_BYTES else await self.large_bodies.run(steps)
 

@@ -67,6 +67,11 @@ class Tokens:
             self._template = ChatTemplate.load(settings.path, settings.chat_template)
             self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokenize")
 
+    @property
+    def enabled(self) -> bool:
+        """True if there is a tokenizer."""
+        return self._encoder is not None
+
     async def tokens_of(self, parsed: Parsed) -> array[int] | None:
         """Token ids of a text or chat prompt as the engine will produce them; None if unknown."""
         prompt = parsed.prompt
