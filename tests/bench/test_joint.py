@@ -59,13 +59,15 @@ def test_the_page_shows_the_kept_results(chosen_on: bool) -> None:
     assert not any(each.warm.failed or each.joint.failed for each in cells("joint.json"))
 
 
-@pytest.mark.parametrize("fleet", [4, 16])
-def test_the_page_on_elastic_prefill_shows_other_fleets(fleet: int) -> None:
-    played = [each for each in cells("joint-fleets.json") if each.cell.fleet == fleet]
+@pytest.mark.parametrize(
+    ("fleet", "kept", "worse"), [(4, "joint-fleets.json", 1), (16, "joint-fleets.json", 5), (64, "joint-64.json", 11)]
+)
+def test_the_page_on_elastic_prefill_shows_other_fleets(fleet: int, kept: str, worse: int) -> None:
+    played = [each for each in cells(kept) if each.cell.fleet == fleet]
     handing = {(each.cell.trace, each.cell.pool) for each in played if each.joint.handed_off}
     shown = [each for each in played if (each.cell.trace, each.cell.pool) in handing]
     table = summary_of(shown, chosen_on=True) + summary_of(shown, chosen_on=False)[2:]
     assert f"{fleet} instances:\n\n" + "\n".join(table) in ELASTIC
     assert len(played) == 144
-    assert len(harmed(played)) == {4: 1, 16: 5}[fleet]
+    assert len(harmed(played)) == worse
     assert not any(each.warm.failed or each.joint.failed for each in played)
