@@ -11,7 +11,7 @@ SRC := warmroute.py warmroute_man.py warmroute_names.py policies proxy launch re
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup collector helm compose-loader api-server ray test-ray monitoring-tools store demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
+.PHONY: help setup collector helm compose-loader compose-podman test-compose api-server ray test-ray monitoring-tools store demo demo-ui browser test-ui test lint format types imports unit engines test-engines test-clients test-package audit soak bench-data-plane tournament analysis-docs reference docs docs-serve docs-version docs-figures lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -88,6 +88,12 @@ compose-loader: .compose/cmd ## the loader of Docker Compose, for the test of th
 .compose/cmd:
 	mkdir -p .compose
 	GOBIN=$(CURDIR)/.compose GOFLAGS=-buildvcs=false go install -ldflags="-s -w" github.com/compose-spec/compose-go/v2/cmd@v2.16.2
+
+compose-podman: ## Podman, Docker Compose and base images from Debian's packages, for `make test-compose` without a registry (3 minutes, 0.4 GB; root)
+	tests/deploy/podman/build.sh .compose/podman
+
+test-compose: $(READY) ## the replicas' Compose file in containers, on its own ports; by Podman after `make compose-podman`, else by Docker
+	$(if $(wildcard .compose/podman),tests/deploy/podman/run.sh .compose/podman) $(BIN)/python -m pytest -n 0 -m compose tests/deploy
 
 api-server: .api-server/etcd ## Kubernetes' API server and etcd, for the tests of discovery; needs Go (25 minutes on one core, 130 MB)
 

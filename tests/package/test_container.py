@@ -215,12 +215,25 @@ def runtime() -> str | None:
     return None
 
 
+def lacking(name: str) -> list[str]:
+    """Base images that this machine has not and cannot pull."""
+    inspect = ["inspect", "--type", "image"] if name == "buildah" else ["image", "inspect"]
+    found = []
+    for image in {STEPS[number].argument.split()[0] for number in STAGES}:
+        ways = ([*inspect, image], ["pull", image])
+        if all(subprocess.run([name, *way], capture_output=True, timeout=300, check=False).returncode for way in ways):
+            found.append(image)
+    return found
+
+
 @pytest.mark.package
 @pytest.mark.timeout(600)
 def test_the_image_builds_and_serves(tmp_path: Path) -> None:
     name = runtime()
     if name is None:
         pytest.skip(f"none of {', '.join(RUNTIMES)} can build here (not installed, or its service is not running)")
+    if images := lacking(name):
+        pytest.skip(f"{name} has not and cannot pull {', '.join(images)}")
     tag = f"warmroute-test-{os.getpid()}"
     build = [name, "build", "-f", str(FILE), "-t", tag, str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True, timeout=550, check=False)

@@ -74,6 +74,7 @@ _SERVICE: dict[str, Any] = {
         "cap_drop": {"type": "array", "items": {"type": "string"}},
         "security_opt": {"type": "array", "items": {"type": "string"}},
         "ulimits": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "stop_signal": {"const": "SIGQUIT"},
         "stop_grace_period": {"type": "string", "pattern": r"^\d+s$"},
         "depends_on": {"type": "array", "items": {"type": "string"}},
         "restart": {"enum": ["no", "on-failure", "always", "unless-stopped"]},
@@ -309,6 +310,22 @@ def test_the_balancer_lets_every_body_through_that_a_replica_accepts() -> None:
     (found,) = re.findall(r"client_max_body_size (\d+)m;", balancer)
     assert int(found) * 1024 * 1024 >= load_settings(ROOT / "configs" / "proxy.yaml").limits.body_bytes
     assert re.findall(r"listen (\S+);", balancer) == ["127.0.0.1:9090"]
+
+
+def test_the_balancer_is_stopped_as_gently_as_a_replica() -> None:
+    """It is stopped first, and breaks the streams that it still passes on when it is killed."""
+    services = compose(REPLICAS)["services"]
+    balancer, replica = services["balancer"], services["replica-1"]
+    assert set(balancer["depends_on"]) == set(replicas())
+    # SIGTERM ends nginx at once.
+    assert balancer["stop_signal"] == "SIGQUIT"
+    assert balancer["stop_grace_period"] == replica["stop_grace_period"]
+
+
+def test_the_balancer_has_the_descriptors_that_its_workers_set() -> None:
+    balancer = (FOLDER / "nginx-replicas.conf").read_text(encoding="utf-8")
+    (workers,) = re.findall(r"worker_rlimit_nofile (\d+);", balancer)
+    assert compose(REPLICAS)["services"]["balancer"]["ulimits"]["nofile"] >= int(workers)
 
 
 def test_the_image_has_the_extra_that_the_replicas_need() -> None:
