@@ -33,7 +33,11 @@ class TokenizerError(ValueError):
 
 
 class Encoder:
-    """One ``tokenizer.json``. Thread-safe; the library releases the interpreter's lock while it works."""
+    """One ``tokenizer.json``. Thread-safe.
+
+    The library releases the interpreter's lock in ``encode_batch_fast``, but not in ``encode``: that would stop the
+    event loop for as long as it takes to tokenize a text without cuts.
+    """
 
     def __init__(self, tokenizer: Tokenizer, cache_bytes: int) -> None:
         tokenizer.no_truncation()
@@ -74,14 +78,14 @@ class Encoder:
     def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
         """Token ids of ``text``, identical to tokenizing the whole text at once."""
         if self._before is None or self._after is None:
-            return array("I", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            return self._whole(text, add_special_tokens=add_special_tokens)
         ids = array("I", self._before if add_special_tokens else [])
         start = 0
         for stop in self._stops(text):
             ids.extend(self._piece(text[start:stop], first=not start))
             start = stop
         if start < len(text):
-            ids.extend(self._tokenizer.encode(text[start:], add_special_tokens=False).ids)
+            ids.extend(self._whole(text[start:], add_special_tokens=False))
         if add_special_tokens:
             ids.extend(self._after)
         return ids
@@ -105,7 +109,7 @@ class Encoder:
                 self.hits += 1
                 return known
             self.misses += 1
-        ids = array("I", self._tokenizer.encode(text, add_special_tokens=False).ids)
+        ids = self._whole(text, add_special_tokens=False)
         size = _size(text, ids)
         with self._lock:
             if size <= self._cache_bytes and key not in self._cache:
@@ -115,6 +119,10 @@ class Encoder:
                     (_, old), old_ids = self._cache.popitem(last=False)
                     self.cached_bytes -= _size(old, old_ids)
         return ids
+
+    def _whole(self, text: str, *, add_special_tokens: bool) -> array[int]:
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return array("I", encoding.ids)
 
     # Properties of this tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -85,6 +85,29 @@ def test_a_growing_text_is_tokenized_as_if_it_were_whole(
             assert list(encoder.encode(plain, add_special_tokens=special)) == whole(tokenizer, plain, special)
     finally:
         encoder_module.PIECE_CHARS = kept
+
+
+class LockingCalls:
+    """A tokenizer whose ``encode`` is refused once ``locked``: it holds the interpreter's lock."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.locked = False
+
+    def __getattr__(self, name: str) -> Any:
+        assert name != "encode" or not self.locked
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE, with_bos(BYTE_LEVEL)])
+@pytest.mark.parametrize("special", [False, True])
+def test_a_text_without_cuts_is_tokenized_by_the_call_that_does_not_hold_the_interpreter(
+    tokenizer: Tokenizer, special: bool
+) -> None:
+    locking = LockingCalls(tokenizer)
+    encoder, text = Encoder(cast(Tokenizer, locking), 0), " ".join(corpus()).replace("\n", " ")
+    locking.locked = True
+    assert list(encoder.encode(text, add_special_tokens=special)) == whole(tokenizer, text, special)
 
 
 def test_of_a_growing_conversation_only_the_end_is_tokenized() -> None:
