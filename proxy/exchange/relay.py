@@ -58,23 +58,18 @@ class StreamRelay:
         self._keep = keep
         self._idle_s = idle_s
         self._stall_s = stall_s
-        self._loop = loop = asyncio.get_running_loop()
-        now_s = loop.time()
-        self._ends_s = now_s + total_s
+        self._loop = asyncio.get_running_loop()
+        self._ends_s = self._loop.time() + total_s
         self._total_s = total_s
-        self._progress = RelayedSoFar(now_s)
+        self._progress = RelayedSoFar(self._loop.time())
         self._paused_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._done_seen = False
-        self._ends_here = type(keep) is UsageFilter
-        """True if nothing follows ``[DONE]``: the client's answer ends in the same write. Others may add to it."""
         self._error: Exception | None = None
-        self._done: asyncio.Future[None] = loop.create_future()
+        self._done: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self, first: bytes, begun: Callable[[], None] | None = None) -> None:
-        """Relay ``first`` and everything that follows until the engine's stream ends.
-
-        The client's stream stays open, for ``Inbound.finish``, unless ``[DONE]`` of a plain stream has ended it.
+        """Relay ``first`` and everything that follows until the engine's stream ends; the client's stream stays open.
 
         ``begun`` is called after ``first`` has been written, so that its work does not delay the client.
 
@@ -136,17 +131,11 @@ class StreamRelay:
         except UpstreamError as error:
             self._ended(error)
             return
-        if not piece:
-            return
-        progress.before_last, progress.last = progress.last, piece
-        if not piece.endswith(_DONE):
+        if piece:
             self._inbound.write(piece)
-            return
-        if self._ends_here:
-            self._inbound.finish(piece)  # one write instead of two
-        else:
-            self._inbound.write(piece)
-        self._mark_done()
+            progress.before_last, progress.last = progress.last, piece
+            if piece.endswith(_DONE):
+                self._mark_done()
 
     def _passage(self) -> Callable[[bytes], bool] | None:
         keep = self._keep

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -55,7 +54,7 @@ class _Link:
 
 
 class _Handler:
-    bounds = SimpleNamespace(release=lambda _: None)
+    bounds = None
 
     def opened(self, inbound: Inbound) -> None:
         return None
@@ -75,9 +74,6 @@ class _Socket(asyncio.Transport):
 
     def abort(self) -> None:
         """Do nothing."""
-
-
-LAST_CHUNK = b"0\r\n\r\n"
 
 
 def framed(body: bytes, form: str = "%x") -> bytes:
@@ -126,8 +122,7 @@ async def relayed(first: bytes, reads: list[bytes], *, drop: bool, short: bool) 
         connection.data_received(read)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    written = b"".join(link.written).partition(b"\r\n\r\n")[2]
-    return unframed(written.removesuffix(LAST_CHUNK)), keep, taken
+    return unframed(b"".join(link.written).partition(b"\r\n\r\n")[2]), keep, taken
 
 
 @st.composite
@@ -188,28 +183,6 @@ def test_the_client_gets_the_same_bytes_and_the_proxy_learns_the_same(reads: lis
 )
 async def test_chunks_of_one_event_take_the_short_way(event: bytes, drop: bool, taken: int) -> None:
     assert (await relayed(PLAIN, [framed(event)] * 3, drop=drop, short=True))[2] == taken
-
-
-@pytest.mark.parametrize("drop", [True, False])
-async def test_the_last_event_and_the_end_of_the_answer_are_one_write(drop: bool) -> None:
-    link, keep = _Link(), UsageFilter(drop=drop)
-    inbound = Inbound(link, _Handler(), "/", {}, http_10=False, keep_alive=True, before=None)  # type: ignore[arg-type]
-    inbound.body_ended()
-    connection = EngineConnection(lambda _: None, lambda _: None)
-    connection.connection_made(_Socket())
-    answer = connection.send(b"", b"")
-    connection.data_received(HEAD + framed(PLAIN))
-    inbound.start(200, [], None)
-    relay = StreamRelay(answer, inbound, keep, 60.0, 60.0, 600.0)
-    running = asyncio.create_task(relay.run(await answer.chunk()))
-    await asyncio.sleep(0)
-    connection.data_received(framed(DONE))
-    assert link.written[1:] == [framed(DONE) + LAST_CHUNK]
-    assert inbound.response_complete
-    assert not running.done()  # the end of the engine's answer decides if its connection is kept
-    connection.data_received(LAST_CHUNK)
-    await running
-    assert len(link.written) == 2
 
 
 async def test_a_chunk_within_a_chunk_is_not_taken_for_one() -> None:
