@@ -24,7 +24,7 @@ def tune() -> None:
     A request's body is larger than glibc's default threshold for heap allocation: each would be mapped and unmapped by
     the kernel, page by page. A request leaves no reference cycles (``tests/chaos/fuzz/test_garbage.py``), so
     collections can be rare; objects loaded so far are permanent and need not be traversed again. The code of a request
-    touches objects all over the heap once in a while: in pages of 4 KiB, much of its time is looking up addresses.
+    touches objects all over the heap once in a while, and takes less time in huge pages (docs/decisions/0024).
     """
     gc.collect()
     gc.freeze()

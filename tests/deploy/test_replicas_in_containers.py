@@ -224,7 +224,9 @@ def test_down_waits_for_the_streams_that_the_balancer_passes_on(client: httpx.Cl
         try:
             until(lambda: not listens(9090))
             assert "data: [DONE]" in list(lines)
-        finally:
             assert ending.wait(120) == 0
+        finally:
+            ending.kill()
+            ending.wait()
     assert [port for port in (6379, 9090, 9091, 9092) if listens(port)] == []
     assert compose("ps", "--all", "--quiet").stdout.strip() == ""
