@@ -1,4 +1,4 @@
-"""Four replicas as processes, 800 requests, and three faults: the store, a replica and an engine are killed.
+"""Eight replicas as processes, 2,000 requests, and three faults: the store, a replica and an engine are killed.
 
 Every answer that is complete is the right one; only streams on what was killed break; nothing stays counted.
 """
@@ -23,12 +23,12 @@ from tests.proxy.stub_engine import StubEngine
 
 pytestmark = [needs_store, pytest.mark.fleet]
 
-REPLICAS = 4
-REQUESTS = 800
+REPLICAS = 8
+REQUESTS = 2_000
 STREAMS = 32
 TOKENS = 4
 TTL_S = 2.0
-STOP_AT = 600
+STOP_AT = 1_500
 """Requests after which an engine is killed."""
 VICTIM = 3
 """The replica that is killed."""
@@ -193,9 +193,9 @@ async def _drive(
     numbers = iter(range(REQUESTS))
     outcomes: list[Outcome] = []
     faults: dict[int, Callable[[], object]] = {
-        200: store.kill,
-        360: store.start,
-        480: replicas[VICTIM].kill,
+        500: store.kill,
+        900: store.start,
+        1_200: replicas[VICTIM].kill,
         STOP_AT: lambda: stopping.append(asyncio.create_task(engines[0].stop())),
     }
     stopping: list[asyncio.Task[None]] = []
