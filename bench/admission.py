@@ -19,7 +19,8 @@ import typer
 
 from bench.cells.arenas import chosen_traces, prepared
 from bench.cells.ratios import BEYOND, RESAMPLES, Interval, four_digits, geometric_mean, interval, with_interval
-from bench.machine import machine
+from bench.figures.machine import machine
+from bench.figures.result_file import writable
 from bench.tournament.arena import FAILED_S, PreparedCell
 from bench.tournament.results import GridCell
 from bench.tournament.settings import TournamentError
@@ -216,7 +217,9 @@ def main(
     policy: Annotated[str, typer.Option(help="Routing policy.")] = "warm",
     max_hold_s: Annotated[float, typer.Option(help="Most seconds for which a request is held.")] = MAX_HOLD_S,
     jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = 1,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write all figures to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", callback=writable, help="Also write all figures to this file.")
+    ] = None,
 ) -> None:
     """Compare an admission rule with never holding, in virtual time. Exits with 1 if a cell is harmed."""
     try:
@@ -252,7 +255,6 @@ def main(
         typer.echo(line)
     if output is not None:
         document = {"kind": "admission", "schema": SCHEMA, "machine": machine(), "policy": policy, "cells": cells}
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
     raise typer.Exit(1 if found else 0)
 

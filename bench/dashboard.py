@@ -19,7 +19,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import machine
+from bench.figures.machine import machine
+from bench.figures.result_file import writable
 from policies.row import RequestOutcome, Row
 from policies.types import CandidateScore, Decision, OffloadPlan, OffloadReason, Reason, RequestClass
 from proxy.core import Core
@@ -91,7 +92,9 @@ def main(
     requests_per_s: Annotated[int, typer.Option(min=1, help="Requests that end in each second.")] = 200,
     in_flight: Annotated[int, typer.Option(min=0, help="Requests in flight.")] = 400,
     messages: Annotated[int, typer.Option(min=1, help="Messages to compute.")] = 60,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the figures.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", callback=writable, help="JSON file for the figures.")
+    ] = None,
 ) -> None:
     """Measure the dashboard's feed."""
     figures = measure(instances, requests_per_s, in_flight, messages)

@@ -32,7 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 import policies.session as session_module
-from bench.machine import machine
+from bench.figures.machine import machine
+from bench.figures.result_file import writable
 from bench.prefix_index import FIRST_FILLER, prompt
 from policies.row import RequestOutcome, Row
 from policies.session import Routed
@@ -354,7 +355,7 @@ def main(
     held_blocks: Annotated[int, typer.Option(min=1, help="Blocks held by all instances together.")] = 1_000_000,
     in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight at any time.")] = 32,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write the figures to this JSON file.")
+        Path | None, typer.Option("--output", "-o", callback=writable, help="Also write the figures to this JSON file.")
     ] = None,
 ) -> None:
     """Measure the processor time of a request without input and output on this machine."""
@@ -383,7 +384,6 @@ def main(
                 for each, result in results.items()
             },
         }
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 

@@ -30,7 +30,7 @@ import numpy as np
 import typer
 import yaml
 
-from bench.machine import machine
+from bench.figures.machine import machine
 
 TARGET_MS = 200.0
 MODEL = "m"

@@ -31,7 +31,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import machine
+from bench.figures.machine import machine
+from bench.figures.result_file import writable
 from policies.predict.blocks import hash_byte_blocks, hash_token_blocks, root_hash
 from policies.predict.prefix_index import PrefixIndex
 
@@ -142,7 +143,7 @@ def main(
     text_block_bytes: Annotated[int, typer.Option(min=1, help="Bytes per prefix block of a text prompt.")] = 1024,
     repeats: Annotated[int, typer.Option(min=20, help="Calls per row; a tenth of it for slow rows.")] = 2_000,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write the figures to this JSON file.")
+        Path | None, typer.Option("--output", "-o", callback=writable, help="Also write the figures to this JSON file.")
     ] = None,
 ) -> None:
     """Measure the prefix index and the hashing before it on this machine."""
@@ -184,7 +185,6 @@ def main(
             "timings": [row._asdict() for row in rows],
             "memory": memory._asdict() | {"bytes_per_held_block": memory.bytes_per_held_block},
         }
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 

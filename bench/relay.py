@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.data_plane.stub.answers import Events
-from bench.machine import machine
+from bench.figures.machine import machine
 from proxy.clients.inbound import Inbound
 from proxy.engines.connection import EngineConnection
 from proxy.exchange.relay import StreamRelay

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import machine
+from bench.figures.machine import machine
 from policies.admission.base import AdmissionReason, AdmissionView, Admit, SessionView
 from policies.classes import ClassThresholds
 from policies.costs.book import CostBook

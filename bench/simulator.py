@@ -26,7 +26,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from bench.machine import machine
+from bench.figures.machine import machine
+from bench.figures.result_file import writable
 from policies.registry import make_routing
 from replayer.replay.plan import PlanOptions
 from replayer.traces.loading import load_trace
@@ -206,7 +207,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Simulations per row; the cheapest one counts.")] = 3,
     most_instances: Annotated[int, typer.Option(min=1, help="Leave out the rows with more instances.")] = 1_000,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write the figures to this JSON file.")
+        Path | None, typer.Option("--output", "-o", callback=writable, help="Also write the figures to this JSON file.")
     ] = None,
 ) -> None:
     """Measure the cost of the offline simulation on this machine."""
@@ -226,7 +227,6 @@ def main(
         typer.echo(f"target: {TARGET_REQUESTS_PER_S:,.0f} requests/s on {trace.name}: {verdict} ({rate:,.0f})")
     typer.echo(", ".join(f"{key} {value}" for key, value in where.items()))
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 

@@ -22,6 +22,7 @@ from bench.data_plane.report.table import show
 from bench.data_plane.report.targets import check as check_targets
 from bench.data_plane.report.watching import watching
 from bench.data_plane.stacks import DIRECT
+from bench.figures.result_file import writable
 
 STACKS = (DIRECT, *LAUNCHES)
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -60,7 +61,9 @@ def main(
         Path | None,
         typer.Option(help="Also measure warmroute from this source tree, as the stack `baseline`.", exists=True),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--output", "-o", help="Write all samples to this JSON file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", callback=writable, help="Write all samples to this JSON file.")
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a target is missed.")] = False,
     table: Annotated[
         Path | None, typer.Option("--input", help="Only print the tables of this JSON file.", exists=True)
@@ -107,7 +110,6 @@ def main(
             typer.secho(str(error), fg="red", err=True)
             raise typer.Exit(2) from error
         if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
             out.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
     if as_markdown:
         typer.echo(markdown(record), nl=False)

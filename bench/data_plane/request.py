@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 from bench.data_plane.load.prompts import text_body
 from bench.data_plane.quantities import SIZES
 from bench.data_plane.stub.answers import DONE, LAST_CHUNK, STREAM_HEAD, chunk, event
-from bench.machine import machine
+from bench.figures.machine import machine
 from proxy import memory
 from proxy.app import ProxyApp
 from proxy.clients.protocol import ProxyProtocol

@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from bench.fidelity import end_to_end, profiles, published, real_time
-from bench.machine import machine
+from bench.figures.machine import machine
+from bench.figures.result_file import writable
 from launch.arm import ArmError
 from launch.fleet.file import FleetError
 from launch.freshness.proof import StaleEngineError
@@ -140,7 +141,9 @@ def measure(
     override: Annotated[
         list[str] | None, typer.Option("--set", help="KEY=VALUE that overrides the fleet file; may be repeated.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures to this JSON file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", callback=writable, help="Write the figures to this JSON file.")
+    ] = None,
 ) -> None:
     """Run a fleet of simulated engines, the proxy and the replayer in real time, and the same offline; compare.
 

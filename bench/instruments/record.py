@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from bench.machine import machine
+from bench.figures.machine import machine
 
 SCHEMA = 1
 

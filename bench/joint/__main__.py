@@ -11,9 +11,9 @@ import msgspec
 import typer
 
 from bench.cells.arenas import chosen_traces
+from bench.figures.machine import machine
 from bench.joint.cells import TRANSPORT, JointCell, JointWork, report
 from bench.joint.tables import harmed, summary_of
-from bench.machine import machine
 from bench.tournament.results import GridCell
 from bench.tournament.settings import TournamentError
 from policies.registry import PolicyParameterError, make_routing

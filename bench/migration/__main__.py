@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from bench.machine import machine
+from bench.figures.machine import machine
 from bench.migration.cells import MigrationCell, compared, profiles
 from bench.migration.tables import by_trace, effects, moved_turns
 from bench.tournament.arena import Arena

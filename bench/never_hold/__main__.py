@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import machine
+from bench.figures.machine import machine
 from policies.admission.accounts import SessionAccounts
 from policies.admission.never_hold import NeverHold
 from policies.admission.turns import Turn

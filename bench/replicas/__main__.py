@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from bench.machine import machine
+from bench.figures.machine import machine
 from bench.replicas.arms import NoStoreError, ReplicaArm, ReplicaFigures, ReplicaLoad, run_arm
 from replayer.traces.formats import bailian
 from replayer.traces.loading import load as load_trace

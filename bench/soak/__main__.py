@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.figures.result_file import writable
 from bench.soak.plan import SoakPlan
 from bench.soak.processes import SoakError
 from bench.soak.run import SoakResult, soak
@@ -40,7 +41,9 @@ def main(
         float, typer.Option(min=1, help="Most that polite clients' TTFT p99 may be with them, in multiples of without.")
     ] = 2.0,
     seed: Annotated[int, typer.Option(help="Seed of requests, disconnects and kills.")] = 1,
-    out: Annotated[Path | None, typer.Option("--output", "-o", help="Write all results to this JSON file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", callback=writable, help="Write all results to this JSON file.")
+    ] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep logs and the proxy's records in this folder.")] = None,
 ) -> None:
     """Verify every answer byte by byte while engines die; then the ledger, the records, memory and descriptors.

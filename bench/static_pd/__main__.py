@@ -8,13 +8,16 @@ from typing import Annotated
 import msgspec
 import typer
 
+from bench.figures.result_file import writable
 from bench.static_pd.figures import figures_of, table
 from launch.experiment.definition.file import ExperimentError
 
 
 def main(
     directories: Annotated[list[Path], typer.Argument(help="Directories of the experiment, one for each load.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the figures to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", callback=writable, help="Also write the figures to this file.")
+    ] = None,
 ) -> None:
     """Print the arms' figures over all repeats."""
     try:

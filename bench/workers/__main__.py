@@ -34,7 +34,8 @@ from bench.data_plane.launches import free_ports
 from bench.data_plane.load.client import LoadTarget
 from bench.data_plane.load.jobs import ClosedLoopJob, JobResult, LoadWorkload
 from bench.data_plane.processes import LoadProcess, StubProcess
-from bench.machine import machine
+from bench.figures.machine import machine
+from bench.figures.result_file import writable
 
 SIZES = {"2k": 2_000, "130k": 130_000}
 EVENTS = 80
@@ -213,9 +214,9 @@ def sample_of(results: list[JobResult], number: int, stack: str, size: str) -> W
 
 
 def measure(
-    output: Annotated[Path, typer.Option("--output", "-o", help="JSON file with every sample.")] = Path(
-        "runs/workers.json"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", callback=writable, help="JSON file with every sample.")
+    ] = Path("runs/workers.json"),
     workers: Annotated[
         str, typer.Option(help="Numbers of workers, comma-separated; the first is the baseline.")
     ] = "1,2,4",
@@ -257,7 +258,6 @@ def measure(
                     typer.echo(msgspec.json.encode(sample).decode(), err=True)
         shares = {each.label: each.shares() for each in stacks}
     report = WorkerReport(machine(), seed, rounds, per_size, concurrency, EVENTS, generators, idle_ms, shares, samples)
-    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     typer.echo(table(report, list(idle_ms)))
 

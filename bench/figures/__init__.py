@@ -1,0 +1,1 @@
+"""Description of the machine, and the file for the figures, of every benchmark."""
