@@ -19,6 +19,7 @@ import msgspec
 
 from policies.row import Row
 from proxy.clip import clip
+from proxy.records.batch import RecordBatch
 from proxy.records.feed import DEFAULT_BUFFER_ROWS, RowFeed, RowSubscription
 from proxy.records.files import RecordFiles, record_files
 from proxy.records.filters import RowFilter
@@ -29,11 +30,6 @@ log = logging.getLogger("warmroute.breakdown")
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
-_WAITING_ROWS = 16
-"""Rows that are encoded together, in half a millisecond: alone, one takes twice as long, since its code is not in the
-processor's caches."""
-_WAITING_S = 0.1
-"""Seconds after which rows are encoded although fewer wait."""
 _ROWS_PER_TURN = 200
 """Rows that are compared with a filter before other tasks run: 2 ms at most."""
 
@@ -123,9 +119,8 @@ class Breakdown:
         self._path = jsonl_path
         self._files = RecordFiles(jsonl_path, jsonl_max_bytes, jsonl_files) if jsonl_path is not None else None
         self._feed = RowFeed()
-        self._waiting: list[tuple[int, Row]] = []
+        self._batch = RecordBatch(self._keep, log, lambda ended: f"the row of request {ended[1].request_id} is lost")
         """Finished rows and their numbers, not encoded yet. Everything that reads rows encodes them first."""
-        self._timer: asyncio.TimerHandle | None = None
         self._numbers: RowNumbers = numbers or SingleNumbers()
         self.number = 0
         """Number of the newest row, of an earlier process at first."""
@@ -133,7 +128,6 @@ class Breakdown:
         """Start of this process, which its rows have as ``proxy_started_unix_s``."""
         self.open_rows: set[Row] = set()
         """Rows of the requests in flight."""
-        self._loop: asyncio.AbstractEventLoop | None = None
         self.started = 0
         self.finished = 0
         self.outcomes: dict[str, int] = {}
@@ -156,14 +150,15 @@ class Breakdown:
     @property
     def subscribers(self) -> int:
         """Number of subscriptions."""
-        return len(self._feed)
+        return len(self._feed.subscriptions)
 
     def open(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Read the rows of earlier processes from the files, 64 MiB and 5 s at most, and start writing.
 
         With an event loop, several rows are encoded together from now on.
         """
-        self._loop = loop
+        if loop is not None:
+            self._batch.open(loop)
         if self._files is None or self._path is None:
             return
         try:
@@ -197,26 +192,10 @@ class Breakdown:
         for attempt in row.attempts:
             attempt["error"] = clip(attempt["error"])
         number = self.number = self._numbers.after(self.number)
-        waiting = self._waiting
-        waiting.append((number, row))
-        if len(waiting) >= _WAITING_ROWS or row.trace is not None or self._feed or self._loop is None:
-            self._settle()
-        elif self._timer is None:
-            self._timer = self._loop.call_later(_WAITING_S, self._settle)
+        self._batch.add((number, row), row.trace is not None or bool(self._feed.subscriptions))
 
-    def _settle(self) -> None:
-        """Encode the rows that wait."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        waiting, self._waiting = self._waiting, []
-        for number, row in waiting:
-            try:
-                self._keep(number, row)
-            except Exception:  # a third-party policy's inputs must not cost the rows of other requests
-                log.exception("the row of request %s is lost", row.request_id)
-
-    def _keep(self, number: int, row: Row) -> None:
+    def _keep(self, ended: tuple[int, Row]) -> None:
+        number, row = ended
         line = _line(row, number, self.started_unix_s)
         unserved = row.unserved
         (self._rejected if unserved else self._lines).append((number, line))
@@ -226,7 +205,7 @@ class Breakdown:
 
     def subscribe(self, buffer_rows: int = DEFAULT_BUFFER_ROWS) -> AbstractAsyncContextManager[RowSubscription]:
         """Rows that end from now on, as encoded JSON; the oldest of ``buffer_rows`` unread ones is dropped first."""
-        self._settle()
+        self._batch.settle()
         return self._feed.subscribe(buffer_rows)
 
     def end_subscriptions(self) -> None:
@@ -238,7 +217,7 @@ class Breakdown:
 
         Rows of rejected requests fill what the others leave of ``limit``.
         """
-        self._settle()
+        self._batch.settle()
         wanted = RowFilter(equal)
         newest_first = chain(reversed(self._lines), reversed(self._rejected))
         found = sorted(islice((each for each in newest_first if wanted.matches(each[1])), limit), key=_number)
@@ -246,7 +225,7 @@ class Breakdown:
 
     def after(self, number: int, limit: int) -> list[tuple[int, bytes]]:
         """Numbers and JSON lines of the rows after the row ``number``: the newest ``limit`` of each ring, in order."""
-        self._settle()
+        self._batch.settle()
         found = [
             numbered
             for lines in (self._lines, self._rejected)
@@ -268,7 +247,7 @@ class Breakdown:
                 process whose last rows are lost, and all rows are returned from the oldest on. Of several workers: the
                 newest is another's, and there are no rows.
         """
-        self._settle()
+        self._batch.settle()
         newest = self.number
         lines, rejected = list(self._lines), list(self._rejected)
         if after is not None:
@@ -289,14 +268,13 @@ class Breakdown:
 
     def flush(self) -> None:
         """Write the rows that wait to the file now; blocks for the disk."""
-        self._settle()
+        self._batch.settle()
         if self._files is not None:
             self._files.flush()
 
     def close(self) -> None:
         """End the subscriptions; write the rows that wait, and close the file. Later rows are not put off."""
-        self._loop = None
-        self._settle()
+        self._batch.close()
         self.end_subscriptions()
         if self._files is not None:
             self._files.close()

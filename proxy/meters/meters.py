@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from policies.meters.hits import CeilingCache, HitTokens, best_prediction, hit_tokens
 from policies.meters.window import SlidingSums
@@ -17,21 +17,17 @@ from proxy.fleet.instances import Instance, Instances
 from proxy.meters.checks import Checks
 from proxy.meters.engine import EngineMeter, EngineSums, LoadReading
 from proxy.meters.session_headers import SessionHeaders
+from proxy.records.batch import RecordBatch
 from proxy.sessions.prefix_chain import PREFIX_SOURCE
 from proxy.settings import MeterSettings
 
 log = logging.getLogger("warmroute.meters")
 
-_WAITING = 16
-"""Requests that are counted together: alone, one takes twice as long, as the code is not in the processor's caches."""
+_Served = tuple[RequestView, Row, float, float, bool | None]
+"""A request, its record, when it was sent and ended (monotonic), and ``echoed``.
 
-
-class _Served(NamedTuple):
-    request: RequestView
-    row: Row
-    sent_s: float
-    ended_s: float
-    echoed: bool | None
+A plain tuple: making a named one is one more call at the end of each request, with cold caches.
+"""
 
 
 class Meters:
@@ -50,8 +46,11 @@ class Meters:
         self._window = SlidingSums(len(HitTokens._fields), settings.window_s)
         self._ceiling = CeilingCache(settings.ceiling_blocks)
         self._block_tokens = 0.0
-        self._waiting: list[_Served] = []
+        self._batch = RecordBatch(
+            self._count, log, lambda served: f"request {served[1].request_id} could not be measured"
+        )
         """Requests that are not counted yet. Everything that reads the meters counts them first."""
+        self._batch.open(None)
         self._state = state
         self._instances = instances
         self._checks = Checks(settings, state.predictor.exact, instances, events)
@@ -66,22 +65,10 @@ class Meters:
             echoed: the answer has the id that was sent in ``x-request-id``; None: such answers have none.
         """
         if self.settings.enabled and row.status == 200 and not row.resumed:
-            self._waiting.append(_Served(request, row, sent_s, time.monotonic(), echoed))
-            if len(self._waiting) >= _WAITING:
-                self._settle()
+            self._batch.add((request, row, sent_s, time.monotonic(), echoed))
 
-    def _settle(self) -> None:
-        """Count the requests that wait."""
-        if not self._waiting:
-            return
-        waiting, self._waiting = self._waiting, []
-        for served in waiting:
-            try:
-                self._count(*served)
-            except Exception:  # answers are complete, and must not be cut because of a meter
-                log.exception("request %s could not be measured", served.row.request_id)
-
-    def _count(self, request: RequestView, row: Row, sent_s: float, now_s: float, echoed: bool | None) -> None:
+    def _count(self, served: _Served) -> None:
+        request, row, sent_s, now_s, echoed = served
         decision, reported, predicted = row.decision, row.actual_cached_tokens, row.predicted_cached_tokens
         if decision is None:
             return
@@ -131,19 +118,19 @@ class Meters:
 
     def restarted(self, name: str) -> None:
         """Begin again for an engine that restarted."""
-        self._settle()
+        self._batch.settle()
         if name in self.engines:
             self.engines[name].restart()
 
     def forget(self, name: str) -> None:
         """Drop an instance that has left the fleet."""
-        self._settle()
+        self._batch.settle()
         self.engines.pop(name, None)
         self._checks.forget(name)
 
     def examine(self, now_s: float) -> None:
         """Examine every condition; call at regular intervals."""
-        self._settle()
+        self._batch.settle()
         if self.settings.enabled:
             away = self._state.offloads_in_flight
             self._checks.examine(self.engines, self.session_headers, away, now_s)
@@ -155,17 +142,17 @@ class Meters:
 
     def hits(self, now_s: float) -> HitTokens:
         """Sums over the window."""
-        self._settle()
+        self._batch.settle()
         return HitTokens(*self._window.totals(now_s))
 
     def total(self) -> HitTokens:
         """Sums since the start."""
-        self._settle()
+        self._batch.settle()
         return HitTokens(*self._window.since_start())
 
     def of(self, name: str) -> EngineMeter:
         """The meter of an instance."""
-        self._settle()
+        self._batch.settle()
         return self._of(name)
 
     def _of(self, name: str) -> EngineMeter:

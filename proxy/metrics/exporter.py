@@ -17,13 +17,11 @@ from proxy.metrics.latencies import LatencyHistograms
 from proxy.metrics.predictions import PredictionErrors
 from proxy.metrics.tallies import Spread, Tally
 from proxy.metrics.tenants import TenantTallies
+from proxy.records.batch import RecordBatch
 from proxy.routing.router import Router
 
 log = logging.getLogger("warmroute.metrics")
 
-_WAITING_ROWS = 16
-"""Finished requests that are counted together: alone, one takes twice as long, since the code is not in the processor's
-caches."""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4, 10)
 _DECIDE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
@@ -48,9 +46,12 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._waiting: list[Row] = []
+        self._batch = RecordBatch(self._count, log, lambda row: f"request {row.request_id} could not be counted")
         """Finished requests that are not counted yet. Everything that reads the counts counts them first."""
-        self.registry.register(_First(self._settle))
+        self._batch.open(None)
+        self.record: Callable[[Row], None] = self._batch.add
+        """Count one finished request, which must not change any more."""
+        self.registry.register(_First(self._batch.settle))
         self._requests = Tally(
             self.registry, "warmroute_requests", "Finished requests, by outcome", ["instance", "outcome"]
         )
@@ -131,24 +132,8 @@ class Metrics:
     @property
     def errors(self) -> PredictionErrors:
         """Errors of the predicted cached tokens."""
-        self._settle()
+        self._batch.settle()
         return self._errors
-
-    def record(self, row: Row) -> None:
-        """Count one finished request, which must not change any more."""
-        self._waiting.append(row)
-        if len(self._waiting) >= _WAITING_ROWS:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Count the requests that wait."""
-        if self._waiting:
-            waiting, self._waiting = self._waiting, []
-            for row in waiting:
-                try:
-                    self._count(row)
-                except Exception:  # one request must not cost the counts of others
-                    log.exception("request %s could not be counted", row.request_id)
 
     def _count(self, row: Row) -> None:
         decision = row.decision
@@ -193,7 +178,7 @@ class Metrics:
 
     def forget(self, instance: str) -> None:
         """Remove the series of an instance that left the fleet."""
-        self._settle()
+        self._batch.settle()
         for metric in vars(self).values():
             if isinstance(metric, Tally | Spread):
                 metric.forget("instance", instance)
@@ -211,7 +196,7 @@ class Metrics:
         return self.registry.collect()
 
     def _read(self, router: Router, instances: Instances, events: EventSubscriber, now_s: float) -> None:
-        self._settle()
+        self._batch.settle()
         for (name, source), error in self._errors.by_source.items():
             self._index_error.values[name, source] = error.absolute_error_tokens
             self._index_predictions.values[name, source] = error.requests

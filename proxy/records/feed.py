@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 DEFAULT_BUFFER_ROWS = 1_000
@@ -60,20 +60,15 @@ class RowFeed:
     """Distributes rows to subscribers of the same event loop. ``publish`` costs nothing without subscribers."""
 
     def __init__(self) -> None:
-        self._subscriptions: list[RowSubscription] = []
+        self.subscriptions: list[RowSubscription] = []
+        """Those that have not ended."""
         self._closed = False
         self._dropped_before = 0
-
-    def __len__(self) -> int:
-        return len(self._subscriptions)
-
-    def __iter__(self) -> Iterator[RowSubscription]:
-        return iter(self._subscriptions)
 
     @property
     def dropped(self) -> int:
         """Rows that subscribers lost, over all of them."""
-        return self._dropped_before + sum(each.dropped for each in self._subscriptions)
+        return self._dropped_before + sum(each.dropped for each in self.subscriptions)
 
     @asynccontextmanager
     async def subscribe(self, buffer_rows: int = DEFAULT_BUFFER_ROWS) -> AsyncIterator[RowSubscription]:
@@ -81,20 +76,20 @@ class RowFeed:
         subscription = RowSubscription(buffer_rows)
         if self._closed:
             subscription.close()
-        self._subscriptions.append(subscription)
+        self.subscriptions.append(subscription)
         try:
             yield subscription
         finally:
-            self._subscriptions.remove(subscription)
+            self.subscriptions.remove(subscription)
             self._dropped_before += subscription.dropped
 
     def publish(self, number: int, line: bytes) -> None:
         """Give a row to every subscriber."""
-        for subscription in self._subscriptions:
+        for subscription in self.subscriptions:
             subscription.put(number, line)
 
     def close(self) -> None:
         """End every subscription, and those still to come; a second call does nothing."""
         self._closed = True
-        for subscription in self._subscriptions:
+        for subscription in self.subscriptions:
             subscription.close()

@@ -6,6 +6,8 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
+
 from tests.proxy.conftest import Running, StartProxy
 from tests.proxy.stub_engine import StubEngine
 
@@ -185,7 +187,9 @@ async def test_hand_offs_are_compared_with_their_predicted_times(start_proxy: St
     assert rows[row["prefill_instance"]]["window_requests"] == 1
 
 
-async def test_a_meter_that_fails_does_not_fail_the_request(start_proxy: StartProxy) -> None:
+async def test_a_meter_that_fails_does_not_fail_the_request(
+    start_proxy: StartProxy, caplog: pytest.LogCaptureFixture
+) -> None:
     running = await start_proxy(1, meters=METERS)
 
     def fail(*_: object) -> None:
@@ -196,3 +200,5 @@ async def test_a_meter_that_fails_does_not_fail_the_request(start_proxy: StartPr
         await ask(running, list(range(160)))
     rows = await running.rows()
     assert [(row["outcome"], row["error"]) for row in rows] == [("ok", None)] * 2
+    running.core.meters.total()
+    assert all(f"request {row['request_id']} could not be measured" in caplog.text for row in rows)
