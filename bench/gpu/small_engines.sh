@@ -9,18 +9,33 @@
 #
 # Environment: ENGINE_PYTHON (one that has vLLM, default python3), MODEL (default Qwen/Qwen3-0.6B), LOAD_FORMAT (default
 # auto; dummy: random weights), GPUS (default: all of nvidia-smi), PER_GPU (4), POOL_BYTES (18400000000: 160,432 tokens of
-# Qwen3-0.6B), MAX_MODEL_LEN (130000, must fit the pool), READY_S (300), PROXY_PORT (9090), FIRST_PORT (8001; those of
-# events and hand-over are 1000 and more above), TRANSFER (default none; tcp or nvlink: engines that hand over KV with
-# Mooncake, which the policy joint needs; untested with several instances a GPU), and SIMULATED=1 (simulated engines of
-# the same pool instead, to rehearse without a GPU; ENGINE_SPEED times as fast).
+# Qwen3-0.6B), BLOCK_SIZE (16 tokens; larger ones for hand-offs, which move a piece for each block and layer), HF_OVERRIDES
+# (JSON object of further changes to the model's configuration; with random weights its shape too: fewer KV heads or
+# layers make KV smaller, and pools larger), MAX_MODEL_LEN (130000, must fit the pool), READY_S (300), PROXY_PORT (9090),
+# FIRST_PORT (8001; those of events and hand-over are 1000 and more above), TRANSFER (default none; tcp or nvlink: engines
+# that hand over KV with Mooncake, which the policy joint needs), and SIMULATED=1 (simulated engines of the same pool and
+# blocks instead, to rehearse without a GPU; ENGINE_SPEED times as fast, timed by the hardware profile PROFILE, h20).
 set -euo pipefail
-[ $# -eq 1 ] || { sed -n '2,17p' "$0"; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,19p' "$0"; exit 2; }
 output=$(mkdir -p "$1" && cd "$1" && pwd)
 cd "$(dirname "$0")/../.."
 python=${ENGINE_PYTHON:-python3} model=${MODEL:-Qwen/Qwen3-0.6B} per_gpu=${PER_GPU:-4} longest=${MAX_MODEL_LEN:-130000}
 if [ -n "${SIMULATED:-}" ]; then gpus=${GPUS:-2}; else gpus=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}; fi
 count=$((gpus * per_gpu)) first=${FIRST_PORT:-8001} transfer=${TRANSFER:-none}
+pool_bytes=${POOL_BYTES:-18400000000} block=${BLOCK_SIZE:-16} weights=()
+if [ -n "${SIMULATED:-}" ] || [ "${LOAD_FORMAT:-auto}" = dummy ]; then weights=(--random-weights); fi
+if [ -z "${SIMULATED:-}" ] && [ -n "${ENGINE_SPEED:-}${PROFILE:-}" ]; then
+  echo "ENGINE_SPEED and PROFILE are for simulated engines: set SIMULATED=1 too, or unset them"
+  exit 2
+fi
 case $transfer in none) role=none ;; tcp | nvlink) role=kv_both ;; *) echo "TRANSFER: none, tcp or nvlink"; exit 2 ;; esac
+shape=$("$python" bench/gpu/engine_shape.py --model "$model" --longest "$longest" --pool-bytes "$pool_bytes" \
+  --block-size "$block" --overrides "${HF_OVERRIDES:-{\}}" "${weights[@]}") || exit 2
+read -r pool overrides <<< "$shape"
+if [ -n "${SIMULATED:-}" ] && [ "$pool" = 0 ]; then
+  echo "the pool of $model is not known: set MODEL to a folder that has its config.json"
+  exit 2
+fi
 : > "$output/pids"
 {
   printf 'host: 127.0.0.1\nport: %d\npolicy: {name: warm}\ninstances:\n' "${PROXY_PORT:-9090}"
@@ -42,16 +57,16 @@ for ((i = 0; i < count; i++)); do
     if [ "$transfer" = nvlink ]; then export MC_INTRANODE_NVLINK=1; else unset MC_INTRANODE_NVLINK; fi
   fi
   if [ -n "${SIMULATED:-}" ]; then
-    setsid "$python" -m sim --port $((first + i)) --kv-capacity-tokens 160432 --block-size 16 --role "$role" \
+    setsid "$python" -m sim --port $((first + i)) --kv-capacity-tokens "$pool" --block-size "$block" --role "$role" \
       --max-model-len "$longest" --max-num-seqs 32 --bootstrap-port $((first + 1200 + i)) --engine-speed "${ENGINE_SPEED:-1}" \
-      --kv-events-port $((first + 1000 + i)) --kv-events-replay-port $((first + 1100 + i)) > "$output/engine-$i.log" 2>&1 < /dev/null &
+      --profile "${PROFILE:-h20}" --kv-events-port $((first + 1000 + i)) --kv-events-replay-port $((first + 1100 + i)) > "$output/engine-$i.log" 2>&1 < /dev/null &
   else
     CUDA_VISIBLE_DEVICES=$((i / per_gpu)) MASTER_PORT=$((29500 + i)) VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 \
       setsid "$python" -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name q \
       --host 127.0.0.1 --port $((first + i)) --load-format "${LOAD_FORMAT:-auto}" --generation-config vllm \
       --attention-backend FLASH_ATTN -cc '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}' --max-num-seqs 32 \
-      --max-model-len "$longest" --hf-overrides "{\"max_position_embeddings\":$longest}" \
-      --gpu-memory-utilization 0.22 --kv-cache-memory-bytes "${POOL_BYTES:-18400000000}" \
+      --max-model-len "$longest" --hf-overrides "$overrides" --block-size "$block" \
+      --gpu-memory-utilization 0.22 --kv-cache-memory-bytes "$pool_bytes" \
       --enable-prefix-caching --enable-prompt-tokens-details --kv-events-config "$events" "${handover[@]}" \
       > "$output/engine-$i.log" 2>&1 < /dev/null &
   fi
@@ -69,4 +84,5 @@ for ((i = 0; i < count; i++)); do
     sleep 1
   done
 done
-echo "$count instances ready after $SECONDS s"
+if [ "$pool" = 0 ]; then pools=; else pools=", pools of $pool tokens"; fi
+echo "$count instances ready after $SECONDS s$pools"
