@@ -43,6 +43,7 @@ _TERMS = (
     "decode_queue_s",
     "first_s",
     "streams_s",
+    "behind_s",
     "decode_s",
     "risk_s",
     "handed_off_s",
@@ -60,22 +61,24 @@ class Joint(Warm):
     - A request with ``heavy_tokens`` new ones on the best of these may be prefilled on a specialist P, and decoded on
       the D that has room and the lowest ``queue + stream_s x requests``: its first token comes after
       ``first = max(queue_P + T_P + X, queue_D)``, with ``T_P`` the prefill on P and ``X`` the transfer of what D lacks.
-      The score is ``first + streams_P x T_P + stream_s x requests_D + failure_rate x first``: the streams that decode
-      on P stall, those on D do not. A placement on a specialist, handed off or not, is refused if the request waits
+      The score is ``first + streams_P x T_P + queue_cost x queue_P + stream_s x requests_D + failure_rate x first``:
+      the streams that decode on P stall, those on D do not, and a prompt behind others makes the next ones wait too, as
+      there are few specialists. A placement on a specialist, handed off or not, is refused if the request waits
       more than ``max_own_loss`` longer than on the best instance that is none, as a share of the time there.
 
     Where no P exists, in fleets without KV roles and for requests that are not long it chooses what ``warm`` chooses.
     It plans for every request, so the offload planner is not asked. Source: the separation of long prefills from
     decoding is that of agentic-kvc's elastic arm; the moving number of specialists and the common score are ours.
     Parameters and defaults: those of ``warm``, and ``heavy_tokens`` 20,000; ``specialist_s`` 1; ``max_own_loss`` 1;
-    ``stream_s`` 0.02, what one more stream costs the others on D. Complexity: O(n + k) for k specialists, and
-    O(n log n) for a long prefill.
+    ``stream_s`` 0.02, what one more stream costs the others on D; ``queue_cost`` 2. Complexity: O(n + k) for k
+    specialists, and O(n log n) for a long prefill.
     """
 
     heavy_tokens: int = 20_000
     specialist_s: float = 1.0
     max_own_loss: float = 1.0
     stream_s: float = 0.02
+    queue_cost: float = 2.0
     name: ClassVar[str] = "joint"
     plans: ClassVar[bool] = True
 
@@ -85,6 +88,7 @@ class Joint(Warm):
         require(self.specialist_s >= 0, "joint: specialist_s must not be negative")
         require(self.max_own_loss >= 0, "joint: max_own_loss must not be negative")
         require(self.stream_s >= 0, "joint: stream_s must not be negative")
+        require(self.queue_cost >= 0, "joint: queue_cost must not be negative")
 
     def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         return [score.score for score in self.choose(request, fleet).scores]
@@ -251,7 +255,10 @@ class _Job:
         """False if a hand-off by this P costs as much by the prefill, the streams it stalls and what is queued."""
         prefill_s = self._prices.own_s(view.cached_tokens)
         streams_s = (view.requests - view.prefilling) * prefill_s
-        return prefill_s + streams_s < score_s and self._queue_s(view) + prefill_s + streams_s < score_s
+        if prefill_s + streams_s >= score_s:
+            return False
+        queue_s = self._queue_s(view)
+        return queue_s + prefill_s + streams_s + self._policy.queue_cost * queue_s < score_s
 
     def handed_off(self, prefills: Sequence[InstanceView]) -> _Placement | OffloadReason:
         """The cheapest hand-off, or the reason why there is none."""
@@ -284,10 +291,11 @@ class _Job:
                 reason = OffloadReason.DOES_NOT_PAY
                 continue
             streams_s, decode_s = streams * prefill_s, policy.stream_s * decode.requests
-            risk_s = costs.transfer.failure_rate(pair) * first_s
-            score_s = first_s + streams_s + decode_s + risk_s
+            behind_s, risk_s = policy.queue_cost * queue_s, costs.transfer.failure_rate(pair) * first_s
+            score_s = first_s + streams_s + behind_s + decode_s + risk_s
             if best is None or score_s < best.score_s:
-                terms = (queue_s, prefill_s, transfer_s, decode_queue_s, first_s, streams_s, decode_s, risk_s, score_s)
+                waits = (queue_s, prefill_s, transfer_s, decode_queue_s, first_s)
+                terms = (*waits, streams_s, behind_s, decode_s, risk_s, score_s)
                 best = _Placement(place, view.instance, terms, score_s)
         return best or reason
 

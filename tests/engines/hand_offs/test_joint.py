@@ -22,7 +22,7 @@ PULLED = "vllm:external_prefix_cache_hits_total"
 JOINT = {
     "name": "joint",
     # A long prefill among streams on D costs each of them as long; nothing else speaks for a hand-off of so few tokens.
-    "params": {"heavy_tokens": 500, "max_own_loss": 1000.0, "stream_s": 0.0},
+    "params": {"heavy_tokens": 500, "max_own_loss": 1000.0, "stream_s": 0.0, "queue_cost": 0.0},
 }
 PRICED_AS = "nvlink"
 """The tiny model's KV moves faster than the price of TCP for a real model's says."""

@@ -136,8 +136,28 @@ def plan_of(snapshot: FleetSnapshot, request: RequestView = REQUEST, **params: A
 def test_the_request_itself_may_lose_only_so_much() -> None:
     queue = {"requests": 3, "prefilling": 3, "pending_prefill_tokens": 180_000}
     waiting = (*BUSY[:2], view("p", **queue))
-    assert plan_of(fleet(*waiting)) == (None, OffloadReason.DOES_NOT_PAY)
-    assert plan_of(fleet(*waiting), max_own_loss=9.0, stream_s=0.0)[0] == "p"
+    assert plan_of(fleet(*waiting), queue_cost=0.0) == (None, OffloadReason.DOES_NOT_PAY)
+    assert plan_of(fleet(*waiting), queue_cost=0.0, max_own_loss=9.0, stream_s=0.0)[0] == "p"
+
+
+def test_the_queue_of_a_specialist_counts_again_for_prompts_that_will_wait_behind_this_one() -> None:
+    queue = {"requests": 1, "prefilling": 1, "pending_prefill_tokens": 60_000}
+    snapshot = fleet(view("a", 6), view("b", 1), view("p", **queue))
+    assert plan_of(snapshot, queue_cost=0.0) == ("p", OffloadReason.CHOSEN)
+    plan = Joint().choose(REQUEST, snapshot).plan
+    assert plan is not None
+    assert (plan.prefill_on, plan.reason) == (None, OffloadReason.DOES_NOT_PAY)
+    inputs = plan.inputs
+    assert inputs["behind_s"] == 2 * inputs["prefill_queue_s"] > 0
+    assert inputs["first_s"] <= 2 * inputs["colocated_first_s"], "not refused for its own loss"
+    assert inputs["handed_off_s"] - inputs["behind_s"] < inputs["colocated_s"] <= inputs["handed_off_s"]
+
+
+def test_a_specialist_that_decodes_is_taken_before_one_with_a_queue() -> None:
+    queued = view("p", requests=1, prefilling=1, pending_prefill_tokens=60_000)
+    snapshot = fleet(*BUSY[:2], queued, view("q", 1), specialists=("p", "q"))
+    assert plan_of(snapshot)[0] == "q"
+    assert plan_of(snapshot, queue_cost=0.0)[0] == "p"
 
 
 def test_a_long_prompt_does_not_wait_behind_the_queue_of_a_specialist_without_streams() -> None:
@@ -206,7 +226,8 @@ def test_a_request_that_a_hand_off_cannot_carry_is_placed_as_by_warm() -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [{"heavy_tokens": 0}, {"specialist_s": -1.0}, {"max_own_loss": -0.1}, {"step_s": -1.0}]
+    "params",
+    [{"heavy_tokens": 0}, {"specialist_s": -1.0}, {"max_own_loss": -0.1}, {"queue_cost": -1.0}, {"step_s": -1.0}],
 )
 def test_impossible_parameters_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(PolicyParameterError, match=r"joint|warm"):

@@ -22,6 +22,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"heavy_tokens": 500, "stream_s": 0.0},
     {"heavy_tokens": 1, "specialist_s": 0.0, "max_own_loss": 3.0, "others_weight": 0.5},
     {"heavy_tokens": 1, "learned": False, "hold_s": 0.0, "stream_s": 0.5},
+    {"heavy_tokens": 1, "max_own_loss": 10.0, "queue_cost": 0.0},
 )
 
 
@@ -132,7 +133,7 @@ def priced(
     transfer_s = costs.transfer.predict(job, costs.now_s).seconds
     first_s = max(queue_s + prefill_s + transfer_s, queues[decode.instance])
     streams_s, decode_s = prefill.decode_streams * prefill_s, policy.stream_s * decode.requests
-    risk_s = costs.transfer.failure_rate(pair) * first_s
+    risk_s, behind_s = costs.transfer.failure_rate(pair) * first_s, policy.queue_cost * queue_s
     return {
         "prefill_queue_s": queue_s,
         "prefill_s": prefill_s,
@@ -140,9 +141,10 @@ def priced(
         "decode_queue_s": queues[decode.instance],
         "first_s": first_s,
         "streams_s": streams_s,
+        "behind_s": behind_s,
         "decode_s": decode_s,
         "risk_s": risk_s,
-        "handed_off_s": first_s + streams_s + decode_s + risk_s,
+        "handed_off_s": first_s + streams_s + behind_s + decode_s + risk_s,
     }
 
 
