@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.joint.cells import JointCell, PlacementArm, PlacementFigures, ratios_of
-from bench.joint.tables import harmed, summary_of
+from bench.joint.tables import METRICS, harmed, summary_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ELASTIC = (DOCS / "elastic.md").read_text(encoding="utf-8")
@@ -60,14 +60,24 @@ def test_the_page_shows_the_kept_results(chosen_on: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fleet", "kept", "worse"), [(4, "joint-fleets.json", 0), (16, "joint-fleets.json", 1), (64, "joint-64.json", 11)]
+    ("fleet", "kept", "runs", "worse"),
+    [(4, "joint-fleets.json", 144, 0), (16, "joint-fleets.json", 144, 1), (64, "joint-64.json", 48, 2)],
 )
-def test_the_page_on_elastic_prefill_shows_other_fleets(fleet: int, kept: str, worse: int) -> None:
+def test_the_page_on_elastic_prefill_shows_other_fleets(fleet: int, kept: str, runs: int, worse: int) -> None:
     played = [each for each in cells(kept) if each.cell.fleet == fleet]
     handing = {(each.cell.trace, each.cell.pool) for each in played if each.joint.handed_off}
     shown = [each for each in played if (each.cell.trace, each.cell.pool) in handing]
     table = summary_of(shown, chosen_on=True) + summary_of(shown, chosen_on=False)[2:]
     assert f"{fleet} instances:\n\n" + "\n".join(table) in ELASTIC
-    assert len(played) == 144
+    assert len(played) == runs
     assert len(harmed(played)) == worse
     assert not any(each.warm.failed or each.joint.failed for each in played)
+
+
+def test_the_page_on_elastic_prefill_counts_the_intervals_beside_1() -> None:
+    kept = [each for name in ("joint.json", "joint-fleets.json", "joint-64.json") for each in cells(name)]
+    differ = [each for each in kept if each.warm != each.joint]
+    intervals = [ratio_of(each.ratios) for each in differ for ratio_of in METRICS.values()]
+    above, below = sum(low > 1 for _, low, _ in intervals), sum(high < 1 for _, _, high in intervals)
+    assert f"The {len(differ)} runs of all four fleets that differ from `warm` have {len(intervals)} figures" in ELASTIC
+    assert f"The interval of {above} of them lies above 1, that of {below} below" in ELASTIC
