@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run every instrument on the two GPUs of this machine: interference, transfers over NVLink and TCP, idle and loaded,
-# stage by stage, calibration, transfers of larger blocks, overhead of the connector and of its hooks. Needs vLLM and
+# Run every instrument on two GPUs of this machine: interference, transfers over NVLink and TCP, idle and loaded, stage by
+# stage, calibration, transfers of smaller blocks, overhead of the connector and of its hooks. Needs vLLM and
 # Mooncake >= 0.3.13 (CUDA) in ENGINE_PYTHON, and this project installed (make setup) or on PYTHONPATH. Records, the
 # profile and a log of all tables go to OUTPUT.
 #
@@ -12,15 +12,25 @@
 # ENGINE_ARGS (a YAML list of further vLLM arguments), SETTINGS (further KEY=VALUE of the fleet file, with spaces between;
 # GPUs of 80 GB: vllm.gpu_memory_utilization=0.94 vllm.max_model_len=140000), STREAMS and PREFILLS (of the interference,
 # comma-separated), HARDWARE (for the records), PROFILE (name of the profile, default h200-measured), REPEATS (default
-# 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start), SMALL_BLOCK and LARGE_BLOCK (tokens,
-# default 16 and 128: of the first fleet and of the last; the others have the fleet file's),
-# HOOKS=0 (leave the connector's hooks out; else they are installed into the engines' Python and removed again), and
+# 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start), SMALL_BLOCK (tokens, default 16: of the
+# last fleet; the others have the fleet file's),
+# HOOKS=0 (leave the connector's hooks out; else they are installed into the engines' Python and removed again; keep:
+# installed and not removed), PARTS (default fast,tcp,overhead,blocks: each starts fleets of its own), and
 # BUDGET_S (default 1500: steps that would begin later are left out, one that runs then is ended).
+#
+# Four GPUs: two parts on each pair, side by side, in half the time. The second pair has GPUs and ports of its own:
+#   HOOKS=keep PARTS=fast bench/gpu/instruments.sh OUTPUT-1
+#   HOOKS=keep PARTS=tcp,overhead,blocks bench/gpu/instruments.sh OUTPUT-2     # and in SETTINGS: devices=[2,3]
+#     # base_port=8101 base_bootstrap_port=9098 base_events_port=6701 base_events_replay_port=6801 base_master_port=29600
 #
 # Rehearsal on the CPU, with small sizes (make engines):  SMALL=1 bench/gpu/instruments.sh OUTPUT
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-[ $# -eq 1 ] || { sed -n '2,20p' "$0"; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,29p' "$0"; exit 2; }
+parts=${PARTS:-fast,tcp,overhead,blocks}
+for part in ${parts//,/ }; do
+  case $part in fast | tcp | overhead | blocks) ;; *) echo "PARTS: fast, tcp, overhead and blocks, with commas between"; exit 2 ;; esac
+done
 output=$1
 mkdir -p "$output"
 output=$(cd "$output" && pwd)
@@ -65,7 +75,7 @@ engine_python=${ENGINE_PYTHON:-$([ -n "${SMALL:-}" ] && echo .venv-engines/bin/p
 
 finish() {
   [ -z "$running" ] || "${warmroute[@]}" down --run-dir "$running" > /dev/null
-  [ -z "$hooked" ] || "${warmroute[@]}" measure hooks revert --python "$engine_python" >> "$output/progress.log" 2>&1
+  [ -z "$hooked" ] || [ "${HOOKS:-1}" = keep ] || "${warmroute[@]}" measure hooks revert --python "$engine_python" >> "$output/progress.log" 2>&1
 }
 trap finish EXIT
 
@@ -121,38 +131,55 @@ if [ "${HOOKS:-1}" != 0 ]; then
   fi
 fi
 
-use first "$fast" "vllm.block_size=${SMALL_BLOCK:-16}"
-measure interference interference --streams "$streams" --prefill-tokens "$prefills" --context-tokens "$context" \
-  --repeats "$repeats"
-step calibrate "${warmroute[@]}" calibrate "${target[@]}" --name "${PROFILE:-h200-measured}" --force \
-  --output "$output" "${calibration[@]}" --repeats "$repeats"
-measure transfer "transfer-$fast" --tokens "$sizes" --background "$loads" --background-tokens "$context" \
-  --repeats "$repeats"
-measure transfer "transfer-$fast-shared" --tokens "$shared" --concurrent "$at_once" --repeats "$repeats"
-measure transfer "transfer-$fast-prefills" --tokens "$shared" --background "$few" \
-  --background-kind prefill --background-tokens "$shared" --repeats "$repeats"
-down
+# Blocks of a worn pool lie apart, so a transfer has more pieces: every pool is worn before transfers are measured.
+fast_part() {
+  use first "$fast"
+  measure transfer "transfer-$fast-wear" --tokens "$wear" --concurrent 8 --repeats "$wear_repeats"
+  measure interference interference --streams "$streams" --prefill-tokens "$prefills" --context-tokens "$context" \
+    --repeats "$repeats"
+  step calibrate "${warmroute[@]}" calibrate "${target[@]}" --name "${PROFILE:-h200-measured}" --force \
+    --output "$output" "${calibration[@]}" --repeats "$repeats"
+  measure transfer "transfer-$fast" --tokens "$sizes" --background "$loads" --background-tokens "$context" \
+    --repeats "$repeats"
+  measure transfer "transfer-$fast-shared" --tokens "$shared" --concurrent "$at_once" --repeats "$repeats"
+  measure transfer "transfer-$fast-prefills" --tokens "$shared" --background "$few" \
+    --background-kind prefill --background-tokens "$shared" --repeats "$repeats"
+  down
+}
 
 # Over TCP a large pull under load takes longer than the 30 s after which Mooncake gives up by default, and has more pieces
 # than its queue takes by default (docs/instruments.md).
-use tcp tcp 'env.MC_TRANSFER_TIMEOUT="110"' "env.MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=\"$queue\"" \
-  vllm.transfer.abort_timeout_s=120
-[ "$fast" = tcp ] || measure transfer transfer-tcp --tokens "$sizes" --repeats "$repeats"
-measure transfer transfer-tcp-shared --tokens "$shared" --concurrent "$at_once" --repeats "$repeats"
-measure transfer transfer-tcp-prefills --tokens "$shared" --background "$few" \
-  --background-kind prefill --background-tokens "$shared" --repeats "$repeats"
-measure transfer transfer-tcp-loaded --tokens "$long" --background "$few" --background-tokens "$context" \
-  --repeats "$repeats"
-down
+tcp_part() {
+  use tcp tcp 'env.MC_TRANSFER_TIMEOUT="110"' "env.MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=\"$queue\"" \
+    vllm.transfer.abort_timeout_s=120
+  if [ "$fast" != tcp ]; then
+    measure transfer transfer-tcp-wear --tokens "$wear" --concurrent 8 --repeats "$wear_repeats"
+    measure transfer transfer-tcp --tokens "$sizes" --repeats "$repeats"
+  fi
+  measure transfer transfer-tcp-shared --tokens "$shared" --concurrent "$at_once" --repeats "$repeats"
+  measure transfer transfer-tcp-prefills --tokens "$shared" --background "$few" \
+    --background-kind prefill --background-tokens "$shared" --repeats "$repeats"
+  measure transfer transfer-tcp-loaded --tokens "$long" --background "$few" --background-tokens "$context" \
+    --repeats "$repeats"
+  down
+}
 
-arms=none,idle,used${hooked:+,hooked}
-step overhead "${warmroute[@]}" measure overhead "$fleet" "${settings[@]}" "${ids[@]}" --hardware "$hardware" \
-  --arms "$arms" --starts "$starts" --run-dir "$output/overhead-runs" --output "$output/overhead.json" "${overhead[@]}"
+overhead_part() {
+  step overhead "${warmroute[@]}" measure overhead "$fleet" "${settings[@]}" "${ids[@]}" --hardware "$hardware" \
+    --arms "none,idle,used${hooked:+,hooked}" --starts "$starts" --run-dir "$output/overhead-runs" \
+    --output "$output/overhead.json" "${overhead[@]}"
+}
 
-# Blocks of a worn pool lie apart, so their size decides how large the pieces of a transfer are. Pairs are warm here.
-use blocks "$fast" "vllm.block_size=${LARGE_BLOCK:-128}" pair_warmup.mode=warn
-measure transfer "transfer-$fast-blocks-wear" --tokens "$wear" --concurrent 8 --repeats "$wear_repeats"
-measure transfer "transfer-$fast-blocks" --tokens "$sizes" --repeats "$repeats"
-down
+# The size of the blocks decides how large the pieces of a transfer are. Pairs are warm here.
+blocks_part() {
+  use blocks "$fast" "vllm.block_size=${SMALL_BLOCK:-16}" pair_warmup.mode=warn
+  measure transfer "transfer-$fast-blocks-wear" --tokens "$wear" --concurrent 8 --repeats "$wear_repeats"
+  measure transfer "transfer-$fast-blocks" --tokens "$sizes" --repeats "$repeats"
+  down
+}
+
+for part in fast tcp overhead blocks; do
+  case ,$parts, in *,"$part",*) "${part}_part" ;; esac
+done
 echo "done in $SECONDS s${failed[*]:+; not complete: ${failed[*]}}"
 [ ${#failed[@]} -eq 0 ]

@@ -10,10 +10,14 @@ from bench.instruments.steps import StepsPlan
 from bench.instruments.transfer import TransferPlan
 
 _NEW = (64, 256, 1_024, 4_096, 8_192, 16_384, 32_768, 65_536)
-_AFTER_CACHED = ((64, 8_192), (2_048, 8_192), (512, 32_768), (8_192, 32_768))
+_AFTER_CACHED = (
+    *((64, 8_192), (2_048, 8_192), (512, 32_768), (8_192, 32_768)),
+    *((512, 65_536), (8_192, 65_536), (512, 131_072), (8_192, 131_072)),
+)
+"""(new, cached) tokens of later turns, also of sessions that are longer than the longest cold prompt."""
 _DECODES = (
     *((1, 1_024), (2, 1_024), (4, 1_024), (8, 1_024), (16, 1_024), (32, 1_024)),
-    *((1, 16_384), (4, 16_384), (16, 16_384)),
+    *((1, 16_384), (4, 16_384), (16, 16_384), (1, 65_536), (4, 65_536)),
 )
 _AMONG = (4, 16)
 _PREFILLS = (1_024, 8_192, 32_768)
@@ -32,7 +36,8 @@ class EngineLimits(msgspec.Struct, kw_only=True, frozen=True):
     pool_tokens: int
     max_num_seqs: int
     largest_tokens: int = 65_536
-    """Longest prompt that is measured; for small engines it scales every size down."""
+    """Longest prompt that is measured cold; for small engines it scales every size down. Cached prefixes are up to twice
+    as long."""
 
 
 class CalibrationPlan(msgspec.Struct, kw_only=True):
@@ -60,8 +65,9 @@ def reduced(limits: EngineLimits, repeats: int) -> CalibrationPlan:
         return max(16, int(tokens * scale))
 
     prefills = list(dict.fromkeys((scaled(new), 0) for new in _NEW))
+    deepest = min(limits.max_model_len - 1, room)
     prefills += [
-        pair for pair in ((scaled(new), scaled(cached)) for new, cached in _AFTER_CACHED) if sum(pair) <= longest
+        pair for pair in ((scaled(new), scaled(cached)) for new, cached in _AFTER_CACHED) if sum(pair) <= deepest
     ]
     decodes = [
         (streams, context)

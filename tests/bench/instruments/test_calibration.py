@@ -194,7 +194,8 @@ def test_a_linear_transport_is_found_by_the_formula() -> None:
 
 def test_small_engines_get_smaller_sizes_and_tiny_ones_are_refused() -> None:
     plan = reduced(EngineLimits(max_model_len=4_096, pool_tokens=8_192, max_num_seqs=8, largest_tokens=2_048), 1)
-    assert max(sum(pair) for pair in plan.steps.prefills) <= 2_048
+    assert max(new for new, cached in plan.steps.prefills if not cached) == 2_048
+    assert max(sum(pair) for pair in plan.steps.prefills) == 2_048 + 256 < 4_096
     assert max(streams for streams, _ in plan.steps.decodes) <= 8
     assert plan.interference.streams == (4,)
     assert plan.transfer.background == (0, 4)
