@@ -10,7 +10,11 @@ from typing import Any
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run_until_signal(main: Coroutine[Any, Any, int], on_second: Callable[[], None] = lambda: None) -> int:
+def run_until_signal(
+    main: Coroutine[Any, Any, int],
+    on_second: Callable[[], None] = lambda: None,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> int:
     """Exit code of the coroutine, or 128 + the number of the signal that ended it (130 for Ctrl-C).
 
     Only the first signal cancels. Further ones call ``on_second``, to hurry the clean-up; it is never cut short, since
@@ -43,6 +47,7 @@ def run_until_signal(main: Coroutine[Any, Any, int], on_second: Callable[[], Non
                 loop.remove_signal_handler(signum)
 
     try:
-        return asyncio.run(cancellable())
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(cancellable())
     except (asyncio.CancelledError, KeyboardInterrupt):
         return 128 + (received[0] if received else signal.SIGINT)
