@@ -13,7 +13,9 @@ from typing import Annotated, NoReturn
 import typer
 import uvloop
 
+from bench.admission_shapes import write_rows
 from bench.figures.result_file import writable
+from bench.home_case.cut import SessionCut, first_turns
 from bench.home_case.fleet import HomeCaseError, running_fleet
 from bench.home_case.measure import HomeCase, sustained_run
 from bench.home_case.record import SUSTAINED, read_files
@@ -91,6 +93,31 @@ def run(
     else:
         typer.echo(f"written: {output}")
     raise typer.Exit(code)
+
+
+@app.command()
+def cut(
+    trace: Annotated[Path, typer.Argument(help="Trace with long sessions, such as kct_v6.")],
+    output: Annotated[Path, typer.Argument(help="Trace to write.")],
+    copies: Annotated[int, typer.Option(min=1, help="Times that every session occurs, with prefixes of its own.")] = 4,
+    turns: Annotated[int, typer.Option(min=1, help="First turns of a session that are kept.")] = 20,
+    max_tokens: Annotated[int, typer.Option(help="A session ends before its first longer prompt.")] = 150_000,
+    think_s: Annotated[float, typer.Option(min=0, help="Longest think time, seconds.")] = 5.0,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Answers are cut to this many tokens.")] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of the order in which sessions begin, one each second.")] = 1,
+) -> None:
+    """Write a trace for a run of minutes: the first turns of a trace's sessions, several copies of each."""
+    try:
+        whole = load_trace(trace)
+    except TraceError as error:
+        _stop(error)
+    rows = first_turns(whole, SessionCut(copies, turns, max_tokens, think_s, output_tokens, seed))
+    if not rows:
+        _stop(f"{trace}: no session begins with a prompt of at most {max_tokens} tokens")
+    write_rows(rows, output)
+    sessions = len({each["session_id"] for each in rows})
+    mean = sum(each["input_length"] for each in rows) / len(rows)
+    typer.echo(f"{len(rows)} requests of {sessions} sessions, {mean:,.0f} tokens a prompt")
 
 
 @app.command()

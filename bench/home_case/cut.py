@@ -1,0 +1,69 @@
+"""A trace for a run of minutes from one of hours: the first turns of long sessions, several copies of each."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+from replayer.traces.trace import Trace, TraceRequest
+
+OWN_IDS = 100_000_000
+"""Distance between the block ids of two copies, so that they share none."""
+_CALL_S = 2.0
+"""Time of one call in the new trace; a replay waits for the answer instead."""
+
+
+class SessionCut(NamedTuple):
+    """Which part of a trace's sessions is kept."""
+
+    copies: int = 4
+    """Times that every session occurs; copies share no prefix with each other."""
+    turns: int = 20
+    """First turns of a session that are kept."""
+    max_tokens: int = 150_000
+    """A session ends before its first prompt that is longer."""
+    think_s: float = 5.0
+    """Longest think time, seconds."""
+    output_tokens: int = 128
+    """Answers are cut to this many tokens."""
+    seed: int = 1
+    """Seed of the order in which sessions begin."""
+
+
+def first_turns(whole: Trace, cut: SessionCut) -> list[dict[str, Any]]:
+    """Rows of a trace in which one session begins each second. Sharing between sessions of one copy is kept."""
+    begun: list[tuple[int, list[TraceRequest]]] = []
+    for copy in range(cut.copies):
+        for session in whole.sessions().values():
+            kept: list[TraceRequest] = []
+            for each in session[: cut.turns]:
+                if each.input_length > cut.max_tokens:
+                    break
+                kept.append(each)
+            if kept:
+                begun.append((copy, kept))
+    random.Random(cut.seed).shuffle(begun)
+    rows: list[dict[str, Any]] = []
+    for number, (copy, session) in enumerate(begun):
+        at_s, before = float(number), -1
+        for turn, each in enumerate(session):
+            wait_s = min(max(each.think_time_s or 0.0, 0.5), cut.think_s) if turn else 0.0
+            at_s += wait_s + _CALL_S if turn else 0.0
+            rows.append(
+                {
+                    "chat_id": len(rows),
+                    "parent_chat_id": before,
+                    "timestamp": round(at_s, 3),
+                    "input_length": each.input_length,
+                    "output_length": min(each.output_length, cut.output_tokens),
+                    "type": "coder",
+                    "turn": turn + 1,
+                    "hash_ids": [OWN_IDS * copy + block for block in each.hash_ids],
+                    "session_id": f"s{number:03d}",
+                    "think_time": wait_s,
+                    "api_time": _CALL_S,
+                }
+            )
+            before = rows[-1]["chat_id"]
+    rows.sort(key=lambda row: row["timestamp"])
+    return rows
