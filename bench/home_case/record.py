@@ -52,7 +52,7 @@ class ProxyFacts(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, float] = {}
     """Increase of its counters, by series; 0 is left out."""
     cpu_s: float | None = None
-    """Processor time during the replay, once-a-second readings of its metrics included; None: its process was gone."""
+    """Processor time during the replay, once-a-second readings of ``/stats`` included; None: its process was gone."""
     rss_most_bytes: int = 0
     descriptors_most: int = 0
     samples: list[ProxySample] = []
