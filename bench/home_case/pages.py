@@ -1,4 +1,4 @@
-"""The proxy's admin pages: settings in force, metrics, breakdown rows."""
+"""The proxy's admin pages: effective settings, metrics, breakdown rows."""
 
 from __future__ import annotations
 

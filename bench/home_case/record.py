@@ -25,7 +25,7 @@ SUSTAINED = "sustained.json"
 NAMES = (RUN, BREAKDOWN, TELEMETRY, SUSTAINED)
 
 
-class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+class FleetEngine(msgspec.Struct, frozen=True, kw_only=True):
     """One engine of the fleet."""
 
     name: str
@@ -75,7 +75,7 @@ class SustainedRecord(msgspec.Struct, kw_only=True):
     gpus: GpuInventory = GpuInventory()
     model: str
     context_tokens: int | None = None
-    engines: list[EngineFacts]
+    engines: list[FleetEngine]
     proxy: ProxyFacts
     idle_after_s: float | None = None
     """Wall seconds from the end of the replay until nothing was left; None: something was left."""

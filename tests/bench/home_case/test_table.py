@@ -15,7 +15,7 @@ from bench.home_case.record import (
     RUN,
     SUSTAINED,
     TELEMETRY,
-    EngineFacts,
+    FleetEngine,
     ProxyFacts,
     SustainedRecord,
     read_files,
@@ -34,7 +34,6 @@ def sample(at_s: float, rss_mib: float = 100.0) -> ProxySample:
 
 
 def request(number: int, *, ok: bool = True, ttft_s: float = 0.5) -> RequestRecord:
-    times = {"ttft_scheduled_s": ttft_s, "tpot_s": 0.01, "e2e_scheduled_s": 4 * ttft_s, "finished_s": 10.0 + number}
     return RequestRecord(
         request_id=f"r{number}",
         session_id="s",
@@ -43,7 +42,10 @@ def request(number: int, *, ok: bool = True, ttft_s: float = 0.5) -> RequestReco
         trace_timestamp_s=0.0,
         scheduled_s=float(number),
         sent_s=float(number),
-        **times,
+        finished_s=10.0 + number,
+        ttft_scheduled_s=ttft_s,
+        tpot_s=0.01,
+        e2e_scheduled_s=4 * ttft_s,
         output_length=2,
         prompt_tokens=1000,
         completion_tokens=2,
@@ -68,7 +70,7 @@ def record(**values: Any) -> SustainedRecord:
         "replay_s": 60.0,
         "model": "m",
         "engines": [
-            EngineFacts(
+            FleetEngine(
                 name="inst-0",
                 kind="vllm",
                 version="0.18.1",
@@ -106,7 +108,7 @@ def written(folder: Path, made: SustainedRecord, telemetry: str | None = None) -
         row(2, offload_reason="fell_back_p_timeout", attempts=[{"instance": "inst-0", "error": "gone"}]),
     ]
     plain = {
-        RUN: b"".join(encode_line(each) for each in (header, *records)),
+        RUN: encode_line(header) + b"".join(encode_line(each) for each in records),
         BREAKDOWN: b"".join(msgspec.json.encode(each) + b"\n" for each in rows),
     }
     if telemetry is not None:
