@@ -19,7 +19,7 @@ import psutil
 from bench.home_case.fleet import HomeCaseError, RunningFleet, changes
 from bench.home_case.idle import until_idle
 from bench.home_case.pages import ProxyPages, increase
-from bench.home_case.record import BREAKDOWN, RUN, TELEMETRY, EngineFacts, ProxyFacts, SustainedRecord, write_files
+from bench.home_case.record import BREAKDOWN, RUN, TELEMETRY, FleetEngine, ProxyFacts, SustainedRecord, write_files
 from bench.home_case.samples import ProxySampler, thinned, use_of
 from bench.routers.engines import EngineSet, EngineSetError, ServedModel
 from bench.routers.records import EngineCounters
@@ -172,9 +172,9 @@ def _too_long(plan: Plan, served: ServedModel) -> list[str]:
     return [f"{refused} requests are longer than the engines' {served.max_tokens} tokens"] if refused else []
 
 
-def _engines(fleet: RunningFleet, served: ServedModel, counters: list[EngineCounters]) -> list[EngineFacts]:
+def _engines(fleet: RunningFleet, served: ServedModel, counters: list[EngineCounters]) -> list[FleetEngine]:
     return [
-        EngineFacts(
+        FleetEngine(
             name=each.name,
             kind=each.kind,
             version=version,

@@ -25,7 +25,7 @@ SUSTAINED = "sustained.json"
 NAMES = (RUN, BREAKDOWN, TELEMETRY, SUSTAINED)
 
 
-class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+class FleetEngine(msgspec.Struct, frozen=True, kw_only=True):
     """One engine of the fleet."""
 
     name: str
@@ -52,7 +52,7 @@ class ProxyFacts(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, float] = {}
     """Increase of its counters, by series; 0 is left out."""
     cpu_s: float | None = None
-    """Processor time during the replay, once-a-second readings of its metrics included; None: its process was gone."""
+    """Processor time during the replay, once-a-second readings of ``/stats`` included; None: its process was gone."""
     rss_most_bytes: int = 0
     descriptors_most: int = 0
     samples: list[ProxySample] = []
@@ -75,7 +75,7 @@ class SustainedRecord(msgspec.Struct, kw_only=True):
     gpus: GpuInventory = GpuInventory()
     model: str
     context_tokens: int | None = None
-    engines: list[EngineFacts]
+    engines: list[FleetEngine]
     proxy: ProxyFacts
     idle_after_s: float | None = None
     """Wall seconds from the end of the replay until nothing was left; None: something was left."""

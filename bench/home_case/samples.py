@@ -39,13 +39,17 @@ class ProxySample(msgspec.Struct, frozen=True):
 
 
 def use_of(pid: int) -> ProxyUse:
-    """Use of a process and its children now. Raises psutil.Error when it is gone."""
+    """Use of a fleet's process now: of all below its guard (`launch.run.guard`), or its own where it has none.
+
+    Raises:
+        psutil.Error: it is gone.
+    """
     leader = psutil.Process(pid)
-    found = [_use(leader)]
-    for child in leader.children(recursive=True):
+    found = []
+    for process in leader.children(recursive=True):
         with suppress(psutil.Error):
-            found.append(_use(child))
-    rss, descriptors, cpu_s = (sum(values) for values in zip(*found, strict=True))
+            found.append(_use(process))
+    rss, descriptors, cpu_s = (sum(values) for values in zip(*(found or [_use(leader)]), strict=True))
     return ProxyUse(int(rss), int(descriptors), round(cpu_s, 3))
 
 

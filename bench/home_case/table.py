@@ -147,10 +147,10 @@ def _factors(leg: LegSummary) -> str:
 
 
 def _hand_offs(found: SustainedRun) -> Iterator[tuple[str, str]]:
-    told = offloads(found.run.records, rows_of(found.rows), found.run.header.clock_scale)
-    yield "handed off", f"{told.offloaded} of {told.requests}"
-    yield "planner's reasons", _counts(dict(told.reasons))
-    yield "fallbacks", _counts(dict(told.fallbacks))
+    handed = offloads(found.run.records, rows_of(found.rows), found.run.header.clock_scale)
+    yield "handed off", f"{handed.offloaded} of {handed.requests}"
+    yield "planner's reasons", _counts(dict(handed.reasons))
+    yield "fallbacks", _counts(dict(handed.fallbacks))
     failed = sum(bool(row.get("attempts")) for row in found.rows)
     counted = {
         name.removeprefix("warmroute_").replace("_total", ""): value
