@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
 from bench.fidelity import end_to_end, profiles, published, real_time
 from bench.figures.machine import machine
 from bench.figures.result_file import writable
+from bench.home_case.cut import SessionCut, cut_trace
 from launch.arm import ArmError
 from launch.fleet.file import FleetError
 from launch.freshness.proof import StaleEngineError
@@ -31,23 +32,40 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TRACES = REPOSITORY.parent / "shared" / "traces" / "agentic"
 END_TO_END_TRACE = "derived_glm_like_2h.jsonl.zst"
 RESULTS = REPOSITORY / "docs" / "results"
+
+
+class RecordedRuns(NamedTuple):
+    """Runs of one trace on real engines."""
+
+    trace: str
+    """File of the trace."""
+    kept: Path
+    group: str
+    """Name in the table of profiles."""
+    cut: SessionCut | None = None
+    """What was replayed of the trace; None: all of it."""
+
+
 RECORDED = {
-    "recordings": ("derived_glm_like_sample1k.jsonl.gz", RESULTS / "elastic-h200-4x"),
-    "recordings-long": ("kct_v6_sample1k.jsonl.gz", RESULTS / "elastic-h200-4x-long"),
+    "recordings": RecordedRuns("derived_glm_like_sample1k.jsonl.gz", RESULTS / "elastic-h200-4x", "short sessions"),
+    "recordings-long": RecordedRuns("kct_v6_sample1k.jsonl.gz", RESULTS / "elastic-h200-4x-long", "long sessions"),
+    "recordings-home": RecordedRuns(
+        "kct_v6_sample1k.jsonl.gz",
+        RESULTS / "home-case-h200-4x" / "sustained",
+        "home case, blocks of 128",
+        SessionCut(copies=4, turns=28, max_tokens=80_000),
+    ),
 }
-"""Traces, and runs of them on real engines."""
 RECORDED_PROFILE = "h200"
 PAGE = REPOSITORY / "docs" / "simulator.md"
 KEPT = RESULTS / "simulator-real-time.json"
 SECTIONS = ("interference", "transfers", "end-to-end", *RECORDED, "profiles", "profile-parts", "real-time")
 TRACES_OF = (
     {"end-to-end": (END_TO_END_TRACE,)}
-    | {name: (trace,) for name, (trace, _) in RECORDED.items()}
-    | dict.fromkeys(("profiles", "profile-parts"), tuple(trace for trace, _ in RECORDED.values()))
+    | {name: (each.trace,) for name, each in RECORDED.items()}
+    | dict.fromkeys(("profiles", "profile-parts"), tuple(dict.fromkeys(each.trace for each in RECORDED.values())))
 )
 """The sections that need traces."""
-GROUPS = {"recordings": "short sessions", "recordings-long": "long sessions"}
-"""Names in the table of profiles."""
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -77,18 +95,21 @@ def section(name: str, traces: Path = TRACES) -> str:
 
 def recorded(name: str, traces: Path) -> list[Recording]:
     """The recordings of real engines of one of ``RECORDED``. Raises TraceError as ``section``."""
-    trace, kept = RECORDED[name]
-    loaded = load_trace(traces / trace)
-    return [read_recording(folder, loaded, f"{folder.parent.name}/{folder.name}") for folder in find_recordings([kept])]
+    runs = RECORDED[name]
+    loaded = load_trace(traces / runs.trace)
+    if runs.cut is not None:
+        loaded = cut_trace(loaded, runs.cut)
+    folders = find_recordings([runs.kept])
+    return [read_recording(folder, loaded, f"{folder.parent.name}/{folder.name}") for folder in folders]
 
 
 def grouped(traces: Path) -> dict[str, list[Recording]]:
     """All recordings, those without a hand-off apart."""
     found: dict[str, list[Recording]] = {}
-    for name, group in GROUPS.items():
+    for name, runs in RECORDED.items():
         for each in recorded(name, traces):
             moved = any(sent.record.prefill_instance for sent in each.sent)
-            found.setdefault(f"{group}, {'with' if moved else 'without'} hand-offs", []).append(each)
+            found.setdefault(f"{runs.group}, {'with' if moved else 'without'} hand-offs", []).append(each)
     return found
 
 

@@ -14,7 +14,7 @@ from sim.fidelity.resimulate import resimulate
 from sim.fit_report import profile_yaml
 from sim.hardware import HardwareProfile, load_profile
 
-PROFILES = ("h200", "h200-calibrated")
+PROFILES = ("h200", "h200-nvlink-128")
 _PREFILL = (
     *("frontend_s", "frontend_token_s", "prefill_s", "prefill_token_s", "prefill_context_s", "prefill_floor_s"),
     "mixed_stream_s",

@@ -7,6 +7,8 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
+from replayer.records.version import installed_version
+
 
 def machine() -> dict[str, str]:
     """Processor, cores and versions on this machine, as text by name."""
@@ -20,5 +22,5 @@ def machine() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),
         "xxhash": version("xxhash"),
-        "warmroute": version("warmroute"),
+        "warmroute": installed_version(),
     }

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from bench.admission_shapes import write_rows
+from replayer.traces.loading import load_trace
 from replayer.traces.trace import Trace, TraceRequest
 
 OWN_IDS = 100_000_000
@@ -67,3 +71,15 @@ def first_turns(whole: Trace, cut: SessionCut) -> list[dict[str, Any]]:
             before = rows[-1]["chat_id"]
     rows.sort(key=lambda row: row["timestamp"])
     return rows
+
+
+def cut_trace(whole: Trace, cut: SessionCut) -> Trace:
+    """The trace of `first_turns` as it is loaded from the file that ``python -m bench.home_case cut`` writes.
+
+    Raises:
+        TraceError: nothing is left.
+    """
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "cut.jsonl"
+        write_rows(first_turns(whole, cut), path)
+        return load_trace(path)

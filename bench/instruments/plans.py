@@ -36,7 +36,7 @@ class EngineLimits(msgspec.Struct, kw_only=True, frozen=True):
     pool_tokens: int
     max_num_seqs: int
     largest_tokens: int = 65_536
-    """Longest prompt that is measured cold; for small engines it scales every size down. Cached prefixes are up to twice
+    """Longest prompt that is measured cold; a smaller one scales every size down. Cached prefixes are up to twice
     as long."""
 
 

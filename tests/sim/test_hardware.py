@@ -31,7 +31,7 @@ PROFILES = ("h20", "h200")
 
 @pytest.fixture(scope="module")
 def fits() -> dict[str, Fit]:
-    return {name: fit(load_points(HARDWARE_FOLDER / f"{name}_points.yaml")) for name in (*PROFILES, "h200-calibrated")}
+    return {name: fit(load_points(HARDWARE_FOLDER / f"{name}_points.yaml")) for name in (*PROFILES, "h200-nvlink-128")}
 
 
 def numbers(value: object, path: str = "") -> dict[str, object]:
@@ -55,7 +55,7 @@ def test_the_shipped_profile_is_the_refit(name: str, fits: dict[str, Fit]) -> No
 
 # The bounds that docs/simulator.md states.
 @pytest.mark.parametrize(
-    ("name", "median", "worst"), [("h20", 0.05, 0.08), ("h200", 0.06, 0.45), ("h200-calibrated", 0.06, 0.45)]
+    ("name", "median", "worst"), [("h20", 0.05, 0.08), ("h200", 0.06, 0.45), ("h200-nvlink-128", 0.06, 0.45)]
 )
 def test_residuals_stay_within_the_documented_bounds(
     name: str, median: float, worst: float, fits: dict[str, Fit]
