@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-RECORDS = REPOSITORY / "docs" / "results" / "instruments" / "h100"
-PAGE = (REPOSITORY / "docs" / "instruments.md").read_text(encoding="utf-8")
-STAGES = ("p_queue_s", "p_prefill_s", "d_queue_s", "control_s", "wire_s", "admission_s")
+from tests.bench.instruments.documented import STAGES, Row, about, number, rows_of, sends, shown, table
 
 
-def rows_of(record: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads((RECORDS / f"{record}.json").read_text(encoding="utf-8"))["rows"]
-    return rows
-
-
-def table(heading: str, header: str) -> list[list[str]]:
-    """Cells of the table below a heading whose header begins with a text."""
-    section = PAGE.split(f"### {heading}\n", 1)[1].split("\n#", 1)[0]
-    lines = section[section.index(header) :].split("\n\n", 1)[0].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
-
-
-def number(cell: str) -> float:
-    found = re.match(r"[\d,.]+", cell)
-    assert found, cell
-    return float(found[0].rstrip(",.").replace(",", ""))
-
-
-def shown(cell: str, value: float) -> bool:
-    """True if a cell shows a value, rounded to the digits that it has."""
-    text = cell.split(maxsplit=1)[0]
-    digits = len(text.partition(".")[2])
-    return abs(number(text) - value) <= 0.5 * 10**-digits + 1e-9
-
-
-def idle(record: str, tokens: int, pick: Callable[[dict[str, Any]], float]) -> float:
-    return median(pick(row) for row in rows_of(record) if row["tokens"] == tokens and not row["background"])
+def idle(record: str, tokens: int, pick: Callable[[Row], float]) -> float:
+    return median(pick(row) for row in rows_of(f"h100/{record}") if row["tokens"] == tokens and not row["background"])
 
 
 def test_stages_by_size_of_blocks() -> None:
@@ -56,8 +24,7 @@ def test_stages_by_size_of_blocks() -> None:
         assert shown(row[2], idle(record, tokens, lambda one: one["stages"]["pieces"]))
         for cell, stage in zip(row[3:9], STAGES, strict=True):
             in_ms = idle(record, tokens, lambda one, stage=stage: one["stages"][stage] * 1e3)  # type: ignore[misc]
-            # Three digits are shown of larger times.
-            assert shown(cell, in_ms) or abs(number(cell) / in_ms - 1) < 0.005, (tokens, row[1], stage, in_ms)
+            assert about(cell, in_ms), (tokens, row[1], stage, in_ms)
         rate = idle(record, tokens, lambda one: one["stages"]["size_bytes"] / one["stages"]["wire_s"] / 1e9)
         assert number(row[9]) == pytest.approx(rate, rel=0.02)
         assert number(row[10]) == pytest.approx(idle(record, tokens, lambda one: one["d_leg_s"] * 1e3), rel=0.01)
@@ -68,14 +35,14 @@ def test_interference() -> None:
         for streams, cell in ((1, row[2]), (8, row[3])):
             during = median(
                 one["during"]["tpot_s"] * 1e3
-                for one in rows_of("interference")
+                for one in rows_of("h100/interference")
                 if one["streams"] == streams and one["prefill_tokens"] == number(row[0])
             )
             assert shown(cell, during)
 
 
 def test_overhead() -> None:
-    measured = {row["arm"]: row for row in rows_of("overhead")}
+    measured = {row["arm"]: row for row in rows_of("h100/overhead")}
     for row in table("Overhead", "| arm | start"):
         one = measured.pop(row[0].strip("`"))
         assert shown(row[1], one["start_s"])
@@ -91,8 +58,6 @@ def test_overhead() -> None:
 
 
 def test_pulls_over_tcp() -> None:
-    lines = (RECORDS / "hooks-tcp.jsonl").read_text(encoding="utf-8").splitlines()
-    sent = [row for row in map(json.loads, lines) if row["kind"] == "send"]
-    outcomes = {row["pieces"]: row["outcome"] for row in sent}
+    outcomes = {row["pieces"]: row["outcome"] for row in sends("h100/hooks-tcp")}
     for row in table("TCP: pulls that fail", "| tokens | pieces"):
         assert outcomes[int(number(row[1]))].startswith(row[3])
