@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from bench.tournament.arena import Arena, PreparedCell
 from bench.tournament.results import GridCell
 from bench.tournament.settings import TournamentError, read_settings
 
-_arenas: dict[str, Arena] = {}
-"""One per process: reading the traces takes longer than a cell."""
+_arenas: dict[tuple[str, str], Arena] = {}
+"""One per process, by folder and profile: reading the traces takes longer than a cell."""
 
 
-def prepared(folder: str, cell: GridCell, seed: int) -> PreparedCell:
-    """A cell over the traces of a folder.
+def prepared(folder: str, cell: GridCell, seed: int, profile: str = "") -> PreparedCell:
+    """A cell over the traces of a folder; ``profile`` times the engines in place of that of the tournament's settings.
 
     Raises:
         TournamentError: no such trace, or no request to judge.
     """
-    if folder not in _arenas:
-        _arenas[folder] = Arena(read_settings(), Path(folder))
-    return _arenas[folder].stage(cell, seed)
+    key = (folder, profile)
+    if key not in _arenas:
+        settings = read_settings()
+        _arenas[key] = Arena(msgspec.structs.replace(settings, profile=profile or settings.profile), Path(folder))
+    return _arenas[key].stage(cell, seed)
 
 
 def chosen_traces(folder: Path, names: Sequence[str]) -> list[str]:

@@ -15,16 +15,18 @@ from bench.figures.machine import machine
 from bench.joint.cells import TRANSPORT, JointCell, JointWork, report
 from bench.joint.tables import harmed, summary_of
 from bench.tournament.results import GridCell
-from bench.tournament.settings import TournamentError
+from bench.tournament.settings import TournamentError, read_settings
 from policies.registry import PolicyParameterError, make_routing
+from sim.hardware import ProfileError, load_profile
 from sim.offline.setup import parsed_params
 
 SCHEMA = 1
 
 
-def _write(output: Path, cells: list[JointCell], params: list[str]) -> None:
+def _write(output: Path, cells: list[JointCell], params: list[str], profile: str) -> None:
     """Keep what there is: a run takes long, and one that is interrupted has the cells that it finished."""
     head = {"kind": "joint", "schema": SCHEMA, "machine": machine(), "transport": TRANSPORT, "params": params}
+    head["profile"] = profile
     lines = b",\n".join(map(msgspec.json.encode, cells))
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(msgspec.json.encode(head)[:-1] + b',"cells":[\n' + lines + b"\n]}\n")
@@ -38,6 +40,9 @@ def main(
     fleet: Annotated[list[int] | None, typer.Option(help="Number of instances. Repeatable.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
     param: Annotated[list[str] | None, typer.Option(help="KEY=VALUE: parameter of joint. Repeatable.")] = None,
+    profile: Annotated[
+        str, typer.Option(help="Hardware profile of the engines, by name or path. Default: configs/tournament.yaml's.")
+    ] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Parallel processes.")] = 1,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write all figures to this file, after every cell.")
@@ -47,7 +52,9 @@ def main(
     try:
         make_routing("joint", parsed_params(param or []))
         traces = chosen_traces(trace_dir, trace or [])
-    except (TournamentError, PolicyParameterError) as error:
+        timed_by = load_profile(profile or read_settings().profile)
+        timed_by.transport(TRANSPORT)
+    except (TournamentError, PolicyParameterError, ProfileError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
     works = [
@@ -56,6 +63,7 @@ def main(
             cell=GridCell(trace=name, load=share, pool=hot_sets, fleet=instances),
             seed=number,
             params=param or [],
+            profile=profile,
         )
         for instances in fleet or [4, 8, 16]
         for number in seed or [1, 2]
@@ -68,7 +76,7 @@ def main(
         for cell in processes.map(report, works):
             cells.append(cell)
             if output is not None:
-                _write(output, cells, param or [])
+                _write(output, cells, param or [], timed_by.name)
             ratios = cell.ratios
             typer.echo(
                 f"{cell.cell}, seed {cell.seed}: TTFT p90 {ratios.ttft_p90[0]:.2f}, mean E2E {ratios.e2e_mean[0]:.2f}, "

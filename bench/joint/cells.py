@@ -68,6 +68,8 @@ class JointWork(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     params: list[str] = []
     """``KEY=VALUE``: parameters of ``joint``."""
+    profile: str = ""
+    """Hardware profile of the engines; empty: that of the tournament's settings."""
 
 
 class PlacementArm(NamedTuple):
@@ -90,7 +92,7 @@ def report(work: JointWork) -> JointCell:
     Raises:
         TournamentError: no such trace, or no request to judge.
     """
-    return compared(prepared(work.folder, work.cell, work.seed), work.params)
+    return compared(prepared(work.folder, work.cell, work.seed, work.profile), work.params)
 
 
 def compared(stage: PreparedCell, params: list[str]) -> JointCell:

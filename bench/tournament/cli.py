@@ -23,6 +23,7 @@ from bench.tournament.results import EntrantResult, GridCell, Store
 from bench.tournament.settings import CONFIG, Grid, TournamentError, TournamentSettings, check_grid, read_settings
 from bench.tournament.tables import BEGIN, END, Made, TournamentReport, markdown
 from replayer.traces.trace import TraceError
+from sim.hardware import ProfileError, load_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = ROOT.parent / "shared" / "traces"
@@ -67,6 +68,9 @@ def main(
         Path, typer.Option("--output", "-o", help="Folder of results; existing results are not simulated again.")
     ] = OUT,
     config: Annotated[Path, typer.Option(help="Settings.", show_default="configs/tournament.yaml")] = CONFIG,
+    profile: Annotated[
+        str, typer.Option(help="Hardware profile of the engines, by name or path; empty: as configured.")
+    ] = "",
     table: Annotated[
         Path | None,
         typer.Option("--document", help="Write the tables between the markers of this file, e.g. docs/tournament.md."),
@@ -83,6 +87,9 @@ def main(
     console = Console(stderr=True)
     try:
         settings = read_settings(config)
+        if profile:
+            load_profile(profile)
+            settings = msgspec.structs.replace(settings, profile=profile)
         if hand_offs:
             settings = settings.with_hand_offs()
         grid = _grid(settings.grid, loads, pools, fleets, seeds)
@@ -103,7 +110,7 @@ def main(
             (out / _MADE).write_bytes(msgspec.json.encode(made))
         report = _report(store, settings, names, entrants, variants, with_folds)
         _show(markdown(report), table, console)
-    except (TournamentError, TraceError) as error:
+    except (TournamentError, TraceError, ProfileError) as error:
         console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
@@ -270,6 +277,8 @@ def _command(
     for name in ("loads", "pools", "fleets", "seeds"):
         if getattr(grid, name) != getattr(default, name):
             words.append(f"--{name} {','.join(f'{value:g}' for value in getattr(grid, name))}")
+    if settings.profile != TournamentSettings().profile:
+        words.append(f"--profile {settings.profile}")
     words += ["--hand-offs"] * bool(settings.transport) + ["--ablations"] * with_ablations + ["--folds"] * with_folds
     return " ".join(words)
 

@@ -23,6 +23,10 @@ class _Document(msgspec.Struct):
     cells: list[JointCell]
 
 
+class _Profiled(msgspec.Struct):
+    profile: str
+
+
 def cells(name: str) -> list[JointCell]:
     return msgspec.json.decode((DOCS / "results" / name).read_bytes(), type=_Document).cells
 
@@ -72,6 +76,25 @@ def test_the_page_on_elastic_prefill_shows_other_fleets(fleet: int, kept: str, r
     assert len(played) == runs
     assert len(harmed(played)) == worse
     assert not any(each.warm.failed or each.joint.failed for each in played)
+
+
+def test_the_page_on_elastic_prefill_shows_another_profile() -> None:
+    played = cells("joint-h200-128.json")
+    handing = {(each.cell.trace, each.cell.pool) for each in played if each.joint.handed_off}
+    shown = [each for each in played if (each.cell.trace, each.cell.pool) in handing]
+    table = summary_of(shown, chosen_on=True) + summary_of(shown, chosen_on=False)[2:]
+    assert "8 instances, `h200-nvlink-128`:\n\n" + "\n".join(table) in ELASTIC
+    assert (len(played), harmed(played)) == (144, [])
+    assert not any(each.warm.failed or each.joint.failed for each in played)
+    differ = [each for each in played if each.warm != each.joint]
+    intervals = [ratio_of(each.ratios) for each in differ for ratio_of in METRICS.values()]
+    above, below = sum(low > 1 for _, low, _ in intervals), sum(high < 1 for _, _, high in intervals)
+    assert (
+        f"Of the {len(intervals)} figures of {len(differ)} runs that differ from `warm` the interval of {above} "
+        f"lies above 1, that of {below} below"
+    ) in " ".join(ELASTIC.split())
+    saved = (DOCS / "results" / "joint-h200-128.json").read_bytes()
+    assert msgspec.json.decode(saved, type=_Profiled).profile == "h200-nvlink-128"
 
 
 def test_the_page_on_elastic_prefill_counts_the_intervals_beside_1() -> None:
