@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_copies_share_nothing_and_sessions_of_a_copy_what_they_shared(whole: Tra
     pairs_of_one_copy, pairs_of_two = SESSIONS * (SESSIONS - 1), SESSIONS * SESSIONS
     assert sorted(shared) == [0] * pairs_of_two + [len(COMMON)] * pairs_of_one_copy
     for turns in sessions:
-        for before, after in zip(turns, turns[1:], strict=False):
+        for before, after in pairwise(turns):
             assert after["hash_ids"][: len(before["hash_ids"])] == before["hash_ids"]
 
 
