@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from bench.home_case.record import SustainedRun, read_files
 from bench.home_case.table import lines_of
 from bench.routers.records import RouterRecord, read_records
 from bench.routers.table import lines_of as router_lines
+from bench.soak.plan import SoakPlan
+from bench.soak.samples import trend
 from policies.offload import recent_contexts, specialists
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -112,6 +115,20 @@ def test_the_use_of_the_proxy(sustained: SustainedRun) -> None:
     assert f"from {first.rss_bytes / 2**20:.0f} to {last.rss_bytes / 2**20:.0f} MiB" in PROSE
 
 
+def test_the_growth_of_memory(sustained: SustainedRun) -> None:
+    samples = sustained.record.proxy.samples
+    mib = {each.at_s: each.rss_bytes / 2**20 for each in samples}
+    half = next(at_s for at_s in mib if at_s >= 100)
+    risen = [mib[half] - samples[0].rss_bytes / 2**20, samples[-1].rss_bytes / 2**20 - mib[half]]
+    assert f"rose by {risen[0]:.0f} MiB in the first 100 s" in PROSE
+    assert f"by {risen[1]:.0f} MiB in the next 86 s and not at all in the last 12" in PROSE
+    assert len({rss for at_s, rss in mib.items() if at_s >= samples[-1].at_s - 12.6}) == 1
+    plan = SoakPlan()
+    warm = {at_s: rss for at_s, rss in mib.items() if at_s >= plan.warm_up_share * samples[-1].at_s}
+    grown = trend(list(warm), list(warm.values())).over_window
+    assert f"that is {grown:.1f} MiB, within its bound of {plan.rss_growth_mb:.0f}" in PROSE
+
+
 def test_the_contexts_of_the_trace(sustained: SustainedRun) -> None:
     last = {each.session_id: each.prompt_tokens or 0 for each in sorted(sustained.run.records, key=lambda r: r.turn)}
     contexts, pools = sum(last.values()), sum(each.pool_tokens for each in sustained.record.engines)
@@ -127,18 +144,18 @@ def test_the_bounds_of_specialists_are_those_of_the_rule(sustained: SustainedRun
     assert f"0.8 x 3 x {pool:,} = {most / 1e6:.2f} M tokens: {rate / 1e3:.1f}k tokens of new contexts" in PROSE
     share = 0.5 / specialists.SHARE
     assert share == pytest.approx(2 / 3)
-    instruments = (DOCS / "instruments.md").read_text(encoding="utf-8")
-    for tokens, seconds in ((32_768, "1.19"), (65_536, "3.73"), (131_072, "13.0")):
-        assert any(
-            line.startswith(f"| {tokens:,} |") and line.endswith(f"| {seconds} s |")
-            for line in instruments.splitlines()
+    transfers = (DOCS / "instruments.md").read_text(encoding="utf-8").partition("### Transfers over NVLink")[2]
+    for tokens, seconds in ((32_768, 1.171), (65_536, 3.584), (131_072, 12.17)):
+        row = next(line for line in transfers.splitlines() if line.startswith(f"| {tokens:,} |"))
+        assert row.split(" | ")[5] == f"{1e3 * seconds:,.0f}", "ms of the prefill that a transfer replaces"
+        takes = share * tokens / seconds
+        assert re.search(
+            rf"{takes / 1e3:.1f}k (tokens a second )?in prompts of {tokens:,}( tokens)? \({seconds:.3f} s", PROSE
         )
-        takes = share * tokens / float(seconds)
-        assert f"{takes / 1e3:.1f}k" in PROSE
         assert takes > rate
     eight = rate * 7 / 3
     assert f"0.8 x 7 pools are {eight / 1e3:.1f}k tokens a second" in PROSE
-    assert share * 65_536 / 3.73 < eight < share * 32_768 / 1.19
+    assert share * 65_536 / 3.584 < eight < share * 32_768 / 1.171
 
 
 def test_no_difference_of_the_routers_is_sure(routers: list[RouterRecord]) -> None:
