@@ -43,7 +43,7 @@ class RecordedRuns(NamedTuple):
     group: str
     """Name in the table of profiles."""
     cut: SessionCut | None = None
-    """What was replayed of the trace; None: all of it."""
+    """Cut of the trace that was replayed; None: all of it."""
 
 
 RECORDED = {
