@@ -11,6 +11,7 @@ from policies.registry import routing_policies
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "tournament.md").read_text(encoding="utf-8")
 WITH_RULES = (ROOT / "docs" / "tournament-admission.md").read_text(encoding="utf-8")
+OTHER_HARDWARE = (ROOT / "docs" / "tournament-hardware.md").read_text(encoding="utf-8")
 WITH_HAND_OFFS = (ROOT / "docs" / "tournament-joint.md").read_text(encoding="utf-8")
 SETTINGS = read_settings()
 
@@ -76,6 +77,30 @@ def test_the_page_with_hand_offs_is_of_all_policies_and_its_own_command() -> Non
     assert command
     options = command[0].removesuffix(" --document docs/tournament-joint.md").removesuffix(" -o runs/hand-offs")
     assert set(options.split()) == set(made[1].split())
+
+
+def test_the_page_of_other_hardware_is_of_its_own_command_and_sums_up_both_pages() -> None:
+    made = re.search(r"^Made by `(python -m bench\.tournament[^`]*)`", OTHER_HARDWARE, re.MULTILINE)
+    command = re.search(r"^python -m bench\.tournament .*", OTHER_HARDWARE, re.MULTILINE)
+    assert made
+    assert command
+    options = command[0].removesuffix(" --document docs/tournament-hardware.md").removesuffix(" -o runs/hardware")
+    assert set(options.split()) == set(made[1].split())
+    assert ranking(OTHER_HARDWARE).keys() == ranking(WITH_HAND_OFFS).keys()
+    rows = [
+        re.findall(r"^\| \d+ \| `(\S+)` \| (\d+ %) \|.*\| (\d+\.\d+) \| \d+ \| (\d+) \| 0 \|$", page, re.MULTILINE)
+        for page in (WITH_HAND_OFFS, OTHER_HARDWARE)
+    ]
+    for line, place, value in (
+        ("`joint` best or tied in both metrics", 0, 1),
+        ("`warm`", 1, 1),
+        ("the next policy", 2, 1),
+        ("`joint` surely more than 5 % behind the best", 0, 3),
+    ):
+        before, after = (of_page[place][value] for of_page in rows)
+        assert f"\n| {line} | {before} | {after} |" in OTHER_HARDWARE
+    before, after = (f"{float(of_page[0][2]) * 100 - 100:.0f} %" for of_page in rows)
+    assert f"\n| `joint` furthest behind | {before} | {after} |" in OTHER_HARDWARE
 
 
 def test_the_page_with_admission_rules_is_of_its_own_command() -> None:
