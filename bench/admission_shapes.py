@@ -21,7 +21,7 @@ from policies.registry import PolicyParameterError, UnknownPolicyError, make_adm
 from replayer.records.runs import RequestRecord
 from replayer.replay.plan import PlanOptions
 from replayer.traces.loading import load_trace
-from replayer.traces.trace import Trace, TraceError
+from replayer.traces.trace import Trace, TraceError, TraceRequest
 from sim.offline.setup import parsed_params
 from sim.offline.simulate import SimOptions, simulate
 
@@ -63,30 +63,45 @@ def short_sessions(whole: Trace, cut: AgentCut) -> tuple[list[dict[str, Any]], i
         fitting = [each for each in session if cut.min_tokens <= each.input_length <= cut.max_tokens]
         windows += [fitting[at : at + cut.turns] for at in range(0, len(fitting) - cut.turns + 1, cut.turns)]
     random.Random(cut.seed).shuffle(windows)
+    chosen = [(OWN_IDS * (number + 1), window) for number, window in enumerate(windows[: cut.sessions])]
+    return session_rows(chosen, cut.think_s, cut.output_tokens, call_s=1.0), len(windows)
+
+
+def session_rows(
+    sessions: Sequence[tuple[int, Sequence[TraceRequest]]], think_s: float, output_tokens: int, *, call_s: float
+) -> list[dict[str, Any]]:
+    """Rows of a trace in which one session begins each second.
+
+    Args:
+        sessions: turns of each session, and the number that is added to its block ids: other numbers, nothing shared.
+        think_s: longest think time, seconds.
+        output_tokens: answers are cut to this many tokens.
+        call_s: time of one call in the trace; a replay waits for the answer instead.
+    """
     rows: list[dict[str, Any]] = []
-    for number, window in enumerate(windows[: cut.sessions]):
+    for number, (first_id, session) in enumerate(sessions):
         at_s, before = float(number), -1
-        for turn, each in enumerate(window):
-            wait_s = min(max(each.think_time_s or 0.0, 0.5), cut.think_s) if turn else 0.0
-            at_s += wait_s + 1.0 if turn else 0.0
+        for turn, each in enumerate(session):
+            wait_s = min(max(each.think_time_s or 0.0, 0.5), think_s) if turn else 0.0
+            at_s += wait_s + call_s if turn else 0.0
             rows.append(
                 {
                     "chat_id": len(rows),
                     "parent_chat_id": before,
                     "timestamp": round(at_s, 3),
                     "input_length": each.input_length,
-                    "output_length": min(each.output_length, cut.output_tokens),
+                    "output_length": min(each.output_length, output_tokens),
                     "type": "coder",
                     "turn": turn + 1,
-                    "hash_ids": [OWN_IDS * (number + 1) + block for block in each.hash_ids],
+                    "hash_ids": [first_id + block for block in each.hash_ids],
                     "session_id": f"s{number:03d}",
                     "think_time": wait_s,
-                    "api_time": 1.0,
+                    "api_time": call_s,
                 }
             )
             before = rows[-1]["chat_id"]
     rows.sort(key=lambda row: row["timestamp"])
-    return rows, len(windows)
+    return rows
 
 
 def write_rows(rows: Sequence[dict[str, Any]], output: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from bench.admission_shapes import write_rows
+from bench.admission_shapes import session_rows, write_rows
 from replayer.traces.loading import load_trace
 from replayer.traces.trace import Trace, TraceRequest
 
@@ -47,30 +47,8 @@ def first_turns(whole: Trace, cut: SessionCut) -> list[dict[str, Any]]:
             if kept:
                 begun.append((copy, kept))
     random.Random(cut.seed).shuffle(begun)
-    rows: list[dict[str, Any]] = []
-    for number, (copy, session) in enumerate(begun):
-        at_s, before = float(number), -1
-        for turn, each in enumerate(session):
-            wait_s = min(max(each.think_time_s or 0.0, 0.5), cut.think_s) if turn else 0.0
-            at_s += wait_s + _CALL_S if turn else 0.0
-            rows.append(
-                {
-                    "chat_id": len(rows),
-                    "parent_chat_id": before,
-                    "timestamp": round(at_s, 3),
-                    "input_length": each.input_length,
-                    "output_length": min(each.output_length, cut.output_tokens),
-                    "type": "coder",
-                    "turn": turn + 1,
-                    "hash_ids": [OWN_IDS * copy + block for block in each.hash_ids],
-                    "session_id": f"s{number:03d}",
-                    "think_time": wait_s,
-                    "api_time": _CALL_S,
-                }
-            )
-            before = rows[-1]["chat_id"]
-    rows.sort(key=lambda row: row["timestamp"])
-    return rows
+    chosen = [(OWN_IDS * copy, session) for copy, session in begun]
+    return session_rows(chosen, cut.think_s, cut.output_tokens, call_s=_CALL_S)
 
 
 def cut_trace(whole: Trace, cut: SessionCut) -> Trace:

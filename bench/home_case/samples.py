@@ -87,7 +87,9 @@ class ProxySampler:
     async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        [ended] = await asyncio.gather(self._task, return_exceptions=True)
+        if isinstance(ended, Exception):
+            self.problem = f"sampling ended early: {type(ended).__name__}: {ended}"
 
     async def _run(self) -> None:
         due_s = time.monotonic()

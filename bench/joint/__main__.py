@@ -25,8 +25,8 @@ SCHEMA = 1
 
 def _write(output: Path, cells: list[JointCell], params: list[str], profile: str) -> None:
     """Keep what there is: a run takes long, and one that is interrupted has the cells that it finished."""
-    head = {"kind": "joint", "schema": SCHEMA, "machine": machine(), "transport": TRANSPORT, "params": params}
-    head["profile"] = profile
+    setting = {"profile": profile, "transport": TRANSPORT, "params": params}
+    head = {"kind": "joint", "schema": SCHEMA, "machine": machine(), **setting}
     lines = b",\n".join(map(msgspec.json.encode, cells))
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(msgspec.json.encode(head)[:-1] + b',"cells":[\n' + lines + b"\n]}\n")
