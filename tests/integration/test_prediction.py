@@ -21,19 +21,23 @@ def conversation(seed: int, turns: int, system: list[int]) -> list[list[int]]:
 
 
 async def run_sessions(cluster: Cluster, sessions: int, turns: int, kind: int = 0) -> list[dict[str, Any]]:
-    """Rows of these sessions; those of another ``kind`` share no block with them."""
+    """Rows of these sessions, turn by turn: between two turns of one come those of all others, on any machine.
+
+    Sessions of another ``kind`` share no block with them.
+    """
     system = list(range(100_000 * kind, 100_000 * kind + 700))
 
-    async def run(number: int) -> None:
-        for prompt in conversation(number, turns, system):
-            answer = await cluster.client.post(
-                "/v1/completions",
-                json={"model": "warm-sim", "prompt": prompt, "max_tokens": 5, "stream": number % 2 == 0},
-                headers={"x-session-id": f"s{kind}-{number}"},
-            )
-            assert answer.status_code == 200
+    async def send(number: int, prompt: list[int]) -> None:
+        answer = await cluster.client.post(
+            "/v1/completions",
+            json={"model": "warm-sim", "prompt": prompt, "max_tokens": 5, "stream": number % 2 == 0},
+            headers={"x-session-id": f"s{kind}-{number}"},
+        )
+        assert answer.status_code == 200
 
-    await asyncio.gather(*(run(number) for number in range(sessions)))
+    conversations = [conversation(number, turns, system) for number in range(sessions)]
+    for prompts in zip(*conversations, strict=True):
+        await asyncio.gather(*(send(number, prompt) for number, prompt in enumerate(prompts)))
     rows = (await cluster.client.get("/breakdown", params={"limit": 10_000})).json()["rows"]
     return [row for row in rows if (row["session_id"] or "").startswith(f"s{kind}-")]
 
