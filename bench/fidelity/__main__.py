@@ -1,4 +1,5 @@
-"""``python -m bench.fidelity``: the tables of docs/simulator.md on the accuracy of the simulator.
+"""``python -m bench.fidelity``: the tables of docs/simulator.md on the accuracy of the simulator, and that of
+docs/policies.md on the router's own predictions.
 
 Without a sub-command it prints them all: the published ones and those of recordings are computed (seconds), those of
 the real-time runs are read from the kept figures. ``real-time`` measures these again.
@@ -13,10 +14,11 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from bench.fidelity import end_to_end, profiles, published, real_time
+from bench.fidelity import end_to_end, first_tokens, profiles, published, real_time
 from bench.figures.machine import machine
 from bench.figures.result_file import writable
 from bench.home_case.cut import SessionCut, cut_trace
+from bench.home_case.record import BREAKDOWN
 from launch.arm import ArmError
 from launch.fleet.file import FleetError
 from launch.freshness.proof import StaleEngineError
@@ -58,8 +60,19 @@ RECORDED = {
 }
 RECORDED_PROFILE = "h200"
 PAGE = REPOSITORY / "docs" / "simulator.md"
+PAGES = {"first-tokens": REPOSITORY / "docs" / "policies.md"}
+"""Pages of the sections that are not on ``PAGE``."""
 KEPT = RESULTS / "simulator-real-time.json"
-SECTIONS = ("interference", "transfers", "end-to-end", *RECORDED, "profiles", "profile-parts", "real-time")
+SECTIONS = (
+    "interference",
+    "transfers",
+    "end-to-end",
+    *RECORDED,
+    "profiles",
+    "profile-parts",
+    "real-time",
+    "first-tokens",
+)
 TRACES_OF = (
     {"end-to-end": (END_TO_END_TRACE,)}
     | {name: (each.trace,) for name, each in RECORDED.items()}
@@ -90,6 +103,11 @@ def section(name: str, traces: Path = TRACES) -> str:
         return profiles.profile_table(grouped(traces), {each: each for each in profiles.PROFILES})
     if name == "profile-parts":
         return profiles.part_table(grouped(traces))
+    if name == "first-tokens":
+        folders = [folder for runs in RECORDED.values() for folder in find_recordings([runs.kept])]
+        return first_tokens.table(
+            {str(folder.relative_to(RESULTS)): first_tokens.first_tokens(folder / BREAKDOWN) for folder in folders}
+        )
     return real_time.table(json.loads(KEPT.read_text(encoding="utf-8")))
 
 
@@ -118,7 +136,7 @@ def put(page: str, name: str, table: str) -> str:
     before, found, rest = page.partition(f"<!-- fidelity: {name} -->\n")
     _, ended, after = rest.partition(f"<!-- end of {name} -->")
     if not (found and ended):
-        raise typer.BadParameter(f"{PAGE.name} has no markers for {name}")
+        raise typer.BadParameter(f"the page has no markers for {name}")
     return f"{before}{found}{table.strip()}\n{ended}{after}"
 
 
@@ -127,7 +145,7 @@ def main(
     context: typer.Context,
     traces: Annotated[Path, typer.Option(help="Folder with the agentic traces.")] = TRACES,
     only: Annotated[str, typer.Option(help=f"One of: {', '.join(SECTIONS)}; default: all.")] = "",
-    write: Annotated[bool, typer.Option("--write", help="Also write them to docs/simulator.md.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Also write them to their pages.")] = False,
 ) -> None:
     """Print the tables."""
     if context.invoked_subcommand is not None:
@@ -143,7 +161,8 @@ def main(
             continue
         typer.echo(table + "\n")
         if write:
-            PAGE.write_text(put(PAGE.read_text(encoding="utf-8"), name, table), encoding="utf-8")
+            page = PAGES.get(name, PAGE)
+            page.write_text(put(page.read_text(encoding="utf-8"), name, table), encoding="utf-8")
 
 
 @app.command("real-time")

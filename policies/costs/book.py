@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from policies.costs.formulas import Costs, PrefillModel, TransferJob, TransferModel, pair_transport
+from policies.costs.short_prefills import ShortPrefills
 from policies.costs.transfer_constants import KV_BYTES_PER_TOKEN
 from policies.pool import tokens_over
 from policies.types import InstanceView, RequestView
@@ -81,6 +82,7 @@ class CostBook:
         bytes_per_token: float = KV_BYTES_PER_TOKEN,
     ) -> None:
         self.prefill = prefill or PrefillModel()
+        self.short_prefills = ShortPrefills()
         self.transfer = transfer or TransferModel()
         self.bytes_per_token = bytes_per_token
 
@@ -95,9 +97,11 @@ class CostBook:
         prefill.
         """
         queue_s = self.prefill.queue_s(job.pending_tokens, job.prefilling)
-        predicted_s = queue_s + self.prefill.seconds(job.new_tokens, job.cached_tokens)
+        expected_s = queue_s + self.prefill.seconds(job.new_tokens, job.cached_tokens)
+        predicted_s = self.short_prefills.predict(job.new_tokens, expected_s)
         if job.room:
             self.prefill = self.prefill.observe(job.new_tokens, job.cached_tokens, queue_s, seconds)
+            self.short_prefills = self.short_prefills.observe(job.new_tokens, expected_s, seconds)
         return predicted_s
 
     def transferred(self, workload: Workload, seconds: float, now_s: float) -> float:

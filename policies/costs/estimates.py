@@ -6,6 +6,7 @@ number per measured quantity. It is learned as a logarithm, because times are wr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import exp2, isfinite, log, sqrt
 from typing import NamedTuple
 
@@ -59,3 +60,20 @@ class LearnedRatio(NamedTuple):
 
 
 UNKNOWN = LearnedRatio()
+
+
+def bucket_of(tokens: float) -> int:
+    """Whole part of log2, 0 below 2."""
+    return max(1, int(tokens)).bit_length() - 1
+
+
+def nearest_bucket(known: Mapping[int, LearnedRatio], bucket: int) -> LearnedRatio:
+    """The ratio of this bucket, else of the nearest one, the smaller of two; ``UNKNOWN`` where there is none."""
+    exact = known.get(bucket)
+    if exact is not None or not known:
+        return exact or UNKNOWN
+    # Outwards: cheaper than a comparison of all, as the nearest is a few steps away.
+    low, high = bucket - 1, bucket + 1
+    while (found := known.get(low) or known.get(high)) is None:
+        low, high = low - 1, high + 1
+    return found

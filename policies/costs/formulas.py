@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import exp, inf
 from typing import NamedTuple
 
-from policies.costs.estimates import UNKNOWN, LearnedRatio
+from policies.costs.estimates import UNKNOWN, LearnedRatio, bucket_of, nearest_bucket
 from policies.costs.transfer_constants import (
     KV_BYTES_PER_TOKEN,
     PUBLISHED,
@@ -255,7 +255,7 @@ class PrefillModel:
         """Estimated seconds of one prefill on an otherwise idle instance."""
         if new_tokens <= 0:
             return TimeEstimate(self.fixed_s, 0.0)
-        estimate = self._nearest(_bucket(new_tokens))
+        estimate = nearest_bucket(self._buckets, bucket_of(new_tokens))
         return TimeEstimate(self._formula(new_tokens, cached_tokens) * exp(estimate.log_ratio), estimate.sigma)
 
     def seconds(self, new_tokens: float, cached_tokens: float) -> float:
@@ -264,11 +264,11 @@ class PrefillModel:
             return self.fixed_s
         attended = new_tokens * (cached_tokens + new_tokens / 2)
         formula_s = self.fixed_s + self.s_per_token * new_tokens + self.s_per_token_squared * attended
-        return formula_s * exp(self._nearest(_bucket(new_tokens)).log_ratio) if self._buckets else formula_s
+        return formula_s * self.factor(new_tokens) if self._buckets else formula_s
 
     def factor(self, new_tokens: float) -> float:
         """Learned factor of the formula for a prefill of this size, as in ``seconds``."""
-        return exp(self._nearest(_bucket(new_tokens)).log_ratio) if self._buckets else 1.0
+        return exp(nearest_bucket(self._buckets, bucket_of(new_tokens)).log_ratio) if self._buckets else 1.0
 
     def factors(self, new_tokens: Iterable[float]) -> list[float]:
         """``factor`` of several sizes."""
@@ -309,8 +309,8 @@ class PrefillModel:
         """Return the model after a first token that took ``seconds``, with ``queue_s`` of them expected as queueing."""
         if new_tokens < self.smallest_tokens:
             return self
-        bucket = _bucket(new_tokens)
-        before = self._nearest(bucket)
+        bucket = bucket_of(new_tokens)
+        before = nearest_bucket(self._buckets, bucket)
         expected_s = self._formula(new_tokens, cached_tokens)
         # The expected queueing time is subtracted, but the rest is at least a tenth of the formula.
         computing_s = max(seconds - queue_s, 0.1 * min(expected_s, seconds))
@@ -328,22 +328,6 @@ class PrefillModel:
     def _formula(self, new_tokens: float, cached_tokens: float) -> float:
         attended = new_tokens * (cached_tokens + new_tokens / 2)
         return self.fixed_s + self.s_per_token * new_tokens + self.s_per_token_squared * attended
-
-    def _nearest(self, bucket: int) -> LearnedRatio:
-        known = self._buckets
-        exact = known.get(bucket)
-        if exact is not None or not known:
-            return exact or UNKNOWN
-        # Outwards, the smaller of two first: cheaper than a comparison of all, as the nearest is a few steps away.
-        low, high = bucket - 1, bucket + 1
-        while (found := known.get(low) or known.get(high)) is None:
-            low, high = low - 1, high + 1
-        return found
-
-
-def _bucket(tokens: float) -> int:
-    """Whole part of log2, 0 below 2."""
-    return max(1, int(tokens)).bit_length() - 1
 
 
 class Costs(NamedTuple):

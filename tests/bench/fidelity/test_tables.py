@@ -12,20 +12,19 @@ from typer.testing import CliRunner
 
 from bench import simulator
 from bench.fidelity import real_time
-from bench.fidelity.__main__ import SECTIONS, TRACES_OF, app, put, section
+from bench.fidelity.__main__ import PAGE, PAGES, SECTIONS, TRACES_OF, app, put, section
 from replayer.replay.plan import PlanOptions
 from replayer.traces.trace import Trace, TraceRequest
 from sim.offline.router import OfflineRouter
 from sim.virtual import VirtualFleet
 from tests.launch.conftest import free_base
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = REPOSITORY / "docs" / "simulator.md"
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def published(name: str, mark: str = "fidelity: ") -> str:
-    """A table of the page."""
-    _, found, rest = PAGE.read_text(encoding="utf-8").partition(f"<!-- {mark}{name} -->\n")
+    """A table of its page."""
+    _, found, rest = PAGES.get(name, PAGE).read_text(encoding="utf-8").partition(f"<!-- {mark}{name} -->\n")
     assert found, name
     table, found, _ = rest.partition(f"<!-- end of {name} -->")
     assert found, name
