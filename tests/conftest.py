@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import os
+import signal
 import ssl
 import sys
 from collections.abc import Generator, Iterator
@@ -23,6 +24,11 @@ from proxy.memory import GENERATIONS
 # Property tests have no deadline per example: they check behaviour, not the load of the machine.
 settings.register_profile("warmroute", deadline=None, max_examples=50)
 settings.load_profile("warmroute")
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A job in the background of a script ignores Ctrl-C, and so would the commands that the tests start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -52,7 +52,7 @@ class EventStream:
 
         After None, apply the batch if ``is_next``.
         """
-        self._follow_restart()
+        self.follow_restart()
         if sequence <= self._last_live:
             self._index.events_restarted(self._instance)
             self.next = 0
@@ -89,7 +89,7 @@ class EventStream:
 
     def synced(self) -> bool:
         """True if the numbers are known, so that the next batch reveals a gap."""
-        self._follow_restart()
+        self.follow_restart()
         return self.next is not None
 
     def apply(self, payload: bytes) -> Iterator[None]:
@@ -134,7 +134,7 @@ class EventStream:
         self.counters.malformed += 1
         self._index.distrust(self._instance, "unreadable")
 
-    def _follow_restart(self) -> None:
+    def follow_restart(self) -> None:
         """The health monitor found a restart: numbers start at 0 again, and the state is reset."""
         epoch = self._index.epoch(self._instance)
         if epoch != self._epoch:

@@ -239,6 +239,8 @@ class _Subscription:
 
         The instance is not trusted in the meantime, unless the replay only confirms that nothing is missing so far.
         """
+        # What is asked for now covers a restart that was found before.
+        self._stream.follow_restart()
         if not confirming:
             self._index.suspend(self._instance.name)
         try:

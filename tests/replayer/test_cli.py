@@ -76,16 +76,16 @@ async def command(*arguments: str) -> asyncio.subprocess.Process:
     """Start ``python -m replayer``; its caller waits for it."""
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "replayer", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=os.environ | {"COLUMNS": "200"},
+        env=os.environ | {"COLUMNS": "200", "PYTHONFAULTHANDLER": "1"},
     )  # fmt: skip
 
 
 async def finished(process: asyncio.subprocess.Process) -> tuple[str, str]:
-    """Output of a command. One that does not end is killed, and the test fails with its errors until then."""
+    """Output of a command. One that does not end is aborted: the test fails with its errors, and where it stood."""
     output = asyncio.create_task(process.communicate())
     done, _ = await asyncio.wait([output], timeout=ENDS_IN_S)
     if not done:
-        process.kill()
+        process.send_signal(signal.SIGABRT)
     out, err = await output
     assert done, f"no end within {ENDS_IN_S:g} s: {err.decode()}"
     return out.decode(), err.decode()

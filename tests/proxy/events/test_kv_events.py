@@ -240,6 +240,16 @@ async def test_the_index_is_used_while_a_replay_only_confirms_it(monkeypatch: py
         assert (suspended, it.index.trusted("a"), it.matched(2)) == (["a"], True, 2)
 
 
+async def test_a_restart_found_before_the_first_replay_costs_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe that reads the block size counts as one: the index was not used during the second replay."""
+    suspended: list[str] = []
+    monkeypatch.setattr(ExactIndex, "suspend", lambda _, instance: suspended.append(instance))
+    async with rig(replay=True, join_interval_s=0.05, before={0: batch(stored(0, 2))}) as it:
+        it.index.restarted("a")
+        await it.until(lambda: it.publisher.asked == [0, 1, 1])
+        assert (suspended, it.index.trusted("a"), it.matched(2)) == (["a"], True, 2)
+
+
 async def test_a_replay_with_holes_is_asked_for_again() -> None:
     async with rig(replay=True) as it:
         await it.joined()
