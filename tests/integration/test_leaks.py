@@ -66,6 +66,12 @@ async def kill_and_restart(cluster: Cluster, stop: asyncio.Event, draw: random.R
         await asyncio.sleep(draw.uniform(0.1, 0.5))
 
 
+async def fell_back(cluster: Cluster) -> int:
+    """Number of requests whose hand-off failed and that ran co-located."""
+    rows = (await cluster.client.get("/breakdown", params={"limit": 10_000})).json()["rows"]
+    return sum((row["offload_reason"] or "").startswith("fell_back") for row in rows)
+
+
 async def until_quiet(cluster: Cluster) -> None:
     for _ in range(400):
         if cluster.core.breakdown.started == cluster.core.breakdown.finished and not len(cluster.core.abandoned):
@@ -109,8 +115,11 @@ async def test_nothing_leaks(start_cluster: StartCluster, planner: str, requests
     seen = Counter[str]()
     batch, sent = requests // 3, 0
     try:
-        # A fast machine is done before several engines have been killed: then more requests are sent.
-        while sent < requests or (len(killed) < KILLS and sent < 20 * requests):
+        # A fast machine is done before several engines are killed, and a busy one may kill none during a hand-off:
+        # then more requests are sent.
+        while sent < requests or (
+            sent < 20 * requests and (len(killed) < KILLS or (planner != "never" and not await fell_back(cluster)))
+        ):
             seen.update(await asyncio.gather(*(gated(number) for number in range(sent, sent + batch))))
             sent += batch
     finally:
@@ -134,7 +143,7 @@ async def test_nothing_leaks(start_cluster: StartCluster, planner: str, requests
         assert {row["prefill_instance"] is None for row in rows if row["outcome"] == "ok"} == {True, False}
         legs = Counter(row["offload_reason"] for row in rows)
         assert legs["chosen"] > 0
-        assert sum(count for reason, count in legs.items() if reason and reason.startswith("fell_back")) > 0, legs
+        assert await fell_back(cluster) > 0, legs
 
     # Idle keep-alive connections to the engines close by themselves after 2 s.
     for _ in range(200):
