@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run every instrument on two GPUs of this machine: interference, transfers over NVLink and TCP, idle and loaded, stage by
-# stage, calibration, transfers of smaller blocks, overhead of the connector and of its hooks. Needs vLLM and
+# stage, calibration, overhead of the connector and of its hooks, transfers of smaller blocks. Needs vLLM and
 # Mooncake >= 0.3.13 (CUDA) in ENGINE_PYTHON, and this project installed (make setup) or on PYTHONPATH. Records, the
 # profile and a log of all tables go to OUTPUT.
 #
@@ -15,21 +15,21 @@
 # 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start), SMALL_BLOCK (tokens, default 16: of the
 # last fleet; the others have the fleet file's),
 # HOOKS=0 (leave the connector's hooks out; else they are installed into the engines' Python and removed again; keep:
-# installed and not removed), PARTS (default fast,tcp,overhead,blocks: each starts fleets of its own), and
+# installed and not removed), PARTS (default fast,overhead,tcp,blocks: each starts fleets of its own), and
 # BUDGET_S (default 1500: steps that would begin later are left out, one that runs then is ended).
 #
 # Four GPUs: two parts on each pair, side by side, in half the time. The second pair has GPUs and ports of its own:
 #   HOOKS=keep PARTS=fast bench/gpu/instruments.sh OUTPUT-1
-#   HOOKS=keep PARTS=tcp,overhead,blocks bench/gpu/instruments.sh OUTPUT-2     # and in SETTINGS: devices=[2,3]
+#   HOOKS=keep PARTS=overhead,tcp,blocks bench/gpu/instruments.sh OUTPUT-2     # and in SETTINGS: devices=[2,3]
 #     # base_port=8101 base_bootstrap_port=9098 base_events_port=6701 base_events_replay_port=6801 base_master_port=29600
 #
 # Rehearsal on the CPU, with small sizes (make engines):  SMALL=1 bench/gpu/instruments.sh OUTPUT
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 [ $# -eq 1 ] || { sed -n '2,29p' "$0"; exit 2; }
-parts=${PARTS:-fast,tcp,overhead,blocks}
+parts=${PARTS:-fast,overhead,tcp,blocks}
 for part in ${parts//,/ }; do
-  case $part in fast | tcp | overhead | blocks) ;; *) echo "PARTS: fast, tcp, overhead and blocks, with commas between"; exit 2 ;; esac
+  case $part in fast | overhead | tcp | blocks) ;; *) echo "PARTS: fast, overhead, tcp and blocks, with commas between"; exit 2 ;; esac
 done
 output=$1
 mkdir -p "$output"
@@ -50,7 +50,7 @@ if [ -n "${SMALL:-}" ]; then
   settings+=(--set count=2 --set base_port=18801 --set base_bootstrap_port=19801 --set base_events_port=17861
     --set base_events_replay_port=17961 --set base_master_port=19961)
   ids=(--token-low 10 --token-high 2000)
-  streams=1,4 prefills=512,2048 context=64 sizes=512,2048 long=2048 shared=512 at_once=1,2 loads=0,2 few=0,1 hint=cpu
+  streams=1,4 prefills=512,2048 context=64 sizes=512,2048 small=512 shared=512 at_once=1,2 loads=0,2 few=0,1 hint=cpu
   wear=512 wear_repeats=1
   calibration=(--largest-tokens 2048) overhead=(--prefill-tokens 512 --streams 1,4 --context-tokens 64)
   repeats=${REPEATS:-1} starts=${STARTS:-1}
@@ -59,7 +59,7 @@ else
   fleet=elastic-2x-kv-both fast=nvlink
   ids=()
   streams=${STREAMS:-1,4,8,16} prefills=${PREFILLS:-2048,8192,32768,65536,131072} context=1024
-  sizes=2048,8192,32768,65536,131072 long=65536
+  sizes=2048,8192,32768,65536,131072 small=2048,8192
   shared=16384 at_once=1,2,4,8 loads=0,4,12 few=0,4 hint="$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1)"
   wear=8192 wear_repeats=12     # 8 at once: 786,000 tokens, so that every block has been freed once
   calibration=() overhead=()
@@ -147,8 +147,15 @@ fast_part() {
   down
 }
 
-# Over TCP a large pull under load takes longer than the 30 s after which Mooncake gives up by default, and has more pieces
-# than its queue takes by default (docs/instruments.md).
+overhead_part() {
+  step overhead "${warmroute[@]}" measure overhead "$fleet" "${settings[@]}" "${ids[@]}" --hardware "$hardware" \
+    --arms "none,idle,used${hooked:+,hooked}" --starts "$starts" --run-dir "$output/overhead-runs" \
+    --output "$output/overhead.json" "${overhead[@]}"
+}
+
+# Over TCP a pull under load takes longer than the 30 s after which Mooncake gives up by default, and a large one has more
+# pieces than its queue takes by default (docs/instruments.md). Between busy engines one of 16,384 tokens takes minutes: there
+# small ones are measured, once.
 tcp_part() {
   use tcp tcp 'env.MC_TRANSFER_TIMEOUT="110"' "env.MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=\"$queue\"" \
     vllm.transfer.abort_timeout_s=120
@@ -157,17 +164,10 @@ tcp_part() {
     measure transfer transfer-tcp --tokens "$sizes" --repeats "$repeats"
   fi
   measure transfer transfer-tcp-shared --tokens "$shared" --concurrent "$at_once" --repeats "$repeats"
-  measure transfer transfer-tcp-prefills --tokens "$shared" --background "$few" \
-    --background-kind prefill --background-tokens "$shared" --repeats "$repeats"
-  measure transfer transfer-tcp-loaded --tokens "$long" --background "$few" --background-tokens "$context" \
-    --repeats "$repeats"
+  measure transfer transfer-tcp-loaded --tokens "$small" --background "$loads" --background-tokens "$context" --repeats 1
+  measure transfer transfer-tcp-prefills --tokens "$small" --background "$few" \
+    --background-kind prefill --background-tokens "$shared" --repeats 1
   down
-}
-
-overhead_part() {
-  step overhead "${warmroute[@]}" measure overhead "$fleet" "${settings[@]}" "${ids[@]}" --hardware "$hardware" \
-    --arms "none,idle,used${hooked:+,hooked}" --starts "$starts" --run-dir "$output/overhead-runs" \
-    --output "$output/overhead.json" "${overhead[@]}"
 }
 
 # The size of the blocks decides how large the pieces of a transfer are. Pairs are warm here.
@@ -178,7 +178,7 @@ blocks_part() {
   down
 }
 
-for part in fast tcp overhead blocks; do
+for part in fast overhead tcp blocks; do
   case ,$parts, in *,"$part",*) "${part}_part" ;; esac
 done
 echo "done in $SECONDS s${failed[*]:+; not complete: ${failed[*]}}"
