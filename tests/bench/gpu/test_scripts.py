@@ -62,5 +62,5 @@ def test_the_fleets_of_the_home_case_exist(gpus: int) -> None:
 def test_unknown_parts_of_the_instruments_are_refused(tmp_path: Path) -> None:
     ended = run(INSTRUMENTS, str(tmp_path / "out"), PARTS="fast,slow", SMALL="1")
     assert ended.returncode == 2
-    assert "PARTS: fast, tcp, overhead and blocks" in ended.stdout
+    assert "PARTS: fast, overhead, tcp and blocks" in ended.stdout
     assert not (tmp_path / "out").exists()

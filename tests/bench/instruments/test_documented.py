@@ -61,3 +61,35 @@ def test_pulls_over_tcp() -> None:
     outcomes = {row["pieces"]: row["outcome"] for row in sends("h100/hooks-tcp")}
     for row in table("TCP: pulls that fail", "| tokens | pieces"):
         assert outcomes[int(number(row[1]))].startswith(row[3])
+
+
+def test_pulls_between_busy_engines_over_tcp() -> None:
+    [measured_last] = [
+        row for row in sends("h100-128/hooks-tcp-prefills") if row["wire_end_s"] - row["wire_begin_s"] > 1
+    ]
+    wires = [
+        (
+            one["background"],
+            one["tokens"],
+            one["stages"]["pieces"],
+            one["stages"]["wire_s"],
+            one["stages"]["size_bytes"],
+        )
+        for one in rows_of("h100-128/transfer-tcp-loaded")
+    ]
+    last_s = measured_last["wire_end_s"] - measured_last["wire_begin_s"]
+    wires.append((4, 2_048, measured_last["pieces"], last_s, measured_last["size_bytes"]))
+    rows = table("TCP between busy engines", "| on each side")
+    assert [row[0] for row in rows if row[0]] == [
+        "nothing",
+        "4 decoding streams",
+        "12 decoding streams",
+        "4 clients with prefills of 16k",
+    ]
+    for row, (streams, tokens, pieces, wire_s, size_bytes) in zip(rows, wires, strict=True):
+        assert not row[0] or (streams == number(row[0]) if streams else row[0] == "nothing")
+        assert (number(row[1]), number(row[3])) == (tokens, pieces)
+        assert shown(row[2], size_bytes / 2**20)
+        assert shown(row[4], wire_s)
+        assert shown(row[5], size_bytes / wire_s / 1e6)
+        assert shown(row[6], 1e3 * wire_s * 65_536 / size_bytes)

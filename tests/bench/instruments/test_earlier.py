@@ -18,7 +18,8 @@ from sim.hardware import HARDWARE_FOLDER, load_profile
 from sim.points import load_points
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-RECORDS = REPOSITORY / "docs" / "results" / "instruments" / "h200-128"
+INSTRUMENTS = REPOSITORY / "docs" / "results" / "instruments"
+RECORDS = INSTRUMENTS / "h200-128"
 SHIPPED = "h200-nvlink-128"
 
 
@@ -32,22 +33,22 @@ def flat(result: Result) -> str:
     return " ".join(result.output.split())
 
 
-def documented() -> list[str]:
-    """The options of the command by which docs/instruments.md makes the shipped profile."""
+def make(profile: str, records: Path, folder: Path) -> None:
+    """Make a shipped profile in ``folder``, by the command of docs/instruments.md."""
     page = (REPOSITORY / "docs" / "instruments.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    found = re.search(rf"^\$ warmroute calibrate (.* --name {SHIPPED})$", page, re.MULTILINE)
+    found = re.search(rf"^\$ warmroute calibrate (.* --name {profile})$", page, re.MULTILINE)
     assert found, "the page has no command for the profile"
-    return shlex.split(found[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(records)
+        result = run(*shlex.split(found[1]), "--output", folder)
+    assert result.exit_code == 0, result.output
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the documented command wrote to."""
     folder = tmp_path_factory.mktemp("made")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(RECORDS)
-        result = run(*documented(), "--output", folder)
-    assert result.exit_code == 0, result.output
+    make(SHIPPED, RECORDS, folder)
     return folder
 
 
@@ -59,9 +60,11 @@ def numbers(value: Any, path: str = "") -> dict[str, Any]:
     return {path: value}
 
 
-def test_the_shipped_profile_is_the_fit_of_the_committed_records(made: Path) -> None:
-    assert load_points(made / f"{SHIPPED}_points.yaml") == load_points(HARDWARE_FOLDER / f"{SHIPPED}_points.yaml")
-    shipped, refit = (numbers(load_profile(name).model_dump()) for name in (SHIPPED, str(made / f"{SHIPPED}.yaml")))
+@pytest.mark.parametrize(("name", "records"), [(SHIPPED, "h200-128"), ("h100-nvlink-128", "h100")])
+def test_a_shipped_profile_is_the_fit_of_the_committed_records(name: str, records: str, tmp_path: Path) -> None:
+    make(name, INSTRUMENTS / records, tmp_path)
+    assert load_points(tmp_path / f"{name}_points.yaml") == load_points(HARDWARE_FOLDER / f"{name}_points.yaml")
+    shipped, refit = (numbers(load_profile(each).model_dump()) for each in (name, str(tmp_path / f"{name}.yaml")))
     assert shipped.keys() == refit.keys()
     for path, value in refit.items():
         assert shipped[path] == (pytest.approx(value, rel=2e-3) if isinstance(value, float) else value), path

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.instruments.calibration import transport_points
 from bench.instruments.engine import Generated, InstrumentError, refuse_busy
 from bench.instruments.prompts import Prompts
 from bench.instruments.transfer import TransferPlan, TransferRow, measure_transfers
@@ -80,6 +81,15 @@ def test_a_stall_is_counted_and_kept_out_of_the_median() -> None:
     (line,) = transfer_sheet(rows).rows
     assert line[11] == "1"
     assert float(line[8].replace(",", "")) < 1_000
+
+
+def test_where_most_transfers_take_over_ten_seconds_that_is_their_time() -> None:
+    rows = measure(TransferPlan(tokens=(2_048,), repeats=3))
+    rows[0].d_leg_s = rows[1].d_leg_s = STALLED
+    (line,) = transfer_sheet(rows).rows
+    assert line[11] == "2"
+    assert float(line[6].replace(",", "")) == pytest.approx(1e3 * STALLED)
+    assert [leg.seconds for leg in transport_points(rows).legs] == [STALLED]
 
 
 def fail_pulls(engine: VirtualEngine, monkeypatch: pytest.MonkeyPatch, failing: set[int], hang: bool = False) -> None:

@@ -52,9 +52,11 @@ def job(
         (Transport.TCP, 4_096, 0, 0.26, 0.28, 1.1),
         (Transport.TCP, 16_384, 0, 0.95, 3.0, 1.1),
         (Transport.TCP, 65_536, 0, 3.4, 4.3, 1.0),
-        (Transport.TCP, 4_096, 4, 1.2, 1.5, 1.1),
-        (Transport.TCP, 16_384, 4, 4.7, 6.0, 1.1),
-        (Transport.TCP, 65_536, 4, 20.0, 23.1, 1.15),
+        # Between two H100s: time hardly depends on the number of streams, so one slowdown a stream is coarse.
+        (Transport.TCP, 2_048, 4, 14.4, 14.4, 2.5),
+        (Transport.TCP, 8_192, 4, 53.8, 53.8, 2.5),
+        (Transport.TCP, 2_048, 12, 12.5, 12.5, 1.5),
+        (Transport.TCP, 8_192, 12, 45.8, 45.8, 1.5),
         # Bare transfers of MB2, idle, both runs; 16k and 32k up to the end of the pull as D saw it.
         (Transport.RDMA, 16_384, 0, 0.162, 0.170, 1.25),
         (Transport.RDMA, 32_768, 0, 0.308, 0.425, 1.0),
