@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from bench.routers.arms import ALL_ARMS
+from bench.routers.handed_over import hand_off_lines
 from bench.routers.records import RouterRecord, RouterRecordError, totals_of
 from replayer.compare.arms import ArmRun, ArmRuns
 from replayer.compare.comparison import Comparison
@@ -73,6 +74,7 @@ def _section(mode: str, load: float, records: Sequence[RouterRecord], base: str)
     yield ""
     yield from _compared(arms, base)
     yield from _notes(arms)
+    yield from hand_off_lines(arms, base)
 
 
 def _measured(label: str, runs: Sequence[RouterRecord]) -> str:

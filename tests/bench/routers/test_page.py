@@ -4,15 +4,48 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from bench.routers.records import read_records
 from bench.routers.table import lines_of
+from replayer.records.runs import RequestRecord
 
 _DOCS = Path(__file__).parents[3] / "docs"
-_BEGIN, _END = "<!-- head to head: begin -->", "<!-- head to head: end -->"
+_PAGE = (_DOCS / "head-to-head.md").read_text(encoding="utf-8")
 
 
-def test_the_page_shows_the_table_of_the_kept_records() -> None:
-    page = (_DOCS / "head-to-head.md").read_text(encoding="utf-8")
-    shown = page.partition(_BEGIN)[2].partition(_END)[0].strip()
-    records = read_records(_DOCS / "results" / "head-to-head-h100-2x")
+@pytest.mark.parametrize(
+    ("name", "folder"), [("head to head", "head-to-head-h100-2x"), ("hand-offs", "hand-offs-h100-2x")]
+)
+def test_the_page_shows_the_table_of_the_kept_records(name: str, folder: str) -> None:
+    shown = _PAGE.partition(f"<!-- {name}: begin -->")[2].partition(f"<!-- {name}: end -->")[0].strip()
+    records = read_records(_DOCS / "results" / folder)
     assert shown == "\n".join(lines_of(list(records.values()), "warm")).strip()
+
+
+def test_what_the_page_says_of_hand_offs_by_length() -> None:
+    records = read_records(_DOCS / "results" / "hand-offs-h100-2x").values()
+    requests = [(run.label, each.record()) for run in records for each in run.requests]
+
+    def ttft(found: list[RequestRecord]) -> float:
+        return float(np.mean([each.ttft_scheduled_s for each in found]))
+
+    def beside(found: list[RequestRecord]) -> float:
+        """The same requests under `warm`, each the mean of its repeats."""
+        return float(
+            np.mean(
+                [
+                    ttft([same for label, same in requests if label == "warm" and same.request_id == each.request_id])
+                    for each in found
+                ]
+            )
+        )
+
+    handed = [each for label, each in requests if label == "joint" and each.prefill_instance is not None]
+    short = [each for each in handed if each.input_length < 30_000]
+    long = [each for each in handed if each.input_length >= 30_000]
+    assert (
+        f"that of {len(short)} prompts under 30,000 tokens, {ttft(short):.1f} instead of {beside(short):.1f} s" in _PAGE
+    )
+    assert f"for the {len(long)} longer ones it is {100 * (ttft(long) / beside(long) - 1):.0f} %" in _PAGE

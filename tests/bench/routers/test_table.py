@@ -62,3 +62,25 @@ def test_failures_are_named_with_their_reason() -> None:
 def test_a_base_without_records_is_refused() -> None:
     with pytest.raises(RouterRecordError, match="no record of joint; found: warm"):
         list(lines_of([routed("warm", 0, 1.0)], "joint"))
+
+
+def test_requests_handed_over_and_the_others_are_compared_with_the_same_requests_of_the_base() -> None:
+    warm = [routed("warm", repeat, seconds) for repeat, seconds in enumerate((1.0, 3.0))]
+    joint = routed("joint", 0, 1.8)
+    # Of three sessions, whose requests take 1.8, 1.836 and 1.872 s; with the base 2, 2.04 and 2.08 s.
+    for session in range(3):
+        at = 4 * session
+        joint.requests[at] = msgspec.structs.replace(joint.requests[at], prefill_instance="p")
+    failed = msgspec.structs.replace(joint.requests[90], error="http 503", prefill_instance="p")
+    joint.requests[90] = failed
+    [line] = [line for line in lines_of([*warm, joint], "warm") if "handed over." in line]
+    handed, _, others = line.partition("; the others ")
+    assert "`joint`: 3 requests were handed over." in handed
+    assert handed.endswith("under `warm`: TTFT 0.92 and 1.02 s, E2E 1.84 and 2.04 s")
+    mean = (4 * sum(1 + 0.02 * session for session in range(24)) - 1 - 1.02 - 1.04 - 1.44) / 92
+    assert others == f"TTFT {0.9 * mean:.2f} and {mean:.2f} s, E2E {1.8 * mean:.2f} and {2 * mean:.2f} s."
+
+
+def test_arms_without_hand_offs_have_no_line_on_them() -> None:
+    lines = list(lines_of([routed("warm", 0, 1.0), routed("joint", 0, 1.8)], "warm"))
+    assert not [line for line in lines if "handed over." in line]
