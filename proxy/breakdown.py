@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from heapq import merge
@@ -25,6 +23,7 @@ from proxy.records.files import RecordFiles, record_files
 from proxy.records.filters import RowFilter
 from proxy.records.numbers import RowNumbers, SingleNumbers
 from proxy.records.past import past_rows
+from proxy.records.ring import LineRing, Numbered
 
 log = logging.getLogger("warmroute.breakdown")
 
@@ -33,17 +32,14 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _ROWS_PER_TURN = 200
 """Rows that are compared with a filter before other tasks run: 2 ms at most."""
 
-
-_Numbered = tuple[int, bytes]
-"""Number of the request in the order of their ends, and its row as a JSON line."""
 _number = itemgetter(0)
 
 
 class RowPage(NamedTuple):
     """Some of the rows that match a filter."""
 
-    rows: list[_Numbered]
-    """Oldest first."""
+    rows: list[Numbered]
+    """Oldest first, numbered in the order in which the requests ended."""
     before: int | None
     """Cursor of the page with older rows; None: there are none."""
     after: int
@@ -113,8 +109,8 @@ class Breakdown:
         jsonl_files: int = 4,
         numbers: RowNumbers | None = None,
     ) -> None:
-        self._lines: deque[_Numbered] = deque(maxlen=capacity)
-        self._rejected: deque[_Numbered] = deque(maxlen=rejected_capacity)
+        self._lines = LineRing(capacity)
+        self._rejected = LineRing(rejected_capacity)
         self._rejected_to_file = rejected_to_file
         self._path = jsonl_path
         self._files = RecordFiles(jsonl_path, jsonl_max_bytes, jsonl_files) if jsonl_path is not None else None
@@ -162,12 +158,12 @@ class Breakdown:
         if self._files is None or self._path is None:
             return
         try:
-            past = past_rows(record_files(self._path), self._lines.maxlen or 0)
+            past = past_rows(record_files(self._path), self._lines.capacity)
         except OSError as error:
             log.warning("earlier rows cannot be read from %s: %s", self._path, error)
         else:
             for row in past.rows:
-                (self._rejected if row.unserved else self._lines).append((row.number, row.line))
+                (self._rejected if row.unserved else self._lines).append(row.number, row.line)
             self.number = past.rows[-1].number if past.rows else 0
             if past.rows or past.damaged:
                 damaged = f", {past.damaged} damaged lines left out" if past.damaged else ""
@@ -198,7 +194,7 @@ class Breakdown:
         number, row = ended
         line = _line(row, number, self.started_unix_s)
         unserved = row.unserved
-        (self._rejected if unserved else self._lines).append((number, line))
+        (self._rejected if unserved else self._lines).append(number, line)
         if self._files is not None and (self._rejected_to_file or not unserved):
             self._files.write(line)
         self._feed.publish(number, line)
@@ -219,7 +215,7 @@ class Breakdown:
         """
         self._batch.settle()
         wanted = RowFilter(equal)
-        newest_first = chain(reversed(self._lines), reversed(self._rejected))
+        newest_first = chain(self._lines.newest_first(), self._rejected.newest_first())
         found = sorted(islice((each for each in newest_first if wanted.matches(each[1])), limit), key=_number)
         return (_decode(line) for _, line in found)
 
@@ -229,7 +225,7 @@ class Breakdown:
         found = [
             numbered
             for lines in (self._lines, self._rejected)
-            for numbered in takewhile(lambda line: line[0] > number, islice(reversed(lines), limit))
+            for numbered in takewhile(lambda line: line[0] > number, islice(lines.newest_first(), limit))
         ]
         return sorted(found, key=_number)
 
@@ -249,18 +245,18 @@ class Breakdown:
         """
         self._batch.settle()
         newest = self.number
-        lines, rejected = list(self._lines), list(self._rejected)
+        lines, rejected = self._lines.view(), self._rejected.view()
         if after is not None:
             first = 0 if after > newest and not self._numbers.shared else after
-            since = merge(_later(lines, first), _later(rejected, first), key=_number)
+            since = merge(lines.after(first), rejected.after(first), key=_number)
             last = newest + 1 if before is None else before
             found = await _matching((each for each in since if each[0] < last), wanted, limit)
             more = found[-1][0] if len(found) == limit else min(newest, last - 1)
             return RowPage(found, first + 1, more)
         if before is None:
-            found = await _matching(chain(reversed(lines), reversed(rejected)), wanted, limit + 1)
+            found = await _matching(chain(lines.newest_first(), rejected.newest_first()), wanted, limit + 1)
         else:
-            older = merge(_earlier(lines, before), _earlier(rejected, before), key=_number, reverse=True)
+            older = merge(lines.newest_first(before), rejected.newest_first(before), key=_number, reverse=True)
             found = await _matching(older, wanted, limit + 1)
         shown = sorted(found[:limit], key=_number)
         oldest = shown[0][0] if len(found) > limit else None
@@ -280,9 +276,9 @@ class Breakdown:
             self._files.close()
 
 
-async def _matching(rows: Iterable[_Numbered], wanted: RowFilter, limit: int) -> list[_Numbered]:
+async def _matching(rows: Iterable[Numbered], wanted: RowFilter, limit: int) -> list[Numbered]:
     """The first ``limit`` rows that match."""
-    found: list[_Numbered] = []
+    found: list[Numbered] = []
     for scanned, each in enumerate(rows, 1):
         if wanted.matches(each[1]):
             found.append(each)
@@ -291,11 +287,3 @@ async def _matching(rows: Iterable[_Numbered], wanted: RowFilter, limit: int) ->
         if scanned % _ROWS_PER_TURN == 0:
             await asyncio.sleep(0)
     return found
-
-
-def _later(rows: list[_Numbered], number: int) -> Iterator[_Numbered]:
-    return islice(rows, bisect_right(rows, number, key=_number), None)
-
-
-def _earlier(rows: list[_Numbered], number: int) -> Iterator[_Numbered]:
-    return reversed(rows[: bisect_left(rows, number, key=_number)])

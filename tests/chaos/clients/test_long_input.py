@@ -23,7 +23,7 @@ KEPT_BYTES = 8_000
 def kept_bytes(proxy: Chaos) -> int:
     """Bytes of all rows in memory."""
     breakdown = proxy.core.breakdown
-    return sum(len(row[1]) for ring in (breakdown._lines, breakdown._rejected) for row in ring)
+    return sum(len(line) for _, line in breakdown.after(0, breakdown.finished))
 
 
 @pytest.mark.parametrize("name", [LONG, WIDE], ids=["plain", "wide"])
