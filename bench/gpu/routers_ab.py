@@ -34,6 +34,7 @@ from bench.routers.plan import estimates_of, order_of, plan_lines
 from bench.routers.records import RouterRecordError, RoutersConditions, read_records
 from bench.routers.session import kept, run_all, spans
 from bench.routers.table import lines_of
+from launch.hardware.gpus import read_inventory
 from replayer.traces.loading import load_trace
 from replayer.traces.shorten import shortened
 from replayer.traces.trace import TraceError
@@ -88,7 +89,9 @@ def run(
     peer_path: Annotated[
         Path | None, typer.Option(help="Folder of their unpacked wheels, put before PYTHONPATH for them.")
     ] = None,
-    hardware: Annotated[str, typer.Option(help="Hardware of the engines, for the table.")] = "",
+    hardware: Annotated[
+        str | None, typer.Option(help="Hardware of the engines, for the table. Default: this machine's GPUs.")
+    ] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Print the runs in order with expected seconds, and end.")
     ] = False,
@@ -120,7 +123,7 @@ def run(
             peers=PeerEnvironment(peer_python or sys.executable, peer_path),
             timeout_s=timeout_s,
             limit_s=arm_limit_s,
-            hardware=hardware,
+            hardware=read_inventory().kinds() if hardware is None else hardware,
             output=output,
         )
         for each in arms:

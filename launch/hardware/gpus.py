@@ -7,6 +7,7 @@ not support is None, never a guess.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -95,6 +96,10 @@ class GpuInventory(msgspec.Struct, frozen=True, kw_only=True):
     driver_version: str | None = None
     cuda_driver_version: tuple[int, int] | None = None
     """Newest CUDA the driver can run: major, minor."""
+
+    def kinds(self) -> str:
+        """Number and name of each kind, ``2 x NVIDIA H100 80GB HBM3``; empty without a GPU."""
+        return ", ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in self.gpus).items())
 
 
 class NvmlUnavailable(RuntimeError):

@@ -38,6 +38,12 @@ def test_two_gpus_with_their_users_and_peers() -> None:
     assert (peer.gpu, peer.path, peer.nvlink, peer.peer_read) == (1, "system (between NUMA nodes)", True, True)
 
 
+def test_the_kinds_of_gpus_are_counted() -> None:
+    library = FakeNvml(FakeGpu(uuid="a"), FakeGpu(uuid="b", name="NVIDIA H100 80GB HBM3"), FakeGpu(uuid="c"))
+    assert read_inventory(library).kinds() == "2 x NVIDIA H200, 1 x NVIDIA H100 80GB HBM3"
+    assert read_inventory(FakeNvml()).kinds() == ""
+
+
 def test_what_a_gpu_does_not_report_is_none() -> None:
     library = FakeNvml(FakeGpu(nvlinks=None, numa_node=None, processes=None), FakeGpu(lost=True), p2p=5)
     first, lost = read_inventory(library).gpus
