@@ -35,14 +35,6 @@ class LineRing:
         self._used = 0
         """Bytes of the block that have lines."""
 
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @property
-    def block_bytes(self) -> int:
-        """Memory of all blocks, bytes."""
-        return sum(len(block) for block in {id(block): block for _, block, _, _ in self._places}.values())
-
     def append(self, number: int, line: bytes) -> None:
         """Keep a line; the oldest is dropped above ``capacity``."""
         first, end = self._used, self._used + len(line)
