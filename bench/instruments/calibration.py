@@ -33,7 +33,7 @@ EXPERT_MISSES = (0.75, 0.875, 0.9375, 0.96875)
 _DENSE_ERROR = 0.02
 """Error of the decode points up to which a dense model explains them."""
 _UNEVEN = 2.0
-"""Ratio of the slowest to the fastest repeat from which an interference point is left out."""
+"""Ratio of the slowest to the fastest repeat, or to a longer prefill, from which an interference point is left out."""
 _DIGITS = 5
 _START = PrefillConstants(0.02, 2e-5, 1e-9)
 
@@ -71,9 +71,11 @@ def points_of(
 ) -> Points:
     """Measured rows as the points that ``sim.fit`` takes: medians over the repeats.
 
-    Interference whose repeats are far apart is marked as left out.
+    Interference whose repeats are far apart is marked as left out, and so is what took longer than a longer prefill.
     """
     rows = list(interference)
+    combinations = by_point(rows)
+    ttft_s = {key: median(row.ttft_s for row in found) for key, found in combinations.items()}
     return Points(
         name=engine.name,
         source=engine.source,
@@ -95,12 +97,12 @@ def points_of(
             InterferencePoint(
                 streams=streams,
                 prefill=tokens,
-                ttft_s=_rounded(median(row.ttft_s for row in found)),
+                ttft_s=_rounded(ttft_s[streams, tokens]),
                 tpot_s=_rounded(median(row.during.tpot_s for row in found)),
                 gap_s=_rounded(median(row.longest_gap_s for row in found)),
-                skip=_uneven(found),
+                skip=_uneven(found) or _beyond_longer(streams, tokens, ttft_s),
             )
-            for (streams, tokens), found in by_point(rows).items()
+            for (streams, tokens), found in combinations.items()
         ),
         default_transport=next(iter(transports), None),
         transports=transports,
@@ -163,6 +165,15 @@ def _uneven(rows: list[InterferenceRow]) -> str | None:
     times = [row.ttft_s for row in rows]
     ratio = max(times) / min(times)
     return f"repeats differ {ratio:.0f} times, perhaps kernels were compiled" if ratio > _UNEVEN else None
+
+
+def _beyond_longer(streams: int, tokens: int, ttft_s: Mapping[tuple[int, int], float]) -> str | None:
+    """The reason to leave out a prefill that took far longer than a longer one; it needs no second repeat."""
+    took_s = ttft_s[streams, tokens]
+    for (others, longer), seconds in ttft_s.items():
+        if others == streams and longer > tokens and took_s > _UNEVEN * seconds:
+            return f"took {took_s / seconds:.0f} times as long as {longer:,} tokens, perhaps kernels were compiled"
+    return None
 
 
 def _decode_error(found: Fit) -> float:

@@ -73,11 +73,16 @@ async def measure_interference(
 ) -> list[InterferenceRow]:
     """Measure every combination on an idle engine, repeats interleaved over the sizes.
 
+    A first prefill among each number of streams is not recorded: it may compile kernels, which took up to 2 s.
+
     Raises:
         InstrumentError: a request failed, or a stream ended too early.
     """
     rows = []
     for streams in plan.streams:
+        progress(f"interference: first prefill among {streams} streams, not recorded")
+        await measure_one(engine, plan, prompts, streams, min(plan.prefill_tokens), 0)
+        await until_idle((engine,))
         for repeat in range(plan.repeats):
             for tokens in plan.prefill_tokens:
                 progress(f"interference: {tokens:,} tokens among {streams} streams, repeat {repeat + 1}")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
-from bench.instruments.engine import BusyFleetError, InstrumentError, refuse_busy
+from bench.instruments.engine import BusyFleetError, Generated, InstrumentError, refuse_busy
 from bench.instruments.interference import InterferencePlan, interference_sheet, measure_interference
 from bench.instruments.prompts import Prompts
 from bench.instruments.streams import Stream, decoding, quantiles
@@ -44,6 +47,23 @@ def test_the_engine_is_idle_afterwards() -> None:
     lab.run(measure_interference(lab.engines[0], plan, Prompts()))
     lab.run(refuse_busy(lab.engines))
     assert lab.fleet.engines["a"].live_requests == 0
+
+
+def test_the_first_prefill_among_each_number_of_streams_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = VirtualLab("h200")
+    engine, sent = lab.engines[0], list[int]()
+    generate = engine.generate
+
+    async def counted(prompt: Sequence[int], max_tokens: int, **options: Any) -> Generated:
+        if max_tokens == 1:
+            sent.append(len(prompt))
+        return await generate(prompt, max_tokens, **options)
+
+    monkeypatch.setattr(engine, "generate", counted)
+    plan = InterferencePlan(streams=(1, 4), prefill_tokens=(4_096, 1_024), repeats=1)
+    rows = lab.run(measure_interference(engine, plan, Prompts()))
+    assert sent == [1_024, 4_096, 1_024] * 2
+    assert [(row.streams, row.prefill_tokens) for row in rows] == [(1, 4_096), (1, 1_024), (4, 4_096), (4, 1_024)]
 
 
 def test_a_busy_engine_is_refused() -> None:
