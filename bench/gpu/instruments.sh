@@ -12,8 +12,9 @@
 # ENGINE_ARGS (a YAML list of further vLLM arguments), SETTINGS (further KEY=VALUE of the fleet file, with spaces between;
 # GPUs of 80 GB: vllm.gpu_memory_utilization=0.94 vllm.max_model_len=140000), STREAMS and PREFILLS (of the interference,
 # comma-separated), HARDWARE (for the records), PROFILE (name of the profile, default h200-measured), REPEATS (default
-# 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start), SMALL_BLOCK (tokens, default 16: of the
-# last fleet; the others have the fleet file's),
+# 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start), WEAR (times that 65,536 tokens are handed over
+# before transfers are measured, default 12: until every block of an H200's pool has been freed once; 4 for 80 GB),
+# SMALL_BLOCK (tokens, default 16: of the last fleet; the others have the fleet file's),
 # HOOKS=0 (leave the connector's hooks out; else they are installed into the engines' Python and removed again; keep:
 # installed and not removed), PARTS (default fast,overhead,tcp,blocks: each starts fleets of its own), and
 # BUDGET_S (default 1500: steps that would begin later are left out, one that runs then is ended).
@@ -26,7 +27,7 @@
 # Rehearsal on the CPU, with small sizes (make engines):  SMALL=1 bench/gpu/instruments.sh OUTPUT
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-[ $# -eq 1 ] || { sed -n '2,29p' "$0"; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,30p' "$0"; exit 2; }
 parts=${PARTS:-fast,overhead,tcp,blocks}
 for part in ${parts//,/ }; do
   case $part in fast | overhead | tcp | blocks) ;; *) echo "PARTS: fast, overhead, tcp and blocks, with commas between"; exit 2 ;; esac
@@ -50,8 +51,8 @@ if [ -n "${SMALL:-}" ]; then
   settings+=(--set count=2 --set base_port=18801 --set base_bootstrap_port=19801 --set base_events_port=17861
     --set base_events_replay_port=17961 --set base_master_port=19961)
   ids=(--token-low 10 --token-high 2000)
-  streams=1,4 prefills=512,2048 context=64 sizes=512,2048 small=512 shared=512 at_once=1,2 loads=0,2 few=0,1 hint=cpu
-  wear=512 wear_repeats=1
+  streams=1,4 prefills=512,2048 context=64 sizes=512,2048 small=512 smallest=512 shared=512 at_once=1,2 loads=0,2 few=0,1 hint=cpu
+  wear=512 wear_repeats=${WEAR:-1}
   calibration=(--largest-tokens 2048) overhead=(--prefill-tokens 512 --streams 1,4 --context-tokens 64)
   repeats=${REPEATS:-1} starts=${STARTS:-1}
   queue=65535                  # the most that Mooncake 0.3.13 accepts
@@ -59,9 +60,9 @@ else
   fleet=elastic-2x-kv-both fast=nvlink
   ids=()
   streams=${STREAMS:-1,4,8,16} prefills=${PREFILLS:-2048,8192,32768,65536,131072} context=1024
-  sizes=2048,8192,32768,65536,131072 small=2048,8192
+  sizes=2048,8192,32768,65536,131072 small=2048,8192 smallest=2048
   shared=16384 at_once=1,2,4,8 loads=0,4,12 few=0,4 hint="$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1)"
-  wear=8192 wear_repeats=12     # 8 at once: 786,000 tokens, so that every block has been freed once
+  wear=8192 wear_repeats=${WEAR:-12}     # 8 at once
   calibration=() overhead=()
   repeats=${REPEATS:-2} starts=${STARTS:-1}
   queue=1000000                # 131,072 tokens of a worn pool are up to 786,528 pieces
@@ -155,7 +156,7 @@ overhead_part() {
 
 # Over TCP a pull under load takes longer than the 30 s after which Mooncake gives up by default, and a large one has more
 # pieces than its queue takes by default (docs/instruments.md). Between busy engines one of 16,384 tokens takes minutes: there
-# small ones are measured, once.
+# small ones are measured, once, and among prefills the smallest: 8,192 tokens may not end before the timeout.
 tcp_part() {
   use tcp tcp 'env.MC_TRANSFER_TIMEOUT="110"' "env.MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=\"$queue\"" \
     vllm.transfer.abort_timeout_s=120
@@ -165,7 +166,7 @@ tcp_part() {
   fi
   measure transfer transfer-tcp-shared --tokens "$shared" --concurrent "$at_once" --repeats "$repeats"
   measure transfer transfer-tcp-loaded --tokens "$small" --background "$loads" --background-tokens "$context" --repeats 1
-  measure transfer transfer-tcp-prefills --tokens "$small" --background "$few" \
+  measure transfer transfer-tcp-prefills --tokens "$smallest" --background "$few" \
     --background-kind prefill --background-tokens "$shared" --repeats 1
   down
 }
