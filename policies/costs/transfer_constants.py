@@ -32,7 +32,8 @@ TRANSFER_FORMULAS: Mapping[Transport, TransferFormula] = MappingProxyType(
     {
         # D legs of vLLM 0.20.2 with Mooncake between two H200s, idle and with 4 and 12 streams a side: over NVLink
         # 65k tokens (6.4 GB) took 0.12-0.15 s, 0.3-1.6 s and 1.3-1.7 s; over TCP 3.4-4.3 s idle. The slowdown over
-        # TCP is that of Mooncake 0.3.14 (15-18 MB/s between two H100s beside 4 and 12 streams); 0.3.10 took 20-23 s.
+        # TCP is that of Mooncake 0.3.14 from a worn pool (15-18 MB/s between two H100s beside 4 and 12 streams: some
+        # 10 ms for each piece of memory, so less from long free ranges); 0.3.10 took 20-23 s.
         Transport.NVLINK: TransferFormula(0.025, 0.009, 60e9, 1.0, 1.0),
         Transport.TCP: TransferFormula(0.030, 0.060, 1.8e9, 12.5, 4.0),
         # Mooncake through a 200 Gbps NIC: `policies.costs.published`. The slowdown is 15 % off either of its points.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import median
+from typing import NamedTuple
 
 import pytest
 
 from tests.bench.instruments.documented import STAGES, Row, about, number, rows_of, sends, shown, table
+
+ONE_RUN = "h100-one-run"
 
 
 def idle(record: str, tokens: int, pick: Callable[[Row], float]) -> float:
@@ -42,9 +45,11 @@ def test_interference() -> None:
 
 
 def test_overhead() -> None:
-    measured = {row["arm"]: row for row in rows_of("h100/overhead")}
-    for row in table("Overhead", "| arm | start"):
-        one = measured.pop(row[0].strip("`"))
+    runs = [{row["arm"]: row for row in rows_of(f"{folder}/overhead")} for folder in ("h100", ONE_RUN)]
+    arm = ""
+    for number_of_row, row in enumerate(table("Overhead", "| arm | start")):
+        arm = row[0].strip("`") or arm
+        one = runs[number_of_row % 2].pop(arm)
         assert shown(row[1], one["start_s"])
         assert number(row[2]) == one["pool_tokens"]
         assert all(
@@ -54,6 +59,21 @@ def test_overhead() -> None:
         if one["hand_offs_s"]:
             assert shown(row[7], one["hand_offs_s"][0] * 1e3)
             assert shown(row[8], median(one["hand_offs_s"][1:]) * 1e3)
+    assert not any(runs)
+
+
+def test_transfers_of_the_run_of_everything() -> None:
+    measured = {(row["background"], row["tokens"]): row for row in rows_of(f"{ONE_RUN}/transfer-nvlink")}
+    for row in table("One run of everything", "| tokens | idle: D leg"):
+        tokens = int(number(row[0]))
+        for streams, cells in zip((0, 4, 12), (row[1:4], row[4:7], row[7:10]), strict=True):
+            one = measured.pop((streams, tokens))
+            for cell, value in zip(
+                cells, (one["d_leg_s"] * 1e3, one["stages"]["pieces"], one["stages"]["wire_s"] * 1e3), strict=True
+            ):
+                assert shown(cell, value), (streams, tokens)
+            if not streams:
+                assert shown(row[10], one["p_leg_s"] * 1e3)
     assert not measured
 
 
@@ -63,33 +83,60 @@ def test_pulls_over_tcp() -> None:
         assert outcomes[int(number(row[1]))].startswith(row[3])
 
 
-def test_pulls_between_busy_engines_over_tcp() -> None:
-    [measured_last] = [
-        row for row in sends("h100-128/hooks-tcp-prefills") if row["wire_end_s"] - row["wire_begin_s"] > 1
-    ]
-    wires = [
-        (
+class Pull(NamedTuple):
+    """One pull over TCP between engines under load."""
+
+    streams: int
+    tokens: int
+    pieces: int
+    wire_s: float
+    size_bytes: int
+
+
+def pulls(folder: str) -> list[Pull]:
+    """Those of a run, the last one among prefills, which is the slowest by the hooks."""
+    found = [
+        Pull(
             one["background"],
             one["tokens"],
             one["stages"]["pieces"],
             one["stages"]["wire_s"],
             one["stages"]["size_bytes"],
         )
-        for one in rows_of("h100-128/transfer-tcp-loaded")
+        for one in rows_of(f"{folder}/transfer-tcp-loaded")
     ]
-    last_s = measured_last["wire_end_s"] - measured_last["wire_begin_s"]
-    wires.append((4, 2_048, measured_last["pieces"], last_s, measured_last["size_bytes"]))
-    rows = table("TCP between busy engines", "| on each side")
+    last = max(sends(f"{folder}/hooks-tcp-prefills"), key=lambda row: row["wire_end_s"] - row["wire_begin_s"])
+    return [*found, Pull(4, 2_048, last["pieces"], last["wire_end_s"] - last["wire_begin_s"], last["size_bytes"])]
+
+
+@pytest.mark.parametrize(("folder", "header"), [("h100-128", "| on each side"), (ONE_RUN, "| less worn, on each side")])
+def test_pulls_between_busy_engines_over_tcp(folder: str, header: str) -> None:
+    rows = table("TCP between busy engines", header)
     assert [row[0] for row in rows if row[0]] == [
         "nothing",
         "4 decoding streams",
         "12 decoding streams",
         "4 clients with prefills of 16k",
     ]
-    for row, (streams, tokens, pieces, wire_s, size_bytes) in zip(rows, wires, strict=True):
-        assert not row[0] or (streams == number(row[0]) if streams else row[0] == "nothing")
-        assert (number(row[1]), number(row[3])) == (tokens, pieces)
-        assert shown(row[2], size_bytes / 2**20)
-        assert shown(row[4], wire_s)
-        assert shown(row[5], size_bytes / wire_s / 1e6)
-        assert shown(row[6], 1e3 * wire_s * 65_536 / size_bytes)
+    for row, pull in zip(rows, pulls(folder), strict=True):
+        assert not row[0] or (pull.streams == number(row[0]) if pull.streams else row[0] == "nothing")
+        assert (number(row[1]), number(row[3])) == (pull.tokens, pull.pieces)
+        assert shown(row[2], pull.size_bytes / 2**20)
+        assert shown(row[4], pull.wire_s)
+        rate, wait = (row[place].removeprefix("below ").removeprefix("above ") for place in (5, 6))
+        assert about(rate, pull.size_bytes / pull.wire_s / 1e6)
+        assert about(wait, 1e3 * pull.wire_s / pull.pieces)
+
+
+def test_between_busy_engines_the_pieces_decide() -> None:
+    measured = [pull for folder in ("h100-128", ONE_RUN) for pull in pulls(folder)[:-1]]
+    for streams, (shortest, longest) in {4: (8.6, 11.0), 12: (11.6, 24.1)}.items():
+        beside = [pull for pull in measured if pull.streams == streams]
+        assert len(beside) == 4
+        assert max(pull.size_bytes / pull.pieces for pull in beside) > 8 * min(
+            pull.size_bytes / pull.pieces for pull in beside
+        )
+        waits = [1e3 * pull.wire_s / pull.pieces for pull in beside]
+        assert (min(waits), max(waits)) == pytest.approx((shortest, longest), abs=0.05)
+        by_bytes = [pull.wire_s / pull.size_bytes for pull in beside]
+        assert max(by_bytes) / min(by_bytes) > 2 * max(waits) / min(waits)

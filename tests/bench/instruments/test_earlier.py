@@ -98,6 +98,19 @@ def test_interference_replaces_and_what_compiled_kernels_is_left_out(made: Path)
     assert left_out[1, 2_048] == "repeats differ 15 times, perhaps kernels were compiled"
 
 
+def test_of_one_repeat_what_took_longer_than_a_longer_prefill_is_left_out(tmp_path: Path) -> None:
+    records = INSTRUMENTS / "h100-one-run"
+    both = ("--record", records / "calibrate.json", "--record", records / "interference.json")
+    result = run(*both, "--name", "one", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    points = load_points(tmp_path / "one_points.yaml").interference
+    assert {(each.streams, each.prefill): each.skip for each in points if each.skip} == {
+        (1, 2_048): "took 7 times as long as 8,192 tokens, perhaps kernels were compiled",
+        (8, 2_048): "took 10 times as long as 8,192 tokens, perhaps kernels were compiled",
+    }
+    assert "prefill TTFT: 16 points, median error 10.0%" in flat(result)
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
