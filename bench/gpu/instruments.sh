@@ -12,8 +12,8 @@
 # ENGINE_ARGS (a YAML list of further vLLM arguments), SETTINGS (further KEY=VALUE of the fleet file, with spaces between;
 # GPUs of 80 GB: vllm.gpu_memory_utilization=0.94 vllm.max_model_len=140000), STREAMS and PREFILLS (of the interference,
 # comma-separated), HARDWARE (for the records), PROFILE (name of the profile, default h200-measured), REPEATS (default
-# 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start), WEAR (times that 65,536 tokens are handed over
-# before transfers are measured, default 12: until every block of an H200's pool has been freed once; 4 for 80 GB),
+# 2), STARTS (of each arm of the overhead, default 1; each takes an engine's start), WEAR (rounds of 65,536 tokens handed over
+# before transfers are measured, default 12; after fewer more free memory lies together, so transfers have fewer pieces),
 # SMALL_BLOCK (tokens, default 16: of the last fleet; the others have the fleet file's),
 # HOOKS=0 (leave the connector's hooks out; else they are installed into the engines' Python and removed again; keep:
 # installed and not removed), PARTS (default fast,overhead,tcp,blocks: each starts fleets of its own), and
