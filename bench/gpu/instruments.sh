@@ -27,7 +27,7 @@
 # Rehearsal on the CPU, with small sizes (make engines):  SMALL=1 bench/gpu/instruments.sh OUTPUT
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-[ $# -eq 1 ] || { sed -n '2,30p' "$0"; exit 2; }
+[ $# -eq 1 ] || { sed -n '2,/^set/{/^#/p}' "$0"; exit 2; }
 parts=${PARTS:-fast,overhead,tcp,blocks}
 for part in ${parts//,/ }; do
   case $part in fast | overhead | tcp | blocks) ;; *) echo "PARTS: fast, overhead, tcp and blocks, with commas between"; exit 2 ;; esac
