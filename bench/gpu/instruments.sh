@@ -155,7 +155,7 @@ overhead_part() {
 }
 
 # Over TCP a pull under load takes longer than the 30 s after which Mooncake gives up by default, and a large one has more
-# pieces than its queue takes by default (docs/instruments.md). Between busy engines one of 16,384 tokens takes minutes: there
+# pieces than its queue takes by default (docs/instruments-h100.md). Between busy engines one of 16,384 tokens takes minutes: there
 # small ones are measured, once, and among prefills the smallest: 8,192 tokens may not end before the timeout.
 tcp_part() {
   use tcp tcp 'env.MC_TRANSFER_TIMEOUT="110"' "env.MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=\"$queue\"" \

@@ -2,7 +2,7 @@
 
 vLLM's connector joins blocks that are neighbours on both sides. In a KV pool that has served for minutes none are, so a
 hand-off has one piece for each block and layer, of K and of V. Mooncake 0.3.13 and later queue the pieces of a transfer
-over TCP, and refuse the whole transfer if they do not fit (docs/instruments.md).
+over TCP, and refuse the whole transfer if they do not fit (docs/instruments-h100.md).
 """
 
 from __future__ import annotations

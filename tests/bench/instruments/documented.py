@@ -1,4 +1,4 @@
-"""Tables of docs/instruments.md and the records that they come from, for the tests that compare them."""
+"""Tables of the pages about instruments and the records that they come from, for the tests that compare them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 RECORDS = REPOSITORY / "docs" / "results" / "instruments"
-PAGE = (REPOSITORY / "docs" / "instruments.md").read_text(encoding="utf-8")
+PAGES = {
+    name: (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("instruments", "instruments-h100")
+}
+PAGE = PAGES["instruments"]
 STAGES = ("p_queue_s", "p_prefill_s", "d_queue_s", "control_s", "wire_s", "admission_s")
 
 Row = dict[str, Any]
@@ -31,8 +35,14 @@ def sends(record: str) -> Iterator[Row]:
 
 
 def table(heading: str, header: str) -> list[list[str]]:
-    """Cells of the table below a heading whose header begins with a text."""
-    section = PAGE.split(f"### {heading}\n", 1)[1].split("\n#", 1)[0]
+    """Cells of the table below a heading, of any page and level, whose header begins with a text."""
+    sections = [
+        section
+        for page in PAGES.values()
+        for section in re.split(r"^#+ ", page, flags=re.MULTILINE)
+        if section.startswith(f"{heading}\n")
+    ]
+    [section] = sections
     lines = section[section.index(header) :].split("\n\n", 1)[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
 

@@ -1,4 +1,4 @@
-"""Tables of docs/instruments.md about two H100s, against the records that they come from."""
+"""Tables of docs/instruments-h100.md, against the records that they come from."""
 
 from __future__ import annotations
 

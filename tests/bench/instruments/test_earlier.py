@@ -16,9 +16,9 @@ from bench.instruments.record import InstrumentRecord, read_record, write_record
 from policies.types import Transport
 from sim.hardware import HARDWARE_FOLDER, load_profile
 from sim.points import load_points
+from tests.bench.instruments.documented import PAGES
+from tests.bench.instruments.documented import RECORDS as INSTRUMENTS
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-INSTRUMENTS = REPOSITORY / "docs" / "results" / "instruments"
 RECORDS = INSTRUMENTS / "h200-128"
 SHIPPED = "h200-nvlink-128"
 
@@ -34,10 +34,10 @@ def flat(result: Result) -> str:
 
 
 def make(profile: str, records: Path, folder: Path) -> None:
-    """Make a shipped profile in ``folder``, by the command of docs/instruments.md."""
-    page = (REPOSITORY / "docs" / "instruments.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    """Make a shipped profile in ``folder``, by the command of its page."""
+    page = "\n".join(PAGES.values()).replace("\\\n", " ")
     found = re.search(rf"^\$ warmroute calibrate (.* --name {profile})$", page, re.MULTILINE)
-    assert found, "the page has no command for the profile"
+    assert found, "no page has a command for the profile"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(records)
         result = run(*shlex.split(found[1]), "--output", folder)
