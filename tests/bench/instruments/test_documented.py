@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
 import pytest
 
-from tests.bench.instruments.documented import STAGES, Row, about, number, rows_of, sends, shown, table
+from tests.bench.instruments.documented import RECORDS, STAGES, Row, about, number, rows_of, sends, shown, table
 
 ONE_RUN = "h100-one-run"
 
@@ -60,6 +62,19 @@ def test_overhead() -> None:
             assert shown(row[7], one["hand_offs_s"][0] * 1e3)
             assert shown(row[8], median(one["hand_offs_s"][1:]) * 1e3)
     assert not any(runs)
+
+
+def test_steps_of_the_run_of_everything() -> None:
+    lines = (RECORDS / ONE_RUN / "steps.txt").read_text(encoding="utf-8").splitlines()
+    begins = [1_070 - int(re.findall(r"\((\d+) s left\)", line)[0]) for line in lines]
+    last = json.loads((RECORDS / ONE_RUN / "transfer-tcp-prefills.json").read_text(encoding="utf-8"))
+    end = begins[-1] + int(last["finished_unix_s"] - last["started_unix_s"])
+    took = [later - begin for begin, later in zip(begins, [*begins[1:], end], strict=True)]
+    rows = table("One run of everything", "| step | s |")
+    left, right = [number(row[1]) for row in rows], [number(row[3]) for row in rows]
+    assert left == [*took[:5], took[5] + took[6]]
+    assert right == [*took[7:10], took[10] + took[11], *took[12:]]
+    assert end == 1_041
 
 
 def test_transfers_of_the_run_of_everything() -> None:
