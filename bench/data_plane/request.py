@@ -79,7 +79,11 @@ class _Socket(asyncio.Transport):
         return False
 
     def close(self) -> None:
-        """Stay open."""
+        """Stay open, until ``release``."""
+
+    def release(self) -> None:
+        """Close the descriptor."""
+        os.close(self._descriptor)
 
     def abort(self) -> None:
         if self._protocol is not None:
@@ -111,6 +115,13 @@ class _Engines:
         self.sockets.append(socket)
         self._connections.append(connection)
         return connection
+
+    def release(self) -> None:
+        """Release the connections, which FastAPI's cache of what routes depend on would keep with the proxy."""
+        for socket in self.sockets:
+            socket.release()
+        self.sockets.clear()
+        self._connections.clear()
 
 
 async def stages_us(
@@ -157,26 +168,30 @@ async def stages_us(
             await asyncio.sleep(0)
         return (time.perf_counter() - began_s) * 1e6
 
-    one = chunk(event(False, EVENT_BYTES))
-    for number in range(_WARMUP + requests):
-        body = text_body(1, number, size_bytes, 80)
-        request = b"%bcontent-length: %d\r\n\r\n%b" % (_HEAD, len(body), body)
-        took = [await timed(protocol.data_received, request, 0), await timed(None, b"", 1)]
-        engine = engines.busy
-        took += [
-            await timed(engine.data_received, STREAM_HEAD + one, 2),
-            await timed(engine.data_received, one, 0),
-            await timed(engine.data_received, chunk(_USAGE + DONE) + LAST_CHUNK, 1),
-        ]
-        if not client.written[-1].endswith(LAST_CHUNK):
-            raise RuntimeError(f"the answer is incomplete: {client.written[-1]!r}")
-        client.written.clear()
-        for socket in engines.sockets:
-            socket.written.clear()
-        if number >= _WARMUP:
-            for stage, us in zip(times, took, strict=True):
-                stage.append(us)
-    await core.close()
+    try:
+        one = chunk(event(False, EVENT_BYTES))
+        for number in range(_WARMUP + requests):
+            body = text_body(1, number, size_bytes, 80)
+            request = b"%bcontent-length: %d\r\n\r\n%b" % (_HEAD, len(body), body)
+            took = [await timed(protocol.data_received, request, 0), await timed(None, b"", 1)]
+            engine = engines.busy
+            took += [
+                await timed(engine.data_received, STREAM_HEAD + one, 2),
+                await timed(engine.data_received, one, 0),
+                await timed(engine.data_received, chunk(_USAGE + DONE) + LAST_CHUNK, 1),
+            ]
+            if not client.written[-1].endswith(LAST_CHUNK):
+                raise RuntimeError(f"the answer is incomplete: {client.written[-1]!r}")
+            client.written.clear()
+            for socket in engines.sockets:
+                socket.written.clear()
+            if number >= _WARMUP:
+                for stage, us in zip(times, took, strict=True):
+                    stage.append(us)
+    finally:
+        await core.close()
+        engines.release()
+        client.release()
     return [float(np.mean(sorted(stage)[: len(stage) * 99 // 100])) for stage in times]
 
 

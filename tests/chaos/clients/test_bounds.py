@@ -283,7 +283,8 @@ def _inbounds(proxy: Chaos) -> list[Any]:
 
     from proxy.clients.inbound import Inbound
 
-    return [each for each in gc.get_objects() if isinstance(each, Inbound) and each._size]
+    inbounds = (each for each in gc.get_objects() if isinstance(each, Inbound))
+    return [each for each in inbounds if each._bounds is proxy.core.clients and each._size]
 
 
 # Offers to upgrade
