@@ -27,6 +27,7 @@ from replayer.traces.formats.checks import (
     detect_tail,
     looks_like_deltas,
     order_turns,
+    parents_first,
 )
 from replayer.traces.formats.source import file_sha256
 from replayer.traces.trace import TailRule, Trace, TraceError, TraceRequest
@@ -81,11 +82,14 @@ class TraceStream(msgspec.Struct):
     notes: list[str]
 
 
-def _open(path: Path, options: LoadOptions, remembered: int | None = None) -> _Opened:
+def _open(path: Path, options: LoadOptions, remembered: int | None = None, *, whole: bool = False) -> _Opened:
+    """Open a trace; ``whole``: it will be sorted, so Bailian-style requests are not linked to their parents yet."""
     kind = detect_format(path)
     notes: list[str] = []
     unit = _DEFAULT_UNIT[kind] if options.time_unit == "auto" else options.time_unit
     match kind:
+        case Format.BAILIAN if whole:
+            stream = bailian.read_unlinked(path, UNITS_S[unit])
         case Format.BAILIAN:
             stream = bailian.read(path, UNITS_S[unit], notes, remembered=remembered)
         case Format.MOONCAKE:
@@ -185,7 +189,7 @@ def load(path: str | Path, options: LoadOptions | None = None) -> Trace:
     """
     path = Path(path)
     options = options or LoadOptions()
-    opened = _open(path, options)
+    opened = _open(path, options, whole=True)
     where = str(path)
     requests: list[TraceRequest] = []
     trimmed = 0
@@ -204,6 +208,10 @@ def load(path: str | Path, options: LoadOptions | None = None) -> Trace:
     if opened.format is Format.AGENT_TEXT or first_s >= EPOCH_S:
         for request in requests:
             request.timestamp_s = round(request.timestamp_s - first_s, 6)
+    if opened.format is Format.BAILIAN:
+        # Only now: above, the file's order would decide which parents are known.
+        parents_first(requests)
+        notes += bailian.link(requests, where)
     _chain(requests, options, where, notes)
     if opened.format is Format.MOONCAKE and options.sessions == "derived":
         found = mooncake.derive_sessions(requests, opened.block_tokens)

@@ -65,27 +65,50 @@ def check_lengths(where: str, input_length: int, output_length: int) -> None:
         raise TraceError(f"{where}: output_length {output_length} is negative; drop or correct the line")
 
 
-class _Sessions:
-    """Session ids from parent links: the session is named after its root's chat id."""
+class _Links:
+    """Sessions and parents from parent links: a session without an id is named after its root's chat id."""
 
     def __init__(self, remembered: int | None) -> None:
-        self._of_chat: dict[int, str] = {}
+        self._session_of: dict[int, str] = {}
+        self._missing: dict[int, int] = {}
+        """Parent that has not been seen -> the first request that names it."""
         self._remembered = remembered
-        self.orphans = 0
+        self._orphans = self._own_parents = 0
 
-    def place(self, chat_id: int, parent: int, given: str | None) -> tuple[str, int]:
-        """(session, parent that is in the trace or -1)."""
-        known = self._of_chat.get(parent) if parent != -1 else None
+    def place(self, request: TraceRequest) -> int | None:
+        """Set the request's session, and its parent to -1 where that is unknown.
+
+        Returns:
+            Chat id of an earlier request that names this one as its parent; None if there is none.
+        """
+        chat_id, parent = request.chat_id, request.parent_chat_id
+        if parent == chat_id:
+            self._own_parents += 1
+            parent = -1
+        known = self._session_of.get(parent) if parent != -1 else None
         if parent != -1 and known is None:
-            self.orphans += 1
-        session = given if given is not None else (known if known is not None else f"s{chat_id}")
-        self._of_chat[chat_id] = session
-        if self._remembered is not None and len(self._of_chat) > self._remembered:
-            del self._of_chat[next(iter(self._of_chat))]
-        return session, parent if known is not None else -1
+            self._orphans += 1
+            self._missing.setdefault(parent, chat_id)
+            _forget_oldest(self._missing, self._remembered)
+        request.session_id = request.session_id or known or f"s{chat_id}"
+        request.parent_chat_id = parent if known is not None else -1
+        self._session_of[chat_id] = request.session_id
+        _forget_oldest(self._session_of, self._remembered)
+        return self._missing.get(chat_id)
 
-    def __contains__(self, chat_id: int) -> bool:
-        return chat_id in self._of_chat
+    def notes(self) -> list[str]:
+        """Sentences on links that lead nowhere."""
+        notes = []
+        if self._orphans:
+            notes.append(f"{self._orphans} requests name a parent that is not in the file (cut window)")
+        if self._own_parents:
+            notes.append(f"{self._own_parents} requests name themselves as their parent; taken as first turns")
+        return notes
+
+
+def _forget_oldest(table: dict[Any, Any], most: int | None) -> None:
+    if most is not None and len(table) > most:
+        del table[next(iter(table))]
 
 
 class _Numbers:
@@ -107,22 +130,58 @@ class _Numbers:
             return known
         number = self._numbers[value] = self._count
         self._count += 1
-        if self._remembered is not None and len(self._numbers) > self._remembered:
-            del self._numbers[next(iter(self._numbers))]
+        _forget_oldest(self._numbers, self._remembered)
         return number
 
 
 def read(path: Path, unit_s: float, notes: list[str], *, remembered: int | None = None) -> Iterator[TraceRequest]:
-    """Requests in file order.
+    """Requests in file order, with sessions and parents.
 
-    One line is in memory at a time, plus one small entry for each of the ``remembered`` last requests (None: for all),
+    One line is in memory at a time, plus small entries for each of the ``remembered`` last requests (None: for all),
     to find parents and duplicate chat ids.
+
+    Raises:
+        TraceError: names file, line and remedy; also for a request above its parent, whose session is not known then.
+    """
+    links = _Links(remembered)
+    for request in read_unlinked(path, unit_s, remembered=remembered):
+        child = links.place(request)
+        if child is not None:
+            raise TraceError(
+                f"{path}: request {child} comes before its parent {request.chat_id}, and a file that is read as a "
+                "stream must have parents first: load it whole, or sort it by time"
+            )
+        yield request
+    notes += links.notes()
+
+
+def link(requests: Iterable[TraceRequest], where: str) -> list[str]:
+    """Give the requests of `read_unlinked` their sessions and parents, in place. They must be sorted by time.
+
+    Returns:
+        Sentences on links that lead nowhere.
+
+    Raises:
+        TraceError: a request comes before its parent.
+    """
+    links = _Links(None)
+    for request in requests:
+        child = links.place(request)
+        if child is not None:
+            raise TraceError(
+                f"{where}: request {child} comes before its parent {request.chat_id} in time; correct the timestamps"
+            )
+    return links.notes()
+
+
+def read_unlinked(path: Path, unit_s: float, *, remembered: int | None = None) -> Iterator[TraceRequest]:
+    """Requests in file order, with the parents that the file names, and an empty session id where it has none.
 
     Raises:
         TraceError: names file, line and remedy.
     """
-    sessions = _Sessions(remembered)
     number_of = _Numbers(remembered).of
+    seen: dict[int, None] = {}
     for line_number, line in iter_lines(path):
         where = f"{path}:{line_number}"
         try:
@@ -133,14 +192,14 @@ def read(path: Path, unit_s: float, notes: list[str], *, remembered: int | None 
             ) from None
         check_lengths(where, row.input_length, row.output_length)
         chat_id = number_of(row.chat_id)
-        if chat_id in sessions:
+        if chat_id in seen:
             raise TraceError(f"{where}: chat_id {row.chat_id} occurs twice; every request needs its own")
-        given = None if row.session_id is None else str(row.session_id)
-        session, parent = sessions.place(chat_id, number_of(row.parent_chat_id), given)
+        seen[chat_id] = None
+        _forget_oldest(seen, remembered)
         yield TraceRequest(
             chat_id=chat_id,
-            parent_chat_id=parent,
-            session_id=session,
+            parent_chat_id=number_of(row.parent_chat_id),
+            session_id="" if row.session_id is None else str(row.session_id),
             turn=row.turn,
             timestamp_s=row.timestamp * unit_s,
             input_length=row.input_length,
@@ -152,8 +211,6 @@ def read(path: Path, unit_s: float, notes: list[str], *, remembered: int | None 
             subagent=bool(row.subagent),
             tenant=None if row.tenant is None else str(row.tenant),
         )
-    if sessions.orphans:
-        notes.append(f"{sessions.orphans} requests name a parent that is not in the file (cut window)")
 
 
 def to_row(request: TraceRequest) -> dict[str, Any]:

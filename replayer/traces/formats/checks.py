@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -175,6 +176,43 @@ class Rechainer:
             self.requests += 1
             request.hash_ids = array("q", chained)
         self.ids = len(self._alternative)
+
+
+def parents_first(requests: list[TraceRequest]) -> None:
+    """Put parents before their children among requests of one instant, in place; others keep their order.
+
+    Requests must be sorted by time. A file in another order has a child above its parent as likely as below it.
+    """
+    place = {request.chat_id: position for position, request in enumerate(requests)}
+    late = {
+        request.timestamp_s
+        for position, request in enumerate(requests)
+        if (parent := place.get(request.parent_chat_id, -1)) > position
+        and requests[parent].timestamp_s == request.timestamp_s
+    }
+    if not late:
+        return
+    start = 0
+    for time_s, group in groupby(requests.copy(), key=lambda request: request.timestamp_s):
+        members = list(group)
+        if time_s in late:
+            requests[start : start + len(members)] = _by_generation(members)
+        start += len(members)
+
+
+def _by_generation(requests: list[TraceRequest]) -> list[TraceRequest]:
+    """Requests whose parent is not among them, then their children, and so on; members of a cycle come last."""
+    children: dict[int, list[TraceRequest]] = {}
+    ids = {request.chat_id for request in requests}
+    ordered: list[TraceRequest] = []
+    for request in requests:
+        if request.parent_chat_id in ids and request.parent_chat_id != request.chat_id:
+            children.setdefault(request.parent_chat_id, []).append(request)
+        else:
+            ordered.append(request)
+    for request in ordered:  # grows while it is read
+        ordered += children.pop(request.chat_id, [])
+    return ordered + [request for rest in children.values() for request in rest]
 
 
 def order_turns(requests: Sequence[TraceRequest], where: str) -> int:

@@ -91,6 +91,31 @@ def test_sessions_follow_parents_where_the_trace_has_none(tmp_path: Path) -> Non
     assert any("parent that is not in the file" in note for note in trace.notes)
 
 
+@pytest.mark.parametrize("given", [{}, {"session_id": "given"}])
+def test_sessions_and_parents_do_not_depend_on_the_order_of_the_file(tmp_path: Path, given: Row) -> None:
+    # 2 and 3 come at one instant, as calls without a think time do.
+    rows = [
+        row(0),
+        row(1),
+        row(2, parent_chat_id=0, turn=2),
+        row(3, parent_chat_id=2, turn=3, timestamp=2.0),
+        row(4, parent_chat_id=1, turn=2),
+    ]
+    rows = [item | given for item in rows]
+    in_order = load_trace(write_lines(tmp_path / "t.jsonl", rows))
+    reversed_ = load_trace(write_lines(tmp_path / "r.jsonl", rows[::-1]))
+    assert reversed_.requests == in_order.requests
+    assert [request.parent_chat_id for request in reversed_.requests] == [-1, -1, 0, 2, 1]
+    assert reversed_.notes[:1] == ["the file was not in time order; sorted"]
+    assert not any("parent" in note for note in reversed_.notes)
+
+
+def test_a_request_that_names_itself_as_parent_is_a_first_turn(tmp_path: Path) -> None:
+    trace = load_trace(write_lines(tmp_path / "t.jsonl", [row(0, parent_chat_id=0), row(1, parent_chat_id=0, turn=2)]))
+    assert [(request.session_id, request.parent_chat_id) for request in trace.requests] == [("s0", -1), ("s0", 0)]
+    assert trace.notes == ["1 requests name themselves as their parent; taken as first turns"]
+
+
 @pytest.mark.parametrize(("length", "tail"), [(130, "ceil"), (200, "floor")])
 def test_block_size_and_tail_rule_come_from_the_lengths(tmp_path: Path, length: int, tail: str) -> None:
     rows = [row(i, input_length=length + 13 * (i % 3)) for i in range(9)]

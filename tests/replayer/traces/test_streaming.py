@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from replayer.traces.chaining import Chainer
 from replayer.traces.formats import bailian
 from replayer.traces.ideal import ideal
-from replayer.traces.loading import LoadOptions, load, stream
+from replayer.traces.loading import LoadOptions, iter_trace, load, stream
 from replayer.traces.repeat import repeated
 from replayer.traces.synth import SynthOptions, synthetic_trace
 from replayer.traces.trace import Trace, TraceError, TraceRequest
@@ -151,6 +151,18 @@ def test_streams_that_cannot_be_are_refused(tmp_path: Path) -> None:
     text.write_text('{"timestamp": 1, "input": "' + "a" * 400 + '", "output": "b", "session_id": "s"}\n')
     with pytest.raises(TraceError, match="cannot be streamed"):
         stream(text)
+
+
+@pytest.mark.parametrize("session", [{}, {"session_id": "given"}])
+def test_a_stream_refuses_a_request_above_its_parent(tmp_path: Path, session: dict[str, str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    base = {"timestamp": 1.0, "input_length": 64, "output_length": 1, "hash_ids": [1]} | session
+    rows = [{"chat_id": 2, "parent_chat_id": 1, "turn": 2}, {"chat_id": 1}]
+    path.write_bytes(b"".join(msgspec.json.encode(base | row) + b"\n" for row in rows))
+    for read in (lambda: stream(path).requests, lambda: iter_trace(path)):
+        with pytest.raises(TraceError, match=r"request 2 comes before its parent 1.*load it whole, or sort it"):
+            list(read())
+    assert [request.chat_id for request in load(path).requests] == [1, 2]
 
 
 def test_what_a_reader_remembers_is_bounded(tmp_path: Path) -> None:
