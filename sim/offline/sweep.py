@@ -6,7 +6,8 @@ import importlib
 import io
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -17,6 +18,7 @@ import msgspec
 import zstandard
 
 from policies.registry import PolicyParameterError, UnknownPolicyError
+from policies.types import NoCandidateError
 from replayer.records.version import installed_version
 from replayer.traces.formats.source import file_sha256
 from replayer.traces.trace import Trace, TraceError
@@ -26,8 +28,16 @@ from sim.offline.setup import Setup, changed, parsed_value
 
 SCHEMA = 1
 """Version of sweep.json."""
-EXPECTED = (SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError, MemoryError)
-"""Errors that fail one point only; the others continue."""
+_EXPLAINED = (
+    SimulationError,
+    TraceError,
+    UnknownPolicyError,
+    PolicyParameterError,
+    NoCandidateError,
+    OSError,
+    MemoryError,
+)
+"""Errors whose message is enough; of others the place is recorded too."""
 
 
 class Point(NamedTuple):
@@ -56,9 +66,11 @@ Execute = Callable[[Sequence[Point]], Iterator[tuple[Point, PointResult]]]
 def points_of(base: Setup, sweeps: Sequence[str]) -> list[Point]:
     """Every combination of ``KEY=V1,V2,...``; the last key changes fastest.
 
+    A combination whose values only contradict each other is a point too; simulating it gives its error.
+
     Raises:
-        SimulationError, UnknownPolicyError, PolicyParameterError: an unknown key, a value that does not fit, or a
-            combination that cannot be simulated; no point has been run then.
+        SimulationError, UnknownPolicyError, PolicyParameterError: an unknown key, or a value that cannot be simulated
+            in any combination; no point has been run then.
     """
     axes: dict[str, list[Any]] = {}
     for sweep in sweeps:
@@ -69,16 +81,31 @@ def points_of(base: Setup, sweeps: Sequence[str]) -> list[Point]:
             raise SimulationError(f"--sweep {key}: given twice; put all values into one")
         axes[key] = [parsed_value(value, sweep) for value in listed.split(",")]
     points: list[Point] = []
+    refused: dict[str, Exception] = {}
     for combination in itertools.product(*axes.values()):
         values = dict(zip(axes, combination, strict=True))
         name = " ".join(f"{key}={_text(value)}" for key, value in values.items())
         setup = msgspec.structs.replace(changed(base, values), label=name)
-        setup.check()
+        try:
+            setup.check()
+        except (SimulationError, UnknownPolicyError, PolicyParameterError) as error:
+            refused[name] = error
         points.append(Point(name, f"{len(points):03d}-{_file_stem(name)}.jsonl", values, setup))
     names = [point.name for point in points]
     if len(set(names)) < len(names):
         raise SimulationError("--sweep: a value is given twice")
+    _refuse_values(points, refused)
     return points
+
+
+def _refuse_values(points: Sequence[Point], refused: Mapping[str, Exception]) -> None:
+    """Raise the error of a value all of whose combinations are refused."""
+    usable = {
+        (key, _text(value)) for point in points if point.name not in refused for key, value in point.values.items()
+    }
+    for point in points:
+        if any((key, _text(value)) not in usable for key, value in point.values.items()):
+            raise refused[point.name]
 
 
 def _text(value: Any) -> str:
@@ -90,21 +117,29 @@ def _file_stem(name: str) -> str:
 
 
 def simulate_point(setup: Setup, trace: Trace | None = None) -> PointResult:
-    """Simulate one point, in any process or on any machine. Errors in `EXPECTED` are returned, not raised.
+    """Simulate one point, in any process or on any machine. An error is returned, so that other points continue.
 
     ``trace`` is the setup's trace, if it is already loaded.
     """
     run = io.BytesIO()
     try:
         ran = run_setup(setup, run, trace=trace)
-    except EXPECTED as error:
-        return PointResult({}, error=f"{type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - a policy of a third party may raise any
+        return PointResult({}, error=_described(error))
     figures: dict[str, Any] = dict(ran.outcome.figures())
     busy = [row.busy_s for row in ran.instances]
     figures["busy_share"] = sum(busy) / len(busy) / ran.end.finished_unix_s if ran.end.finished_unix_s else None
     figures["evictions"] = sum(row.evictions for row in ran.instances)
     figures["preemptions"] = sum(row.preemptions for row in ran.instances)
     return PointResult(figures, zstandard.ZstdCompressor(level=3).compress(run.getvalue()))
+
+
+def _described(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, _EXPLAINED) or not frames:
+        return text
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
 
 
 def in_processes(jobs: int) -> Execute:
@@ -123,6 +158,8 @@ def in_processes(jobs: int) -> Execute:
                     result = future.result()
                 except BrokenProcessPool:
                     result = PointResult({}, error="its process died; is there enough memory for this many --jobs?")
+                except Exception as error:  # noqa: BLE001 - what a process cannot receive or send back
+                    result = PointResult({}, error=_described(error))
                 yield running[future], result
         finally:
             executor.shutdown(wait=True, cancel_futures=True)

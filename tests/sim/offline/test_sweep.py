@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from policies.registry import PolicyParameterError, UnknownPolicyError
-from policies.types import Role
+from policies.routing.round_robin import RoundRobin
+from policies.types import NoCandidateError, Role
 from replayer.records.runs import read_run
 from replayer.traces.formats import bailian
 from sim.offline.options import SimulationError
@@ -111,6 +113,46 @@ def test_a_point_that_fails_is_reported_and_the_others_continue(trace: Path, tmp
     assert "--arrival-speed" in summary["points"][1]["error"]
     assert summary["points"][1]["run"] is None
     assert len(files(tmp_path / "out")) == 2
+
+
+def test_a_combination_that_contradicts_itself_is_recorded_and_a_value_that_never_fits_is_refused(
+    trace: Path, tmp_path: Path
+) -> None:
+    base = Setup(trace=str(trace))
+    points = points_of(base, ["instances=1,2", "prefill-instances=0,1"])
+    results = run_sweep(points, base, tmp_path / "out", in_processes(1), lambda *_: None)
+    assert [result.error is None for _, result in results] == [True, False, True, True]
+    assert "--prefill-instances must leave" in str(results[1][1].error)
+    with pytest.raises(SimulationError, match="--prefill-instances must leave"):
+        points_of(base, ["instances=1,2", "prefill-instances=0,2"])
+
+
+@pytest.mark.parametrize("failure", [ValueError("odd fleet"), NoCandidateError("no instance may take the request")])
+def test_a_policy_that_raises_fails_its_points_only(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def choose(*_: object) -> None:
+        raise failure
+
+    for method in ("choose", "quick"):
+        monkeypatch.setattr(RoundRobin, method, choose)
+    base = Setup(trace=str(trace), instances=2)
+    points = points_of(base, ["policy=round_robin,lmetric"])
+    results = run_sweep(points, base, tmp_path / "out", in_processes(1), lambda *_: None)
+    assert str(results[0][1].error).startswith(f"{type(failure).__name__}: {failure}")
+    assert ("test_sweep.py:" in str(results[0][1].error)) == isinstance(failure, ValueError)
+    assert results[1][1].error is None
+    summary = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert [point["run"] for point in summary["points"]] == [None, points[1].file]
+
+
+def test_an_error_that_a_process_cannot_send_back_is_recorded(trace: Path) -> None:
+    points = points_of(Setup(trace=str(trace), instances=2), ["seed=1,2"])
+    unsendable = points[0].setup.policy_params | {"alpha": lambda: None}
+    points[0] = points[0]._replace(setup=msgspec.structs.replace(points[0].setup, policy_params=unsendable))
+    results = {point.name: result for point, result in in_processes(2)(points)}
+    assert "pickle" in str(results[points[0].name].error)
+    assert results[points[1].name].error is None
 
 
 def test_nothing_is_written_over(trace: Path, tmp_path: Path) -> None:
