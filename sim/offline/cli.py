@@ -61,7 +61,8 @@ def simulate_command(
     role: Annotated[
         Role | None,
         typer.Option(
-            help="Role of every instance. Default: none with planner never, else kv_both.", show_default=False
+            help="Role of every instance, not kv_producer. Default: none with planner never, else kv_both.",
+            show_default=False,
         ),
     ] = None,
     profile: Annotated[str, typer.Option(help="Hardware profile: a name in configs/hardware or a YAML file.")] = "h200",
@@ -158,6 +159,7 @@ def simulate_command(
     With --sweep, --output is a folder: it gets a run file for every combination, and sweep.json with the figures.
     """
     from policies.registry import PolicyParameterError, UnknownPolicyError
+    from policies.types import NoCandidateError
     from replayer.traces.trace import TraceError
     from sim.offline.options import SimulationError
     from sim.offline.setup import Setup, parsed_params
@@ -205,6 +207,8 @@ def simulate_command(
         _stop(f"{error.filename}: already exists; give another name, or remove it")
     except (SimulationError, TraceError, UnknownPolicyError, PolicyParameterError, OSError) as error:
         _stop(error)
+    except NoCandidateError as error:
+        _stop(f"{error}: policy {policy} accepts none of the instances")
 
 
 def _run(setup: Setup, output: Path, breakdown: Path | None, look_ahead_s: float | None) -> None:

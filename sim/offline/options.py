@@ -124,6 +124,10 @@ class SimOptions:
             raise SimulationError("--prefill-instances must leave at least one of --instances to decode")
         if self.prefill_instances and self.role not in {Role.NONE, Role.KV_BOTH}:
             raise SimulationError("--prefill-instances sets the roles itself: leave --role out")
+        if self.role is Role.KV_PRODUCER:
+            raise SimulationError(
+                "--role kv_producer: no instance could decode; give --prefill-instances for instances that only prefill"
+            )
         if self.max_inflight_sessions is not None and self.max_inflight_sessions < 1:
             raise SimulationError("--max-inflight-sessions must be at least 1")
         if self.pool_tokens is not None and self.pool_tokens < 1:

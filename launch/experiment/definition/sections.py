@@ -199,6 +199,13 @@ class SimulatedBackend(Section):
     )
     noise: NoiseSettings = Field(default_factory=NoiseSettings, description="differences between repeats")
 
+    @field_validator("role")
+    @classmethod
+    def _decodes(cls, value: Role | None) -> Role | None:
+        if value is Role.KV_PRODUCER:
+            raise ValueError("no instance could decode; give prefill_instances for instances that only prefill")
+        return value
+
 
 class SloSettings(Section):
     """Objectives for goodput, as for `warmroute compare`. Engine seconds, none by default."""

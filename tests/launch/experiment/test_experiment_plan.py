@@ -162,6 +162,8 @@ class TestOrder:
         ({"backend": {"kind": "simulated"}, "repeats": 2}, "without noise every repeat would be the same"),
         ({"backend": {"kind": "imagined"}}, "backend"),
         ({"backend": {"kind": "live", "fleet": "sim-4x", "flet": 1}}, "flet: unknown key"),
+        ({"backend": {"kind": "simulated", "role": "kv_producer"}}, "role: no instance could decode"),
+        ({"arms": {"a": {"policy": "linear", "fleet": {"role": "kv_producer"}}}}, "role: no instance could decode"),
         ({"order": "random"}, "order: Input should be 'interleaved' or 'randomised'"),
         ({"comparison": {"resamples": 10}}, "comparison.resamples"),
     ],

@@ -123,6 +123,8 @@ def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:
         (["--planner", "best"], "unknown offload planner 'best'"),
         (["--profile", "gh9000"], "h20, h200"),
         (["--pool-tokens", "10"], "holds no block"),
+        (["--role", "kv_producer"], "--role kv_producer: no instance could decode"),
+        (["--sweep", "role=kv_producer,none", "--sweep", "seed=1,2"], "--role kv_producer: no instance could decode"),
         (["--arrival-speed", "0"], "--arrival-speed and --think-speed must be above 0"),
         (["--jobs", "2"], "are for sweeps"),
         (["--ray"], "are for sweeps"),
