@@ -85,24 +85,36 @@ class ServerSettings:
             raise EngineSettingsError("--kv-events-replay-port needs --kv-events-port")
         if connector_kv_fraction is not None and not 0 <= connector_kv_fraction < 1:
             raise EngineSettingsError(f"--connector-kv-fraction {connector_kv_fraction} is not in 0 .. 1")
+        limits = (
+            ("--kv-capacity-tokens", kv_capacity_tokens, 1),
+            ("--max-num-batched-tokens", max_num_batched_tokens, 1),
+            ("--max-num-seqs", max_num_seqs, 1),
+            ("--max-model-len", max_model_len, 2),
+        )
+        for option, value, least in limits:
+            if value is not None and value < least:
+                raise EngineSettingsError(f"{option} {value}: must be at least {least}")
         hardware = load_profile(profile)
         if role != "none" or transport is not None:
             hardware.transport(transport)
         if connector_kv_fraction is None:
             connector_kv_fraction = hardware.kv.connector_fraction if kv_capacity_tokens is None else 0.0
-        tokens = float(kv_capacity_tokens or hardware.kv.pool_tokens)
+        tokens = float(hardware.kv.pool_tokens if kv_capacity_tokens is None else kv_capacity_tokens)
         if role != "none":
             tokens *= 1 - connector_kv_fraction
         blocks = int(tokens) // block_size
         if blocks < 1:
             raise EngineSettingsError(f"a KV pool of {int(tokens)} tokens holds no block of {block_size}: enlarge it")
+        longest = min(hardware.max_model_len, blocks * block_size) if max_model_len is None else max_model_len
         try:
             config = EngineConfig(
                 num_blocks=blocks,
                 block_tokens=block_size,
-                max_num_batched_tokens=max_num_batched_tokens or hardware.max_num_batched_tokens,
-                max_num_seqs=max_num_seqs or hardware.max_num_seqs,
-                max_model_len=max_model_len or min(hardware.max_model_len, blocks * block_size),
+                max_num_batched_tokens=hardware.max_num_batched_tokens
+                if max_num_batched_tokens is None
+                else max_num_batched_tokens,
+                max_num_seqs=hardware.max_num_seqs if max_num_seqs is None else max_num_seqs,
+                max_model_len=longest,
                 role=role,
                 engine_id=str(uuid.uuid4()),
                 kv_bytes_per_token=hardware.kv.bytes_per_token,
