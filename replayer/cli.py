@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from replayer.traces.numbers import finite
+
 if TYPE_CHECKING:
     from replayer.traces.loading import LoadOptions
 
@@ -77,17 +79,19 @@ def replay_command(
     ] = None,
     label: Annotated[str, typer.Option(help="Name of the run in tables and reports.")] = "",
     arrival_speed: Annotated[
-        float, typer.Option(help="Sessions arrive this many times faster than in the trace (factor).")
+        float, typer.Option(callback=finite, help="Sessions arrive this many times faster than in the trace (factor).")
     ] = 1.0,
     think_speed: Annotated[
         float | None,
         typer.Option(
-            help="Think times pass this many times faster (factor). Default: --arrival-speed.", show_default=False
+            callback=finite,
+            help="Think times pass this many times faster (factor). Default: --arrival-speed.",
+            show_default=False,
         ),
     ] = None,
     engine_speed: Annotated[
         float,
-        typer.Option(help="Simulated engines: engine seconds per wall second (factor)."),
+        typer.Option(callback=finite, help="Simulated engines: engine seconds per wall second (factor)."),
     ] = 1.0,
     max_inflight_sessions: Annotated[
         int | None,
@@ -103,9 +107,11 @@ def replay_command(
             show_default=False,
         ),
     ] = None,
-    idle_gap_cap_s: Annotated[float, typer.Option(min=0, help="Longest think time, seconds of the trace.")] = 60.0,
+    idle_gap_cap_s: Annotated[
+        float, typer.Option(callback=finite, min=0, help="Longest think time, seconds of the trace.")
+    ] = 60.0,
     timeout_s: Annotated[
-        float, typer.Option(help="Limit of one request from sending to its last byte, engine seconds.")
+        float, typer.Option(callback=finite, help="Limit of one request from sending to its last byte, engine seconds.")
     ] = 3600.0,
     seed: Annotated[int, typer.Option(help="Seed of the tokens that hash ids stand for.")] = 0,
     prompt_mode: Annotated[

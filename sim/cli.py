@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from replayer.traces.numbers import finite
+
 
 def engine(
     port: Annotated[int, typer.Option(help="Port of the OpenAI API.")] = 8101,
@@ -39,13 +41,18 @@ def engine(
             show_default=False,
         ),
     ] = None,
-    engine_speed: Annotated[float, typer.Option(help="Engine seconds per wall second (factor).", min=1e-6)] = 1.0,
+    engine_speed: Annotated[
+        float, typer.Option(callback=finite, help="Engine seconds per wall second (factor).", min=1e-6)
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the generated text; the same for all engines of a fleet.")] = 0,
     stream_interval: Annotated[
         int, typer.Option(help="Fewest tokens in one streamed event after the first.", min=1)
     ] = 1,
     flush_ms: Annotated[
-        float, typer.Option(help="Wall milliseconds over which streamed tokens are batched into one event.", min=0.1)
+        float,
+        typer.Option(
+            callback=finite, help="Wall milliseconds over which streamed tokens are batched into one event.", min=0.1
+        ),
     ] = 8.0,
     transport: Annotated[
         str | None,
@@ -54,6 +61,7 @@ def engine(
     connector_kv_fraction: Annotated[
         float | None,
         typer.Option(
+            callback=finite,
             help="Share of the KV pool the connector takes. Default: the profile's; 0 with --kv-capacity-tokens.",
             show_default=False,
         ),
@@ -63,7 +71,9 @@ def engine(
     ] = "hang",
     abort_timeout_s: Annotated[
         float,
-        typer.Option(help="Limit for P to hold blocks that are not pulled and for D to wait, engine seconds."),
+        typer.Option(
+            callback=finite, help="Limit for P to hold blocks that are not pulled and for D to wait, engine seconds."
+        ),
     ] = 480.0,
     access_log: Annotated[bool, typer.Option(help="Log every HTTP request.")] = False,
     kv_events_port: Annotated[

@@ -15,6 +15,7 @@ import msgspec
 
 from replayer.replay.own_prefix import PromptMarks
 from replayer.traces.ideal import cached_tokens
+from replayer.traces.numbers import is_not_negative, is_positive
 from replayer.traces.trace import Trace, TraceError, TraceRequest
 
 
@@ -84,6 +85,20 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     idle_gap_cap_s: float | None = 60.0
     """Longest think time or gap, before scaling; None: no cap."""
 
+    @property
+    def think_factor(self) -> float:
+        """``think_scale``, or the scale that stands in for it."""
+        return self.time_scale if self.think_scale is None else self.think_scale
+
+    def check(self) -> None:
+        """Check that the values are in range; raises TraceError."""
+        if not is_positive(self.time_scale, self.think_factor):
+            raise TraceError("--arrival-speed and --think-speed must be above 0 (2 means twice as fast) and finite")
+        if self.request_limit is not None and self.request_limit < 1:
+            raise TraceError("--request-limit must be at least 1")
+        if self.idle_gap_cap_s is not None and not is_not_negative(self.idle_gap_cap_s):
+            raise TraceError("--idle-gap-cap-s must be at least 0 and finite; a large number means no cap")
+
 
 def choose_sessions(trace: Trace, request_limit: int | None) -> tuple[list[list[TraceRequest]], int]:
     """Whole sessions by arrival while they fit; the first that does not fit is cut to what is left.
@@ -129,13 +144,9 @@ def make_plan(trace: Trace, options: PlanOptions) -> Plan:
     """Choose sessions, scale their times and compute the offered load.
 
     Raises:
-        TraceError: nothing to send, or a scale that is not positive.
+        TraceError: nothing to send, or an option out of range.
     """
-    think_scale = options.time_scale if options.think_scale is None else options.think_scale
-    if options.time_scale <= 0 or think_scale <= 0:
-        raise TraceError("--arrival-speed and --think-speed must be above 0 (2 means twice as fast)")
-    if options.request_limit is not None and options.request_limit < 1:
-        raise TraceError("--request-limit must be at least 1")
+    options.check()
     chosen, cut = choose_sessions(trace, options.request_limit)
     if not chosen:
         raise TraceError(f"{trace.name}: no requests to replay")
@@ -150,7 +161,7 @@ def make_plan(trace: Trace, options: PlanOptions) -> Plan:
         before: TraceRequest | None = None
         marks = PromptMarks()
         for request, (wait_s, after_end) in zip(turns, _waits(turns, options.idle_gap_cap_s), strict=True):
-            scaled_s = wait_s / think_scale
+            scaled_s = wait_s / options.think_factor
             steps.append(
                 Step(request, f"{prefix}-{request.chat_id}", scaled_s, after_end, marks.next(request.hash_ids))
             )

@@ -23,6 +23,7 @@ from replayer.replay.client import CONNECT_TIMEOUT_S, READ_BYTES, ReplayedAnswer
 from replayer.replay.endpoint import CONTROL_TIMEOUT_S, base_url, first_model
 from replayer.replay.plan import Plan, PlanOptions, SessionPlan, Step, make_plan, offered_dict
 from replayer.replay.prompts import BodyTemplate, PromptBuilder
+from replayer.traces.numbers import is_positive
 from replayer.traces.trace import Trace
 
 KEEPALIVE_S = 3.0
@@ -55,8 +56,8 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Check that the values are usable; raises ValueError."""
         for name, value in (("--engine-speed", self.clock_scale), ("--timeout-s", self.timeout_s)):
-            if value <= 0:
-                raise ValueError(f"{name} must be above 0")
+            if not is_positive(value):
+                raise ValueError(f"{name} must be above 0 and finite")
         if self.max_inflight_sessions is not None and self.max_inflight_sessions < 1:
             raise ValueError("--max-inflight-sessions must be at least 1")
 

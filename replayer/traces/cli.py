@@ -7,6 +7,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from replayer.traces.numbers import finite
+
 BlockTokens = Annotated[
     int | None, typer.Option(min=1, help="Tokens per hash id. Default: detected from the lengths.", show_default=False)
 ]
@@ -60,19 +62,26 @@ def synth_command(
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 1000,
     rate_per_s: Annotated[
         float | None,
-        typer.Option(help="Mean arrivals per second. Default: 1, or as --duration-s gives.", show_default=False),
+        typer.Option(
+            callback=finite, help="Mean arrivals per second. Default: 1, or as --duration-s gives.", show_default=False
+        ),
     ] = None,
     duration_s: Annotated[
         float | None,
-        typer.Option(help="Mean length of the trace in seconds, instead of --rate-per-s.", show_default=False),
+        typer.Option(
+            callback=finite, help="Mean length of the trace in seconds, instead of --rate-per-s.", show_default=False
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed; equal seeds give equal bytes.")] = 0,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens per hash id.")] = 64,
     length_scale: Annotated[
-        float, typer.Option(help="Factor on prompt and output lengths; 0.1 gives a small demo.")
+        float, typer.Option(callback=finite, help="Factor on prompt and output lengths; 0.1 gives a small demo.")
     ] = 1.0,
     gap_scale: Annotated[
-        float, typer.Option(help="Factor on the requests between a session's turns; more keeps more sessions open.")
+        float,
+        typer.Option(
+            callback=finite, help="Factor on the requests between a session's turns; more keeps more sessions open."
+        ),
     ] = 1.0,
 ) -> None:
     """Generate an agentic trace with the published statistics of a production coding agent.

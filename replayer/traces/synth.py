@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replayer.traces import synth_targets as targets
+from replayer.traces.numbers import is_positive
 from replayer.traces.trace import Trace, TraceError, TraceRequest
 
 _KNOTS = ((0.0, 600), (0.23, 5_000), (0.495, 20_000), (0.9, 88_000), (0.99, 125_000), (1.0, 165_000))
@@ -56,8 +57,8 @@ class SynthOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Check that the settings can be met; raises TraceError."""
         if self.requests < 1 or self.block_tokens < 1:
             raise TraceError("--requests and --block-tokens must be at least 1")
-        if min(self.rate_per_s, self.length_scale, self.gap_scale) <= 0:
-            raise TraceError("--rate-per-s, --duration-s, --gap-scale and --length-scale must be above 0")
+        if not is_positive(self.rate_per_s, self.length_scale, self.gap_scale):
+            raise TraceError("--rate-per-s, --duration-s, --gap-scale and --length-scale must be finite and above 0")
 
 
 class _Session(msgspec.Struct):

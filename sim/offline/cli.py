@@ -11,6 +11,7 @@ import typer
 
 from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S
 from policies.types import Role
+from replayer.traces.numbers import finite
 
 if TYPE_CHECKING:
     from sim.offline.running import Ran
@@ -51,7 +52,7 @@ def simulate_command(
         typer.Option(help="KEY=VALUE: parameter of the admission rule. Repeatable.", show_default=False),
     ] = None,
     max_hold_s: Annotated[
-        float, typer.Option(help="Most seconds for which the admission rule may hold a request.")
+        float, typer.Option(callback=finite, help="Most seconds for which the admission rule may hold a request.")
     ] = MAX_HOLD_S,
     instances: Annotated[int, typer.Option(min=1, help="Number of instances.")] = 8,
     prefill_instances: Annotated[
@@ -90,12 +91,14 @@ def simulate_command(
         typer.Option(help="KV transport of the profile. Default: the profile's default.", show_default=False),
     ] = None,
     arrival_speed: Annotated[
-        float, typer.Option(help="Sessions arrive this many times faster than in the trace (factor).")
+        float, typer.Option(callback=finite, help="Sessions arrive this many times faster than in the trace (factor).")
     ] = 1.0,
     think_speed: Annotated[
         float | None,
         typer.Option(
-            help="Think times pass this many times faster (factor). Default: --arrival-speed.", show_default=False
+            callback=finite,
+            help="Think times pass this many times faster (factor). Default: --arrival-speed.",
+            show_default=False,
         ),
     ] = None,
     request_limit: Annotated[
@@ -106,7 +109,9 @@ def simulate_command(
             show_default=False,
         ),
     ] = None,
-    idle_gap_cap_s: Annotated[float, typer.Option(min=0, help="Longest think time, seconds of the trace.")] = 60.0,
+    idle_gap_cap_s: Annotated[
+        float, typer.Option(callback=finite, min=0, help="Longest think time, seconds of the trace.")
+    ] = 60.0,
     max_inflight_sessions: Annotated[
         int | None,
         typer.Option(
@@ -115,12 +120,12 @@ def simulate_command(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the noise; equal seeds give equal bytes.")] = 0,
     arrival_jitter_s: Annotated[
-        float, typer.Option(min=0, help="Noise: standard deviation of session arrivals, seconds.")
+        float, typer.Option(callback=finite, min=0, help="Noise: standard deviation of session arrivals, seconds.")
     ] = 0.0,
     speed_sigma: Annotated[
-        float, typer.Option(min=0, max=1, help="Noise: log-normal sigma of the instances' step times.")
+        float, typer.Option(callback=finite, min=0, max=1, help="Noise: log-normal sigma of the instances' step times.")
     ] = 0.0,
-    slowdown: Annotated[float, typer.Option(help="Factor on the duration of every step.")] = 1.0,
+    slowdown: Annotated[float, typer.Option(callback=finite, help="Factor on the duration of every step.")] = 1.0,
     label: Annotated[str, typer.Option(help="Name of the run in tables and reports. Default: the policy's name.")] = "",
     stream: Annotated[
         bool,
@@ -129,7 +134,10 @@ def simulate_command(
         ),
     ] = False,
     look_ahead_s: Annotated[
-        float, typer.Option(min=0, help="With --stream: read ahead of the clock by this, seconds of the trace.")
+        float,
+        typer.Option(
+            callback=finite, min=0, help="With --stream: read ahead of the clock by this, seconds of the trace."
+        ),
     ] = 600.0,
     sweep: Annotated[
         list[str] | None,

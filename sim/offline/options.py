@@ -11,6 +11,8 @@ from policies.admission.base import MAX_HOLD_S
 from policies.classes import ClassThresholds
 from policies.types import Role, Transport
 from replayer.replay.plan import PlanOptions
+from replayer.traces.numbers import is_not_negative, is_positive
+from replayer.traces.trace import TraceError
 from sim.core.types import EngineConfig
 from sim.hardware import HardwareProfile, ProfileError
 from sim.server.settings import EngineSettingsError, ServerSettings
@@ -132,17 +134,17 @@ class SimOptions:
             raise SimulationError("--max-inflight-sessions must be at least 1")
         if self.pool_tokens is not None and self.pool_tokens < 1:
             raise SimulationError("--pool-tokens must be at least 1")
-        if self.noise.arrival_jitter_s < 0 or not 0 <= self.noise.speed_sigma <= 1:
-            raise SimulationError("--arrival-jitter-s must not be negative and --speed-sigma be within 0..1")
+        if not is_not_negative(self.noise.arrival_jitter_s) or not 0 <= self.noise.speed_sigma <= 1:
+            raise SimulationError("--arrival-jitter-s must be at least 0 and finite, and --speed-sigma be within 0..1")
         for name in ("slowdown", "recent_half_life_s", "probe_interval_s", "max_hold_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise SimulationError(f"{name} must be above 0")
+            if not is_positive(getattr(self, name)):
+                raise SimulationError(f"{name} must be above 0 and finite")
+        try:
+            self.plan.check()
+        except TraceError as error:
+            raise SimulationError(str(error)) from error
         replicas = self.replicas
-        if (
-            replicas.count < 1
-            or not 0 <= replicas.staleness_s < math.inf
-            or not 0 <= (replicas.events_s or 0) < math.inf
-        ):
+        if replicas.count < 1 or not is_not_negative(replicas.staleness_s, replicas.events_s or 0.0):
             raise SimulationError("replicas: count must be at least 1, staleness_s and events_s at least 0")
 
     def roles(self) -> list[Role]:

@@ -54,7 +54,7 @@ class StreamedLoop:
 
     Raises:
         SimulationError: options that do not work with a stream.
-        TraceError: no requests, or scales that are not positive.
+        TraceError: no requests, or scales out of range.
     """
 
     def __init__(
@@ -65,12 +65,13 @@ class StreamedLoop:
                 "--max-inflight-sessions: a stream does not show where a session ends; leave out --stream"
             )
         least_s = 2 * LARGEST_SIGMAS * options.noise.arrival_jitter_s * options.plan.time_scale
-        if look_ahead_s < max(least_s, 0.0):
-            raise SimulationError(f"--look-ahead-s must be at least {least_s:g} with this --arrival-jitter-s")
+        if not least_s <= look_ahead_s < math.inf:
+            raise SimulationError(
+                f"--look-ahead-s must be at least {least_s:g} with this --arrival-jitter-s, and finite"
+            )
         plan = options.plan
-        self._think_scale = plan.time_scale if plan.think_scale is None else plan.think_scale
-        if plan.time_scale <= 0 or self._think_scale <= 0:
-            raise TraceError("--arrival-speed and --think-speed must be above 0 (2 means twice as fast)")
+        plan.check()
+        self._think_scale = plan.think_factor
         self._plan: PlanOptions = plan
         self._noise = options.noise
         self._draw = random.Random(f"{options.seed}/arrivals")

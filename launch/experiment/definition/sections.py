@@ -14,9 +14,9 @@ from proxy.settings import PolicySettings
 
 
 class Section(BaseModel):
-    """Base of an experiment file's sections: unknown keys are refused, values are immutable."""
+    """Base of an experiment file's sections: unknown keys, NaN and infinity are refused, values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class SynthSettings(Section):

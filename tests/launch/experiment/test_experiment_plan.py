@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 import sys
 from collections import Counter
@@ -155,6 +156,12 @@ class TestOrder:
         ({"trace": {"path": "x", "synth": {}}}, "give either `path` or `synth`"),
         ({"trace": {}}, "give either `path` or `synth`"),
         ({"replay": {"time_scale": 0}}, "replay.time_scale: Input should be greater than 0"),
+        ({"replay": {"time_scale": math.inf}}, "replay.time_scale: Input should be a finite number"),
+        ({"replay": {"think_scale": math.nan}}, "replay.think_scale: Input should be a finite number"),
+        (
+            {"backend": {"kind": "simulated", "noise": {"arrival_jitter_s": math.inf}}},
+            "noise.arrival_jitter_s: Input should be a finite number",
+        ),
         ({"replay": {"prompt_mode": "chat"}}, "replay.prompt_mode: the simulator sends no requests"),
         ({"replay": {"idle_gap_cap_s": None}}, "the simulator needs a number"),
         ({"seeds": [1, 1]}, "seeds must be different"),

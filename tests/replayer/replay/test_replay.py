@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import msgspec
@@ -241,9 +242,14 @@ async def test_resume_refuses_another_run_and_a_complete_one(stub: Stub, tmp_pat
 async def test_settings_that_make_no_sense_are_refused(stub: Stub, tmp_path: Path) -> None:
     for changes, words in (
         ({"clock_scale": 0.0}, "--engine-speed"),
+        ({"clock_scale": math.nan}, "--engine-speed"),
         ({"timeout_s": -1.0}, "--timeout-s"),
+        ({"timeout_s": math.nan}, "--timeout-s"),
         ({"max_inflight_sessions": 0}, "--max-inflight-sessions"),
         ({"plan": PlanOptions(time_scale=0.0)}, "--arrival-speed"),
+        ({"plan": PlanOptions(time_scale=math.nan)}, "--arrival-speed"),
+        ({"plan": PlanOptions(think_scale=math.inf)}, "--think-speed"),
+        ({"plan": PlanOptions(idle_gap_cap_s=math.nan)}, "--idle-gap-cap-s"),
         ({"plan": PlanOptions(request_limit=0)}, "--request-limit"),
         ({"token_low": 9, "token_high": 9}, "--token-low"),
     ):

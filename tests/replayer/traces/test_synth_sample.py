@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -74,7 +75,14 @@ def test_rate_sets_the_duration() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [SynthOptions(requests=0), SynthOptions(rate_per_s=0.0), SynthOptions(length_scale=-1.0)]
+    "options",
+    [
+        SynthOptions(requests=0),
+        SynthOptions(rate_per_s=0.0),
+        SynthOptions(length_scale=-1.0),
+        SynthOptions(rate_per_s=math.nan),
+        SynthOptions(gap_scale=math.inf),
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(options: SynthOptions) -> None:
     with pytest.raises(TraceError, match="must be"):

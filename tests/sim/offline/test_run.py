@@ -17,7 +17,6 @@ from policies.types import Role
 from replayer.records.summary import summarise
 from replayer.replay.plan import PlanOptions, make_plan
 from replayer.traces.loading import load_trace
-from replayer.traces.trace import TraceError
 from sim.offline.options import HandOffBounds
 from sim.offline.simulate import Noise, SimOptions, SimulationError
 from tests.sim.offline.offline_runs import ROOMY_TOKENS, agents, by_session, conversation, lines, run, trace_of
@@ -212,7 +211,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 
 
 def test_scales_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(TraceError, match="--arrival-speed"):
+    with pytest.raises(SimulationError, match="--arrival-speed"):
         run(AGENTS, plan=PlanOptions(time_scale=0.0))
 
 

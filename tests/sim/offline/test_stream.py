@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,6 +178,7 @@ def test_leaving_early_ends_the_reader(tmp_path: Path) -> None:
         (SimOptions(max_inflight_sessions=3), 600.0, "--max-inflight-sessions"),
         (SimOptions(noise=Noise(arrival_jitter_s=10.0)), 60.0, "--look-ahead-s must be at least 80"),
         (SimOptions(), -1.0, "--look-ahead-s"),
+        (SimOptions(), math.nan, "--look-ahead-s"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(options: SimOptions, look_ahead_s: float, message: str) -> None:

@@ -70,6 +70,12 @@ def test_values_are_typed_as_their_settings_are(trace: Path) -> None:
         (["max-num-seqs=0,1,256"], SimulationError, "--max-num-seqs 0: must be at least 1"),
         (["max-num-batched-tokens=256,0"], SimulationError, "--max-num-batched-tokens 0: must be at least 1"),
         (["max-model-len=null,0"], SimulationError, "--max-model-len 0: must be at least 2"),
+        (["arrival-speed=1,.nan"], SimulationError, "--arrival-speed and --think-speed must be above 0"),
+        (["think-speed=.inf"], SimulationError, "--arrival-speed and --think-speed must be above 0"),
+        (["arrival-jitter-s=.inf,0"], SimulationError, "--arrival-jitter-s must be at least 0 and finite"),
+        (["speed-sigma=.nan"], SimulationError, "--speed-sigma"),
+        (["slowdown=.nan"], SimulationError, "slowdown must be above 0"),
+        (["request-limit=0,5"], SimulationError, "--request-limit"),
         (["max-model-len=-3"], SimulationError, "--max-model-len -3: must be at least 2"),
         (["policy=linear,best"], UnknownPolicyError, "'best'"),
         (["policy.beta=1"], PolicyParameterError, "beta"),
@@ -110,11 +116,11 @@ def test_processes_and_one_process_write_the_same(trace: Path, tmp_path: Path) -
 
 def test_a_point_that_fails_is_reported_and_the_others_continue(trace: Path, tmp_path: Path) -> None:
     base = Setup(trace=str(trace), instances=3)
-    points = points_of(base, ["arrival-speed=1,-1"])
+    points = points_of(base, ["pool-tokens=null,3"])
     results = run_sweep(points, base, tmp_path / "out", in_processes(1), lambda *_: None)
     assert [result.error is None for _, result in results] == [True, False]
     summary = json.loads((tmp_path / "out" / "sweep.json").read_text())
-    assert "--arrival-speed" in summary["points"][1]["error"]
+    assert "holds no block" in summary["points"][1]["error"]
     assert summary["points"][1]["run"] is None
     assert len(files(tmp_path / "out")) == 2
 

@@ -1,0 +1,31 @@
+"""Numbers of options: NaN and infinity pass a range such as "at least 0", so each option must refuse them itself."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.command_line.commands import commands, page
+from warmroute import build
+
+CHECKED = ("replay", "simulate", "sim engine", "trace synth", "trace sample", "trace repeat")
+NUMBERS = [
+    (one.path, row.names[0])
+    for one in (page(path, command) for path, command in commands())
+    if one.path in CHECKED
+    for row in one.rows
+    if row.metavar == "FLOAT"
+]
+
+
+@pytest.mark.parametrize(("path", "option"), NUMBERS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_number_that_is_not_finite_is_refused(path: str, option: str, value: str) -> None:
+    runner = CliRunner(env={"COLUMNS": "200", "TERMINAL_WIDTH": "200", "NO_COLOR": "1"})
+    done = runner.invoke(build(), [*path.split(), option, value])
+    assert done.exit_code == 2
+    assert f"Invalid value for '{option}'" in done.output
+
+
+def test_there_are_numbers_to_check() -> None:
+    assert {path for path, _ in NUMBERS} >= {"replay", "simulate", "trace synth"}
