@@ -12,8 +12,8 @@ every policy. The costs are those of the run's header: for simulations the hardw
 runs of one trace does not. Prefixes shared with other sessions make a slowdown below 1 possible.
 
 A session with a failed turn is not completed: it is counted, and has neither time. Nor has the session that the
-request limit cut. Where it is not known which sessions are whole (a run that was interrupted, or a stream cut by a
-request limit), no session has one.
+request limit cut. Where it is not known which sessions are whole (a run that was interrupted, or a file that does
+not name the session that a limit cut), no session has one.
 """
 
 from __future__ import annotations
@@ -158,11 +158,6 @@ class SessionTally:
         """Count all sessions that are still in progress."""
         for session_id in list(self._open):
             self.over(session_id, whole=whole)
-
-    def discard(self) -> None:
-        """Count all completed sessions as cut: it is not known which of them are whole."""
-        self._cut += len(self._completion_s)
-        self._completion_s, self._slowdown = array("d"), array("d")
 
     def figures(self) -> SessionFigures:
         """Figures of the sessions that are over."""

@@ -8,6 +8,7 @@ later turn is due after the one before it:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -106,17 +107,48 @@ def choose_sessions(trace: Trace, request_limit: int | None) -> tuple[list[list[
     Returns:
         The turns of every chosen session, and the number of sessions that were cut (0 or 1).
     """
-    chosen: list[list[TraceRequest]] = []
-    left = len(trace.requests) if request_limit is None else request_limit
-    for turns in trace.sessions().values():
+    sessions = trace.sessions()
+    if request_limit is None:
+        return list(sessions.values()), 0
+    turns, cut = chosen_turns((request.session_id for request in trace.requests), request_limit)
+    return [sessions[session_id][:count] for session_id, count in turns.items()], int(cut is not None)
+
+
+def chosen_turns(session_ids: Iterable[str], request_limit: int) -> tuple[dict[str, int], str | None]:
+    """The rule of ``choose_sessions`` from the session of every request in time order; memory grows with the limit.
+
+    Returns:
+        Number of first turns to send of every chosen session, and the session that is cut (None: none is).
+    """
+    sizes: dict[str, int] = {}
+    for session_id in session_ids:
+        if session_id in sizes or len(sizes) < request_limit:
+            sizes[session_id] = sizes.get(session_id, 0) + 1
+    chosen: dict[str, int] = {}
+    left = request_limit
+    for session_id, turns in sizes.items():
         if left <= 0:
             break
-        if len(turns) > left:
-            chosen.append(turns[:left])
-            return chosen, 1
-        chosen.append(turns)
-        left -= len(turns)
-    return chosen, 0
+        chosen[session_id] = min(turns, left)
+        if turns > left:
+            return chosen, session_id
+        left -= turns
+    return chosen, None
+
+
+def first_turns(requests: Iterable[TraceRequest], chosen: Mapping[str, int]) -> Iterator[TraceRequest]:
+    """The first turns of every session, as many as ``chosen_turns`` gives; ends after the last of them."""
+    left = dict(chosen)
+    for request in requests:
+        turns = left.get(request.session_id, 0)
+        if turns:
+            yield request
+            if turns > 1:
+                left[request.session_id] = turns - 1
+            else:
+                del left[request.session_id]
+                if not left:
+                    return
 
 
 def wait_between(before: TraceRequest, request: TraceRequest, cap_s: float | None) -> tuple[float, bool]:

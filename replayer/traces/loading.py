@@ -80,6 +80,8 @@ class TraceStream(msgspec.Struct):
     sha256: str
     """Of the file's bytes as stored."""
     notes: list[str]
+    cut_session: str | None = None
+    """Session of which only the first turns are among the requests."""
 
 
 def _open(path: Path, options: LoadOptions, remembered: int | None = None, *, whole: bool = False) -> _Opened:
@@ -145,12 +147,7 @@ def stream(path: str | Path, options: LoadOptions | None = None) -> TraceStream:
     options = options or LoadOptions()
     if options.chain == "error":
         raise TraceError(f"{path}: a stream cannot be checked for unchained ids; load the file whole")
-    opened = _open(path, options, REMEMBERED_REQUESTS)
-    if opened.format not in {Format.BAILIAN, Format.MOONCAKE}:
-        raise TraceError(
-            f"{path}: {opened.format} traces cannot be streamed, as they are not in time order or need their "
-            "whole text: load them whole, or convert them with `warmroute trace sample` first"
-        )
+    opened = _open_stream(path, options)
     return TraceStream(
         requests=_in_order(opened, str(path), Chainer() if options.chain == "repair" else None),
         block_tokens=opened.block_tokens,
@@ -159,6 +156,22 @@ def stream(path: str | Path, options: LoadOptions | None = None) -> TraceStream:
         sha256=file_sha256(path),
         notes=opened.notes,
     )
+
+
+def stream_sessions(path: str | Path, options: LoadOptions | None = None) -> Iterator[str]:
+    """Session of every request of `stream`, in its order and with its errors."""
+    opened = _open_stream(Path(path), options or LoadOptions())
+    return (request.session_id for request in _in_order(opened, str(path), None))
+
+
+def _open_stream(path: Path, options: LoadOptions) -> _Opened:
+    opened = _open(path, options, REMEMBERED_REQUESTS)
+    if opened.format not in {Format.BAILIAN, Format.MOONCAKE}:
+        raise TraceError(
+            f"{path}: {opened.format} traces cannot be streamed, as they are not in time order or need their "
+            "whole text: load them whole, or convert them with `warmroute trace sample` first"
+        )
+    return opened
 
 
 def _in_order(opened: _Opened, where: str, chainer: Chainer | None) -> Iterator[TraceRequest]:

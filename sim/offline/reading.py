@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from replayer.traces.loading import LoadOptions, TraceStream, stream
+from replayer.replay.plan import chosen_turns, first_turns
+from replayer.traces.loading import LoadOptions, TraceStream, stream, stream_sessions
 from replayer.traces.trace import TraceError, TraceRequest
 
 BATCH = 64
@@ -18,8 +19,11 @@ JOIN_S = 5.0
 
 
 @contextmanager
-def read_apart(path: Path, options: LoadOptions) -> Iterator[TraceStream]:
+def read_apart(path: Path, options: LoadOptions, request_limit: int | None = None) -> Iterator[TraceStream]:
     """`replayer.traces.loading.stream` with the reading done by a child process; it ends with the context.
+
+    With a ``request_limit`` the child reads the trace twice, first to find which sessions fit it: where a session ends
+    is known only at the end of the file.
 
     The child is as far ahead as a pipe holds, so memory stays bounded. Notes are those known before the first request.
 
@@ -28,7 +32,9 @@ def read_apart(path: Path, options: LoadOptions) -> Iterator[TraceStream]:
     """
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    child = context.Process(target=_read, args=(sending, path, options), name="trace-reader", daemon=True)
+    child = context.Process(
+        target=_read, args=(sending, path, options, request_limit), name="trace-reader", daemon=True
+    )
     try:
         child.start()
         sending.close()
@@ -66,11 +72,14 @@ def _received(receiving: Connection, path: Path) -> object:
     return item
 
 
-def _read(sending: Connection, path: Path, options: LoadOptions) -> None:
+def _read(sending: Connection, path: Path, options: LoadOptions, request_limit: int | None) -> None:
     """Child process: send the stream's header, then its requests in batches, then an empty batch; or the error."""
     try:
         opened = stream(path, options)
         requests, opened.requests = opened.requests, iter(())
+        if request_limit is not None:
+            chosen, opened.cut_session = chosen_turns(stream_sessions(path, options), request_limit)
+            requests = first_turns(requests, chosen)
         _send(sending, opened)
         batch: list[TraceRequest] = []
         for request in requests:

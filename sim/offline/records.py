@@ -26,6 +26,8 @@ class TraceSource(NamedTuple):
     sha256: str
     block_tokens: int
     notes: list[str]
+    cut_session: str | None = None
+    """Session of which only the first turns fit the request limit."""
 
 
 def header_of(
@@ -42,6 +44,10 @@ def header_of(
     stream.
     """
     scales = options.plan
+    if plan is not None:
+        offered = offered_dict(plan.offered)
+    else:
+        offered = {} if scales.request_limit is None else {"cut_sessions": int(source.cut_session is not None)}
     return RunHeader(
         label=options.label,
         trace=source.name,
@@ -54,8 +60,8 @@ def header_of(
         request_limit=scales.request_limit,
         seed=options.seed,
         warmroute_version=installed_version(),
-        offered=offered_dict(plan.offered) if plan is not None else {},
-        cut_session=plan.cut_session if plan is not None else None,
+        offered=offered,
+        cut_session=source.cut_session,
         idle_costs=costs,
         options={
             "idle_gap_cap_s": scales.idle_gap_cap_s,

@@ -62,16 +62,14 @@ def run_streamed(
 ) -> Ran:
     """Simulate a trace that is read by another process as it is used; arguments and errors as ``run_setup``."""
     options = setup.options()
-    with read_apart(Path(setup.trace), LoadOptions(idle_gap_cap_s=setup.idle_gap_cap_s)) as opened:
+    load_options = LoadOptions(idle_gap_cap_s=setup.idle_gap_cap_s)
+    with read_apart(Path(setup.trace), load_options, setup.request_limit) as opened:
         turns = StreamedLoop(opened.requests, opened.sha256, options, look_ahead_s)
-        source = TraceSource(opened.name, opened.sha256, opened.block_tokens, opened.notes)
+        source = TraceSource(opened.name, opened.sha256, opened.block_tokens, opened.notes, opened.cut_session)
         rules = (setup.routing(), setup.offload(), setup.admission_rule())
         run = OfflineRun(source, turns, None, options, *rules)
         ran = _write(run, output, rows, list(opened.notes))
     ran.notes.append(f"at most {turns.most_sessions:,} sessions known at once")
-    if turns.limited:
-        ran.outcome.sessions.discard()
-        ran.notes.append("the request limit cut the stream: no session is known to be whole, so none has a time")
     if turns.late_turns:
         ran.notes.append(
             f"{turns.late_turns:,} turns were read after they were due, up to {turns.most_late_s:,.1f} s: "

@@ -47,7 +47,7 @@ class StreamedLoop:
     """Turns of a stream in time order; a ``TurnSource``.
 
     Args:
-        requests: In time order.
+        requests: In time order, with the request limit applied (``read_apart``).
         sha256: Of the trace, for the request ids.
         options: Of the simulation; ``max_inflight_sessions`` must be None.
         look_ahead_s: Distance read ahead of the clock, seconds of the trace.
@@ -76,9 +76,7 @@ class StreamedLoop:
         self._noise = options.noise
         self._draw = random.Random(f"{options.seed}/arrivals")
         self._prefix = id_prefix(sha256)
-        self._requests = self._limited(requests, plan.request_limit)
-        self.limited = False
-        """True after the request limit has cut the stream: the sessions in progress then may not be whole."""
+        self._requests = requests
         self.on_over: SessionOver = nobody
         self._look_ahead_s = look_ahead_s
         self._due: list[tuple[float, bool, int, _Streamed]] = []
@@ -182,13 +180,6 @@ class StreamedLoop:
             session.forgotten = True
             if session.idle:
                 self.on_over(name)
-
-    def _limited(self, requests: Iterator[TraceRequest], limit: int | None) -> Iterator[TraceRequest]:
-        for count, request in enumerate(requests):
-            if count == limit:
-                self.limited = True
-                return
-            yield request
 
 
 def _times_of(request: TraceRequest) -> TraceRequest:

@@ -102,12 +102,15 @@ def test_the_session_cut_by_the_limit_has_no_time(stored: Path) -> None:
     assert figures["sessions_completed"] == found.completed == figures["sessions"] - 1
 
 
-def test_a_stream_cut_by_the_limit_has_no_session_times(stored: Path) -> None:
-    figures, written, _ = figures_of(Setup(trace=str(stored), instances=2, request_limit=41), streamed=True)
-    assert (figures["sessions_completed"], figures["session_completion_mean_s"]) == (0, None)
-    assert session_tally([written]).figures().completed == 0
-    whole, _, _ = figures_of(Setup(trace=str(stored), instances=2, request_limit=120), streamed=True)
-    assert whole["sessions_completed"] == len(AGENTS.sessions())
+@pytest.mark.parametrize("limit", [41, 120])
+def test_a_stream_cut_by_the_limit_has_the_session_times_of_a_simulation_in_memory(stored: Path, limit: int) -> None:
+    setup = Setup(trace=str(stored), instances=2, request_limit=limit)
+    whole, in_memory, _ = figures_of(setup)
+    figures, written, _ = figures_of(setup, streamed=True)
+    assert written.records == in_memory.records
+    assert written.header.cut_session == in_memory.header.cut_session
+    assert figures == pytest.approx(whole)  # sums in another order
+    assert session_tally([written]).figures() == session_tally([in_memory]).figures()
 
 
 def test_a_session_with_a_refused_turn_is_not_completed() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from policies.registry import make_routing
 from replayer.records.runs import RequestRecord
-from replayer.replay.plan import PlanOptions
+from replayer.replay.plan import PlanOptions, make_plan
 from replayer.traces.formats import bailian
 from replayer.traces.loading import LoadOptions, load_trace, stream
 from replayer.traces.trace import Trace, TraceError, TraceRequest
@@ -134,10 +134,17 @@ def test_sessions_that_are_over_are_forgotten() -> None:
     assert loop.most_sessions <= 6
 
 
-def test_a_request_limit_takes_the_first_requests() -> None:
-    options = SimOptions(instances=2, plan=PlanOptions(request_limit=17))
-    records, _ = streamed(AGENTS, iter(AGENTS.requests), options)
-    assert sorted(record.chat_id for record in records) == [request.chat_id for request in AGENTS.requests[:17]]
+@pytest.mark.parametrize("limit", [1, 17, 90, 199, 200, 1000])
+def test_a_request_limit_takes_the_sessions_that_it_takes_in_memory(limit: int, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    bailian.write(path, AGENTS.requests)
+    options = SimOptions(instances=2, plan=PlanOptions(request_limit=limit))
+    plan = make_plan(AGENTS, options.plan)
+    whole = simulate(AGENTS, options, make_routing("lmetric")).run.records
+    with read_apart(path, LoadOptions(), limit) as opened:
+        records, _ = streamed(AGENTS, opened.requests, options)
+        assert opened.cut_session == plan.cut_session
+    assert [(record.chat_id, record.sent_s) for record in records] == [(each.chat_id, each.sent_s) for each in whole]
 
 
 def test_a_file_is_read_by_another_process(tmp_path: Path) -> None:
@@ -155,7 +162,7 @@ def test_a_file_is_read_by_another_process(tmp_path: Path) -> None:
 def test_what_the_reader_finds_wrong_is_raised_here(tmp_path: Path) -> None:
     backwards = tmp_path / "backwards.jsonl"
     bailian.write(backwards, reversed(AGENTS.requests))
-    with read_apart(backwards, LoadOptions(time_unit="s")) as opened, pytest.raises(TraceError, match="time order"):
+    with pytest.raises(TraceError, match="comes before"), read_apart(backwards, LoadOptions(time_unit="s")) as opened:
         list(opened.requests)
     with pytest.raises(TraceError, match="no such file"), read_apart(tmp_path / "none.jsonl", LoadOptions()):
         pass
