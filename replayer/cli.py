@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from replayer.traces.load_options import (
+    AllowDeltas,
+    BlockTokens,
+    Chain,
+    ChainOption,
+    Sessions,
+    SessionsOption,
+    TimeUnit,
+    Unit,
+)
 from replayer.traces.numbers import finite
-
-if TYPE_CHECKING:
-    from replayer.traces.loading import LoadOptions
 
 EXIT_INTERRUPTED = 130
 
@@ -24,49 +31,12 @@ class PromptMode(StrEnum):
     CHAT = "chat"
 
 
-class TimeUnit(StrEnum):
-    """Unit of a trace's timestamps."""
-
-    AUTO = "auto"
-    S = "s"
-    MS = "ms"
-    US = "us"
-
-
-class Sessions(StrEnum):
-    """Source of sessions when a trace has none."""
-
-    DERIVED = "derived"
-    SINGLE = "single"
-
-
-class Chain(StrEnum):
-    """Treatment of ids that are not chained."""
-
-    REPAIR = "repair"
-    KEEP = "keep"
-    ERROR = "error"
-
-
 TracePath = Annotated[
     Path,
     typer.Argument(
         help="Trace: Bailian-style, Mooncake, agent text or kv-cache-tester; plain or compressed. Detected.",
         show_default=False,
     ),
-]
-BlockTokens = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per hash id. Default: detected from the lengths.", show_default=False)
-]
-Unit = Annotated[
-    TimeUnit, typer.Option(help="Unit of timestamps; auto: the format's own, refused if the rate is implausible.")
-]
-SessionsOption = Annotated[
-    Sessions, typer.Option(help="Traces without sessions (Mooncake): derive by prefix chaining, or one per request.")
-]
-ChainOption = Annotated[Chain, typer.Option(help="Hash ids that follow different parents: renumber, keep or refuse.")]
-AllowDeltas = Annotated[
-    bool, typer.Option("--allow-deltas", help="Accept prompts that do not repeat their session's history.")
 ]
 
 
@@ -152,13 +122,21 @@ def replay_command(
     from replayer.replay.plan import PlanOptions
     from replayer.replay.progress import ReplayProgress
     from replayer.replay.replay import ReplayOptions, replay_trace
-    from replayer.traces.loading import load
+    from replayer.traces.loading import LoadOptions, load
     from replayer.traces.trace import TraceError
 
     console = Console()
     try:
         loaded = load(
-            trace, _load_options(None, block_tokens, time_unit, sessions, chain, idle_gap_cap_s, allow_deltas)
+            trace,
+            LoadOptions(
+                block_tokens=block_tokens,
+                time_unit=time_unit.value,
+                sessions=sessions.value,
+                chain=chain.value,
+                idle_gap_cap_s=idle_gap_cap_s,
+                allow_deltas=allow_deltas,
+            ),
         )
         options = ReplayOptions(
             endpoint=endpoint,
@@ -232,28 +210,6 @@ def summary_command(
     console.print(summary_table(summary))
     for line in summary_lines(summary):
         console.print(line, markup=False, soft_wrap=True)
-
-
-def _load_options(
-    limit: int | None,
-    block_tokens: int | None,
-    time_unit: TimeUnit,
-    sessions: Sessions,
-    chain: Chain,
-    idle_gap_cap_s: float,
-    allow_deltas: bool,
-) -> LoadOptions:
-    from replayer.traces.loading import LoadOptions
-
-    return LoadOptions(
-        limit=limit,
-        block_tokens=block_tokens,
-        time_unit=time_unit.value,
-        sessions=sessions.value,
-        chain=chain.value,
-        idle_gap_cap_s=idle_gap_cap_s,
-        allow_deltas=allow_deltas,
-    )
 
 
 def _stop(error: object) -> NoReturn:

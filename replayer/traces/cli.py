@@ -7,11 +7,18 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from replayer.traces.load_options import (
+    AllowDeltas,
+    BlockTokens,
+    Chain,
+    ChainOption,
+    Sessions,
+    SessionsOption,
+    TimeUnit,
+    Unit,
+)
 from replayer.traces.numbers import finite
 
-BlockTokens = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per hash id. Default: detected from the lengths.", show_default=False)
-]
 TraceOutput = Annotated[
     Path,
     typer.Option("--output", "-o", help="Trace to write: Bailian-style JSONL, compressed if named .gz or .zst."),
@@ -29,6 +36,10 @@ def sample_command(
         int | None, typer.Option(min=1, help="Read at most this many requests. Default: all.", show_default=False)
     ] = None,
     block_tokens: BlockTokens = None,
+    time_unit: Unit = TimeUnit.AUTO,
+    sessions: SessionsOption = Sessions.DERIVED,
+    chain: ChainOption = Chain.REPAIR,
+    allow_deltas: AllowDeltas = False,
 ) -> None:
     """Pick whole sessions of a trace; print lengths, turns and cache sharing before and after.
 
@@ -45,7 +56,17 @@ def sample_command(
 
     console = Console()
     try:
-        whole = load(trace, LoadOptions(limit=limit, block_tokens=block_tokens))
+        whole = load(
+            trace,
+            LoadOptions(
+                limit=limit,
+                block_tokens=block_tokens,
+                time_unit=time_unit.value,
+                sessions=sessions.value,
+                chain=chain.value,
+                allow_deltas=allow_deltas,
+            ),
+        )
         picked = sample(whole, target_requests, seed, rebase=rebase)
         bailian.write(output, picked.requests)
         rows = [("before", profile(whole, instances)), ("after", profile(picked, instances))]
@@ -128,6 +149,10 @@ def repeat_command(
     output: TraceOutput,
     times: Annotated[int, typer.Option(min=1, help="Number of repetitions.")] = 2,
     block_tokens: BlockTokens = None,
+    time_unit: Unit = TimeUnit.AUTO,
+    sessions: SessionsOption = Sessions.DERIVED,
+    chain: ChainOption = Chain.REPAIR,
+    allow_deltas: AllowDeltas = False,
 ) -> None:
     """Repeat a trace in time: a longer trace of the same statistics, for long runs.
 
@@ -140,7 +165,16 @@ def repeat_command(
     from replayer.traces.trace import TraceError
 
     try:
-        whole = load(trace, LoadOptions(block_tokens=block_tokens))
+        whole = load(
+            trace,
+            LoadOptions(
+                block_tokens=block_tokens,
+                time_unit=time_unit.value,
+                sessions=sessions.value,
+                chain=chain.value,
+                allow_deltas=allow_deltas,
+            ),
+        )
         count = bailian.write(output, repeated(whole, times))
     except (TraceError, OSError) as error:
         _stop(error)

@@ -105,7 +105,7 @@ def _open(path: Path, options: LoadOptions, remembered: int | None = None, *, wh
         stream = islice(stream, options.limit)
     probe = list(islice(stream, PROBE_REQUESTS))
     if not probe:
-        raise TraceError(f"{path}: no requests; check the file, or --limit")
+        raise TraceError(f"{path}: no requests; check the file{'' if options.limit is None else ', or --limit'}")
     if options.time_unit == "auto" and kind in (Format.BAILIAN, Format.MOONCAKE, Format.AGENT_TEXT):
         check_unit([request.timestamp_s for request in probe], unit, str(path))
     tail: TailRule

@@ -11,6 +11,16 @@ import typer
 
 from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S
 from policies.types import Role
+from replayer.traces.load_options import (
+    AllowDeltas,
+    BlockTokens,
+    Chain,
+    ChainOption,
+    Sessions,
+    SessionsOption,
+    TimeUnit,
+    Unit,
+)
 from replayer.traces.numbers import finite
 
 if TYPE_CHECKING:
@@ -112,6 +122,11 @@ def simulate_command(
     idle_gap_cap_s: Annotated[
         float, typer.Option(callback=finite, min=0, help="Longest think time, seconds of the trace.")
     ] = 60.0,
+    block_tokens: BlockTokens = None,
+    time_unit: Unit = TimeUnit.AUTO,
+    sessions: SessionsOption = Sessions.DERIVED,
+    chain: ChainOption = Chain.REPAIR,
+    allow_deltas: AllowDeltas = False,
     max_inflight_sessions: Annotated[
         int | None,
         typer.Option(
@@ -195,6 +210,11 @@ def simulate_command(
             think_scale=think_speed,
             request_limit=request_limit,
             idle_gap_cap_s=idle_gap_cap_s,
+            block_tokens=block_tokens,
+            time_unit=time_unit.value,
+            sessions=sessions.value,
+            chain=chain.value,
+            allow_deltas=allow_deltas,
             max_inflight_sessions=max_inflight_sessions,
             seed=seed,
             arrival_jitter_s=arrival_jitter_s,

@@ -48,8 +48,8 @@ def run_setup(setup: Setup, output: IO[bytes], rows: IO[bytes] | None = None, tr
     options = setup.options()
     plan: Plan | None = None
     if trace is None:
-        trace = loaded(setup.trace, setup.idle_gap_cap_s)
-        plan = planned(setup.trace, setup.plan_options())
+        trace = loaded(setup.trace, setup.load_options())
+        plan = planned(setup.trace, setup.load_options(), setup.plan_options())
     run = OfflineRun.of_trace(trace, options, setup.routing(), setup.offload(), plan, setup.admission_rule())
     return _write(run, output, rows, trace.notes)
 
@@ -62,8 +62,7 @@ def run_streamed(
 ) -> Ran:
     """Simulate a trace that is read by another process as it is used; arguments and errors as ``run_setup``."""
     options = setup.options()
-    load_options = LoadOptions(idle_gap_cap_s=setup.idle_gap_cap_s)
-    with read_apart(Path(setup.trace), load_options, setup.request_limit) as opened:
+    with read_apart(Path(setup.trace), setup.load_options(), setup.request_limit) as opened:
         turns = StreamedLoop(opened.requests, opened.sha256, options, look_ahead_s)
         source = TraceSource(opened.name, opened.sha256, opened.block_tokens, opened.notes, opened.cut_session)
         rules = (setup.routing(), setup.offload(), setup.admission_rule())
@@ -104,15 +103,15 @@ def _write(
 
 
 @lru_cache(maxsize=1)
-def loaded(path: str, idle_gap_cap_s: float) -> Trace:
+def loaded(path: str, options: LoadOptions) -> Trace:
     """The trace, loaded once per process for all setups that simulate it in sequence."""
-    return load(path, LoadOptions(idle_gap_cap_s=idle_gap_cap_s))
+    return load(path, options)
 
 
 @lru_cache(maxsize=2)
-def planned(path: str, options: PlanOptions) -> Plan:
+def planned(path: str, load_options: LoadOptions, options: PlanOptions) -> Plan:
     """The plan of a trace, made once for all setups with equal scales."""
-    return make_plan(loaded(path, 60.0 if options.idle_gap_cap_s is None else options.idle_gap_cap_s), options)
+    return make_plan(loaded(path, load_options), options)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import yaml
@@ -15,6 +15,7 @@ from policies.registry import PolicyParameterError, make_admission, make_planner
 from policies.routing.base import RoutingPolicy
 from policies.types import Role
 from replayer.replay.plan import PlanOptions
+from replayer.traces.loading import LoadOptions
 from sim.offline.options import Noise, SimOptions, SimulationError
 
 
@@ -43,6 +44,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     think_scale: float | None = None
     request_limit: int | None = None
     idle_gap_cap_s: float = 60.0
+    block_tokens: int | None = None
+    time_unit: Literal["auto", "s", "ms", "us"] = "auto"
+    sessions: Literal["derived", "single"] = "derived"
+    chain: Literal["repair", "keep", "error"] = "repair"
+    allow_deltas: bool = False
     max_inflight_sessions: int | None = None
     seed: int = 0
     arrival_jitter_s: float = 0.0
@@ -62,6 +68,17 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def admission_rule(self) -> AdmissionRule:
         """The admission rule; raises UnknownPolicyError or PolicyParameterError."""
         return make_admission(self.admission, self.admission_params)
+
+    def load_options(self) -> LoadOptions:
+        """Reading of the trace."""
+        return LoadOptions(
+            block_tokens=self.block_tokens,
+            time_unit=self.time_unit,
+            sessions=self.sessions,
+            chain=self.chain,
+            idle_gap_cap_s=self.idle_gap_cap_s,
+            allow_deltas=self.allow_deltas,
+        )
 
     def plan_options(self) -> PlanOptions:
         """Scaling and cutting of the trace."""
@@ -114,7 +131,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             options.engine(role, 1)
 
 
-_NOT_SWEPT = {"trace", "policy_params", "planner_params", "admission_params", "idle_gap_cap_s", "label"}
+_OF_THE_TRACE = {"trace", "idle_gap_cap_s", "block_tokens", "time_unit", "sessions", "chain", "allow_deltas"}
+_NOT_SWEPT = _OF_THE_TRACE | {"policy_params", "planner_params", "admission_params", "label"}
 """Settings that all points of a sweep share, or that a sweep sets itself."""
 _WITH_PARAMETERS = ("policy", "planner", "admission")
 SETTING_OF_OPTION = {"arrival_speed": "time_scale", "think_speed": "think_scale"}

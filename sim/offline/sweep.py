@@ -189,7 +189,7 @@ def on_ray(base: Setup) -> Execute:
         if started:
             ray.init(log_to_driver=False)
         try:
-            trace = ray.put(loaded(base.trace, base.idle_gap_cap_s))
+            trace = ray.put(loaded(base.trace, base.load_options()))
             task = ray.remote(_simulate_elsewhere)
             running = {task.remote(point.setup, trace): point for point in points}
             while running:

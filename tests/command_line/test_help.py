@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.command_line.commands import commands, page, root
+from tests.command_line.commands import commands, option_names, page, root
 from warmroute import PANELS, build
 
 PAGES = [page(path, command) for path, command in commands()]
@@ -45,6 +45,12 @@ def test_help_is_shown_as_it_is_written(one: Any) -> None:
     shown = " ".join(runner.invoke(build(), [*one.path.split(), "--help"]).output.split())
     for text in (*one.help.split("\n\n"), *(row.help for row in one.rows)):
         assert " ".join(text.replace("`", "").split()) in shown
+
+
+@pytest.mark.parametrize("path", ["replay", "simulate", "trace sample", "trace repeat"])
+def test_a_command_that_loads_a_trace_has_the_options_that_the_loader_names(path: str) -> None:
+    (command,) = [command for names, command in commands() if " ".join(names) == path]
+    assert option_names(command) >= {"--time-unit", "--block-tokens", "--allow-deltas", "--chain", "--sessions"}
 
 
 @pytest.mark.parametrize(("one", "row"), OPTIONS)

@@ -42,10 +42,10 @@ def check_unit(times_s: Sequence[float], unit: str, where: str) -> None:
     others = [
         name for name, scale in UNITS_S.items() if MIN_RATE <= rate * UNITS_S[unit] / scale <= MAX_RATE and name != unit
     ]
-    advice = " or ".join(f"--time-unit {name}" for name in others) or "correct the timestamps"
+    advice = "use " + " or ".join(f"--time-unit {name}" for name in others) if others else "correct the timestamps"
     raise TraceError(
         f"{where}: read as {unit}, the first {len(times_s)} requests arrive at {rate:.3g} per second, which is "
-        f"implausible; use {advice} (or --time-unit {unit} to insist)"
+        f"implausible; {advice} (or use --time-unit {unit} to insist)"
     )
 
 

@@ -116,6 +116,12 @@ def test_a_request_that_names_itself_as_parent_is_a_first_turn(tmp_path: Path) -
     assert trace.notes == ["1 requests name themselves as their parent; taken as first turns"]
 
 
+def test_timestamps_that_fit_no_unit_are_to_be_corrected(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "t.jsonl", [row(i, timestamp=i * 1e30) for i in range(12)])
+    with pytest.raises(TraceError, match=r"implausible; correct the timestamps \(or use --time-unit s to insist\)"):
+        load_trace(path)
+
+
 @pytest.mark.parametrize(("length", "tail"), [(130, "ceil"), (200, "floor")])
 def test_block_size_and_tail_rule_come_from_the_lengths(tmp_path: Path, length: int, tail: str) -> None:
     rows = [row(i, input_length=length + 13 * (i % 3)) for i in range(9)]

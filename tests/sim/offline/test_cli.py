@@ -95,6 +95,24 @@ def test_a_stream_writes_the_same_records(trace: Path, tmp_path: Path) -> None:
     assert whole.read_bytes().split(b"\n")[1:] == streamed.read_bytes().split(b"\n")[1:]
 
 
+def test_the_options_of_the_loader_reach_it(trace: Path, tmp_path: Path) -> None:
+    requests = agents(60).requests
+    for request in requests:
+        request.timestamp_s *= 1_000_000
+    in_us = tmp_path / "us.jsonl"
+    bailian.write(in_us, requests)
+    assert "--time-unit us" in call("simulate", in_us, "-o", tmp_path / "no.jsonl", code=2)
+    for options in ((), ("--stream",), ("--sweep", "seed=1")):
+        written = tmp_path / f"{len(options)}{'stream' in str(options)}"
+        call("simulate", in_us, "-o", written, "--time-unit", "us", "--instances", 3, *options)
+        run = read_run(written / "000-seed=1.jsonl" if written.is_dir() else written)
+        call("simulate", trace, "-o", tmp_path / f"s{written.name}", "--instances", 3)
+        expected = read_run(tmp_path / f"s{written.name}").records
+        assert [each.scheduled_s for each in run.records] == pytest.approx([each.scheduled_s for each in expected])
+    call("trace", "sample", in_us, "-o", tmp_path / "few.jsonl", "--time-unit", "us", "--target-requests", 10)
+    call("trace", "repeat", in_us, "-o", tmp_path / "more.jsonl", "--time-unit", "us")
+
+
 def test_a_sweep_writes_a_folder(trace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     said = call("simulate", trace, "-o", folder, "--sweep", "policy=linear,lmetric", "--instances", 2, "--jobs", 1)
@@ -103,7 +121,7 @@ def test_a_sweep_writes_a_folder(trace: Path, tmp_path: Path) -> None:
     assert [point["run"] for point in points] == ["000-policy=linear.jsonl", "001-policy=lmetric.jsonl"]
     assert read_run(folder / points[1]["run"]).header.options["instances"] == 2
     failing = tmp_path / "failing"
-    call("simulate", trace, "-o", failing, "--sweep", "arrival-speed=1,-1", "--jobs", 1, code=1)
+    call("simulate", trace, "-o", failing, "--sweep", "pool-tokens=null,3", "--jobs", 1, code=1)
 
 
 def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:
