@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import tarfile
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,12 +50,18 @@ def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with open_bytes(path) as stream:
             for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield number, line
+                text = _without_bom(line) if number == 1 else line
+                if text.strip():
+                    yield number, text
     except (zstandard.ZstdError, gzip.BadGzipFile, EOFError) as error:
         raise TraceError(
             f"{path}:{number + 1}: the compressed data is damaged or cut ({error}); fetch the file again"
         ) from error
+
+
+def _without_bom(text: bytes) -> bytes:
+    """Text without a byte order mark, which some editors write first."""
+    return text.removeprefix(BOM_UTF8)
 
 
 def is_tar(path: Path) -> bool:
@@ -69,19 +76,19 @@ def iter_json_members(path: Path) -> Iterator[tuple[str, bytes]]:
     """
     if path.is_dir():
         for member in sorted(path.rglob("*.json")):
-            yield str(member), member.read_bytes()
+            yield str(member), _without_bom(member.read_bytes())
     elif is_tar(path):
         try:
             with open_bytes(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
                 for entry in archive:
                     extracted = archive.extractfile(entry) if entry.isfile() and entry.name.endswith(".json") else None
                     if extracted is not None:
-                        yield f"{path}!{entry.name}", extracted.read()
+                        yield f"{path}!{entry.name}", _without_bom(extracted.read())
         except (tarfile.TarError, zstandard.ZstdError, gzip.BadGzipFile, EOFError) as error:
             raise TraceError(f"{path}: not a readable tar archive ({error}); fetch the file again") from error
     else:
         with open_bytes(path) as stream:
-            yield str(path), stream.read()
+            yield str(path), _without_bom(stream.read())
 
 
 def file_sha256(path: Path) -> str:

@@ -116,6 +116,15 @@ def test_a_request_that_names_itself_as_parent_is_a_first_turn(tmp_path: Path) -
     assert trace.notes == ["1 requests name themselves as their parent; taken as first turns"]
 
 
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.jsonl.zst"])
+def test_a_byte_order_mark_is_ignored(tmp_path: Path, name: str) -> None:
+    path = write_lines(tmp_path / "plain.jsonl", [row(0), row(1)])
+    marked = tmp_path / name
+    data = b"\xef\xbb\xbf" + path.read_bytes()
+    marked.write_bytes(gzip.compress(data) if ".gz" in name else zstandard.compress(data) if ".zst" in name else data)
+    assert load_trace(marked).requests == load_trace(path).requests
+
+
 def test_timestamps_that_fit_no_unit_are_to_be_corrected(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "t.jsonl", [row(i, timestamp=i * 1e30) for i in range(12)])
     with pytest.raises(TraceError, match=r"implausible; correct the timestamps \(or use --time-unit s to insist\)"):
