@@ -14,6 +14,7 @@ from proxy.clip import clip
 from proxy.core import Core
 from proxy.errors import RequestError, dialect_of, draining_error
 from proxy.exchange.exchange import Exchange
+from proxy.exchange.outcomes import outcome_of
 from proxy.exchange.short import ShortExchange
 from proxy.logs import redact, request_id
 from proxy.paths import GENERATION_PATHS, OTHER_METHODS
@@ -137,8 +138,8 @@ class Generation:
             self._core.check_model(parsed.fields.model)
             if endpoint is Endpoint.RESPONSES:
                 parsed = self._core.responses.continued(parsed, time.monotonic())
-        except RequestError:
-            row.outcome = RequestOutcome.REJECTED
+        except RequestError as error:
+            row.outcome = outcome_of(error)
             raise
         except asyncio.CancelledError as error:
             row.outcome = RequestOutcome.SHUTDOWN

@@ -165,11 +165,11 @@ def parse_steps(
         else (yield from large_fields(body, rules.allowed_fields, kind))
     )
     if not fields.model:
-        fields.model = model_of_none(rules.sole_model())
+        fields.named_model = model_of_none(rules.sole_model())
     elif len(fields.model) > _MAX_MODEL_NAME:
         raise RequestError(400, f"'model' is longer than {_MAX_MODEL_NAME} characters", param="model")
     elif fields.model in rules.aliases:
-        fields.model = rules.aliases[fields.model]
+        fields.named_model = rules.aliases[fields.model]
         body = yield from with_model(body, fields.model)
     salts = (fields.model, fields.cache_salt or "")
     if endpoint is Endpoint.COMPLETIONS:

@@ -211,6 +211,9 @@ async def test_an_unknown_path_names_those_that_are_served(start_proxy: StartPro
     answer = await proxy.client.get("/tokenize")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert answer.json()["error"]["code"] == "method_not_allowed"
+    answer = await proxy.client.post("/v1/%65mbeddings", content=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
+    assert "percent-encoding" in answer.json()["error"]["message"]
     assert not engine.arrived
 
 
