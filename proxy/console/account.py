@@ -116,7 +116,7 @@ def _admission(row: Mapping[str, Any]) -> Iterator[str]:
     elif reason is not None:
         yield f"It was not held: {spoken(ADMISSIONS, reason)}."
     if queued_ms:
-        yield f"It waited {queued_ms / 1e3:.2f} s in the queue, because the instances were at their limits."
+        yield f"It waited {queued_ms / 1e3:.2f} s in the queue, because the fleet was at its limits."
 
 
 def _instance(row: Mapping[str, Any]) -> Iterator[str]:
