@@ -7,9 +7,11 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from proxy.console.phrases import ADMISSIONS, LEGS, OFFLOADS, OUTCOMES, REASONS, RESUMES, STAGES, spoken
+from proxy.paths import CANCEL, STORED
 
 _SHOWN_INPUTS = 6
 _FELL_BACK = "fell_back_"
+_OF_STORED = frozenset((STORED, CANCEL))
 
 
 class AccountPart(NamedTuple):
@@ -124,6 +126,11 @@ def _instance(row: Mapping[str, Any]) -> Iterator[str]:
     if instance is None:
         if row.get("outcome") != "rejected":
             yield "None was chosen."
+        return
+    if row.get("reason") is None:
+        stored = row.get("endpoint") in _OF_STORED
+        which = "that has the stored response" if stored else "with the fewest requests in flight"
+        yield f"{instance}: it was passed on, without a decision of the policy, to the instance {which}."
         return
     yield f"{instance}, because {spoken(REASONS, row.get('reason'))} (policy {row.get('policy')})."
     candidates = list(_candidates(row))

@@ -170,7 +170,7 @@ class Generation:
 
 def _where(row: Row) -> str:
     """Instance of a request and the failures before it, for the log."""
-    where = "not routed" if row.decision is None else f"on {row.decision.decode_on}"
+    where = "not routed" if row.instance is None else f"on {row.instance}"
     return f"{where} after {len(row.attempts)} failed attempt(s)" if row.attempts else where
 
 
