@@ -8,7 +8,9 @@ import time
 from types import MappingProxyType
 
 from policies.row import RequestOutcome, Row
+from policies.types import Tenant
 from proxy.access.forwarding import request_id_of
+from proxy.access.keys import KeyName
 from proxy.clients.inbound import Inbound
 from proxy.clip import clip
 from proxy.core import Core
@@ -42,7 +44,7 @@ class Generation:
         return self._core.breakdown.open_row(row)
 
     def admit(self, inbound: Inbound) -> None:
-        self._core.keys.client(inbound.headers)
+        self._identify(inbound)
 
     async def serve(self, inbound: Inbound) -> None:
         """Serve one request. Failures of clients and engines do not raise."""
@@ -84,17 +86,16 @@ class Generation:
     async def _serve(self, inbound: Inbound, row: Row) -> None:
         core = self._core
         try:
-            key = core.keys.client(inbound.headers)
+            key, tenant = self._identify(inbound)
             if core.draining:
                 row.outcome = RequestOutcome.NO_INSTANCE
                 inbound.keep_alive = False
                 raise draining_error()
-            visit = core.tenants.enter(key, inbound.headers)
+            visit = core.tenants.enter(key, tenant)
         except RequestError:
             if row.outcome is RequestOutcome.INTERNAL_ERROR:
                 row.outcome = RequestOutcome.REJECTED
             raise
-        row.tenant = visit.tenant.name or None
         try:
             endpoint = _ENDPOINTS.get(inbound.path)
             if endpoint is not None:
@@ -108,6 +109,13 @@ class Generation:
                 await ShortExchange(core, row, inbound, allow_priority=visit.allows_priority).run()
         finally:
             visit.close(row.completion_tokens)
+
+    def _identify(self, inbound: Inbound) -> tuple[KeyName | None, Tenant]:
+        """Key and tenant. The row has the tenant from here on, also if the request is refused. Raises RequestError."""
+        key = self._core.keys.client(inbound.headers)
+        tenant = self._core.tenants.of_request(key, inbound.headers)
+        inbound.row.tenant = tenant.name or None
+        return key, tenant
 
     def _log_rejected(self, inbound: Inbound, error: RequestError) -> None:
         self._core.rejections.warning(
@@ -134,6 +142,7 @@ class Generation:
                 parsed = router.parse(endpoint, body, allow_priority=allow_priority)
             else:
                 parsed = await router.parse_fairly(endpoint, body, allow_priority=allow_priority)
+            row.stream = parsed.stream
             self._core.check_model(parsed.fields.model)
             if endpoint is Endpoint.RESPONSES:
                 parsed = self._core.responses.continued(parsed, time.monotonic())
