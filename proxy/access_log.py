@@ -48,7 +48,7 @@ def _fields(row: Row) -> dict[str, Any]:
         "stream": row.stream,
         "status": row.status,
         "outcome": row.outcome,
-        "instance": decision.decode_on if decision else None,
+        "instance": row.instance,
         "prefill_instance": row.prefill_instance,
         "class": decision.request_class if decision else None,
         "attempts": len(row.attempts),

@@ -126,6 +126,7 @@ class ShortExchange:
 
     async def _pass_on(self, instance: Instance, model: str | None = None) -> None:
         """Send the request to one instance and its answer to the client. Raises AttemptFailedError."""
+        self._row.passed_to = instance.name
         answer, first = await self._open(instance)
         try:
             row, inbound = self._row, self._inbound
