@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from replayer.compare.kept_settings import KeptSettings, kept_settings
 from replayer.records.runs import Run, read_run
 
 EXPERIMENT_FILE = "experiment.json"
@@ -51,6 +52,8 @@ class Experiment:
     """The baseline first."""
     trace: Path | None
     notes: list[str] = field(default_factory=list)
+    settings: KeptSettings = field(default_factory=KeptSettings)
+    """Its own settings of comparisons."""
 
 
 def single(run: Run, label: str = "") -> ArmRuns:
@@ -111,7 +114,7 @@ def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
         force: leave out runs that are not done, with a note, instead of refusing.
 
     Raises:
-        ArmFilesError: not an experiment, or a run that is not done.
+        ArmFilesError: not an experiment, settings that no comparison has, or a run that is not done.
         RecordError, OSError: a run file cannot be read.
     """
     plan = _plan(directory)
@@ -149,7 +152,7 @@ def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
         for name, runs in by_arm.items()
     ]
     stored_trace = (plan.get("trace") or {}).get("path") if isinstance(plan.get("trace"), dict) else plan.get("trace")
-    return Experiment(arms, directory / stored_trace if stored_trace else None, notes)
+    return Experiment(arms, directory / stored_trace if stored_trace else None, notes, _settings(directory, plan))
 
 
 def _plan(directory: Path) -> dict[str, Any]:
@@ -166,6 +169,13 @@ def _plan(directory: Path) -> dict[str, Any]:
     if not isinstance(plan, dict) or not plan.get("arms"):
         raise ArmFilesError(f"{path}: names no arms; is it the file of `warmroute experiment run`?")
     return plan
+
+
+def _settings(directory: Path, plan: dict[str, Any]) -> KeptSettings:
+    try:
+        return kept_settings((plan.get("config") or {}).get("comparison"))
+    except msgspec.ValidationError as error:
+        raise ArmFilesError(f"{directory / EXPERIMENT_FILE}: settings of the comparison: {error}") from error
 
 
 def _name(arm: Any) -> str:

@@ -23,14 +23,17 @@ from replayer.compare.cli import (
     Seed,
     SkipFirst,
     SkipLast,
+    given_options,
 )
 
 if TYPE_CHECKING:
     from replayer.compare.arms import ArmRuns
+    from replayer.compare.kept_settings import KeptSettings
     from replayer.report.page import Arm, Extras
 
 
 def report_command(
+    context: typer.Context,
     runs: Runs = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
     figures: Annotated[
@@ -82,7 +85,8 @@ def report_command(
     It has verdicts, tables, figures and conditions.
     Takes run files of `warmroute replay` and `warmroute simulate`, or the directory of an experiment. The page refers
     to nothing outside itself and can be printed. Runs that must not be compared (other trace, scale or limit, a warm
-    fleet) are shown side by side without a verdict, and the page says why.
+    fleet) are shown side by side without a verdict, and the page says why. For an experiment's folder, the settings
+    under `comparison` in its file are the defaults; options override them.
     """
     from rich.console import Console
     from rich.text import Text
@@ -94,7 +98,7 @@ def report_command(
 
     if keep_all and (skip_first_s is not None or skip_last_s is not None):
         _stop("--keep-all leaves nothing out: give it without --skip-first-s and --skip-last-s")
-    arms, extras = _read(runs or [], arm or [], trace, pool_tokens, session)
+    arms, extras, settings = _read(runs or [], arm or [], trace, pool_tokens, session)
     arms = _with_breakdowns(_baseline_first(arms, baseline), breakdown or [])
     options = CompareOptions(
         resamples=resamples,
@@ -106,6 +110,11 @@ def report_command(
         assumed_floor=assumed_noise,
         trace=extras.trace,
     )
+    applied = ""
+    if settings is not None:
+        given = given_options(context)
+        options, applied = settings.applied(options, given), settings.describe(given)
+        extras = replace(extras, notes=[*extras.notes, *([applied] if applied else [])])
     try:
         comparisons, refusals = compare_all(arms, options, same=_same(aa or []))
         # Each arm's hits have just been checked against the trace.
@@ -123,6 +132,8 @@ def report_command(
     console = Console(highlight=False)
     if comparisons:
         print_verdict(console, comparisons, among_the_best)
+    if applied:
+        console.print(Text(applied), style="dim")
     for refusal in refusals:
         typer.echo(refusal, err=True)
     if drawn:
@@ -132,8 +143,8 @@ def report_command(
 
 def _read(
     runs: Sequence[Path], specs: Sequence[str], trace: Path | None, pool_tokens: int | None, session: str | None
-) -> tuple[list[Arm], Extras]:
-    """Arms with trace and environment; an unreadable input ends the command with status 2."""
+) -> tuple[list[Arm], Extras, KeptSettings | None]:
+    """Arms, trace and environment, an experiment's settings; an unreadable input ends the command, status 2."""
     from replayer.compare.arms import ArmFilesError
     from replayer.records.runs import RecordError
     from replayer.report.inputs import ReportError, read_inputs
@@ -147,7 +158,8 @@ def _read(
     except OSError as error:
         _stop(f"{error.filename or ''}: {error.strerror}")
     why = found.why_no_trace or Extras().why_no_trace
-    return found.arms, Extras(found.trace, why, pool_tokens, session, found.environment, found.notes)
+    extras = Extras(found.trace, why, pool_tokens, session, found.environment, found.notes)
+    return found.arms, extras, found.settings
 
 
 def _same(specs: Sequence[str]) -> list[ArmRuns]:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from replayer.compare.arms import ArmRun, ArmRuns, parse_arm, read_arm, read_experiment, unique
+from replayer.compare.kept_settings import KeptSettings
 from replayer.compare.pairing import silence_as_zero
 from replayer.records.breakdown_rows import BreakdownRow, read_rows, rows_of
 from replayer.records.runs import RequestRecord, Run
@@ -129,6 +130,8 @@ class ReportInputs:
     """Shown in the page where an experiment's trace cannot be used; empty otherwise."""
     environment: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+    settings: KeptSettings | None = None
+    """An experiment's own settings of comparisons."""
 
 
 def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | None = None) -> ReportInputs:
@@ -144,12 +147,12 @@ def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | N
         ArmError, RecordError, BreakdownError, TraceError, OSError: a file that cannot be read.
     """
     directory = next((path for path in runs if path.is_dir()), None)
-    environment, notes, own = None, [], None
+    environment, notes, own, settings = None, [], None, None
     if directory is not None:
         if len(runs) > 1 or specs:
             raise ReportError(f"{directory}: an experiment's directory holds all arms; give it alone")
         experiment = read_experiment(directory, force=True)
-        found, own = experiment.arms, experiment.trace
+        found, own, settings = experiment.arms, experiment.trace, experiment.settings
         # First on the page: which runs are not in the figures.
         notes = [note[:1].upper() + note[1:] + "." for note in experiment.notes]
         environment = read_environment(directory)
@@ -168,18 +171,17 @@ def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | N
                 f"--trace {trace} is not the trace that was replayed (SHA-256 {loaded.sha256[:12]}, the runs say "
                 f"{replayed[:12]}); give the file that was"
             )
-        return ReportInputs(arms, loaded, "", environment, notes)
+        return ReportInputs(arms, loaded, "", environment, notes, settings)
     if own is None:
-        return ReportInputs(arms, None, "", environment, notes)
+        return ReportInputs(arms, None, "", environment, notes, settings)
     if not own.exists():
-        return ReportInputs(
-            arms, None, f"the experiment's trace {own} is not there: give --trace FILE", environment, notes
-        )
+        why = f"the experiment's trace {own} is not there: give --trace FILE"
+        return ReportInputs(arms, None, why, environment, notes, settings)
     loaded = load_trace(own)
     if replayed and loaded.sha256 != replayed:
         why = f"the experiment's trace {own} is not the one that was replayed: give --trace FILE"
-        return ReportInputs(arms, None, why, environment, notes)
-    return ReportInputs(arms, loaded, "", environment, notes)
+        return ReportInputs(arms, None, why, environment, notes, settings)
+    return ReportInputs(arms, loaded, "", environment, notes, settings)
 
 
 def arm_of(found: ArmRuns) -> Arm:

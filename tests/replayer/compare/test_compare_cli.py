@@ -57,6 +57,57 @@ def test_an_experiment_in_one_argument(invoke: Invoke, experiment: MakeExperimen
     assert {row["metric"] for row in found["noise_floor"]} >= {"TTFT p50", "APC"}
 
 
+KEPT = {
+    "skip_first_s": 0.0,
+    "skip_last_s": 0.0,
+    "resamples": 1500,
+    "clock": "scheduled",
+    "slo": {"ttft_s": 0.5, "tokens": "prompt", "tpot_s": None},
+}
+
+
+def test_an_experiments_own_settings_are_the_defaults(invoke: Invoke, experiment: MakeExperiment) -> None:
+    root = experiment(config={"arms": {}, "comparison": KEPT})
+    [found] = json.loads(invoke(root, "--json").output)
+    assert (found["clock"], found["resamples"], found["skipped"]) == ("scheduled", 1500, 0)
+    assert found["pairs"] == len(make_run().records)
+    assert list(found["goodput_per_s"]) == ["goodput"]
+    sentence = (
+        "Settings of the experiment: clock scheduled, skip_first_s 0, skip_last_s 0, resamples 1500, slo.ttft_s 0.5. "
+        "Options override them."
+    )
+    assert found["notes"][0] == sentence
+    shown = invoke(root).output
+    assert sentence in shown
+    assert "goodput (TTFT ≤ 0.5 s): " in shown
+
+
+def test_options_override_an_experiments_settings_one_by_one(invoke: Invoke, experiment: MakeExperiment) -> None:
+    root = experiment(config={"arms": {}, "comparison": KEPT})
+    options = ["--clock", "sent", "--resamples", "2000", "--skip-first-s", "20", "--slo-tpot-s", "0.02"]
+    shown = invoke(root, *options).output
+    assert "Settings of the experiment: skip_last_s 0, slo.ttft_s 0.5. Options override them." in shown
+    assert "goodput (TTFT ≤ 0.5 s, TPOT ≤ 0.02 s): " in shown
+    [found] = json.loads(invoke(root, *options, "--json").output)
+    assert (found["clock"], found["resamples"], found["window"]["first_s"]) == ("sent", 2000, 20)
+    assert found["skipped"] > 0
+    kept = json.loads(invoke(experiment_with(root, {"skip_first_s": 20.0}), "--keep-all", "--json").output)
+    assert kept[0]["skipped"] == 0
+
+
+def experiment_with(root: Path, comparison: dict[str, object]) -> Path:
+    plan = json.loads((root / "experiment.json").read_text())
+    plan["config"]["comparison"] = comparison
+    (root / "experiment.json").write_text(json.dumps(plan))
+    return root
+
+
+def test_settings_that_no_comparison_has_are_refused(invoke: Invoke, experiment: MakeExperiment) -> None:
+    result = invoke(experiment(config={"comparison": {"clock": "sun"}}))
+    assert result.exit_code == 2
+    assert "experiment.json: settings of the comparison: " in " ".join(result.output.split())
+
+
 def test_arms_by_name_and_a_a_runs(invoke: Invoke, store: Store) -> None:
     paths = [store(make_run("x", noise_seed=number)) for number in range(6)]
     result = invoke(

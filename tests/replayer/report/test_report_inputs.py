@@ -122,7 +122,10 @@ def experiment(trace: tuple[Path, Trace], tmp_path_factory: pytest.TempPathFacto
         "backend": "simulated",
         "baseline": "scattered",
         "arms": ["sticky", "scattered"],
-        "config": {"arms": {"sticky": {"policy": "sticky"}, "scattered": {"policy": "scattered"}}},
+        "config": {
+            "arms": {"sticky": {"policy": "sticky"}, "scattered": {"policy": "scattered"}},
+            "comparison": {"clock": "scheduled", "resamples": 1500, "slo": {"ttft_s": 0.5}},
+        },
         "trace": {"path": "trace.jsonl", "sha256": trace[1].sha256, "requests": len(trace[1].requests)},
         "runs": planned,
     }
@@ -154,6 +157,15 @@ def test_an_experiment_is_reported_with_its_baseline_repeats_and_verdict(reporte
     assert "2 and 2 runs" in text
     assert "Replicates: differences between runs of one arm" in text
     assert "The figures show repeat 1; the table is the mean over repeats." in text
+
+
+def test_an_experiments_own_settings_apply_unless_an_option_is_given(reported: tuple[str, str, Path]) -> None:
+    printed, text, _ = reported
+    sentence = "Settings of the experiment: clock scheduled, slo.ttft_s 0.5. Options override them."
+    assert sentence in " ".join(printed.split())
+    assert sentence in text
+    assert "goodput" in text
+    assert "1000 resamples" in text
 
 
 def test_runs_that_are_not_done_are_left_out_by_name(reported: tuple[str, str, Path]) -> None:
