@@ -12,6 +12,7 @@ import msgspec
 
 from replayer.compare.kept_settings import KeptSettings, kept_settings
 from replayer.records.runs import Run, read_run
+from replayer.records.validity import calls_invalid
 
 EXPERIMENT_FILE = "experiment.json"
 RUN_FILE = "run.jsonl"
@@ -32,6 +33,10 @@ class ArmRun:
     """Name of the repeat; runs of different arms with the same name correspond to each other."""
     needs_proof: bool = False
     """The run must have a proof of freshness beside it."""
+    invalid: tuple[str, ...] = ()
+    """The experiment's warnings that call its figures invalid."""
+    warnings: tuple[str, ...] = ()
+    """The experiment's other warnings."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,17 @@ def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
         path = directory / (planned.get("path") or f"arms/{name}/{repeat}")
         if path.is_dir() or path.suffix != ".jsonl":
             path /= RUN_FILE
-        by_arm[name].append(ArmRun(_read(path), path, repeat, needs_proof=plan.get("backend") == "live"))
+        warnings = [str(warning) for warning in planned.get("warnings") or []]
+        by_arm[name].append(
+            ArmRun(
+                _read(path),
+                path,
+                repeat,
+                needs_proof=plan.get("backend") == "live",
+                invalid=tuple(warning for warning in warnings if calls_invalid(warning)),
+                warnings=tuple(warning for warning in warnings if not calls_invalid(warning)),
+            )
+        )
     for name in [name for name, runs in by_arm.items() if not runs]:
         if not force:
             raise ArmFilesError(f"{directory}: arm '{name}' has no finished run; resume the experiment")

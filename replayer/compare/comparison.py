@@ -66,7 +66,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     """Fine print: conditions that differ, unmatched or failed requests, the window, the noise between runs."""
     warnings: list[str] = field(default_factory=list)
-    """Those of the notes that are about the conditions: a forced comparison, another model or version."""
+    """Those of the notes that are about the conditions: a forced comparison, another model or version, invalid runs."""
     assumed_noise: float = 0.0
     """The noise floor that is assumed where ``noise_floor`` is empty, as a fraction."""
 

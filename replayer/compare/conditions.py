@@ -55,6 +55,27 @@ def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool)
     return [*unlike, *warm, *_worth_telling(named)]
 
 
+def recorded_warnings(arms: Sequence[ArmRuns]) -> tuple[list[str], list[str]]:
+    """Warnings that the experiment recorded with its runs.
+
+    Returns:
+        Short ones for the verdict, which name the runs, and all of them in full.
+    """
+    named = _names(arms)
+    invalid = [(name, one.invalid[0]) for name, one in named if one.invalid]
+    others = [name for name, one in named if one.warnings]
+    short = []
+    if invalid:
+        names = ", ".join(name for name, _ in invalid)
+        short.append(
+            f"{len(invalid)} of {len(named)} runs have invalid figures by the experiment's own record: {names}. "
+            f"{invalid[0][0]}: {invalid[0][1]}"
+        )
+    if others:
+        short.append(f"The experiment recorded {'further ' if invalid else ''}warnings of {', '.join(others)}")
+    return short, [f"{name}: {warning}" for name, one in named for warning in (*one.invalid, *one.warnings)]
+
+
 def _names(arms: Sequence[ArmRuns]) -> list[tuple[str, ArmRun]]:
     named = []
     for arm in arms:

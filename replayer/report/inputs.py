@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,10 @@ class Arm:
     fresh: Mapping[str, Any] | None = None
     arm: Mapping[str, Any] = field(default_factory=dict)
     repeat: str = ""
+    invalid: tuple[str, ...] = ()
+    """The experiment's warnings that call the first run's figures invalid."""
+    recorded: tuple[str, ...] = ()
+    """The experiment's other warnings of the first run."""
     repeats: tuple[Arm, ...] = ()
     """Further replicates."""
 
@@ -99,7 +103,10 @@ class Arm:
     def compared(self) -> ArmRuns:
         """The arm as `replayer.compare.runs` takes it."""
         every = [self, *self.repeats]
-        return ArmRuns(self.label, [ArmRun(one.run, one.path, one.repeat) for one in every])
+        return ArmRuns(
+            self.label,
+            [ArmRun(one.run, one.path, one.repeat, invalid=one.invalid, warnings=one.recorded) for one in every],
+        )
 
 
 def pooled(runs: Sequence[OneRun]) -> Run:
@@ -194,14 +201,12 @@ def arm_of(found: ArmRuns) -> Arm:
     every = [_beside(found.label, one) for one in found.runs]
     first, rest = every[0], tuple(every[1:])
     warnings = [warning for one in every for warning in one.warnings]
-    return Arm(
-        found.label, first.run, first.breakdown, warnings, first.path, first.fresh, first.arm, first.repeat, rest
-    )
+    return replace(first, warnings=warnings, repeats=rest)
 
 
 def _beside(label: str, one: ArmRun) -> Arm:
     if one.path is None:
-        return Arm(label, one.run, repeat=one.repeat)
+        return Arm(label, one.run, repeat=one.repeat, invalid=one.invalid, recorded=one.warnings)
     folder = one.path.parent
     # Loose run files share a folder, and what lies there may belong to any of them: only a run's own folder counts.
     alone = len(list(folder.glob("*.jsonl"))) - (folder / BREAKDOWN_FILE).exists() == 1
@@ -210,7 +215,18 @@ def _beside(label: str, one: ArmRun) -> Arm:
     arm = (_read_json(folder / ARM_FILE) if alone else None) or {}
     prefix = f"run {one.repeat}: " if one.repeat else ""
     warnings = [f"{prefix}{warning}" for warning in arm.get("warnings") or []]
-    return Arm(label, one.run, rows, warnings, one.path, fresh, arm, one.repeat)
+    return Arm(
+        label,
+        one.run,
+        rows,
+        warnings,
+        one.path,
+        fresh,
+        arm,
+        one.repeat,
+        invalid=one.invalid,
+        recorded=one.warnings,
+    )
 
 
 def read_environment(directory: Path) -> Mapping[str, Any] | None:

@@ -102,6 +102,28 @@ def experiment_with(root: Path, comparison: dict[str, object]) -> Path:
     return root
 
 
+FULL = "the processors were full in 83% of the samples, so these figures are invalid; run again"
+
+
+def test_runs_that_the_experiment_calls_invalid_are_named(invoke: Invoke, experiment: MakeExperiment) -> None:
+    root = experiment()
+    plan = json.loads((root / "experiment.json").read_text())
+    plan["runs"][1]["warnings"] = ["the environment changed: python"]
+    plan["runs"][2]["warnings"] = plan["runs"][3]["warnings"] = [FULL]
+    (root / "experiment.json").write_text(json.dumps(plan))
+    names = "'linear' (run 2), 'lmetric' (run 2)"
+    marker = f"2 of 4 runs have invalid figures by the experiment's own record: {names}. 'linear' (run 2): {FULL}"
+    others = "The experiment recorded further warnings of 'lmetric' (run 1)"
+    shown = " ".join(invoke(root).output.split())
+    assert f"! {marker}" in shown
+    assert f"! {others}" in shown
+    assert "the environment changed" not in shown
+    assert "'lmetric' (run 1): the environment changed: python" in " ".join(invoke(root, "--details").output.split())
+    [found] = json.loads(invoke(root, "--json").output)
+    assert found["warnings"] == [marker, others]
+    assert f"'lmetric' (run 2): {FULL}" in found["notes"]
+
+
 def test_settings_that_no_comparison_has_are_refused(invoke: Invoke, experiment: MakeExperiment) -> None:
     result = invoke(experiment(config={"comparison": {"clock": "sun"}}))
     assert result.exit_code == 2

@@ -15,9 +15,11 @@ import typer
 from typer.testing import CliRunner
 
 from policies.registry import make_routing
+from replayer.compare.arms import ArmRun, ArmRuns
 from replayer.records.runs import RequestRecord, Run, RunEnd, RunHeader
 from replayer.report.anatomy import TracePaths, anatomy
 from replayer.report.cli import register
+from replayer.report.inputs import arm_of
 from replayer.traces.formats import bailian
 from replayer.traces.ideal import cached_tokens
 from replayer.traces.loading import load
@@ -263,3 +265,10 @@ def test_a_simulated_run_is_explained_nearly_to_the_token(trace: tuple[Path, Tra
     assert lost["routing"] > 0.05 * tokens.prompt
     assert lost["eviction"] > 0
     assert abs(lost["not delivered"]) < 0.02 * tokens.prompt
+
+
+def test_a_report_compares_with_the_warnings_that_the_experiment_recorded(trace: tuple[Path, Trace]) -> None:
+    runs = [replayed(trace[1], "x", scattered=False, repeat=repeat) for repeat in (1, 2)]
+    found = ArmRuns("x", [ArmRun(runs[0], warnings=("one failed",)), ArmRun(runs[1], invalid=("full",))])
+    kept = arm_of(found).compared().runs
+    assert [(one.invalid, one.warnings) for one in kept] == [((), ("one failed",)), (("full",), ())]
