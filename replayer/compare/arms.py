@@ -13,6 +13,7 @@ import msgspec
 from replayer.compare.kept_settings import KeptSettings, kept_settings
 from replayer.records.runs import Run, read_run
 from replayer.records.validity import calls_invalid
+from replayer.traces.formats.source import file_sha256
 
 EXPERIMENT_FILE = "experiment.json"
 RUN_FILE = "run.jsonl"
@@ -37,6 +38,8 @@ class ArmRun:
     """The experiment's warnings that call its figures invalid."""
     warnings: tuple[str, ...] = ()
     """The experiment's other warnings."""
+    changed: str = ""
+    """Reason why the file is not the one that the experiment wrote; empty if it is, or if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,7 @@ def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
                 needs_proof=plan.get("backend") == "live",
                 invalid=tuple(warning for warning in warnings if calls_invalid(warning)),
                 warnings=tuple(warning for warning in warnings if not calls_invalid(warning)),
+                changed=_changed(path, planned),
             )
         )
     for name in [name for name, runs in by_arm.items() if not runs]:
@@ -184,6 +188,14 @@ def _plan(directory: Path) -> dict[str, Any]:
     if not isinstance(plan, dict) or not plan.get("arms"):
         raise ArmFilesError(f"{path}: names no arms; is it the file of `warmroute experiment run`?")
     return plan
+
+
+def _changed(path: Path, planned: dict[str, Any]) -> str:
+    """Comparison of a run file with the hash that the experiment noted."""
+    noted = ((planned.get("files") or {}).get(RUN_FILE) or {}).get("sha256")
+    if noted is None or file_sha256(path) == noted:
+        return ""
+    return f"{RUN_FILE} has changed since the experiment wrote it (SHA-256); `warmroute experiment verify` checks all"
 
 
 def _settings(directory: Path, plan: dict[str, Any]) -> KeptSettings:

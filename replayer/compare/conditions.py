@@ -56,7 +56,7 @@ def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool)
 
 
 def recorded_warnings(arms: Sequence[ArmRuns]) -> tuple[list[str], list[str]]:
-    """Warnings that the experiment recorded with its runs.
+    """Warnings about the runs of an experiment: changed files, and those that it recorded itself.
 
     Returns:
         Short ones for the verdict, which name the runs, and all of them in full.
@@ -64,7 +64,7 @@ def recorded_warnings(arms: Sequence[ArmRuns]) -> tuple[list[str], list[str]]:
     named = _names(arms)
     invalid = [(name, one.invalid[0]) for name, one in named if one.invalid]
     others = [name for name, one in named if one.warnings]
-    short = []
+    short = [f"{name}: {one.changed}" for name, one in named if one.changed]
     if invalid:
         names = ", ".join(name for name, _ in invalid)
         short.append(
@@ -96,8 +96,8 @@ def _unlike(leader: Run, run: Run, leader_name: str, name: str) -> list[str]:
         before, after = getattr(leader.header, field), getattr(run.header, field)
         if before != after:
             reasons.append(f"{field} differs ({before} against {after}, in {leader_name} and {name})")
-    if run.end is None:
-        reasons.append(f"the run {name} is not complete (its last line is missing)")
+    if run.incomplete:
+        reasons.append(f"the run {name} is not complete ({run.incomplete})")
     return reasons
 
 

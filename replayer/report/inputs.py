@@ -14,7 +14,7 @@ from replayer.compare.arms import ArmRun, ArmRuns, parse_arm, read_arm, read_exp
 from replayer.compare.kept_settings import KeptSettings
 from replayer.compare.pairing import silence_as_zero
 from replayer.records.breakdown_rows import BreakdownRow, read_rows, rows_of
-from replayer.records.runs import RequestRecord, Run
+from replayer.records.runs import RequestRecord, Run, RunEnd
 from replayer.traces.loading import load_trace
 from replayer.traces.trace import Trace
 
@@ -85,6 +85,8 @@ class Arm:
     """The experiment's warnings that call the first run's figures invalid."""
     recorded: tuple[str, ...] = ()
     """The experiment's other warnings of the first run."""
+    changed: str = ""
+    """Reason why the first run's file is not the one that the experiment wrote; empty if it is."""
     repeats: tuple[Arm, ...] = ()
     """Further replicates."""
 
@@ -105,14 +107,27 @@ class Arm:
         every = [self, *self.repeats]
         return ArmRuns(
             self.label,
-            [ArmRun(one.run, one.path, one.repeat, invalid=one.invalid, warnings=one.recorded) for one in every],
+            [
+                ArmRun(one.run, one.path, one.repeat, invalid=one.invalid, warnings=one.recorded, changed=one.changed)
+                for one in every
+            ],
         )
 
 
 def pooled(runs: Sequence[OneRun]) -> Run:
     """All repeats' requests as one run, for figures over an arm."""
     records: list[RequestRecord] = [record for one in runs for record in one.run.records]
-    return runs[0].run._replace(records=records)
+    ends = [one.run.end for one in runs]
+    whole = (
+        RunEnd(
+            finished_unix_s=max(end.finished_unix_s for end in ends if end is not None),
+            requests=sum(end.requests for end in ends if end is not None),
+            ok=sum(end.ok for end in ends if end is not None),
+        )
+        if None not in ends
+        else None
+    )
+    return runs[0].run._replace(records=records, end=whole)
 
 
 def unique_labels(runs: Sequence[Run]) -> list[str]:
@@ -206,7 +221,7 @@ def arm_of(found: ArmRuns) -> Arm:
 
 def _beside(label: str, one: ArmRun) -> Arm:
     if one.path is None:
-        return Arm(label, one.run, repeat=one.repeat, invalid=one.invalid, recorded=one.warnings)
+        return Arm(label, one.run, repeat=one.repeat, invalid=one.invalid, recorded=one.warnings, changed=one.changed)
     folder = one.path.parent
     # Loose run files share a folder, and what lies there may belong to any of them: only a run's own folder counts.
     alone = len(list(folder.glob("*.jsonl"))) - (folder / BREAKDOWN_FILE).exists() == 1
@@ -214,7 +229,7 @@ def _beside(label: str, one: ArmRun) -> Arm:
     fresh = _read_json(folder / FRESH_FILE) if alone else None
     arm = (_read_json(folder / ARM_FILE) if alone else None) or {}
     prefix = f"run {one.repeat}: " if one.repeat else ""
-    warnings = [f"{prefix}{warning}" for warning in arm.get("warnings") or []]
+    warnings = [f"{prefix}{warning}" for warning in [one.changed, *(arm.get("warnings") or [])] if warning]
     return Arm(
         label,
         one.run,
@@ -226,6 +241,7 @@ def _beside(label: str, one: ArmRun) -> Arm:
         one.repeat,
         invalid=one.invalid,
         recorded=one.warnings,
+        changed=one.changed,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,38 @@ def test_runs_that_the_experiment_calls_invalid_are_named(invoke: Invoke, experi
     [found] = json.loads(invoke(root, "--json").output)
     assert found["warnings"] == [marker, others]
     assert f"'lmetric' (run 2): {FULL}" in found["notes"]
+
+
+def test_a_run_file_that_lost_a_record_is_refused_with_both_numbers(invoke: Invoke, store: Store) -> None:
+    whole, lost = store(make_run()), store(make_run("lost"))
+    count = len(make_run().records)
+    kept = lost.read_bytes().splitlines(keepends=True)
+    lost.write_bytes(b"".join([*kept[:5], *kept[6:]]))
+    reason = f"the run 'lost' is not complete (the file is damaged: its last line counts {count} requests, it has "
+    refused = invoke(whole, lost)
+    assert refused.exit_code == 2
+    assert f"{reason}{count - 1})" in " ".join(refused.output.split())
+    assert reason in " ".join(invoke(whole, lost, "--force").output.split())
+
+
+def test_a_run_file_that_has_changed_since_the_experiment_is_named(invoke: Invoke, experiment: MakeExperiment) -> None:
+    root = experiment()
+    plan = json.loads((root / "experiment.json").read_text())
+    for run in plan["runs"]:
+        content = (root / run["path"] / "run.jsonl").read_bytes()
+        run["files"] = {"run.jsonl": {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}}
+    (root / "experiment.json").write_text(json.dumps(plan))
+    assert json.loads(invoke(root, "--json").output)[0]["warnings"] == []
+    with (root / "arms" / "lmetric" / "2" / "run.jsonl").open("ab") as file:
+        file.write(b"\n")
+    marker = "'lmetric' (run 2): run.jsonl has changed since the experiment wrote it (SHA-256)"
+    assert f"! {marker}" in " ".join(invoke(root).output.split())
+    assert json.loads(invoke(root, "--json").output)[0]["warnings"][0].startswith(marker)
+    page = root.parent / "page.html"
+    typed = typer.Typer()
+    register(typed)
+    assert CliRunner().invoke(typed, ["report", str(root), "-o", str(page), "--resamples", "1000"]).exit_code == 0
+    assert "run 2: run.jsonl has changed since the experiment wrote it" in page.read_text()
 
 
 def test_settings_that_no_comparison_has_are_refused(invoke: Invoke, experiment: MakeExperiment) -> None:
