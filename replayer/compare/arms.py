@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from replayer.compare.kept_settings import KeptSettings, kept_settings
+from replayer.compare.comparison import KeptSettings, kept_settings
 from replayer.records.runs import Run, read_run
 from replayer.records.validity import calls_invalid
 from replayer.traces.formats.source import file_sha256

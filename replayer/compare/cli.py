@@ -14,9 +14,8 @@ from replayer.compare.goodput import SloTokens
 
 if TYPE_CHECKING:
     from replayer.compare.arms import ArmRuns
-    from replayer.compare.comparison import Comparison
+    from replayer.compare.comparison import Comparison, KeptSettings
     from replayer.compare.goodput import Slo
-    from replayer.compare.kept_settings import KeptSettings
     from replayer.traces.trace import Trace
 
 Runs = Annotated[

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from replayer.compare.arms import ArmRun, ArmRuns, parse_arm, read_arm, read_experiment, unique
-from replayer.compare.kept_settings import KeptSettings
+from replayer.compare.comparison import KeptSettings
 from replayer.compare.pairing import silence_as_zero
 from replayer.records.breakdown_rows import BreakdownRow, read_rows, rows_of
 from replayer.records.runs import RequestRecord, Run, RunEnd

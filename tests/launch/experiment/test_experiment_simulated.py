@@ -25,7 +25,7 @@ from launch.experiment.records.state import read_experiment
 from launch.experiment.run import simulated
 from launch.experiment.verify import verify
 from launch.run.processes import ManagedProcess
-from replayer.compare.kept_settings import KeptSettings, kept_settings
+from replayer.compare.comparison import KeptSettings, kept_settings
 from replayer.records.runs import read_run
 from replayer.report.cli import register
 from tests.launch.conftest import REPOSITORY, until
