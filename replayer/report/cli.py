@@ -28,8 +28,8 @@ from replayer.compare.cli import (
 
 if TYPE_CHECKING:
     from replayer.compare.arms import ArmRuns
-    from replayer.compare.kept_settings import KeptSettings
-    from replayer.report.page import Arm, Extras
+    from replayer.report.inputs import ReportInputs
+    from replayer.report.page import Arm
 
 
 def report_command(
@@ -94,12 +94,15 @@ def report_command(
     from replayer.compare.comparison import CompareOptions
     from replayer.compare.tables import print_verdict
     from replayer.report.figures.style import save_all
-    from replayer.report.page import BreakdownError, against_leader, compare_all, make_page, write_report
+    from replayer.report.page import BreakdownError, Extras, against_leader, compare_all, make_page, write_report
 
     if keep_all and (skip_first_s is not None or skip_last_s is not None):
         _stop("--keep-all leaves nothing out: give it without --skip-first-s and --skip-last-s")
-    arms, extras, settings = _read(runs or [], arm or [], trace, pool_tokens, session)
-    arms = _with_breakdowns(_baseline_first(arms, baseline), breakdown or [])
+    found = _read(runs or [], arm or [], trace)
+    _refuse_inputs(output, [*found.files, *_files(aa or [], breakdown or [])])
+    arms = _with_breakdowns(_baseline_first(found.arms, baseline), breakdown or [])
+    why = found.why_no_trace or Extras().why_no_trace
+    extras = Extras(found.trace, why, pool_tokens, session, found.environment, found.notes)
     options = CompareOptions(
         resamples=resamples,
         seed=seed,
@@ -111,9 +114,9 @@ def report_command(
         trace=extras.trace,
     )
     applied = ""
-    if settings is not None:
+    if found.settings is not None:
         given = given_options(context)
-        options, applied = settings.applied(options, given), settings.describe(given)
+        options, applied = found.settings.applied(options, given), found.settings.describe(given)
         extras = replace(extras, notes=[*extras.notes, *([applied] if applied else [])])
     try:
         comparisons, refusals = compare_all(arms, options, same=_same(aa or []))
@@ -141,25 +144,37 @@ def report_command(
     console.print(Text(f"Open the report: {output}"), soft_wrap=True)
 
 
-def _read(
-    runs: Sequence[Path], specs: Sequence[str], trace: Path | None, pool_tokens: int | None, session: str | None
-) -> tuple[list[Arm], Extras, KeptSettings | None]:
-    """Arms, trace and environment, an experiment's settings; an unreadable input ends the command, status 2."""
+def _read(runs: Sequence[Path], specs: Sequence[str], trace: Path | None) -> ReportInputs:
+    """The runs with what belongs to them; an unreadable input ends the command with status 2."""
     from replayer.compare.arms import ArmFilesError
     from replayer.records.runs import RecordError
     from replayer.report.inputs import ReportError, read_inputs
-    from replayer.report.page import BreakdownError, Extras
+    from replayer.report.page import BreakdownError
     from replayer.traces.trace import TraceError
 
     try:
-        found = read_inputs(runs, specs, trace)
+        return read_inputs(runs, specs, trace)
     except (ArmFilesError, RecordError, TraceError, ReportError, BreakdownError) as error:
         _stop(str(error))
     except OSError as error:
         _stop(f"{error.filename or ''}: {error.strerror}")
-    why = found.why_no_trace or Extras().why_no_trace
-    extras = Extras(found.trace, why, pool_tokens, session, found.environment, found.notes)
-    return found.arms, extras, found.settings
+
+
+def _files(same: Sequence[str], breakdown: Sequence[str]) -> list[Path]:
+    """Files that --aa and --breakdown name."""
+    return [
+        *(Path(one) for spec in same for one in spec.split(",")),
+        *(Path(spec.rpartition("=")[2]) for spec in breakdown),
+    ]
+
+
+def _refuse_inputs(output: Path, files: Sequence[Path]) -> None:
+    from replayer.records.outputs import OverwritesInputError, refuse_inputs
+
+    try:
+        refuse_inputs(output, files)
+    except OverwritesInputError as error:
+        _stop(str(error))
 
 
 def _same(specs: Sequence[str]) -> list[ArmRuns]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from replayer.compare.arms import ArmRun, ArmRuns, parse_arm, read_arm, read_experiment, unique
+from replayer.compare.arms import EXPERIMENT_FILE, ArmRun, ArmRuns, parse_arm, read_arm, read_experiment, unique
 from replayer.compare.comparison import KeptSettings
 from replayer.compare.pairing import silence_as_zero
 from replayer.records.breakdown_rows import BreakdownRow, read_rows, rows_of
@@ -154,6 +154,8 @@ class ReportInputs:
     notes: list[str] = field(default_factory=list)
     settings: KeptSettings | None = None
     """An experiment's own settings of comparisons."""
+    files: list[Path] = field(default_factory=list)
+    """Files that it was read from."""
 
 
 def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | None = None) -> ReportInputs:
@@ -185,6 +187,8 @@ def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | N
     if not found:
         raise ReportError("nothing to report on: give RUN.jsonl [...], --arm NAME=RUN.jsonl,..., or an experiment")
     arms = [arm_of(one) for one in found]
+    files = _files(directory, arms, [one for one in (trace, own) if one is not None])
+    without = ReportInputs(arms, environment=environment, notes=notes, settings=settings, files=files)
     replayed = arms[0].run.header.trace_sha256
     if trace is not None:
         loaded = load_trace(trace)
@@ -193,17 +197,24 @@ def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | N
                 f"--trace {trace} is not the trace that was replayed (SHA-256 {loaded.sha256[:12]}, the runs say "
                 f"{replayed[:12]}); give the file that was"
             )
-        return ReportInputs(arms, loaded, "", environment, notes, settings)
+        return replace(without, trace=loaded)
     if own is None:
-        return ReportInputs(arms, None, "", environment, notes, settings)
+        return without
     if not own.exists():
-        why = f"the experiment's trace {own} is not there: give --trace FILE"
-        return ReportInputs(arms, None, why, environment, notes, settings)
+        return replace(without, why_no_trace=f"the experiment's trace {own} is not there: give --trace FILE")
     loaded = load_trace(own)
     if replayed and loaded.sha256 != replayed:
         why = f"the experiment's trace {own} is not the one that was replayed: give --trace FILE"
-        return ReportInputs(arms, None, why, environment, notes, settings)
-    return ReportInputs(arms, loaded, "", environment, notes, settings)
+        return replace(without, why_no_trace=why)
+    return replace(without, trace=loaded)
+
+
+def _files(directory: Path | None, arms: Sequence[Arm], traces: Sequence[Path]) -> list[Path]:
+    """Files that a report reads, whether or not they exist."""
+    own = [] if directory is None else [directory / EXPERIMENT_FILE, directory / ENVIRONMENT_FILE]
+    runs = [one.path for arm in arms for one in (arm, *arm.repeats) if one.path is not None]
+    beside = [path.parent / name for path in runs for name in (BREAKDOWN_FILE, FRESH_FILE, ARM_FILE)]
+    return [*own, *runs, *beside, *traces]
 
 
 def arm_of(found: ArmRuns) -> Arm:

@@ -272,3 +272,27 @@ def test_a_report_compares_with_the_warnings_that_the_experiment_recorded(trace:
     found = ArmRuns("x", [ArmRun(runs[0], warnings=("one failed",)), ArmRun(runs[1], invalid=("full",))])
     kept = arm_of(found).compared().runs
     assert [(one.invalid, one.warnings) for one in kept] == [((), ("one failed",)), (("full",), ())]
+
+
+@pytest.mark.parametrize(
+    "name", ["experiment.json", "environment.json", "trace.jsonl", "arms/sticky/2/run.jsonl", "arms/sticky/2/arm.json"]
+)
+def test_a_report_does_not_overwrite_what_it_is_made_from(app: typer.Typer, experiment: Path, name: str) -> None:
+    before = (experiment / name).read_bytes()
+    result = CliRunner().invoke(app, ["report", str(experiment), "--output", str(experiment / name)])
+    assert result.exit_code == 2
+    assert "is an input and would be overwritten" in result.output
+    assert (experiment / name).read_bytes() == before
+
+
+def test_a_report_does_not_overwrite_files_that_its_options_name(app: typer.Typer, tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / f"{number}.jsonl", make_run(noise_seed=number)) for number in range(4)]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("")
+    options = ["--arm", f"x={paths[1]}", "--aa", f"{paths[2]},{paths[3]}", "--breakdown", f"x={rows}"]
+    for path in (*paths, rows):
+        before = path.read_bytes()
+        result = CliRunner().invoke(app, ["report", str(paths[0]), *options, "--output", str(path)])
+        assert result.exit_code == 2
+        assert "is an input and would be overwritten" in result.output
+        assert path.read_bytes() == before
