@@ -89,6 +89,8 @@ class Row:
     outcome: RequestOutcome = RequestOutcome.INTERNAL_ERROR
     planner: str = ""
     decision: Decision | None = None
+    passed_to: str | None = None
+    """Instance to which it was passed on without a decision, the last one after failures; None: it was not."""
     offload_reason: str | None = None
     prefill_instance: str | None = None
     prompt_tokens: int | None = None
@@ -134,6 +136,11 @@ class Row:
         )
 
     @property
+    def instance(self) -> str | None:
+        """Instance that it ran on, or was last sent to; None: it was sent to none."""
+        return self.decision.decode_on if self.decision is not None else self.passed_to
+
+    @property
     def prediction(self) -> CachePrediction | None:
         """Both indexes' predictions for the instance that computed the prompt (P after a hand-off)."""
         if self.decision is None:
@@ -161,7 +168,7 @@ class Row:
             "policy": decision.policy if decision else None,
             "planner": self.planner,
             "class": decision.request_class if decision else None,
-            "instance": decision.decode_on if decision else None,
+            "instance": self.instance,
             "prefill_instance": self.prefill_instance,
             "admission": self.admission,
             "held_s": round(self.held_s, 3),

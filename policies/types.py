@@ -127,7 +127,7 @@ class RequestView(NamedTuple):
     exact: bool = True
     """True when ``prompt_tokens`` and the blocks come from token ids."""
     may_offload: bool = True
-    """False for requests a hand-off cannot carry: several prompts or choices, log probabilities of the prompt."""
+    """False for requests a hand-off cannot carry: some APIs, several prompts or choices, output about the prompt."""
     plain: bool = True
     """True if KV events can report these blocks: token ids for a base model, no adapter, no cache salt."""
     tenant: Tenant = NO_TENANT

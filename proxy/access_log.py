@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -46,7 +48,7 @@ def _fields(row: Row) -> dict[str, Any]:
         "stream": row.stream,
         "status": row.status,
         "outcome": row.outcome,
-        "instance": decision.decode_on if decision else None,
+        "instance": row.instance,
         "prefill_instance": row.prefill_instance,
         "class": decision.request_class if decision else None,
         "attempts": len(row.attempts),
@@ -67,6 +69,17 @@ def _text(value: str | None) -> str | None:
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else round(milliseconds / 1e3, 6)
+
+
+def check_writable(path: str | None) -> None:
+    """Raise SettingsError if the file of an access log cannot be written; nothing is made or written."""
+    if path in {None, STDOUT}:
+        return
+    file = Path(path)
+    there = file if file.exists() else file.parent
+    if file.is_dir() or not os.access(there, os.W_OK):
+        reason = "it is a folder" if file.is_dir() else "no permission" if there.exists() else f"there is no {there}"
+        raise SettingsError(f"logs.access: {path} cannot be written: {reason}")
 
 
 class AccessLog:

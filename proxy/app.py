@@ -186,7 +186,7 @@ def _handle_errors(app: FastAPI, core: Core) -> None:
         if error.status_code in {404, 405} and side_of(path) is Side.CLIENT:
             methods = client_methods(core, request.scope)
             problem = unsupported(method, path, methods)
-            allowed = {"allow": ", ".join(methods)} if methods else {}
+            allowed = {"allow": ", ".join(methods)} if problem.status == 405 else {}
             return Response(problem.body(), problem.status, allowed, "application/json")
         message = f"{method} {path}: {error.detail}"
         return Response(

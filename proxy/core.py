@@ -21,10 +21,11 @@ from proxy.discovery.status import DiscoveryStatus
 from proxy.engines.client import EngineClient
 from proxy.engines.control import Control
 from proxy.engines.upstream import Upstream
-from proxy.errors import RequestError
+from proxy.errors import RequestError, no_instance_error
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instance, Instances
 from proxy.fleet.model_lists import ModelLists
+from proxy.fleet.reachability import outage
 from proxy.fleet.versions import EngineVersions
 from proxy.handoff.abandoned import AbandonedPulls
 from proxy.handoff.leaks import LeakWatch
@@ -105,7 +106,7 @@ class Core:
         self.instances = Instances(settings.instances, settings.health)
         self.discovery = DiscoveryStatus(settings.discovery.source)
         self.model_lists = ModelLists(self.instances, self.get)
-        self.router = Router(settings, self.is_base_model, lambda: self.instances.served.sole_model)
+        self.router = Router(settings, self.is_base_model, self._sole_model)
         self.events = EventSubscriber(settings.instances, settings.events, self.router.state.predictor.exact)
         self.tokens = Tokens(settings.tokenizer)
         self.metrics = Metrics()
@@ -213,6 +214,13 @@ class Core:
         """A text or chat request with exact blocks if the tokenizer is known, else unchanged. Keeps the body."""
         ids = await self.tokens.tokens_of(parsed)
         return parsed if ids is None else self.router.tokenized(parsed, ids)
+
+    def _sole_model(self) -> str | None:
+        """The model of requests that name none. Raises RequestError (503) if none is known for lack of an engine."""
+        served = self.instances.served
+        if not served.names and (reason := outage(self.instances)):
+            raise no_instance_error(self.settings.health.interval_s, reason)
+        return served.sole_model
 
     def is_base_model(self, name: str) -> bool:
         """True if the engines that list ``name`` list it as a base model, not as an adapter."""

@@ -11,6 +11,8 @@ STORED = "/v1/responses/{response_id}"
 CANCEL = "/v1/responses/{response_id}/cancel"
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 """POST requests that generate."""
+HANDED_OFF = frozenset(("/v1/completions", "/v1/chat/completions"))
+"""Those that take ``kv_transfer_params`` in every supported version of vLLM."""
 PASSED_ON = frozenset(
     (
         *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank"),

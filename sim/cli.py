@@ -161,14 +161,19 @@ def fit(
     from rich.console import Console
     from rich.table import Table
 
+    from replayer.records.outputs import OverwritesInputError, refuse_inputs
     from sim import fit_report
     from sim.fit import fit as fit_points
     from sim.hardware import HARDWARE_FOLDER, ProfileError
     from sim.points import load_points
 
+    source = points or HARDWARE_FOLDER / f"{profile}_points.yaml"
     try:
-        result = fit_points(load_points(points or HARDWARE_FOLDER / f"{profile}_points.yaml"))
-    except ProfileError as error:
+        result = fit_points(load_points(source))
+        path = output / f"{result.profile.name}.yaml" if output is not None and output.is_dir() else output
+        if path is not None:
+            refuse_inputs(path, [source])
+    except (OverwritesInputError, ProfileError) as error:
         typer.echo(f"fit: {error}", err=True)
         raise typer.Exit(2) from error
     if markdown:
@@ -181,8 +186,7 @@ def fit(
     typer.echo(fit_report.summary(result))
     for kind, (count, middle, worst) in fit_report.by_kind(result.residuals).items():
         typer.echo(f"  {kind}: {count} points, median {middle:.1%}, worst {worst:.1%}")
-    if output is not None:
-        path = output / f"{result.profile.name}.yaml" if output.is_dir() else output
+    if path is not None:
         path.write_text(fit_report.profile_yaml(result.profile), encoding="utf-8")
         typer.echo(f"written: {path}")
 

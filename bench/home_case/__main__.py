@@ -22,6 +22,7 @@ from bench.home_case.record import SUSTAINED, read_files
 from bench.home_case.table import lines_of
 from bench.routers.engines import EngineSetError
 from launch.run.signals import run_until_signal
+from replayer.records.outputs import OverwritesInputError, refuse_inputs
 from replayer.records.runs import RecordError
 from replayer.replay.endpoint import EndpointError
 from replayer.replay.plan import PlanOptions
@@ -108,8 +109,9 @@ def cut(
 ) -> None:
     """Write a trace for a run of minutes: the first turns of a trace's sessions, several copies of each."""
     try:
+        refuse_inputs(output, [trace])
         whole = load_trace(trace)
-    except TraceError as error:
+    except (OverwritesInputError, TraceError) as error:
         _stop(error)
     rows = first_turns(whole, SessionCut(copies, turns, max_tokens, think_s, output_tokens, seed))
     if not rows:

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.arm import RUN_FILE
-from launch.experiment.definition.sections import ComparisonSettings
 from launch.experiment.records.freshness import Known, read_proof
 from launch.experiment.records.state import DONE, ExperimentState, RunState, write_json
 from replayer.compare.arms import ArmFilesError, read_experiment
 from replayer.compare.comparison import CompareOptions
 from replayer.compare.conditions import ComparisonError
-from replayer.compare.goodput import Slo, SloTokens
 from replayer.compare.matrix import matrix_of
 from replayer.compare.runs import compare_arms
 from replayer.traces.loading import load_trace
@@ -72,31 +70,12 @@ def compare_experiment(directory: Path, state: ExperimentState) -> tuple[list[Co
     if len(arms) < 2:
         return [], [*refusals, *(["there is no arm to compare with the baseline"] if len(state.arms) > 1 else [])]
     try:
-        options = _options(state)
+        options = found.settings.applied(CompareOptions())
         if found.trace is not None and found.trace.exists():
             options = replace(options, trace=load_trace(found.trace))
         return compare_arms(arms, options), refusals
     except (ComparisonError, TraceError) as error:
         return [], [*refusals, str(error)]
-
-
-def _options(state: ExperimentState) -> CompareOptions:
-    wanted = ComparisonSettings.model_validate(state.config.get("comparison") or {})
-    slo = wanted.slo
-    return CompareOptions(
-        resamples=wanted.resamples,
-        skip_first_s=wanted.skip_first_s,
-        skip_last_s=wanted.skip_last_s,
-        clock=wanted.clock,
-        slo=Slo(
-            slo.ttft_s,
-            slo.tpot_s,
-            slo.e2e_s,
-            slo.ttft_base_s,
-            slo.ttft_per_1k_tokens_s,
-            SloTokens(slo.tokens),
-        ),
-    )
 
 
 def write_comparison(directory: Path, state: ExperimentState) -> tuple[list[Comparison], list[str]]:

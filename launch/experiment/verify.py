@@ -142,10 +142,8 @@ def _disagreements(
 ) -> list[str]:
     """Differences between records and plan."""
     header, differences = measured.header, []
-    if measured.end is None:
-        differences.append("its records are not complete (the last line is missing)")
-    elif measured.end.requests != len(measured.records):
-        differences.append(f"{len(measured.records)} records, but its last line has {measured.end.requests}")
+    if measured.incomplete:
+        differences.append(f"its records are not complete ({measured.incomplete})")
     if run.requests != len(measured.records):
         differences.append(f"{len(measured.records)} records, but the state has {run.requests}")
     expected: dict[str, object] = {

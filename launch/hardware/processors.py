@@ -14,6 +14,8 @@ from typing import Self
 import msgspec
 import psutil
 
+from replayer.records.validity import INVALID_FIGURES
+
 _SAMPLE_S = 0.25
 FULL = 0.95
 """From this share of all processors on, a sample counts as full."""
@@ -44,7 +46,7 @@ class ProcessorUse(msgspec.Struct, frozen=True, kw_only=True):
         )
         return (
             f"the processors were full in {self.full_share:.0%} of the samples (mean use {self.mean:.0%}, of it "
-            f"{self.own:.0%} by this run): engines answered later than simulated, so these figures are invalid; "
+            f"{self.own:.0%} by this run): engines answered later than simulated, so {INVALID_FIGURES}; "
             f"{remedy} and run again"
         )
 

@@ -76,23 +76,30 @@ class Tenants:
         header = settings.tenant_header
         self._header = None if header is None else header.lower().encode("ascii")
 
-    def enter(self, key: KeyName | None, headers: dict[bytes, bytes]) -> Visit:
-        """Count a request of a key; ``Visit.close`` must follow.
+    def of_request(self, key: KeyName | None, headers: dict[bytes, bytes]) -> Tenant:
+        """The tenant of a request.
 
         Args:
             key: as returned by ``Keys.client``.
             headers: names in lower case to values.
+        """
+        if key is None:
+            return NO_TENANT if self._header is None else self._named(headers) or NO_TENANT
+        quota = self._keys.quota(key)
+        named = self._named(headers) if quota.names_tenant and self._header is not None else None
+        return named or quota.tenant
+
+    def enter(self, key: KeyName | None, tenant: Tenant) -> Visit:
+        """Count a request of a key and of its tenant; ``Visit.close`` must follow.
 
         Raises:
             KeyLimitError: a limit of the key is reached; the request is not counted.
         """
         if key is None:
-            tenant = None if self._header is None else self._named(headers)
-            return _ANYBODY if tenant is None else Visit(tenant, None)
+            return _ANYBODY if tenant is NO_TENANT else Visit(tenant, None)
         quota = self._keys.quota(key)
         quota.enter(time.monotonic())
-        named = self._named(headers) if quota.names_tenant and self._header is not None else None
-        return Visit(named or quota.tenant, quota)
+        return Visit(tenant, quota)
 
     def of_name(self, name: str) -> Tenant:
         """The tenant with a name: that of the key of this name, if there is one."""

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
+from policies.registry import UnknownPolicyError
 from proxy.core import Core
 from proxy.errors import RequestError
 
@@ -36,7 +37,8 @@ def admission_routes(core: Core) -> APIRouter:
         try:
             core.holding.switch(wanted.name, wanted.params, wanted.max_hold_s)
         except ValueError as error:
-            raise RequestError(400, str(error), code="unknown_admission_rule") from error
+            code = "unknown_admission_rule" if isinstance(error, UnknownPolicyError) else "admission_rule_refused"
+            raise RequestError(400, str(error), code=code) from error
         return core.holding.rule_as_dict()
 
     return routes

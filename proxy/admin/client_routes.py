@@ -52,6 +52,9 @@ def client_methods(core: Core, scope: Mapping[str, Any]) -> tuple[str, ...]:
 
 def unsupported(method: str, path: str, methods: tuple[str, ...]) -> RequestError:
     """Error for a path of the client side that is not served, or that has only other ``methods``."""
+    if method in methods:
+        message = f"{method} {clip(path, 200)}: write the path as it is, without percent-encoding"
+        return RequestError(404, message, kind="not_found_error", code="unknown_path")
     if methods:
         message = f"{method} {clip(path, 200)}: this path has {', '.join(methods)} only"
         return RequestError(405, message, code="method_not_allowed")

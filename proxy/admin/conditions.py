@@ -52,6 +52,9 @@ def conditions(core: Core) -> list[Condition]:
 
 def _instances(core: Core) -> Condition:
     healthy, known = len(core.instances.healthy()), len(list(core.instances))
+    if not known:
+        add = "add one to the settings, or with POST /instances"
+        return Condition("instances", False, "the fleet has no instance", add)
     detail = f"{healthy} of {known} instances can be sent requests"
     remedy = None if healthy == known else "GET /instances has the last error of each instance"
     return Condition("instances", healthy == known, detail, remedy)

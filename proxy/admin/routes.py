@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from policies.admission.base import NO_INSTANCES, Admit
-from policies.registry import parameters
+from policies.registry import UnknownPolicyError, parameters
 from policies.types import NO_TENANT, Decision, NoCandidateError
 from proxy.admin.conditions import conditions
 from proxy.admin.instance_rows import departure_row, instance_rows
@@ -80,7 +80,8 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
         try:
             core.router.switch(wanted.name, wanted.params, wanted.planner, wanted.planner_params)
         except ValueError as error:
-            raise RequestError(400, str(error), code="unknown_policy") from error
+            code = "unknown_policy" if isinstance(error, UnknownPolicyError) else "policy_refused"
+            raise RequestError(400, str(error), code=code) from error
         return _policy(core)
 
     @routes.post("/explain", summary="Decision of every policy for a request, with all scores; changes no state")

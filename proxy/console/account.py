@@ -6,10 +6,14 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from policies.offload.never import Never
+from policies.types import OffloadReason
 from proxy.console.phrases import ADMISSIONS, LEGS, OFFLOADS, OUTCOMES, REASONS, RESUMES, STAGES, spoken
+from proxy.paths import CANCEL, GENERATION_PATHS, HANDED_OFF, STORED
 
 _SHOWN_INPUTS = 6
 _FELL_BACK = "fell_back_"
+_OF_STORED = frozenset((STORED, CANCEL))
 
 
 class AccountPart(NamedTuple):
@@ -116,7 +120,7 @@ def _admission(row: Mapping[str, Any]) -> Iterator[str]:
     elif reason is not None:
         yield f"It was not held: {spoken(ADMISSIONS, reason)}."
     if queued_ms:
-        yield f"It waited {queued_ms / 1e3:.2f} s in the queue, because the instances were at their limits."
+        yield f"It waited {queued_ms / 1e3:.2f} s in the queue, because the fleet was at its limits."
 
 
 def _instance(row: Mapping[str, Any]) -> Iterator[str]:
@@ -124,6 +128,11 @@ def _instance(row: Mapping[str, Any]) -> Iterator[str]:
     if instance is None:
         if row.get("outcome") != "rejected":
             yield "None was chosen."
+        return
+    if row.get("reason") is None:
+        stored = row.get("endpoint") in _OF_STORED
+        which = "that has the stored response" if stored else "with the fewest requests in flight"
+        yield f"{instance}: it was passed on, without a decision of the policy, to the instance {which}."
         return
     yield f"{instance}, because {spoken(REASONS, row.get('reason'))} (policy {row.get('policy')})."
     candidates = list(_candidates(row))
@@ -157,10 +166,22 @@ def _hand_off(row: Mapping[str, Any]) -> Iterator[str]:
     elif str(reason).startswith(_FELL_BACK):
         yield f"A hand-off was tried and failed: {spoken(OFFLOADS, reason)}{planner}. Then the whole request was sent."
     else:
-        yield f"None: {spoken(OFFLOADS, reason)}{planner}."
+        yield f"None: {_not_handed_off(row, reason)}{planner}."
     inputs = row.get("offload_inputs") or {}
     if inputs:
         yield f"The planner's figures: {_inputs(inputs)}."
+
+
+def _not_handed_off(row: Mapping[str, Any], reason: object) -> str:
+    """Reason for which there was no hand-off. ``request_shape`` stands for several, which precede the planner's."""
+    if reason == OffloadReason.REQUEST_SHAPE:
+        if row.get("planner") == Never.name:
+            return spoken(OFFLOADS, OffloadReason.PLANNER_NEVER)
+        if (endpoint := row.get("endpoint")) in GENERATION_PATHS and endpoint not in HANDED_OFF:
+            return f"requests to {endpoint} are never handed off"
+        if row.get("resumed"):
+            return "the rest of a broken stream is never handed off"
+    return spoken(OFFLOADS, reason)
 
 
 def _cache(row: Mapping[str, Any]) -> Iterator[str]:

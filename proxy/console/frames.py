@@ -49,12 +49,12 @@ def frame(figures: FleetFigures | None, url: str, no_answer: str | None, height:
 
 
 def _totals(figures: FleetFigures) -> Text:
-    requests = figures.stats.get("requests") or {}
+    # As in warmroute_in_flight: those of `requests` are all that have not ended, held and queued ones too.
     holding, queue = figures.stats.get("holding") or {}, figures.stats.get("admission") or {}
     recent = figures.recent
     up = sum(each.ok for each in figures.instances)
     return Text(
-        f"{up}/{len(figures.instances)} instances ok   in flight {requests.get('in_flight', 0)}"
+        f"{up}/{len(figures.instances)} instances ok   in flight {queue.get('in_flight', 0)}"
         f"   held {holding.get('held', 0)}   queued {queue.get('waiting', 0)}   {recent.per_s:.1f} requests/s\n"
         f"hit rate {_share(recent.hit_rate)}   TTFT p50 {_ms(recent.ttft_ms)}   failed {recent.failed}"
         f"   (last {WINDOW_S:.0f} s)\n"

@@ -16,7 +16,7 @@ OUTCOMES: Mapping[str, str] = MappingProxyType(
         RequestOutcome.ENGINE_REFUSED: "The engine refused it, and its answer was passed on.",
         RequestOutcome.CLIENT_GONE: "The client closed its connection before the answer was complete.",
         RequestOutcome.NO_INSTANCE: "No instance could be sent requests.",
-        RequestOutcome.QUEUE_FULL: "All instances were at their limits, and the queue was full (limits.queue_size).",
+        RequestOutcome.QUEUE_FULL: "The fleet was at its limits, and the queue was full (limits.queue_size).",
         RequestOutcome.QUEUE_TIMEOUT: "It waited in the queue for as long as permitted (limits.queue_timeout_s).",
         RequestOutcome.WAIT_TOO_LONG: "Its expected wait in the line was above admission.reject_above_s.",
         RequestOutcome.UPSTREAM_ERROR: "Every attempt failed, and none was left.",
@@ -50,7 +50,8 @@ OFFLOADS: Mapping[str, str] = MappingProxyType(
     {
         OffloadReason.PLANNER_NEVER: "the planner never hands off",
         OffloadReason.PLANNER_FAILED: "the planner failed; GET /stats has the error",
-        OffloadReason.REQUEST_SHAPE: "a hand-off cannot carry it: several prompts or choices, or log probabilities",
+        OffloadReason.REQUEST_SHAPE: "a hand-off cannot carry it: several prompts or choices, an echo or log "
+        "probabilities of its prompt, a body over 8 MiB, or the rest of a broken stream",
         OffloadReason.BELOW_THRESHOLD: "its new tokens were below the planner's threshold",
         OffloadReason.ROLE_FORBIDS: "the roles of the instances do not permit one",
         OffloadReason.NO_PREFILL_CANDIDATE: "no other instance could prefill it",

@@ -75,7 +75,6 @@ class Exchange:
 
     async def _serve(self, parsed: Parsed) -> None:
         core, row = self._core, self._row
-        row.stream = parsed.stream
         row.session_id, row.session_source, row.parent_session_id = core.identify(self._headers, parsed)
         if core.tokens.enabled:
             parsed = await core.tokenized(parsed)

@@ -8,12 +8,15 @@ import time
 from types import MappingProxyType
 
 from policies.row import RequestOutcome, Row
+from policies.types import Tenant
 from proxy.access.forwarding import request_id_of
+from proxy.access.keys import KeyName
 from proxy.clients.inbound import Inbound
 from proxy.clip import clip
 from proxy.core import Core
 from proxy.errors import RequestError, dialect_of, draining_error
 from proxy.exchange.exchange import Exchange
+from proxy.exchange.outcomes import outcome_of
 from proxy.exchange.short import ShortExchange
 from proxy.logs import redact, request_id
 from proxy.paths import GENERATION_PATHS, OTHER_METHODS
@@ -42,7 +45,7 @@ class Generation:
         return self._core.breakdown.open_row(row)
 
     def admit(self, inbound: Inbound) -> None:
-        self._core.keys.client(inbound.headers)
+        self._identify(inbound)
 
     async def serve(self, inbound: Inbound) -> None:
         """Serve one request. Failures of clients and engines do not raise."""
@@ -84,17 +87,16 @@ class Generation:
     async def _serve(self, inbound: Inbound, row: Row) -> None:
         core = self._core
         try:
-            key = core.keys.client(inbound.headers)
+            key, tenant = self._identify(inbound)
             if core.draining:
                 row.outcome = RequestOutcome.NO_INSTANCE
                 inbound.keep_alive = False
                 raise draining_error()
-            visit = core.tenants.enter(key, inbound.headers)
+            visit = core.tenants.enter(key, tenant)
         except RequestError:
             if row.outcome is RequestOutcome.INTERNAL_ERROR:
                 row.outcome = RequestOutcome.REJECTED
             raise
-        row.tenant = visit.tenant.name or None
         try:
             endpoint = _ENDPOINTS.get(inbound.path)
             if endpoint is not None:
@@ -108,6 +110,13 @@ class Generation:
                 await ShortExchange(core, row, inbound, allow_priority=visit.allows_priority).run()
         finally:
             visit.close(row.completion_tokens)
+
+    def _identify(self, inbound: Inbound) -> tuple[KeyName | None, Tenant]:
+        """Key and tenant. The row has the tenant from here on, also if the request is refused. Raises RequestError."""
+        key = self._core.keys.client(inbound.headers)
+        tenant = self._core.tenants.of_request(key, inbound.headers)
+        inbound.row.tenant = tenant.name or None
+        return key, tenant
 
     def _log_rejected(self, inbound: Inbound, error: RequestError) -> None:
         self._core.rejections.warning(
@@ -134,11 +143,12 @@ class Generation:
                 parsed = router.parse(endpoint, body, allow_priority=allow_priority)
             else:
                 parsed = await router.parse_fairly(endpoint, body, allow_priority=allow_priority)
+            row.stream = parsed.stream
             self._core.check_model(parsed.fields.model)
             if endpoint is Endpoint.RESPONSES:
                 parsed = self._core.responses.continued(parsed, time.monotonic())
-        except RequestError:
-            row.outcome = RequestOutcome.REJECTED
+        except RequestError as error:
+            row.outcome = outcome_of(error)
             raise
         except asyncio.CancelledError as error:
             row.outcome = RequestOutcome.SHUTDOWN
@@ -170,7 +180,7 @@ class Generation:
 
 def _where(row: Row) -> str:
     """Instance of a request and the failures before it, for the log."""
-    where = "not routed" if row.decision is None else f"on {row.decision.decode_on}"
+    where = "not routed" if row.instance is None else f"on {row.instance}"
     return f"{where} after {len(row.attempts)} failed attempt(s)" if row.attempts else where
 
 

@@ -12,6 +12,7 @@ from proxy.core import Core
 from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
 from proxy.errors import AttemptFailedError, RequestError, dialect_of, draining_error
 from proxy.exchange.attempts import Attempts
+from proxy.exchange.outcomes import outcome_of
 from proxy.exchange.relay import PlainRelay, stream_relay
 from proxy.exchange.while_connected import while_connected
 from proxy.fleet.instances import Instance
@@ -64,8 +65,8 @@ class ShortExchange:
             model, self._body = await self._addressed()
             if model is not None:
                 core.check_model(model)
-        except RequestError:
-            row.outcome = RequestOutcome.REJECTED
+        except RequestError as error:
+            row.outcome = outcome_of(error)
             raise
         core.retries.arrived(time.monotonic())
         attempts = Attempts(core, row, self._inbound.headers)
@@ -115,7 +116,7 @@ class ShortExchange:
         try:
             instance = self._core.responses.instance_of(response_id, "response_id", time.monotonic())
         except RequestError as error:
-            self._row.outcome = RequestOutcome.NO_INSTANCE if error.status == 503 else RequestOutcome.REJECTED
+            self._row.outcome = outcome_of(error)
             raise
         attempts = Attempts(self._core, self._row, self._inbound.headers)
         try:
@@ -125,6 +126,7 @@ class ShortExchange:
 
     async def _pass_on(self, instance: Instance, model: str | None = None) -> None:
         """Send the request to one instance and its answer to the client. Raises AttemptFailedError."""
+        self._row.passed_to = instance.name
         answer, first = await self._open(instance)
         try:
             row, inbound = self._row, self._inbound

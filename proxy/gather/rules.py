@@ -58,6 +58,23 @@ _INSTANCE = MappingProxyType(
 _DEPARTURE = {"requests": total, "held_tokens": total, "left_s": largest}
 _REMOVED = {"cut_requests": total, "requests": total, "held_tokens": total}
 
+_TENANT = {
+    "waiting": total,
+    "in_flight_tokens": total,
+    "deficit_tokens": total,
+    "key": {"requests": total, "sessions": total, "refused": {"*": total}},
+}
+"""One tenant. A session whose requests reach several workers counts with each of them."""
+_COUNTED = {"*": {"*": total}}
+_DISCOVERY = {
+    "instances": largest,
+    "readings": {"*": total},
+    "failures_in_a_row": largest,
+    "last_error": any_of,
+    "problems": union,
+    "read_unix_s": smallest,
+}
+
 _STATS = {
     "requests": {"outcomes": {"*": total}, "*": total},
     "ledger": {"*": total},
@@ -68,13 +85,15 @@ _STATS = {
         "refused": total,
         "line": newest("held_s", _SHOWN_LINE),
     },
-    "tenants": {"*": {"waiting": total, "in_flight_tokens": total}},
+    "tenants": {"*": _TENANT},
     "retries": {"*": total},
     "sessions": largest,
     "index": {"distinct_blocks": largest},
     "exact_index": {"distinct_blocks": largest, "promised_prompts": total},
-    "tokenizer": {"endpoints": {"*": {"*": total}}, "cache": of_all({"*": total})},
+    "discovery": _DISCOVERY,
+    "tokenizer": {"endpoints": {"*": {"trusted": smallest, "*": total}}, "cache": of_all({"*": total})},
     "event_loop_late_s": largest,
+    "prediction_error": {"used": {"*": total}, "side_by_side": _COUNTED, "instances": {"*": _COUNTED}},
     "policy_failures": {
         "failures": rows(("part", "name"), {"count": total, "last": any_of}),
         "slow_decisions": {"*": total},

@@ -137,7 +137,7 @@ class Metrics:
 
     def _count(self, row: Row) -> None:
         decision = row.decision
-        instance = decision.decode_on if decision else ""
+        instance = row.instance or ""
         self._requests.values[instance, row.outcome] += 1
         for rule in row.normalized:
             self._normalized.values[(rule,)] += 1

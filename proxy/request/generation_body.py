@@ -29,7 +29,7 @@ class StreamOptions(msgspec.Struct):
 class GenerationBody(msgspec.Struct):
     """The fields of an OpenAI generation request that routing reads; all others are forwarded as bytes."""
 
-    model: str = ""
+    named_model: str | None = msgspec.field(default=None, name="model")
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()
@@ -37,8 +37,8 @@ class GenerationBody(msgspec.Struct):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    prompt_cache_key: str | None = None
-    user: str | None = None
+    prompt_cache_key: msgspec.Raw = msgspec.Raw()
+    user: msgspec.Raw = msgspec.Raw()
     session_id: msgspec.Raw = msgspec.Raw()
     litellm_session_id: msgspec.Raw = msgspec.Raw()
     metadata: msgspec.Raw = msgspec.Raw()
@@ -47,6 +47,11 @@ class GenerationBody(msgspec.Struct):
     best_of: int | None = None
     echo: bool | None = None
     prompt_logprobs: int | None = None
+
+    @property
+    def model(self) -> str:
+        """The model; empty if the body names none."""
+        return self.named_model or ""
 
     @property
     def asked_tokens(self) -> int | None:
@@ -103,12 +108,12 @@ def _reading(kind: type[GenerationBody]) -> _Reading:
         f"_Guarded{kind.__name__}", [(name, msgspec.Raw, _NOTHING) for name in _GUARDED], bases=(kind,)
     )
     fields = msgspec.structs.fields(kind)
-    prompts = frozenset(field.name for field in fields if field.type is msgspec.Raw) - _SESSION_FIELDS
+    prompts = frozenset(field.encode_name for field in fields if field.type is msgspec.Raw) - _SESSION_FIELDS
     return _Reading(
         msgspec.json.Decoder(kind).decode,
         msgspec.json.Decoder(cast(type[GenerationBody], guarded)).decode,
         prompts,
-        frozenset(field.name for field in fields) - prompts,
+        frozenset(field.encode_name for field in fields) - prompts,
     )
 
 

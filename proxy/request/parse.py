@@ -15,6 +15,7 @@ from policies.predict.blocks import TOKEN_ID_BYTES, hash_byte_blocks, root_hash
 from policies.predict.exact_index import plain_root
 from policies.types import NO_TENANT, RequestView, Tenant
 from proxy.errors import RequestError
+from proxy.paths import HANDED_OFF
 from proxy.request.bodies import with_model
 from proxy.request.conversation import messages_text, responses_text
 from proxy.request.generation_body import (
@@ -53,8 +54,6 @@ _KINDS: Mapping[Endpoint, type[GenerationBody]] = MappingProxyType(
 )
 _WITH_USAGE_OPTION = frozenset((Endpoint.COMPLETIONS, Endpoint.CHAT))
 """Endpoints whose streams report usage only if ``stream_options`` requests it."""
-_HANDED_OFF = frozenset((Endpoint.COMPLETIONS, Endpoint.CHAT))
-"""Endpoints whose requests take ``kv_transfer_params`` in every supported version of vLLM."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -165,11 +164,11 @@ def parse_steps(
         else (yield from large_fields(body, rules.allowed_fields, kind))
     )
     if not fields.model:
-        fields.model = model_of_none(rules.sole_model())
+        fields.named_model = model_of_none(rules.sole_model())
     elif len(fields.model) > _MAX_MODEL_NAME:
         raise RequestError(400, f"'model' is longer than {_MAX_MODEL_NAME} characters", param="model")
     elif fields.model in rules.aliases:
-        fields.model = rules.aliases[fields.model]
+        fields.named_model = rules.aliases[fields.model]
         body = yield from with_model(body, fields.model)
     salts = (fields.model, fields.cache_salt or "")
     if endpoint is Endpoint.COMPLETIONS:
@@ -244,9 +243,9 @@ def with_token_ids(parsed: Parsed, ids: Sequence[int], block_tokens: int, base_m
 
 
 def _may_offload(parsed: Parsed) -> bool:
-    """True for one prompt, one choice and no output about the prompt's tokens, so that P's work is all D needs."""
+    """True for an API with hand-offs, one prompt, one choice, no output about its tokens: P's work is all D needs."""
     fields = parsed.fields
-    if len(parsed.body) > _OFFLOADED_BYTES or parsed.endpoint not in _HANDED_OFF:
+    if len(parsed.body) > _OFFLOADED_BYTES or parsed.endpoint not in HANDED_OFF:
         return False
     several = parsed.prompt.prompts > 1 or (fields.n or 1) > 1 or (fields.best_of or 1) > 1
     return not (several or fields.echo or fields.prompt_logprobs is not None)

@@ -21,7 +21,8 @@ def queue_full(waiting: int, retry_after_s: int) -> QueueError:
     """429 for a request that finds the queue full, or that leaves it to one of a tenant that uses less of it."""
     return QueueError(
         429,
-        f"all instances are at their limits, {waiting} request(s) are queued (limits.queue_size)",
+        "the fleet is at its limits (limits.max_in_flight, limits.max_in_flight_per_instance), and "
+        f"{waiting} request(s) are queued (limits.queue_size)",
         RequestOutcome.QUEUE_FULL,
         retry_after_s,
     )

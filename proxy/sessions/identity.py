@@ -34,7 +34,7 @@ class SessionIdentity(NamedTuple):
 
 _NOBODY = SessionIdentity()
 _given = attrgetter("prompt_cache_key", "user", "session_id", "litellm_session_id", "metadata")
-_NOTHING_GIVEN = (None, None, *(msgspec.Raw(),) * 3)
+_NOTHING_GIVEN = (msgspec.Raw(),) * 5
 
 
 class _Metadata(msgspec.Struct):
@@ -169,7 +169,7 @@ def _of_user_id(fields: GenerationBody) -> str | None:
 
 def _of_user(fields: GenerationBody) -> str | None:
     # LiteLLM sends Anthropic's metadata.user_id on as ``user``.
-    user = fields.user
+    user = _string(fields.user)
     return session_part(user) or user if user else None
 
 
@@ -179,7 +179,7 @@ _FIELDS: Mapping[str, Callable[[GenerationBody], str | None]] = MappingProxyType
         "metadata.session_id": lambda fields: _string(_metadata(fields).session_id),
         "litellm_session_id": lambda fields: _string(fields.litellm_session_id),
         "metadata.user_id": _of_user_id,
-        "prompt_cache_key": lambda fields: fields.prompt_cache_key,
+        "prompt_cache_key": lambda fields: _string(fields.prompt_cache_key),
         "user": _of_user,
     }
 )

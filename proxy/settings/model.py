@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,6 +48,7 @@ from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, Sess
 from proxy.settings.sharing import SharingSettings
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_PREFIX = "WARMROUTE_"
 _NO_ENGINE = (
     "give at least one engine: --instance http://HOST:PORT, instances in --config, WARMROUTE_INSTANCES, or discovery"
 )
@@ -56,7 +58,7 @@ class Settings(BaseSettings):
     """Settings of ``warmroute serve``."""
 
     model_config = SettingsConfigDict(
-        env_prefix="WARMROUTE_",
+        env_prefix=_PREFIX,
         env_nested_delimiter="__",
         extra="forbid",
         frozen=True,
@@ -257,12 +259,19 @@ def _without_params(section: Any) -> Any:
     return {key: value for key, value in section.items() if key != "params"} if isinstance(section, dict) else {}
 
 
+def _origin(location: tuple[int | str, ...]) -> str:
+    """Which environment variable an unknown key comes from, in brackets; empty if from none."""
+    variable = f"{_PREFIX}{'__'.join(str(part) for part in location)}".upper()
+    found = next((name for name in os.environ if name.upper() == variable), None)
+    return f" (environment variable {found})" if found else ""
+
+
 def _explain(error: ValidationError, path: Path | None) -> str:
     lines = [f"{path or 'settings'}: {error.error_count()} problem(s)"]
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
         what = (
-            "unknown key; check the spelling"
+            f"unknown key{_origin(problem['loc'])}; check the spelling"
             if problem["type"] == "extra_forbidden"
             else problem["msg"].removeprefix("Value error, ")
         )

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from proxy import logs
+from proxy.access_log import check_writable
 from proxy.core import Core
 from proxy.discovery.source import DiscoveryError
 from proxy.discovery.sources import source_of
@@ -48,6 +49,7 @@ def check_fleet(settings: Settings, console: Console | None = None) -> bool:
     """
     logs.configure("error", settings.log_format)
     console = console or Console()
+    check_writable(settings.logs.access)
     settings, problems = asyncio.run(with_discovered(settings))
     found = asyncio.run(probed(settings))
     table = Table("instance", "URL", "reachable", "models", "block size", "KV events", title="Engines")

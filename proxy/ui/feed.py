@@ -151,7 +151,7 @@ class DashboardFeed:
             "draining": core.draining,
             "started": breakdown.started,
             "finished": breakdown.finished,
-            "in_flight": breakdown.started - breakdown.finished,
+            "in_flight": core.admission.in_flight,
             "held": len(core.holding),
             "sessions": len(router.state.sessions),
             "event_loop_late_s": round(core.lag.late_s(10.0), 3),

@@ -10,7 +10,10 @@ from typing import Any
 
 import msgspec
 
+from replayer.compare.comparison import KeptSettings, kept_settings
 from replayer.records.runs import Run, read_run
+from replayer.records.validity import calls_invalid
+from replayer.traces.formats.source import file_sha256
 
 EXPERIMENT_FILE = "experiment.json"
 RUN_FILE = "run.jsonl"
@@ -31,6 +34,12 @@ class ArmRun:
     """Name of the repeat; runs of different arms with the same name correspond to each other."""
     needs_proof: bool = False
     """The run must have a proof of freshness beside it."""
+    invalid: tuple[str, ...] = ()
+    """The experiment's warnings that call its figures invalid."""
+    warnings: tuple[str, ...] = ()
+    """The experiment's other warnings."""
+    changed: str = ""
+    """Reason why the file is not the one that the experiment wrote; empty if it is, or if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,8 @@ class Experiment:
     """The baseline first."""
     trace: Path | None
     notes: list[str] = field(default_factory=list)
+    settings: KeptSettings = field(default_factory=KeptSettings)
+    """Its own settings of comparisons."""
 
 
 def single(run: Run, label: str = "") -> ArmRuns:
@@ -111,7 +122,7 @@ def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
         force: leave out runs that are not done, with a note, instead of refusing.
 
     Raises:
-        ArmFilesError: not an experiment, or a run that is not done.
+        ArmFilesError: not an experiment, settings that no comparison has, or a run that is not done.
         RecordError, OSError: a run file cannot be read.
     """
     plan = _plan(directory)
@@ -138,7 +149,18 @@ def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
         path = directory / (planned.get("path") or f"arms/{name}/{repeat}")
         if path.is_dir() or path.suffix != ".jsonl":
             path /= RUN_FILE
-        by_arm[name].append(ArmRun(_read(path), path, repeat, needs_proof=plan.get("backend") == "live"))
+        warnings = [str(warning) for warning in planned.get("warnings") or []]
+        by_arm[name].append(
+            ArmRun(
+                _read(path),
+                path,
+                repeat,
+                needs_proof=plan.get("backend") == "live",
+                invalid=tuple(warning for warning in warnings if calls_invalid(warning)),
+                warnings=tuple(warning for warning in warnings if not calls_invalid(warning)),
+                changed=_changed(path, planned),
+            )
+        )
     for name in [name for name, runs in by_arm.items() if not runs]:
         if not force:
             raise ArmFilesError(f"{directory}: arm '{name}' has no finished run; resume the experiment")
@@ -149,7 +171,7 @@ def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
         for name, runs in by_arm.items()
     ]
     stored_trace = (plan.get("trace") or {}).get("path") if isinstance(plan.get("trace"), dict) else plan.get("trace")
-    return Experiment(arms, directory / stored_trace if stored_trace else None, notes)
+    return Experiment(arms, directory / stored_trace if stored_trace else None, notes, _settings(directory, plan))
 
 
 def _plan(directory: Path) -> dict[str, Any]:
@@ -166,6 +188,21 @@ def _plan(directory: Path) -> dict[str, Any]:
     if not isinstance(plan, dict) or not plan.get("arms"):
         raise ArmFilesError(f"{path}: names no arms; is it the file of `warmroute experiment run`?")
     return plan
+
+
+def _changed(path: Path, planned: dict[str, Any]) -> str:
+    """Comparison of a run file with the hash that the experiment noted."""
+    noted = ((planned.get("files") or {}).get(RUN_FILE) or {}).get("sha256")
+    if noted is None or file_sha256(path) == noted:
+        return ""
+    return f"{RUN_FILE} has changed since the experiment wrote it (SHA-256); `warmroute experiment verify` checks all"
+
+
+def _settings(directory: Path, plan: dict[str, Any]) -> KeptSettings:
+    try:
+        return kept_settings((plan.get("config") or {}).get("comparison"))
+    except msgspec.ValidationError as error:
+        raise ArmFilesError(f"{directory / EXPERIMENT_FILE}: settings of the comparison: {error}") from error
 
 
 def _name(arm: Any) -> str:

@@ -14,7 +14,7 @@ from replayer.compare.goodput import SloTokens
 
 if TYPE_CHECKING:
     from replayer.compare.arms import ArmRuns
-    from replayer.compare.comparison import Comparison
+    from replayer.compare.comparison import Comparison, KeptSettings
     from replayer.compare.goodput import Slo
     from replayer.traces.trace import Trace
 
@@ -125,6 +125,7 @@ Details = Annotated[
 
 
 def compare_command(
+    context: typer.Context,
     runs: Runs = None,
     arm: ArmOption = None,
     aa: SameOption = None,
@@ -153,7 +154,8 @@ def compare_command(
     are compared over requests that succeeded in every run of both arms. The cold start and the drain at the end of the
     plan are left out of all arms by one rule. A metric is called better or worse when its p-value, corrected by Holm
     over all metrics of all candidates, is below 0.05 and the change is not below the noise floor. An arm that was
-    measured on a warm fleet is refused.
+    measured on a warm fleet is refused. For an experiment's folder, the settings under `comparison` in its file are the
+    defaults; options override them.
     """
     from replayer.compare.comparison import CompareOptions
     from replayer.compare.conditions import ComparisonError
@@ -161,7 +163,7 @@ def compare_command(
 
     if keep_all and (skip_first_s is not None or skip_last_s is not None):
         _stop("--keep-all leaves nothing out: give it without --skip-first-s and --skip-last-s")
-    arms, same, found_trace, notes = _read(runs or [], arm or [], aa or [], trace, force=force)
+    arms, same, found_trace, notes, settings = _read(runs or [], arm or [], aa or [], trace, force=force)
     if baseline:
         if baseline not in (names := [one.label for one in arms]):
             _stop(f"--baseline {baseline}: there is no such arm; there are {', '.join(names)}")
@@ -177,6 +179,10 @@ def compare_command(
         assumed_floor=assumed_noise,
         trace=found_trace,
     )
+    applied = ""
+    if settings is not None:
+        given = given_options(context)
+        options, applied = settings.applied(options, given), settings.describe(given)
     from replayer.compare.runs import compare_arms
 
     try:
@@ -184,16 +190,27 @@ def compare_command(
     except ComparisonError as error:
         _stop(str(error))
     if as_json:
-        rows = [{**found.as_json(), "notes": [*notes, *found.notes]} for found in comparisons]
+        rows = [
+            {**found.as_json(), "notes": [*notes, *([applied] if applied else []), *found.notes]}
+            for found in comparisons
+        ]
         sys.stdout.write(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
         return
-    _print(comparisons, notes, options.slo, details=details)
+    _print(comparisons, notes, applied, options.slo, details=details)
+
+
+def given_options(context: typer.Context) -> set[str]:
+    """Names of the options of a comparison that were given: they override an experiment's settings."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    # By name: recent versions of Typer have an enumeration of their own instead of Click's.
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    return given | {"skip_first_s", "skip_last_s"} if "keep_all" in given else given
 
 
 def _read(
     runs: list[Path], specs: list[str], same: list[str], trace: Path | None, *, force: bool
-) -> tuple[list[ArmRuns], list[ArmRuns], Trace | None, list[str]]:
-    """Arms, A/A groups, the trace where there is one, and notes; an unreadable input ends the command, status 2."""
+) -> tuple[list[ArmRuns], list[ArmRuns], Trace | None, list[str], KeptSettings | None]:
+    """Arms, A/A groups, trace, notes, an experiment's settings; an unreadable input ends the command, status 2."""
     from replayer.compare.arms import ArmFilesError, parse_arm, read_arm, read_experiment, unique
     from replayer.records.runs import RecordError
     from replayer.traces.loading import load_trace
@@ -201,6 +218,7 @@ def _read(
 
     arms: list[ArmRuns] = []
     notes: list[str] = []
+    settings: KeptSettings | None = None
     try:
         for path in runs:
             if not path.is_dir():
@@ -209,7 +227,7 @@ def _read(
             if len(runs) > 1 or specs:
                 _stop(f"{path}: an experiment's directory holds all arms; give it alone")
             experiment = read_experiment(path, force=force)
-            arms, notes = experiment.arms, experiment.notes
+            arms, notes, settings = experiment.arms, experiment.notes, experiment.settings
             trace = trace or (experiment.trace if experiment.trace and experiment.trace.exists() else None)
         arms = unique([*arms, *(parse_arm(spec) for spec in specs)])
         groups = [
@@ -222,14 +240,14 @@ def _read(
             _stop(
                 "compare needs two arms: BASELINE.jsonl CANDIDATE.jsonl [...], --arm twice, or an experiment's folder"
             )
-        return arms, groups, load_trace(trace) if trace is not None else None, notes
+        return arms, groups, load_trace(trace) if trace is not None else None, notes, settings
     except (ArmFilesError, RecordError, TraceError) as error:
         _stop(str(error))
     except OSError as error:
         _stop(f"{error.filename or ''}: {error.strerror}")
 
 
-def _print(comparisons: list[Comparison], notes: list[str], slo: Slo, *, details: bool) -> None:
+def _print(comparisons: list[Comparison], notes: list[str], applied: str, slo: Slo, *, details: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -242,6 +260,8 @@ def _print(comparisons: list[Comparison], notes: list[str], slo: Slo, *, details
     for found in comparisons:
         for line in goodput_lines(found, slo):
             console.print(Text(line))
+    if applied:
+        console.print(Text(applied), style="dim")
     console.print()
     if details:
         print_details(console, comparisons)

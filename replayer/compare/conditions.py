@@ -55,6 +55,27 @@ def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool)
     return [*unlike, *warm, *_worth_telling(named)]
 
 
+def recorded_warnings(arms: Sequence[ArmRuns]) -> tuple[list[str], list[str]]:
+    """Warnings about the runs of an experiment: changed files, and those that it recorded itself.
+
+    Returns:
+        Short ones for the verdict, which name the runs, and all of them in full.
+    """
+    named = _names(arms)
+    invalid = [(name, one.invalid[0]) for name, one in named if one.invalid]
+    others = [name for name, one in named if one.warnings]
+    short = [f"{name}: {one.changed}" for name, one in named if one.changed]
+    if invalid:
+        names = ", ".join(name for name, _ in invalid)
+        short.append(
+            f"{len(invalid)} of {len(named)} runs have invalid figures by the experiment's own record: {names}. "
+            f"{invalid[0][0]}: {invalid[0][1]}"
+        )
+    if others:
+        short.append(f"The experiment recorded {'further ' if invalid else ''}warnings of {', '.join(others)}")
+    return short, [f"{name}: {warning}" for name, one in named for warning in (*one.invalid, *one.warnings)]
+
+
 def _names(arms: Sequence[ArmRuns]) -> list[tuple[str, ArmRun]]:
     named = []
     for arm in arms:
@@ -75,8 +96,8 @@ def _unlike(leader: Run, run: Run, leader_name: str, name: str) -> list[str]:
         before, after = getattr(leader.header, field), getattr(run.header, field)
         if before != after:
             reasons.append(f"{field} differs ({before} against {after}, in {leader_name} and {name})")
-    if run.end is None:
-        reasons.append(f"the run {name} is not complete (its last line is missing)")
+    if run.incomplete:
+        reasons.append(f"the run {name} is not complete ({run.incomplete})")
     return reasons
 
 

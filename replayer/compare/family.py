@@ -42,12 +42,18 @@ class Family:
         same: groups of replicates that are in no arm.
         options: how to compare.
         notes: warnings about the conditions, repeated in every comparison.
+        fine_print: further notes of every comparison.
     """
 
     def __init__(
-        self, arms: Sequence[ArmRuns], same: Sequence[ArmRuns], options: CompareOptions, notes: Sequence[str]
+        self,
+        arms: Sequence[ArmRuns],
+        same: Sequence[ArmRuns],
+        options: CompareOptions,
+        notes: Sequence[str],
+        fine_print: Sequence[str] = (),
     ) -> None:
-        self._options, self._notes = options, notes
+        self._options, self._notes, self._fine_print = options, notes, fine_print
         groups = [*arms, *same]
         ends = np.cumsum([len(group.runs) for group in groups])
         positions = [list(range(end - len(group.runs), end)) for group, end in zip(groups, ends, strict=True)]
@@ -165,6 +171,7 @@ class Family:
             assumed_noise=options.assumed_floor,
             notes=[
                 *self._notes,
+                *self._fine_print,
                 *_left_over(one.pairing, (self._labels[0], one.label)),
                 *self._sessions_left_out(one),
                 *([left_out] if (left_out := self._window.describe()) else []),

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from replayer.compare.arms import ArmRun, ArmRuns, unique
 from replayer.compare.assumptions import ASSUMED_FLOOR
 from replayer.compare.comparison import CompareOptions, Comparison
-from replayer.compare.conditions import ComparisonError, refuse_or_note
+from replayer.compare.conditions import ComparisonError, recorded_warnings, refuse_or_note
 from replayer.compare.family import Family
 from replayer.compare.goodput import Slo
 from replayer.compare.pairing import CLOCKS, silence_as_zero
@@ -87,7 +87,8 @@ def compare_arms(
     options = options or CompareOptions()
     _check(arms, options)
     notes = refuse_or_note([*arms, *same], options.trace, force=options.force)
-    return Family(arms, same, options, notes).comparisons()
+    short, full = recorded_warnings([*arms, *same])
+    return Family(arms, same, options, [*notes, *short], full).comparisons()
 
 
 def _check(arms: Sequence[ArmRuns], options: CompareOptions) -> None:

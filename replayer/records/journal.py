@@ -53,6 +53,8 @@ class Journal:
                     f"{self.path}: was made with {name} = {before!r}, now {now!r}; resume with the same settings, "
                     "or give another --output"
                 )
+        if run.end is not None and run.incomplete:
+            raise RecordError(f"{self.path}: {run.incomplete}; it cannot be resumed, replay again to another --output")
         if run.end is not None:
             raise RecordError(f"{self.path}: is complete ({run.end.requests} requests); nothing to resume")
         self.recorded = {record.request_id: record for record in run.records}

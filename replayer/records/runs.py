@@ -156,6 +156,15 @@ class Run(NamedTuple):
     records: list[RequestRecord]
     end: RunEnd | None
 
+    @property
+    def incomplete(self) -> str:
+        """Reason why the file does not hold the whole run; empty if it does."""
+        if self.end is None:
+            return "its last line is missing"
+        if self.end.requests != len(self.records):
+            return f"the file is damaged: its last line counts {self.end.requests} requests, it has {len(self.records)}"
+        return ""
+
 
 _DECODER = msgspec.json.Decoder(RunHeader | RequestRecord | RunEnd)
 _ENCODER = msgspec.json.Encoder()

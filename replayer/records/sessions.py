@@ -182,10 +182,11 @@ def _spread(values: array[float]) -> SessionSpread:
 def whole_sessions_known(run: Run) -> bool:
     """True if every session of the run but ``header.cut_session`` is whole.
 
-    False for a run that did not end, and for one that its request limit may have cut without naming the session.
+    False for a run that did not end or lost records, and for one that its request limit may have cut without naming
+    the session.
     """
     header = run.header
-    if run.end is None:
+    if run.incomplete:
         return False
     if header.request_limit is None or len(run.records) < header.request_limit or header.cut_session is not None:
         return True

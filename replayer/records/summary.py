@@ -47,6 +47,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     label: str
     complete: bool
+    incomplete: str
+    """Reason why the file does not hold the whole run; empty if it does."""
+    resumable: bool
+    """The run was interrupted, and ``--resume`` continues it."""
     planned: int | None
     requests: int
     ok: int
@@ -148,7 +152,9 @@ def summarise(
     planned = run.header.offered.get("requests")
     return Summary(
         label=run.header.label,
-        complete=run.end is not None,
+        complete=not run.incomplete,
+        incomplete=run.incomplete,
+        resumable=run.end is None,
         planned=planned if isinstance(planned, int) else None,
         requests=len(records),
         ok=len(good),

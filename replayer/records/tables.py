@@ -31,7 +31,8 @@ def summary_table(summary: Summary) -> Table:
 def summary_lines(summary: Summary) -> list[str]:
     """Sentences on the figures that are not in the table."""
     planned = f" of {summary.planned} planned" if summary.planned is not None else ""
-    state = "complete" if summary.complete else "INCOMPLETE (continue with --resume)"
+    remedy = "continue with --resume" if summary.resumable else "replay again"
+    state = "complete" if summary.complete else f"INCOMPLETE ({summary.incomplete}; {remedy})"
     lines = [
         f"{summary.requests} requests{planned}, {summary.ok} ok, {state}; "
         f"{summary.span_s:,.1f} s, {summary.requests_per_s:,.3f} ok requests/s"

@@ -23,14 +23,17 @@ from replayer.compare.cli import (
     Seed,
     SkipFirst,
     SkipLast,
+    given_options,
 )
 
 if TYPE_CHECKING:
     from replayer.compare.arms import ArmRuns
-    from replayer.report.page import Arm, Extras
+    from replayer.report.inputs import ReportInputs
+    from replayer.report.page import Arm
 
 
 def report_command(
+    context: typer.Context,
     runs: Runs = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
     figures: Annotated[
@@ -82,7 +85,8 @@ def report_command(
     It has verdicts, tables, figures and conditions.
     Takes run files of `warmroute replay` and `warmroute simulate`, or the directory of an experiment. The page refers
     to nothing outside itself and can be printed. Runs that must not be compared (other trace, scale or limit, a warm
-    fleet) are shown side by side without a verdict, and the page says why.
+    fleet) are shown side by side without a verdict, and the page says why. For an experiment's folder, the settings
+    under `comparison` in its file are the defaults; options override them.
     """
     from rich.console import Console
     from rich.text import Text
@@ -90,12 +94,15 @@ def report_command(
     from replayer.compare.comparison import CompareOptions
     from replayer.compare.tables import print_verdict
     from replayer.report.figures.style import save_all
-    from replayer.report.page import BreakdownError, against_leader, compare_all, make_page, write_report
+    from replayer.report.page import BreakdownError, Extras, against_leader, compare_all, make_page, write_report
 
     if keep_all and (skip_first_s is not None or skip_last_s is not None):
         _stop("--keep-all leaves nothing out: give it without --skip-first-s and --skip-last-s")
-    arms, extras = _read(runs or [], arm or [], trace, pool_tokens, session)
-    arms = _with_breakdowns(_baseline_first(arms, baseline), breakdown or [])
+    found = _read(runs or [], arm or [], trace)
+    _refuse_inputs(output, [*found.files, *_files(aa or [], breakdown or [])])
+    arms = _with_breakdowns(_baseline_first(found.arms, baseline), breakdown or [])
+    why = found.why_no_trace or Extras().why_no_trace
+    extras = Extras(found.trace, why, pool_tokens, session, found.environment, found.notes)
     options = CompareOptions(
         resamples=resamples,
         seed=seed,
@@ -106,6 +113,11 @@ def report_command(
         assumed_floor=assumed_noise,
         trace=extras.trace,
     )
+    applied = ""
+    if found.settings is not None:
+        given = given_options(context)
+        options, applied = found.settings.applied(options, given), found.settings.describe(given)
+        extras = replace(extras, notes=[*extras.notes, *([applied] if applied else [])])
     try:
         comparisons, refusals = compare_all(arms, options, same=_same(aa or []))
         # Each arm's hits have just been checked against the trace.
@@ -123,6 +135,8 @@ def report_command(
     console = Console(highlight=False)
     if comparisons:
         print_verdict(console, comparisons, among_the_best)
+    if applied:
+        console.print(Text(applied), style="dim")
     for refusal in refusals:
         typer.echo(refusal, err=True)
     if drawn:
@@ -130,24 +144,37 @@ def report_command(
     console.print(Text(f"Open the report: {output}"), soft_wrap=True)
 
 
-def _read(
-    runs: Sequence[Path], specs: Sequence[str], trace: Path | None, pool_tokens: int | None, session: str | None
-) -> tuple[list[Arm], Extras]:
-    """Arms with trace and environment; an unreadable input ends the command with status 2."""
+def _read(runs: Sequence[Path], specs: Sequence[str], trace: Path | None) -> ReportInputs:
+    """The runs with what belongs to them; an unreadable input ends the command with status 2."""
     from replayer.compare.arms import ArmFilesError
     from replayer.records.runs import RecordError
     from replayer.report.inputs import ReportError, read_inputs
-    from replayer.report.page import BreakdownError, Extras
+    from replayer.report.page import BreakdownError
     from replayer.traces.trace import TraceError
 
     try:
-        found = read_inputs(runs, specs, trace)
+        return read_inputs(runs, specs, trace)
     except (ArmFilesError, RecordError, TraceError, ReportError, BreakdownError) as error:
         _stop(str(error))
     except OSError as error:
         _stop(f"{error.filename or ''}: {error.strerror}")
-    why = found.why_no_trace or Extras().why_no_trace
-    return found.arms, Extras(found.trace, why, pool_tokens, session, found.environment, found.notes)
+
+
+def _files(same: Sequence[str], breakdown: Sequence[str]) -> list[Path]:
+    """Files that --aa and --breakdown name."""
+    return [
+        *(Path(one) for spec in same for one in spec.split(",")),
+        *(Path(spec.rpartition("=")[2]) for spec in breakdown),
+    ]
+
+
+def _refuse_inputs(output: Path, files: Sequence[Path]) -> None:
+    from replayer.records.outputs import OverwritesInputError, refuse_inputs
+
+    try:
+        refuse_inputs(output, files)
+    except OverwritesInputError as error:
+        _stop(str(error))
 
 
 def _same(specs: Sequence[str]) -> list[ArmRuns]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from replayer.compare.arms import ArmRun, ArmRuns, parse_arm, read_arm, read_experiment, unique
+from replayer.compare.arms import EXPERIMENT_FILE, ArmRun, ArmRuns, parse_arm, read_arm, read_experiment, unique
+from replayer.compare.comparison import KeptSettings
 from replayer.compare.pairing import silence_as_zero
 from replayer.records.breakdown_rows import BreakdownRow, read_rows, rows_of
-from replayer.records.runs import RequestRecord, Run
+from replayer.records.runs import RequestRecord, Run, RunEnd
 from replayer.traces.loading import load_trace
 from replayer.traces.trace import Trace
 
@@ -80,6 +81,12 @@ class Arm:
     fresh: Mapping[str, Any] | None = None
     arm: Mapping[str, Any] = field(default_factory=dict)
     repeat: str = ""
+    invalid: tuple[str, ...] = ()
+    """The experiment's warnings that call the first run's figures invalid."""
+    recorded: tuple[str, ...] = ()
+    """The experiment's other warnings of the first run."""
+    changed: str = ""
+    """Reason why the first run's file is not the one that the experiment wrote; empty if it is."""
     repeats: tuple[Arm, ...] = ()
     """Further replicates."""
 
@@ -98,13 +105,29 @@ class Arm:
     def compared(self) -> ArmRuns:
         """The arm as `replayer.compare.runs` takes it."""
         every = [self, *self.repeats]
-        return ArmRuns(self.label, [ArmRun(one.run, one.path, one.repeat) for one in every])
+        return ArmRuns(
+            self.label,
+            [
+                ArmRun(one.run, one.path, one.repeat, invalid=one.invalid, warnings=one.recorded, changed=one.changed)
+                for one in every
+            ],
+        )
 
 
 def pooled(runs: Sequence[OneRun]) -> Run:
     """All repeats' requests as one run, for figures over an arm."""
     records: list[RequestRecord] = [record for one in runs for record in one.run.records]
-    return runs[0].run._replace(records=records)
+    ends = [one.run.end for one in runs]
+    whole = (
+        RunEnd(
+            finished_unix_s=max(end.finished_unix_s for end in ends if end is not None),
+            requests=sum(end.requests for end in ends if end is not None),
+            ok=sum(end.ok for end in ends if end is not None),
+        )
+        if None not in ends
+        else None
+    )
+    return runs[0].run._replace(records=records, end=whole)
 
 
 def unique_labels(runs: Sequence[Run]) -> list[str]:
@@ -129,6 +152,10 @@ class ReportInputs:
     """Shown in the page where an experiment's trace cannot be used; empty otherwise."""
     environment: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+    settings: KeptSettings | None = None
+    """An experiment's own settings of comparisons."""
+    files: list[Path] = field(default_factory=list)
+    """Files that it was read from."""
 
 
 def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | None = None) -> ReportInputs:
@@ -144,12 +171,12 @@ def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | N
         ArmError, RecordError, BreakdownError, TraceError, OSError: a file that cannot be read.
     """
     directory = next((path for path in runs if path.is_dir()), None)
-    environment, notes, own = None, [], None
+    environment, notes, own, settings = None, [], None, None
     if directory is not None:
         if len(runs) > 1 or specs:
             raise ReportError(f"{directory}: an experiment's directory holds all arms; give it alone")
         experiment = read_experiment(directory, force=True)
-        found, own = experiment.arms, experiment.trace
+        found, own, settings = experiment.arms, experiment.trace, experiment.settings
         # First on the page: which runs are not in the figures.
         notes = [note[:1].upper() + note[1:] + "." for note in experiment.notes]
         environment = read_environment(directory)
@@ -160,6 +187,8 @@ def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | N
     if not found:
         raise ReportError("nothing to report on: give RUN.jsonl [...], --arm NAME=RUN.jsonl,..., or an experiment")
     arms = [arm_of(one) for one in found]
+    files = _files(directory, arms, [one for one in (trace, own) if one is not None])
+    without = ReportInputs(arms, environment=environment, notes=notes, settings=settings, files=files)
     replayed = arms[0].run.header.trace_sha256
     if trace is not None:
         loaded = load_trace(trace)
@@ -168,18 +197,24 @@ def read_inputs(runs: Sequence[Path], specs: Sequence[str] = (), trace: Path | N
                 f"--trace {trace} is not the trace that was replayed (SHA-256 {loaded.sha256[:12]}, the runs say "
                 f"{replayed[:12]}); give the file that was"
             )
-        return ReportInputs(arms, loaded, "", environment, notes)
+        return replace(without, trace=loaded)
     if own is None:
-        return ReportInputs(arms, None, "", environment, notes)
+        return without
     if not own.exists():
-        return ReportInputs(
-            arms, None, f"the experiment's trace {own} is not there: give --trace FILE", environment, notes
-        )
+        return replace(without, why_no_trace=f"the experiment's trace {own} is not there: give --trace FILE")
     loaded = load_trace(own)
     if replayed and loaded.sha256 != replayed:
         why = f"the experiment's trace {own} is not the one that was replayed: give --trace FILE"
-        return ReportInputs(arms, None, why, environment, notes)
-    return ReportInputs(arms, loaded, "", environment, notes)
+        return replace(without, why_no_trace=why)
+    return replace(without, trace=loaded)
+
+
+def _files(directory: Path | None, arms: Sequence[Arm], traces: Sequence[Path]) -> list[Path]:
+    """Files that a report reads, whether or not they exist."""
+    own = [] if directory is None else [directory / EXPERIMENT_FILE, directory / ENVIRONMENT_FILE]
+    runs = [one.path for arm in arms for one in (arm, *arm.repeats) if one.path is not None]
+    beside = [path.parent / name for path in runs for name in (BREAKDOWN_FILE, FRESH_FILE, ARM_FILE)]
+    return [*own, *runs, *beside, *traces]
 
 
 def arm_of(found: ArmRuns) -> Arm:
@@ -192,14 +227,12 @@ def arm_of(found: ArmRuns) -> Arm:
     every = [_beside(found.label, one) for one in found.runs]
     first, rest = every[0], tuple(every[1:])
     warnings = [warning for one in every for warning in one.warnings]
-    return Arm(
-        found.label, first.run, first.breakdown, warnings, first.path, first.fresh, first.arm, first.repeat, rest
-    )
+    return replace(first, warnings=warnings, repeats=rest)
 
 
 def _beside(label: str, one: ArmRun) -> Arm:
     if one.path is None:
-        return Arm(label, one.run, repeat=one.repeat)
+        return Arm(label, one.run, repeat=one.repeat, invalid=one.invalid, recorded=one.warnings, changed=one.changed)
     folder = one.path.parent
     # Loose run files share a folder, and what lies there may belong to any of them: only a run's own folder counts.
     alone = len(list(folder.glob("*.jsonl"))) - (folder / BREAKDOWN_FILE).exists() == 1
@@ -207,8 +240,20 @@ def _beside(label: str, one: ArmRun) -> Arm:
     fresh = _read_json(folder / FRESH_FILE) if alone else None
     arm = (_read_json(folder / ARM_FILE) if alone else None) or {}
     prefix = f"run {one.repeat}: " if one.repeat else ""
-    warnings = [f"{prefix}{warning}" for warning in arm.get("warnings") or []]
-    return Arm(label, one.run, rows, warnings, one.path, fresh, arm, one.repeat)
+    warnings = [f"{prefix}{warning}" for warning in [one.changed, *(arm.get("warnings") or [])] if warning]
+    return Arm(
+        label,
+        one.run,
+        rows,
+        warnings,
+        one.path,
+        fresh,
+        arm,
+        one.repeat,
+        invalid=one.invalid,
+        recorded=one.warnings,
+        changed=one.changed,
+    )
 
 
 def read_environment(directory: Path) -> Mapping[str, Any] | None:

@@ -48,6 +48,7 @@ def sample_command(
     """
     from rich.console import Console
 
+    from replayer.records.outputs import OverwritesInputError, refuse_inputs
     from replayer.traces.formats import bailian
     from replayer.traces.loading import LoadOptions, load
     from replayer.traces.sample import profile, sample
@@ -56,6 +57,7 @@ def sample_command(
 
     console = Console()
     try:
+        refuse_inputs(output, [trace])
         whole = load(
             trace,
             LoadOptions(
@@ -70,7 +72,7 @@ def sample_command(
         picked = sample(whole, target_requests, seed, rebase=rebase)
         bailian.write(output, picked.requests)
         rows = [("before", profile(whole, instances)), ("after", profile(picked, instances))]
-    except (TraceError, OSError) as error:
+    except (OverwritesInputError, TraceError, OSError) as error:
         _stop(error)
     for note in picked.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
@@ -159,12 +161,14 @@ def repeat_command(
     Every repetition has its own sessions and blocks; only blocks that several sessions of the trace share (system
     prompts) stay shared. Requests are written one by one, so memory does not limit the length.
     """
+    from replayer.records.outputs import OverwritesInputError, refuse_inputs
     from replayer.traces.formats import bailian
     from replayer.traces.loading import LoadOptions, load
     from replayer.traces.repeat import repeated
     from replayer.traces.trace import TraceError
 
     try:
+        refuse_inputs(output, [trace])
         whole = load(
             trace,
             LoadOptions(
@@ -176,7 +180,7 @@ def repeat_command(
             ),
         )
         count = bailian.write(output, repeated(whole, times))
-    except (TraceError, OSError) as error:
+    except (OverwritesInputError, TraceError, OSError) as error:
         _stop(error)
     typer.echo(f"written: {output} ({count:,} requests, {len(whole.sessions()) * times:,} sessions)")
 

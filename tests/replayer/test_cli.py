@@ -51,6 +51,19 @@ def test_synth_sample_summary_work_together(app: typer.Typer, tmp_path: Path) ->
     assert 40 <= len(picked.read_text().splitlines()) <= 60
 
 
+@pytest.mark.parametrize("verb", ["sample", "repeat"])
+def test_a_trace_is_not_replaced_by_one_made_from_it(app: typer.Typer, tmp_path: Path, verb: str) -> None:
+    made, link = tmp_path / "made.jsonl", tmp_path / "link.jsonl"
+    bailian.write(made, make_trace().requests)
+    link.symlink_to(made)
+    before = made.read_bytes()
+    for output in (made, link):
+        result = RUNNER.invoke(app, ["trace", verb, str(made), "-o", str(output)])
+        assert result.exit_code == 2
+        assert "is an input and would be overwritten" in result.output
+    assert made.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

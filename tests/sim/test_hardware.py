@@ -259,3 +259,16 @@ def test_the_command_prints_every_residual_and_refuses_nonsense() -> None:
     missing = runner.invoke(app, ["sim", "fit", "h999"])
     assert missing.exit_code == 2
     assert "cannot read" in missing.output
+
+
+def test_a_profile_does_not_overwrite_the_points_that_it_is_fitted_to(tmp_path: Path) -> None:
+    points = tmp_path / "h20.yaml"
+    points.write_bytes((HARDWARE_FOLDER / "h20_points.yaml").read_bytes())
+    before = points.read_bytes()
+    app = typer.Typer()
+    register(app)
+    for output in (points, tmp_path):
+        refused = CliRunner().invoke(app, ["sim", "fit", "h20", "--points", str(points), "--output", str(output)])
+        assert refused.exit_code == 2
+        assert "is an input and would be overwritten" in refused.output
+    assert points.read_bytes() == before

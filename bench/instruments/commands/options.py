@@ -118,6 +118,16 @@ def progress(text: str) -> None:
     typer.echo(text, err=True)
 
 
+def refuse_overwriting(output: Path, path: Path) -> None:
+    """End the command if the output is a file that it reads."""
+    from replayer.records.outputs import OverwritesInputError, refuse_inputs
+
+    try:
+        refuse_inputs(output, [path])
+    except OverwritesInputError as error:
+        stop(str(error))
+
+
 def written(output: Path | None, record: InstrumentRecord) -> None:
     """Write a record where one is wanted; ends the command if it cannot be written."""
     from bench.instruments.record import write_record

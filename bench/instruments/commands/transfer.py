@@ -83,6 +83,8 @@ def transfer(
     from bench.instruments.transfer import TransferPlan
     from bench.instruments.transfer_tables import hooks_sheet, parts_sheet, transfer_sheet
 
+    if output is not None and hook_records is not None:
+        options.refuse_overwriting(output, hook_records)
     targets = options.chosen_targets(fleet, overrides, urls)
     size = options.kv_bytes_of(kv_bytes_per_token, targets)
     plan = TransferPlan(

@@ -54,7 +54,7 @@ async def measure_simulated(
         last = process.log_tail(1).strip() or "it wrote no message"
         raise ArmError(f"the simulator ended with code {code}: {last} (complete log: {process.log_path})")
     run = await asyncio.to_thread(read_run, run_dir / RUN_FILE)
-    if run.end is None:
+    if run.incomplete:
         raise ArmError(f"the simulator left incomplete records in {run_dir / RUN_FILE}")
     backend = experiment.settings.simulated(slot.arm)
     reported = run.header.options.get("kv_capacity_tokens", backend.pool_tokens)

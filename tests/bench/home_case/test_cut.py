@@ -162,3 +162,12 @@ def test_a_cut_without_a_session_is_refused(whole: Trace, tmp_path: Path) -> Non
     assert done.exit_code == 2
     assert "no session begins with a prompt of at most 100 tokens" in done.output
     assert not output.exists()
+
+
+def test_a_cut_does_not_replace_its_trace(whole: Trace, tmp_path: Path) -> None:
+    trace = written(tmp_path / "whole.jsonl", whole)
+    before = trace.read_bytes()
+    done = CliRunner().invoke(app, ["cut", str(trace), str(trace)])
+    assert done.exit_code == 2
+    assert "is an input and would be overwritten" in done.output
+    assert trace.read_bytes() == before

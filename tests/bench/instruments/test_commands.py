@@ -126,6 +126,9 @@ def test_records_of_hooks_must_be_there_and_hold_the_hand_offs(
     assert missing.exit_code == 2
     assert "measure hooks apply" in missing.output
     records.touch()
+    overwriting = run(*command, "--output", records)
+    assert overwriting.exit_code == 2
+    assert "is an input and would be overwritten" in overwriting.output
     result = run(*command)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -13,17 +13,21 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
 from launch.__main__ import app
+from launch.experiment.definition.sections import ComparisonSettings
 from launch.experiment.records import environment
 from launch.experiment.records.freshness import SimulatedProof, read_proof, simulated_proof
 from launch.experiment.records.state import read_experiment
 from launch.experiment.run import simulated
 from launch.experiment.verify import verify
 from launch.run.processes import ManagedProcess
+from replayer.compare.comparison import KeptSettings, kept_settings
 from replayer.records.runs import read_run
+from replayer.report.cli import register
 from tests.launch.conftest import REPOSITORY, until
 
 SMALL: dict[str, Any] = {
@@ -43,7 +47,7 @@ SMALL: dict[str, Any] = {
         "pool_tokens": 200_000,
         "noise": {"arrival_jitter_s": 0.5, "speed_sigma": 0.05},
     },
-    "comparison": {"resamples": 1000},
+    "comparison": {"resamples": 1000, "clock": "scheduled", "skip_first_s": 0},
 }
 
 
@@ -84,6 +88,10 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
     reported = json.loads((directory / "comparison.json").read_text())["comparisons"][0]
     change = {effect["metric"]: effect["change"] for effect in reported["effects"]}
     assert change["TPOT p50"] > 0.2
+    comparing = typer.Typer()
+    register(comparing)
+    again = CliRunner().invoke(comparing, ["compare", str(directory), "--json"])
+    assert json.loads(again.output)[0]["effects"] == reported["effects"]
     _environment_was_noted(directory)
 
 
@@ -98,6 +106,27 @@ def _environment_was_noted(directory: Path) -> None:
     assert (noted.software.git is None) == (commit.returncode != 0)
     if noted.software.git is not None:
         assert len(noted.software.git.commit) == 40
+
+
+def test_compare_reads_every_setting_of_the_section_comparison() -> None:
+    section = ComparisonSettings.model_validate(
+        {
+            "skip_first_s": 1.0,
+            "skip_last_s": 2.0,
+            "resamples": 3000,
+            "clock": "scheduled",
+            "slo": {
+                "ttft_s": 0.1,
+                "tpot_s": 0.2,
+                "e2e_s": 0.3,
+                "ttft_base_s": 0.4,
+                "ttft_per_1k_tokens_s": 0.5,
+                "tokens": "new",
+            },
+        }
+    )
+    assert msgspec.to_builtins(kept_settings(section.model_dump())) == section.model_dump()
+    assert msgspec.to_builtins(KeptSettings()) == ComparisonSettings().model_dump()
 
 
 @pytest.mark.usefixtures("leaves_nothing")

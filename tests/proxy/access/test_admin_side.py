@@ -82,6 +82,25 @@ async def test_by_default_the_admin_side_is_on_the_loopback_listener_without_a_k
     assert proxy.core.admin_port is None
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/policy", {"name": "warmest"}, "unknown_policy"),
+        ("/policy", {"name": "warm", "params": {"steps": 1}}, "policy_refused"),
+        ("/policy", {"name": "warm", "params": {"step_s": -1}}, "policy_refused"),
+        ("/policy", {"planner": "sometimes"}, "unknown_policy"),
+        ("/admission", {"name": "session_caps"}, "unknown_admission_rule"),
+        ("/admission", {"name": "session_cap", "params": {"sessions": 0}}, "admission_rule_refused"),
+    ],
+)
+async def test_an_unknown_name_and_a_wrong_parameter_have_codes_of_their_own(
+    start_proxy: StartProxy, path: str, body: dict[str, Any], code: str
+) -> None:
+    proxy = await start_proxy(1)
+    answer = await proxy.client.put(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+
+
 async def test_what_changes_the_fleet_needs_an_admin_key_even_on_loopback(start_proxy: StartProxy) -> None:
     proxy = await start_proxy(1)
     guarded = await start_proxy(1, keys=KEYS)

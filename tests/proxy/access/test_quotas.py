@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -144,7 +146,8 @@ def test_the_tenant_is_the_key_or_whom_a_trusted_front_door_names(
     settings: dict[str, Any], name: str | None, headers: dict[bytes, bytes], tenant: Tenant
 ) -> None:
     keys = Keys(KeySettings.model_validate(FRONT if name else {}))
-    visit = Tenants(FairnessSettings(**settings), keys).enter(None if name is None else KeyName(name), headers)
+    tenants, key = Tenants(FairnessSettings(**settings), keys), None if name is None else KeyName(name)
+    visit = tenants.enter(key, tenants.of_request(key, headers))
     assert visit.tenant == tenant
     visit.begin("s", "r", 10)
     visit.close(5)
@@ -154,9 +157,9 @@ def test_the_tenant_is_the_key_or_whom_a_trusted_front_door_names(
 def test_another_header_of_a_reload_applies_to_the_next_request() -> None:
     tenants = Tenants(FairnessSettings(), Keys(KeySettings()))
     headers = {b"x-tenant": b"bob"}
-    assert tenants.enter(None, headers).tenant is NO_TENANT
+    assert tenants.of_request(None, headers) is NO_TENANT
     tenants.apply(FairnessSettings(tenant_header="x-tenant"))
-    assert tenants.enter(None, headers).tenant == Tenant("bob")
+    assert tenants.of_request(None, headers) == Tenant("bob")
     assert tenants.of_name("eve") == Tenant("eve")
 
 
@@ -235,7 +238,47 @@ async def test_limits_of_a_key_through_the_proxy(start_proxy: StartProxy) -> Non
     assert stats["tenants"]["one-session"]["key"]["sessions"] == 1
     metrics = (await proxy.client.get("/metrics")).text
     assert 'warmroute_key_limit_refused_total{limit="max_sessions",tenant="one-session"} 1.0' in metrics
-    assert 'warmroute_tenant_requests_total{tenant="few"} 2.0' in metrics
+    assert 'warmroute_tenant_requests_total{tenant="few"} 4.0' in metrics
+
+
+async def test_refused_requests_have_the_tenant_of_their_key(start_proxy: StartProxy, tmp_path: Path) -> None:
+    path = tmp_path / "access.jsonl"
+    keys = {
+        "client": [entry("few", KEY, max_requests_per_min=1), entry("front", OTHER, names_tenant=True)],
+        "admin": [entry("root", ADMIN)],
+    }
+    settings: dict[str, Any] = {
+        "fairness": {"tenant_header": "x-tenant"},
+        "limits": {"body_bytes": 4096},
+        "logs": {"access": str(path)},
+    }
+    proxy = await started(start_proxy, keys=keys, **settings)
+
+    async def ask(given: str, name: str, **fields: Any) -> int:
+        headers = {**bearer(given), "x-request-id": name, "x-tenant": "bob"}
+        body = {**OK, "stream": True, **fields}
+        return (await proxy.client.post("/v1/completions", json=body, headers=headers)).status_code
+
+    assert [await ask(KEY, name) for name in ("served", "limited")] == [200, 429]
+    assert await ask(KEY, "large", prompt="x" * 5000) == 413
+    assert await ask(OTHER, "unknown-model", model="other") == 404
+    assert await ask("wr-no-key-of-this-proxy-at-all", "no-key") == 401
+    proxy.core.draining = True
+    assert await ask(OTHER, "draining") == 503
+    proxy.core.draining = False
+    found = {row["request_id"]: (row["tenant"], row["stream"]) for row in await proxy.rows()}
+    assert found == {
+        "served": ("few", True),
+        "limited": ("few", False),
+        "large": ("few", False),
+        "unknown-model": ("bob", True),
+        "no-key": (None, False),
+        "draining": ("bob", False),
+    }
+    assert {row["request_id"] for row in await proxy.rows(tenant="few")} == {"served", "limited", "large"}
+    await proxy.until(lambda: path.read_bytes().count(b"\n") == len(found))
+    logged = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert {line["request_id"]: (line["tenant"], line["stream"]) for line in logged} == found
 
 
 async def test_a_priority_is_refused_without_permission(start_proxy: StartProxy) -> None:

@@ -17,6 +17,7 @@ from proxy.console.phrases import ADMISSIONS, OFFLOADS, OUTCOMES, REASONS, RESUM
 from proxy.resume.plan import ResumeResult
 from tests.proxy.conftest import Running, StartProxy
 from tests.proxy.stub_engine import StubEngine
+from tests.proxy.typed_engine import TypedEngine
 
 SMALL_CLASSES = {"medium_tokens": 50, "heavy_tokens": 100}
 HAND_OFF = {"planner": "threshold", "params": {"min_decode_requests": 0}}
@@ -127,6 +128,43 @@ async def test_a_held_request(start_proxy: StartProxy) -> None:
     assert "held by admission." in part(account_of(row), "times")
     [row] = await proxy.rows(session_id="s1")
     assert "It was not held: " in part(account_of(row), "admission")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"endpoint": "/v1/messages", "planner": "threshold"},
+            "None: requests to /v1/messages are never handed off (planner threshold).",
+        ),
+        (
+            {"endpoint": "/v1/responses", "planner": "joint"},
+            "None: requests to /v1/responses are never handed off (planner joint).",
+        ),
+        ({"endpoint": "/v1/messages", "planner": "never"}, "None: the planner never hands off (planner never)."),
+        (
+            {"endpoint": "/v1/completions", "planner": "threshold", "resumed": 1},
+            "None: the rest of a broken stream is never handed off (planner threshold).",
+        ),
+        (
+            {"endpoint": "/v1/completions", "planner": "threshold"},
+            "None: a hand-off cannot carry it: several prompts or choices, an echo or log probabilities of its prompt, "
+            "a body over 8 MiB, or the rest of a broken stream (planner threshold).",
+        ),
+    ],
+)
+def test_a_request_that_no_planner_was_asked_about_has_its_own_reason(fields: dict[str, Any], sentence: str) -> None:
+    row = {"outcome": "ok", "instance": "e1", "reason": "drawn", "offload_reason": "request_shape", **fields}
+    assert part(account_of(row), "hand-off") == sentence
+
+
+async def test_a_message_is_not_said_to_have_several_prompts(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(engines=[TypedEngine(), TypedEngine()], role="kv_both", offload=HAND_OFF)
+    message = {"model": "stub", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+    assert (await proxy.client.post("/v1/messages", json=message)).status_code == 200
+    [row] = await proxy.rows()
+    expected = "None: requests to /v1/messages are never handed off (planner threshold)."
+    assert part(account_of(row), "hand-off") == expected
 
 
 def test_a_row_of_an_earlier_process_and_an_earlier_version() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -21,7 +22,9 @@ from proxy.console.figures import RecentRows, TopAnswers, TopPage, figures_of
 from proxy.console.frames import frame
 from proxy.settings import load_settings
 from tests.proxy.conftest import StartProxy, serving
+from tests.proxy.exchange.test_held_requests import ONE_AT_A_TIME, GatedEngine
 from tests.proxy.stub_engine import StubEngine
+from tests.proxy.ui.test_feed import data_of, feed_of
 from warmroute import build
 
 BODY = {"model": "stub", "prompt": list(range(40)), "max_tokens": 4}
@@ -67,7 +70,12 @@ def instance(name: str, **fields: Any) -> dict[str, Any]:
 
 
 def answers(instances: list[dict[str, Any]], conditions: list[dict[str, Any]] | None = None) -> TopAnswers:
-    stats = {"requests": {"in_flight": 7}, "holding": {"held": 2, "rule": "working_set"}, "policy": "linear"}
+    stats = {
+        "requests": {"in_flight": 9},
+        "admission": {"in_flight": 7},
+        "holding": {"held": 2, "rule": "working_set"},
+        "policy": "linear",
+    }
     return TopAnswers(instances, stats, conditions or [], page([]))
 
 
@@ -152,6 +160,37 @@ async def test_one_frame_of_a_running_proxy(start_proxy: StartProxy) -> None:
     assert "WARM" in shown.output
     nobody = await asyncio.to_thread(runner.invoke, build(), ["top", "--once", "--url", "http://127.0.0.1:9"])
     assert (nobody.exit_code, "no answer from" in nobody.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"admission": ONE_AT_A_TIME}, "in flight 1   held 2   queued 0"),
+        ({"limits": {"max_in_flight_per_instance": 1}}, "in flight 1   held 0   queued 2"),
+    ],
+    ids=["held", "queued"],
+)
+async def test_requests_that_wait_are_not_in_flight(
+    start_proxy: StartProxy, settings: dict[str, Any], shown: str
+) -> None:
+    engine = GatedEngine()
+    proxy = await start_proxy(engines=[engine], **settings)
+
+    def ask(session: str) -> asyncio.Task[Any]:
+        headers = {"x-session-id": session}
+        return asyncio.create_task(proxy.client.post("/v1/completions", json=BODY, headers=headers))
+
+    tasks = [ask("a")]
+    await proxy.until(lambda: engine.running == 1)
+    tasks += [ask("b"), ask("c")]
+    await proxy.until(lambda: len(proxy.core.holding) + proxy.core.admission.waiting == 2)
+    arguments = ["top", "--once", "--url", proxy.url]
+    result = await asyncio.to_thread(CliRunner(env={"COLUMNS": "100"}).invoke, build(), arguments)
+    assert shown in result.output
+    assert "warmroute_in_flight 1.0" in (await proxy.client.get("/metrics")).text
+    assert data_of(feed_of(proxy).compute(NOW_S))["proxy"]["in_flight"] == 1
+    engine.open.set()
+    assert {(await task).status_code for task in tasks} == {200}
 
 
 class Terminal:

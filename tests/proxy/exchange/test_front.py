@@ -77,9 +77,10 @@ def test_paths_to_pass_on_that_are_refused(path: str) -> None:
         load_settings(None, instances=[{"url": "http://127.0.0.1:1"}], pass_through={"paths": [path]})
 
 
-async def test_a_missing_model_is_the_one_that_is_served(start_proxy: StartProxy) -> None:
+@pytest.mark.parametrize("given", [{}, {"model": None}, {"model": None, "pad": "y" * 3 * 1024 * 1024}])
+async def test_a_missing_model_is_the_one_that_is_served(start_proxy: StartProxy, given: dict[str, Any]) -> None:
     proxy = await start_proxy(engines=[StubEngine(adapters=["sql"]) for _ in range(4)])
-    body = {key: value for key, value in OK.items() if key != "model"}
+    body = {key: value for key, value in OK.items() if key != "model"} | given
     sent = json.dumps(body).encode()
     for engine in proxy.engines:
         engine._answer = answer_without_model(engine)  # type: ignore[method-assign]
@@ -94,7 +95,7 @@ def answer_without_model(engine: StubEngine) -> Any:
     answer = engine._answer
 
     async def answered(request: Any, body: dict[str, Any]) -> Any:
-        return await answer(request, {"model": engine.model, **body})
+        return await answer(request, {**body, "model": engine.model})
 
     return answered
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from proxy.console.account import account_of
 from proxy.paths import PASSED_ON
 from tests.proxy.access.test_keys import KEY, KEYS, bearer
 from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
@@ -39,6 +41,36 @@ async def test_body_query_and_answer_pass_untouched(start_proxy: StartProxy, pat
     [row] = await proxy.rows()
     assert (row["endpoint"], row["outcome"], row["status"]) == (path, "ok", 200)
     assert ledger_is_zero(await proxy.settled())
+
+
+async def test_records_have_the_instance_that_answered_and_no_decision(start_proxy: StartProxy, tmp_path: Path) -> None:
+    path = tmp_path / "access.jsonl"
+    proxy, engines = await start(start_proxy, 2, logs={"access": str(path)}, health={"interval_s": 600.0})
+    engines[0].mode = "error"
+    names = [str(number) for number in range(4)]  # each instance has its turn, so one fails and is replaced
+    for name in names:
+        sent = await proxy.client.post("/tokenize", content=BODY, headers={**JSON, "x-request-id": name})
+        assert sent.status_code == 200
+    rows = await proxy.rows(instance="inst-1")
+    assert [row["request_id"] for row in rows] == names
+    assert any(row["attempts"] for row in rows)
+    assert {(row["policy"], row["reason"], row["class"], row["planner"]) for row in rows} == {(None, None, None, "")}
+    engines[1].mode = "error"
+    assert (await proxy.client.post("/tokenize", content=BODY)).status_code == 502
+    [failed] = await proxy.rows(outcome="upstream_error")
+    assert failed["instance"] == failed["attempts"][-1]["instance"]
+    samples = (await proxy.client.get("/metrics")).text.splitlines()
+    assert 'warmroute_requests_total{instance="inst-1",outcome="ok"} 4.0' in samples
+    routed = ("warmroute_decisions_total{", "warmroute_instance_request_seconds", "warmroute_request_seconds_count{")
+    assert not [line for line in samples if line.startswith(routed)]
+    await proxy.until(lambda: path.read_bytes().count(b"\n") == 5)
+    logged = [json.loads(line)["instance"] for line in path.read_bytes().splitlines()]
+    assert logged == ["inst-1"] * 4 + [failed["instance"]]
+    account = account_of(rows[0])
+    [where] = [each.sentences for each in account.parts if each.subject == "instance"]
+    passed_on = "inst-1: it was passed on, without a decision of the policy, to the instance "
+    assert where == (passed_on + "with the fewest requests in flight.",)
+    assert not account.candidates
 
 
 async def test_requests_take_turns_on_idle_instances_and_avoid_busy_ones(start_proxy: StartProxy) -> None:
@@ -211,6 +243,9 @@ async def test_an_unknown_path_names_those_that_are_served(start_proxy: StartPro
     answer = await proxy.client.get("/tokenize")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert answer.json()["error"]["code"] == "method_not_allowed"
+    answer = await proxy.client.post("/v1/%65mbeddings", content=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
+    assert "percent-encoding" in answer.json()["error"]["message"]
     assert not engine.arrived
 
 

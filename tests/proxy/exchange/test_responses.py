@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.console.account import account_of
 from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
 from tests.proxy.typed_engine import TypedEngine, response, response_events
 
@@ -111,11 +112,17 @@ async def test_a_stored_response_is_read_and_cancelled_where_it_is(start_proxy: 
             f"POST /v1/responses/{response_id}/cancel",
         ]
         assert {each.headers["x-warmroute-instance"] for each in (read, streamed, cancelled)} == {instance}
-    assert {row["endpoint"] for row in await proxy.rows()} == {
+    rows = await proxy.rows()
+    assert {row["endpoint"] for row in rows} == {
         "/v1/responses",
         "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/cancel",
     }
+    passed_on = rows[4:]
+    assert [row["instance"] for row in passed_on] == [instance for _, instance in reversed(begun) for _ in range(3)]
+    for row in passed_on:
+        [where] = [each.sentences for each in account_of(row).parts if each.subject == "instance"]
+        assert where[0].endswith("to the instance that has the stored response.")
     assert ledger_is_zero(await proxy.settled())
 
 

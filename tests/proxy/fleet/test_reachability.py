@@ -71,6 +71,28 @@ async def test_a_refused_connection_asks_for_the_engine(
     assert f"connection refused: is vLLM listening on 127.0.0.1:{port}?" in reason
 
 
+WITHOUT_MODEL = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/messages": {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"input": "a"},
+    "/v1/embeddings": {"input": "a"},
+}
+
+
+async def test_a_request_without_a_model_may_be_repeated_while_no_engine_can_be_used(start_proxy: StartProxy) -> None:
+    async with web_server() as port:
+        pass
+    proxy = await served_with(start_proxy, f"http://127.0.0.1:{port}")
+    for path, body in WITHOUT_MODEL.items():
+        answer = await proxy.client.post(path, json=body)
+        assert (answer.status_code, "retry-after" in answer.headers) == (503, True), path
+    explained = await proxy.client.post("/explain", json={"prompt": "a"})
+    assert (explained.status_code, explained.json()["error"]["code"]) == (503, "no_instance")
+    assert {row["outcome"] for row in await proxy.rows()} == {"no_instance"}
+
+
 async def test_a_url_that_ends_in_v1_is_given_without_it(
     start_proxy: StartProxy, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -166,6 +166,9 @@ async def test_a_fleet_where_all_drain_says_so_and_the_last_instance_may_leave(s
     answer = await ask(running)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_instance")
     assert answer.headers["retry-after"]
+    assert (await running.client.post("/v1/completions", json={"prompt": "a"})).status_code == 503
+    shown = (await running.client.get("/ready", params={"verbose": "1"})).json()["conditions"]
+    assert [each["ok"] for each in shown if each["name"] == "instances"] == [False]
     back = {"url": running.engines[0].url, "name": "inst-0"}
     assert (await running.client.post("/instances", json=back)).status_code == 201
     assert await asked_of(running) == {"inst-0": 6}

@@ -193,7 +193,7 @@ EFFECTS: dict[str, tuple[Any, Callable[[Core], Any], Any]] = {
     ),
     "fairness": (
         {"tenant_header": "X-Tenant"},
-        lambda core: core.tenants.enter(None, {b"x-tenant": b"bob"}).tenant.name,
+        lambda core: core.tenants.of_request(None, {b"x-tenant": b"bob"}).name,
         "bob",
     ),
 }

@@ -61,6 +61,9 @@ def test_each_field_names_the_session(body: dict[str, Any], session: str, source
         {"metadata": {"user_id": "{not json"}},
         {"metadata": {"session_id": "x" * 70_000}},
         {"user": None},
+        {"user": 7},
+        {"user": {"a": 1}},
+        {"prompt_cache_key": 7},
     ],
 )
 def test_a_value_that_names_no_session_is_ignored_and_never_refused(body: dict[str, Any]) -> None:

@@ -24,6 +24,13 @@ def test_file_then_environment_then_flags(tmp_path: Path, monkeypatch: pytest.Mo
     assert settings.limits.body_bytes == 4096
 
 
+def test_an_unknown_key_of_a_section_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARMROUTE_LIMITS__MAX_ATTEMPT", "1")
+    named = r"limits\.max_attempt: .*environment variable WARMROUTE_LIMITS__MAX_ATTEMPT"
+    with pytest.raises(SettingsError, match=named):
+        load_settings(None, instances=["http://127.0.0.1:1"])
+
+
 def test_another_policy_named_by_flag_or_environment_does_not_inherit_the_files_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

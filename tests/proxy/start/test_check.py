@@ -72,6 +72,14 @@ def test_invalid_settings_are_status_2() -> None:
     assert "is not an http:// or https:// URL" in answer.output
 
 
+def test_an_access_log_that_cannot_be_written_is_status_2(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere" / "access.jsonl"):
+        answer = check("--instance", "http://127.0.0.1:1", "--access-log", str(path))
+        assert answer.exit_code == 2
+        assert "logs.access" in answer.output
+    assert not list(tmp_path.iterdir()), "a check writes nothing"
+
+
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 async def test_events_that_cannot_be_reached_and_sizes_that_differ_are_remedies(tmp_path: Path, scheme: str) -> None:
     first, second = StubEngine(), StubEngine(block_tokens=64)

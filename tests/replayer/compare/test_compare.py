@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from replayer.compare.effects import MIN_SESSIONS
 from replayer.compare.runs import Comparison, ComparisonError, compare
 from replayer.compare.statistics.tests import Verdict
-from replayer.records.runs import Run
+from replayer.records.runs import Run, RunEnd
 from replayer.report.cli import register
 from tests.replayer.constructed_runs import make_run
 
@@ -75,7 +75,9 @@ def noted(found: Comparison, words: str) -> bool:
 
 def test_pairing_is_by_session_turn_and_chat() -> None:
     baseline, candidate = make_run(), make_run("b", slower=2.0)
-    candidate = candidate._replace(records=candidate.records[:-3])
+    records = candidate.records[:-3]
+    end = RunEnd(finished_unix_s=1.0, requests=len(records), ok=len(records))
+    candidate = candidate._replace(records=records, end=end)
     found = compare(baseline, candidate)
     assert (found.pairing.unmatched_baseline, found.pairing.unmatched_candidate) == (3, 0)
     assert noted(found, "3 requests of 'baseline' are not in the other run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,111 @@ def test_an_experiment_in_one_argument(invoke: Invoke, experiment: MakeExperimen
     assert found["runs"] == {"baseline": 3, "candidate": 3}
     assert {"smallest_detectable", "noise_floor", "standard_error"} <= found["effects"][0].keys()
     assert {row["metric"] for row in found["noise_floor"]} >= {"TTFT p50", "APC"}
+
+
+KEPT = {
+    "skip_first_s": 0.0,
+    "skip_last_s": 0.0,
+    "resamples": 1500,
+    "clock": "scheduled",
+    "slo": {"ttft_s": 0.5, "tokens": "prompt", "tpot_s": None},
+}
+
+
+def test_an_experiments_own_settings_are_the_defaults(invoke: Invoke, experiment: MakeExperiment) -> None:
+    root = experiment(config={"arms": {}, "comparison": KEPT})
+    [found] = json.loads(invoke(root, "--json").output)
+    assert (found["clock"], found["resamples"], found["skipped"]) == ("scheduled", 1500, 0)
+    assert found["pairs"] == len(make_run().records)
+    assert list(found["goodput_per_s"]) == ["goodput"]
+    sentence = (
+        "Settings of the experiment: clock scheduled, skip_first_s 0, skip_last_s 0, resamples 1500, slo.ttft_s 0.5. "
+        "Options override them."
+    )
+    assert found["notes"][0] == sentence
+    shown = invoke(root).output
+    assert sentence in shown
+    assert "goodput (TTFT ≤ 0.5 s): " in shown
+
+
+def test_options_override_an_experiments_settings_one_by_one(invoke: Invoke, experiment: MakeExperiment) -> None:
+    root = experiment(config={"arms": {}, "comparison": KEPT})
+    options = ["--clock", "sent", "--resamples", "2000", "--skip-first-s", "20", "--slo-tpot-s", "0.02"]
+    shown = invoke(root, *options).output
+    assert "Settings of the experiment: skip_last_s 0, slo.ttft_s 0.5. Options override them." in shown
+    assert "goodput (TTFT ≤ 0.5 s, TPOT ≤ 0.02 s): " in shown
+    [found] = json.loads(invoke(root, *options, "--json").output)
+    assert (found["clock"], found["resamples"], found["window"]["first_s"]) == ("sent", 2000, 20)
+    assert found["skipped"] > 0
+    kept = json.loads(invoke(experiment_with(root, {"skip_first_s": 20.0}), "--keep-all", "--json").output)
+    assert kept[0]["skipped"] == 0
+
+
+def experiment_with(root: Path, comparison: dict[str, object]) -> Path:
+    plan = json.loads((root / "experiment.json").read_text())
+    plan["config"]["comparison"] = comparison
+    (root / "experiment.json").write_text(json.dumps(plan))
+    return root
+
+
+FULL = "the processors were full in 83% of the samples, so these figures are invalid; run again"
+
+
+def test_runs_that_the_experiment_calls_invalid_are_named(invoke: Invoke, experiment: MakeExperiment) -> None:
+    root = experiment()
+    plan = json.loads((root / "experiment.json").read_text())
+    plan["runs"][1]["warnings"] = ["the environment changed: python"]
+    plan["runs"][2]["warnings"] = plan["runs"][3]["warnings"] = [FULL]
+    (root / "experiment.json").write_text(json.dumps(plan))
+    names = "'linear' (run 2), 'lmetric' (run 2)"
+    marker = f"2 of 4 runs have invalid figures by the experiment's own record: {names}. 'linear' (run 2): {FULL}"
+    others = "The experiment recorded further warnings of 'lmetric' (run 1)"
+    shown = " ".join(invoke(root).output.split())
+    assert f"! {marker}" in shown
+    assert f"! {others}" in shown
+    assert "the environment changed" not in shown
+    assert "'lmetric' (run 1): the environment changed: python" in " ".join(invoke(root, "--details").output.split())
+    [found] = json.loads(invoke(root, "--json").output)
+    assert found["warnings"] == [marker, others]
+    assert f"'lmetric' (run 2): {FULL}" in found["notes"]
+
+
+def test_a_run_file_that_lost_a_record_is_refused_with_both_numbers(invoke: Invoke, store: Store) -> None:
+    whole, lost = store(make_run()), store(make_run("lost"))
+    count = len(make_run().records)
+    kept = lost.read_bytes().splitlines(keepends=True)
+    lost.write_bytes(b"".join([*kept[:5], *kept[6:]]))
+    reason = f"the run 'lost' is not complete (the file is damaged: its last line counts {count} requests, it has "
+    refused = invoke(whole, lost)
+    assert refused.exit_code == 2
+    assert f"{reason}{count - 1})" in " ".join(refused.output.split())
+    assert reason in " ".join(invoke(whole, lost, "--force").output.split())
+
+
+def test_a_run_file_that_has_changed_since_the_experiment_is_named(invoke: Invoke, experiment: MakeExperiment) -> None:
+    root = experiment()
+    plan = json.loads((root / "experiment.json").read_text())
+    for run in plan["runs"]:
+        content = (root / run["path"] / "run.jsonl").read_bytes()
+        run["files"] = {"run.jsonl": {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}}
+    (root / "experiment.json").write_text(json.dumps(plan))
+    assert json.loads(invoke(root, "--json").output)[0]["warnings"] == []
+    with (root / "arms" / "lmetric" / "2" / "run.jsonl").open("ab") as file:
+        file.write(b"\n")
+    marker = "'lmetric' (run 2): run.jsonl has changed since the experiment wrote it (SHA-256)"
+    assert f"! {marker}" in " ".join(invoke(root).output.split())
+    assert json.loads(invoke(root, "--json").output)[0]["warnings"][0].startswith(marker)
+    page = root.parent / "page.html"
+    typed = typer.Typer()
+    register(typed)
+    assert CliRunner().invoke(typed, ["report", str(root), "-o", str(page), "--resamples", "1000"]).exit_code == 0
+    assert "run 2: run.jsonl has changed since the experiment wrote it" in page.read_text()
+
+
+def test_settings_that_no_comparison_has_are_refused(invoke: Invoke, experiment: MakeExperiment) -> None:
+    result = invoke(experiment(config={"comparison": {"clock": "sun"}}))
+    assert result.exit_code == 2
+    assert "experiment.json: settings of the comparison: " in " ".join(result.output.split())
 
 
 def test_arms_by_name_and_a_a_runs(invoke: Invoke, store: Store) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from policies.classes import ClassThresholds
 from replayer.records.journal import Journal
 from replayer.records.runs import RecordError, RequestRecord, Run, RunEnd, RunHeader, encode_line, read_run
+from replayer.records.sessions import whole_sessions_known
 from replayer.records.summary import classify, summarise, summary_dict
 from replayer.records.tables import summary_lines
 
@@ -131,6 +132,24 @@ def test_files_that_are_no_run_are_refused(tmp_path: Path, data: bytes, words: s
     path.write_bytes(data)
     with pytest.raises(RecordError, match=words):
         read_run(path)
+
+
+def test_a_file_that_lost_a_record_is_damaged_and_not_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with Journal(path, RunHeader(label="x", offered={"requests": 4})) as journal:
+        for index in range(4):
+            journal.add(record(index))
+        journal.finish(2.0)
+    kept = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*kept[:2], *kept[3:]]))
+    run = read_run(path)
+    assert run.incomplete == "the file is damaged: its last line counts 4 requests, it has 3"
+    assert not whole_sessions_known(run)
+    summary = summarise(run)
+    assert not summary.complete
+    assert f"INCOMPLETE ({run.incomplete}; replay again)" in summary_lines(summary)[0]
+    with pytest.raises(RecordError, match=r"is damaged.*cannot be resumed"):
+        Journal(path, RunHeader(label="x", offered={"requests": 4}), resume=True)
 
 
 def test_a_file_cut_inside_its_header_is_begun_again(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ import typer
 from typer.testing import CliRunner
 
 from policies.registry import make_routing
+from replayer.compare.arms import ArmRun, ArmRuns
 from replayer.records.runs import RequestRecord, Run, RunEnd, RunHeader
 from replayer.report.anatomy import TracePaths, anatomy
 from replayer.report.cli import register
+from replayer.report.inputs import arm_of
 from replayer.traces.formats import bailian
 from replayer.traces.ideal import cached_tokens
 from replayer.traces.loading import load
@@ -122,7 +124,10 @@ def experiment(trace: tuple[Path, Trace], tmp_path_factory: pytest.TempPathFacto
         "backend": "simulated",
         "baseline": "scattered",
         "arms": ["sticky", "scattered"],
-        "config": {"arms": {"sticky": {"policy": "sticky"}, "scattered": {"policy": "scattered"}}},
+        "config": {
+            "arms": {"sticky": {"policy": "sticky"}, "scattered": {"policy": "scattered"}},
+            "comparison": {"clock": "scheduled", "resamples": 1500, "slo": {"ttft_s": 0.5}},
+        },
         "trace": {"path": "trace.jsonl", "sha256": trace[1].sha256, "requests": len(trace[1].requests)},
         "runs": planned,
     }
@@ -154,6 +159,15 @@ def test_an_experiment_is_reported_with_its_baseline_repeats_and_verdict(reporte
     assert "2 and 2 runs" in text
     assert "Replicates: differences between runs of one arm" in text
     assert "The figures show repeat 1; the table is the mean over repeats." in text
+
+
+def test_an_experiments_own_settings_apply_unless_an_option_is_given(reported: tuple[str, str, Path]) -> None:
+    printed, text, _ = reported
+    sentence = "Settings of the experiment: clock scheduled, slo.ttft_s 0.5. Options override them."
+    assert sentence in " ".join(printed.split())
+    assert sentence in text
+    assert "goodput" in text
+    assert "1000 resamples" in text
 
 
 def test_runs_that_are_not_done_are_left_out_by_name(reported: tuple[str, str, Path]) -> None:
@@ -251,3 +265,34 @@ def test_a_simulated_run_is_explained_nearly_to_the_token(trace: tuple[Path, Tra
     assert lost["routing"] > 0.05 * tokens.prompt
     assert lost["eviction"] > 0
     assert abs(lost["not delivered"]) < 0.02 * tokens.prompt
+
+
+def test_a_report_compares_with_the_warnings_that_the_experiment_recorded(trace: tuple[Path, Trace]) -> None:
+    runs = [replayed(trace[1], "x", scattered=False, repeat=repeat) for repeat in (1, 2)]
+    found = ArmRuns("x", [ArmRun(runs[0], warnings=("one failed",)), ArmRun(runs[1], invalid=("full",))])
+    kept = arm_of(found).compared().runs
+    assert [(one.invalid, one.warnings) for one in kept] == [((), ("one failed",)), (("full",), ())]
+
+
+@pytest.mark.parametrize(
+    "name", ["experiment.json", "environment.json", "trace.jsonl", "arms/sticky/2/run.jsonl", "arms/sticky/2/arm.json"]
+)
+def test_a_report_does_not_overwrite_what_it_is_made_from(app: typer.Typer, experiment: Path, name: str) -> None:
+    before = (experiment / name).read_bytes()
+    result = CliRunner().invoke(app, ["report", str(experiment), "--output", str(experiment / name)])
+    assert result.exit_code == 2
+    assert "is an input and would be overwritten" in result.output
+    assert (experiment / name).read_bytes() == before
+
+
+def test_a_report_does_not_overwrite_files_that_its_options_name(app: typer.Typer, tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / f"{number}.jsonl", make_run(noise_seed=number)) for number in range(4)]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("")
+    options = ["--arm", f"x={paths[1]}", "--aa", f"{paths[2]},{paths[3]}", "--breakdown", f"x={rows}"]
+    for path in (*paths, rows):
+        before = path.read_bytes()
+        result = CliRunner().invoke(app, ["report", str(paths[0]), *options, "--output", str(path)])
+        assert result.exit_code == 2
+        assert "is an input and would be overwritten" in result.output
+        assert path.read_bytes() == before

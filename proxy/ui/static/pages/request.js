@@ -14,7 +14,7 @@ function number(value) {
 function facts(row) {
   return [
     ["Outcome", [outcome(row), ` (${row.status})`]], ["Arrived", moment(row.arrived_unix_s)], ["Session", sessionLink(row.session_id)], ["Session from", row.session_source ?? "–"], ["Tenant", row.tenant ?? "–"],
-    ["Policy", row.policy ?? "–"], ["Class", classTag(row.class)], ["Decode on", instanceLink(row.instance)], ["Reason", words(row.reason)], ["Prefill on", row.prefill_instance ? instanceLink(row.prefill_instance) : "the same instance"],
+    ["Policy", row.policy ?? "–"], ["Class", classTag(row.class)], ["Decode on", instanceLink(row.instance)], ["Reason", words(row.reason)], ["Prefill on", row.prefill_instance ? instanceLink(row.prefill_instance) : row.policy ? "the same instance" : "–"],
     ["Planner", `${row.planner || "–"}: ${words(row.offload_reason)}`], ["Admission", `${words(row.admission)}${row.held_s ? `, held ${seconds(row.held_s)}` : ""}`],
     ["Prompt", `${count(row.prompt_tokens)} tokens`], ["Predicted cached", `${count(row.predicted_cached_tokens)} tokens`], ["Cached, by the engine", `${count(row.actual_cached_tokens)} tokens, ${share(hitRate(row.actual_cached_tokens, row.prompt_tokens))}`],
     ["Completion", `${count(row.completion_tokens)} tokens`], ["First token", ms(row.stages_ms.first_byte)], ["Total", ms(row.stages_ms.total)], ["Endpoint", row.endpoint], ["Cache killer", words(row.cache_killer)],
