@@ -86,6 +86,7 @@ def up(
     the run directory. All processes end with this command, on Linux also when it is killed.
     """
     from launch.fleet.file import FleetError, find_fleet, load_fleet
+    from launch.run.state import StateError, make_run_dir
     from launch.run.supervisor import new_run_dir
 
     try:
@@ -94,10 +95,16 @@ def up(
         fleet = load_fleet(source, overrides)
     except FleetError as error:
         _stop(str(error))
+    if ray_address is not None and on != "ray":
+        _stop("--ray-address is for --on ray")
     directory = run_dir or new_run_dir(source.stem, RUNS)
     if dry_run:
         _print_plan(fleet, directory, with_proxy)
         return
+    try:
+        make_run_dir(directory)
+    except StateError as error:
+        _stop(str(error))
     if detach:
         options = [] if with_proxy else ["--no-proxy"]
         options += [part for override in overrides for part in ("--set", override)]
@@ -267,7 +274,8 @@ async def _hold(
         typer.echo(f"error: {error}", err=True)
         return 1
     finally:
-        console.print(f"stopped; logs in {escape(str(directory))}", soft_wrap=True)
+        if runner.state.processes:
+            console.print(f"stopped; logs in {escape(str(directory))}", soft_wrap=True)
 
 
 def _detach(source: Path, directory: Path, options: list[str]) -> None:
@@ -276,7 +284,6 @@ def _detach(source: Path, directory: Path, options: list[str]) -> None:
 
     from launch.run.state import StateError, read_state
 
-    directory.mkdir(parents=True, exist_ok=True)
     log_path = directory / "launcher.log"
     command = [sys.executable, "-m", "launch", "up", str(source), "--run-dir", str(directory), *options]
     with log_path.open("wb") as log:

@@ -58,8 +58,7 @@ def check_fleet(fleet: FleetLayout) -> None:
         _check_alike(fleet)
         _check_transfer(fleet)
         _check_drawn_ports(fleet)
-    if fleet.groups or fleet.peers or fleet.kind == "vllm":
-        _check_roles(fleet)
+    _check_roles(fleet)
     _check_peers(fleet)
     _check_hold(fleet)
 
@@ -81,6 +80,8 @@ def _check_shape(fleet: FleetLayout) -> None:
 def _check_ports(fleet: FleetLayout) -> None:
     taken: dict[int, str] = {}
     for port, owner in fleet.ports():
+        if port < 1:
+            raise ValueError(f"{owner} would get port {port}; the launcher has to know the port: give one from 1 on")
         if port > 65535:
             raise ValueError(f"{owner} would get port {port}; lower the base port or the count")
         if port in taken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -135,12 +136,17 @@ def ports_in_use(fleet: FleetFile, *, with_proxy: bool = True) -> list[str]:
     for port, owner in fleet.ports():
         if not with_proxy and owner == "the proxy":
             continue
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        host = ANY_HOST if port in everywhere else fleet.host
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((ANY_HOST if port in everywhere else fleet.host, port))
+                probe.bind((host, port))
             except OSError as error:
+                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                    return [f"host: {fleet.host!r} is no address of this machine ({error.strerror})"]
                 problems.append(f"port {port} for {owner} is not free ({error.strerror})")
+    if problems:
+        problems[-1] += "; stop the processes that listen there or move the ports in the fleet file"
     return problems
 
 

@@ -62,4 +62,5 @@ async def hold(
         sys.stderr.write(f"error: {error}\n")
         return 1
     finally:
-        console.print(f"stopped; logs in {escape(str(directory))}", soft_wrap=True)
+        if runner.state.processes:
+            console.print(f"stopped; logs in {escape(str(directory))}", soft_wrap=True)

@@ -106,6 +106,27 @@ def write_state(run_dir: Path, state: FleetRecord) -> None:
     temporary.replace(target)
 
 
+def make_run_dir(run_dir: Path) -> None:
+    """Make a run directory for a new fleet; one of a fleet that has ended may be used again.
+
+    Raises:
+        StateError: it cannot be made, or a fleet runs from it.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StateError(f"{run_dir}: cannot be a run directory ({error.strerror}); give another --run-dir") from error
+    try:
+        previous = read_state(run_dir)
+    except StateError:
+        return
+    if previous.supervised or previous.running:
+        raise StateError(
+            f"{run_dir}: a fleet is already running from this directory; "
+            f"stop it (`warmroute down --run-dir {run_dir}`) or choose another --run-dir"
+        )
+
+
 def read_state(run_dir: Path) -> FleetRecord:
     """The state of one run directory.
 

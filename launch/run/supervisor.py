@@ -23,7 +23,7 @@ from launch.run.effective import effective_config_problems
 from launch.run.pair_warmup import PairEnd, ordered_pairs, warm_pairs
 from launch.run.processes import ManagedProcess, StartError, finish_despite_cancellation, stop_processes
 from launch.run.proxy_access import ProxyAccess
-from launch.run.state import ProcessState, StateError, new_record, read_state, write_state
+from launch.run.state import ProcessState, StateError, make_run_dir, new_record, write_state
 from launch.run.transport import prove_transport
 from launch.run.watch import Watch
 from policies.types import Role, Transport
@@ -163,6 +163,8 @@ class Fleet:
             if member.name in serving
         ]
         pairs = [pair for pair in ordered_pairs(ends) if only is None or only in {pair[0].name, pair[1].name}]
+        if not pairs and only is None:
+            self.notify("warning: pair_warmup: no two engines exchange KV (role), so there is no pair to warm")
         async with httpx.AsyncClient() as client:
             failed = await warm_pairs(pairs, self.fleet.request_model, settings, client)
         if failed and settings.mode == "require" and only is None:
@@ -173,21 +175,13 @@ class Fleet:
             self.notify(f"warning: pair_warmup: {problem}")
 
     def _prepare(self) -> None:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         try:
-            previous = read_state(self.run_dir)
-        except StateError:
-            previous = None
-        if previous is not None and (previous.supervised or previous.running):
-            raise StartError(
-                f"{self.run_dir}: a fleet is already running from this directory; "
-                f"stop it (`warmroute down --run-dir {self.run_dir}`) or choose another --run-dir"
-            )
+            make_run_dir(self.run_dir)
+        except StateError as error:
+            raise StartError(str(error)) from error
         busy = ports_in_use(self.fleet, with_proxy=self.with_proxy)
         if busy:
-            raise StartError(
-                "; ".join(busy) + ". Stop the processes that listen there or move the ports in the fleet file."
-            )
+            raise StartError("; ".join(busy))
         lacking = KINDS[self.fleet.kind].problems(self.fleet, os.environ)
         if lacking:
             raise StartError("; ".join(lacking))

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from launch.__main__ import app
 from launch.fleet.file import FLEETS, load_fleet
 from launch.freshness.proof import FRESH_FILE, FreshProof, StaleEngineError, prove_fresh
-from launch.run.state import FleetRecord, StateError, read_state
+from launch.run.state import STATE_FILE, FleetRecord, StateError, read_state
 from tests.launch.conftest import REPOSITORY, STUB_LAUNCH, fleet_values, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("leaves_nothing")]
@@ -109,6 +109,31 @@ def test_status_and_down_from_another_shell(launcher: Launcher) -> None:
     assert cli("down", *directory) == (0, f"{launcher.run_dir}: stopped 2 processes\n")
     assert launcher.process.wait(20) == 143
     assert not state.running
+
+
+@pytest.mark.parametrize("option", [[], ["--detach"]])
+def test_a_second_start_from_a_run_directory_touches_nothing(launcher: Launcher, option: list[str]) -> None:
+    launcher.ready()
+    kept = {launcher.run_dir / FRESH_FILE: b"proof", launcher.run_dir / "launcher.log": b"a line\n"}
+    for path, content in kept.items():
+        path.write_bytes(content)
+    state = (launcher.run_dir / STATE_FILE).read_bytes()
+    code, output = cli("up", str(launcher.fleet_file), "--run-dir", str(launcher.run_dir), "--no-proxy", *option)
+    assert (code, "already running" in output, "stopped" in output) == (2, True, False)
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert (launcher.run_dir / STATE_FILE).read_bytes() == state
+
+
+def test_what_cannot_be_meant_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(fleet_values()))
+    (tmp_path / "file").touch()
+    for options, problem in (
+        (["--run-dir", str(tmp_path / "file")], "cannot be a run directory"),
+        (["--run-dir", str(tmp_path / "file"), "--detach"], "cannot be a run directory"),
+        (["--ray-address", "127.0.0.1:6379"], "--ray-address is for --on ray"),
+    ):
+        code, output = cli("up", str(tmp_path / "fleet.yaml"), *options)
+        assert (code, problem in output) == (2, True), output
 
 
 def test_down_never_signals_a_recycled_pid(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ GOOD: dict[str, Any] = {"kind": "sim", "count": 2}
         ({"restart": "always"}, "restart: Input should be 'never' or 'on_failure'"),
         ({"env": {"A": 1}}, "env.A: Input should be a valid string"),
         ({"proxy": {"offload": "never"}}, "offload: "),
+        ({"proxy": {"port": 0}}, "the proxy would get port 0"),
+        ({"role": "kv_producer"}, "role: producers without consumers"),
+        ({"role": "kv_consumer"}, "role: consumers without producers"),
         (
             {"sim": {"abort_timeout_s": 30}, "proxy": {"offload": {"hold_s": 480}}},
             "proxy.offload.hold_s: 480 contradicts sim.abort_timeout_s, by which P holds KV for 30 s; remove",
@@ -75,6 +78,10 @@ def test_a_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", fleet.base_port + 1)):
         [problem] = ports_in_use(fleet)
     assert problem.startswith(f"port {fleet.base_port + 1} for inst-1 is not free")
+    assert "move the ports" in problem
+    for host in ("nowhere.invalid", "192.0.2.1"):
+        [problem] = ports_in_use(parse_fleet({**fleet_values(), "host": host}))
+        assert problem.startswith(f"host: '{host}' is no address of this machine")
     with socket.create_server(("127.0.0.1", fleet.proxy_port)):
         assert len(ports_in_use(fleet)) == 1
         assert ports_in_use(fleet, with_proxy=False) == []

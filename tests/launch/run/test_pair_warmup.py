@@ -90,6 +90,14 @@ async def test_off_sends_nothing(small_fleet: MakeFleet, tmp_path: Path) -> None
 
 
 @pytest.mark.fleet
+async def test_a_fleet_without_pairs_says_so(small_fleet: MakeFleet, tmp_path: Path) -> None:
+    notes: list[str] = []
+    fleet = small_fleet(count=2, role="none", pair_warmup=warm("require"))
+    async with Fleet(fleet, tmp_path, with_proxy=False, notify=notes.append):
+        assert [note.partition(" (")[0] for note in notes] == ["warning: pair_warmup: no two engines exchange KV"]
+
+
+@pytest.mark.fleet
 async def test_failed_pairs_are_warnings_or_an_error(small_fleet: MakeFleet, tmp_path: Path) -> None:
     notes: list[str] = []
     late = {"timeout_s": 1e-6}
