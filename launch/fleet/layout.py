@@ -55,22 +55,22 @@ class FleetLayout(FleetKeys):
 
     def url(self, index: int) -> str:
         """Base URL of instance ``index``."""
-        return f"http://{self.reached_as}:{self.members[index].port}"
+        return f"http://{_bracketed(self.reached_as)}:{self.members[index].port}"
 
     def bootstrap_url(self, index: int) -> str | None:
         """Bootstrap URL of instance ``index``; None without a bootstrap server."""
         port = self.members[index].bootstrap_port
-        return None if port is None else f"http://{self.reached_as}:{port}"
+        return None if port is None else f"http://{_bracketed(self.reached_as)}:{port}"
 
     def events_url(self, index: int) -> str | None:
         """Address of the KV events of instance ``index``; None when it publishes none."""
         port = self.members[index].events_port
-        return None if port is None else f"tcp://{self.reached_as}:{port}"
+        return None if port is None else f"tcp://{_bracketed(self.reached_as)}:{port}"
 
     def events_replay_url(self, index: int) -> str | None:
         """Replay address of the KV events of instance ``index``; None when it has none."""
         port = self.members[index].replay_port
-        return None if port is None else f"tcp://{self.reached_as}:{port}"
+        return None if port is None else f"tcp://{_bracketed(self.reached_as)}:{port}"
 
     def proxy_url(self) -> str:
         """Base URL of the proxy."""
@@ -148,7 +148,11 @@ class FleetLayout(FleetKeys):
 
 def _reachable(host: str) -> str:
     """Host part of a URL by which this machine reaches a listener on ``host``."""
-    host = {ANY_HOST: "127.0.0.1", "::": "::1"}.get(host, host)
+    return _bracketed({ANY_HOST: "127.0.0.1", "::": "::1"}.get(host, host))
+
+
+def _bracketed(host: str) -> str:
+    """A host as URLs have it: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -58,7 +58,8 @@ def run(settings: ServerSettings) -> int:
     try:
         for port in ports:
             try:
-                sockets.append(socket.create_server((settings.host, port), backlog=2048))
+                family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+                sockets.append(socket.create_server((settings.host, port), family=family, backlog=2048))
             except (OSError, OverflowError) as error:
                 print(f"engine: cannot listen on {settings.host}:{port}: {error}", file=sys.stderr)
                 return 1

@@ -60,6 +60,12 @@ def test_without_a_connector_bootstrap_ports_cannot_clash() -> None:
     assert "--bootstrap-port" not in engine_specs(fleet)[0].command
 
 
+def test_an_ipv6_host_is_in_brackets_in_urls() -> None:
+    fleet = parse_fleet({**GOOD, "host": "::1"})
+    assert fleet.url(0) == f"http://[::1]:{fleet.base_port}"
+    assert {entry["url"] for entry in fleet.proxy_config()["instances"]} == {fleet.url(0), fleet.url(1)}
+
+
 def test_files_that_are_no_fleets(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     with pytest.raises(FleetError, match=r"no fleet file at .*sim-4x"):
