@@ -82,6 +82,10 @@ class Engines:
     def number(self, name: str) -> int:
         return next(number for number in range(self.file.instances) if self.file.name(number) == name)
 
+    def log(self, number: int) -> str:
+        """All that it has printed, over its restarts."""
+        return Path(self.state(number).log).read_text(errors="replace")
+
     def signal(self, number: int, signum: int) -> None:
         """Signal the engine's whole tree (API server, engine core, their children) except its guard, the root."""
         for process in psutil.Process(self.state(number).pid).children(recursive=True):

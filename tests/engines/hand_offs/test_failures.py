@@ -6,6 +6,8 @@ vLLM 0.18.1 itself hangs in nearly all of these cases. This file reproduces the 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import signal
 import time
 import uuid
@@ -21,6 +23,7 @@ from tests.engines.rig import ABORT_S, REAL_ENGINES, Engines, Proxy, Said, fresh
 pytestmark = REAL_ENGINES
 
 P, D, OTHER, JUDGE = 0, 1, 2, 3
+IN_USE = "vllm:kv_cache_usage_perc"
 LEG_BOUND_S = 5.0
 """Time limit of each leg here, before the request is answered without a hand-off."""
 NEVER_S = 3600.0
@@ -195,6 +198,8 @@ async def test_a_d_that_has_met_p_needs_no_bootstrap(engines: Engines, start_pro
 async def test_expired_at_p(engines: Engines, start_proxy: StartProxy) -> None:
     """D pulls after P has dropped the KV. P drops it only at its next step, so the test causes one."""
     pair = await start_pair(engines, start_proxy, first_token_timeout_s=ABORT_S + 9.0)
+    # Not nothing: an engine that was a D keeps the blocks of every pull that failed in an earlier test.
+    before = (await engines.metrics(P))[IN_USE]
 
     async def too_late(path: str, body: dict[str, Any]) -> dict[str, Any]:
         if pulls(body):
@@ -206,8 +211,10 @@ async def test_expired_at_p(engines: Engines, start_proxy: StartProxy) -> None:
 
     pair.d.before = too_late
     await pair.check({"fell_back_d_timeout"})
-    # P has freed the blocks.
-    assert (await engines.metrics(P))["vllm:kv_cache_usage_perc"] < 0.001
+    # P dropped the blocks of this very leg, and has its room back.
+    leg = json.loads(pair.p.answers[0])["id"]
+    assert re.search(rf"Request {leg}\S* timed out after {ABORT_S} seconds without being sent", engines.log(P))
+    assert (await engines.metrics(P))[IN_USE] < before + 0.001
 
 
 async def test_unknown_transfer_id(engines: Engines, start_proxy: StartProxy) -> None:
