@@ -33,6 +33,7 @@ from replayer.replay.replay import ReplayOptions, replay_trace
 from replayer.traces.loading import load_trace
 from replayer.traces.trace import TraceError
 from sim.offline.setup import parsed_params
+from warmroute_yaml import load_yaml
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
 
@@ -99,7 +100,7 @@ def run(
     try:
         arms = [RuleArm.parse(each) for each in arm or ["never_hold", "working_set"]]
         loaded = load_trace(trace)
-        settings = yaml.safe_load(config.read_text(encoding="utf-8"))
+        settings = load_yaml(config.read_text(encoding="utf-8"))
     except (TraceError, ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

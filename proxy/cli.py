@@ -12,6 +12,7 @@ import typer
 from proxy.access.key_cli import key_app
 from proxy.console.explain import explain
 from proxy.console.top import top
+from warmroute_yaml import load_yaml
 
 
 def serve(
@@ -162,7 +163,7 @@ def _params(pairs: list[str] | None) -> dict[str, Any] | None:
         try:
             if not key or not found:
                 raise typer.BadParameter(f"{pair!r}: give parameters as KEY=VALUE")
-            params[key] = yaml.safe_load(value)
+            params[key] = load_yaml(value)
         except yaml.YAMLError as error:
             raise typer.BadParameter(f"{pair!r}: the value is not YAML") from error
     return params or None

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from policies.costs.constants import CostConstants, constants_of
 from sim.core.timing import StepTiming
 from sim.core.types import TransferSeconds
+from warmroute_yaml import load_yaml
 
 HARDWARE_FOLDER = Path(__file__).resolve().parent.parent / "configs" / "hardware"
 
@@ -242,7 +243,7 @@ def read_yaml(path: Path) -> object:
         ProfileError: the file is missing or not YAML.
     """
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ProfileError(f"cannot read {path}: {error.strerror}") from error
     except yaml.YAMLError as error:

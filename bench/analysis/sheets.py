@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bench.analysis.architecture import Architecture
 from bench.analysis.output import AnalysisError
+from warmroute_yaml import load_yaml
 
 MODEL_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
 GPU_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "gpus"
@@ -98,7 +99,7 @@ def _find(name: str, folder: Path, what: str) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        raw = json.loads(text) if path.suffix == ".json" else load_yaml(text)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
         raise AnalysisError(f"cannot read {path}: {error}") from error
     if not isinstance(raw, dict):

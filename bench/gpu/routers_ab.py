@@ -38,6 +38,7 @@ from launch.hardware.gpus import read_inventory
 from replayer.traces.loading import load_trace
 from replayer.traces.shorten import shortened
 from replayer.traces.trace import TraceError
+from warmroute_yaml import load_yaml
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
 
@@ -166,7 +167,7 @@ def table(
 
 
 def _settings(config: Path) -> dict[str, Any]:
-    settings = yaml.safe_load(config.read_text(encoding="utf-8"))
+    settings = load_yaml(config.read_text(encoding="utf-8"))
     if not isinstance(settings, dict) or not settings.get("instances"):
         raise ValueError(f"{config}: no instances; give the settings of a proxy in front of the engines")
     instances = [{"url": each} if isinstance(each, str) else each for each in settings["instances"]]

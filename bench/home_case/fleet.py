@@ -9,6 +9,7 @@ import yaml
 
 from launch.run.state import FleetRecord, ProcessState, StateError, read_state
 from launch.run.supervisor import PROXY_CONFIG
+from warmroute_yaml import load_yaml
 
 _SECRET = ("keys", "tls", "tenants")
 """Sections of the proxy's settings that are not kept with results."""
@@ -38,7 +39,7 @@ def running_fleet(run_dir: Path) -> RunningFleet:
     """
     try:
         state = read_state(run_dir)
-        settings = yaml.safe_load((run_dir / PROXY_CONFIG).read_text(encoding="utf-8"))
+        settings = load_yaml((run_dir / PROXY_CONFIG).read_text(encoding="utf-8"))
     except (StateError, OSError, yaml.YAMLError) as error:
         raise HomeCaseError(f"{error}; start a fleet with `warmroute up FLEET --detach --run-dir {run_dir}`") from error
     proxies = [process for process in state.processes if process.kind == "proxy"]

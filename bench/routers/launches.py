@@ -16,6 +16,7 @@ from bench.replicas.processes import free_port
 from bench.routers.arms import RouterArm, RouterProduct
 from policies.registry import PolicyParameterError, UnknownPolicyError, make_routing
 from replayer.records.version import installed_version
+from warmroute_yaml import load_yaml
 
 HOST = "127.0.0.1"
 _VERSION_S = 60.0
@@ -119,7 +120,7 @@ def check_arm(arm: RouterArm, base: Mapping[str, Any]) -> None:
 
 def policy_params(arm: RouterArm) -> dict[str, Any]:
     """Parameters of warmroute's policy; values are read as YAML."""
-    return {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in arm.options)}
+    return {key: load_yaml(value) for key, _, value in (each.partition("=") for each in arm.options)}
 
 
 def settings_of(arm: RouterArm, base: Mapping[str, Any], port: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import yaml
 
 from bench.tournament.results import costs_digest
 from bench.tournament.settings import TournamentError, TournamentSettings
@@ -21,6 +20,7 @@ from policies.admission.never_hold import NeverHold
 from policies.offload import recent_contexts, specialists
 from policies.registry import PolicyParameterError, make_admission, make_routing, routing_policies
 from policies.routing.base import RoutingPolicy
+from warmroute_yaml import load_yaml
 
 _OF_RULE = "admission."
 _SPECIALISTS = (specialists.__name__, recent_contexts.__name__)
@@ -131,7 +131,7 @@ def parse(text: str) -> Entrant:
         if not equals or not key:
             raise TournamentError(f"--policies {text!r}: {pair!r} is not key=value")
         of_rule = key.startswith(_OF_RULE)
-        (rule_params if of_rule else params)[key.removeprefix(_OF_RULE)] = yaml.safe_load(value)
+        (rule_params if of_rule else params)[key.removeprefix(_OF_RULE)] = load_yaml(value)
     name, _, rule = name.partition("+")
     entrant = Entrant(
         label=label.strip(),

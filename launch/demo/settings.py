@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from launch.fleet.file import FleetError, FleetFile, explain, parse_fleet, ports_in_use
 from launch.fleet.wall_time import in_wall_time
+from warmroute_yaml import load_yaml
 
 DEMO_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 _PORT_STEP = 50
@@ -116,7 +117,7 @@ def load_demo(path: Path, **overrides: Any) -> DemoSettings:
         FleetError: the file cannot be read, a key is unknown, or a value (the fleets' included) is refused.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise FleetError(f"{path}: cannot be read ({error})") from error
     except yaml.YAMLError as error:

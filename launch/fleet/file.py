@@ -17,6 +17,8 @@ from launch.fleet.overrides import apply_environment, apply_overrides
 from launch.shipped import ShippedFileError, find_shipped
 from policies.types import Role, Transport
 from proxy.settings import SettingsError, load_settings
+from proxy.settings.routing import HARDWARE_FOLDER
+from warmroute_yaml import load_yaml
 
 FLEETS = Path(__file__).resolve().parents[2] / "configs" / "fleets"
 """Folder of the shipped fleet files."""
@@ -80,6 +82,8 @@ def parse_fleet(values: Any, source: str = "fleet") -> FleetFile:
         fleet = FleetFile(**values)
     except ValidationError as error:
         raise FleetError(explain(error, source)) from error
+    if fleet.kind == "sim":
+        _check_profile(fleet.sim.profile, source)
     try:
         load_settings(**fleet.proxy_config())
     except SettingsError as error:
@@ -99,7 +103,7 @@ def load_fleet(path: Path, overrides: Sequence[str] = ()) -> FleetFile:
     """
     path = find_fleet(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise FleetError(f"{path}: cannot be read ({error})") from error
     except yaml.YAMLError as error:
@@ -110,6 +114,15 @@ def load_fleet(path: Path, overrides: Sequence[str] = ()) -> FleetFile:
         except ValueError as error:
             raise FleetError(f"{path}: {error}") from error
     return parse_fleet(values, str(path))
+
+
+def _check_profile(profile: str, source: str) -> None:
+    if profile.endswith((".yaml", ".yml")):
+        if not Path(profile).is_file():
+            raise FleetError(f"{source}: sim.profile: no file at {profile}")
+    elif not (HARDWARE_FOLDER / f"{profile}.yaml").is_file():
+        names = sorted(path.stem for path in HARDWARE_FOLDER.glob("*.yaml") if not path.stem.endswith("_points"))
+        raise FleetError(f"{source}: sim.profile: no profile {profile!r}; known: {', '.join(names)}, or a path to one")
 
 
 def find_fleet(path: Path) -> Path:

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from warmroute_yaml import load_yaml
+
 PYTHON_VARIABLE = "WARMROUTE_ENGINE_PYTHON"
 MODEL_VARIABLE = "WARMROUTE_ENGINE_MODEL"
 
@@ -38,7 +40,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
         if not equals or not key.strip():
             raise ValueError(f"--set {text}: write key=value, for example vllm.max_model_len=8192")
         try:
-            value = yaml.safe_load(written)
+            value = load_yaml(written)
         except yaml.YAMLError as error:
             raise ValueError(f"--set {text}: the value is not YAML ({error})") from error
         _put(changed, key.strip().split("."), value, text)

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from proxy.discovery.source import DiscoveryError, Wanted, polled
 from proxy.discovery.template import problem_of
 from proxy.settings import InstanceSettings, distinct_ranks
+from warmroute_yaml import load_yaml
 
 MAX_BYTES = 8 * 1024 * 1024
 """A thousand instances need 300 KB."""
@@ -81,10 +82,10 @@ def parsed(text: str) -> Wanted:
 
 def _entries(text: str) -> list[Any]:
     try:
-        found = json.loads(text) if text.lstrip().startswith(("[", "{")) else yaml.safe_load(text)
+        found = json.loads(text) if text.lstrip().startswith(("[", "{")) else load_yaml(text)
     except json.JSONDecodeError:
         try:
-            found = yaml.safe_load(text)  # YAML in brackets is no JSON
+            found = load_yaml(text)  # YAML in brackets is no JSON
         except yaml.YAMLError as error:
             raise ValueError(f"neither JSON nor YAML: {error}") from error
     except yaml.YAMLError as error:

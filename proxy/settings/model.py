@@ -46,6 +46,7 @@ from proxy.settings.security import AdminSettings, FairnessSettings, KeySettings
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
 from proxy.settings.sessions import CacheKillerSettings, NormalizeSettings, SessionSettings
 from proxy.settings.sharing import SharingSettings
+from warmroute_yaml import load_yaml
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _PREFIX = "WARMROUTE_"
@@ -244,7 +245,7 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
 def _written(path: Path) -> dict[str, Any]:
     """Contents of a settings file. Raises OSError, ValueError and YAMLError."""
     with path.open(encoding="utf-8") as file:
-        written = yaml.safe_load(file)
+        written = load_yaml(file)
     if written is None:
         return {}
     if not isinstance(written, dict):

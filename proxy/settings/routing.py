@@ -15,6 +15,7 @@ from policies.classes import ClassThresholds
 from policies.costs.constants import CostConstants, constants_of
 from policies.registry import PolicyLoadError, PolicyParameterError, make_admission, make_planner, make_routing
 from proxy.settings.section import Seconds, Section
+from warmroute_yaml import load_yaml
 
 LONGEST_KEEP_S = 86_400
 """Longest ``keep_s`` of an admission rule."""
@@ -130,7 +131,7 @@ def hardware_constants(name: str) -> CostConstants:
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else HARDWARE_FOLDER / f"{name}.yaml"
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"hardware profile {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from proxy.settings.section import Seconds, Section
+from warmroute_yaml import load_yaml
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
 KeyLabel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._@-]{1,64}$")]
@@ -101,7 +102,7 @@ class KeySettings(KeyLists):
         if self.file is None:
             return here
         try:
-            written: Any = yaml.safe_load(self.file.read_text(encoding="utf-8"))
+            written: Any = load_yaml(self.file.read_text(encoding="utf-8"))
             listed = KeyLists.model_validate({} if written is None else written)
             # An emptied file must not open the proxy to any client.
             if not listed.client and not listed.admin:

@@ -17,6 +17,7 @@ from policies.types import Role
 from replayer.replay.plan import PlanOptions
 from replayer.traces.loading import LoadOptions
 from sim.offline.options import Noise, SimOptions, SimulationError
+from warmroute_yaml import load_yaml
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -190,6 +191,6 @@ def parsed_params(pairs: Sequence[str]) -> dict[str, Any]:
 def parsed_value(text: str, where: str) -> Any:
     """A value as YAML has it; raises PolicyParameterError."""
     try:
-        return yaml.safe_load(text)
+        return load_yaml(text)
     except yaml.YAMLError as error:
         raise PolicyParameterError(f"{where!r}: the value is not YAML ({error})") from error

@@ -23,6 +23,7 @@ from launch.experiment.definition.sections import (
 from launch.fleet.file import explain
 from launch.fleet.overrides import apply_overrides
 from launch.shipped import ShippedFileError, find_shipped
+from warmroute_yaml import load_yaml
 
 EXPERIMENTS = Path(__file__).resolve().parents[3] / "configs" / "experiments"
 """Folder of the shipped experiment files."""
@@ -182,7 +183,7 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> LoadedExperime
     found = find_experiment(path)
     try:
         text = found.read_text(encoding="utf-8")
-        values = yaml.safe_load(text)
+        values = load_yaml(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ExperimentError(f"{found}: cannot be read ({error})") from error
     except yaml.YAMLError as error:

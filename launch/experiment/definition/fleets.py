@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from launch.experiment.definition.file import ExperimentError, LoadedExperiment
 from launch.experiment.definition.sections import ArmSettings, LiveBackend
 from launch.fleet.file import FleetError, FleetFile, find_fleet, load_fleet, parse_fleet, ports_in_use
 from launch.fleet.overrides import apply_environment, apply_overrides
 from launch.fleet.wall_time import in_wall_time
+from warmroute_yaml import load_yaml
 
 _PORT_STEP = 50
 _PORT_TRIES = 200
@@ -78,7 +77,7 @@ def arm_fleet(experiment: LoadedExperiment, name: str, base_port: int | None = N
         if source is not None:
             # Read once for its own checks, so that a message names the file.
             load_fleet(source, texts)
-            values = yaml.safe_load(source.read_text(encoding="utf-8"))
+            values = load_yaml(source.read_text(encoding="utf-8"))
         else:
             values = backend.fleet
         values = apply_overrides(apply_environment(dict(values)), texts)

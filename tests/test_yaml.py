@@ -1,0 +1,72 @@
+"""The one reader of settings: a key that is given twice is refused, whatever file it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.experiment.definition.file import load_experiment
+from launch.fleet.file import load_fleet
+from proxy.settings import load_settings
+from sim.hardware import ProfileError, load_profile
+from warmroute_yaml import load_yaml
+
+ROOT = Path(__file__).parents[1]
+TWICE = "port: 1\nadmin: {port: 2}\nport: 3\n"
+READERS: list[Callable[[Path], Any]] = [
+    load_settings,
+    load_fleet,
+    load_experiment,
+    lambda path: load_profile(str(path)),
+]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_key_given_twice_is_refused_with_its_place(read: Callable[[Path], Any], tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(TWICE)
+    with pytest.raises(
+        (ValueError, ProfileError), match=r"(?s)the key 'port' is there twice; keep one of the two.*line 3, column 1"
+    ):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{a: 1, b: {c: 2, c: 3}}",
+        "[{a: 1, a: 1}]",
+        "a: &all {x: 1, x: 2}\nb: *all",
+        '"a": 1\na: 2',
+    ],
+)
+def test_it_is_refused_at_any_depth(text: str) -> None:
+    with pytest.raises(yaml.YAMLError, match="is there twice"):
+        load_yaml(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a: {b: 1}\nc: {b: 1}",
+        "1: a\n'1': b",  # a number and a text
+        "all: &all {x: 1, y: 2}\none: &one {<<: *all, x: 3}\ntwo: {<<: *one, y: 4}\nthree: {<<: [*all, *one]}",
+    ],
+)
+def test_everything_else_is_read_as_before(text: str) -> None:
+    assert load_yaml(text) == yaml.safe_load(text)
+
+
+def test_no_settings_are_read_by_another_reader() -> None:
+    others = [
+        str(path.relative_to(ROOT))
+        for folder in ("policies", "proxy", "launch", "replayer", "sim", "bench")
+        for path in (ROOT / folder).rglob("*.py")
+        if "yaml.safe_load" in path.read_text(encoding="utf-8")
+    ]
+    assert others == []
