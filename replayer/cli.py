@@ -108,7 +108,7 @@ def replay_command(
 
     Sessions arrive as timed in the trace (open loop); the turns of a session are sent one after the other. The offered
     load is printed before anything is sent. Every request ends in exactly one record; after Ctrl-C (exit status 130),
-    --resume continues.
+    --resume continues. Exit status 1: no request succeeded.
     """
     import asyncio
 
@@ -175,6 +175,9 @@ def replay_command(
     for line in summary_lines(summary):
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"written: {output}", markup=False, soft_wrap=True)
+    if summary.requests and not summary.ok:
+        typer.echo(f"error: none of {summary.requests:,} requests succeeded; the reasons are above", err=True)
+        raise typer.Exit(1)
 
 
 def summary_command(

@@ -97,8 +97,14 @@ class Watch:
         self._fleet.notify(message)
 
     def _maybe_restart(self, process: ManagedProcess, tasks: asyncio.TaskGroup, client: httpx.AsyncClient) -> None:
-        found = self._fleet.state_of(process)
-        if self._settings.restart == "on_failure" and found.restarts < self._settings.max_restarts:
+        if self._settings.restart != "on_failure":
+            return
+        found, most = self._fleet.state_of(process), self._settings.max_restarts
+        if found.restarts >= most:
+            self._fleet.notify(
+                f"{process.spec.name} is not restarted again, max_restarts is {most}; log: {process.log_path}"
+            )
+        else:
             self._in_hand.add(process.spec.name)
             # Set at once, so that no other task takes the process for gone.
             self._fleet.set_status(process, "restarting", process.exit_code)

@@ -26,6 +26,10 @@ _Sessions = Annotated[int | None, typer.Option(help="Maximum active sessions.")]
 _Requests = Annotated[int | None, typer.Option(help="Maximum requests per minute.")]
 _Tokens = Annotated[int | None, typer.Option(help="Maximum prompt and completion tokens per minute.")]
 _AllowPriority = Annotated[bool, typer.Option("--allow-priority", help="Accept `priority` in requests.")]
+_NamesTenant = Annotated[
+    bool,
+    typer.Option("--names-tenant", help="Key of a trusted front door: its requests name the tenant in a header."),
+]
 
 
 @key_app.command()
@@ -38,6 +42,7 @@ def new(
     max_requests_per_min: _Requests = None,
     max_tokens_per_min: _Tokens = None,
     allow_priority: _AllowPriority = False,
+    names_tenant: _NamesTenant = False,
 ) -> None:
     """Generate a random key, printed only this once, and the settings line with its hash.
 
@@ -53,6 +58,7 @@ def new(
         "max_requests_per_min": max_requests_per_min,
         "max_tokens_per_min": max_tokens_per_min,
         "allow_priority": allow_priority or None,
+        "names_tenant": names_tenant or None,
     }
     limits = {option: value for option, value in given.items() if value is not None}
     _check(name, limits)

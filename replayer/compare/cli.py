@@ -11,6 +11,7 @@ import typer
 
 from replayer.compare.assumptions import ASSUMED_FLOOR
 from replayer.compare.goodput import SloTokens
+from replayer.traces.numbers import finite
 
 if TYPE_CHECKING:
     from replayer.compare.arms import ArmRuns
@@ -50,6 +51,7 @@ SkipFirst = Annotated[
         min=0,
         help="Leave out the plan's first engine seconds; automatic: until a tenth of the prompt tokens is due.",
         show_default="automatic",
+        callback=finite,
     ),
 ]
 SkipLast = Annotated[
@@ -58,20 +60,28 @@ SkipLast = Annotated[
         min=0,
         help="Leave out the plan's last engine seconds; automatic: after the last arrival, at most 10 % of requests.",
         show_default="automatic",
+        callback=finite,
     ),
 ]
 KeepAll = Annotated[bool, typer.Option("--keep-all", help="Leave nothing out at the start or the end.")]
 Clock = Annotated[str, typer.Option(help="Start of TTFT and E2E: when the request was sent, or when it was scheduled.")]
 SloTtft = Annotated[
     float | None,
-    typer.Option("--slo-ttft-s", help="Objective for goodput: longest TTFT, seconds.", show_default="none"),
+    typer.Option(
+        "--slo-ttft-s", help="Objective for goodput: longest TTFT, seconds.", show_default="none", callback=finite
+    ),
 ]
 SloTpot = Annotated[
     float | None,
-    typer.Option("--slo-tpot-s", help="Objective for goodput: longest TPOT, seconds.", show_default="none"),
+    typer.Option(
+        "--slo-tpot-s", help="Objective for goodput: longest TPOT, seconds.", show_default="none", callback=finite
+    ),
 ]
 SloE2e = Annotated[
-    float | None, typer.Option("--slo-e2e-s", help="Objective for goodput: longest E2E, seconds.", show_default="none")
+    float | None,
+    typer.Option(
+        "--slo-e2e-s", help="Objective for goodput: longest E2E, seconds.", show_default="none", callback=finite
+    ),
 ]
 SloBase = Annotated[
     float | None,
@@ -79,6 +89,7 @@ SloBase = Annotated[
         "--slo-ttft-base-s",
         help="Length-scaled TTFT objective: base of base + slope x tokens, seconds.",
         show_default="none; 0 with a slope",
+        callback=finite,
     ),
 ]
 SloSlope = Annotated[
@@ -87,6 +98,7 @@ SloSlope = Annotated[
         "--slo-ttft-per-1k-tokens-s",
         help="Length-scaled TTFT objective: slope, seconds per 1,000 tokens.",
         show_default="none; 0 with a base",
+        callback=finite,
     ),
 ]
 SloOf = Annotated[
@@ -101,6 +113,7 @@ AssumedFloor = Annotated[
     typer.Option(
         min=0,
         help="Without repeats and --aa: fraction by which 95 % of A/A runs are assumed to differ at most.",
+        callback=finite,
     ),
 ]
 TraceFile = Annotated[

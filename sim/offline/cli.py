@@ -177,7 +177,7 @@ def simulate_command(
     The engines are those of `warmroute sim engine`, the decisions those of `warmroute serve`. Sessions arrive by the
     trace's clock; a turn is sent when the one before has ended and its think time has passed. The run file has the
     format of `warmroute replay`: summary, compare and report read it. Times are engine seconds from the start of the
-    run.
+    run. Exit status 1: no request succeeded.
 
     With --sweep, --output is a folder: it gets a run file for every combination, and sweep.json with the figures.
     """
@@ -251,6 +251,9 @@ def _run(setup: Setup, output: Path, breakdown: Path | None, look_ahead_s: float
         else:
             ran = run_streamed(setup, look_ahead_s, lines, rows)
     _show(setup, ran, time.perf_counter() - started_s, output)
+    if ran.outcome.requests and not ran.outcome.ok:
+        typer.echo(f"error: none of {ran.outcome.requests:,} requests succeeded; the reasons are above", err=True)
+        raise typer.Exit(1)
 
 
 def _show(setup: Setup, ran: Ran, took_s: float, output: Path) -> None:

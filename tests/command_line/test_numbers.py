@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from tests.command_line.commands import commands, page
 from warmroute import build
 
-CHECKED = ("replay", "simulate", "sim engine", "trace synth", "trace sample", "trace repeat")
+CHECKED = ("replay", "simulate", "sim engine", "trace synth", "trace sample", "trace repeat", "compare")
 NUMBERS = [
     (one.path, row.names[0])
     for one in (page(path, command) for path, command in commands())
@@ -28,4 +28,4 @@ def test_a_number_that_is_not_finite_is_refused(path: str, option: str, value: s
 
 
 def test_there_are_numbers_to_check() -> None:
-    assert {path for path, _ in NUMBERS} >= {"replay", "simulate", "trace synth"}
+    assert {path for path, _ in NUMBERS} >= {"compare", "replay", "simulate", "trace synth"}

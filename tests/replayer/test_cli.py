@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 from replayer import cli
 from replayer.records.runs import read_run
+from replayer.replay.plan import PlanOptions, make_plan
 from replayer.traces.formats import bailian
+from replayer.traces.loading import load
 from tests.replayer.conftest import Stub, make_trace
 
 RUNNER = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
@@ -112,6 +114,18 @@ async def test_the_command_replays_prints_the_load_first_and_the_summary_after(s
     assert process.returncode == 0, err
     assert text.index("Offered load") < text.index("4 requests of 4 planned, 4 ok, complete")
     assert read_run(output).end is not None
+
+
+async def test_a_replay_without_any_success_exits_1(stub: Stub, tmp_path: Path) -> None:
+    trace, output = tmp_path / "t.jsonl", tmp_path / "run.jsonl"
+    bailian.write(trace, make_trace(2, 2).requests)
+    sessions = make_plan(load(trace), PlanOptions()).sessions
+    stub.faults = {step.request_id: "busy" for session in sessions for step in session.steps}
+    process = await command(str(trace), "-o", str(output), "--endpoint", stub.url, "--arrival-speed", "1000000")
+    text, err = await finished(process)
+    assert process.returncode == 1, text + err
+    assert "error: none of 4 requests succeeded" in err
+    assert read_run(output).end is not None  # recorded like any other run
 
 
 async def test_ctrl_c_closes_the_file_exits_130_and_resume_goes_on(stub: Stub, tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -67,7 +69,8 @@ async def test_an_unexpected_exit_is_noticed(small_fleet: MakeFleet, tmp_path: P
 @pytest.mark.usefixtures("stubs")
 async def test_restart_with_back_off_and_a_limit(small_fleet: MakeFleet, tmp_path: Path) -> None:
     values = small_fleet(count=1, restart="on_failure", max_restarts=1, restart_backoff_s=0.05)
-    async with Fleet(values, tmp_path, with_proxy=False) as fleet:
+    reported: list[str] = []
+    async with Fleet(values, tmp_path, with_proxy=False, notify=reported.append) as fleet:
         first = fleet.state.processes[0].pid
         os.kill(first, signal.SIGKILL)
         await soon(lambda: fleet.state.processes[0].restarts == 1 and fleet.state.processes[0].status == "ready")
@@ -78,6 +81,7 @@ async def test_restart_with_back_off_and_a_limit(small_fleet: MakeFleet, tmp_pat
         async with asyncio.timeout(20):
             assert await fleet.wait() == "every engine is gone"
         assert fleet.state.processes[0].restarts == 1
+    assert any("inst-0 is not restarted again, max_restarts is 1; log: " in message for message in reported)
 
 
 async def test_what_an_engine_started_ends_with_it(
@@ -248,3 +252,21 @@ async def test_a_simulated_transport_is_known_if_it_was_named(
         assert [process.transport for process in fleet.state.processes if process.kind != "proxy"] == [known, known]
         settings = yaml.safe_load((tmp_path / PROXY_CONFIG).read_text())
         assert [each.get("transport") for each in settings["instances"]] == [known, known]
+
+
+@pytest.mark.fleet
+async def test_a_fleet_on_an_ipv6_address_answers(small_fleet: MakeFleet, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6 loopback")
+    async with Fleet(small_fleet(count=1, host="::1"), tmp_path) as fleet, httpx.AsyncClient() as client:
+        [proxy] = [process for process in fleet.state.processes if process.kind == "proxy"]
+        assert proxy.url is not None
+        assert proxy.url.startswith("http://[::1]:")
+        models = (await client.get(f"{proxy.url}/v1/models")).json()["data"]
+        body = {"model": models[0]["id"], "prompt": [1, 2, 3], "max_tokens": 2}
+        answer = await client.post(f"{proxy.url}/v1/completions", json=body, timeout=30)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 2

@@ -195,12 +195,13 @@ def test_series_of_tenants_are_bounded() -> None:
 def test_the_command_line_writes_limits_that_the_settings_accept() -> None:
     runner = CliRunner()
     options = ["--weight", "2.5", "--priority", "-3", "--max-sessions", "4", "--max-tokens-per-min", "100000"]
-    made = runner.invoke(build(), ["key", "new", "--name", "a", *options, "--allow-priority"])
+    made = runner.invoke(build(), ["key", "new", "--name", "a", *options, "--allow-priority", "--names-tenant"])
     assert made.exit_code == 0, made.output
     [line] = yaml.safe_load(made.stdout.splitlines()[-1])
     [client] = KeySettings.model_validate({"client": [line]}).client
     assert (client.weight, client.priority, client.max_sessions, client.max_tokens_per_min) == (2.5, -3, 4, 100_000)
     assert client.allow_priority
+    assert client.names_tenant
     for wrong in (["--weight", "0"], ["--priority", "1000"], ["--max-concurrent", "0"]):
         refused = runner.invoke(build(), ["key", "new", "--name", "a", *wrong])
         assert refused.exit_code == 2

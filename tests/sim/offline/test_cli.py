@@ -66,6 +66,12 @@ def test_its_runs_are_read_as_a_replays_are(trace: Path, tmp_path: Path) -> None
     assert arm.summary.predicted_requests == 60
 
 
+def test_a_simulation_without_any_success_exits_1(trace: Path, tmp_path: Path) -> None:
+    said = call("simulate", trace, "-o", tmp_path / "run.jsonl", "--max-model-len", 16, code=1)
+    assert "error: none of 60 requests succeeded" in said
+    assert len(read_run(tmp_path / "run.jsonl").records) == 60
+
+
 def test_options_reach_the_run(trace: Path, tmp_path: Path) -> None:
     run = tmp_path / "run.jsonl"
     options = ["--policy", "linear", "--policy-param", "alpha=0.25", "--planner", "threshold", "--label", "mine"]
