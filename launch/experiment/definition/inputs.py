@@ -77,7 +77,8 @@ def build_trace(experiment: LoadedExperiment) -> Trace:
     else:
         path = trace_file(experiment)
         assert path is not None
-        trace = load(path, LoadOptions(block_tokens=wanted.block_tokens))
+        options = LoadOptions(block_tokens=wanted.block_tokens, time_unit=wanted.time_unit, sessions=wanted.sessions)
+        trace = load(path, options)
     requests = trace.requests
     if wanted.window_s is not None:
         end_s = requests[0].timestamp_s + wanted.window_s

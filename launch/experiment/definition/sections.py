@@ -39,6 +39,13 @@ class TraceSettings(Section):
     )
     synth: SynthSettings | None = Field(default=None, description="generate a trace instead")
     block_tokens: int | None = Field(default=None, ge=1, description="tokens per block id; default: detected")
+    time_unit: Literal["auto", "s", "ms", "us"] = Field(
+        default="auto",
+        description="of the file's timestamps; auto: the format's own, refused if the rate is implausible",
+    )
+    sessions: Literal["derived", "single"] = Field(
+        default="derived", description="of a file without sessions: by prefix chaining, or one for each request"
+    )
     window_s: float | None = Field(
         default=None, gt=0, description="only requests of the trace's first seconds; sessions lose their later turns"
     )
@@ -58,13 +65,19 @@ class TraceSettings(Section):
             raise ValueError("give either `path` or `synth`")
         if self.synth is not None and self.block_tokens is not None:
             raise ValueError("block_tokens: belongs under `synth` for a generated trace")
+        if self.synth is not None and self._read_otherwise:
+            raise ValueError("time_unit, sessions: are for the trace at `path`; a generated one has both")
         return self
 
     @property
     def as_stored(self) -> bool:
         """True if the file is replayed unchanged."""
         changes = (self.synth, self.block_tokens, self.window_s, self.max_output_tokens, self.prompt_scale)
-        return all(change is None for change in changes)
+        return all(change is None for change in changes) and not self._read_otherwise
+
+    @property
+    def _read_otherwise(self) -> bool:
+        return (self.time_unit, self.sessions) != ("auto", "derived")
 
 
 class ReplaySettings(Section):

@@ -30,7 +30,7 @@ from launch.experiment.definition.file import (
     parse_experiment,
 )
 from launch.experiment.definition.fleets import arm_fleet, arm_fleets, clock_scale, placed_fleet
-from launch.experiment.definition.inputs import TRACE_FILE, build_trace, offered_load, trace_file
+from launch.experiment.definition.inputs import TRACE_FILE, build_trace, offered_load, prepare, trace_file
 from launch.experiment.definition.order import interleaved_rows, noise_seed, plan_runs, randomised_rows
 from launch.experiment.definition.reference import SECTIONS, reference
 from launch.experiment.records.environment import ENVIRONMENT_FILE, differences, engines_of, software
@@ -41,6 +41,7 @@ from launch.experiment.run.simulated import simulator_command
 from launch.fleet.overrides import PYTHON_VARIABLE
 from policies.registry import routing_policies
 from replayer.traces.loading import load_trace
+from replayer.traces.trace import TraceError
 from tests.launch.conftest import free_base
 
 SIMULATED: dict[str, Any] = {
@@ -282,6 +283,26 @@ class TestTrace:
         assert len(load_trace(path).requests) == offered_load(experiment).requests == 40
         with pytest.raises(ExperimentError, match=r"trace: nothing at yours\.jsonl"):
             trace_file(loaded(tmp_path, trace="yours.jsonl"))
+
+    def test_times_in_another_unit_are_read_by_the_key_that_the_loader_names(self, tmp_path: Path) -> None:
+        from msgspec.structs import replace
+
+        from replayer.traces.formats import bailian
+
+        requests = build_trace(loaded(tmp_path, trace={"synth": {"requests": 120}})).requests
+        slower = [replace(request, timestamp_s=request.timestamp_s * 1e6) for request in requests]
+        bailian.write(tmp_path / "us.jsonl", slower)
+        with pytest.raises(TraceError, match="or --time-unit us "):
+            build_trace(loaded(tmp_path, trace="us.jsonl"))
+        experiment = loaded(tmp_path, trace={"path": "us.jsonl", "time_unit": "us"})
+        read = prepare(experiment, tmp_path).trace_path
+        assert read.parent == tmp_path  # written anew: runs and reports read it without the option
+        times = [request.timestamp_s for request in load_trace(read).requests]
+        assert times == pytest.approx([request.timestamp_s for request in requests], abs=1e-3)
+        single = build_trace(loaded(tmp_path, trace={"path": "us.jsonl", "time_unit": "us", "sessions": "single"}))
+        assert len(single.requests) == 120
+        with pytest.raises(ExperimentError, match="time_unit, sessions: are for the trace at `path`"):
+            loaded(tmp_path, trace={"synth": {"requests": 40}, "time_unit": "us"})
 
 
 SHIPPED = {
