@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from launch.fleet.file import FleetFile
+from launch.run.files import replace_file
 from launch.run.processes import creation_time, same_process
 
 STATE_FILE = "state.json"
@@ -99,11 +100,8 @@ def new_record(fleet: FleetFile, source: str, *, with_proxy: bool) -> FleetRecor
 
 
 def write_state(run_dir: Path, state: FleetRecord) -> None:
-    """Replace the state file in one step: a reader sees the old or the new one, never half of it."""
-    target = run_dir / STATE_FILE
-    temporary = run_dir / f".{STATE_FILE}.{os.getpid()}"
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
-    temporary.replace(target)
+    """Replace the state file in one step. Raises OSError, with its path."""
+    replace_file(run_dir / STATE_FILE, msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
 
 
 def make_run_dir(run_dir: Path) -> None:
