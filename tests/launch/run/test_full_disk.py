@@ -26,6 +26,7 @@ from launch.run.supervisor import Fleet
 from launch.run.transport import prove_transport
 from policies.types import Transport
 from tests.launch.conftest import fleet_values
+from tests.launch.run.test_proxy_side import collect, fleet_with, stream
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 MakeFleet = Callable[..., FleetFile]
@@ -162,3 +163,18 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
     assert caught.value.filename == str(path)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.fleet
+async def test_a_stop_drains_the_proxy_first_though_the_disk_is_full(tmp_path: Path, disk: Disk) -> None:
+    reported: list[str] = []
+    async with Fleet(fleet_with(stop_grace_s=0.1, grace_s=60), tmp_path, notify=reported.append) as fleet:
+        processes = fleet.state.processes
+        events = stream(fleet.fleet.proxy_url(), 150)  # longer than stop_grace_s
+        assert (await anext(events)).startswith("data: ")
+        rest = asyncio.create_task(collect(events))
+        disk.error = errno.ENOSPC
+    assert (await rest)[-1] == "data: [DONE]"
+    assert {process.name: process.exit_code for process in processes}["proxy"] == 0
+    assert not any(process.alive for process in processes)
+    assert len([each for each in reported if "state.json" in each]) == 1
