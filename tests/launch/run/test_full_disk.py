@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from launch.__main__ import app
 from launch.engines.commands import engine_specs
 from launch.fleet.file import FleetFile, parse_fleet
 from launch.run import files, state
@@ -37,9 +39,12 @@ class Disk:
 
     def __init__(self) -> None:
         self.error: int | None = None
+        self.left = 0
+        """Writes for which there still is room."""
 
     def replace(self, path: Path, content: bytes, *, sync: bool = False) -> None:
-        if self.error is not None:
+        self.left -= 1
+        if self.error is not None and self.left < 0:
             raise OSError(self.error, os.strerror(self.error), str(path))
         replace_file(path, content, sync=sync)
 
@@ -178,3 +183,28 @@ async def test_a_stop_drains_the_proxy_first_though_the_disk_is_full(tmp_path: P
     assert {process.name: process.exit_code for process in processes}["proxy"] == 0
     assert not any(process.alive for process in processes)
     assert len([each for each in reported if "state.json" in each]) == 1
+
+
+@pytest.mark.usefixtures("stubs")
+def test_up_without_room_is_one_line_before_anything_starts(tmp_path: Path, disk: Disk) -> None:
+    disk.error = errno.ENOSPC
+    ended = CliRunner().invoke(app, ["up", "sim-4x", "--run-dir", str(tmp_path)])
+    assert ended.exit_code == 2
+    assert ended.output == (
+        f"error: {tmp_path}: cannot be a run directory (No space left on device); give another --run-dir\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("stubs")
+@pytest.mark.parametrize("left", [1, 5])  # the proof of room; the same, two engines that start and are ready
+async def test_a_disk_that_fills_during_the_start_ends_it(
+    small_fleet: MakeFleet, tmp_path: Path, disk: Disk, left: int
+) -> None:
+    disk.error, disk.left = errno.ENOSPC, left
+    reported: list[str] = []
+    fleet = Fleet(small_fleet(), tmp_path, with_proxy=False, notify=reported.append)
+    with pytest.raises(StartError, match=r"state\.json: cannot be written \(No space left on device\)"):
+        async with fleet:
+            pytest.fail("started")
+    assert not any(process.alive for process in fleet.state.processes)
