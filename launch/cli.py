@@ -236,26 +236,20 @@ async def _hold(
     fleet: FleetFile, directory: Path, source: Path, with_proxy: bool, require_fresh: bool, hurry: asyncio.Event
 ) -> int:
     """Run the fleet until it fails or this task is cancelled; the exit status."""
-    from rich.console import Console
-    from rich.markup import escape
-
     from launch.freshness.proof import FRESH_FILE, StaleEngineError, prove_fresh
+    from launch.run.messages import Messages
     from launch.run.processes import StartError
     from launch.run.supervisor import Fleet
 
-    console = Console()
+    messages = Messages()
     since_unix_s = time.time()
     (directory / FRESH_FILE).unlink(missing_ok=True)
-
-    def notify(message: str) -> None:
-        console.print(f"{time.strftime('%H:%M:%S')} {escape(message)}", style="yellow", soft_wrap=True)
-
     runner = Fleet(
         fleet,
         directory,
         source=str(source),
         with_proxy=with_proxy,
-        notify=notify,
+        notify=messages.notify,
         hurry=hurry,
         defer_warmup=require_fresh,
     )
@@ -264,9 +258,9 @@ async def _hold(
             if require_fresh:
                 await prove_fresh(runner.state.processes, since_unix_s=since_unix_s, path=directory / FRESH_FILE)
                 await runner.finish_start()
-            console.print(state_table(runner.state, directory))
+            messages.show(state_table(runner.state, directory))
             if runner.state.proxy_url:
-                console.print(f"ready: {runner.state.proxy_url}/v1 (Ctrl-C stops everything)", soft_wrap=True)
+                messages.show(f"ready: {runner.state.proxy_url}/v1 (Ctrl-C stops everything)")
             reason = await runner.wait()
             typer.echo(f"error: {reason}; stopping the fleet", err=True)
             return 1
@@ -275,7 +269,7 @@ async def _hold(
         return 1
     finally:
         if runner.state.processes:
-            console.print(f"stopped; logs in {escape(str(directory))}", soft_wrap=True)
+            messages.show(f"stopped; logs in {directory}")
 
 
 def _detach(source: Path, directory: Path, options: list[str]) -> None:

@@ -80,6 +80,7 @@ def _run(
     from launch.run.processes import StartError
     from launch.run.signals import run_until_signal
     from launch.run.supervisor import new_run_dir
+    from replayer.records.runs import RecordError
     from replayer.traces.trace import TraceError
 
     named = [name.strip() for name in arms.split(",") if name.strip()] if arms else None
@@ -99,9 +100,12 @@ def _run(
     except FileExistsError:
         typer.echo(f"error: {directory} exists already; choose another --output", err=True)
         return 2
+    except OSError as error:
+        typer.echo(f"error: {directory}: {error.strerror}; choose another --output", err=True)
+        return 2
     run = run_live if ui else run_demo
     try:
         return run_until_signal(run(settings, directory, base, Console()))
-    except (StartError, StaleEngineError, ArmError, TraceError) as error:
+    except (StartError, StaleEngineError, ArmError, RecordError, TraceError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         return 1

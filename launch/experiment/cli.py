@@ -205,7 +205,10 @@ def _run(experiment: LoadedExperiment, directory: Path, resume: bool, jobs: int)
     if resume:
         read_experiment(directory)  # raises where there is none, before anything is created there
     else:
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ExperimentError(f"{directory}: {error.strerror}; choose another --output") from error
     with locked(directory):
         state, inputs = (reopen_experiment if resume else open_experiment)(experiment, directory)
         return _measure(experiment, directory, state, inputs, jobs)
@@ -216,6 +219,7 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
 
     from launch.experiment.comparison import write_comparison
     from launch.experiment.console import ConsoleObserver
+    from launch.experiment.definition.file import ExperimentError
     from launch.experiment.records.state import DONE
     from launch.experiment.run.runner import Runner
     from launch.run.signals import run_until_signal
@@ -232,13 +236,13 @@ def _measure(experiment: LoadedExperiment, directory: Path, state: ExperimentSta
             ended = await Runner(experiment, directory, state, inputs, observer, jobs).run()
         return 0 if ended.state == DONE and not ended.left else 1
 
-    code = run_until_signal(work())
+    remedy = f"continue with: warmroute experiment run {experiment.source} --output {directory} --resume"
+    try:
+        code = run_until_signal(work())
+    except ExperimentError as error:
+        raise ExperimentError(f"{error}; once that is fixed, {remedy}") from error
     if code > 1:
-        console.print(
-            f"{state.state}; continue with: warmroute experiment run {experiment.source} --output {directory} --resume",
-            markup=False,
-            soft_wrap=True,
-        )
+        console.print(f"{state.state}; {remedy}", markup=False, soft_wrap=True)
         return code
     try:
         found, refusals = write_comparison(directory, state)

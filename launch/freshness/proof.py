@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from launch.freshness.gpus import FOREIGN, UNKNOWN, GpuProof, fleet_gpus, judge_gpus, process_tree
 from launch.hardware.gpus import GpuInventory, read_inventory
 from launch.run import guard
+from launch.run.files import replace_file, required
 from launch.run.processes import same_process
 from launch.run.state import ProcessState
 
@@ -121,6 +122,7 @@ async def prove_fresh(
     Raises:
         StaleEngineError: an engine is not fresh, or does not report a required metric, or another process computes on a
             GPU of the fleet.
+        StartError: the proof cannot be written.
     """
     engines = [process for process in processes if process.kind != "proxy"]
     async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
@@ -154,7 +156,8 @@ async def prove_fresh(
 
 
 def _write(path: Path, proof: FreshProof) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(proof), indent=2) + b"\n")
+    with required():
+        replace_file(path, msgspec.json.format(msgspec.json.encode(proof), indent=2) + b"\n")
 
 
 async def _ask(engine: ProcessState, client: httpx.AsyncClient) -> EngineFacts:

@@ -22,9 +22,10 @@ from launch.fleet.file import FleetFile
 from launch.freshness.proof import FRESH_FILE, FreshProof, StaleEngineError
 from launch.on_ray.actor import EngineActor, Report
 from launch.on_ray.cluster import Cluster, LostError
+from launch.run.files import FileReports, replace_file, required
 from launch.run.processes import ManagedProcess, StartError, finish_despite_cancellation, stop_processes
 from launch.run.proxy_access import ProxyAccess
-from launch.run.state import ProcessState, new_record, write_state
+from launch.run.state import STATE_FILE, ProcessState, new_record, write_state
 from launch.run.supervisor import PROXY_CONFIG, Notify
 
 INSTANCES_FILE = "instances.json"
@@ -89,6 +90,7 @@ class RayFleet:
         self.run_dir = run_dir
         self.placed = {member.name: Placed(member.name) for member in fleet.members}
         self._notify = notify
+        self._files = FileReports(notify)
         self._hurry = hurry
         self._with_proxy = with_proxy
         self._cluster = Cluster(fleet, source.stem, address)
@@ -153,7 +155,7 @@ class RayFleet:
         if self.fleet.pair_warmup.mode != "off":
             raise StartError("pair_warmup: not for engines on a Ray cluster; leave it off with --on ray")
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        write_state(self.run_dir, self.state)
+        self._require_state()
         self._notify(await asyncio.to_thread(self._cluster.open))
         _own_signals_again()
         loop = asyncio.get_running_loop()
@@ -165,11 +167,12 @@ class RayFleet:
             if failed or loop.time() > deadline_s:
                 raise StartError(self._why_not(deadline_s))
             await asyncio.sleep(_LOOK_S)
-        self._write()
+        with required():
+            self._write()
         if self._with_proxy:
             await self._start_proxy(deadline_s)
         self.state.status = "ready"
-        write_state(self.run_dir, self.state)
+        self._require_state()
         self._watching = asyncio.create_task(self._watch(), name="fleet-watch")
 
     def _why_not(self, deadline_s: float) -> str:
@@ -209,7 +212,7 @@ class RayFleet:
                 mark=proxy.mark,
             )
         ]
-        write_state(self.run_dir, self.state)
+        self._require_state()
         async with self._access.client() as client:
             while not await _answers(client, spec.ready_urls[0]):
                 if proxy.exited():
@@ -223,7 +226,9 @@ class RayFleet:
         while True:
             await asyncio.sleep(_LOOK_S)
             await self._look()
-            self._write()
+            # Tried again every time until it is written.
+            with self._files.tolerated(self.run_dir / INSTANCES_FILE, "the proxy does not follow engines that move"):
+                self._write()
 
     async def _look(self) -> None:
         """Read every actor's report, and start engines again that have ended."""
@@ -252,10 +257,8 @@ class RayFleet:
     async def _took(self, placed: Placed, report: Report) -> None:
         """Keep a report. Raises LostError: the engine should start again, and its actor does not answer."""
         before = placed.report
-        placed.report, placed.lost, placed.log_offset = report, False, report.log_offset
-        if report.log:
-            with (self.run_dir / f"{placed.name}.log").open("ab") as log:
-                log.write(report.log)
+        placed.report, placed.lost = report, False
+        self._append(placed, report)
         if report.status != "exited":
             placed.restart_at_s = None
             return
@@ -272,8 +275,19 @@ class RayFleet:
             placed.restarts, placed.restart_at_s = placed.restarts + 1, None
             await asyncio.to_thread(self._cluster.call, placed.name, EngineActor.start, _CALL_S)
 
+    def _append(self, placed: Placed, report: Report) -> None:
+        """Append a report's piece of the log; a piece for which the disk has no room is asked for again."""
+        path = self.run_dir / f"{placed.name}.log"
+        if report.log:
+            with self._files.tolerated(path, "the engine keeps its log on its node"), path.open("ab", 0) as log:
+                placed.log_offset = report.log_offset - len(report.log) + log.write(report.log)
+
     def _write(self) -> None:
-        """Replace the files with the engines that can be used and with the nodes, if they have changed."""
+        """Replace the files with the engines that can be used and with the nodes, if they have changed.
+
+        Raises:
+            OSError: a file cannot be written, with its path.
+        """
         usable = [each.report.instance for each in self.placed.values() if each.usable and each.report]
         nodes = [
             {
@@ -290,9 +304,7 @@ class RayFleet:
         if text == self._written:
             return
         for name, content in ((INSTANCES_FILE, usable), (NODES_FILE, nodes)):
-            other = self.run_dir / f".{name}.new"
-            other.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-            other.replace(self.run_dir / name)
+            replace_file(self.run_dir / name, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
         self._written = text
 
     async def _stop(self, status: str) -> None:
@@ -301,7 +313,7 @@ class RayFleet:
             await asyncio.gather(self._watching, return_exceptions=True)
             self._watching = None
         self.state.status = "stopping"
-        write_state(self.run_dir, self.state)
+        self._record_state()
         if self._proxy is not None and not self._proxy.exited():
             self._notify(f"stopping: requests in progress have up to {self.fleet.proxy_stop_s:g} s; again: at once")
             await stop_processes([self._proxy], self.fleet.proxy_stop_s, self._hurry)
@@ -309,7 +321,17 @@ class RayFleet:
         for process in self.state.processes:
             process.status = "stopped"
         self.state.status = status
-        write_state(self.run_dir, self.state)
+        self._record_state()
+
+    def _record_state(self) -> None:
+        """Write the state, or report that it cannot be written: the stop does not depend on it."""
+        with self._files.tolerated(self.run_dir / STATE_FILE, "`status` and `down` read an older state"):
+            write_state(self.run_dir, self.state)
+
+    def _require_state(self) -> None:
+        """Write the state of a fleet being started. Raises StartError: `status` and `down` would not find the fleet."""
+        with required():
+            write_state(self.run_dir, self.state)
 
 
 def _own_signals_again() -> None:

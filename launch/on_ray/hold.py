@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from pathlib import Path
-
-from rich.console import Console
-from rich.markup import escape
 
 from launch.fleet.file import FleetFile
 from launch.freshness.proof import FRESH_FILE, StaleEngineError
 from launch.on_ray.fleet import RayFleet
+from launch.run.messages import Messages
 from launch.run.processes import StartError
 
 
@@ -36,14 +33,10 @@ async def hold(
         require_fresh: stop unless every engine proves fresh.
         hurry: once set, the stop does not wait for requests in progress.
     """
-    console = Console()
+    messages = Messages()
     (directory / FRESH_FILE).unlink(missing_ok=True)
-
-    def notify(message: str) -> None:
-        console.print(f"{time.strftime('%H:%M:%S')} {escape(message)}", style="yellow", soft_wrap=True)
-
     runner = RayFleet(
-        fleet, directory, source=source, address=address, with_proxy=with_proxy, notify=notify, hurry=hurry
+        fleet, directory, source=source, address=address, with_proxy=with_proxy, notify=messages.notify, hurry=hurry
     )
     try:
         async with runner:
@@ -52,9 +45,9 @@ async def hold(
             for each in runner.placed.values():
                 if each.report is not None:
                     where = f"{each.report.node_ip}, node {each.report.node_id[:8]}"
-                    console.print(f"{each.name}: {each.status} on {where}", soft_wrap=True)
+                    messages.show(f"{each.name}: {each.status} on {where}")
             if runner.state.proxy_url:
-                console.print(f"ready: {runner.state.proxy_url}/v1 (Ctrl-C stops everything)", soft_wrap=True)
+                messages.show(f"ready: {runner.state.proxy_url}/v1 (Ctrl-C stops everything)")
             reason = await runner.wait()
             sys.stderr.write(f"error: {reason}; stopping the fleet\n")
             return 1
@@ -63,4 +56,4 @@ async def hold(
         return 1
     finally:
         if runner.state.processes:
-            console.print(f"stopped; logs in {escape(str(directory))}", soft_wrap=True)
+            messages.show(f"stopped; logs in {directory}")

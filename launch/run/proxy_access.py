@@ -17,6 +17,7 @@ import httpx
 import yaml
 
 from launch.fleet.file import FleetFile
+from launch.run.files import replace_file, required
 from proxy.settings import TlsSettings
 
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
@@ -34,8 +35,9 @@ class ProxyAccess:
         self._context: ssl.SSLContext | None = None
 
     def write_config(self, config: dict[str, Any], path: Path) -> None:
-        """Write the proxy's settings as its process reads them, `with_key`."""
-        path.write_text(yaml.safe_dump(self.with_key(config), sort_keys=False), encoding="utf-8")
+        """Write the proxy's settings as its process reads them, `with_key`. Raises StartError: it cannot be written."""
+        with required():
+            replace_file(path, yaml.safe_dump(self.with_key(config), sort_keys=False).encode())
 
     def with_key(self, config: dict[str, Any]) -> dict[str, Any]:
         """The proxy's settings, with the hash of the launcher's key where its admin side needs one."""

@@ -9,10 +9,13 @@ from pathlib import Path
 import msgspec
 
 from launch.fleet.file import FleetFile
+from launch.run.files import replace_file
 from launch.run.processes import creation_time, same_process
 
 STATE_FILE = "state.json"
 SCHEMA = 1
+_ROOM_BYTES = 64 * 1024
+"""Room for the files of a start; `state.json` of a hundred processes has that size."""
 
 
 class StateError(ValueError):
@@ -99,32 +102,38 @@ def new_record(fleet: FleetFile, source: str, *, with_proxy: bool) -> FleetRecor
 
 
 def write_state(run_dir: Path, state: FleetRecord) -> None:
-    """Replace the state file in one step: a reader sees the old or the new one, never half of it."""
-    target = run_dir / STATE_FILE
-    temporary = run_dir / f".{STATE_FILE}.{os.getpid()}"
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
-    temporary.replace(target)
+    """Replace the state file in one step. Raises OSError, with its path."""
+    replace_file(run_dir / STATE_FILE, msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
 
 
 def make_run_dir(run_dir: Path) -> None:
     """Make a run directory for a new fleet; one of a fleet that has ended may be used again.
 
     Raises:
-        StateError: it cannot be made, or a fleet runs from it.
+        StateError: it cannot be made, a fleet runs from it, or files in it cannot be written.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if _in_use(run_dir):
+            raise StateError(
+                f"{run_dir}: a fleet is already running from this directory; "
+                f"stop it (`warmroute down --run-dir {run_dir}`) or choose another --run-dir"
+            )
+        probe = run_dir / f".probe.{os.getpid()}"
+        try:
+            replace_file(probe, bytes(_ROOM_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise StateError(f"{run_dir}: cannot be a run directory ({error.strerror}); give another --run-dir") from error
+
+
+def _in_use(run_dir: Path) -> bool:
     try:
         previous = read_state(run_dir)
     except StateError:
-        return
-    if previous.supervised or previous.running:
-        raise StateError(
-            f"{run_dir}: a fleet is already running from this directory; "
-            f"stop it (`warmroute down --run-dir {run_dir}`) or choose another --run-dir"
-        )
+        return False
+    return previous.supervised or bool(previous.running)
 
 
 def read_state(run_dir: Path) -> FleetRecord:

@@ -20,10 +20,11 @@ from launch.engines.dimensions import tcp_warnings
 from launch.fleet.file import FleetFile, ports_in_use
 from launch.run.compatibility import incompatible_engines
 from launch.run.effective import effective_config_problems
+from launch.run.files import FileReports, required
 from launch.run.pair_warmup import PairEnd, ordered_pairs, warm_pairs
 from launch.run.processes import ManagedProcess, StartError, finish_despite_cancellation, stop_processes
 from launch.run.proxy_access import ProxyAccess
-from launch.run.state import ProcessState, StateError, make_run_dir, new_record, write_state
+from launch.run.state import STATE_FILE, ProcessState, StateError, make_run_dir, new_record, write_state
 from launch.run.transport import prove_transport
 from launch.run.watch import Watch
 from policies.types import Role, Transport
@@ -72,6 +73,7 @@ class Fleet:
         """In the order of their start; empty before it and after the stop."""
         self.proxy_access = ProxyAccess(fleet)
         self._hurry = hurry
+        self._files = FileReports(notify)
         self._watching: asyncio.Task[None] | None = None
         self.state = new_record(fleet, source, with_proxy=with_proxy)
 
@@ -135,14 +137,14 @@ class Fleet:
         """Warm the pairs and report the fleet ready, after a start with ``defer_warmup``.
 
         Raises:
-            StartError: a pair failed, and the fleet requires all.
+            StartError: a pair failed, and the fleet requires all; or the state cannot be written.
         """
         await self.warm_pairs()
         self._report_ready()
 
     def _report_ready(self) -> None:
         self.state.status = "ready"
-        write_state(self.run_dir, self.state)
+        self._require_state()
 
     async def warm_pairs(self, only: str | None = None) -> None:
         """Send the first hand-off of each pair of engines, where the fleet file wants that.
@@ -238,7 +240,7 @@ class Fleet:
         """Start a process, for the first time or again.
 
         Raises:
-            StartError: the operating system refused, or the proxy's certificate cannot be read.
+            StartError: the operating system refused, or the proxy's certificate cannot be read (or see `set_status`).
         """
         if process.spec.kind == "proxy":
             try:
@@ -264,10 +266,11 @@ class Fleet:
         problems = await asyncio.to_thread(effective_config_problems, process)
         if problems:
             raise StartError("; ".join(problems))
-        transport, message = prove_transport(process)
+        found = self.state_of(process)
+        transport, message = prove_transport(process, Transport(found.transport) if found.transport else None)
         if message:
             self.notify(f"warning: {message}")
-        self.state_of(process).transport = transport.value if transport else None
+        found.transport = transport.value if transport else None
         self.set_status(process, "ready")
 
     async def _until_answering(self, process: ManagedProcess, client: httpx.AsyncClient, deadline: float) -> None:
@@ -303,7 +306,7 @@ class Fleet:
         if not self.processes:
             return
         self.state.status = "stopping"
-        write_state(self.run_dir, self.state)
+        self._record_state()
         # The proxy first, until it has drained, so that no engine vanishes during one of its requests.
         proxies = [process for process in self.processes if process.spec.kind == "proxy" and not process.exited()]
         if proxies:
@@ -315,7 +318,7 @@ class Fleet:
             if found.status != "exited":
                 found.status, found.exit_code = "stopped", process.exit_code
         self.state.status = status
-        write_state(self.run_dir, self.state)
+        self._record_state()
         self.processes = []
 
     def state_of(self, process: ManagedProcess) -> ProcessState:
@@ -323,10 +326,34 @@ class Fleet:
         return next(found for found in self.state.processes if found.name == process.spec.name)
 
     def set_status(self, process: ManagedProcess, status: str, exit_code: int | None = None) -> None:
-        """Set a process's status, in memory and on disk."""
+        """Set a process's status, in memory and on disk.
+
+        Raises:
+            StartError: the state cannot be written, and the fleet is still being started.
+        """
         found = self.state_of(process)
         found.status, found.exit_code = status, exit_code
-        write_state(self.run_dir, self.state)
+        if self.state.status == "starting" and self._watching is None:
+            self._require_state()
+        else:
+            self._record_state()
+
+    def record_late_state(self) -> None:
+        """Write the state again if the last attempt failed."""
+        if self._files.failing(self.run_dir / STATE_FILE):
+            self._record_state()
+
+    def _record_state(self) -> None:
+        """Write the state, or report that it cannot be written: supervision does not depend on it."""
+        with self._files.tolerated(
+            self.run_dir / STATE_FILE, "the fleet is supervised as before, `status` and `down` read an older state"
+        ):
+            write_state(self.run_dir, self.state)
+
+    def _require_state(self) -> None:
+        """Write the state of a fleet being started. Raises StartError: `status` and `down` would not find the fleet."""
+        with required():
+            write_state(self.run_dir, self.state)
 
 
 def new_run_dir(prefix: str, root: Path = Path("runs")) -> Path:

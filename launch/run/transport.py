@@ -6,6 +6,7 @@ adapter it may use that regardless of the name.
 
 from __future__ import annotations
 
+import os
 import re
 from itertools import pairwise
 
@@ -28,8 +29,12 @@ def proven_transport(log: str) -> Transport | None:
     return next((protocol for protocol, line in _EVIDENCE if line.search(log)), None)
 
 
-def prove_transport(process: ManagedProcess) -> tuple[Transport | None, str | None]:
+def prove_transport(process: ManagedProcess, before: Transport | None = None) -> tuple[Transport | None, str | None]:
     """The transport of a ready engine, and a sentence when it is not the configured one and that is allowed.
+
+    Args:
+        process: the engine.
+        before: transport that its previous start proved; it counts where a full disk has cut the log.
 
     Raises:
         StartError: it is not the configured one and the fleet requires the proof.
@@ -43,11 +48,23 @@ def prove_transport(process: ManagedProcess) -> tuple[Transport | None, str | No
     wanted = member.vllm.transfer.protocol
     if found is wanted:
         return found, None
+    if found is None and before is wanted and _disk_full(process):
+        return before, (
+            f"{process.spec.name}: the disk of {process.log_path} is full, so its transport is the one that its "
+            f"previous start proved, {before}"
+        )
     shown = f"its log shows {found}" if found else "its log does not show any transport"
     message = f"{process.spec.name} should move KV over {wanted}, but {shown} ({process.log_path})"
     if member.vllm.transfer.proof_required:
         raise StartError(f"{message}. {_advice(member)}")
     return found, message
+
+
+def _disk_full(process: ManagedProcess) -> bool:
+    try:
+        return os.statvfs(process.log_path).f_bavail == 0
+    except OSError:
+        return False
 
 
 def _simulated(command: tuple[str, ...]) -> Transport | None:

@@ -46,6 +46,10 @@ class WatchedFleet(Protocol):
         """Record a new status."""
         ...
 
+    def record_late_state(self) -> None:
+        """Write the state again if the last attempt failed."""
+        ...
+
     def start_process(self, process: ManagedProcess) -> None:
         """Start a process again."""
         ...
@@ -72,6 +76,7 @@ class Watch:
         """Handle unexpected exits, dead engines and the proxy's recycle requests."""
         async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(timeout=_PROBE_TIMEOUT_S) as client:
             tasks.create_task(self._watch_health(tasks, client), name="fleet-health")
+            tasks.create_task(self._record_late_state(), name="fleet-state")
             if self._fleet.with_proxy:
                 tasks.create_task(self._watch_recycle_requests(tasks, client), name="fleet-recycling")
             while True:
@@ -133,6 +138,12 @@ class Watch:
             self._fleet.set_status(process, "exited", process.exit_code)
         finally:
             self._in_hand.discard(process.spec.name)
+
+    async def _record_late_state(self) -> None:
+        """Write a state that the disk refused, once it does not: no other change may come for days."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._fleet.record_late_state()
 
     async def _watch_health(self, tasks: asyncio.TaskGroup, client: httpx.AsyncClient) -> None:
         """Replace engines whose API server is still up without its engine."""

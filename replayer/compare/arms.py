@@ -132,18 +132,21 @@ def read_experiment(directory: Path, *, force: bool = False) -> Experiment:
     configurations = (plan.get("config") or {}).get("arms") or {}
     by_arm: dict[str, list[ArmRun]] = {name: [] for name in names}
     notes = []
-    for planned in sorted(plan.get("runs") or [], key=lambda one: one.get("order") or 0):
+    runs = sorted(plan.get("runs") or [], key=lambda one: one.get("order") or 0)
+    finished = {_name(one.get("arm")) for one in runs if one.get("state", _DONE) == _DONE}
+    remedy = "Resume the experiment" + (
+        ", or pass --force to compare the finished runs." if len(finished) > 1 else "; no two arms have a finished run."
+    )
+    for planned in runs:
         name, repeat = _name(planned.get("arm")), str(planned.get("repeat", ""))
         if name not in by_arm:
             raise ArmFilesError(f"{directory / EXPERIMENT_FILE}: a run names arm '{name}', which is not among its arms")
         state = planned.get("state", _DONE)
         if state != _DONE:
             why = "; ".join(planned.get("reasons") or []) or "it was never finished"
-            unfinished = f"run {repeat} of arm '{name}' is {state}: {why}"
+            unfinished = f"run {repeat} of arm '{name}' is {state}: {why.rstrip('.')}"
             if not force:
-                raise ArmFilesError(
-                    f"{directory}: {unfinished}. Resume the experiment, or pass --force to compare the finished runs."
-                )
+                raise ArmFilesError(f"{directory}: {unfinished}. {remedy}")
             notes.append(f"{unfinished}; it is left out")
             continue
         path = directory / (planned.get("path") or f"arms/{name}/{repeat}")

@@ -21,7 +21,7 @@ class Journal:
 
     Raises:
         RecordError: the file exists (without resume), is complete, or belongs to another run.
-        OSError: the file cannot be written.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, header: RunHeader, *, resume: bool = False) -> None:
@@ -36,13 +36,18 @@ class Journal:
             self._check(header)
         self.ok = sum(record.ok for record in self.recorded.values())
         self.count = len(self.recorded)
+        self._broken = False
         self._file: IO[bytes] = path.open("r+b" if has_lines else "wb")
         if has_lines:
             # A crash may have left an incomplete last line.
             self._file.seek(path.read_bytes().rfind(b"\n") + 1)
             self._file.truncate()
             header.options = header.options | {"resumed_after_requests": self.count}
-        self._write(header)
+        try:
+            self._write(header)
+        except RecordError:
+            self.close()
+            raise
 
     def _check(self, header: RunHeader) -> None:
         run = read_run(self.path)
@@ -60,22 +65,33 @@ class Journal:
         self.recorded = {record.request_id: record for record in run.records}
 
     def _write(self, item: RunHeader | RequestRecord | RunEnd) -> None:
-        self._file.write(encode_line(item))
-        self._file.flush()
+        try:
+            self._file.write(encode_line(item))
+            self._file.flush()
+        except OSError as error:
+            self._broken = True
+            raise RecordError(
+                f"{self.path}: cannot be written ({error.strerror}); it has {self.count} records, continue with "
+                "--resume once that is fixed"
+            ) from error
 
     def add(self, record: RequestRecord) -> None:
-        """Write one request's record."""
+        """Write one request's record. Raises RecordError: it cannot be written."""
         self._write(record)
         self.count += 1
         self.ok += record.ok
 
     def finish(self, finished_unix_s: float) -> None:
-        """Write the line that marks the run complete."""
+        """Write the line that marks the run complete. Raises RecordError: it cannot be written."""
         self._write(RunEnd(finished_unix_s=finished_unix_s, requests=self.count, ok=self.ok))
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:
+            if not self._broken:  # else it is the rest of the line that was refused before
+                raise
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from replayer.records.journal import Journal
-from replayer.records.runs import RequestRecord, Run, RunHeader, latencies, read_run
+from replayer.records.runs import RecordError, RequestRecord, Run, RunHeader, latencies, read_run
 from replayer.records.version import installed_version
 from replayer.replay.client import CONNECT_TIMEOUT_S, READ_BYTES, ReplayedAnswer, send
 from replayer.replay.endpoint import CONTROL_TIMEOUT_S, base_url, first_model
@@ -104,7 +104,20 @@ class Replay:
             await asyncio.sleep(left_s / self._options.clock_scale)
 
     async def run(self, http: aiohttp.ClientSession) -> None:
-        """Send all requests. After a cancellation the journal can be resumed."""
+        """Send all requests. After a cancellation or an error the journal can be resumed.
+
+        Raises:
+            RecordError: a record cannot be written.
+        """
+        try:
+            await self._sessions(http)
+        except ExceptionGroup as group:
+            unwritten = group.subgroup(RecordError)
+            if unwritten is None:
+                raise
+            raise unwritten.exceptions[0] from group
+
+    async def _sessions(self, http: aiohttp.ClientSession) -> None:
         self._start = time.perf_counter()
         slots = asyncio.Semaphore(self._options.max_inflight_sessions or max(len(self._plan.sessions), 1))
         async with asyncio.TaskGroup() as group:
@@ -220,7 +233,7 @@ async def replay_trace(
 
     Raises:
         EndpointError: no model given and the endpoint names none.
-        RecordError: the output file cannot be used.
+        RecordError: the output file cannot be used, or a record cannot be written.
         TraceError, ValueError: unusable settings.
     """
     options.check()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import msgspec
 
 from launch.experiment.definition.file import ExperimentError
 from launch.experiment.definition.order import Slot
+from launch.run.files import replace_file
 from launch.run.processes import same_process
 
 STATE_FILE = "experiment.json"
@@ -139,17 +139,12 @@ def planned(slots: list[Slot]) -> list[RunState]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file atomically: after a crash there is the old or the new one, never part of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Replace a JSON file atomically, so that it survives a crash of the machine. Raises OSError, with its path."""
+    replace_file(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n", sync=True)
 
 
 def write_experiment(directory: Path, state: ExperimentState) -> None:
-    """Replace the state file."""
+    """Replace the state file. Raises OSError, with its path."""
     write_json(directory / STATE_FILE, state)
 
 
@@ -178,9 +173,13 @@ def locked(directory: Path) -> Iterator[None]:
     """Lock a directory against other runners; the lock ends with this process, even if it is killed.
 
     Raises:
-        ExperimentError: another runner has it.
+        ExperimentError: another runner has it, or it cannot be written.
     """
-    with (directory / _LOCK_FILE).open("w") as file:
+    try:
+        opened = (directory / _LOCK_FILE).open("w")
+    except OSError as error:
+        raise ExperimentError(f"{error.filename}: cannot be written ({error.strerror})") from error
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from launch.experiment.definition.file import ExperimentError, LoadedExperiment
 from launch.experiment.definition.fleets import clock_scale
-from launch.experiment.definition.inputs import Inputs, prepare
+from launch.experiment.definition.inputs import TRACE_FILE, Inputs, prepare
 from launch.experiment.definition.order import plan_runs
 from launch.experiment.records import state as states
 from launch.experiment.records.environment import ENVIRONMENT_FILE, capture
@@ -19,12 +20,23 @@ def open_experiment(experiment: LoadedExperiment, directory: Path) -> tuple[Expe
     """Begin an experiment in a new or empty directory.
 
     Raises:
-        ExperimentError: the directory is in use, or an input is refused.
+        ExperimentError: the directory is in use or cannot be written, or an input is refused.
     """
     if directory.exists() and any(one.name != ".lock" for one in directory.iterdir()):
         raise ExperimentError(
             f"{directory}: is not empty; choose another --output, or --resume to continue the experiment in it"
         )
+    try:
+        return _begin(experiment, directory)
+    except OSError as error:
+        # Empty again: neither another start nor --resume would take the half of it.
+        for name in (TRACE_FILE, CONFIG_FILE, ENVIRONMENT_FILE):
+            with suppress(OSError):
+                (directory / name).unlink(missing_ok=True)
+        raise ExperimentError(f"{error.filename or directory}: {error.strerror}; nothing was run") from error
+
+
+def _begin(experiment: LoadedExperiment, directory: Path) -> tuple[ExperimentState, Inputs]:
     directory.mkdir(parents=True, exist_ok=True)
     settings = experiment.settings
     inputs = prepare(experiment, directory)

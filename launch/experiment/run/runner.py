@@ -102,6 +102,9 @@ class Runner:
         """Measure every run that is not done; returns the final state.
 
         A cancelled experiment is left in state "interrupted", with all its processes stopped.
+
+        Raises:
+            ExperimentError: the state cannot be written; an experiment whose progress is not kept does not continue.
         """
         self._state.runner = states.RunnerProcess(pid=os.getpid(), created_unix_s=creation_time(os.getpid()) or 0.0)
         self._state.state = states.RUNNING
@@ -109,18 +112,31 @@ class Runner:
         left = self._state.left
         await asyncio.to_thread(self._prepare)
         self._write()
-        final = states.INTERRUPTED
         try:
             waiting = iter(left)  # shared: each worker takes the next
             async with asyncio.TaskGroup() as group:
                 for number in range(min(self._jobs, len(left))):
                     group.create_task(self._work(waiting), name=f"experiment-{number}")
-            final = states.STOPPED if self._stopped else states.DONE
-        finally:
-            self._state.state = final
-            self._state.finished_unix_s = time.time()
-            self._write()
+        except ExceptionGroup as group:
+            self._interrupted()
+            unwritten = group.subgroup(ExperimentError)
+            if unwritten is None:
+                raise
+            raise unwritten.exceptions[0] from group
+        except BaseException:
+            self._interrupted()
+            raise
+        self._end(states.STOPPED if self._stopped else states.DONE)
         return self._state
+
+    def _interrupted(self) -> None:
+        with suppress(ExperimentError):  # what interrupted it is the error to report
+            self._end(states.INTERRUPTED)
+
+    def _end(self, state: str) -> None:
+        self._state.state = state
+        self._state.finished_unix_s = time.time()
+        self._write()
 
     def _prepare(self) -> None:
         folders = [(run.name, self._directory / run.path) for run in self._state.runs]
@@ -173,12 +189,16 @@ class Runner:
             run.state = states.INTERRUPTED
             cancelled = isinstance(error, asyncio.CancelledError)
             run.reasons = ["stopped before its end" if cancelled else f"{type(error).__name__}: {error}"]
+            with suppress(ExperimentError):
+                self._ended(run)
             raise
-        finally:
-            run.finished_unix_s = time.time()
-            self._remember(run)
-            self._write()
-            self._observer.ended(run, left_s(self._state, self._jobs))
+        self._ended(run)
+
+    def _ended(self, run: RunState) -> None:
+        run.finished_unix_s = time.time()
+        self._remember(run)
+        self._write()
+        self._observer.ended(run, left_s(self._state, self._jobs))
 
     async def _attempt(self, run: RunState) -> None:
         slot = Slot(order=run.order, arm=run.arm, repeat=run.repeat, seed=run.seed)
@@ -260,7 +280,10 @@ class Runner:
         await asyncio.to_thread(folder.mkdir, parents=True)
 
     def _write(self) -> None:
-        states.write_experiment(self._directory, self._state)
+        try:
+            states.write_experiment(self._directory, self._state)
+        except OSError as error:
+            raise ExperimentError(f"{error.filename}: cannot be written ({error.strerror})") from error
 
 
 def _marks(folder: Path) -> dict[str, states.FileMark]:

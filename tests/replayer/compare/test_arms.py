@@ -50,6 +50,20 @@ def test_only_runs_that_are_done_are_measurements(experiment: MakeExperiment, st
     assert forced.notes == [f"run 1 of arm 'lmetric' is {state}: inst-0 is stale; it is left out"]
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_force_is_offered_only_where_it_leaves_two_arms(experiment: MakeExperiment, left: int) -> None:
+    root = experiment(repeats=1)
+    plan = json.loads((root / "experiment.json").read_text())
+    for run in plan["runs"][left:]:
+        run |= {"state": "failed", "reasons": ["inst-0 ended. The run is not a measurement."]}
+    (root / "experiment.json").write_text(json.dumps(plan))
+    with pytest.raises(ArmFilesError) as refused:
+        read_experiment(root)
+    assert str(refused.value).endswith(
+        "is failed: inst-0 ended. The run is not a measurement. Resume the experiment; no two arms have a finished run."
+    )
+
+
 def test_an_arm_without_a_finished_run_is_refused(experiment: MakeExperiment) -> None:
     root = experiment(arms=["linear", "lmetric", "warm"])
     with pytest.raises(ArmFilesError, match="arm 'warm' has no finished run"):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -264,3 +267,27 @@ async def test_an_output_length_of_zero_is_asked_for_as_one(stub: Stub, tmp_path
     assert stub.calls[0].body["max_tokens"] == 1
     assert run.records[0].output_length == 1
     assert run.records[0].tpot_s is None
+
+
+@contextmanager
+def limited_to(size_bytes: int) -> Iterator[None]:
+    """Let no file grow beyond a size: the kernel then writes a part and refuses the rest, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size_bytes", [100, 8000])  # within the header; within a record
+async def test_a_disk_that_fills_is_an_error_after_which_resume_continues(
+    stub: Stub, tmp_path: Path, size_bytes: int
+) -> None:
+    trace, path = make_trace(sessions=6, turns=4), tmp_path / "run.jsonl"
+    said = rf"^{path}: cannot be written \(File too large\); it has \d+ records, continue with --resume"
+    with limited_to(size_bytes), pytest.raises(RecordError, match=said):
+        await replay_trace(trace, path, options(stub))
+    assert path.stat().st_size == size_bytes
+    assert len(stub.calls) < len(trace.requests)
+    assert_one_record_each(await replay_trace(trace, path, options(stub), resume=True), trace)

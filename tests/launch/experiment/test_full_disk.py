@@ -1,0 +1,83 @@
+"""An experiment whose directory has no room: one line, nothing half made, and a resumption that works."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from launch.__main__ import app
+from launch.experiment.records import state as states
+from launch.experiment.records.state import read_experiment
+from launch.run.files import replace_file
+from tests.launch.experiment.test_experiment_simulated import SMALL
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+class Disk:
+    """The disk of an experiment's JSON files."""
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+        """Files for which there still is room; None: it has room."""
+
+    def replace(self, path: Path, content: bytes, *, sync: bool = False) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        replace_file(path, content, sync=sync)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk()
+    monkeypatch.setattr(states, "replace_file", disk.replace)
+    return disk
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    trace = {"synth": {"requests": 20, "seed": 3, "rate_per_s": 2.0, "length_scale": 0.2}}
+    path.write_text(yaml.safe_dump({**SMALL, "trace": trace, "repeats": 1}, sort_keys=False))
+    return path
+
+
+@pytest.mark.parametrize("left", [0, 1])  # environment.json; experiment.json
+def test_a_directory_without_room_can_be_used_once_it_has_some(
+    tmp_path: Path, config: Path, disk: Disk, left: int
+) -> None:
+    directory = tmp_path / "run"
+    disk.left = left
+    ended = CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)])
+    assert ended.exit_code == 2, ended.output
+    named = directory / ("environment.json" if left == 0 else "experiment.json")
+    assert ended.output == f"error: {named}: No space left on device; nothing was run\n"
+    assert [path.name for path in directory.iterdir()] == [".lock"]
+
+
+def test_a_disk_that_fills_between_runs_ends_the_experiment_and_resume_continues(
+    tmp_path: Path, config: Path, disk: Disk
+) -> None:
+    directory = tmp_path / "run"
+    command = ["experiment", "run", str(config), "--output", str(directory)]
+    # Environment, plan, start; the first run begins, its proof, its record, it ends. Not: the second begins.
+    disk.left = 7
+    ended = CliRunner().invoke(app, command)
+    assert ended.exit_code == 2, ended.output
+    assert isinstance(ended.exception, SystemExit)
+    assert ended.output.splitlines()[-1] == (
+        f"error: {directory / 'experiment.json'}: cannot be written (No space left on device); once that is fixed, "
+        f"continue with: warmroute experiment run {config} --output {directory} --resume"
+    )
+    assert [run.state for run in read_experiment(directory).runs] == ["done", "pending"]
+    disk.left = None
+    ended = CliRunner().invoke(app, [*command, "--resume"])
+    assert ended.exit_code == 0, ended.output
+    assert [(run.state, run.attempts) for run in read_experiment(directory).runs] == [("done", 1), ("done", 1)]
