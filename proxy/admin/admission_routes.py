@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from policies.registry import UnknownPolicyError
+from proxy.admin.admin_route import AdminRoute
 from proxy.core import Core
 from proxy.errors import RequestError
 
@@ -26,7 +27,7 @@ class AdmissionSwitch(BaseModel):
 
 def admission_routes(core: Core) -> APIRouter:
     """Routes over one core."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=AdminRoute)
 
     @routes.get("/admission", summary="The active admission rule, its bounds, and the installed ones")
     async def admission() -> dict[str, Any]:

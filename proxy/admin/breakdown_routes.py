@@ -12,6 +12,7 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from sse_starlette import EventSourceResponse
 
+from proxy.admin.admin_route import AdminRoute
 from proxy.breakdown import RowPage
 from proxy.core import Core
 from proxy.errors import RequestError
@@ -78,7 +79,7 @@ class Followers:
 
 def breakdown_routes(core: Core) -> APIRouter:
     """Routes over one core."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=AdminRoute)
     followers = Followers(core)
 
     @routes.get(
