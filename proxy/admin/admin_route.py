@@ -13,18 +13,28 @@ from proxy.errors import RequestError
 
 
 class AdminRoute(APIRoute):
-    """Route that refuses query parameters it does not have: an ignored ``?dryrun=true`` is a real reload."""
+    """Route that refuses query parameters it does not have, and reads every body as JSON.
+
+    An ignored ``?dryrun=true`` is a real reload. ``curl -d`` sends JSON as a form, which FastAPI would leave unread;
+    pages of other sites, which can send forms without asking, are refused by their Origin header.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Handler of a request, for FastAPI. Raises RequestError (400) for an unknown parameter."""
+        """Handler of a request, for FastAPI; raises RequestError (400) for an unknown parameter."""
         handle = super().get_route_handler()
         known = [parameter.alias for parameter in self.dependant.query_params]
 
         async def checked(request: Request) -> Response:
             _refuse_unknown(request, known)
-            return await handle(request)
+            return await handle(_as_json(request) if self.body_field is not None else request)
 
         return checked
+
+
+def _as_json(request: Request) -> Request:
+    """The request with the content type of JSON, whatever it has."""
+    headers = [each for each in request.scope["headers"] if each[0] != b"content-type"]
+    return Request({**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}, request.receive)
 
 
 def _refuse_unknown(request: Request, known: Collection[str]) -> None:

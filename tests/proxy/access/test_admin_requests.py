@@ -1,6 +1,10 @@
-"""Admin requests that FastAPI would accept in part: unknown query parameters."""
+"""Admin requests that FastAPI would accept in part, or leave unread: unknown query parameters, content types."""
 
 from __future__ import annotations
+
+import json
+
+import pytest
 
 from proxy.access.rules import Side, side_of
 from tests.proxy.access.test_admin_side import code
@@ -37,6 +41,26 @@ async def test_the_error_of_an_unknown_query_parameter_has_the_known_ones(start_
         answer = await proxy.client.request(method, path, headers=bearer(ADMIN))
         assert known in answer.json()["error"]["message"]
         assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("content_type", [None, "application/x-www-form-urlencoded", "text/plain", "application/json"])
+async def test_admin_bodies_are_json_whatever_their_content_type(
+    start_proxy: StartProxy, content_type: str | None
+) -> None:
+    proxy = await start_proxy(1, keys=KEYS)
+    headers = bearer(ADMIN) | ({} if content_type is None else {"content-type": content_type})
+    for method, path, body, status in (
+        ("PUT", "/policy", {"name": "round_robin"}, 200),
+        ("PUT", "/admission", {"max_hold_s": 7}, 200),
+        ("PUT", "/shadow", {"policies": ["warm"]}, 200),
+        ("POST", "/instances", {"name": "more", "url": "http://127.0.0.1:9"}, 201),
+        ("PUT", "/instances/inst-0", {"url": proxy.engines[0].url}, 200),
+    ):
+        answer = await proxy.client.request(method, path, content=json.dumps(body), headers=headers)
+        assert answer.status_code == status, (path, answer.text)
+    broken = await proxy.client.put("/policy", content="name=warm", headers=headers)
+    assert broken.status_code == 400
+    assert "JSON" in broken.json()["error"]["message"]
 
 
 async def test_probes_scrapers_and_clients_may_add_query_parameters(start_proxy: StartProxy) -> None:
