@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from proxy.clip import clip
-from proxy.errors import RequestError
+from proxy.errors import RequestError, encoding_error
 
 
 class AdminRoute(APIRoute):
@@ -20,12 +20,15 @@ class AdminRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Handler of a request, for FastAPI; raises RequestError (400) for an unknown parameter."""
+        """Handler of a request, for FastAPI; raises RequestError (400, 415) for what it cannot read."""
         handle = super().get_route_handler()
         known = [parameter.alias for parameter in self.dependant.query_params]
 
         async def checked(request: Request) -> Response:
             _refuse_unknown(request, known)
+            encoded = encoding_error(", ".join(request.headers.getlist("content-encoding")))
+            if encoded is not None:
+                raise encoded
             return await handle(_as_json(request) if self.body_field is not None else request)
 
         return checked
