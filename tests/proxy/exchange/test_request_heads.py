@@ -1,15 +1,18 @@
-"""Heads of requests that are unusual but valid: encodings."""
+"""Heads of requests that are unusual but valid: encodings, whole URLs."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.proxy.access.test_keys import KEYS
-from tests.proxy.conftest import StartProxy
+from tests.proxy.access.test_keys import KEY, KEYS, bearer
+from tests.proxy.conftest import Running, StartProxy
+from tests.proxy.typed_engine import TypedEngine
 
 OK: dict[str, Any] = {"model": "stub", "prompt": [1, 2, 3], "max_tokens": 4}
 
@@ -37,3 +40,40 @@ async def test_a_missing_key_is_refused_before_the_encoding(start_proxy: StartPr
     for path in ("/v1/completions", "/explain"):
         answer = await proxy.client.post(path, json=OK, headers={"content-encoding": "gzip"})
         assert answer.status_code == 401
+
+
+async def test_requests_with_a_whole_url_are_served(start_proxy: StartProxy) -> None:
+    """Clients with ``http_proxy`` send them."""
+    engine = TypedEngine()
+    proxy = await start_proxy(engines=[engine], keys=KEYS)
+    body = {"model": "stub", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
+    async with httpx.AsyncClient(proxy=str(proxy.client.base_url), headers=bearer(KEY)) as client:
+        answer = await client.post("http://engines.example/v1/messages?a=http://b/c", json=body)
+        assert (answer.status_code, answer.headers["x-warmroute-instance"]) == (200, "inst-0")
+        assert (await client.get("http://engines.example/v1/models")).status_code == 200
+        assert (await client.get("http://engines.example/v1/unknown")).status_code == 404
+    assert engine.paths == ["POST /v1/messages?a=http://b/c"]
+
+
+async def status_of(proxy: Running, head: str) -> int:
+    """Status of the answer to a request without a body."""
+    reader, writer = await asyncio.open_connection(proxy.client.base_url.host, proxy.client.base_url.port)
+    async with asyncio.timeout(10):
+        writer.write(head.encode())
+        line = await reader.readline()
+    writer.close()
+    return int(line.split()[1])
+
+
+async def test_the_host_of_a_whole_url_replaces_the_header(start_proxy: StartProxy) -> None:
+    """Without keys, the admin side accepts loopback names only, against DNS rebinding."""
+    proxy = await start_proxy(1)
+    for url, host, status in (
+        ("http://rebound.example/stats", "localhost", 403),
+        ("http://localhost@rebound.example/stats", "localhost", 403),
+        ("http://localhost/stats", "rebound.example", 200),
+        ("HTTP://localhost:1?verbose", "localhost", 404),
+        ("http://[::1]:1/stats", "localhost", 200),
+    ):
+        assert await status_of(proxy, f"GET {url} HTTP/1.1\r\nhost: {host}\r\n\r\n") == status, url
+    assert await status_of(proxy, "GET http://localhost/stats HTTP/1.1\r\n\r\n") == 400
