@@ -39,10 +39,12 @@ def probe_routes(core: Core) -> APIRouter:
     """Routes over one core for probes and scrapers, which may add query parameters of their own."""
     routes = APIRouter()
 
+    @routes.head("/health", include_in_schema=False)
     @routes.get("/health", summary="Liveness: the process responds")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
+    @routes.head("/ready", include_in_schema=False)
     @routes.get("/ready", summary="Readiness: at least one instance can be sent requests")
     async def ready(
         verbose: Annotated[

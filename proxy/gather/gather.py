@@ -20,7 +20,7 @@ from proxy.gather.families import decode_families, decode_part, exposition, merg
 from proxy.gather.peers import ADMIN_KEY, PROBE_S, READ_S, PeerAnswer, Peers, answered
 from proxy.gather.place import Place
 from proxy.gather.records import JoinedStreams, PageQuery, resumed
-from proxy.gather.rules import changes_workers, join_of
+from proxy.gather.rules import READS, changes_workers, join_of
 from proxy.sharing.frames import Changed, ChangeRequest, Question, WorkerStanding
 from proxy.sharing.line import LineError
 
@@ -71,7 +71,7 @@ class Gather:
             return self._metrics
         if method == "GET" and path == "/breakdown":
             return self._breakdown
-        if method == "GET" and path == "/ready":
+        if method in {"GET", "HEAD"} and path == "/ready":
             return self._ready
         if changes_workers(method, path):
             return self._change
@@ -96,7 +96,7 @@ class Gather:
         """Readiness of the workers that answer a probe in time; one that hangs must not take the others away."""
         roster = await self._roster()
         answers = await self._peers.ask("GET", _target(scope), _headers(scope), b"", others_within_s=PROBE_S)
-        body = _joined(scope, answers)
+        body = READS["/ready"]([each.json() for each in answers])
         body["ready"] = body["ready"] and all(_has_served(each) for each in roster)
         if "conditions" in body:
             answering = {each.worker for each in answers}

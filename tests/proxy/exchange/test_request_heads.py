@@ -1,4 +1,4 @@
-"""Heads of requests that are unusual but valid: encodings, whole URLs."""
+"""Heads of requests that are unusual but valid: encodings, whole URLs, HEAD, two slashes."""
 
 from __future__ import annotations
 
@@ -77,3 +77,23 @@ async def test_the_host_of_a_whole_url_replaces_the_header(start_proxy: StartPro
     ):
         assert await status_of(proxy, f"GET {url} HTTP/1.1\r\nhost: {host}\r\n\r\n") == status, url
     assert await status_of(proxy, "GET http://localhost/stats HTTP/1.1\r\n\r\n") == 400
+
+
+async def test_head_of_probes_is_answered_as_get_without_a_body(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(1)
+    without_engine = await start_proxy(1, each=[{"url": "http://127.0.0.1:9"}])
+    for path in ("/health", "/ready", "/ready?verbose"):
+        for each in (proxy, without_engine):
+            answer, same = await each.client.head(path), await each.client.get(path)
+            assert (answer.status_code, answer.content) == (same.status_code, b""), path
+    assert (await without_engine.client.head("/ready")).status_code == 503
+    assert (await proxy.client.options("/ready")).headers["allow"] == "GET, HEAD, OPTIONS"
+
+
+@pytest.mark.parametrize("path", ["//v1/completions", "//v1/models", "//health", "//stats", "//"])
+async def test_a_path_with_two_slashes_at_its_beginning_is_not_found(start_proxy: StartProxy, path: str) -> None:
+    proxy = await start_proxy(1)
+    for host in ("localhost", "engines.example"):  # the answer has nothing to do with the access rules
+        answer = await proxy.client.get(f"{proxy.client.base_url}{path}", headers={"host": host})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
+        assert "two slashes" in answer.json()["error"]["message"]
