@@ -177,7 +177,8 @@ def _handle_errors(app: FastAPI, core: Core) -> None:
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, error: RequestValidationError) -> Response:
         problems = "; ".join(
-            f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in error.errors()
+            f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg'].removeprefix('Value error, ')}"
+            for problem in error.errors()
         )
         return Response(error_body(problems, "invalid_request_error"), 400, media_type="application/json")
 

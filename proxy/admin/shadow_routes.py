@@ -37,7 +37,7 @@ def shadow_routes(core: Core) -> APIRouter:
         try:
             core.shadows.switch(ShadowSettings(**{**core.shadows.as_settings(), **given}))
         except ValidationError as error:
-            problems = "; ".join(problem["msg"] for problem in error.errors())
+            problems = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
             raise RequestError(400, problems, code="unknown_shadow") from error
         except ValueError as error:
             raise RequestError(400, str(error), code="unknown_shadow") from error
