@@ -22,7 +22,7 @@ from proxy.admin.fleet_routes import fleet_routes
 from proxy.admin.meter_routes import ConditionWatch, meter_routes
 from proxy.admin.openapi import describe_generation
 from proxy.admin.replica_routes import replica_routes
-from proxy.admin.routes import admin_routes
+from proxy.admin.routes import admin_routes, probe_routes
 from proxy.admin.session_routes import session_routes
 from proxy.admin.shadow_routes import shadow_routes
 from proxy.admin_listener import admin_listener
@@ -109,6 +109,7 @@ def _control_app(core: Core, operations: Operations, endpoints: _Endpoints) -> F
             yield
 
     app = FastAPI(title="warmroute", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.include_router(probe_routes(core))
     app.include_router(admin_routes(core, operations.fleet))
     app.include_router(breakdown_routes(core))
     app.include_router(client_routes(core))
@@ -176,7 +177,8 @@ def _handle_errors(app: FastAPI, core: Core) -> None:
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, error: RequestValidationError) -> Response:
         problems = "; ".join(
-            f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in error.errors()
+            f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg'].removeprefix('Value error, ')}"
+            for problem in error.errors()
         )
         return Response(error_body(problems, "invalid_request_error"), 400, media_type="application/json")
 

@@ -43,6 +43,21 @@ def draining_error() -> RequestError:
     return RequestError(503, "the proxy is shutting down", kind="service_unavailable", code="draining", retry_after_s=1)
 
 
+def encoding_error(content_encoding: str) -> RequestError | None:
+    """Error for a body that is encoded, as compressed; None for one as it is.
+
+    Args:
+        content_encoding: value of the header ``Content-Encoding``; empty without one.
+    """
+    if all(each.strip().lower() in {"", "identity"} for each in content_encoding.split(",")):
+        return None
+    return RequestError(
+        415,
+        f"Content-Encoding: {clip(content_encoding, 100)}: compressed request bodies are not supported",
+        code="encoding_unsupported",
+    )
+
+
 def no_instance_error(probed_every_s: float, outage: str | None = None) -> RequestError:
     """Error for requests that no instance may take now; one may be able to after the next probes.
 

@@ -56,7 +56,9 @@ def stored_path(path: bytes, method: bytes) -> str | None:
 
 def methods_of(path: str) -> tuple[str, ...]:
     """Methods of a path that clients may use; empty for an unknown path."""
-    if path in _PROBES or path in READ:
+    if path in _PROBES:
+        return ("GET", "HEAD")
+    if path in READ:
         return ("GET",)
     if path == PING:
         return ("GET", "POST")

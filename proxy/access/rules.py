@@ -82,10 +82,13 @@ class Access:
             The name of the key it carries, or None if no key is required.
 
         Raises:
-            RequestError: 401 (key), 403 (not allowed here) or 404 (not on this listener).
+            RequestError: 401 (key), 403 (not allowed here) or 404 (not on this listener, or on none).
         """
         side = side_of(path)
         try:
+            if path.startswith("//"):  # a base URL that ends with one: a mistake, not a matter of keys
+                message = f"{method} {clip(path, 200)}: no path here begins with two slashes"
+                raise RequestError(404, message, kind="not_found_error", code="unknown_path")
             if side is Side.OPEN:
                 return None
             if side is Side.CLIENT:

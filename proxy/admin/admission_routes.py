@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from policies.registry import UnknownPolicyError
+from proxy.admin.admin_route import AdminRoute
 from proxy.core import Core
 from proxy.errors import RequestError
+from proxy.settings.section import Section
 
 
-class AdmissionSwitch(BaseModel):
+class AdmissionSwitch(Section):
     """Body of ``PUT /admission``; omitted fields stay unchanged."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str | None = Field(None, description="admission rule to apply")
     params: dict[str, Any] = Field(default_factory=dict, description="its parameters; the others take their defaults")
@@ -26,7 +26,7 @@ class AdmissionSwitch(BaseModel):
 
 def admission_routes(core: Core) -> APIRouter:
     """Routes over one core."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=AdminRoute)
 
     @routes.get("/admission", summary="The active admission rule, its bounds, and the installed ones")
     async def admission() -> dict[str, Any]:

@@ -10,8 +10,12 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
+from pydantic import BeforeValidator
 from sse_starlette import EventSourceResponse
 
+from policies.row import RequestOutcome
+from policies.types import RequestClass
+from proxy.admin.admin_route import AdminRoute
 from proxy.breakdown import RowPage
 from proxy.core import Core
 from proxy.errors import RequestError
@@ -78,7 +82,7 @@ class Followers:
 
 def breakdown_routes(core: Core) -> APIRouter:
     """Routes over one core."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=AdminRoute)
     followers = Followers(core)
 
     @routes.get(
@@ -91,8 +95,10 @@ def breakdown_routes(core: Core) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=1_000_000, description="maximum number of rows")] = 100,
         fmt: Annotated[str, Query(alias="format", pattern="^(json|jsonl)$")] = "json",
         instance: str | None = None,
-        request_class: Annotated[str | None, Query(alias="class", description="WARM, MEDIUM or HEAVY")] = None,
-        outcome: str | None = None,
+        request_class: Annotated[
+            RequestClass | None, BeforeValidator(_in_capitals), Query(alias="class", description="in any case")
+        ] = None,
+        outcome: RequestOutcome | None = None,
         session_id: str | None = None,
         tenant: str | None = None,
         request_id: str | None = None,
@@ -113,8 +119,8 @@ def breakdown_routes(core: Core) -> APIRouter:
     ) -> Response:
         equal = {
             "instance": instance,
-            "class": request_class,
-            "outcome": outcome,
+            "class": None if request_class is None else request_class.value,
+            "outcome": None if outcome is None else outcome.value,
             "session_id": session_id,
             "tenant": tenant,
             "request_id": request_id,
@@ -126,6 +132,13 @@ def breakdown_routes(core: Core) -> APIRouter:
             None if since_s is None else time.time() - since_s,
             min_e2e_s,
         )
+        if follow and fmt != "json":
+            raise RequestError(
+                400,
+                f"follow=true has no format {fmt}: rows come as server-sent events, with the row in data",
+                code="format_refused",
+                param="format",
+            )
         if follow:
             return followers.follow(wanted, _number(last_event_id) if after is None else after)
         page = await core.breakdown.page(limit, wanted, before, after)
@@ -138,6 +151,10 @@ def breakdown_routes(core: Core) -> APIRouter:
         )
 
     return routes
+
+
+def _in_capitals(value: object) -> object:
+    return value.upper() if isinstance(value, str) else value
 
 
 def _event(number: int, line: bytes) -> bytes:

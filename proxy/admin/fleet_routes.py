@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Query, Request, Response
 
 from proxy.access.rules import admin_key_of
+from proxy.admin.admin_route import AdminRoute
 from proxy.admin.instance_rows import departure_row, engine_row
 from proxy.core import Core
 from proxy.errors import RequestError
@@ -26,7 +27,7 @@ Grace = Annotated[
 
 def fleet_routes(core: Core, operations: Operations) -> APIRouter:
     """Routes over one core and what changes it."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=AdminRoute)
     fleet, reloader = operations.fleet, operations.reloader
 
     @routes.get("/instances/{name:path}", summary="One instance, or an engine's ranks: health, identity, load, cache")

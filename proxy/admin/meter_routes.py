@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from proxy.admin.admin_route import AdminRoute
 from proxy.admin.conditions import conditions
 from proxy.core import Core
 
@@ -17,7 +18,7 @@ log = logging.getLogger("warmroute.conditions")
 
 def meter_routes(core: Core) -> APIRouter:
     """Routes over one core."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=AdminRoute)
 
     @routes.get("/meters", summary="Hit rates and their losses, and predictions against the engines' reports")
     async def meters() -> dict[str, Any]:

@@ -80,6 +80,7 @@ _REFUSALS = {
     "404": "no such model",
     "408": "the body did not arrive in time",
     "413": "the body is too large",
+    "415": "the body is compressed",
     "429": "the queue is full, the expected wait too long, or the key has too many requests running",
     "502": "all attempted instances failed",
     "503": "no instance, queue timeout, or the proxy is shutting down",

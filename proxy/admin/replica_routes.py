@@ -6,12 +6,13 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from proxy.admin.admin_route import AdminRoute
 from proxy.core import Core
 
 
 def replica_routes(core: Core) -> APIRouter:
     """Routes over one core."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=AdminRoute)
 
     @routes.get("/replicas", summary="This replica and the others that share state: age, load, open breakers")
     async def replicas() -> dict[str, Any]:

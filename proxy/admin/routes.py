@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from policies.admission.base import NO_INSTANCES, Admit
 from policies.registry import UnknownPolicyError, parameters
 from policies.types import NO_TENANT, Decision, NoCandidateError
+from proxy.admin.admin_route import AdminRoute
 from proxy.admin.conditions import conditions
 from proxy.admin.instance_rows import departure_row, instance_rows
 from proxy.admin.tenant_rows import tenant_rows
@@ -34,14 +35,16 @@ class PolicySwitch(BaseModel):
     planner_params: dict[str, Any] = Field(default_factory=dict, description="its parameters")
 
 
-def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
-    """Routes over one core."""
+def probe_routes(core: Core) -> APIRouter:
+    """Routes over one core for probes and scrapers, which may add query parameters of their own."""
     routes = APIRouter()
 
+    @routes.head("/health", include_in_schema=False)
     @routes.get("/health", summary="Liveness: the process responds")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
+    @routes.head("/ready", include_in_schema=False)
     @routes.get("/ready", summary="Readiness: at least one instance can be sent requests")
     async def ready(
         verbose: Annotated[
@@ -55,6 +58,18 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
             answer["conditions"] = [condition.as_dict() for condition in conditions(core)]
         return JSONResponse(answer, 200 if serving else 503)
 
+    @routes.get("/metrics", summary="Prometheus exposition")
+    async def metrics() -> Response:
+        text = core.metrics.render(core.router, core.instances, core.events, time.monotonic())
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return routes
+
+
+def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
+    """Routes over one core."""
+    routes = APIRouter(route_class=AdminRoute)
+
     @routes.get("/instances", summary="Every instance: health, identity, load, cache")
     async def instances() -> dict[str, Any]:
         return {
@@ -65,11 +80,6 @@ def admin_routes(core: Core, fleet: FleetChanges) -> APIRouter:
     @routes.get("/stats", summary="Totals: requests, ledger, index, sessions, prediction error")
     async def stats() -> dict[str, Any]:
         return _stats(core)
-
-    @routes.get("/metrics", summary="Prometheus exposition")
-    async def metrics() -> Response:
-        text = core.metrics.render(core.router, core.instances, core.events, time.monotonic())
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.get("/policy", summary="The active policy and planner, and the installed ones")
     async def policy() -> dict[str, Any]:

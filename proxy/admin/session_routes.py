@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
+from proxy.admin.admin_route import AdminRoute
 from proxy.core import Core
 from proxy.sessions.killer_rules import KillerRule
 
 
 def session_routes(core: Core) -> APIRouter:
     """Routes over one core."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=AdminRoute)
 
     @routes.get("/cache-killers", summary="Changes between turns of sessions that end the cached prefix early")
     async def cache_killers(

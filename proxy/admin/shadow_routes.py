@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from proxy.admin.admin_route import AdminRoute
 from proxy.core import Core
 from proxy.errors import RequestError
 from proxy.settings import ShadowEntry, ShadowSettings
@@ -24,7 +25,7 @@ class ShadowSwitch(BaseModel):
 
 def shadow_routes(core: Core) -> APIRouter:
     """Routes over one core."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=AdminRoute)
 
     @routes.get("/shadow", summary="Shadow policies, planners and admission rules: agreement, regret, latest decisions")
     async def shadow() -> dict[str, Any]:
@@ -36,7 +37,7 @@ def shadow_routes(core: Core) -> APIRouter:
         try:
             core.shadows.switch(ShadowSettings(**{**core.shadows.as_settings(), **given}))
         except ValidationError as error:
-            problems = "; ".join(problem["msg"] for problem in error.errors())
+            problems = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
             raise RequestError(400, problems, code="unknown_shadow") from error
         except ValueError as error:
             raise RequestError(400, str(error), code="unknown_shadow") from error

@@ -7,6 +7,7 @@ application when it is complete; until then this class owns it.
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import httptools
@@ -18,6 +19,7 @@ from proxy.clients.bounds import SPARE_CONNECTIONS, ClientBounds, large_trailers
 from proxy.clients.inbound import LINGER_S, STATUS_LINE
 from proxy.errors import RequestError
 
+_END_OF_AUTHORITY = re.compile(rb"[/?#]")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -139,6 +141,8 @@ class BoundedProtocol(HttpToolsProtocol):
         elif hosts > 1 or not (hosts or http_10):  # RFC 9112, 3.2
             self._answer_and_close(RequestError(400, "a request has exactly one Host header", code="invalid_http"))
         else:
+            if not self.url.startswith(b"/"):
+                self._to_origin_form()
             self._begin(http_10)
 
     def on_body(self, body: bytes) -> None:
@@ -187,6 +191,20 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._held_bytes and self._body is None and not self.pipeline:
             self._release()
+
+    def _to_origin_form(self) -> None:
+        """Replace a whole URL, as clients with ``http_proxy`` send it, by its path, and the Host header by its host.
+
+        RFC 9112, 3.2.2: a server accepts this form, and ignores the Host header that came with it.
+        """
+        scheme, found, rest = self.url.partition(b"://")
+        if not found or scheme.lower() not in {b"http", b"https"}:
+            return  # such as "*"
+        authority = _END_OF_AUTHORITY.split(rest, maxsplit=1)[0]
+        path = rest[len(authority) :]
+        self.url = path if path.startswith(b"/") else b"/" + path
+        others = [header for header in self.headers if header[0] != b"host"]
+        self.headers = [(b"host", authority.rpartition(b"@")[2]), *others]
 
     def _begin(self, http_10: bool) -> None:
         """Receive the body of the request whose head is complete."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from policies.row import Row
 from proxy.clients.bounds import ClientBounds, late_body
 from proxy.clients.cors import Cors
-from proxy.errors import RequestError
+from proxy.errors import RequestError, encoding_error
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -178,6 +178,10 @@ class Inbound:
             except RequestError as error:
                 self.refuse(error)
                 return
+        encoded = encoding_error(self.headers.get(b"content-encoding", b"").decode("latin-1"))
+        if encoded is not None:
+            self.refuse(encoded)
+            return
         announced = self.headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._bounds.body_bytes:
             self._refuse_size()

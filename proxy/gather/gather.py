@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -17,10 +17,10 @@ from proxy.access.guard import Application, Receive, Scope, Send
 from proxy.core import Core
 from proxy.errors import RequestError
 from proxy.gather.families import decode_families, decode_part, exposition, merged
-from proxy.gather.peers import ADMIN_KEY, READ_S, PeerAnswer, Peers, answered
+from proxy.gather.peers import ADMIN_KEY, PROBE_S, READ_S, PeerAnswer, Peers, answered
 from proxy.gather.place import Place
 from proxy.gather.records import JoinedStreams, PageQuery, resumed
-from proxy.gather.rules import changes_workers, join_of
+from proxy.gather.rules import READS, changes_workers, join_of
 from proxy.sharing.frames import Changed, ChangeRequest, Question, WorkerStanding
 from proxy.sharing.line import LineError
 
@@ -71,6 +71,8 @@ class Gather:
             return self._metrics
         if method == "GET" and path == "/breakdown":
             return self._breakdown
+        if method in {"GET", "HEAD"} and path == "/ready":
+            return self._ready
         if changes_workers(method, path):
             return self._change
         return self._read if join_of(method, path) is not None else None
@@ -78,24 +80,30 @@ class Gather:
     async def _read(self, scope: Scope, receive: Receive, send: Send) -> None:
         answers = await self._peers.ask("GET", _target(scope), _headers(scope), b"")
         own = answered(answers, self._place.number)
-        if own.status >= 400 and scope["path"] != "/ready":
+        if own.status >= 400:
             await _pass_on(send, own)
             return
-        usable = answers if scope["path"] == "/ready" else [each for each in answers if each.ok]
+        usable = [each for each in answers if each.ok]
         body = _joined(scope, usable)
-        status = own.status
-        if scope["path"] == "/ready":
-            roster = await self._roster()
-            body["ready"] = body["ready"] and all(_has_served(each) for each in roster)
-            status = 200 if body["ready"] else 503
-            if "conditions" in body:
-                body["conditions"].append(_condition(roster))
-        elif scope["path"] == "/stats":
+        if scope["path"] == "/stats":
             body["workers"] = [_row(each, usable) for each in await self._roster()]
         elif scope["path"] == "/cache-killers":
             limit = parse_qs(scope["query_string"].decode("latin-1")).get("limit", ["100"])[0]
             body["found"] = body["found"][: int(limit)]
-        await _answer(send, status, _JSON, msgspec.json.encode(body))
+        await _answer(send, own.status, _JSON, msgspec.json.encode(body))
+
+    async def _ready(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Readiness of the workers that answer a probe in time; one that hangs must not take the others away."""
+        roster = await self._roster()
+        answers = await self._peers.ask("GET", _target(scope), _headers(scope), b"", others_within_s=PROBE_S)
+        body = READS["/ready"]([each.json() for each in answers])
+        body["ready"] = body["ready"] and all(_has_served(each) for each in roster)
+        if "conditions" in body:
+            answering = {each.worker for each in answers}
+            silent = [each for each in roster if each.serving and each.worker not in answering]
+            since = {each.worker: self._peers.silent_since_unix_s(each.worker) or time.time() for each in silent}
+            body["conditions"].append(_condition(roster, since))
+        await _answer(send, 200 if body["ready"] else 503, _JSON, msgspec.json.encode(body))
 
     async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         give_up_s = time.monotonic() + READ_S
@@ -213,20 +221,29 @@ def _has_served(standing: WorkerStanding) -> bool:
     return standing.serving or standing.restarts > 0
 
 
-def _condition(roster: tuple[WorkerStanding, ...]) -> dict[str, Any]:
-    """Condition ``workers`` of ``GET /ready?verbose``."""
+def _condition(roster: tuple[WorkerStanding, ...], silent: Mapping[int, float]) -> dict[str, Any]:
+    """Condition ``workers`` of ``GET /ready?verbose``.
+
+    Args:
+        roster: every worker, as the parent knows it.
+        silent: workers that listen but did not answer, with the Unix time since which they do not.
+    """
     away = [each for each in roster if not each.serving]
-    detail = f"{len(roster) - len(away)} of {len(roster)} workers serve"
+    detail = f"{len(roster) - len(away) - len(silent)} of {len(roster)} workers serve"
     detail += "".join(f"; worker {each.worker} {each.last_end or 'is starting'}" for each in away)
+    detail += "".join(f"; worker {worker} does not answer" for worker in silent)
     restarts = sum(each.restarts for each in roster)
     if restarts:
         detail += f"; {restarts} restart(s) since the start"
+    remedies = ["they are started again; the log has the reason of each end"] if away else []
+    if silent:
+        remedies.append("GET /stats has the process of each: one that stays silent is replaced after SIGKILL")
     return {
         "name": "workers",
-        "ok": not away,
+        "ok": not away and not silent,
         "detail": detail,
-        "remedy": "they are started again; the log has the reason of each end" if away else None,
-        "since_unix_s": max(each.since_unix_s for each in roster),
+        "remedy": "; ".join(remedies) or None,
+        "since_unix_s": max(*(each.since_unix_s for each in roster), *silent.values()),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ ADMIN_KEY = "x-warmroute-admin-key"
 """Header with the name of the admin key that a worker has checked, on these sockets only."""
 READ_S = 10.0
 """Bound on an answer that changes nothing."""
+PROBE_S = 0.5
+"""Bound on another worker's part in an answer to a probe: load balancers wait 1 s and more for theirs."""
 
 
 class PeerAnswer(NamedTuple):
@@ -47,6 +50,11 @@ class Peers:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._clients: dict[int, httpx.AsyncClient] = {}
+        self._silent: dict[int, float] = {}
+
+    def silent_since_unix_s(self, worker: int) -> float | None:
+        """Unix time since which a worker has answered nothing in time; None: its last answer came."""
+        return self._silent.get(worker)
 
     async def listed(self) -> list[int]:
         """Workers that can be asked. Raises RequestError (503) without the parent."""
@@ -56,11 +64,26 @@ class Peers:
             raise RequestError(503, str(error), kind="service_unavailable", code="workers_unknown") from error
 
     async def ask(
-        self, method: str, target: str, headers: Mapping[str, str], body: bytes, within_s: float = READ_S
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        within_s: float = READ_S,
+        others_within_s: float | None = None,
     ) -> list[PeerAnswer]:
-        """Answers of all workers in the order of their numbers, without those that have just ended."""
-        numbers = await self.listed()
-        asked = (self.ask_one(number, method, target, headers, body, within_s) for number in numbers)
+        """Answers of all workers in the order of their numbers, without those that have ended or do not answer.
+
+        Args:
+            method, target, headers, body: the request.
+            within_s: bound on each answer.
+            others_within_s: bound on those of the other workers; None: the same.
+        """
+        own, others = self._place.number, within_s if others_within_s is None else others_within_s
+        asked = (
+            self.ask_one(number, method, target, headers, body, within_s if number == own else others)
+            for number in await self.listed()
+        )
         answers = [each for each in await asyncio.gather(*asked) if each is not None]
         if not answers:
             raise RequestError(503, "no worker answers", kind="service_unavailable", code="workers_unknown")
@@ -73,9 +96,15 @@ class Peers:
         try:
             async with asyncio.timeout(within_s):
                 answer = await self._client(worker).request(method, target, headers=dict(headers), content=body)
-        except (httpx.HTTPError, TimeoutError) as error:
-            log.warning("worker %d does not answer %s: %s", worker, method, error or type(error).__name__)
+        except TimeoutError:
+            self._silent_now(worker, method, target, f"no answer within {within_s:g} s")
             return None
+        except httpx.HTTPError as error:
+            self._silent_now(worker, method, target, str(error) or type(error).__name__)
+            return None
+        since_unix_s = self._silent.pop(worker, None)
+        if since_unix_s is not None:
+            log.info("worker %d answers again, after %.1f s", worker, time.time() - since_unix_s)
         return PeerAnswer(worker, answer.status_code, answer.headers.get("content-type", ""), answer.content)
 
     @contextlib.asynccontextmanager
@@ -89,6 +118,12 @@ class Peers:
         clients, self._clients = list(self._clients.values()), {}
         for each in clients:
             await each.aclose()
+
+    def _silent_now(self, worker: int, method: str, target: str, reason: str) -> None:
+        """Log the beginning of a silence: probes would repeat it every few seconds."""
+        if worker not in self._silent:
+            self._silent[worker] = round(time.time(), 3)
+            log.warning("worker %d does not answer %s %s: %s", worker, method, target.partition("?")[0], reason)
 
     def _client(self, worker: int) -> httpx.AsyncClient:
         client = self._clients.get(worker)

@@ -59,8 +59,8 @@ class PageQuery:
 
     @property
     def target(self) -> str:
-        """Path and query for the workers."""
-        return "/breakdown?" + urlencode([pair for pair in self._pairs if pair[0] != "format"])
+        """Path and query for the workers, which answer in JSON and check everything else, unknown formats too."""
+        return "/breakdown?" + urlencode([pair for pair in self._pairs if pair != ("format", "jsonl")])
 
     def joined(self, answers: list[PeerAnswer]) -> tuple[bytes, str]:
         """Body and content type of the page."""

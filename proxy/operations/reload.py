@@ -235,7 +235,8 @@ class Reloader:
         what = "a reload would find" if dry_run else "settings reloaded:"
         log.info("%s %d differing key(s)", what, len(changes))
         for change in changes:
-            log.log(logging.INFO if change.live else logging.WARNING, "%s", change)
+            level = logging.INFO if change.live or dry_run else logging.WARNING
+            log.log(level, "%s", change.would_be() if dry_run else change)
 
 
 def _ignore(_: ReloadReport) -> None:

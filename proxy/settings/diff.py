@@ -70,6 +70,11 @@ class Change(NamedTuple):
         """JSON-ready."""
         return {"key": self.key, "old": self.old, "new": self.new, "effect": self.effect}
 
+    def would_be(self) -> str:
+        """The change as a dry run finds it."""
+        effect = "would be applied" if self.live else "would need a restart"
+        return f"{self.key}: {_text(self.old)} -> {_text(self.new)} ({effect})"
+
     def __str__(self) -> str:
         return f"{self.key}: {_text(self.old)} -> {_text(self.new)} ({self.effect})"
 

@@ -300,7 +300,10 @@ async def test_settings_that_cannot_be_used_change_nothing(
     assert await asked_of(running, 2) == {"inst-0": 1, "inst-1": 1}
 
 
-async def test_a_dry_run_says_what_would_change_and_changes_nothing(start: StartReloadable) -> None:
+async def test_a_dry_run_says_what_would_change_and_changes_nothing(
+    start: StartReloadable, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "warmroute")
     running = await start(2, spare=1)
     before = running.core.settings
     a, _, c = running.engines
@@ -311,6 +314,8 @@ async def test_a_dry_run_says_what_would_change_and_changes_nothing(start: Start
         ("instances.inst-1", running.engines[1].url, None),
         ("instances.new", None, c.url),
     ]
+    assert "grace_s: 30.0 -> 1.0 (would be applied)" in caplog.text
+    assert "(applied)" not in caplog.text
     assert running.core.settings is before
     assert [each.name for each in running.core.instances] == ["inst-0", "inst-1"]
     assert sum(reloads((await running.client.get("/metrics")).text).values()) == 0

@@ -13,6 +13,7 @@ import pytest
 
 from policies.row import RequestOutcome, Row
 from proxy.breakdown import Breakdown
+from proxy.gather.records import PageQuery
 from proxy.records.filters import RowFilter
 from proxy.settings import load_settings
 from tests.proxy.conftest import Running, StartProxy, serving
@@ -82,6 +83,35 @@ async def test_filters_by_policy_reason_age_and_duration(start_proxy: StartProxy
     end(proxy.core.breakdown, "of 1970")
     assert [row["row"] for row in await proxy.rows()] == [1, 2, 3, 4]
     assert [row["row"] for row in await proxy.rows(since_s=3600)] == [1, 2, 3]
+
+
+async def test_classes_in_any_case_are_filters_and_unknown_classes_and_outcomes_are_refused(
+    start_proxy: StartProxy,
+) -> None:
+    proxy = await start_proxy(1)
+    await proxy.client.post("/v1/completions", json=BODY)
+    await proxy.settled()
+    [row] = (await proxy.client.get("/breakdown")).json()["rows"]
+    for written in (row["class"], row["class"].lower()):
+        assert (await proxy.client.get("/breakdown", params={"class": written})).json()["rows"] == [row]
+    for name, wrong, known in (("class", "LIGHT", "WARM"), ("outcome", "failed", "upstream_error")):
+        refused = await proxy.client.get("/breakdown", params={name: wrong})
+        assert refused.status_code == 400
+        message = refused.json()["error"]["message"]
+        assert f"query.{name}" in message
+        assert known in message
+
+
+async def test_a_live_stream_has_no_format(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(1)
+    refused = await proxy.client.get("/breakdown", params={"follow": "true", "format": "jsonl"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "format")
+
+
+def test_workers_get_every_parameter_of_a_page_but_the_download() -> None:
+    """A format that is unknown is theirs to refuse."""
+    assert PageQuery(b"limit=3&format=jsonl", 0.0).target == "/breakdown?limit=3"
+    assert PageQuery(b"limit=3&format=xml", 0.0).target == "/breakdown?limit=3&format=xml"
 
 
 async def test_the_answer_has_cursors(start_proxy: StartProxy) -> None:

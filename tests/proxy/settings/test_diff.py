@@ -33,4 +33,6 @@ def test_differences_of_a_fleet_name_the_instances() -> None:
     assert [str(each) for each in instance_differences({"a": a}, {})] == [
         "instances.a: http://127.0.0.1:1 -> none (applied)"
     ]
+    [change] = instance_differences({"a": a}, {})
+    assert change.would_be() == "instances.a: http://127.0.0.1:1 -> none (would be applied)"
     assert "s3cret" not in str(instance_differences({"a": a}, {"a": b}))

@@ -8,10 +8,12 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 
+from proxy.gather.peers import PROBE_S
 from tests.proxy.serve_process import until, write_settings
 from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers, Workers
 
@@ -93,6 +95,45 @@ async def test_a_worker_that_is_ended_finishes_its_requests_and_is_replaced_whil
 
     await until(replaced)
     assert (await whose(workers))[1] != before
+
+
+async def test_a_hung_worker_is_reported_at_once_and_logged_once(start_workers: StartWorkers) -> None:
+    workers = await start_workers(2)
+    processes = await whose(workers)
+    # Less than the bound on other admin requests, and more than a slow machine needs.
+    async with httpx.AsyncClient(base_url=workers.served.url, timeout=5, trust_env=False) as client:
+        # The connection is kept, so the worker that has it answers every request of this test.
+        asked = int((await client.get("/policy", headers=AUTHORIZED)).headers["x-warmroute-worker"])
+        hung = 1 - asked
+
+        async def condition() -> dict[str, Any]:
+            answer = await client.get("/ready?verbose")
+            assert answer.status_code == 200, answer.text
+            [found] = [each for each in answer.json()["conditions"] if each["name"] == "workers"]
+            return dict(found)
+
+        async def ok() -> bool:
+            return bool((await condition())["ok"])
+
+        async def logged_end() -> bool:
+            return any(f"worker {hung} answers again" in line for line in workers.served.lines[mark:])
+
+        mark = len(workers.served.lines)
+        os.kill(processes[hung], signal.SIGSTOP)
+        try:
+            found = await condition()
+            assert not found["ok"]
+            assert found["detail"] == f"1 of 2 workers serve; worker {hung} does not answer"
+            assert "SIGKILL" in found["remedy"]
+            assert (await condition())["since_unix_s"] == found["since_unix_s"]
+        finally:
+            os.kill(processes[hung], signal.SIGCONT)
+        await until(ok)
+    await until(logged_end)
+    log = "".join(workers.served.lines[mark:]).partition(f"worker {hung} answers again")[0]
+    silences = [line for line in log.splitlines() if f"worker {hung} does not answer" in line]
+    assert len(silences) == 1, silences
+    assert silences[0].endswith(f"worker {hung} does not answer GET /ready: no answer within {PROBE_S:g} s")
 
 
 async def test_sigterm_drains_all_workers_and_the_exit_status_is_zero(start_workers: StartWorkers) -> None:

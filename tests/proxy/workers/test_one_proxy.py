@@ -86,6 +86,28 @@ async def test_rows_of_all_workers_are_paged_in_one_order(start_workers: StartWo
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_unknown_query_parameters_and_head_are_answered_by_all_workers_as_by_one(two_workers: Workers) -> None:
+    client = two_workers.served.client
+    for method, target in (
+        ("GET", "/stats?bogus=1"),
+        ("GET", "/breakdown?bogus=1"),
+        ("GET", "/breakdown?follow=true&bogus=1"),
+        ("GET", "/policy?bogus=1"),
+        ("PUT", "/policy?bogus=1"),
+        ("POST", "/reload?bogus=1"),
+        ("DELETE", "/instances/inst-1?bogus=1"),
+    ):
+        answer = await client.request(method, target, json={}, headers=AUTHORIZED)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unknown_parameter"), target
+    assert (await client.get("/metrics?bogus=1", headers=AUTHORIZED)).status_code == 200
+    assert (await client.get("/ready?bogus=1")).status_code == 200
+    of_all = await client.head("/ready")
+    assert (of_all.status_code, of_all.content) == (200, b"")
+    assert "x-warmroute-worker" not in of_all.headers
+    assert len((await two_workers.get("/instances"))["instances"]) == 2
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_rows_of_all_workers_are_followed_in_one_stream(two_workers: Workers) -> None:
     workers = two_workers
     before = (await workers.get("/breakdown?limit=1"))["next"]["after"]

@@ -1,0 +1,52 @@
+"""Route of an admin endpoint: what FastAPI would ignore in a request is refused, and a body needs no content type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from proxy.clip import clip
+from proxy.errors import RequestError, encoding_error
+
+
+class AdminRoute(APIRoute):
+    """Route that refuses query parameters it does not have, and reads every body as JSON.
+
+    An ignored ``?dryrun=true`` is a real reload. ``curl -d`` sends JSON as a form, which FastAPI would leave unread;
+    pages of other sites, which can send forms without asking, are refused by their Origin header.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Handler of a request, for FastAPI; raises RequestError (400, 415) for what it cannot read."""
+        handle = super().get_route_handler()
+        known = [parameter.alias for parameter in self.dependant.query_params]
+
+        async def checked(request: Request) -> Response:
+            _refuse_unknown(request, known)
+            encoded = encoding_error(", ".join(request.headers.getlist("content-encoding")))
+            if encoded is not None:
+                raise encoded
+            return await handle(_as_json(request) if self.body_field is not None else request)
+
+        return checked
+
+
+def _as_json(request: Request) -> Request:
+    """The request with the content type of JSON, whatever it has."""
+    headers = [each for each in request.scope["headers"] if each[0] != b"content-type"]
+    return Request({**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}, request.receive)
+
+
+def _refuse_unknown(request: Request, known: Collection[str]) -> None:
+    unknown = next((name for name in request.query_params if name not in known), None)
+    if unknown is not None:
+        has = f"known: {', '.join(known)}" if known else "it has none"
+        raise RequestError(
+            400,
+            f"{request.method} {clip(request.url.path, 200)}: unknown query parameter {clip(unknown, 100)!r}; {has}",
+            code="unknown_parameter",
+            param=unknown,
+        )
