@@ -243,7 +243,7 @@ def _condition(roster: tuple[WorkerStanding, ...], silent: Mapping[int, float]) 
         "ok": not away and not silent,
         "detail": detail,
         "remedy": "; ".join(remedies) or None,
-        "since_unix_s": max(*(each.since_unix_s for each in roster), *silent.values()),
+        "since_unix_s": max((*(each.since_unix_s for each in roster), *silent.values())),
     }
 
 
