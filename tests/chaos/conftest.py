@@ -142,7 +142,7 @@ async def start_chaos() -> AsyncIterator[StartChaos]:
                     "grace_s": 1.0,
                     **overrides,
                     "timeouts": {**LONG, **overrides.get("timeouts", {})},
-                    "offload": {"abandoned_s": 0.4, "query_timeout_s": 0.5, **overrides.get("offload", {})},
+                    "offload": {"abandoned_s": 0.4, "query_timeout_s": 10.0, **overrides.get("offload", {})},
                 },
             )
             app, url = await stack.enter_async_context(serving(settings))

@@ -16,7 +16,7 @@ from launch.fleet.file import load_fleet
 from launch.run.supervisor import Fleet
 from proxy.settings import load_settings
 from tests.engines.relay import Relay
-from tests.engines.rig import ABORT_S, Engines, Proxy
+from tests.engines.rig import ABORT_S, RUN_VARIABLE, Engines, Proxy, begin_prompts
 from tests.proxy.conftest import serving
 
 ROOT = Path(__file__).parents[2]
@@ -25,9 +25,6 @@ HERE = Path(__file__).parent
 ENGINES_VARIABLE = "WARMROUTE_ENGINES"
 """Environment with vLLM, and the tiny model in it or beside it; default ``.venv-engines``."""
 ASKED_VARIABLE = "WARMROUTE_TEST_ENGINES"
-RUN_VARIABLE = "WARMROUTE_ENGINES_RUN"
-"""Run directory of a running fleet, to be used while writing tests (docs/engines.md)."""
-
 FIRST = ("test_transfer_hooks", "test_small_pool", "test_elastic_ab", "test_environment_ab", "test_two_ranks")
 """Tests with separate engines: run before the shared ones start, so that at most four run."""
 LAST = ("test_joint", "test_failures", "test_kills", "test_resume")
@@ -69,6 +66,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
     order = {name: rank - len(FIRST) for rank, name in enumerate(FIRST)} | {name: 1 + i for i, name in enumerate(LAST)}
     items.sort(key=lambda item: order.get(item.path.stem, 0) if HERE in item.path.parents else 0)
+
+
+@pytest.fixture(autouse=True)
+def _prompts(request: pytest.FixtureRequest) -> None:
+    begin_prompts(request.node.nodeid)
 
 
 @pytest.fixture(scope="session")
@@ -161,6 +163,8 @@ class StartProxy:
             "hold_s": float(ABORT_S),
             # Longer than any D leg is queued here, so that none is cut while D has it queued.
             "abandoned_s": 20.0,
+            # What earlier tests leaked in a D is no reason to rest it.
+            "leak_share": 1.0,
             **settings.pop("offload", {}),
         }
         merged = {

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from tests.engines.conftest import StartProxy
-from tests.engines.hand_offs.test_failures import OTHER, D, P, pulls, start_pair, with_params
+from tests.engines.hand_offs.test_failures import ENOUGH_S, OTHER, D, P, pulls, start_pair, with_params
 from tests.engines.rig import REAL_ENGINES, Engines, Proxy, Said, fresh_prompt, many, until
 
 pytestmark = REAL_ENGINES
@@ -16,7 +16,8 @@ STREAMS = 20
 
 
 async def test_p_killed_between_the_legs(engines: Engines, start_proxy: StartProxy) -> None:
-    pair = await start_pair(engines, start_proxy)
+    # The hand-off at the end is to succeed, with an engine that has just started.
+    pair = await start_pair(engines, start_proxy, first_token_timeout_s=ENOUGH_S)
 
     async def kill(path: str, body: dict[str, Any]) -> None:
         engines.kill(P)
@@ -199,7 +200,7 @@ async def test_an_instance_killed_under_twenty_streams(engines: Engines, start_p
 
     # The delivered answers are right: compare with the same prompts, co-located, on an engine that was not killed.
     whole = [(each, body) for each, body in zip(said, bodies, strict=True) if each.done][:6]
-    alone = await start_proxy(3, offload={"planner": "never", "params": {}})
+    alone = await start_proxy((victim + 1) % 4, offload={"planner": "never", "params": {}})
     for each, body in whole:
         assert each.answer == (await alone.say(body)).answer
 

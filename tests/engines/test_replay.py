@@ -26,7 +26,13 @@ REQUESTS = 60
 TRACE_BLOCK = 64
 """Tokens of a block of the trace; each becomes one block of the engines, so prompts are a quarter as long."""
 MAX_OUTPUT_TOKENS = 12
-POLICIES = ("session_sticky", "round_robin")
+POLICIES: dict[str, dict[str, Any]] = {
+    # A session never leaves its engine, so that a busy machine does not change what is hit.
+    "session_sticky": {"overload_floor_tokens": 10**9},
+    "round_robin": {},
+}
+WAITING = {"first_byte_s": 240, "total_s": 280, "idle_s": 120}
+"""Requests queue on a busy machine; none may be given up."""
 
 
 def shortened(folder: Path) -> Path:
@@ -68,7 +74,7 @@ async def warmroute(*arguments: str) -> str:
         stderr=asyncio.subprocess.STDOUT,
     )
     try:
-        out, _ = await asyncio.wait_for(child.communicate(), 300)
+        out, _ = await asyncio.wait_for(child.communicate(), 400)
     finally:
         if child.returncode is None:
             child.kill()
@@ -78,26 +84,28 @@ async def warmroute(*arguments: str) -> str:
 
 
 async def replay(proxy: Proxy, trace: Path, output: Path, seed: int) -> Run:
-    flags = ["--endpoint", proxy.url, "--token-low", "10", "--token-high", "2000", "--timeout-s", "120"]
+    flags = ["--endpoint", proxy.url, "--token-low", "10", "--token-high", "2000", "--timeout-s", "280"]
     flags += ["--arrival-speed", "20", "--think-speed", "20", "--block-tokens", str(BLOCK), "--seed", str(seed)]
     await warmroute("replay", str(trace), "--output", str(output), "--label", output.stem, *flags)
     return read_run(output)
 
 
+@pytest.mark.timeout(900)
 async def test_sticky_sessions_hit_more_than_turns_dealt_round(
     engines: Engines, start_proxy: StartProxy, tmp_path: Path
 ) -> None:
     trace = shortened(tmp_path)
     apc: dict[str, float] = {}
-    for policy in POLICIES:
+    for policy, params in POLICIES.items():
         proxy = await start_proxy(
             0,
             1,
             2,
             3,
             events=True,
-            policy={"name": policy},
+            policy={"name": policy, "params": params},
             offload={"planner": "never", "params": {}},
+            timeouts=WAITING,
         )
         await until_trusted(proxy, *map(engines.name, range(4)))
         # The ids of the trace stand for other tokens each time: cached blocks are of no use.
@@ -129,7 +137,7 @@ async def test_sticky_sessions_hit_more_than_turns_dealt_round(
         await engines.until_idle(0, 1, 2, 3)
     # One session's turns hit all blocks that one shared, unbounded cache would have.
     best = ideal(load_trace(trace, block_tokens=BLOCK), instances=4)
-    assert apc["session_sticky"] == pytest.approx(best.sticky_apc, abs=0.05)
+    assert apc["session_sticky"] == pytest.approx(best.sticky_apc, abs=0.02)
     assert apc["session_sticky"] > 1.3 * apc["round_robin"] > 0, apc
     await check_reports(tmp_path, apc)
 

@@ -27,6 +27,7 @@ from proxy.settings import load_settings
 from tests.engines.conftest import ROOT
 from tests.engines.relay import Relay
 from tests.engines.rig import BLOCK, REAL_ENGINES, Engines, Proxy, fresh_prompt, until, until_trusted
+from tests.integration.published import nothing_from
 from tests.proxy.conftest import serving
 
 pytestmark = REAL_ENGINES
@@ -112,7 +113,7 @@ async def pair(
         offload = {
             "planner": "threshold",
             "params": {"min_decode_requests": 0},
-            "first_token_timeout_s": 2.0,
+            "first_token_timeout_s": 8.0,
             "token_timeout_s": 0.05,
             "abandoned_s": 2.0,
             "watch_interval_s": 3600,
@@ -179,6 +180,18 @@ async def events_of(proxy: Proxy, engines: Engines) -> dict[str, Any]:
     return dict((await proxy.instance(engines.name(0)))["kv_events"])
 
 
+async def until_known(pair: SmallPair, proxy: Proxy) -> None:
+    """Wait until the proxy has all events of both engines."""
+    for engines in pair.both:
+        replay_url = engines.file.events_replay_url(0)
+        assert replay_url is not None
+
+        async def known(engines: Engines = engines, replay_url: str = replay_url) -> bool:
+            return await nothing_from(replay_url, (await events_of(proxy, engines))["next_sequence"])
+
+        await until(known, f"all events of {engines.name(0)} are known", 30)
+
+
 async def ask(proxy: Proxy, prompt: list[int], **more: Any) -> tuple[list[int], dict[str, Any]]:
     """Send one request; its answer and its row."""
     said = await proxy.say(proxy.body(prompt, ignore_eos=True, **more))
@@ -221,7 +234,7 @@ async def test_what_engines_evict_is_known_exactly(pair: SmallPair, listening: P
         talk = draw.randrange(len(talks))
         said, row = await ask(listening, talks[talk], max_tokens=draw.randrange(1, 60))
         rows.append(row)
-        await asyncio.sleep(0.05)  # an engine's changes are known only once its events have arrived
+        await until_known(pair, listening)  # what an engine evicted is known only once its events have arrived
         # The answer is part of the next turn; its blocks are in the engine's cache too.
         talks[talk] = [*talks[talk], *said, *fresh_prompt(draw.choice([60, 600]))]
         if len(talks[talk]) > 3000:

@@ -11,6 +11,7 @@ import httpx
 
 from proxy.settings import load_settings
 from tests.integration.conftest import Cluster, StartListening
+from tests.integration.published import nothing_from
 from tests.integration.test_prediction import run_sessions
 from tests.proxy.conftest import serving
 
@@ -37,6 +38,19 @@ async def until(cluster: Cluster, holds: Callable[[dict[str, Any]], bool], numbe
     raise AssertionError(f"did not come true in 8 s: {seen}")
 
 
+async def until_known(cluster: Cluster) -> None:
+    """Wait until the proxy has all events of all engines: only then it knows what they have evicted."""
+    for number, instance in enumerate(cluster.core.settings.instances):
+        assert instance.events_replay_url is not None
+        for _ in range(400):
+            expected = (await events_of(cluster, number))["next_sequence"]
+            if expected >= 0 and await nothing_from(instance.events_replay_url, expected):
+                break
+            await asyncio.sleep(0.02)
+        else:
+            raise AssertionError(f"events from {expected} on are not known in 8 s")
+
+
 async def test_the_exact_index_is_right_under_eviction_where_the_shadow_errs(start_listening: StartListening) -> None:
     # 6,400 tokens per engine are far less than 24 growing sessions need.
     cluster = await start_listening(
@@ -52,6 +66,7 @@ async def test_the_exact_index_is_right_under_eviction_where_the_shadow_errs(sta
         session, turn = draw.randrange(8), draw.randrange(1, 4)
         prompt = [*system, *[(session + 1) * 100_000 + token for token in range(turn * 300)]]
         await send(cluster, prompt, max_tokens=draw.randrange(1, 400))
+        await until_known(cluster)
     errors = (await cluster.client.get("/stats")).json()["prediction_error"]["side_by_side"]
     assert errors["exact"]["requests"] == errors["shadow"]["requests"] >= 96
     assert errors["exact"]["actual_cached_tokens"] > 0

@@ -1,4 +1,7 @@
-"""``python stub_proxy.py PORT FILE``: a proxy that is ready, and whose GET /instances returns the contents of FILE."""
+"""``python stub_proxy.py PORT FILE``: a proxy that is ready, and whose GET /instances returns the contents of FILE.
+
+Each such answer adds a byte to FILE.answers.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+        if self.path == "/instances":
+            with Path(f"{sys.argv[2]}.answers").open("a", encoding="ascii") as answers:
+                answers.write(".")
 
     def log_message(self, *arguments: object) -> None:
         """No log."""

@@ -38,6 +38,8 @@ class StubEngine:
     nixl_block_ids: list[int] | None = None
     """Makes it answer P legs like NixlConnector, with these blocks."""
     pull_s: float = 0.0
+    pulls_end: asyncio.Event | None = None
+    """No pull ends before it is set."""
     query_delay_s: float = 0.0
     health_delay_s: float = 0.0
     counters: dict[str, float] = field(default_factory=dict)
@@ -170,6 +172,8 @@ class StubEngine:
             request.transport.abort()
             await asyncio.sleep(0.05)
         await asyncio.sleep(self.pull_s if is_decode_leg else self.prefill_s)
+        if is_decode_leg and self.pulls_end is not None:
+            await self.pulls_end.wait()
         if not body.get("stream"):
             return web.json_response(
                 {

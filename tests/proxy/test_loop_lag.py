@@ -34,8 +34,13 @@ async def test_a_loop_on_time_explains_nothing_and_one_that_stood_still_does() -
 async def test_it_forgets() -> None:
     with opened(LoopLag()) as lag:
         time.sleep(0.5)  # noqa: ASYNC251
-        await asyncio.sleep(0.4)
-        assert lag.late_s(0.2) < 0.2
+        await asyncio.sleep(0)
+        for _ in range(20):  # this machine may be late by itself
+            await asyncio.sleep(0.3)
+            if lag.late_s(0.2) < 0.2:
+                break
+        else:
+            raise AssertionError(f"late by {lag.late_s(0.2)} s in the last 0.2 s, for 6 s")
         assert lag.late_s(10) > 0.3
 
 

@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.ui.rig import KEY, LiveProxy, Traffic, live_proxy
+
+# A page that has lost the proxy tries again up to 5 s later, which is Playwright's default. The timeout of a context
+# does not apply to `expect`.
+expect.set_options(timeout=20_000)
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 OpenPage = Callable[..., Page]

@@ -25,7 +25,13 @@ pytestmark = REAL_ENGINES
 P, D, OTHER, JUDGE = 0, 1, 2, 3
 IN_USE = "vllm:kv_cache_usage_perc"
 LEG_BOUND_S = 5.0
-"""Time limit of each leg here, before the request is answered without a hand-off."""
+"""Time limit of a leg that fails by it, before the request is answered without a hand-off."""
+ENOUGH_S = 25.0
+"""Time limit of legs that are to succeed: a busy machine must not make them fail."""
+PATIENT = {"first_byte_s": 30.0, "total_s": 60.0, "idle_s": 15.0}
+"""Bounds of requests without a hand-off."""
+IN_TIME_S = 60.0
+"""Answer to any of these requests: the bounds that one waits for add up to less than 40 s. vLLM alone never answers."""
 NEVER_S = 3600.0
 ABANDONED_S = 2.0
 """Time that a hanging pull stays open here; a D that runs has seats for all, so no queued leg is cut."""
@@ -55,8 +61,7 @@ class Pair:
         assert row is not None
         assert row["offload_reason"] in expected, row
         assert said.answer == (await self.alone.say(body)).answer
-        # Both legs' bounds and an answer from D, with a wide margin for a busy machine.
-        assert took_s < 3 * (2 * LEG_BOUND_S + 2)
+        assert took_s < IN_TIME_S
         self.calm()
         stats = await self.proxy.settled()
         assert stats["requests"]["outcomes"] == {"ok": stats["requests"]["finished"]}
@@ -72,7 +77,9 @@ class Pair:
         self.engines.resume_all()
 
 
-async def start_pair(engines: Engines, start_proxy: StartProxy, *more: int, **offload: Any) -> Pair:
+async def start_pair(
+    engines: Engines, start_proxy: StartProxy, *more: int, timeouts: dict[str, float] = PATIENT, **offload: Any
+) -> Pair:
     bootstrap_url = engines.file.bootstrap_url(P)
     assert bootstrap_url is not None
     p = await start_proxy.relay(engines.file.url(P))
@@ -86,15 +93,15 @@ async def start_pair(engines: Engines, start_proxy: StartProxy, *more: int, **of
         urls={P: p.url, D: d.url},
         bootstraps={P: bootstrap.url},
         offload={
-            "prefill_timeout_s": LEG_BOUND_S,
+            "prefill_timeout_s": ENOUGH_S,
             "first_token_timeout_s": LEG_BOUND_S,
             "token_timeout_s": 0.05,
             "abandoned_s": ABANDONED_S,
-            "query_timeout_s": 2.0,
+            "query_timeout_s": 10.0,
             "watch_interval_s": 0.5,
             **offload,
         },
-        timeouts={"first_byte_s": LEG_BOUND_S, "total_s": 14, "idle_s": 15},
+        timeouts=timeouts,
     )
     alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}})
     return Pair(engines, proxy, alone, p, d, bootstrap)
@@ -180,7 +187,7 @@ async def test_bootstrap_unreachable_for_d(
 
 
 async def test_a_d_that_has_met_p_needs_no_bootstrap(engines: Engines, start_proxy: StartProxy) -> None:
-    pair = await start_pair(engines, start_proxy, watch_interval_s=NEVER_S)
+    pair = await start_pair(engines, start_proxy, watch_interval_s=NEVER_S, first_token_timeout_s=ENOUGH_S)
     await pair.check({"chosen"})
 
     async def cut(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +235,7 @@ async def test_unknown_transfer_id(engines: Engines, start_proxy: StartProxy) ->
 
 
 async def test_reused_transfer_id(engines: Engines, start_proxy: StartProxy) -> None:
-    pair = await start_pair(engines, start_proxy)
+    pair = await start_pair(engines, start_proxy, first_token_timeout_s=3 * LEG_BOUND_S)  # the first is to succeed
     await pair.check({"chosen"})
     used = next(body for body in pair.d.bodies if pulls(body))["kv_transfer_params"]["transfer_id"]
 
@@ -243,7 +250,7 @@ async def test_reused_transfer_id(engines: Engines, start_proxy: StartProxy) -> 
 
 
 async def test_p_hangs_in_its_leg(engines: Engines, start_proxy: StartProxy) -> None:
-    pair = await start_pair(engines, start_proxy)
+    pair = await start_pair(engines, start_proxy, prefill_timeout_s=LEG_BOUND_S)
 
     async def hang(path: str, body: dict[str, Any]) -> dict[str, Any]:
         engines.signal(P, signal.SIGSTOP)
@@ -254,7 +261,7 @@ async def test_p_hangs_in_its_leg(engines: Engines, start_proxy: StartProxy) -> 
 
 
 async def test_p_hangs_after_its_leg(engines: Engines, start_proxy: StartProxy) -> None:
-    pair = await start_pair(engines, start_proxy)
+    pair = await start_pair(engines, start_proxy, query_timeout_s=2.0)
 
     async def hang(path: str, body: dict[str, Any]) -> None:
         engines.signal(P, signal.SIGSTOP)
@@ -280,7 +287,8 @@ async def test_p_hangs_while_d_pulls(engines: Engines, start_proxy: StartProxy) 
 async def test_d_hangs_after_the_pull_began(engines: Engines, start_proxy: StartProxy, stream: bool) -> None:
     """D answers neither the pull nor the plain request that follows it: another instance answers."""
     # D reads the leg when it runs again: closed by then, it may end D's engine core (decision 8), for the next test.
-    pair = await start_pair(engines, start_proxy, OTHER, abandoned_s=60.0)
+    short = {**PATIENT, "first_byte_s": LEG_BOUND_S, "total_s": 14.0}
+    pair = await start_pair(engines, start_proxy, OTHER, timeouts=short, abandoned_s=60.0)
     body = pair.proxy.body(fresh_prompt(700), stream=stream)
     hung: list[str] = []
 

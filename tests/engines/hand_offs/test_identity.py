@@ -20,6 +20,8 @@ REQUESTS = 50
 FALLBACKS = 3
 """Hand-offs that may fall back: on two busy processors D's queue can outlast P's transfer. Answers stay the same."""
 STREAMS = 4
+BOUNDS = {"prefill_timeout_s": 30.0, "first_token_timeout_s": 25.0}
+"""Answers are compared here, not times: the bounds allow for two busy processors."""
 PULLED = "vllm:external_prefix_cache_hits_total"
 MIGRATE = {
     "name": "migrate",
@@ -56,8 +58,7 @@ async def say_all(proxy: Proxy, bodies: list[dict[str, Any]], at_once: int) -> l
 
 
 async def test_offloaded_answers_are_those_of_a_co_located_engine(engines: Engines, start_proxy: StartProxy) -> None:
-    # Answers are compared here, not times: the bounds allow for two busy processors.
-    proxy = await start_proxy(*WORKERS, offload={"prefill_timeout_s": 30.0, "first_token_timeout_s": 25.0})
+    proxy = await start_proxy(*WORKERS, offload=BOUNDS)
     alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}})
     bodies = requests(proxy)
     pulled_before = await engines.total(PULLED, *WORKERS)
@@ -101,7 +102,7 @@ async def test_the_answer_depends_on_all_parts_of_the_prompt(engines: Engines, s
 
 
 async def test_d_has_the_whole_prompt_cached_after_the_pull(engines: Engines, start_proxy: StartProxy) -> None:
-    proxy = await start_proxy(0, 1, roles={0: "kv_producer", 1: "kv_consumer"})
+    proxy = await start_proxy(0, 1, roles={0: "kv_producer", 1: "kv_consumer"}, offload=BOUNDS)
     prompt = fresh_prompt(1501)
     said = await proxy.say(proxy.body(prompt))
     row = await proxy.row(said.request_id)
@@ -119,7 +120,8 @@ async def test_the_legs_as_the_engines_see_them(engines: Engines, start_proxy: S
     """Every D leg names P's engine and bootstrap server: one without would hang 0.18.1 and kill later versions."""
     p_relay = await start_proxy.relay(engines.file.url(0))
     d_relay = await start_proxy.relay(engines.file.url(1))
-    proxy = await start_proxy(0, 1, roles={0: "kv_producer", 1: "kv_consumer"}, urls={0: p_relay.url, 1: d_relay.url})
+    roles = {0: "kv_producer", 1: "kv_consumer"}
+    proxy = await start_proxy(0, 1, roles=roles, urls={0: p_relay.url, 1: d_relay.url}, offload=BOUNDS)
     engine_id = (await proxy.instance(engines.name(0)))["engine_id"]
     bodies = [proxy.body(fresh_prompt(600), stream=number % 2 == 0, max_tokens=9) for number in range(6)]
     bodies += [proxy.body(fresh_text(4000), chat=True, max_completion_tokens=9), proxy.body(fresh_prompt(50))]
@@ -145,7 +147,7 @@ async def test_a_first_token_that_ends_the_text_is_handed_over_anyway(
     engines: Engines, start_proxy: StartProxy
 ) -> None:
     """P sends only what ended by length. Its leg must therefore not stop at an end-of-text, where D's does."""
-    proxy = await start_proxy(0, 1, roles={0: "kv_producer", 1: "kv_consumer"})
+    proxy = await start_proxy(0, 1, roles={0: "kv_producer", 1: "kv_consumer"}, offload=BOUNDS)
     alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}})
     forced = {"logit_bias": {"0": 100}}  # token 0 is the end of text
     prompt = fresh_prompt(700)
@@ -193,9 +195,7 @@ async def said_turn(proxy: Proxy, prompt: list[int]) -> tuple[Said, dict[str, An
 async def test_a_session_migrates_with_its_prefix_and_answers_the_same_tokens(
     engines: Engines, start_proxy: StartProxy
 ) -> None:
-    # Tokens are compared here, not times: the bounds allow for two busy processors.
-    bounds = {"prefill_timeout_s": 30.0, "first_token_timeout_s": 25.0}
-    proxy = await start_proxy(0, 1, policy=MIGRATE, offload={"planner": "never", "params": {}, **bounds})
+    proxy = await start_proxy(0, 1, policy=MIGRATE, offload={"planner": "never", "params": {}, **BOUNDS})
     alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}})
     first = fresh_prompt(1_600)
     said, row = await said_turn(proxy, first)

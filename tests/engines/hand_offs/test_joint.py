@@ -133,11 +133,11 @@ async def test_a_placement_that_fails_is_answered_by_d(
         transport=PRICED_AS,
         policy=JOINT,
         offload={
-            "prefill_timeout_s": LEG_BOUND_S,
+            "prefill_timeout_s": LEG_BOUND_S if fault is p_hangs else 30.0,
             "first_token_timeout_s": LEG_BOUND_S,
             "token_timeout_s": 0.05,
             "abandoned_s": 2.0,
-            "query_timeout_s": 2.0,
+            "query_timeout_s": 10.0,
         },
     )
     alone = await start_proxy(JUDGE, offload={"planner": "never", "params": {}})

@@ -93,8 +93,10 @@ async def test_a_p_with_a_slow_identity_answer_is_waited_for(
 
     monkeypatch.setattr(HandOff, "_identity", counting)
     engines = [StubEngine(mode="pull_hang") for _ in range(2)]
-    proxy = await start(start_proxy, engines, offload={"query_timeout_s": 0.1}, health=RARELY_PROBED)
+    proxy = await start(start_proxy, engines, health=RARELY_PROBED)
     request, p, d = await ask_until_pull(proxy)
+    # Only now: P's identity is checked before the pull too.
+    proxy.core.handoff.apply(proxy.core.settings.offload.model_copy(update={"query_timeout_s": 0.1}))
     before = asked
     p.query_delay_s = 30.0
     await proxy.until(lambda: asked >= before + 4)
@@ -171,7 +173,8 @@ async def test_a_pull_that_was_given_up_is_closed_only_after_its_first_byte(
     start_proxy: StartProxy, stream: bool
 ) -> None:
     """Closed while D has it queued, it would crash vLLM 0.18.1's engine core with all its requests."""
-    engines = [StubEngine(pull_s=0.6) for _ in range(2)]
+    arrives = asyncio.Event()
+    engines = [StubEngine(pulls_end=arrives) for _ in range(2)]
     proxy = await start(start_proxy, engines, offload={"abandoned_s": 20.0})
     request, _, d = await ask_until_pull(proxy, stream=stream)
     request.cancel()
@@ -182,6 +185,7 @@ async def test_a_pull_that_was_given_up_is_closed_only_after_its_first_byte(
     assert (stats["ledger"]["requests"], stats["ledger"]["offloads"]) == (0, 0)
     assert stats["ledger"]["held_tokens"] == 400, "its room on D is counted while it lasts"
     assert (d.running, d.aborted) == (1, 0)
+    arrives.set()
     assert ledger_is_zero(await proxy.settled())
     await proxy.until(lambda: d.running == 0)
     assert proxy.core.instances.healthy() == {"inst-0", "inst-1"}

@@ -21,7 +21,8 @@ STREAMS = 20
 
 @pytest.fixture
 async def engine() -> AsyncIterator[StubEngine]:
-    started = await StubEngine(tokens=20, token_delay_s=0.05).start()
+    # Slow, so that streams run until a test has seen the proxy shut down; then it may let them end at once.
+    started = await StubEngine(tokens=100, token_delay_s=0.2).start()
     yield started
     await started.stop()
 
@@ -65,8 +66,10 @@ async def test_streams_that_run_at_sigterm_are_completed(engine: StubEngine, tmp
     async with serve_process(tmp_path / "proxy.yaml", settings(engine, rows)) as served:
         tasks = await in_progress(served, engine, STREAMS)
         served.send(signal.SIGTERM)
+        await served.logged(f"shutting down: {STREAMS} request")
+        engine.token_delay_s = 0.0
         answers = await asyncio.gather(*tasks)
-        assert all(was_completed(answer.text, 20) for answer in answers)
+        assert all(was_completed(answer.text, 100) for answer in answers)
         assert await served.ended() == 0
     assert [row["outcome"] for row in rows_of(rows)] == ["ok"] * STREAMS
     assert engine.aborted == 0
@@ -111,7 +114,6 @@ async def test_a_request_without_a_first_byte_at_the_end_of_the_grace_gets_an_er
 async def test_between_the_signal_and_the_end_of_listening_it_is_not_ready_and_refuses(
     engine: StubEngine, tmp_path: Path
 ) -> None:
-    engine.tokens = 40
     rows = tmp_path / "rows.jsonl"
     async with serve_process(tmp_path / "proxy.yaml", settings(engine, rows, drain_delay_s=1.5)) as served:
         (task,) = await in_progress(served, engine, 1)
@@ -131,7 +133,8 @@ async def test_between_the_signal_and_the_end_of_listening_it_is_not_ready_and_r
         with pytest.raises(httpx.ConnectError):
             async with httpx.AsyncClient(trust_env=False) as late:
                 await late.get(f"{served.url}/ready")
-        assert was_completed((await task).text, 40)
+        engine.token_delay_s = 0.0
+        assert was_completed((await task).text, 100)
         assert await served.ended() == 0
 
 

@@ -24,14 +24,16 @@ async def test_p_and_d_of_a_hand_off_may_leave_in_the_middle_of_it(start: Start)
             offload={"planner": "threshold", "params": {"min_decode_requests": 0}},
             classes={"medium_tokens": 8, "heavy_tokens": 16},
         )
+        pulled = asyncio.Event()
         for each in running.engines:
-            each.pull_s = 0.3
+            each.pulls_end = pulled
         asking = asyncio.create_task(ask(running, prompt=list(range(64))))
         state = running.core.router.state
         await running.until(lambda: state.holds.total() == 64)  # noqa: B023 - awaited in this turn
         p = next(name for name in state.instances if state.holds.tokens(name, 0.0))
         d = next(name for name in state.instances if name != p)
         await running.client.delete(f"/instances/{p if leaver == 'p' else d}", params={"grace_s": 0})
+        pulled.set()
         answer = await asking
         assert answer.status_code == 200
         assert ledger_is_zero(await running.settled())
@@ -46,8 +48,9 @@ async def test_a_removal_of_p_waits_until_d_has_pulled(start: Start) -> None:
         offload={"planner": "threshold", "params": {"min_decode_requests": 0}},
         classes={"medium_tokens": 8, "heavy_tokens": 16},
     )
+    pulled = asyncio.Event()
     for each in running.engines:
-        each.pull_s = 0.5
+        each.pulls_end = pulled
     asking = asyncio.create_task(ask(running, prompt=list(range(64))))
     state = running.core.router.state
     await running.until(lambda: state.holds.total() == 64)
@@ -55,6 +58,7 @@ async def test_a_removal_of_p_waits_until_d_has_pulled(start: Start) -> None:
     removing = asyncio.create_task(running.client.delete(f"/instances/{p}", params={"grace_s": 10}))
     await running.until(lambda: running.core.instances[p].draining)
     assert (await row_of(running, p))["held_tokens"] == 64
+    pulled.set()
     answer = await asking
     assert answer.headers["x-warmroute-prefill-instance"] == p
     assert (await removing).json()["cut_requests"] == 0

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.proxy.conftest import Running, StartProxy
+from tests.proxy.exchange.test_held_requests import GatedEngine
 from tests.proxy.resume.rig import GREEDY
 from tests.proxy.stub_engine import StubEngine
 from tests.proxy.tokens.engine import TokenEngine
@@ -166,13 +167,14 @@ async def test_a_retried_request_has_a_decision_and_a_leg_for_each_attempt(
 
 
 async def test_a_held_request_shows_how_long_and_why(start_proxy: StartProxy, receiver: TraceReceiver) -> None:
-    slow = StubEngine(prefill_s=0.3)
+    slow = GatedEngine()
     rule = {"name": "session_cap", "params": {"sessions": 1, "keep_s": 0.0}}
     proxy = await start_proxy(engines=[slow], admission=rule, **traced(receiver))
     first = asyncio.create_task(post(proxy, headers={"x-session-id": "a"}))
     await proxy.until(lambda: slow.running == 1)
     second = asyncio.create_task(post(proxy, headers={"x-session-id": "b"}))
     await proxy.until(lambda: len(proxy.core.holding) == 1)
+    slow.open.set()
     await asyncio.gather(first, second)
     await receiver.got(2)
     [hold] = receiver.named("hold")
@@ -203,11 +205,14 @@ async def test_a_client_that_leaves_ends_its_trace_without_an_error_of_the_serve
 
 
 async def test_a_request_that_waits_in_the_queue_shows_it(start_proxy: StartProxy, receiver: TraceReceiver) -> None:
-    slow = StubEngine(prefill_s=0.2)
+    slow = GatedEngine()
     proxy = await start_proxy(engines=[slow], limits={"max_in_flight": 1}, **traced(receiver))
     first = asyncio.create_task(post(proxy))
     await proxy.until(lambda: slow.running == 1)
-    await asyncio.gather(first, post(proxy))
+    second = asyncio.create_task(post(proxy))
+    await proxy.until(lambda: proxy.core.admission.waiting == 1)
+    slow.open.set()
+    await asyncio.gather(first, second)
     await receiver.got(2)
     [queue] = receiver.named("queue")
     assert_one_tree([span for span in receiver.spans if span.trace_id == queue.trace_id])

@@ -23,13 +23,28 @@ async def whose(workers: Workers) -> dict[int, int]:
     return {row["worker"]: row["pid"] for row in await workers.stats()}
 
 
+async def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid)
+
+
+async def until_they_shut_down(workers: Workers, count: int) -> None:
+    """Wait until so many workers have begun their shutdown, then let the engines end their answers at once."""
+
+    async def begun() -> bool:
+        return sum("shutting down: " in line for line in workers.served.lines) == count
+
+    await until(begun)
+    for engine in workers.engines:
+        engine.token_delay_s = 0.0
+
+
 async def test_a_killed_worker_breaks_its_streams_only_and_is_started_again(start_workers: StartWorkers) -> None:
     workers = await start_workers(2)
     await workers.completed(20)
     before = await workers.metric("warmroute_requests_total")
     await workers.served.client.put("/policy", headers=AUTHORIZED, json={"name": "round_robin"})
     for engine in workers.engines:
-        engine.tokens, engine.token_delay_s = 60, 0.05
+        engine.tokens, engine.token_delay_s = 400, 0.1  # until the worker is gone
 
     async def streamed() -> bool:
         """True if the stream was complete."""
@@ -51,6 +66,9 @@ async def test_a_killed_worker_breaks_its_streams_only_and_is_started_again(star
     spread = {row["worker"]: row["in_flight"] for row in await workers.stats()}
     victim = (await whose(workers))[0]
     os.kill(victim, signal.SIGKILL)
+    await until(lambda: is_gone(victim))
+    for engine in workers.engines:
+        engine.token_delay_s = 0.0
     complete = sum(await asyncio.gather(*streams))
     assert complete == spread[1]
 
@@ -60,11 +78,14 @@ async def test_a_killed_worker_breaks_its_streams_only_and_is_started_again(star
     await until(again)
     assert (await whose(workers))[0] != victim
     assert "SIGKILL" in (await workers.stats())[0]["last_end"]
-    assert not any((await workers.get("/stats"))["ledger"].values())
+
+    async def settled() -> bool:
+        """True if nothing is in flight: a worker counts a stream after its client has the end of it."""
+        return not any((await workers.get("/stats"))["ledger"].values())
+
+    await until(settled)
     # Counters that were shown stay: a smaller sum would be read as a restart.
     assert await workers.metric("warmroute_requests_total") >= before + complete
-    for engine in workers.engines:
-        engine.token_delay_s = 0.0
     await workers.completed(20)
     for _ in range(8):
         async with workers.new_client() as client:
@@ -76,7 +97,7 @@ async def test_a_worker_that_is_ended_finishes_its_requests_and_is_replaced_whil
 ) -> None:
     workers = await start_workers(2)
     for engine in workers.engines:
-        engine.tokens, engine.token_delay_s = 20, 0.05
+        engine.tokens, engine.token_delay_s = 400, 0.1  # until the workers shut down
     requests = [asyncio.create_task(workers.completed(1, stream=True)) for _ in range(8)]
 
     async def all_run() -> bool:
@@ -85,6 +106,7 @@ async def test_a_worker_that_is_ended_finishes_its_requests_and_is_replaced_whil
     await until(all_run)
     before = (await whose(workers))[1]
     os.kill(before, signal.SIGTERM)
+    await until_they_shut_down(workers, 1)
     await asyncio.gather(*requests)
 
     async def replaced() -> bool:
@@ -140,7 +162,7 @@ async def test_sigterm_drains_all_workers_and_the_exit_status_is_zero(start_work
     workers = await start_workers(2)
     processes = list((await whose(workers)).values())
     for engine in workers.engines:
-        engine.tokens, engine.token_delay_s = 20, 0.05
+        engine.tokens, engine.token_delay_s = 400, 0.1  # until the workers shut down
     requests = [asyncio.create_task(workers.completed(1, stream=True)) for _ in range(8)]
 
     async def all_run() -> bool:
@@ -149,6 +171,7 @@ async def test_sigterm_drains_all_workers_and_the_exit_status_is_zero(start_work
     await until(all_run)
     for pid in (workers.served.pid, *processes):  # as a service manager may do
         os.kill(pid, signal.SIGTERM)
+    await until_they_shut_down(workers, 2)
     assert await workers.served.ended() == 0
     await asyncio.gather(*requests)
     assert not any(psutil.pid_exists(pid) for pid in processes)

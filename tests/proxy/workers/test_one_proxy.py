@@ -11,6 +11,9 @@ from tests.proxy.serve_process import until
 from tests.proxy.typed_engine import TypedEngine
 from tests.proxy.workers.conftest import AUTHORIZED, StartWorkers, Workers
 
+CONNECTIONS = 8
+"""The kernel spreads them over two workers."""
+
 
 async def test_connections_reach_all_workers_and_metrics_count_every_request(start_workers: StartWorkers) -> None:
     workers = await start_workers(3)
@@ -26,14 +29,26 @@ async def test_connections_reach_all_workers_and_metrics_count_every_request(sta
 
 async def test_a_session_stays_on_its_engine_whichever_worker_it_reaches(start_workers: StartWorkers) -> None:
     workers = await start_workers(2, policy={"name": "session_sticky"})
+    body = {"model": "stub", "prompt": list(range(400)), "max_tokens": 2}
     for session in range(3):
+        headers = {"x-session-id": f"session-{session}"}
+
+        async def known(headers: dict[str, str] = headers) -> bool:
+            """True if the workers of these connections, all with near certainty, have an engine for the session."""
+            for _ in range(CONNECTIONS):
+                async with workers.new_client() as client:
+                    shown = (await client.post("/explain", json=body, headers=headers)).json()
+                if shown["request"]["pinned_instance"] is None:
+                    return False
+            return True
+
         placed = []
         for _ in range(8):
             async with workers.new_client() as client:
-                body = {"model": "stub", "prompt": list(range(400)), "max_tokens": 2}
-                answer = await client.post("/v1/completions", json=body, headers={"x-session-id": f"session-{session}"})
+                answer = await client.post("/v1/completions", json=body, headers=headers)
                 placed.append(answer.headers["x-warmroute-instance"])
-                await asyncio.sleep(0.3)  # longer than a report takes; a turn of a conversation takes as long
+            if len(placed) == 1:
+                await until(known)
         assert len(set(placed)) == 1, placed
     assert all(row["started"] for row in await workers.stats())
 
@@ -160,7 +175,16 @@ async def test_a_stored_response_is_continued_on_its_engine_by_every_worker(star
     body = {"model": "stub", "input": "hello " * 300, "max_output_tokens": 8}
     created = await workers.served.client.post("/v1/responses", json=body)
     instance = created.headers["x-warmroute-instance"]
-    await asyncio.sleep(0.3)  # longer than a report takes
+
+    async def known() -> bool:
+        """True if the workers of these connections, all with near certainty, find the response."""
+        for _ in range(CONNECTIONS):
+            async with workers.new_client() as client:
+                if (await client.get(f"/v1/responses/{created.json()['id']}")).status_code != 200:
+                    return False
+        return True
+
+    await until(known)
     for _ in range(24):
         async with workers.new_client() as client:
             answer = await client.post("/v1/responses", json={**body, "previous_response_id": created.json()["id"]})
