@@ -129,7 +129,10 @@ class Settings(BaseSettings):
     )
     grace_s: Seconds = Field(default=30.0, description="time running streams have to finish after SIGTERM")
     drain_delay_s: float = Field(
-        default=0.0, ge=0, description="time from not being ready to closing the listener, for load balancers to notice"
+        default=0.0,
+        ge=0,
+        description="time from not being ready to closing the listener, for load balancers to notice; requests are "
+        "served until then",
     )
     log_level: str = Field(default="info", description="debug, info, warning or error")
     log_format: Literal["text", "json"] = Field(default="text", description="text, or json: one object per line")
