@@ -90,11 +90,11 @@ def test_figures_are_those_of_the_window_per_instance() -> None:
     recent = RecentRows()
     rows = [
         row(1, ago_s=100.0),
-        *(row(number, ago_s=10.2) for number in range(2, 12)),
-        row(12, "e1", request_class="HEAVY"),
+        *(row(number, ago_s=10.2) for number in range(2, 62)),
+        row(62, "e1", request_class="HEAVY"),
     ]
-    rows.append(row(13, "e1", outcome="upstream_error", actual_cached_tokens=None, stages_ms={"total": 1.0}))
-    recent.add(page(rows, 13), 200)
+    rows.append(row(63, "e1", outcome="upstream_error", actual_cached_tokens=None, stages_ms={"total": 1.0}))
+    recent.add(page(rows, 63), 200)
     figures = figures_of(answers([instance("e0"), instance("e1", draining=True)]), recent, NOW_S)
     draining, busy = figures.instances
     assert (draining.name, draining.state, draining.recent.failed) == ("e1", "draining", 1)
@@ -103,8 +103,28 @@ def test_figures_are_those_of_the_window_per_instance() -> None:
     assert busy.recent.hit_rate == 0.8
     assert busy.recent.ttft_ms == 50.0
     assert abs(busy.recent.per_s - 1.0) < 1e-9
-    assert figures.last[0].row == 13
-    assert recent.cursor == 13
+    assert figures.last[0].row == 63
+    assert recent.cursor == 63
+
+
+@pytest.mark.parametrize(
+    ("started_ago_s", "count", "limit", "per_s"),
+    [(600.0, 1, 200, 1 / 60), (20.0, 1, 200, 1 / 20), (600.0, 10, 10, 2.0), (0.1, 1, 200, 1.0)],
+    ids=["one after idle minutes", "soon after the start", "more rows than were asked for", "at the start"],
+)
+def test_rates_are_over_the_window_or_the_part_of_it_that_the_rows_cover(
+    started_ago_s: float, count: int, limit: int, per_s: float
+) -> None:
+    recent = RecentRows()
+    recent.add(page([row(number, ago_s=5.2) for number in range(1, count + 1)], count, NOW_S - started_ago_s), limit)
+    assert figures_of(answers([]), recent, NOW_S).recent.per_s == pytest.approx(per_s)
+
+
+def test_mistakes_of_clients_are_no_failures() -> None:
+    recent = RecentRows()
+    outcomes = ("ok", "rejected", "engine_refused", "client_gone", "shutdown", "stream_broken", "no_instance")
+    recent.add(page([row(number, outcome=outcome) for number, outcome in enumerate(outcomes, 1)], 7), 200)
+    assert figures_of(answers([]), recent, NOW_S).recent.failed == 2
 
 
 def test_a_poll_that_is_behind_continues_with_the_newest_rows_and_a_restart_begins_again() -> None:
