@@ -202,6 +202,8 @@ def test_a_busy_fleet_is_refused(pair: tuple[EngineProcess, EngineProcess], tmp_
         (("measure", "interference", "--url", "http://127.0.0.1:9", "--model", "m"), "is the fleet up?"),
         (("measure", "transfer", "--url", "http://127.0.0.1:9", "--kv-bytes-per-token", "1"), "needs two engines"),
         (("measure", "transfer", "--url", "http://127.0.0.1:9"), "give --kv-bytes-per-token"),
+        (("measure", "interference", "--url", "http://127.0.0.1:1"), "start it, correct --url, or give --model"),
+        (("measure", "interference", "sim-4x", "--url", "http://127.0.0.1:1"), "sim-4x and --url are both given"),
         (("calibrate", "--record", "no-such-file"), "No such file"),
         (("calibrate", "--record", "pyproject.toml"), "not a record of an instrument"),
         (("measure", "show", "pyproject.toml"), "not a record of an instrument"),
