@@ -93,6 +93,8 @@ def api_key_from(variable: str | None) -> str | None:
     value = os.environ.get(variable)
     if not value:
         stop(f"--api-key-env: {variable} is not set")
+    if not (value.isascii() and value.isprintable()):
+        stop(f"--api-key-env: {variable} has a line break or another character that no header can carry")
     return value
 
 

@@ -218,6 +218,14 @@ def test_mistakes_end_with_a_remedy(arguments: tuple[str, ...], expected: str) -
     assert expected in " ".join(result.output.split())
 
 
+def test_a_key_that_cannot_be_sent_is_blamed_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAD_KEY", "secret\nx")
+    result = run("measure", "interference", "--url", "http://127.0.0.1:1", "--api-key-env", "BAD_KEY")
+    assert result.exit_code == 2
+    assert "--api-key-env: BAD_KEY has" in result.output
+    assert "secret" not in result.output
+
+
 def test_a_fleet_file_gives_names_sizes_and_addresses(tmp_path: Path) -> None:
     from bench.instruments.targets import targets_of
 

@@ -309,3 +309,23 @@ async def test_classes_in_flight_are_in_the_rows_of_instances(start_proxy: Start
     await proxy.settled()
     assert (await proxy.client.get("/instances/inst-0")).json()["in_flight"] == {}
     assert proxy.core.breakdown.open_rows == set()
+
+
+@pytest.mark.parametrize("command", [("top", "--once"), ("explain", "some-request")])
+@pytest.mark.parametrize("key", ["secret\nx", "sécret"])
+def test_a_key_that_cannot_be_sent_is_blamed_and_not_shown(command: tuple[str, ...], key: str) -> None:
+    runner = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"})
+    result = runner.invoke(build(), [*command, "--url", "http://127.0.0.1:9", "--key", key])
+    assert result.exit_code == 2
+    assert "correct --key or WARMROUTE_ADMIN_KEY" in result.output
+    assert "cret" not in result.output
+    assert "--url" not in result.output
+
+
+def test_an_authority_file_that_cannot_be_used_is_named_by_its_option(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.pem"
+    broken.write_text("no certificate")
+    for file, problem in ((tmp_path / "none.pem", "No such file"), (broken, "")):
+        result = CliRunner().invoke(build(), ["top", "--once", "--url", "https://127.0.0.1:9", "--ca-file", str(file)])
+        assert result.exit_code == 2
+        assert f"--ca-file {file}: {problem}" in result.output
