@@ -138,6 +138,34 @@ def test_a_poll_that_is_behind_continues_with_the_newest_rows_and_a_restart_begi
     assert (recent.cursor, [each.row for each in recent.last(10)]) == (1, [1])
 
 
+@pytest.mark.parametrize("width", [30, 40, 60, 80])
+@pytest.mark.parametrize("height", [12, 16, 24])
+def test_a_small_terminal_shows_instances_apart_and_counts_the_others(width: int, height: int) -> None:
+    recent = RecentRows()
+    names = [f"engine-with-a-long-name-{number:02}" for number in range(64)]
+    recent.add(page([row(number, names[number % 64]) for number in range(1, 200)], 199), 200)
+    figures = figures_of(answers([instance(each) for each in names]), recent, NOW_S)
+    lines = drawn(frame(figures, "http://localhost:9090", None, height, width), width).rstrip("\n").splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    head = next(number for number, line in enumerate(lines) if line.startswith("instance"))
+    counted = next(number for number, line in enumerate(lines) if " more instances" in line)
+    shown = [line.split()[0] for line in lines[head + 1 : counted]]
+    assert shown
+    assert [each[-2:] for each in shown] == [f"{number:02}" for number in range(len(shown))]
+    assert f"{64 - len(shown)} more instances" in lines[counted]
+    assert "state" in lines[head].split()
+
+
+def test_ten_lines_of_forty_columns_show_an_instance_and_count_the_others() -> None:
+    fleet = [instance(f"inst-{number}") for number in range(4)]
+    figures = figures_of(answers(fleet), RecentRows(), NOW_S)
+    lines = drawn(frame(figures, "http://localhost:9090", None, 10, 40), 40).rstrip("\n").splitlines()
+    assert len(lines) <= 10
+    assert lines[-2].split()[:2] == ["inst-0", "ok"]
+    assert "3 more instances" in lines[-1]
+
+
 def test_sixty_four_instances_fit_eighty_columns_and_a_small_terminal() -> None:
     recent = RecentRows()
     names = [f"engine-with-a-long-name-{number:02}" for number in range(64)]
