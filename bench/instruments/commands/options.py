@@ -115,6 +115,21 @@ def fitting(wanted: int, context_tokens: int, longest: int | None) -> int:
     return wanted if longest is None else max(2, min(wanted, longest - context_tokens - 1))
 
 
+def refuse_longer(option: str, tokens: int, longest: int | None) -> None:
+    """Check a prompt's length before anything is measured; ``longest`` is the engine's longest sequence, if known.
+
+    Raises:
+        InstrumentError: the prompt leaves no room for one token of output.
+    """
+    from bench.instruments.engine import InstrumentError
+
+    if longest is not None and tokens >= longest:
+        raise InstrumentError(
+            f"{option} {tokens}: the engine takes {longest} tokens at most (max_model_len), of which one is output; "
+            f"give {longest - 1} or less"
+        )
+
+
 def progress(text: str) -> None:
     """One line about the next step, on standard error."""
     typer.echo(text, err=True)
