@@ -37,6 +37,22 @@ class RequestOutcome(StrEnum):
     INTERNAL_ERROR = "internal_error"
 
 
+FAILED_OUTCOMES = frozenset(
+    {
+        RequestOutcome.NO_INSTANCE,
+        RequestOutcome.QUEUE_FULL,
+        RequestOutcome.QUEUE_TIMEOUT,
+        RequestOutcome.UPSTREAM_ERROR,
+        RequestOutcome.UPSTREAM_TIMEOUT,
+        RequestOutcome.POISON_REQUEST,
+        RequestOutcome.STREAM_BROKEN,
+        RequestOutcome.INTERNAL_ERROR,
+    }
+)
+"""Those that the alert WarmrouteErrorShare, ``top`` and the dashboard count as failed: 5xx and broken streams, without
+what a shutdown cut."""
+
+
 class TraceNotes(Protocol):
     """Receiver of what happens to a traced request while it is served."""
 

@@ -163,6 +163,7 @@ class Core:
         self.lag = LoopLag()
         LoopMetrics(self.metrics.registry, self.lag)
         self.draining = False
+        """Not ready, as the proxy is about to stop; requests that come anyway are served while it listens."""
         self.ends_s: float | None = None
         """End of the grace period of running requests, on the event loop's clock; set when the proxy shuts down."""
 

@@ -40,6 +40,13 @@ TracePath = Annotated[
 ]
 
 
+def _sendable_key(key: str | None) -> str | None:
+    """Refuse a key that no header can carry, here: the HTTP library's error would name the endpoint."""
+    if key and not (key.isascii() and key.isprintable()):
+        raise typer.BadParameter("the key has a line break or another character that no header can carry")
+    return key
+
+
 def replay_command(
     trace: TracePath,
     output: Annotated[Path, typer.Option("--output", "-o", help="Run file to write (JSONL).")] = Path("run.jsonl"),
@@ -101,7 +108,13 @@ def replay_command(
         bool, typer.Option("--resume", help="Continue an interrupted --output; recorded requests are not sent again.")
     ] = False,
     api_key: Annotated[
-        str | None, typer.Option(envvar="WARMROUTE_API_KEY", help="API key, sent as bearer token.", show_default=False)
+        str | None,
+        typer.Option(
+            envvar="WARMROUTE_API_KEY",
+            help="API key, sent as bearer token.",
+            show_default=False,
+            callback=_sendable_key,
+        ),
     ] = None,
 ) -> None:
     """Replay a trace against an OpenAI endpoint and record every request.

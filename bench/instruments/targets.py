@@ -71,7 +71,9 @@ def targets_of(fleet: Path | None, overrides: Sequence[str], urls: Sequence[str]
     Raises:
         InstrumentError: neither or both are given, or the file cannot be used.
     """
-    if (fleet is None) == (not urls):
+    if fleet is not None and urls:
+        raise InstrumentError(f"{fleet} and --url are both given: give the fleet file, or the engines' addresses")
+    if fleet is None and not urls:
         raise InstrumentError("give a fleet file whose engines are running, or their addresses with --url")
     if fleet is None:
         return Targets(engines=tuple(EngineAddress(name=url, url=url.rstrip("/").removesuffix("/v1")) for url in urls))
@@ -155,7 +157,7 @@ async def opened(
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=READ_BYTES) as http:
         try:
-            served = model or await first_model(http, targets[0].url, api_key)
+            served = model or await first_model(http, targets[0].url, api_key, option="--url")
         except EndpointError as error:
             raise InstrumentError(str(error)) from error
         yield [

@@ -37,6 +37,10 @@ class ReplicaProcess:
         """Send SIGKILL, which a process cannot handle."""
         self._process.kill()
 
+    def terminate(self) -> None:
+        """Send SIGTERM, as a supervisor that stops it."""
+        self._process.terminate()
+
     def ended(self) -> None:
         """Wait for its end, at most 10 s."""
         self._process.join(_END_S)

@@ -1,9 +1,11 @@
-"""uvicorn's server with a bound on TLS handshakes."""
+"""uvicorn's server with a bound on TLS handshakes, and an end of listening that loses no connection."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import socket
 import sys
 from functools import partial
@@ -17,6 +19,8 @@ _STARTUP_FAILURE = 3
 """Exit status, as of uvicorn."""
 _CLOSE_S = 5.0
 """Bound in seconds on a client's reply to the end of TLS."""
+_LAST_HANDSHAKES_S = 1.0
+"""Bound in seconds on the TLS handshakes of connections that are accepted when the listener closes."""
 
 
 class BoundedServer(uvicorn.Server):
@@ -35,6 +39,8 @@ class BoundedServer(uvicorn.Server):
         super().__init__(config)
         self._handshake_s = handshake_s
         self._shared_port = shared_port
+        self._protocol: Any = None
+        self._tls: dict[str, Any] = {}
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, then listen; ends the process if either fails, like uvicorn."""
@@ -42,27 +48,27 @@ class BoundedServer(uvicorn.Server):
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             sys.exit(_STARTUP_FAILURE)
-        protocol: Any = partial(
+        self._protocol = partial(
             cast(Any, config.http_protocol_class),
             config=config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
         loop = asyncio.get_running_loop()
-        options: dict[str, Any] = {"backlog": config.backlog}
         if config.ssl is not None:
-            options |= {
+            self._tls = {
                 "ssl": config.ssl,
                 "ssl_handshake_timeout": self._handshake_s,
                 "ssl_shutdown_timeout": _CLOSE_S,
             }
+        options: dict[str, Any] = {"backlog": config.backlog, **self._tls}
         try:
             if sockets is None:
                 if self._shared_port:
                     options["reuse_port"] = True
-                self.servers = [await loop.create_server(protocol, config.host, config.port, **options)]
+                self.servers = [await loop.create_server(self._protocol, config.host, config.port, **options)]
             else:
-                self.servers = [await self._listen(protocol, each, options) for each in sockets]
+                self.servers = [await self._listen(each, options) for each in sockets]
         except OSError as error:
             log.error(error)
             await self.lifespan.shutdown()
@@ -71,8 +77,34 @@ class BoundedServer(uvicorn.Server):
             self._log_started_message(self.servers[0].sockets)
         self.started = True
 
-    async def _listen(self, protocol: Any, bound: socket.socket, options: dict[str, Any]) -> asyncio.Server:
+    async def stop_listening(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the listeners, and serve the connections that the kernel had accepted for them.
+
+        The kernel resets those that nobody has fetched when a listener closes. Their clients may have sent a request,
+        which a load balancer must not send again.
+        """
+        listening = [socket.socket(fileno=os.dup(each.fileno())) for server in self.servers for each in server.sockets]
+        for server in (*self.servers, *(sockets or ())):
+            server.close()
+        accepted: list[socket.socket] = []
+        for each in listening:
+            each.setblocking(False)
+            with contextlib.suppress(OSError), each:  # it has no more, or there are no descriptors
+                while True:
+                    accepted.append(each.accept()[0])
+        if accepted:
+            tasks = [asyncio.create_task(self._take(each)) for each in accepted]
+            _, late = await asyncio.wait(tasks, timeout=_LAST_HANDSHAKES_S)
+            for task in late:
+                task.cancel()
+
+    async def _take(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        with contextlib.suppress(OSError):  # the client is gone, or its handshake failed
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, accepted, **self._tls)
+
+    async def _listen(self, bound: socket.socket, options: dict[str, Any]) -> asyncio.Server:
         loop = asyncio.get_running_loop()
         if bound.family == socket.AF_UNIX:
-            return await loop.create_unix_server(protocol, sock=bound, **options)
-        return await loop.create_server(protocol, sock=bound, **options)
+            return await loop.create_unix_server(self._protocol, sock=bound, **options)
+        return await loop.create_server(self._protocol, sock=bound, **options)

@@ -62,11 +62,10 @@ class ProxyProtocol(BoundedProtocol):
         for inbound in self._open:
             inbound.set_writable(True)
 
-    def shutdown(self) -> None:
-        """Reject a request that is still being received at shutdown (uvicorn's hook)."""
+    def refuse_unread(self) -> None:
+        """Reject a request that is still being received at the end of the grace period."""
         if self._receiving is not None and not self._receiving.response_complete:
             self._receiving.refuse(draining_error())
-        super().shutdown()
 
     # httptools
 

@@ -27,14 +27,22 @@ class AdminApi:
         timeout_s: bound on connecting, and on each wait for data.
 
     Raises:
-        NoAnswerError: the URL or the file cannot be used.
+        NoAnswerError: the URL, the key or the file cannot be used.
     """
 
     def __init__(self, url: str, key: str | None, ca_file: Path | None = None, timeout_s: float = 10.0) -> None:
         self.url = url.rstrip("/")
+        if key and not (key.isascii() and key.isprintable()):  # the HTTP library's error would show it
+            raise NoAnswerError(
+                "the admin key has a line break or another character that no header can carry: "
+                "correct --key or WARMROUTE_ADMIN_KEY"
+            )
         headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
             context = ssl.create_default_context(cafile=str(ca_file) if ca_file is not None else None)
+        except OSError as error:
+            raise NoAnswerError(f"--ca-file {ca_file}: {error.strerror or error}") from error
+        try:
             self._client = httpx.Client(
                 base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False, verify=context
             )

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from policies.row import FAILED_OUTCOMES
+
 WINDOW_S = 60.0
 """Rates, hit rates and latencies are those of requests that ended within so many seconds."""
 MAX_ROWS = 20_000
@@ -67,7 +69,7 @@ class RecentFigures(NamedTuple):
     ttft_ms: float | None
     """Median time to the first byte of streamed answers; None: there were none."""
     failed: int
-    """Requests with another outcome than ok or a client that left."""
+    """Requests that failed as the alert WarmrouteErrorShare counts them: 5xx and broken streams."""
 
 
 class InstanceFigures(NamedTuple):
@@ -105,6 +107,7 @@ class RecentRows:
     def __init__(self) -> None:
         self._rows: deque[TopRow] = deque(maxlen=MAX_ROWS)
         self._started_unix_s = 0.0
+        self._begin_unix_s = 0.0
         self.cursor: int | None = None
         """Number of the newest row; None: the next poll begins with the newest rows."""
 
@@ -112,7 +115,9 @@ class RecentRows:
         """Add a page of at most ``limit`` rows. A full one is behind the proxy, so the next poll skips to the end."""
         if page.proxy_started_unix_s != self._started_unix_s:
             self._rows.clear()
-            self._started_unix_s = page.proxy_started_unix_s
+            self._started_unix_s = self._begin_unix_s = page.proxy_started_unix_s
+            if len(page.rows) >= limit:  # there are older ones, which were not asked for
+                self._begin_unix_s = min(row.ended_unix_s for row in page.rows)
         known = self._rows[-1].row if self._rows else 0
         self._rows.extend(row for row in page.rows if row.row > known)
         behind = self.cursor is not None and len(page.rows) >= limit
@@ -122,6 +127,10 @@ class RecentRows:
         """The rows of requests that ended within the window before ``now_s``, on the proxy's clock."""
         return [row for row in self._rows if row.ended_unix_s >= now_s - WINDOW_S]
 
+    def span_s(self, now_s: float) -> float:
+        """The part of the window that the rows cover: less than all of it soon after the start."""
+        return min(WINDOW_S, max(1.0, now_s - self._begin_unix_s))
+
     def last(self, count: int) -> tuple[TopRow, ...]:
         """The newest rows, newest first."""
         return tuple(reversed(list(self._rows)[-count:]))
@@ -130,8 +139,7 @@ class RecentRows:
 def figures_of(answers: TopAnswers, recent: RecentRows, now_s: float, shown_rows: int = 20) -> FleetFigures:
     """The figures of one frame; ``now_s`` is the proxy's wall-clock time."""
     rows = recent.within(now_s)
-    # Right after the start the window is not filled yet.
-    span_s = min(WINDOW_S, max(1.0, now_s - min((row.ended_unix_s for row in rows), default=now_s)))
+    span_s = recent.span_s(now_s)
     by_instance: dict[str | None, list[TopRow]] = {}
     for row in rows:
         by_instance.setdefault(row.instance, []).append(row)
@@ -181,7 +189,7 @@ def _recent(rows: Iterable[TopRow], span_s: float) -> RecentFigures:
         len(rows) / span_s,
         cached / prompt if prompt else None,
         median(first_ms) if first_ms else None,
-        sum(row.outcome not in {"ok", "client_gone"} for row in rows),
+        sum(row.outcome in FAILED_OUTCOMES for row in rows),
     )
 
 

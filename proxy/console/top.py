@@ -49,7 +49,7 @@ def top(
     try:
         with AdminApi(url, key, ca_file, _ANSWER_S) as api:
             if once or not console.is_terminal:
-                console.print(frame(poll(api, RecentRows()), url, None, None))
+                console.print(frame(poll(api, RecentRows()), url, None, None, console.width))
             else:
                 _live(api, interval_s)
     except NoAnswerError as error:
@@ -95,7 +95,7 @@ def _live(api: AdminApi, interval_s: float) -> None:
                 figures = poll(api, recent)
             except NoAnswerError as error:
                 problem = str(error)
-            live.update(frame(figures, api.url, problem, live.console.height), refresh=True)
+            live.update(frame(figures, api.url, problem, live.console.height, live.console.width), refresh=True)
             if pressed(interval_s) in {"q", "Q"}:
                 return
 

@@ -88,10 +88,8 @@ class Generation:
         core = self._core
         try:
             key, tenant = self._identify(inbound)
-            if core.draining:
-                row.outcome = RequestOutcome.NO_INSTANCE
+            if core.draining:  # served: a load balancer may not have noticed yet
                 inbound.keep_alive = False
-                raise draining_error()
             visit = core.tenants.enter(key, tenant)
         except RequestError:
             if row.outcome is RequestOutcome.INTERNAL_ERROR:

@@ -120,7 +120,7 @@ class Discovery:
     def _apply(self) -> bool:
         """Make the fleet match the last set, in one synchronous step. Returns true if it was changed."""
         core, fleet = self._core, self._fleet
-        if core.draining:
+        if core.ends_s is not None:  # nothing new is accepted
             return False
         grace_s = core.settings.discovery.grace_s or core.settings.grace_s
         names = {each.name for each in self._wanted.instances}

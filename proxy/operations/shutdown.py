@@ -1,9 +1,9 @@
 """uvicorn's server with the proxy's signal handling and graceful shutdown.
 
-SIGTERM and SIGINT: not ready at once, and new generation requests are rejected; after ``drain_delay_s``, in which load
-balancers notice, the listening sockets close; running requests have ``grace_s``, then every stream ends with an error
-event. A second signal skips the waiting. SIGHUP reloads the settings. uvicorn's own handlers would end the process by
-the signal; here a graceful shutdown has exit code 0.
+SIGTERM and SIGINT: not ready at once; for ``drain_delay_s``, in which load balancers notice, new requests are still
+served, on connections that close after the answer; then the listening sockets close; running requests have
+``grace_s``, then every stream ends with an error event. A second signal skips the waiting. SIGHUP reloads the
+settings. uvicorn's own handlers would end the process by the signal; here a graceful shutdown has exit code 0.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from proxy.clients.listening import BoundedServer
+from proxy.clients.protocol import ProxyProtocol
 from proxy.core import Core
 
 log = logging.getLogger("warmroute.server")
 
 _POLL_S = 0.05
+_SETTLE_S = 0.25
+"""Time for requests that clients had sent before the listener closed: a closed connection would lose them."""
 _UNWIND_S = 5.0
 """Bound on how long cancelled requests take to end."""
 _FLUSH_S = 2.0
@@ -87,8 +90,8 @@ class ProxyServer(BoundedServer):
         if settings.drain_delay_s:
             log.info("draining: not ready, closing the listener in %g s", settings.drain_delay_s)
             await self._wait(lambda: False, self._now_s() + settings.drain_delay_s)
-        for listener in (*self.servers, *(sockets or ())):
-            listener.close()
+        await self.stop_listening(sockets)
+        await self._wait(lambda: not self.server_state.connections, self._now_s() + _SETTLE_S)
         for connection in list(self.server_state.connections):
             connection.shutdown()
         ends_s = core.ends_s = self._now_s() + settings.grace_s
@@ -109,6 +112,9 @@ class ProxyServer(BoundedServer):
         """Cancel the remaining requests; generation ends its streams with an error event."""
         if self._in_flight():
             log.warning("%d request(s) were cut at the end of the grace period", self._in_flight())
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, ProxyProtocol):
+                connection.refuse_unread()
         tasks = set(self.server_state.tasks)
         for task in tasks:
             task.cancel("shutdown")

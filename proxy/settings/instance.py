@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from policies.types import Connector, Role, Transport
-from proxy.settings.secrets import checked_secret, secret_from
+from proxy.settings.environment import checked_secret, secret_from
 from proxy.settings.section import Section
 from proxy.settings.urls import checked_endpoint, checked_url
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +16,9 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from proxy.settings import environment
 from proxy.settings.discovery import DiscoverySettings
+from proxy.settings.environment import checked_secret, secret_from
 from proxy.settings.fields import FieldSettings
 from proxy.settings.front import CorsSettings, ModelNameSettings, PassThroughSettings
 from proxy.settings.instance import InstanceSettings, distinct_ranks, instances_of
@@ -40,7 +41,6 @@ from proxy.settings.routing import (
     PolicySettings,
     hardware_constants,
 )
-from proxy.settings.secrets import checked_secret, secret_from
 from proxy.settings.section import Seconds, SettingsError, refuse_boolean
 from proxy.settings.security import AdminSettings, FairnessSettings, KeySettings, TlsSettings, checked_forward_headers
 from proxy.settings.serving import BreakdownSettings, HealthSettings, LimitSettings, LogSettings, TimeoutSettings
@@ -49,7 +49,6 @@ from proxy.settings.sharing import SharingSettings
 from warmroute_yaml import load_yaml
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-_PREFIX = "WARMROUTE_"
 _NO_ENGINE = (
     "give at least one engine: --instance http://HOST:PORT, instances in --config, WARMROUTE_INSTANCES, or discovery"
 )
@@ -59,7 +58,7 @@ class Settings(BaseSettings):
     """Settings of ``warmroute serve``."""
 
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX,
+        env_prefix=environment.PREFIX,
         env_nested_delimiter="__",
         extra="forbid",
         frozen=True,
@@ -129,7 +128,10 @@ class Settings(BaseSettings):
     )
     grace_s: Seconds = Field(default=30.0, description="time running streams have to finish after SIGTERM")
     drain_delay_s: float = Field(
-        default=0.0, ge=0, description="time from not being ready to closing the listener, for load balancers to notice"
+        default=0.0,
+        ge=0,
+        description="time from not being ready to closing the listener, for load balancers to notice; requests are "
+        "served until then",
     )
     log_level: str = Field(default="info", description="debug, info, warning or error")
     log_format: Literal["text", "json"] = Field(default="text", description="text, or json: one object per line")
@@ -220,7 +222,7 @@ def _layered(path: Path | None) -> type[Settings]:
                 return (init_settings, env_settings)
             written = InitSettingsSource(settings_cls, init_kwargs=_written(path))()
             for section, name in (("policy", "name"), ("admission", "name"), ("offload", "planner")):
-                if any(name in (source().get(section) or {}) for source in (init_settings, env_settings)):
+                if any(name in _section(source(), section) for source in (init_settings, env_settings)):
                     # Parameters in the file belong to the file's policy; another policy starts from its defaults.
                     written = {**written, section: _without_params(written.get(section))}
             return (init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=written))
@@ -240,8 +242,10 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
     try:
         return _layered(path)(**overrides)
     except ValidationError as error:
-        raise SettingsError(_explain(error, path)) from error
-    except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
+        raise SettingsError(_explain(error, path, overrides)) from error
+    except ValueError as error:
+        raise SettingsError(environment.unread(error, Settings) or f"{path or 'settings'}: {error}") from error
+    except (TypeError, OSError, yaml.YAMLError) as error:
         raise SettingsError(f"{path or 'settings'}: {error}") from error
     except RecursionError as error:
         raise SettingsError(f"{path or 'settings'}: nested too deeply") from error
@@ -261,27 +265,30 @@ def _written(path: Path) -> dict[str, Any]:
     return written
 
 
+def _section(given: dict[str, Any], name: str) -> dict[str, Any]:
+    """A section of one source; empty if it is missing or no section, which the model refuses."""
+    section = given.get(name)
+    return section if isinstance(section, dict) else {}
+
+
 def _without_params(section: Any) -> Any:
     return {key: value for key, value in section.items() if key != "params"} if isinstance(section, dict) else {}
 
 
-def _origin(location: tuple[int | str, ...]) -> str:
-    """Which environment variable an unknown key comes from, in brackets; empty if from none."""
-    variable = f"{_PREFIX}{'__'.join(str(part) for part in location)}".upper()
-    found = next((name for name in os.environ if name.upper() == variable), None)
-    return f" (environment variable {found})" if found else ""
-
-
-def _explain(error: ValidationError, path: Path | None) -> str:
-    lines = [f"{path or 'settings'}: {error.error_count()} problem(s)"]
+def _explain(error: ValidationError, path: Path | None, flags: dict[str, Any]) -> str:
+    lines, elsewhere = [], False
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+        variable = environment.origin(problem["loc"], flags)
+        from_variable = environment.remark(variable) if variable else ""
+        elsewhere |= variable is None
         what = (
-            f"unknown key{_origin(problem['loc'])}; check the spelling"
+            f"unknown key{from_variable}; check the spelling"
             if problem["type"] == "extra_forbidden"
-            else problem["msg"].removeprefix("Value error, ")
+            else problem["msg"].removeprefix("Value error, ") + from_variable
         )
         if what == _NO_ENGINE:
             where = "instances"
         lines.append(f"  {where}: {what}")
-    return "\n".join(lines)
+    source = (path or "settings") if elsewhere else "environment"
+    return "\n".join([f"{source}: {error.error_count()} problem(s)", *lines])

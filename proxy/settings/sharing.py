@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from proxy.settings.secrets import checked_secret, secret_from
+from proxy.settings.environment import checked_secret, secret_from
 from proxy.settings.section import Seconds, Section
 
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from policies.row import FAILED_OUTCOMES
+
 KEPT_S = 300
 """Seconds of the charts."""
 INSTANCE_WINDOW_S = 60
@@ -49,8 +51,8 @@ class FinishedRequest(msgspec.Struct, frozen=True, gc=False):  # of texts and nu
 
     @property
     def failed(self) -> bool:
-        """True unless it was answered, or its client left."""
-        return self.outcome not in {"ok", "client_gone"}
+        """True as the alert WarmrouteErrorShare counts: it got a 5xx or a broken stream."""
+        return self.outcome in FAILED_OUTCOMES
 
 
 class _Sums:

@@ -28,15 +28,17 @@ def base_url(endpoint: str) -> str:
     return trimmed if trimmed.endswith("/v1") else trimmed + "/v1"
 
 
-async def first_model(http: aiohttp.ClientSession, endpoint: str, api_key: str | None) -> str:
-    """The first model the endpoint serves.
+async def first_model(
+    http: aiohttp.ClientSession, endpoint: str, api_key: str | None, *, option: str = "--endpoint"
+) -> str:
+    """The first model the endpoint serves; ``option`` of the command named the endpoint.
 
     Raises:
         EndpointError: the endpoint cannot be reached, or names none.
     """
     url = base_url(endpoint) + "/models"
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    advice = "start it, correct --endpoint, or give --model"
+    advice = f"start it, correct {option}, or give --model"
     try:
         async with asyncio.timeout(CONTROL_TIMEOUT_S), http.get(url, headers=headers) as response:
             answer = await response.read()

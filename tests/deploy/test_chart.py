@@ -278,6 +278,26 @@ def test_every_rank_is_an_instance_with_the_ports_that_the_engine_opens() -> Non
     assert max(map(len, declared)) <= 15
 
 
+@pytest.mark.parametrize("budget", [{"maxUnavailable": 1}, {"minAvailable": "60%"}])
+def test_a_given_disruption_budget_replaces_the_default(budget: dict[str, Any]) -> None:
+    found = rendered({"podDisruptionBudget": {"proxy": budget, "engines": budget}})
+    validate(found)
+    for name in ("warmroute", "warmroute-engine"):
+        spec = found["PodDisruptionBudget", name]["spec"]
+        assert {key: value for key, value in spec.items() if key != "selector"} == budget
+
+
+def test_probes_use_https_where_the_proxy_has_tls() -> None:
+    tls = {"certificate": "/tls/tls.crt", "key": "/tls/tls.key"}
+    for found, scheme in ((copy(), None), (rendered({"proxy": {"settings": {"tls": tls}}}), "HTTPS")):
+        (proxy,) = found["Deployment", "warmroute"]["spec"]["template"]["spec"]["containers"]
+        probes = [proxy[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
+        assert [each.get("scheme") for each in probes] == [scheme] * 3
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        chart.render({"proxy": {"settings": {"tls": {**tls, "client_ca": "/tls/ca.crt"}}}})
+    assert "probes have no client certificate" in caught.value.stderr
+
+
 def test_an_engine_without_ranks_is_one_instance_without_their_flag() -> None:
     (engine,) = engine_pod(copy())["spec"]["containers"]
     assert not [each for each in engine["args"] if each.startswith("--data-parallel")]
@@ -323,6 +343,7 @@ def test_values_of_ranks_that_do_not_fit_are_refused_with_the_reason(engines: di
         {"engines": {"model": ""}},
         {"engines": {"port": "http"}},
         {"podDisruptionBudget": {"proxy": {"minAvailable": 1, "maxUnavailable": 1}}},
+        {"engines": {"enabled": False, "selector": {}}},
     ],
 )
 def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any, NamedTuple
 
+from policies.row import FAILED_OUTCOMES, RequestOutcome
 from tests.monitoring.names import ROOT
 
 PATH = ROOT / "configs" / "monitoring" / "grafana-dashboard.json"
@@ -50,9 +51,7 @@ def _hit_rate(kind: str) -> str:
     return f"{cached} / sum(rate(warmroute_prompt_tokens_total{{{_FLEET}}}{_RATE}))"
 
 
-_FAILED = (
-    "no_instance|queue_full|queue_timeout|upstream_error|upstream_timeout|poison_request|stream_broken|internal_error"
-)
+_FAILED = "|".join(each.value for each in RequestOutcome if each in FAILED_OUTCOMES)
 
 ROWS: Mapping[str, tuple[Panel, ...]] = {
     "Overview": (

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from policies.row import FAILED_OUTCOMES
 from tests.monitoring.names import ROOT, known_metrics, metrics_in
 from tests.test_wording import anchors
 
@@ -27,6 +28,12 @@ ALERTS: dict[str, dict[str, Any]] = {
     for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
     for rule in group["rules"]
 }
+
+
+def test_the_share_of_errors_counts_the_outcomes_that_top_and_the_dashboard_count_as_failed() -> None:
+    counted = re.search(r'outcome=~"([^"]+)"', ALERTS["WarmrouteErrorShare"]["expr"])
+    assert counted is not None
+    assert set(counted[1].split("|")) == FAILED_OUTCOMES
 
 
 class Symptom(NamedTuple):

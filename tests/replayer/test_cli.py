@@ -157,3 +157,12 @@ def test_summary_prints_json(app: typer.Typer, tmp_path: Path) -> None:
     path.write_bytes(encode_line(RunHeader(label="x")))
     result = RUNNER.invoke(app, ["summary", str(path), "--json"])
     assert json.loads(result.output)["label"] == "x"
+
+
+def test_a_key_that_cannot_be_sent_is_blamed_and_not_shown(app: typer.Typer, tmp_path: Path) -> None:
+    given = ["replay", "none.jsonl", "--endpoint", "http://127.0.0.1:9", "--output", str(tmp_path / "run")]
+    result = RUNNER.invoke(app, given, env={"WARMROUTE_API_KEY": "secret\nx"})
+    assert result.exit_code == 2
+    assert "--api-key" in result.output
+    assert "no header can carry" in result.output
+    assert "secret" not in result.output

@@ -86,7 +86,8 @@ def calibrate(
     start from (`serve --hardware`). A fleet with requests is refused.
 
     With `--record` of an earlier calibration, further records of `measure interference` and of `measure transfer`
-    replace its own rows; `--record tcp=PATH` adds transfers by another transport.
+    replace its own rows; `--record tcp=PATH` adds transfers by another transport. All must be of the same hardware,
+    model and engine version.
     """
     if not _NAME.fullmatch(name) or name.endswith("_points"):
         stop(f"--name {name!r}: lower-case letters, digits, dots, dashes and underscores, not ending in _points")
@@ -96,6 +97,8 @@ def calibrate(
     if there and not force:
         stop(f"{', '.join(there)}: already there; give another --name, or --force")
     if sources:
+        if fleet is not None or urls:
+            stop("--record measures nothing: give no fleet file and no --url with it")
         record = earlier_record(sources, name)
         options.written(files[2], record)
         _fit(record, files)

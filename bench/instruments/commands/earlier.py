@@ -13,6 +13,7 @@ from bench.analysis.output import stop
 if TYPE_CHECKING:
     from bench.instruments.record import InstrumentRecord
 
+_COUNT = re.compile(r"^\s*\d+\s*[x×]\s*", re.IGNORECASE)
 _WITH_TRANSPORT = re.compile(r"([a-z]+)=(.+)")
 
 
@@ -40,6 +41,7 @@ def earlier_record(sources: list[GivenRecord], name: str) -> InstrumentRecord:
     moved: dict[str, list[Any]] = {}
     replaced: list[Any] = []
     for source, other in zip(sources[1:], others, strict=True):
+        _refuse_others(first.path, record, source.path, other)
         if other.instrument == "transfer":
             moved.setdefault(_transport_of(source, record.facts.get("transport")), []).extend(other.rows)
         elif other.instrument == "interference" and source.transport is None:
@@ -59,6 +61,26 @@ def earlier_record(sources: list[GivenRecord], name: str) -> InstrumentRecord:
     if others:
         record.warnings = [line for other in others for line in other.warnings]
     return record
+
+
+def _refuse_others(first: Path, record: InstrumentRecord, path: Path, other: InstrumentRecord) -> None:
+    """End the command if two records are of different engines: their fit would be of neither."""
+    for what, one, two in (
+        ("hardware", _hardware(record), _hardware(other)),
+        ("model", {each.model for each in record.engines}, {each.model for each in other.engines}),
+        ("engine version", {each.version for each in record.engines}, {each.version for each in other.engines}),
+    ):
+        ours, theirs = (sorted(each or "" for each in given) for given in (one, two))
+        # Records of before have no hardware, and some engines no version.
+        if all(ours) and all(theirs) and ours and theirs and ours != theirs:
+            stop(
+                f"--record {path}: {what} {', '.join(theirs)}, but {first} has {', '.join(ours)}: not the same engines"
+            )
+
+
+def _hardware(record: InstrumentRecord) -> set[str]:
+    """Without the number of devices, as it is written by hand and a record may be of one engine only."""
+    return {_COUNT.sub("", record.hardware).strip().lower()}
 
 
 def _transport_of(source: GivenRecord, default: str | None) -> str:

@@ -101,5 +101,7 @@ async def _measure(
     async with opened((target,), model or targets.model, api_key, timeout_s) as engines:
         await refuse_busy(engines)
         notes = await notes_of(engines, targets)
-        plan.stream_tokens = options.fitting(plan.stream_tokens, plan.context_tokens, await engines[0].max_model_len())
+        longest = await engines[0].max_model_len()
+        options.refuse_longer("--prefill-tokens", max(plan.prefill_tokens), longest)
+        plan.stream_tokens = options.fitting(plan.stream_tokens, plan.context_tokens, longest)
         return notes, await measure_interference(engines[0], plan, prompts, options.progress)

@@ -93,6 +93,8 @@ def api_key_from(variable: str | None) -> str | None:
     value = os.environ.get(variable)
     if not value:
         stop(f"--api-key-env: {variable} is not set")
+    if not (value.isascii() and value.isprintable()):
+        stop(f"--api-key-env: {variable} has a line break or another character that no header can carry")
     return value
 
 
@@ -111,6 +113,21 @@ def measured(work: Coroutine[None, None, T]) -> T:
 def fitting(wanted: int, context_tokens: int, longest: int | None) -> int:
     """As many of the ``wanted`` output tokens as fit into an engine's longest sequence with the context."""
     return wanted if longest is None else max(2, min(wanted, longest - context_tokens - 1))
+
+
+def refuse_longer(option: str, tokens: int, longest: int | None) -> None:
+    """Check a prompt's length before anything is measured; ``longest`` is the engine's longest sequence, if known.
+
+    Raises:
+        InstrumentError: the prompt leaves no room for one token of output.
+    """
+    from bench.instruments.engine import InstrumentError
+
+    if longest is not None and tokens >= longest:
+        raise InstrumentError(
+            f"{option} {tokens}: the engine takes {longest} tokens at most (max_model_len), of which one is output; "
+            f"give {longest - 1} or less"
+        )
 
 
 def progress(text: str) -> None:

@@ -33,6 +33,8 @@ def show_record(
         stop(f"{record}: {error.strerror}")
     except msgspec.MsgspecError as error:
         stop(f"{record}: not a record of an instrument: {error}")
+    if not sheets:
+        stop(f"{record}: no rows to show: its {found.instrument} has measured nothing that has a table")
     show(found, sheets, as_json=as_json, as_markdown=as_markdown)
 
 

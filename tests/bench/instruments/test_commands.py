@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from bench.instruments.cli import register
-from bench.instruments.record import read_record
+from bench.instruments.record import InstrumentRecord, read_record, write_record
 from proxy.settings import load_settings
 from sim.hardware import load_profile
 from tests.sim.server.test_http import EngineProcess
@@ -88,6 +88,22 @@ def test_interference_writes_a_record_and_leaves_the_engine_idle(
     assert (written.engines[0].model, written.engines[0].pool_tokens) == ("warm-sim", 738_432)
     assert (tmp_path / "interference.svg").read_text().startswith("<?xml")
     assert running(pair[0])[0].endswith(" 0.0")
+
+
+def test_a_prefill_longer_than_the_engine_takes_is_refused_before_anything_is_sent(
+    pair: tuple[EngineProcess, EngineProcess],
+) -> None:
+    result = run("measure", "interference", "--url", url(pair[0]), "--prefill-tokens", "2048,99999999")
+    assert result.exit_code == 2
+    assert "--prefill-tokens 99999999: the engine takes" in result.output
+    assert "2048" not in result.output.replace("--prefill-tokens 99999999", "")
+
+
+def test_a_record_without_rows_is_not_shown_as_nothing(tmp_path: Path) -> None:
+    write_record(tmp_path / "empty.json", InstrumentRecord(instrument="interference", rows=[]))
+    result = run("measure", "show", tmp_path / "empty.json")
+    assert result.exit_code == 2
+    assert "no rows to show" in " ".join(result.output.split())
 
 
 def test_transfer_is_verified_and_counted(pair: tuple[EngineProcess, EngineProcess], tmp_path: Path) -> None:
@@ -202,6 +218,8 @@ def test_a_busy_fleet_is_refused(pair: tuple[EngineProcess, EngineProcess], tmp_
         (("measure", "interference", "--url", "http://127.0.0.1:9", "--model", "m"), "is the fleet up?"),
         (("measure", "transfer", "--url", "http://127.0.0.1:9", "--kv-bytes-per-token", "1"), "needs two engines"),
         (("measure", "transfer", "--url", "http://127.0.0.1:9"), "give --kv-bytes-per-token"),
+        (("measure", "interference", "--url", "http://127.0.0.1:1"), "start it, correct --url, or give --model"),
+        (("measure", "interference", "sim-4x", "--url", "http://127.0.0.1:1"), "sim-4x and --url are both given"),
         (("calibrate", "--record", "no-such-file"), "No such file"),
         (("calibrate", "--record", "pyproject.toml"), "not a record of an instrument"),
         (("measure", "show", "pyproject.toml"), "not a record of an instrument"),
@@ -214,6 +232,14 @@ def test_mistakes_end_with_a_remedy(arguments: tuple[str, ...], expected: str) -
     result = run(*arguments)
     assert result.exit_code == 2
     assert expected in " ".join(result.output.split())
+
+
+def test_a_key_that_cannot_be_sent_is_blamed_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAD_KEY", "secret\nx")
+    result = run("measure", "interference", "--url", "http://127.0.0.1:1", "--api-key-env", "BAD_KEY")
+    assert result.exit_code == 2
+    assert "--api-key-env: BAD_KEY has" in result.output
+    assert "secret" not in result.output
 
 
 def test_a_fleet_file_gives_names_sizes_and_addresses(tmp_path: Path) -> None:

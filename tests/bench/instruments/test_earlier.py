@@ -132,6 +132,32 @@ def test_records_that_do_not_belong_together_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_records_of_other_engines_are_refused(tmp_path: Path) -> None:
+    for field, value in (("model", "another"), ("version", "0.18.1")):
+        record = read_record(RECORDS / "interference.json")
+        for engine in record.engines:
+            setattr(engine, field, value)
+        write_record(tmp_path / f"{field}.json", record)
+    for other, says in (
+        (INSTRUMENTS / "h100-one-run" / "interference.json", "hardware nvidia h100 80gb hbm3, but"),
+        (tmp_path / "model.json", "model another, but"),
+        (tmp_path / "version.json", "engine version 0.18.1, but"),
+    ):
+        output = tmp_path / "out"
+        result = run("--record", RECORDS / "calibrate.json", "--record", other, "--output", output)
+        assert result.exit_code == 2
+        assert says in flat(result)
+        assert not output.exists()
+
+
+def test_engines_beside_records_are_refused(tmp_path: Path) -> None:
+    record = ("--record", RECORDS / "calibrate.json", "--output", tmp_path)
+    for engines in (("--url", "http://127.0.0.1:9"), ("sim-4x",)):
+        result = run(*record, *engines)
+        assert result.exit_code == 2
+        assert "give no fleet file and no --url" in flat(result)
+
+
 def test_transfers_beside_a_calibration_of_one_engine_need_their_transport(tmp_path: Path) -> None:
     record: InstrumentRecord = read_record(RECORDS / "calibrate.json")
     record.facts["transport"], record.rows["transfers"] = None, []

@@ -90,11 +90,11 @@ def test_figures_are_those_of_the_window_per_instance() -> None:
     recent = RecentRows()
     rows = [
         row(1, ago_s=100.0),
-        *(row(number, ago_s=10.2) for number in range(2, 12)),
-        row(12, "e1", request_class="HEAVY"),
+        *(row(number, ago_s=10.2) for number in range(2, 62)),
+        row(62, "e1", request_class="HEAVY"),
     ]
-    rows.append(row(13, "e1", outcome="upstream_error", actual_cached_tokens=None, stages_ms={"total": 1.0}))
-    recent.add(page(rows, 13), 200)
+    rows.append(row(63, "e1", outcome="upstream_error", actual_cached_tokens=None, stages_ms={"total": 1.0}))
+    recent.add(page(rows, 63), 200)
     figures = figures_of(answers([instance("e0"), instance("e1", draining=True)]), recent, NOW_S)
     draining, busy = figures.instances
     assert (draining.name, draining.state, draining.recent.failed) == ("e1", "draining", 1)
@@ -103,8 +103,28 @@ def test_figures_are_those_of_the_window_per_instance() -> None:
     assert busy.recent.hit_rate == 0.8
     assert busy.recent.ttft_ms == 50.0
     assert abs(busy.recent.per_s - 1.0) < 1e-9
-    assert figures.last[0].row == 13
-    assert recent.cursor == 13
+    assert figures.last[0].row == 63
+    assert recent.cursor == 63
+
+
+@pytest.mark.parametrize(
+    ("started_ago_s", "count", "limit", "per_s"),
+    [(600.0, 1, 200, 1 / 60), (20.0, 1, 200, 1 / 20), (600.0, 10, 10, 2.0), (0.1, 1, 200, 1.0)],
+    ids=["one after idle minutes", "soon after the start", "more rows than were asked for", "at the start"],
+)
+def test_rates_are_over_the_window_or_the_part_of_it_that_the_rows_cover(
+    started_ago_s: float, count: int, limit: int, per_s: float
+) -> None:
+    recent = RecentRows()
+    recent.add(page([row(number, ago_s=5.2) for number in range(1, count + 1)], count, NOW_S - started_ago_s), limit)
+    assert figures_of(answers([]), recent, NOW_S).recent.per_s == pytest.approx(per_s)
+
+
+def test_mistakes_of_clients_are_no_failures() -> None:
+    recent = RecentRows()
+    outcomes = ("ok", "rejected", "engine_refused", "client_gone", "shutdown", "stream_broken", "no_instance")
+    recent.add(page([row(number, outcome=outcome) for number, outcome in enumerate(outcomes, 1)], 7), 200)
+    assert figures_of(answers([]), recent, NOW_S).recent.failed == 2
 
 
 def test_a_poll_that_is_behind_continues_with_the_newest_rows_and_a_restart_begins_again() -> None:
@@ -116,6 +136,34 @@ def test_a_poll_that_is_behind_continues_with_the_newest_rows_and_a_restart_begi
     assert (recent.cursor, [each.row for each in recent.last(10)]) == (9, [9, 3, 2, 1])
     recent.add(page([row(1)], 1, started=2.0), 200)
     assert (recent.cursor, [each.row for each in recent.last(10)]) == (1, [1])
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80])
+@pytest.mark.parametrize("height", [12, 16, 24])
+def test_a_small_terminal_shows_instances_apart_and_counts_the_others(width: int, height: int) -> None:
+    recent = RecentRows()
+    names = [f"engine-with-a-long-name-{number:02}" for number in range(64)]
+    recent.add(page([row(number, names[number % 64]) for number in range(1, 200)], 199), 200)
+    figures = figures_of(answers([instance(each) for each in names]), recent, NOW_S)
+    lines = drawn(frame(figures, "http://localhost:9090", None, height, width), width).rstrip("\n").splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    head = next(number for number, line in enumerate(lines) if line.startswith("instance"))
+    counted = next(number for number, line in enumerate(lines) if " more instances" in line)
+    shown = [line.split()[0] for line in lines[head + 1 : counted]]
+    assert shown
+    assert [each[-2:] for each in shown] == [f"{number:02}" for number in range(len(shown))]
+    assert f"{64 - len(shown)} more instances" in lines[counted]
+    assert "state" in lines[head].split()
+
+
+def test_ten_lines_of_forty_columns_show_an_instance_and_count_the_others() -> None:
+    fleet = [instance(f"inst-{number}") for number in range(4)]
+    figures = figures_of(answers(fleet), RecentRows(), NOW_S)
+    lines = drawn(frame(figures, "http://localhost:9090", None, 10, 40), 40).rstrip("\n").splitlines()
+    assert len(lines) <= 10
+    assert lines[-2].split()[:2] == ["inst-0", "ok"]
+    assert "3 more instances" in lines[-1]
 
 
 def test_sixty_four_instances_fit_eighty_columns_and_a_small_terminal() -> None:
@@ -289,3 +337,23 @@ async def test_classes_in_flight_are_in_the_rows_of_instances(start_proxy: Start
     await proxy.settled()
     assert (await proxy.client.get("/instances/inst-0")).json()["in_flight"] == {}
     assert proxy.core.breakdown.open_rows == set()
+
+
+@pytest.mark.parametrize("command", [("top", "--once"), ("explain", "some-request")])
+@pytest.mark.parametrize("key", ["secret\nx", "sécret"])
+def test_a_key_that_cannot_be_sent_is_blamed_and_not_shown(command: tuple[str, ...], key: str) -> None:
+    runner = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"})
+    result = runner.invoke(build(), [*command, "--url", "http://127.0.0.1:9", "--key", key])
+    assert result.exit_code == 2
+    assert "correct --key or WARMROUTE_ADMIN_KEY" in result.output
+    assert "cret" not in result.output
+    assert "--url" not in result.output
+
+
+def test_an_authority_file_that_cannot_be_used_is_named_by_its_option(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.pem"
+    broken.write_text("no certificate")
+    for file, problem in ((tmp_path / "none.pem", "No such file"), (broken, "")):
+        result = CliRunner().invoke(build(), ["top", "--once", "--url", "https://127.0.0.1:9", "--ca-file", str(file)])
+        assert result.exit_code == 2
+        assert f"--ca-file {file}: {problem}" in result.output

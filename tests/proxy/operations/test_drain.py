@@ -111,7 +111,7 @@ async def test_a_request_without_a_first_byte_at_the_end_of_the_grace_gets_an_er
     assert [(row["outcome"], row["status"]) for row in rows_of(rows)] == [("shutdown", 503)]
 
 
-async def test_between_the_signal_and_the_end_of_listening_it_is_not_ready_and_refuses(
+async def test_between_the_signal_and_the_end_of_listening_it_is_not_ready_and_still_serves(
     engine: StubEngine, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -120,20 +120,19 @@ async def test_between_the_signal_and_the_end_of_listening_it_is_not_ready_and_r
         assert (await served.client.get("/ready")).status_code == 200
         served.send(signal.SIGTERM)
         await served.logged("draining: not ready, closing the listener in 1.5 s")
-        ready, refused, alive = (
+        ready, alive, late = (
             await served.client.get("/ready"),
-            await stream(served),
             await served.client.get("/health"),
+            asyncio.create_task(stream(served)),
         )
-        assert (ready.status_code, alive.status_code, refused.status_code) == (503, 200, 503)
-        assert refused.json()["error"]["code"] == "draining"
-        assert refused.headers["retry-after"]
-        assert refused.headers["connection"] == "close"
-        await served.logged("shutting down: 1 request")
+        assert (ready.status_code, alive.status_code) == (503, 200)
+        await served.logged("shutting down: 2 request")
         with pytest.raises(httpx.ConnectError):
-            async with httpx.AsyncClient(trust_env=False) as late:
-                await late.get(f"{served.url}/ready")
+            async with httpx.AsyncClient(trust_env=False) as later:
+                await later.get(f"{served.url}/ready")
         engine.token_delay_s = 0.0
+        assert was_completed((await late).text, 100)
+        assert (await late).headers["connection"] == "close"
         assert was_completed((await task).text, 100)
         assert await served.ended() == 0
 
@@ -166,3 +165,36 @@ async def test_a_client_that_never_sends_the_rest_of_its_body_does_not_hold_the_
         assert await served.ended() == 0
         writer.close()
     assert [(row["outcome"], row["error"]) for row in rows_of(rows)] == [("rejected", "the proxy is shutting down")]
+
+
+async def test_a_body_that_is_still_arriving_at_the_end_of_listening_is_served(
+    engine: StubEngine, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    async with serve_process(tmp_path / "proxy.yaml", settings(engine, rows)) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
+        body = json.dumps({"model": "stub", "prompt": [1] * 64, "max_tokens": 4}).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body))
+        writer.write(body[:10])
+        await writer.drain()
+        await until(lambda: in_flight(served))
+        served.send(signal.SIGTERM)
+        await served.logged("shutting down: 1 request")
+        writer.write(body[10:])
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert await served.ended() == 0
+        writer.close()
+    assert [row["outcome"] for row in rows_of(rows)] == ["ok"]
+
+
+async def test_a_request_on_a_kept_connection_that_meets_the_end_of_listening_is_served(
+    engine: StubEngine, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    async with serve_process(tmp_path / "proxy.yaml", settings(engine, rows)) as served:
+        assert (await stream(served)).status_code == 200
+        served.send(signal.SIGTERM)
+        answer = await stream(served)
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        assert await served.ended() == 0

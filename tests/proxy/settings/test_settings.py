@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,50 @@ def test_an_unknown_key_of_a_section_names_its_variable(monkeypatch: pytest.Monk
     named = r"limits\.max_attempt: .*environment variable WARMROUTE_LIMITS__MAX_ATTEMPT"
     with pytest.raises(SettingsError, match=named):
         load_settings(None, instances=["http://127.0.0.1:1"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        (
+            "WARMROUTE_PORT",
+            "",
+            "port: Input should be a valid integer.*WARMROUTE_PORT is empty: give a value, or unset",
+        ),
+        ("WARMROUTE_PORT", "secret-x", r"^environment: 1 problem.*\n  port: .*\(environment variable WARMROUTE_PORT\)"),
+        ("WARMROUTE_LIMITS__MAX_ATTEMPTS", "abc", "limits.max_attempts: .*WARMROUTE_LIMITS__MAX_ATTEMPTS"),
+        ("WARMROUTE_LIMITS", '{"max_attempts": "abc"}', "limits.max_attempts: .*WARMROUTE_LIMITS"),
+        ("WARMROUTE_LIMITS", "5", "limits: .*environment variable WARMROUTE_LIMITS"),
+        ("WARMROUTE_POLICY", "5", "policy: .*environment variable WARMROUTE_POLICY"),
+        ("WARMROUTE_LIMITS", "max_attempts", "^environment variable WARMROUTE_LIMITS: write a JSON object"),
+        ("WARMROUTE_POLICY", "lmetric", 'as {"name": …}, or set one variable for each key, as WARMROUTE_POLICY__NAME$'),
+        ("WARMROUTE_FORWARD_HEADERS", "x-a", "WARMROUTE_FORWARD_HEADERS: write its value as JSON"),
+        ("warmroute_policy__name", "lienar", "policy: .*environment variable warmroute_policy__name"),
+    ],
+)
+def test_a_bad_variable_is_named_and_not_the_valid_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("instances: ['http://127.0.0.1:8000']\n")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingsError) as caught:
+        load_settings(file)
+    text = str(caught.value)
+    assert re.search(says, text), text
+    assert "c.yaml" not in text
+    assert "EnvSettingsSource" not in text
+    assert "secret-x" not in text
+
+
+def test_a_bad_value_of_the_file_is_blamed_on_no_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("instances: ['http://127.0.0.1:8000']\nlimits: {max_attempts: abc}\n")
+    monkeypatch.setenv("WARMROUTE_LIMITS", '{"queue_size": 5}')
+    with pytest.raises(SettingsError) as caught:
+        load_settings(file)
+    assert str(caught.value).startswith(f"{file}: 1 problem(s)")
+    assert "WARMROUTE" not in str(caught.value)
 
 
 def test_another_policy_named_by_flag_or_environment_does_not_inherit_the_files_parameters(

@@ -126,7 +126,7 @@ def test_a_sample_keeps_failures_order_and_its_limit() -> None:
 
 def test_a_client_that_left_is_no_failure() -> None:
     assert not finished(1.0, outcome="client_gone").failed
-    assert finished(1.0, outcome="rejected").failed
+    assert finished(1.0, outcome="upstream_error").failed
 
 
 def test_decisions_have_what_the_stream_shows() -> None:
@@ -138,3 +138,8 @@ def test_decisions_have_what_the_stream_shows() -> None:
         "a",
     )
     assert (shown["ended_unix_s"], shown["first_byte_ms"], shown["total_ms"]) == (100.0, 100.0, 1000.0)
+
+
+def test_mistakes_of_clients_are_no_failures() -> None:
+    outcomes = ("ok", "rejected", "engine_refused", "client_gone", "shutdown", "stream_broken", "no_instance")
+    assert [each for each in outcomes if finished(1.0, outcome=each).failed] == ["stream_broken", "no_instance"]
