@@ -296,7 +296,7 @@ class TestTrace:
             build_trace(loaded(tmp_path, trace="us.jsonl"))
         experiment = loaded(tmp_path, trace={"path": "us.jsonl", "time_unit": "us"})
         read = prepare(experiment, tmp_path).trace_path
-        assert read.parent == tmp_path  # written anew: runs and reports read it without the option
+        assert read.parent == tmp_path  # a new file in seconds: runs and reports read it without the option
         times = [request.timestamp_s for request in load_trace(read).requests]
         assert times == pytest.approx([request.timestamp_s for request in requests], abs=1e-3)
         single = build_trace(loaded(tmp_path, trace={"path": "us.jsonl", "time_unit": "us", "sessions": "single"}))
