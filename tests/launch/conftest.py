@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -92,3 +93,12 @@ def until(condition: Callable[[], Any], limit_s: float = 30.0) -> Any:
         assert time.monotonic() < deadline, "the condition was never true"
         time.sleep(0.05)
     return value
+
+
+async def soon(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+    """Wait on the event loop for a condition to hold; TimeoutError after ``limit_s``."""
+    async with asyncio.timeout(limit_s):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.02)

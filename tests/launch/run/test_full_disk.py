@@ -6,11 +6,9 @@ import asyncio
 import errno
 import io
 import os
-import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,8 @@ from launch.run.state import read_state
 from launch.run.supervisor import Fleet
 from launch.run.transport import prove_transport
 from policies.types import Transport
-from tests.launch.conftest import fleet_values
+from tests.full_disk import limited_to
+from tests.launch.conftest import fleet_values, soon
 from tests.launch.run.test_proxy_side import collect, fleet_with, stream
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -54,14 +53,6 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk()
     monkeypatch.setattr(state, "replace_file", disk.replace)
     return disk
-
-
-async def soon(condition: Callable[[], object], limit_s: float = 20.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.usefixtures("stubs")
@@ -147,17 +138,6 @@ def test_a_log_cut_by_a_full_disk_does_not_take_back_a_proven_transport(
     process.log_path.write_text("RDMA device: mlx5_0 LID 3")
     with pytest.raises(StartError, match="its log shows rdma"):
         prove_transport(process, Transport.TCP)
-
-
-@contextmanager
-def limited_to(size_bytes: int) -> Iterator[None]:
-    """Let no file grow beyond a size: the kernel then writes a part and refuses the rest, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:

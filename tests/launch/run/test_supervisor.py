@@ -22,18 +22,10 @@ from launch.run import guard
 from launch.run.processes import ManagedProcess, StartError, creation_time, end_recorded, same_process, stop_processes
 from launch.run.state import FleetRecord, ProcessState, StateError, find_run_dir, read_state, write_state
 from launch.run.supervisor import PROXY_CONFIG, Fleet
-from tests.launch.conftest import until
+from tests.launch.conftest import soon, until
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 MakeFleet = Callable[..., FleetFile]
-
-
-async def soon(condition: Callable[[], object], limit_s: float = 20.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.usefixtures("stubs")

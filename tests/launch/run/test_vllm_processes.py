@@ -28,7 +28,7 @@ from launch.run.processes import ManagedProcess, StartError, creation_time, mark
 from launch.run.recycling import DEAD_AFTER, HealthRecord, RecycleRequests
 from launch.run.state import FleetRecord, StateError, read_state
 from launch.run.supervisor import Fleet
-from tests.launch.conftest import REPOSITORY, free_base, until
+from tests.launch.conftest import REPOSITORY, free_base, soon, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("leaves_nothing")]
 STUBS = Path(__file__).parents[1]
@@ -66,14 +66,6 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dic
 def make_fleet(values: Callable[..., dict[str, Any]]) -> Callable[..., FleetFile]:
     """The same, checked."""
     return lambda *arguments, **more: parse_fleet(values(*arguments, **more))
-
-
-async def soon(condition: Callable[[], object], limit_s: float = 20.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.02)
 
 
 def trees(state: FleetRecord) -> list[psutil.Process]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,6 +14,7 @@ from replayer.replay.endpoint import EndpointError
 from replayer.replay.plan import PlanOptions
 from replayer.replay.replay import ReplayOptions, replay_trace
 from replayer.traces.trace import Trace, TraceRequest
+from tests.full_disk import limited_to
 from tests.replayer.conftest import Stub, make_trace
 
 FAST = PlanOptions(time_scale=1e6)
@@ -267,17 +265,6 @@ async def test_an_output_length_of_zero_is_asked_for_as_one(stub: Stub, tmp_path
     assert stub.calls[0].body["max_tokens"] == 1
     assert run.records[0].output_length == 1
     assert run.records[0].tpot_s is None
-
-
-@contextmanager
-def limited_to(size_bytes: int) -> Iterator[None]:
-    """Let no file grow beyond a size: the kernel then writes a part and refuses the rest, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("size_bytes", [100, 8000])  # within the header; within a record
