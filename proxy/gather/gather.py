@@ -101,7 +101,8 @@ class Gather:
         if "conditions" in body:
             answering = {each.worker for each in answers}
             silent = [each for each in roster if each.serving and each.worker not in answering]
-            since = {each.worker: self._peers.silent_since_unix_s(each.worker) or time.time() for each in silent}
+            now_s = time.time()
+            since = {each.worker: round(now_s - self._peers.silent_s(each.worker), 3) for each in silent}
             body["conditions"].append(_condition(roster, since))
         await _answer(send, 200 if body["ready"] else 503, _JSON, msgspec.json.encode(body))
 

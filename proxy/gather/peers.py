@@ -52,9 +52,9 @@ class Peers:
         self._clients: dict[int, httpx.AsyncClient] = {}
         self._silent: dict[int, float] = {}
 
-    def silent_since_unix_s(self, worker: int) -> float | None:
-        """Unix time since which a worker has answered nothing in time; None: its last answer came."""
-        return self._silent.get(worker)
+    def silent_s(self, worker: int) -> float:
+        """Time since the first question of the worker's silence; 0 if its last answer came."""
+        return time.monotonic() - self._silent.get(worker, time.monotonic())
 
     async def listed(self) -> list[int]:
         """Workers that can be asked. Raises RequestError (503) without the parent."""
@@ -102,9 +102,9 @@ class Peers:
         except httpx.HTTPError as error:
             self._silent_now(worker, method, target, str(error) or type(error).__name__)
             return None
-        since_unix_s = self._silent.pop(worker, None)
-        if since_unix_s is not None:
-            log.info("worker %d answers again, after %.1f s", worker, time.time() - since_unix_s)
+        if worker in self._silent:
+            log.info("worker %d answers again, after %.1f s", worker, self.silent_s(worker))
+            del self._silent[worker]
         return PeerAnswer(worker, answer.status_code, answer.headers.get("content-type", ""), answer.content)
 
     @contextlib.asynccontextmanager
@@ -122,7 +122,7 @@ class Peers:
     def _silent_now(self, worker: int, method: str, target: str, reason: str) -> None:
         """Log the beginning of a silence: probes would repeat it every few seconds."""
         if worker not in self._silent:
-            self._silent[worker] = round(time.time(), 3)
+            self._silent[worker] = time.monotonic()
             log.warning("worker %d does not answer %s %s: %s", worker, method, target.partition("?")[0], reason)
 
     def _client(self, worker: int) -> httpx.AsyncClient:

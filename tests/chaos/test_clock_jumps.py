@@ -28,6 +28,7 @@ WALL_CLOCK = {
     "proxy/console/frames.py": "times of rows",
     "proxy/console/top.py": "age of rows, if the proxy gives no time",
     "proxy/discovery/status.py": "display of the time of the last reading",
+    "proxy/gather/gather.py": "start of a worker's silence",
     "proxy/gather/records.py": "time of an answer",
     "proxy/logs.py": "time of a line",
     "proxy/restart/snapshots.py": "age of a file of an earlier process; one from the future counts as old",
