@@ -191,10 +191,20 @@ async def test_a_body_that_is_still_arriving_at_the_end_of_listening_is_served(
 async def test_a_request_on_a_kept_connection_that_meets_the_end_of_listening_is_served(
     engine: StubEngine, tmp_path: Path
 ) -> None:
+    engine.token_delay_s = 0.0
     rows = tmp_path / "rows.jsonl"
     async with serve_process(tmp_path / "proxy.yaml", settings(engine, rows)) as served:
-        assert (await stream(served)).status_code == 200
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        body = json.dumps({"model": "stub", "prompt": [1] * 64, "max_tokens": 4}).encode()
+        # Stopped meanwhile, the proxy meets the signal and the request at once.
+        served.send(signal.SIGSTOP)
         served.send(signal.SIGTERM)
-        answer = await stream(served)
-        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        served.send(signal.SIGCONT)
+        assert b"HTTP/1.1 200 " in await reader.read()
         assert await served.ended() == 0
+        writer.close()
+    assert [row["outcome"] for row in rows_of(rows)] == ["ok"]
