@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 ENGINES := .venv-engines
 CLIENTS ?= litellm langchain aiperf guidellm node
 READY := $(VENV)/.ready
+# At most three tests that fail are run a second time, and the summary names them with their tracebacks: CONTRIBUTING.md.
+RERUN := --reruns 1 --reruns-delay 5 --max-suite-reruns 3 --rerun-show-tracebacks
 SRC := warmroute.py warmroute_man.py warmroute_names.py policies proxy launch replayer sim bench tests
 
 # Tests start hundreds of processes: byte code is kept, also where the environment asks Python not to write any.
@@ -49,18 +51,18 @@ imports: $(READY) ## which folder may import which
 # Each file is run by one process, which makes its fixtures once; `loadgroup` groups nothing with pytest 9.2
 # (pytest-xdist issue 1386). In the order of collection, since files of few tests can be the slow ones.
 unit: $(READY) ## pytest only
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not quiet and not ui" --ignore tests/ui
-	$(BIN)/python -m pytest -n 0 -m quiet tests/bench
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not quiet and not ui" --ignore tests/ui $(RERUN)
+	$(BIN)/python -m pytest -n 0 -m quiet tests/bench $(RERUN)
 
 engines: $(READY) ## real vLLM engines on the CPU and a tiny model for them (about a minute, 7 GB)
 	$(BIN)/python -m launch.cpu_engine.install --venv $(ENGINES) $(ENGINES_FLAGS)
 
 test-engines: engines ## the proxy's tests on real engines (about 8 minutes)
-	$(BIN)/python -m pytest -m engines --durations=30 --durations-min=2 tests/engines
+	$(BIN)/python -m pytest -m engines --durations=30 --durations-min=2 tests/engines $(RERUN)
 
 test-clients: $(READY) ## LiteLLM, LangChain, AIPerf, GuideLLM, Claude Code, Codex against the proxy (about 3 minutes, 9 GB)
 	$(BIN)/python -m tests.clients.extra.environments $(CLIENTS)
-	$(BIN)/python -m pytest -m clients_extra tests/clients/extra
+	$(BIN)/python -m pytest -m clients_extra tests/clients/extra $(RERUN)
 
 browser: ## Chromium from the distribution's packages, for `make test-ui`
 	@command -v chromium chromium-browser google-chrome || { command -v apt-get >/dev/null && \
@@ -68,7 +70,7 @@ browser: ## Chromium from the distribution's packages, for `make test-ui`
 	  { echo "install Chromium or Chrome with this system's packages, so that chromium or google-chrome is on the PATH"; exit 1; }
 
 test-ui: $(READY) ## the dashboard in headless Chromium (`make browser` first; SCREENSHOTS=docs/images takes the pages' pictures)
-	WARMROUTE_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest -m ui tests/ui
+	WARMROUTE_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest -m ui tests/ui $(RERUN)
 
 collector: .collector/out/otelcol-warmroute ## OpenTelemetry collector for the tests of traces; needs Go (5 minutes on one core, 34 MB)
 
@@ -117,7 +119,7 @@ $(RAY_READY): requirements.lock pyproject.toml
 ray: $(RAY_READY) ## Ray in .venv-ray, for `make test-ray` (two minutes, 1.3 GB)
 
 test-ray: $(RAY_READY) ## fleets on a Ray cluster of local nodes (two minutes; after `make engines` also real engines)
-	.venv-ray/bin/python -m pytest -n 0 -m ray tests/launch/on_ray
+	.venv-ray/bin/python -m pytest -n 0 -m ray tests/launch/on_ray $(RERUN)
 
 store: ## a Redis server, for the tests of replicas, which start their own (Debian and Ubuntu)
 	@command -v redis-server valkey-server || { [ $$(id -u) = 0 ] || S=sudo; $$S apt-get update && \
@@ -125,7 +127,7 @@ store: ## a Redis server, for the tests of replicas, which start their own (Debi
 	  { $$S systemctl disable --now redis-server 2>/dev/null || true; }; }
 
 test-package: $(READY) ## build the package, install it into fresh environments, run it there (about two minutes)
-	$(BIN)/python -m pytest -m package tests/package
+	$(BIN)/python -m pytest -m package tests/package $(RERUN)
 
 audit: $(READY) ## known vulnerabilities in what requirements.lock pins
 	$(BIN)/python .ci/audit.py
