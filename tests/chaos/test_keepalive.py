@@ -7,12 +7,20 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from proxy.engines import client as engine_client
 from tests.chaos.conftest import BODY, Chaos, StartChaos
 from tests.chaos.rig.engine import ChaosEngine, Talk, good
 from tests.chaos.rig.wire import EVENTS, good_body, reset, whole
 
 FORGED = whole("200 OK", b'{"id":"forged","choices":[],"usage":null}')
 TIMED_OUT = whole("408 Request Timeout", b"", "connection: close")
+
+
+@pytest.fixture(autouse=True)
+def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine may need more than the real times between two steps of a test."""
+    monkeypatch.setattr(engine_client, "_STALE_S", 60.0)
+    monkeypatch.setattr(engine_client, "_KEEPALIVE_S", 60.0)
 
 
 async def ask(proxy: Chaos, stream: bool) -> None:

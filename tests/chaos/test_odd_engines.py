@@ -45,7 +45,7 @@ async def test_an_answer_that_comes_before_the_body_was_read_is_an_answer(
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_engine_that_does_not_read_the_request_is_late(start_chaos: StartChaos, stream: bool) -> None:
     engine = ChaosEngine(head_fault=reads_nothing)
-    proxy = await start_chaos(engine, ChaosEngine(), timeouts={**SHORT, "total_s": 3.0, "first_byte_s": 3.0})
+    proxy = await start_chaos(engine, ChaosEngine(), timeouts={**SHORT, "total_s": 6.0, "first_byte_s": 6.0})
     answer = await proxy.client.post("/v1/completions", json={**LARGE, "stream": stream})
     assert answer.status_code == 200
     assert answer.content == (b"".join(EVENTS) if stream else good_body())

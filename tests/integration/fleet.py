@@ -75,7 +75,7 @@ class SimEngine:
             self.process = None
 
     async def healthy(self, client: httpx.AsyncClient) -> None:
-        for _ in range(600):
+        for _ in range(1800):
             assert self.process is not None
             assert self.process.poll() is None, self.log.read_text()
             try:

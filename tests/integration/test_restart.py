@@ -54,7 +54,16 @@ async def turn(served: ServeProcess, session: str) -> dict[str, Any]:
     body = {"model": "warm-sim", "prompt": PROMPTS[session], "max_tokens": 2}
     answer = await served.client.post("/v1/completions", json=body, headers={"x-session-id": session})
     assert answer.status_code == 200, answer.text
-    return (await served.client.get("/breakdown", params={"limit": 1})).json()["rows"][0]
+    row: dict[str, Any] = {}
+
+    async def written() -> bool:
+        """True if the request has its row: that is written shortly after its answer."""
+        nonlocal row
+        row = (await served.client.get("/breakdown", params={"limit": 1})).json()["rows"][0]
+        return row["request_id"] == answer.headers["x-request-id"]
+
+    await until(written)
+    return row
 
 
 async def until_ready(served: ServeProcess) -> None:
@@ -79,7 +88,7 @@ def continues(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]
 async def test_with_kv_events_the_index_is_replayed_before_the_proxy_is_ready(
     engines: list[SimEngine], tmp_path: Path
 ) -> None:
-    settings = settings_of(engines, follow=True)
+    settings = settings_of(engines, follow=True, events={"replay_at_start_s": 60.0, "replay_timeout_s": 60.0})
     async with serve_process(tmp_path / "s.yaml", settings, "--policy", "round_robin") as served:
         before = await all_turns(served)
         assert {row["instance"] for row in before.values()} == {"inst-0", "inst-1"}

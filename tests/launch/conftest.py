@@ -53,7 +53,7 @@ def fleet_values(count: int = 2, **values: Any) -> dict[str, Any]:
         "count": count,
         "base_port": base,
         "base_bootstrap_port": base + 10,
-        "ready_timeout_s": 30,
+        "ready_timeout_s": 90,
         "stop_grace_s": 3,
         "proxy": {"port": base + 20},
         **values,
@@ -86,7 +86,7 @@ def leaves_nothing() -> Iterator[None]:
     assert not left, left
 
 
-def until(condition: Callable[[], Any], limit_s: float = 30.0) -> Any:
+def until(condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
     """Wait for a condition to hold and return its value; fails after ``limit_s``."""
     deadline = time.monotonic() + limit_s
     while not (value := condition()):
@@ -95,7 +95,7 @@ def until(condition: Callable[[], Any], limit_s: float = 30.0) -> Any:
     return value
 
 
-async def soon(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+async def soon(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     """Wait on the event loop for a condition to hold; TimeoutError after ``limit_s``."""
     async with asyncio.timeout(limit_s):
         while True:

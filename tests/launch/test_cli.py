@@ -59,7 +59,7 @@ class Launcher:
     def end(self, signum: int) -> tuple[int, str]:
         """Signal the launcher; its exit code and output."""
         self.process.send_signal(signum)
-        output, _ = self.process.communicate(timeout=30)
+        output, _ = self.process.communicate(timeout=90)
         return self.process.returncode, output
 
 
@@ -161,7 +161,7 @@ def test_a_real_fleet_detached_proved_used_and_stopped(tmp_path: Path) -> None:
     """Two simulated engines and the proxy: seen from another process, fresh at first, stale after one request."""
     since = time.time()
     launcher = Launcher(tmp_path, "--detach", count=2)
-    output, _ = launcher.process.communicate(timeout=60)
+    output, _ = launcher.process.communicate(timeout=90)
     assert launcher.process.returncode == 0, output
     directory = ("--run-dir", str(launcher.run_dir))
     state = read_state(launcher.run_dir)
@@ -190,14 +190,14 @@ def test_a_real_fleet_detached_proved_used_and_stopped(tmp_path: Path) -> None:
 
 def test_failing_to_start_detached_shows_why(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, "--detach", "--no-proxy", ready_timeout_s=0.001)
-    output, _ = launcher.process.communicate(timeout=60)
+    output, _ = launcher.process.communicate(timeout=90)
     assert launcher.process.returncode == 2
     assert "was not ready within 0.001 s" in output
 
 
 def test_a_stale_fleet_that_must_be_fresh_is_stopped(tmp_path: Path) -> None:
     stale = Launcher(tmp_path, "--no-proxy", "--require-fresh", env={"STUB_SERVED": "3"})
-    output, _ = stale.process.communicate(timeout=60)
+    output, _ = stale.process.communicate(timeout=90)
     assert stale.process.returncode == 1
     assert "inst-0: vllm:prefix_cache_queries_total is 300, not 0" in output
     assert not read_state(stale.run_dir).running
@@ -206,7 +206,7 @@ def test_a_stale_fleet_that_must_be_fresh_is_stopped(tmp_path: Path) -> None:
 
 def test_a_fresh_fleet_is_proven_and_goes_on(tmp_path: Path) -> None:
     fresh = Launcher(tmp_path, "--no-proxy", "--require-fresh", "--detach", "--set", "count=1")
-    output, _ = fresh.process.communicate(timeout=60)
+    output, _ = fresh.process.communicate(timeout=90)
     try:
         assert fresh.process.returncode == 0, output
         assert msgspec.json.decode((fresh.run_dir / FRESH_FILE).read_bytes(), type=FreshProof).fresh

@@ -49,7 +49,7 @@ class Running:
 
     async def settled(self) -> dict[str, Any]:
         """Statistics once nothing is in flight any more."""
-        for _ in range(200):
+        for _ in range(1500):
             stats = (await self.client.get("/stats")).json()
             if not stats["requests"]["in_flight"] and not stats["requests"]["abandoned_pulls"]:
                 return stats
@@ -57,11 +57,11 @@ class Running:
         raise AssertionError(f"requests still in flight: {stats}")
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        for _ in range(400):
+        for _ in range(1500):
             if holds():
                 return
             await asyncio.sleep(0.02)
-        raise AssertionError("condition did not come true in 8 s")
+        raise AssertionError("condition did not come true in 30 s")
 
 
 def ledger_is_zero(stats: dict[str, Any]) -> bool:

@@ -49,7 +49,7 @@ class ServeProcess:
     async def logged(self, pattern: str) -> re.Match[str]:
         """Wait for a line of the log, including those already there."""
         expression, seen = re.compile(pattern), 0
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while True:
                 for line in self.lines[seen:]:
                     seen += 1
@@ -67,17 +67,17 @@ class ServeProcess:
 
     async def ended(self) -> int:
         """Exit code, once the process has ended."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             return await self._process.wait()
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:
     """Wait for an external condition."""
-    for _ in range(1000):
+    for _ in range(3000):
         if await holds():
             return
         await asyncio.sleep(0.02)
-    raise AssertionError("condition did not come true in 20 s")
+    raise AssertionError("condition did not come true in 60 s")
 
 
 @contextlib.asynccontextmanager

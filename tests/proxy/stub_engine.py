@@ -29,6 +29,8 @@ class StubEngine:
     tokens: int = 4
     padding_bytes: int = 0
     token_delay_s: float = 0.0
+    streams_end: asyncio.Event | None = None
+    """No stream continues after its first event before it is set."""
     prefill_s: float = 0.0
     cached_tokens: int | None = None
     block_tokens: int = 16
@@ -224,6 +226,8 @@ class StubEngine:
                 await asyncio.sleep(3600)
             await response.write(self.event(number, usage_asked=asked))
             await asyncio.sleep(self.token_delay_s)
+            if self.streams_end is not None:
+                await self.streams_end.wait()
         if asked:
             await response.write(b"data: " + json.dumps(self.usage_event(body)).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")

@@ -35,7 +35,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     fleet.write_text(yaml.safe_dump(fleet_values(role="kv_both", sim={"time_scale": 20.0})))
     command = [sys.executable, "-m", "launch", "up", str(fleet), "--run-dir", str(run_dir), "--detach"]
     try:
-        started = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+        started = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False)
         assert started.returncode == 0, started.stdout + started.stderr
         yield run_dir
     finally:

@@ -176,9 +176,14 @@ async def test_a_process_without_descriptors_accepts_again_afterwards(tmp_path: 
     }
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        async with serve_process(tmp_path / "config.yaml", limited) as served:
+        async with (
+            serve_process(tmp_path / "config.yaml", limited) as served,
+            httpx.AsyncClient(
+                base_url=served.url, timeout=30, limits=httpx.Limits(keepalive_expiry=None), trust_env=False
+            ) as early,
+        ):
             resource.prlimit(served.pid, resource.RLIMIT_NOFILE, (100, hard))
-            assert (await served.client.get("/health")).status_code == 200
+            assert (await early.get("/health")).status_code == 200
             port = served.url.rsplit(":", 1)[1]
             crowd = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-c", _CROWD, port), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
@@ -186,7 +191,7 @@ async def test_a_process_without_descriptors_accepts_again_afterwards(tmp_path: 
             assert crowd.stdin is not None
             assert crowd.stdout is not None
             assert await crowd.stdout.readline() == b"there\n"
-            assert (await served.client.get("/health")).status_code == 200  # on the connection that it has
+            assert (await early.get("/health")).status_code == 200  # on the connection that it has
             crowd.stdin.close()
             await crowd.wait()
             async with httpx.AsyncClient(base_url=served.url, timeout=20, trust_env=False) as another:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from tests.chaos.conftest import BODY, StartChaos
 from tests.chaos.rig.client import RawClient, post
 from tests.chaos.rig.engine import ChaosEngine, Talk
 from tests.chaos.rig.wire import DONE, LAST_CHUNK, chunk, head, sse
+from tests.integration.fleet import free_port
 
 MEGABYTES = 64
 EVENT = sse({"choices": [{"index": 0, "text": "x" * 60_000, "finish_reason": None}]})
@@ -44,9 +44,7 @@ class Fountain:
 @asynccontextmanager
 async def proxy_process(engine: ChaosEngine, folder: Path, **timeouts: float) -> AsyncIterator[tuple[int, Any]]:
     """``warmroute serve`` in front of the engine: its port and its process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     settings = {
         "port": port,
         "instances": [{"name": "inst-0", "url": engine.url}],

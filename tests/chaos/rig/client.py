@@ -54,7 +54,7 @@ class RawClient:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
-    async def answer(self, *, method: str = "POST", version: str = "1.1", within_s: float = 10.0) -> Got:
+    async def answer(self, *, method: str = "POST", version: str = "1.1", within_s: float = 30.0) -> Got:
         """The next answer; raises h11.RemoteProtocolError if it is not valid HTTP."""
         parser = h11.Connection(h11.CLIENT)
         request = h11.Request(method=method, target="/", headers=[("host", "x")], http_version=version)
@@ -82,7 +82,7 @@ class RawClient:
                     case h11.ConnectionClosed():
                         raise ConnectionResetError("closed without an answer")
 
-    async def at_end(self, within_s: float = 5.0) -> bool:
+    async def at_end(self, within_s: float = 30.0) -> bool:
         """True if the proxy closes the connection without another byte."""
         async with asyncio.timeout(within_s):
             try:

@@ -143,7 +143,7 @@ class Recorded:
 
     async def new(self, count: int) -> list[dict[str, Any]]:
         """Exactly this many new rows, oldest first. A row is written shortly after its answer has been read."""
-        for _ in range(100):
+        for _ in range(600):
             fresh = await self._fresh()
             if len(fresh) >= count:
                 break

@@ -59,7 +59,9 @@ def alive(pids: Collection[int]) -> list[int]:
 @pytest.mark.usefixtures("leaves_nothing")
 def test_killed_resumed_and_verified(tmp_path: Path) -> None:
     """Two arms twice; the runner is killed in the second run, and the resumed experiment gives the same result."""
-    directory, config = tmp_path / "run", written(tmp_path, backend=fleet(1))
+    # A quarter of the usual rate: the second run must not be over before the runner is killed.
+    trace = {"synth": {**SMALL["trace"]["synth"], "rate_per_s": 0.5}}
+    directory, config = tmp_path / "run", written(tmp_path, backend=fleet(1), trace=trace)
     command = [sys.executable, "-m", "launch", "experiment", "run", str(config), "--output", str(directory)]
     runner = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     second = directory / "arms" / "sticky" / "1"

@@ -53,7 +53,7 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dic
             "model": "some/model",
             **ports,
             "vllm": {"python": str(python), **(vllm or {})},
-            "ready_timeout_s": 30,
+            "ready_timeout_s": 90,
             "stop_grace_s": 3,
             "proxy": {"port": base + 25},
             **more,

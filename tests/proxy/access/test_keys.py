@@ -17,6 +17,7 @@ from proxy.access.keys import Keys, digest_of, new_key
 from proxy.errors import RequestError
 from proxy.settings import KeySettings, SettingsError, load_settings
 from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
+from tests.proxy.exchange.test_held_requests import GatedEngine
 from tests.proxy.stub_engine import StubEngine
 from warmroute import build
 
@@ -204,7 +205,7 @@ async def test_a_key_the_engine_refuses_is_not_the_clients_fault(start_proxy: St
 
 async def test_a_key_has_its_share_of_requests_in_flight(start_proxy: StartProxy) -> None:
     keys = {**KEYS, "client": [entry("one", KEY, max_concurrent=2), entry("two", OTHER)]}
-    engine = StubEngine(prefill_s=0.4)
+    engine = GatedEngine()
     proxy = await started(start_proxy, engines=[engine], keys=keys)
 
     async def ask(key: str) -> httpx.Response:
@@ -212,20 +213,24 @@ async def test_a_key_has_its_share_of_requests_in_flight(start_proxy: StartProxy
 
     running = [asyncio.create_task(ask(KEY)) for _ in range(2)]
     await proxy.until(lambda: engine.running == 2)
-    refused, other = await asyncio.gather(ask(KEY), ask(OTHER))
+    refused, other = await ask(KEY), asyncio.create_task(ask(OTHER))
+    await proxy.until(lambda: engine.running == 3)
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "rate_limit_exceeded"
     assert refused.headers["retry-after"] == "1"
-    assert other.status_code == 200
+    engine.open.set()
+    assert (await other).status_code == 200
     assert [answer.status_code for answer in await asyncio.gather(*running)] == [200, 200]
     assert (await ask(KEY)).status_code == 200
     # A client that leaves frees its place too.
+    engine.open.clear()
     leaving = [asyncio.create_task(ask(KEY)) for _ in range(2)]
     await proxy.until(lambda: engine.running == 2)
     for task in leaving:
         task.cancel()
     await asyncio.gather(*leaving, return_exceptions=True)
     await proxy.settled()
+    engine.open.set()
     assert (await ask(KEY)).status_code == 200
     outcomes = [row["outcome"] for row in await proxy.rows()]
     assert outcomes.count("rejected") == 1

@@ -155,8 +155,12 @@ async def test_handshakes_that_stall_are_ended(start_proxy: StartProxy, certific
                     await asyncio.wait_for(ending, 20)
             finally:
                 writer.close()
-    async with secure(proxy, certificates.trusting()) as client:
-        assert (await client.get("/health")).status_code == 200
+    async with secure(proxy, certificates.trusting()) as client, asyncio.timeout(30):
+        while True:
+            # On a slow machine this handshake may last too long as well.
+            with contextlib.suppress(httpx.TransportError):
+                assert (await client.get("/health")).status_code == 200
+                break
 
 
 def client_hello(context: ssl.SSLContext) -> bytes:

@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import pty
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from proxy.breakdown import Breakdown
 from proxy.console.figures import RecentRows, TopAnswers, TopPage, figures_of
 from proxy.console.frames import frame
 from proxy.settings import load_settings
+from tests.integration.fleet import free_port
 from tests.proxy.conftest import StartProxy, serving
 from tests.proxy.exchange.test_held_requests import ONE_AT_A_TIME, GatedEngine
 from tests.proxy.stub_engine import StubEngine
@@ -276,8 +276,7 @@ async def test_in_a_terminal_it_survives_a_proxy_that_goes_and_ends_with_q() -> 
     engine = await StubEngine().start()
     terminal = Terminal()
     terminal.open()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     fleet: Any = [{"name": "inst-0", "url": engine.url}]
     settings = load_settings(None, port=port, instances=fleet, log_level="error", grace_s=0.1)
     process = await asyncio.create_subprocess_exec(

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.proxy.conftest import StartProxy, ledger_is_zero
+from tests.proxy.exchange.test_held_requests import GatedEngine
 from tests.proxy.stub_engine import StubEngine
 
 OK = {"model": "stub", "prompt": list(range(200)), "max_tokens": 4}
@@ -284,8 +285,12 @@ async def test_a_full_disk_costs_the_breakdown_file_and_no_request(start_proxy: 
 
 
 async def test_two_requests_of_one_tick_see_each_other(start_proxy: StartProxy) -> None:
-    engines = [StubEngine(prefill_s=0.3) for _ in range(4)]
+    engines = [GatedEngine() for _ in range(4)]
     proxy = await start_proxy(4, engines=engines, policy={"name": "least_loaded"})
     bodies = [{**OK, "prompt": list(range(k, k + 300))} for k in range(4)]
-    await asyncio.gather(*(proxy.client.post("/v1/completions", json=body) for body in bodies))
+    asking = [asyncio.create_task(proxy.client.post("/v1/completions", json=body)) for body in bodies]
+    await proxy.until(lambda: sum(engine.running for engine in engines) == 4)
+    for engine in engines:
+        engine.open.set()
+    await asyncio.gather(*asking)
     assert [len(engine.seen) for engine in engines] == [1, 1, 1, 1]

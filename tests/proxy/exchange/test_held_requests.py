@@ -166,7 +166,9 @@ async def test_a_session_is_kept_from_the_end_of_its_request_on(start: Any, stre
 
 async def test_nobody_is_held_beyond_the_bound(start: Any) -> None:
     fleet = await start(admission={"max_hold_s": 0.3})
-    await fleet.one_runs_and_waits("b")
+    fleet.ask("a")
+    await fleet.at_engines(1)
+    fleet.ask("b")
     await fleet.at_engines(2)  # although the first is not answered yet
     fleet.open()
     answers = await fleet.answers()

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
+from tests.proxy.exchange.test_held_requests import GatedEngine
 from tests.proxy.stub_engine import StubEngine
 
 HEAVY = {"model": "stub", "prompt": list(range(400)), "max_tokens": 4}
@@ -107,11 +108,13 @@ async def test_failed_hand_off_runs_co_located_without_transfer_params(
 
 
 async def test_p_that_restarts_between_the_legs_is_noticed_before_d_is_touched(start_proxy: StartProxy) -> None:
-    engines = [StubEngine(prefill_s=0.3), StubEngine(prefill_s=0.3)]
+    engines = [GatedEngine(), GatedEngine()]
     proxy = await start(start_proxy, engines=engines)
     request = asyncio.create_task(proxy.client.post("/v1/completions", json=HEAVY))
     await proxy.until(lambda: sum(engine.running for engine in engines) == 1)
     next(engine for engine in engines if engine.running).engine_id = "another life"
+    for engine in engines:
+        engine.open.set()
     answer = await request
     assert answer.status_code == 200
     assert (await proxy.rows())[0]["offload_reason"] == "fell_back_p_identity"

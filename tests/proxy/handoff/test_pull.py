@@ -109,7 +109,9 @@ async def test_a_p_with_a_slow_identity_answer_is_waited_for(
 async def test_the_lateness_of_a_pull_does_not_take_d_out_of_service(start_proxy: StartProxy) -> None:
     engines = [StubEngine(mode="pull_hang") for _ in range(2)]
     proxy = await start(start_proxy, engines, offload={"first_token_timeout_s": 0.2}, health=RARELY_PROBED)
-    request, _, d = await ask_until_pull(proxy)
+    request = asyncio.create_task(proxy.client.post("/v1/completions", json=HEAVY))
+    await request
+    d = next(engine for engine in engines if len(engine.seen) == 2)  # the pull, and the request without it
     row = await fell_back(proxy, request, d)
     assert row["offload_reason"] == "fell_back_d_timeout"
     assert proxy.core.instances.healthy() == {"inst-0", "inst-1"}

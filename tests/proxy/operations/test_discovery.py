@@ -72,18 +72,21 @@ async def test_the_first_set_is_there_before_the_first_request(start: Start, fle
 
 
 async def test_instances_come_and_go_while_streams_run_to_their_end(start: Start, fleet: Fleet) -> None:
-    a, b = await engine(tokens=20, token_delay_s=0.02), await engine(tokens=20, token_delay_s=0.02)
+    released = asyncio.Event()
+    a, b = await engine(tokens=20, streams_end=released), await engine()
     fleet.has(a=a)
     running = await start(1, discovery=fleet.settings(grace_s=20))
     streams = [asyncio.create_task(ask(running, stream=True)) for _ in range(4)]
-    await running.until(lambda: a.running > 0)
+    await running.until(lambda: len(a.seen) + len(running.engines[0].seen) == 4)
     fleet.has(b=b)
-    await running.until(lambda: instances_of(running) == {"inst-0", "b"})
+    await running.until(lambda: running.core.instances["a"].draining and "b" in instances_of(running))
+    released.set()
     answers = await asyncio.gather(*streams)
     counted = Counter(answer.headers["x-warmroute-instance"] for answer in answers)
     assert counted == {"inst-0": 2, "a": 2}
     assert all(was_completed(each.text, 20 if each.headers["x-warmroute-instance"] == "a" else 4) for each in answers)
     assert a.aborted == 0
+    await running.until(lambda: instances_of(running) == {"inst-0", "b"})
     await running.until(lambda: running.core.instances["b"].healthy)
     assert await asked_of(running, 4) == {"inst-0": 2, "b": 2}
     assert ledger_is_zero(await running.settled())

@@ -117,15 +117,16 @@ async def test_an_engine_that_does_not_answer_is_added_but_waits_for_its_first_g
 
 
 async def test_a_draining_instance_finishes_its_streams_and_takes_nothing_new(start: Start) -> None:
-    running = await start(2)
+    running, released = await start(2), asyncio.Event()
     for each in running.engines:
-        each.tokens, each.token_delay_s = 10, 0.05
+        each.tokens, each.streams_end = 10, released
     streams = [asyncio.create_task(ask(running, stream=True)) for _ in range(4)]
     await running.until(lambda: sum(each.running for each in running.engines) == 4)
     for _ in range(2):
         drained = await running.client.post("/instances/inst-0/drain")
         assert (drained.status_code, drained.json()["draining"], drained.json()["requests"]) == (200, True, 2)
     assert await asked_of(running, 4, max_tokens=1) == {"inst-1": 4}
+    released.set()
     answers = await asyncio.gather(*streams)
     assert all(was_completed(answer.text, 10) for answer in answers)
     assert {answer.headers["x-warmroute-instance"] for answer in answers} == {"inst-0", "inst-1"}
@@ -175,18 +176,19 @@ async def test_a_fleet_where_all_drain_says_so_and_the_last_instance_may_leave(s
 
 
 async def test_a_removal_waits_for_running_streams(start: Start) -> None:
-    running = await start(2)
+    running, released = await start(2), asyncio.Event()
     for each in running.engines:
-        each.tokens, each.token_delay_s = 8, 0.05
+        each.tokens, each.streams_end = 8, released
     streams = [asyncio.create_task(ask(running, stream=True)) for _ in range(6)]
     await running.until(lambda: sum(each.running for each in running.engines) == 6)
-    removing = asyncio.create_task(running.client.delete("/instances/inst-0", params={"grace_s": 10}))
+    removing = asyncio.create_task(running.client.delete("/instances/inst-0", params={"grace_s": 60}))
     await running.until(lambda: running.core.instances["inst-0"].draining)
     row = await row_of(running, "inst-0")
     assert (row["leaving"], row["requests"]) == (True, 3)
     refused = await running.client.post("/instances/inst-0/undrain")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "instance_leaving")
     assert await asked_of(running, 2, max_tokens=1) == {"inst-1": 2}
+    released.set()
     assert all(was_completed(answer.text, 8) for answer in await asyncio.gather(*streams))
     assert (await removing).json() == {"name": "inst-0", "removed": True, "cut_requests": 0}
     assert ledger_is_zero(await running.settled())
@@ -236,8 +238,8 @@ async def test_a_second_removal_brings_the_end_closer_and_one_without_waiting_an
 
 async def test_another_engine_takes_over_a_name_while_the_old_one_finishes(start: Start) -> None:
     running = await start(1)
-    old, new = running.engines[0], await engine()
-    old.tokens, old.token_delay_s = 10, 0.05
+    old, new, released = running.engines[0], await engine(), asyncio.Event()
+    old.tokens, old.streams_end = 10, released
     prompt = list(range(64))
     streams = [asyncio.create_task(ask(running, stream=True, prompt=prompt)) for _ in range(3)]
     await running.until(lambda: old.running == 3)
@@ -252,6 +254,7 @@ async def test_another_engine_takes_over_a_name_while_the_old_one_finishes(start
     assert state.ledger.totals()["requests"] == 3
     assert await asked_of(running, 3, prompt=prompt) == {"inst-0": 3}
     assert len(new.seen) == 3
+    released.set()
     assert all(was_completed(answer.text, 10) for answer in await asyncio.gather(*streams))
     await running.until(lambda: not running.operations.fleet.departures)
     assert ledger_is_zero(await running.settled())
@@ -289,14 +292,15 @@ async def test_an_engine_that_does_not_answer_replaces_none_unless_forced(start:
 
 async def test_other_settings_for_the_same_engine_keep_its_cache_and_its_requests(start: Start) -> None:
     running = await start(2)
-    each = running.engines[0]
-    each.tokens, each.token_delay_s = 8, 0.05
+    each, released = running.engines[0], asyncio.Event()
+    each.tokens, each.streams_end = 8, released
     stream = asyncio.create_task(ask(running, stream=True, prompt=list(range(64))))
     await running.until(lambda: each.running == 1)
     body = {"url": each.url, "bootstrap_url": each.url, "role": "kv_producer"}
     changed = await running.client.put("/instances/inst-0", json=body)
     assert (changed.json()["role"], changed.json()["requests"], changed.json()["index_blocks"]) == ("kv_producer", 1, 4)
     assert await asked_of(running, 3) == {"inst-1": 3}  # it only prefills from now on
+    released.set()
     assert was_completed((await stream).text, 8)
     differs = await running.client.put("/instances/inst-0", json={**body, "name": "else"})
     assert (differs.status_code, differs.json()["error"]["param"]) == (400, "name")

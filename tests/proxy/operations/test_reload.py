@@ -324,8 +324,9 @@ async def test_a_dry_run_says_what_would_change_and_changes_nothing(
 async def test_the_fleet_becomes_what_the_file_says_while_streams_run(start: StartReloadable) -> None:
     running = await start(3, spare=2)
     keep, replaced, removed, instead, added = running.engines
+    released = asyncio.Event()
     for each in running.engines:
-        each.tokens, each.token_delay_s = 12, 0.05
+        each.tokens, each.streams_end = 12, released
     streams = [asyncio.create_task(ask(running, stream=True)) for _ in range(9)]
     await running.until(lambda: sum(each.running for each in running.engines) == 9)
     fleet = running.fleet(**{"inst-0": keep, "inst-1": instead, "late": added})
@@ -338,6 +339,7 @@ async def test_the_fleet_becomes_what_the_file_says_while_streams_run(start: Sta
     assert set(await asked_of(running, 6)) == {"inst-0", "inst-1", "late"}
     assert instead.seen
     assert added.seen
+    released.set()
     assert all(was_completed(answer.text, 12) for answer in await asyncio.gather(*streams))
     await running.until(lambda: not running.operations.fleet.departures)
     assert ledger_is_zero(await running.settled())
@@ -389,12 +391,13 @@ async def test_the_file_takes_over_an_instance_of_the_same_name_but_not_another_
 
 async def test_an_instance_that_is_renamed_keeps_its_running_streams(start: StartReloadable) -> None:
     running = await start(1)
-    each = running.engines[0]
-    each.tokens, each.token_delay_s = 20, 0.05
+    each, released = running.engines[0], asyncio.Event()
+    each.tokens, each.streams_end = 20, released
     streams = [asyncio.create_task(ask(running, stream=True)) for _ in range(3)]
     await running.until(lambda: each.running == 3)
     await running.reload(instances=running.fleet(renamed=each), grace_s=0.1)
     assert await asked_of(running, 2, max_tokens=1) == {"renamed": 2}
+    released.set()
     assert all(was_completed(answer.text, 20) for answer in await asyncio.gather(*streams))
     assert ledger_is_zero(await running.settled())
 
@@ -402,8 +405,8 @@ async def test_an_instance_that_is_renamed_keeps_its_running_streams(start: Star
 async def test_an_instance_that_leaves_and_comes_back_in_the_file_stays(start: StartReloadable) -> None:
     running = await start(2)
     whole = running.settings["instances"]
-    each = running.engines[1]
-    each.tokens, each.token_delay_s = 15, 0.05
+    each, released = running.engines[1], asyncio.Event()
+    each.tokens, each.streams_end = 15, released
     streams = [asyncio.create_task(ask(running, stream=True)) for _ in range(2)]
     await running.until(lambda: each.running == 1)
     await running.reload(instances=whole[:1])
@@ -413,6 +416,7 @@ async def test_an_instance_that_leaves_and_comes_back_in_the_file_stays(start: S
     assert running.core.instances["inst-1"] is leaving
     assert not leaving.draining
     assert await asked_of(running, 4, max_tokens=1) == {"inst-0": 2, "inst-1": 2}
+    released.set()
     assert all(
         was_completed(answer.text, tokens)
         for answer, tokens in zip(await asyncio.gather(*streams), (4, 15), strict=True)

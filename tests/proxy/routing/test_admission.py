@@ -454,9 +454,13 @@ class Counting(StubEngine):
     """Records the maximum number of concurrent requests."""
 
     peak = 0
+    let_go: asyncio.Event | None = None
+    """No request is answered before it is set."""
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         self.peak = max(self.peak, self.running)
+        if self.let_go is not None:
+            await self.let_go.wait()
         return await super()._answer(request, body)
 
 
@@ -502,7 +506,11 @@ async def test_caps_hold_under_fifty_requests_at_once_and_all_are_answered(
 ) -> None:
     engines = [Counting(prefill_s=0.03) for _ in range(2)]
     proxy = await start_proxy(engines=list(engines), limits={"max_in_flight_per_instance": 3})
-    answers = await asyncio.gather(*(ask(proxy, number, stream=stream) for number in range(50)))
+    engines[0].let_go = engines[1].let_go = let_go = asyncio.Event()
+    tasks = [ask(proxy, number, stream=stream) for number in range(50)]
+    await proxy.until(lambda: proxy.core.admission.waiting == 44)
+    let_go.set()
+    answers = await asyncio.gather(*tasks)
     assert {answer.status_code for answer in answers} == {200}
     assert [engine.peak for engine in engines] == [3, 3]
     assert sum(len(engine.seen) for engine in engines) == 50

@@ -88,9 +88,11 @@ async def test_admission_rules_are_asked_where_the_live_rule_holds_nothing(start
         admission={"name": "never_hold"},
         shadow={"admission": [{"name": "session_cap", "params": {"sessions": 1}}, "working_set"]},
     )
-    running.engines[0].token_delay_s = running.engines[1].token_delay_s = 0.05
-    answers = await asyncio.gather(*[ask(running, stream=True) for _ in range(4)])
-    assert [answer.status_code for answer in answers] == [200] * 4
+    running.engines[0].streams_end = running.engines[1].streams_end = released = asyncio.Event()
+    streams = [asyncio.create_task(ask(running, stream=True)) for _ in range(4)]
+    await running.until(lambda: sum(engine.running for engine in running.engines) == 4)
+    released.set()
+    assert [answer.status_code for answer in await asyncio.gather(*streams)] == [200] * 4
     await running.until(lambda: running.core.shadows.figures["session_cap"].requests == 4)
     rows = {row["name"]: row for row in (await shadows(running, 0))["policies"]}
     assert rows["session_cap"]["answers"] == {"sent": 1, "held": 3}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import yaml
 
 from proxy.tracing.exporter import TraceResult
+from tests.integration.fleet import free_port
 from tests.proxy.conftest import StartProxy
 from tests.proxy.tracing.receiver import TraceReceiver, trace_receiver
 from tests.proxy.tracing.test_traces import HAND_OFF, SAMPLED, TRACE, assert_one_tree
@@ -24,12 +24,6 @@ pytestmark = [
     pytest.mark.fleet,
     pytest.mark.skipif(not BINARY.exists(), reason="no OpenTelemetry collector: `make collector` builds it"),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.asynccontextmanager

@@ -21,7 +21,7 @@ BODY = {"model": "stub", "prompt": list(range(200)), "max_tokens": 4}
 
 
 def exporter_to(url: str, **more: Any) -> TraceExporter:
-    settings = TracingSettings(endpoint=url, **{"interval_s": 0.05, "timeout_s": 1.0, **more})
+    settings = TracingSettings(endpoint=url, **{"interval_s": 0.05, "timeout_s": 20.0, **more})
     return TraceExporter(settings, destination(settings, {}))
 
 

@@ -123,7 +123,8 @@ async def test_a_hung_worker_is_reported_at_once_and_logged_once(start_workers: 
     workers = await start_workers(2)
     processes = await whose(workers)
     # Less than the bound on other admin requests, and more than a slow machine needs.
-    async with httpx.AsyncClient(base_url=workers.served.url, timeout=5, trust_env=False) as client:
+    kept = httpx.Limits(keepalive_expiry=None)
+    async with httpx.AsyncClient(base_url=workers.served.url, timeout=5, limits=kept, trust_env=False) as client:
         # The connection is kept, so the worker that has it answers every request of this test.
         asked = int((await client.get("/policy", headers=AUTHORIZED)).headers["x-warmroute-worker"])
         hung = 1 - asked

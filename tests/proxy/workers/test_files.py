@@ -67,12 +67,14 @@ async def test_with_a_store_each_worker_is_a_replica_of_its_own(start_workers: S
     try:
         workers = await start_workers(2, sharing={"url": store.url, "replica": "east", "ttl_s": 3.0})
 
+        found: dict[str, Any] = {}
+
         async def known() -> bool:
-            found: dict[str, Any] = await workers.get("/replicas")
+            nonlocal found
+            found = await workers.get("/replicas")
             return found["linked"] and len(found["others"]) == 1
 
         await until(known)
-        found = await workers.get("/replicas")
         assert {found["replica"], found["others"][0]["replica"]} == {"east-0", "east-1"}
     finally:
         store.kill()

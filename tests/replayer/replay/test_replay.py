@@ -21,7 +21,7 @@ FAST = PlanOptions(time_scale=1e6)
 
 
 def options(stub: Stub, **changes: object) -> ReplayOptions:
-    base = ReplayOptions(endpoint=stub.url, plan=FAST, timeout_s=5.0)
+    base = ReplayOptions(endpoint=stub.url, plan=FAST, timeout_s=60.0)
     return msgspec.structs.replace(base, **changes)
 
 
@@ -92,7 +92,7 @@ async def test_a_failure_is_a_record_and_the_session_goes_on(
 ) -> None:
     trace = make_trace(sessions=2, turns=3)
     stub.faults["01234567-1"] = fault
-    run = await replay_trace(trace, tmp_path / "run.jsonl", options(stub, timeout_s=0.5))
+    run = await replay_trace(trace, tmp_path / "run.jsonl", options(stub, timeout_s=2.0 if fault == "hang" else 60.0))
     assert_one_record_each(run, trace)
     failed = [record for record in run.records if not record.ok]
     assert [record.chat_id for record in failed] == [1]
