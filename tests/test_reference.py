@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.proxy.metrics.reference import families, proxy_registry, telemetry_registry
+from tests.proxy.metrics.reference import families, parent_registry, proxy_registry, telemetry_registry
 from tests.reference import FOLDER, PAGES
 
 
@@ -22,7 +22,9 @@ def test_a_page_is_what_the_code_generates(name: str) -> None:
 def test_the_page_of_metrics_has_every_family_with_its_labels_and_help() -> None:
     page = (FOLDER / "metrics.md").read_text(encoding="utf-8")
     rows = {row[0]: row[3] for row in re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]+) \| ([^|]+) \|", page, re.MULTILINE)}
-    known = [*families(proxy_registry()), *families(telemetry_registry())]
+    known = [
+        each for registry in (proxy_registry(), parent_registry(), telemetry_registry()) for each in families(registry)
+    ]
     assert len(known) > 25
     assert len(rows) == len(known)
     for family, labels in known:

@@ -178,8 +178,8 @@ class Inbound:
             except RequestError as error:
                 self.refuse(error)
                 return
-        encoded = encoding_error(self.headers.get(b"content-encoding", b"").decode("latin-1"))
-        if encoded is not None:
+        encoding = self.headers.get(b"content-encoding")
+        if encoding is not None and (encoded := encoding_error(encoding.decode("latin-1"))) is not None:
             self.refuse(encoded)
             return
         announced = self.headers.get(b"content-length", b"0")

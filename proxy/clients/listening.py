@@ -90,13 +90,16 @@ class BoundedServer(uvicorn.Server):
         for each in listening:
             each.setblocking(False)
             with contextlib.suppress(OSError), each:  # it has no more, or there are no descriptors
-                while True:
+                for _ in range(self.config.backlog + 1):  # as many as wait: more may come all the time
                     accepted.append(each.accept()[0])
         if accepted:
             tasks = [asyncio.create_task(self._take(each)) for each in accepted]
-            _, late = await asyncio.wait(tasks, timeout=_LAST_HANDSHAKES_S)
-            for task in late:
-                task.cancel()
+            try:
+                await asyncio.wait(tasks, timeout=_LAST_HANDSHAKES_S)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)

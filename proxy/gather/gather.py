@@ -16,10 +16,11 @@ from sse_starlette import EventSourceResponse
 from proxy.access.guard import Application, Receive, Scope, Send
 from proxy.core import Core
 from proxy.errors import RequestError
-from proxy.gather.families import decode_families, decode_part, exposition, merged
+from proxy.gather.families import decode_families, decode_part, exposition, families_of, merged
 from proxy.gather.peers import ADMIN_KEY, PROBE_S, READ_S, PeerAnswer, Peers, answered
 from proxy.gather.place import Place
 from proxy.gather.records import JoinedStreams, PageQuery, resumed
+from proxy.gather.restarts import restarts
 from proxy.gather.rules import READS, changes_workers, join_of
 from proxy.sharing.frames import Changed, ChangeRequest, Question, WorkerStanding
 from proxy.sharing.line import LineError
@@ -103,7 +104,8 @@ class Gather:
             silent = [each for each in roster if each.serving and each.worker not in answering]
             now_s = time.time()
             since = {each.worker: round(now_s - self._peers.silent_s(each.worker), 3) for each in silent}
-            body["conditions"].append(_condition(roster, since))
+            silence_s = self._core.settings.worker_silence_s
+            body["conditions"].append(_condition(roster, since, replaced=bool(silence_s)))
         await _answer(send, 200 if body["ready"] else 503, _JSON, msgspec.json.encode(body))
 
     async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,7 +121,8 @@ class Gather:
             # twice, would be read as a restart of all counters.
             if {part.pid for part in parts} == {each.pid for each in known.roster if each.listed}:
                 families = merged([*(part.families for part in parts), decode_families(known.ended)])
-                await _answer(send, 200, _TEXT, exposition(families.values()))
+                of_parent = families_of([restarts(known.roster)])
+                await _answer(send, 200, _TEXT, exposition([*families.values(), *of_parent]))
                 return
             await asyncio.sleep(_AGAIN_S)
         raise _unknown("a worker does not answer")
@@ -222,12 +225,13 @@ def _has_served(standing: WorkerStanding) -> bool:
     return standing.serving or standing.restarts > 0
 
 
-def _condition(roster: tuple[WorkerStanding, ...], silent: Mapping[int, float]) -> dict[str, Any]:
+def _condition(roster: tuple[WorkerStanding, ...], silent: Mapping[int, float], *, replaced: bool) -> dict[str, Any]:
     """Condition ``workers`` of ``GET /ready?verbose``.
 
     Args:
         roster: every worker, as the parent knows it.
         silent: workers that listen but did not answer, with the Unix time since which they do not.
+        replaced: the parent replaces those that stay silent.
     """
     away = [each for each in roster if not each.serving]
     detail = f"{len(roster) - len(away) - len(silent)} of {len(roster)} workers serve"
@@ -238,7 +242,11 @@ def _condition(roster: tuple[WorkerStanding, ...], silent: Mapping[int, float]) 
         detail += f"; {restarts} restart(s) since the start"
     remedies = ["they are started again; the log has the reason of each end"] if away else []
     if silent:
-        remedies.append("GET /stats has the process of each: one that stays silent is replaced after SIGKILL")
+        remedies.append(
+            "one that hangs is replaced after worker_silence_s"
+            if replaced
+            else "GET /stats has the process of each: one that stays silent is replaced after SIGKILL"
+        )
     return {
         "name": "workers",
         "ok": not away and not silent,
@@ -256,6 +264,7 @@ def _row(standing: WorkerStanding, answers: list[PeerAnswer]) -> dict[str, Any]:
         "pid": standing.pid,
         "serving": standing.serving,
         "restarts": standing.restarts,
+        "hung": standing.hung,
         "since_unix_s": standing.since_unix_s,
         "last_end": standing.last_end,
         "started": own.get("started"),

@@ -71,6 +71,12 @@ class Settings(BaseSettings):
     workers: int = Field(
         default=1, ge=1, le=64, description="processes that serve the port together; see docs/workers.md"
     )
+    worker_silence_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="time without a sign of life of its event loop after which one of several workers is killed and "
+        "started again, 1 or more; 0: never",
+    )
     instances: Annotated[tuple[InstanceSettings, ...], NoDecode] = Field(
         default=(), description="the fleet: at least one engine, unless discovery finds them"
     )
@@ -145,6 +151,13 @@ class Settings(BaseSettings):
     @classmethod
     def _listed(cls, value: Any) -> Any:
         return instances_of(value)
+
+    @field_validator("worker_silence_s")
+    @classmethod
+    def _at_least_a_second(cls, value: float) -> float:
+        if 0 < value < 1:
+            raise ValueError(f"{value:g} s would end workers that are only busy: give 1 or more, or 0 for never")
+        return value
 
     @field_validator("log_level")
     @classmethod

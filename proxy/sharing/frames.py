@@ -64,6 +64,8 @@ class WorkerStanding(msgspec.Struct, frozen=True):
     """Start of its process, or the end of the last one."""
     last_end: str | None
     """End of its last process."""
+    hung: int = 0
+    """Restarts after it had shown no life; they are among ``restarts``."""
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
@@ -111,6 +113,14 @@ class Shown(msgspec.Struct, frozen=True, tag=True):
     families: bytes
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """Worker to parent: its event loop runs."""
+
+
+class AskAlive(msgspec.Struct, frozen=True, tag=True):
+    """Parent to worker: it has been silent, and is to answer ``Alive``."""
+
+
 class Delivered(msgspec.Struct, frozen=True, tag=True):
     """Parent to worker: a message of a worker."""
 
@@ -136,8 +146,8 @@ class Answered(msgspec.Struct, frozen=True, tag=True):
     ended: bytes = b""
 
 
-FromWorker = Publish | Ask | Listed | Serving | Ending | Changed | Reloaded | Shown
-FromParent = Delivered | Ordered | Answered
+FromWorker = Publish | Ask | Listed | Serving | Ending | Changed | Reloaded | Shown | Alive
+FromParent = Delivered | Ordered | Answered | AskAlive
 
 _from_worker = msgspec.msgpack.Decoder(FromWorker)
 _from_parent = msgspec.msgpack.Decoder(FromParent)

@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 from proxy.sharing.frames import (
+    Alive,
     Answered,
     Ask,
+    AskAlive,
     Delivered,
     FromWorker,
     Order,
@@ -113,6 +115,8 @@ class ParentLine:
                 self._arrived.set()
             elif isinstance(frame, Ordered):
                 self.on_order(frame.order)
+            elif isinstance(frame, AskAlive):
+                self.send(Alive())
             elif (waiting := self._asked.get(frame.number)) is not None and not waiting.done():
                 waiting.set_result(frame)
         self.on_lost()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from proxy.sharing.frames import (
     Ask,
+    AskAlive,
     Changed,
     Delivered,
     Ending,
@@ -31,13 +32,16 @@ from proxy.sharing.frames import (
 )
 from proxy.sharing.wire import Message
 from proxy.workers.hub import Hub
-from proxy.workers.start import WorkerStart, encode_start
+from proxy.workers.start import STACKS_SIGNAL, WorkerStart, encode_start
 
 log = logging.getLogger("warmroute.workers")
 
 _WAITING_BYTES = 8 * 1024 * 1024
 """Bytes that may wait for a worker that does not read; messages above are dropped, and later ones replace them."""
 _LAST_FRAMES_S = 5.0
+_STACKS_S = 1.0
+"""Time that a process has to write the stacks of its threads; if it can, it takes milliseconds."""
+_STACKS_BYTES = 16_384
 _SOURCE = str(Path(__file__).parents[2])
 _PATH = "PYTHONPATH"
 
@@ -66,30 +70,39 @@ class WorkerProcess:
         self.since_unix_s = round(time.time(), 3)
         self.ends_within_s: float | None = None
         """Bound that it has given for its shutdown."""
+        self.heard_s = time.monotonic()
+        """Time of its last frame; before the first, of its beginning."""
+        self.hung_s: float | None = None
+        """Silence after which it was killed; None: it was not killed for that."""
         self._hub = hub
         self._on_change = on_change
         self._all = all_processes
         self._process: asyncio.subprocess.Process
         self._writer: asyncio.StreamWriter
         self._frames: asyncio.Task[None]
+        self._stacks: socket.socket
 
-    async def start(self, argument: Callable[[int, int], WorkerStart]) -> None:
+    async def start(self, argument: Callable[[int, int, int], WorkerStart]) -> None:
         """Start the process. Raises OSError."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        self._stacks, stacks = socket.socketpair()
+        stacks.setblocking(False)  # a process that is full of threads must not wait in the signal handler
+        self._stacks.setblocking(False)
+        with theirs, stacks:
             try:
-                start = argument(self.worker, theirs.fileno())
+                start = argument(self.worker, theirs.fileno(), stacks.fileno())
                 # A session of its own: a terminal's Ctrl-C reaches the parent alone, which passes it on.
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", "proxy.workers", encode_start(start)),
                     # The same source as this process, whatever the current folder has.
                     env={**os.environ, _PATH: os.pathsep.join(filter(None, (_SOURCE, os.environ.get(_PATH))))},
                     stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(theirs.fileno(), stacks.fileno()),
                     start_new_session=True,
                 )
             except BaseException:
                 ours.close()
+                self._stacks.close()
                 raise
         self.pid = self._process.pid
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
@@ -109,6 +122,24 @@ class WorkerProcess:
         """End it without its consent."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
+
+    def kill_hung(self, silent_s: float) -> None:
+        """End it after a silence of so many seconds."""
+        self.hung_s = silent_s
+        self.kill()
+
+    def ask_for_life(self) -> None:
+        """Have it send a frame from its event loop."""
+        self.send(AskAlive())
+
+    async def stacks(self) -> str:
+        """Stacks of its threads; empty for a process that is stopped, or has ended."""
+        if self._process.returncode is not None:
+            return ""
+        self._written()  # of an earlier time, at which it could not be read any more
+        self._process.send_signal(STACKS_SIGNAL)
+        await asyncio.sleep(_STACKS_S)
+        return self._written()
 
     def send(self, frame: FromParent) -> None:
         """Send a frame."""
@@ -131,8 +162,14 @@ class WorkerProcess:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._frames
             self._writer.close()
+            self._stacks.close()
             for message in self._hub.lost(self.worker):
                 self._pass_on(message)
+
+    def _written(self) -> str:
+        with contextlib.suppress(BlockingIOError):
+            return self._stacks.recv(_STACKS_BYTES).decode("utf-8", "replace").strip()
+        return ""
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -143,7 +180,7 @@ class WorkerProcess:
             self.kill()
 
     def _take(self, frame: FromWorker) -> None:
-        now_s = time.monotonic()
+        now_s = self.heard_s = time.monotonic()
         if isinstance(frame, Publish):
             self._hub.publish(frame.message, now_s)
             self._pass_on(frame.message)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import msgspec
+
+STACKS_SIGNAL = signal.SIGUSR1
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
@@ -15,6 +18,8 @@ class WorkerStart(msgspec.Struct, frozen=True):
     parent_pid: int
     descriptor: int
     """Of its end of the line."""
+    stacks: int
+    """Descriptor that it writes the stacks of its threads to on ``STACKS_SIGNAL``."""
     folder: str
     """Of the workers' sockets."""
     port: int

@@ -1,4 +1,4 @@
-"""The parent of the workers: starts them, restarts one that ends, passes signals on, and holds what they share."""
+"""The parent of the workers: starts them, restarts one that ends or hangs, passes signals on, holds what they share."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from proxy.workers.hub import Hub, KeptState
 from proxy.workers.process import WorkerProcess
 from proxy.workers.reserved import reserved
 from proxy.workers.start import WorkerStart
+from proxy.workers.watchdog import Watchdog
 
 log = logging.getLogger("warmroute.workers")
 
@@ -65,8 +66,8 @@ def supervise(settings: Settings, config: Path | None, flags: dict[str, Any]) ->
 
         clock_offset_s = time.time() - time.monotonic()
 
-        def start(worker: int, descriptor: int) -> WorkerStart:
-            own = (worker, clock_offset_s, os.getpid(), descriptor)
+        def start(worker: int, line: int, stacks: int) -> WorkerStart:
+            own = (worker, clock_offset_s, os.getpid(), line, stacks)
             return WorkerStart(*own, folder, port, admin_port, path, flags)
 
         return asyncio.run(Supervisor(settings, start).run())
@@ -79,6 +80,10 @@ class _End(NamedTuple):
     """Exit status, negative for a signal."""
     served: bool
     why: str
+    lived_s: float = 0.0
+    """Time from its start to its end, or to its last sign of life."""
+    hung: bool = False
+    """It was killed, as it showed no life."""
 
 
 class Supervisor:
@@ -86,11 +91,12 @@ class Supervisor:
 
     Args:
         settings: those of the proxy.
-        start: makes the argument of a worker's process from its number and the descriptor of its line.
+        start: makes the argument of a worker's process from its number and the descriptors of its line and its stacks.
     """
 
-    def __init__(self, settings: Settings, start: Callable[[int, int], WorkerStart]) -> None:
+    def __init__(self, settings: Settings, start: Callable[[int, int, int], WorkerStart]) -> None:
         self._count = settings.workers
+        self._silence_s = settings.worker_silence_s
         self._start = start
         self._processes: dict[int, WorkerProcess] = {}
         self._standings = {
@@ -114,6 +120,8 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 for worker in range(self._count):
                     group.create_task(self._keep(worker), name=f"worker-{worker}")
+                if self._silence_s:
+                    group.create_task(self._watch(self._silence_s), name="watchdog")
         finally:
             for number in handlers:
                 loop.remove_signal_handler(number)
@@ -123,7 +131,6 @@ class Supervisor:
         """Run one worker's processes, one after the other."""
         backoff_s, ready = _LEAST_BACKOFF_S, False
         while not self._ending.is_set():
-            began_s = time.monotonic()
             end = await self._run(worker)
             if self._ending.is_set():
                 self._status = self._status or (0 if end.status == 0 else FAILED)
@@ -136,18 +143,31 @@ class Supervisor:
             if self._failed_starts >= _ATTEMPTS and not any(each.serving for each in self._standings.values()):
                 self._give_up(f"no worker serves, and {self._failed_starts} starts in a row have failed", end.status)
                 return
-            if end.served and time.monotonic() - began_s > _STEADY_S:
+            if end.served and end.lived_s > _STEADY_S:
                 backoff_s = _LEAST_BACKOFF_S
             log.error("worker %d %s: started again in %g s", worker, end.why, backoff_s)
-            restarts = self._standings[worker].restarts + 1
-            self._standings[worker] = WorkerStanding(worker, None, False, False, restarts, _unix_s(), end.why)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(backoff_s):
-                    await self._ending.wait()
+            before = self._standings[worker]
+            restarts, hung = before.restarts + 1, before.hung + end.hung
+            self._standings[worker] = WorkerStanding(worker, None, False, False, restarts, _unix_s(), end.why, hung)
+            await self._ended_within(backoff_s)
             backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
+
+    async def _watch(self, silence_s: float) -> None:
+        """Have workers killed that show no life, until the shutdown, which has bounds of its own."""
+        watchdog = Watchdog(silence_s, lambda: tuple(self._processes.values()), self._standings.__getitem__)
+        while not await self._ended_within(watchdog.look_s):
+            await watchdog.look()
+
+    async def _ended_within(self, wait_s: float) -> bool:
+        """Wait; True as soon as the shutdown has begun."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._ending.wait()
+        return self._ending.is_set()
 
     async def _run(self, worker: int) -> _End:
         """One process from its start to its end."""
+        began_s = time.monotonic()
         process = WorkerProcess(worker, self._hub, self._changed, lambda: tuple(self._processes.values()))
         try:
             await process.start(self._start)
@@ -169,7 +189,11 @@ class Supervisor:
                     await self._see_off(process, ended)
                 status = await ended
                 why = f"was ended by {_signal(-status)}" if status < 0 else f"ended with status {status}"
-                return _End(status, process.served, f"(process {process.pid}) {why}")
+                until_s = time.monotonic()
+                if process.hung_s is not None:
+                    why, until_s = f"showed no life for {process.hung_s:.0f} s and was killed", process.heard_s
+                why = f"(process {process.pid}) {why}"
+                return _End(status, process.served, why, until_s - began_s, process.hung_s is not None)
             finally:
                 ended.cancel()
         finally:
@@ -224,6 +248,7 @@ class Supervisor:
             before.restarts,
             process.since_unix_s if current else _unix_s(),
             before.last_end,
+            before.hung,
         )
 
 

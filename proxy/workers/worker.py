@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -24,7 +25,7 @@ from proxy.sharing.frames import Ending, Order, Reloaded, Serving
 from proxy.sharing.line import ParentLine, WorkerIdentity
 from proxy.tokens.encoder import TokenizerError
 from proxy.workers.own_settings import own_settings
-from proxy.workers.start import decode_start
+from proxy.workers.start import STACKS_SIGNAL, decode_start
 
 log = logging.getLogger("warmroute.workers")
 
@@ -37,6 +38,8 @@ def main(argument: str) -> None:
     """Serve until the parent or a signal ends it; then exit."""
     start = decode_start(argument)
     _end_with_parent(start.parent_pid)
+    # Written by the signal handler itself, so also while Python code cannot run.
+    faulthandler.register(STACKS_SIGNAL, start.stacks)
 
     def load() -> Settings:
         settings = load_settings(None if start.config is None else Path(start.config), **start.flags)

@@ -139,6 +139,12 @@ SYMPTOMS = {
     "a policy fails": Symptom(
         {"WarmroutePolicyFailing"}, {of("warmroute_policy_failures_total", part="policy", name="mine"): "0x50 0+1x10"}
     ),
+    "a worker hangs": Symptom(
+        {"WarmrouteWorkerHung"}, {of("warmroute_worker_restarts_total", worker="1", reason="hung"): "0x50 1x10"}
+    ),
+    "a worker crashes": Symptom(
+        set(), {of("warmroute_worker_restarts_total", worker="1", reason="ended"): "0x50 1x10"}
+    ),
     "the hit rate collapses": Symptom(
         {"WarmrouteHitRateCollapse"}, hits("0+800x120 96000+50x60", "0+1000x180"), at="90m"
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 
 import pytest
@@ -13,25 +12,10 @@ from typer.testing import CliRunner
 from launch.__main__ import app
 from launch.experiment.records import state as states
 from launch.experiment.records.state import read_experiment
-from launch.run.files import replace_file
+from tests.full_disk import Disk
 from tests.launch.experiment.test_experiment_simulated import SMALL
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-
-
-class Disk:
-    """The disk of an experiment's JSON files."""
-
-    def __init__(self) -> None:
-        self.left: int | None = None
-        """Files for which there still is room; None: it has room."""
-
-    def replace(self, path: Path, content: bytes, *, sync: bool = False) -> None:
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        replace_file(path, content, sync=sync)
 
 
 @pytest.fixture
@@ -54,7 +38,7 @@ def test_a_directory_without_room_can_be_used_once_it_has_some(
     tmp_path: Path, config: Path, disk: Disk, left: int
 ) -> None:
     directory = tmp_path / "run"
-    disk.left = left
+    disk.error, disk.left = errno.ENOSPC, left
     ended = CliRunner().invoke(app, ["experiment", "run", str(config), "--output", str(directory)])
     assert ended.exit_code == 2, ended.output
     named = directory / ("environment.json" if left == 0 else "experiment.json")
@@ -68,7 +52,7 @@ def test_a_disk_that_fills_between_runs_ends_the_experiment_and_resume_continues
     directory = tmp_path / "run"
     command = ["experiment", "run", str(config), "--output", str(directory)]
     # Environment, plan, start; the first run begins, its proof, its record, it ends. Not: the second begins.
-    disk.left = 7
+    disk.error, disk.left = errno.ENOSPC, 7
     ended = CliRunner().invoke(app, command)
     assert ended.exit_code == 2, ended.output
     assert isinstance(ended.exception, SystemExit)
@@ -77,7 +61,7 @@ def test_a_disk_that_fills_between_runs_ends_the_experiment_and_resume_continues
         f"continue with: warmroute experiment run {config} --output {directory} --resume"
     )
     assert [run.state for run in read_experiment(directory).runs] == ["done", "pending"]
-    disk.left = None
+    disk.error = None
     ended = CliRunner().invoke(app, [*command, "--resume"])
     assert ended.exit_code == 0, ended.output
     assert [(run.state, run.attempts) for run in read_experiment(directory).runs] == [("done", 1), ("done", 1)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from launch.on_ray import fleet as on_ray
 from launch.on_ray.actor import EngineActor, Report
 from launch.on_ray.fleet import RayFleet
 from launch.run import state
-from launch.run.files import replace_file
 from launch.run.processes import StartError
 from launch.run.state import read_state
+from tests.full_disk import Disk
 from tests.launch.conftest import fleet_values
 
 LOG = b"one\ntwo\nthree\n"
@@ -58,18 +57,11 @@ class StubCluster:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """The disk of the files that are replaced; it has no room where ``full`` is true."""
-    found = {"full": False}
-
-    def replace(path: Path, content: bytes, *, sync: bool = False) -> None:
-        if found["full"]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        replace_file(path, content, sync=sync)
-
-    monkeypatch.setattr(state, "replace_file", replace)
-    monkeypatch.setattr(on_ray, "replace_file", replace)
-    return found
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk()
+    monkeypatch.setattr(state, "replace_file", disk.replace)
+    monkeypatch.setattr(on_ray, "replace_file", disk.replace)
+    return disk
 
 
 def fleet_in(folder: Path, reported: list[str]) -> tuple[RayFleet, StubCluster]:
@@ -80,14 +72,12 @@ def fleet_in(folder: Path, reported: list[str]) -> tuple[RayFleet, StubCluster]:
     return runner, cluster
 
 
-async def test_the_engines_are_stopped_though_the_state_cannot_be_written(
-    tmp_path: Path, disk: dict[str, bool]
-) -> None:
+async def test_the_engines_are_stopped_though_the_state_cannot_be_written(tmp_path: Path, disk: Disk) -> None:
     reported: list[str] = []
     runner, cluster = fleet_in(tmp_path, reported)
     async with runner:
         assert read_state(tmp_path).status == "ready"
-        disk["full"] = True
+        disk.error = errno.ENOSPC
     assert cluster.closed
     assert runner.state.status == "stopped"
     assert [each for each in reported if "state.json cannot be written (No space left on device)" in each] == [
@@ -96,16 +86,16 @@ async def test_the_engines_are_stopped_though_the_state_cannot_be_written(
 
 
 async def test_a_change_that_cannot_be_written_is_reported_and_tried_again(
-    tmp_path: Path, disk: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_ray, "_LOOK_S", 0.01)
     reported: list[str] = []
     runner, _ = fleet_in(tmp_path, reported)
     async with runner:
-        disk["full"] = True
+        disk.error = errno.ENOSPC
         runner.placed["inst-0"].restarts = 1
         await until(lambda: any("instances.json cannot be written" in each for each in reported), runner)
-        disk["full"] = False
+        disk.error = None
         await until(lambda: any("instances.json is written again" in each for each in reported), runner)
         assert msgspec.json.decode((tmp_path / "nodes.json").read_bytes())[0]["restarts"] == 1
 
@@ -121,8 +111,8 @@ async def test_a_piece_of_a_log_without_room_is_written_later(tmp_path: Path) ->
         await until(lambda: log.exists() and log.read_bytes() == LOG, runner)
 
 
-async def test_a_start_without_room_is_an_error_that_names_the_file(tmp_path: Path, disk: dict[str, bool]) -> None:
-    disk["full"] = True
+async def test_a_start_without_room_is_an_error_that_names_the_file(tmp_path: Path, disk: Disk) -> None:
+    disk.error = errno.ENOSPC
     runner, cluster = fleet_in(tmp_path, [])
     with pytest.raises(StartError, match=r"state\.json: cannot be written \(No space left on device\)"):
         async with runner:

@@ -18,34 +18,19 @@ from launch.__main__ import app
 from launch.engines.commands import engine_specs
 from launch.fleet.file import FleetFile, parse_fleet
 from launch.run import files, state
-from launch.run.files import FileReports, replace_file
+from launch.run.files import FileReports
 from launch.run.messages import Messages
 from launch.run.processes import ManagedProcess, StartError
 from launch.run.state import read_state
 from launch.run.supervisor import Fleet
 from launch.run.transport import prove_transport
 from policies.types import Transport
-from tests.full_disk import limited_to
+from tests.full_disk import Disk, limited_to
 from tests.launch.conftest import fleet_values, soon
 from tests.launch.run.test_proxy_side import collect, fleet_with, stream
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 MakeFleet = Callable[..., FleetFile]
-
-
-class Disk:
-    """The disk of the state file."""
-
-    def __init__(self) -> None:
-        self.error: int | None = None
-        self.left = 0
-        """Writes for which there still is room."""
-
-    def replace(self, path: Path, content: bytes, *, sync: bool = False) -> None:
-        self.left -= 1
-        if self.error is not None and self.left < 0:
-            raise OSError(self.error, os.strerror(self.error), str(path))
-        replace_file(path, content, sync=sync)
 
 
 @pytest.fixture
@@ -81,6 +66,8 @@ async def test_a_crashed_engine_is_restarted_though_its_state_cannot_be_written(
         assert reported[-1] == f"{tmp_path / 'state.json'} is written again"
         assert not waiting.done()
         waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
 
 def test_each_reason_is_reported_once_until_the_file_is_written_again(tmp_path: Path) -> None:

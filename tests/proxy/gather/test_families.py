@@ -16,6 +16,8 @@ from proxy.gather.families import (
     families_of,
     merged,
 )
+from proxy.gather.restarts import restarts
+from proxy.sharing.frames import WorkerStanding
 from tests.proxy.metrics.reference import families, proxy_registry
 
 
@@ -72,3 +74,17 @@ def test_a_series_of_one_worker_alone_is_kept() -> None:
     other = MetricFamily("warmroute_requests", "counter", "", [("warmroute_requests_total", (("instance", "b"),), 2.0)])
     samples = merged([[one], [other]])["warmroute_requests"].samples
     assert {labels: value for _, labels, value in samples} == {(("instance", "a"),): 1.0, (("instance", "b"),): 2.0}
+
+
+def test_restarts_are_counted_by_worker_and_reason() -> None:
+    roster = [
+        WorkerStanding(0, 11, True, True, 0, 0.0, None),
+        WorkerStanding(1, 12, True, True, 3, 0.0, "(process 9) showed no life for 60 s and was killed", 2),
+    ]
+    text = exposition(families_of([restarts(roster)])).decode()
+    assert [line for line in text.splitlines() if not line.startswith("#")] == [
+        'warmroute_worker_restarts_total{reason="hung",worker="0"} 0.0',
+        'warmroute_worker_restarts_total{reason="ended",worker="0"} 0.0',
+        'warmroute_worker_restarts_total{reason="hung",worker="1"} 2.0',
+        'warmroute_worker_restarts_total{reason="ended",worker="1"} 1.0',
+    ]

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from launch.hardware.telemetry import TelemetryCollector, TelemetrySampler
 from proxy.app import ProxyApp
 from proxy.gather.families import GAUGES, GaugeRule
+from proxy.gather.restarts import restarts
 from proxy.settings import load_settings
 
 _INTRODUCTION = """# Reference: metrics
@@ -42,6 +44,18 @@ def proxy_registry() -> CollectorRegistry:
     """Registry of a proxy with one instance that publishes KV events, before its first request."""
     instance = {"url": "http://127.0.0.1:8000", "name": "a", "events_url": "tcp://127.0.0.1:5701"}
     return ProxyApp(load_settings(None, instances=[instance])).core.metrics.registry
+
+
+class _OfParent(Collector):
+    def collect(self) -> Iterator[Metric]:
+        yield restarts(())
+
+
+def parent_registry() -> CollectorRegistry:
+    """Registry of what the parent of several workers counts."""
+    registry = CollectorRegistry()
+    registry.register(_OfParent())
+    return registry
 
 
 def telemetry_registry() -> CollectorRegistry:
@@ -84,6 +98,8 @@ def reference() -> str:
         "Column `workers`: what [several workers](../workers.md#metrics) make of their values: their sum, the largest, "
         "the smallest, or the mean.\n\n"
         f"{table(proxy_registry(), of_workers=True)}\n\n"
+        "With several workers also:\n\n"
+        f"{table(parent_registry())}\n\n"
         "## GPUs\n\n"
         "`warmroute telemetry --prometheus-port PORT`; the same values as a file: "
         "[fleets](../fleet.md#gpu-telemetry).\n\n"

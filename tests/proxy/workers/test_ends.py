@@ -120,7 +120,7 @@ async def test_a_worker_that_is_ended_finishes_its_requests_and_is_replaced_whil
 
 
 async def test_a_hung_worker_is_reported_at_once_and_logged_once(start_workers: StartWorkers) -> None:
-    workers = await start_workers(2)
+    workers = await start_workers(2, worker_silence_s=0)
     processes = await whose(workers)
     # Less than the bound on other admin requests, and more than a slow machine needs.
     kept = httpx.Limits(keepalive_expiry=None)
