@@ -17,7 +17,7 @@ class RequestOutcome(StrEnum):
     REJECTED = "rejected"
     """Rejected by the proxy: bad input."""
     ENGINE_REFUSED = "engine_refused"
-    """The engine answered 4xx, which was passed on."""
+    """The engine answered 4xx or 501, which was passed on."""
     CLIENT_GONE = "client_gone"
     NO_INSTANCE = "no_instance"
     QUEUE_FULL = "queue_full"

@@ -12,6 +12,7 @@ from proxy.access.quotas import KeyLimitError
 from proxy.access.tenants import Visit
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
+from proxy.engines.status import is_failure
 from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
 from proxy.errors import AttemptFailedError, dialect_of, draining_error
 from proxy.exchange.attempts import Attempts
@@ -200,7 +201,7 @@ class Exchange:
         While D pulls KV, a timeout is not counted as its failure: P may be the one that does not send.
 
         Raises:
-            AttemptFailedError: refused, broken, late, or answered 5xx.
+            AttemptFailedError: refused, broken, late, or answered 5xx other than 501.
         """
         core, decode = self._core, self._decode  # an abandoned pull outlives its attempt
         answer: Answer | None = None
@@ -218,7 +219,7 @@ class Exchange:
                     answer = await core.upstream.post(url, body, headers)
                 streamed = parsed.stream and answer.status == 200
                 first = await (answer.chunk() if streamed else answer.read())
-            if answer.status >= 500 or (
+            if is_failure(answer.status) or (
                 answer.status == 401 and core.forwarding.replaces_authorization(decode.settings)
             ):
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")

@@ -9,6 +9,7 @@ from policies.row import RequestOutcome, Row
 from proxy.access.forwarding import is_value
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
+from proxy.engines.status import is_failure
 from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
 from proxy.errors import AttemptFailedError, RequestError, dialect_of, draining_error
 from proxy.exchange.attempts import Attempts
@@ -23,8 +24,6 @@ from proxy.request.stream_filter import Unread
 from proxy.request.typed_events import RESPONSE_EVENTS, TypedEvents
 
 _JSON = b"application/json"
-_NOT_IMPLEMENTED = 501
-"""Of engines that do not have the endpoint, or whose model does not: another engine would answer the same."""
 _OF_STORED = frozenset((STORED, CANCEL))
 
 
@@ -168,7 +167,7 @@ class ShortExchange:
                     inbound.method, instance.url + inbound.target, self._body, self._headers(instance)
                 )
                 first = await (answer.chunk() if self._is_stream(answer) else answer.read())
-            if (answer.status >= 500 and answer.status != _NOT_IMPLEMENTED) or (
+            if is_failure(answer.status) or (
                 answer.status == 401 and core.forwarding.replaces_authorization(instance.settings)
             ):
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")
