@@ -31,7 +31,7 @@ class RequestOutcome(StrEnum):
     POISON_REQUEST = "poison_request"
     """Two engines died while serving it, so it was not sent to a third."""
     STREAM_BROKEN = "stream_broken"
-    """The engine's stream broke after its first byte had been sent to the client."""
+    """The engine's stream broke after its first byte had been sent to the client, or ended with an engine's error."""
     SHUTDOWN = "shutdown"
     """The proxy shut down before the request ended."""
     INTERNAL_ERROR = "internal_error"

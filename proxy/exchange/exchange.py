@@ -18,7 +18,8 @@ from proxy.errors import AttemptFailedError, dialect_of, draining_error
 from proxy.exchange.attempts import Attempts
 from proxy.exchange.bound import Bound
 from proxy.exchange.offloading import hand_over
-from proxy.exchange.reading import EventFilter, echoed, event_filter, further_sequences, usage_of
+from proxy.exchange.outcomes import note_reported
+from proxy.exchange.reading import EventFilter, check_first, echoed, event_filter, further_sequences, usage_of
 from proxy.exchange.relay import stream_relay
 from proxy.exchange.while_connected import while_connected
 from proxy.fleet.instances import Instance
@@ -223,8 +224,8 @@ class Exchange:
                 answer.status == 401 and core.forwarding.replaces_authorization(decode.settings)
             ):
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")
-            if streamed and not first:
-                raise UpstreamError("closed its stream before the first byte")
+            if streamed:
+                check_first(answer, first)
             opened = True
         except TimeoutError as error:
             self._attempts.guard.suspect(decode)
@@ -292,6 +293,7 @@ class Exchange:
         closing = b""
         try:
             await relay.run(chunk, learn)
+            note_reported(row, routed.decision.decode_on, relay.reported)
             if resuming:
                 closing = resuming.missing_end()
             self._core.instances.completed(self._decode)
@@ -345,10 +347,7 @@ class Exchange:
         return self._core.context_tokens(model)
 
     def _break_stream(self, instance: str, what: str) -> bytes:
-        """Record a broken stream; returns the error event for the client.
-
-        ``UsageFilter`` has ended the client's stream at an event boundary.
-        """
+        """Record a stream that broke, of which whole events were sent; returns the error event for the client."""
         row = self._row
         row.outcome, row.error = RequestOutcome.STREAM_BROKEN, what
         row.note_failed(instance, what)
