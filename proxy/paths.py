@@ -68,6 +68,18 @@ def methods_of(path: str) -> tuple[str, ...]:
     return tuple(method.decode() for method in _STORED_PATHS if stored_path(encoded, method))
 
 
+def wrong_base_url(path: str) -> str | None:
+    """Explanation of a path that a client makes from a base URL with or without ``/v1``; None for any other path."""
+    if path in CLIENT_PATHS:
+        return None
+    if f"/v1{path}" in CLIENT_PATHS:
+        return f"the path here is /v1{path}: the client's base URL lacks /v1 at its end"
+    inner = path.removeprefix("/v1")
+    if inner != path and inner in CLIENT_PATHS:
+        return f"the path here is {inner}: the client adds /v1 itself, so its base URL must end before that"
+    return None
+
+
 class OtherPaths:
     """Allow-list of further paths below ``/v1/``: exact ones, and ``/v1/NAME/*`` for everything below one.
 
