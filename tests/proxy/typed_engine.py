@@ -121,6 +121,9 @@ class TypedEngine(StubEngine):
     async def _write(self, request: web.Request, events: list[bytes]) -> web.StreamResponse:
         answer = web.StreamResponse(headers=HEADERS)
         await answer.prepare(request)
+        if self.mode == "no_cache_counts":
+            usage = {"input_tokens": 90, "output_tokens": 4}
+            events = [event("message_delta", usage=usage) if b"cache_read" in each else each for each in events]
         if self.mode == "report_error":
             events = [*events[:2], error_event("internal_error")]
         if self.mode == "truncate_stream":
