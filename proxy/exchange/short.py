@@ -22,6 +22,7 @@ from proxy.request.addressed import Addressed
 from proxy.request.parse import Endpoint
 from proxy.request.stream_filter import Unread
 from proxy.request.typed_events import RESPONSE_EVENTS, TypedEvents
+from proxy.request.usage import usage_of_answer
 
 _JSON = b"application/json"
 _OF_STORED = frozenset((STORED, CANCEL))
@@ -143,12 +144,21 @@ class ShortExchange:
             inbound.start(answer.status, headers, None if streamed else len(first))
             if not streamed:
                 inbound.finish(first)
+                self._note_usage(answer, first)
             elif self._stored and not answer.headers.encoded:
                 inbound.finish(await self._relay(answer, first, instance))
             else:
                 await self._relay_plain(answer, first, instance)
         finally:
             answer.close()
+
+    def _note_usage(self, answer: Answer, content: bytes) -> None:
+        """Record the tokens that the engine reports, as for embeddings. Those of a stored response were counted."""
+        if self._stored or answer.status != 200 or answer.headers.encoded:
+            return
+        usage = usage_of_answer(content)
+        if usage is not None:
+            self._row.prompt_tokens, self._row.completion_tokens = usage.prompt_tokens, usage.completion_tokens
 
     async def _open(self, instance: Instance) -> tuple[Answer, bytes]:
         """Head and first piece of the answer, the whole of it unless it is a stream. Raises AttemptFailedError.
