@@ -15,7 +15,7 @@ HANDED_OFF = frozenset(("/v1/completions", "/v1/chat/completions"))
 """Those that take ``kv_transfer_params`` in every supported version of vLLM."""
 PASSED_ON = frozenset(
     (
-        *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank"),
+        *("/v1/embeddings", "/v2/embed", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank"),
         *("/pooling", "/classify", "/tokenize", "/detokenize"),
         *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech"),
         *("/v1/images/generations", "/v1/images/edits"),

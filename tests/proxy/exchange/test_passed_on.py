@@ -194,7 +194,7 @@ async def test_streams_are_relayed_as_they_come(start_proxy: StartProxy, mode: s
 
 async def test_client_keys_and_their_limits_apply(start_proxy: StartProxy) -> None:
     proxy, [engine] = await start(start_proxy, keys=KEYS)
-    for path in ("/v1/embeddings", "/tokenize", "/v2/rerank"):
+    for path in ("/v1/embeddings", "/v2/embed", "/tokenize", "/v2/rerank"):
         assert (await proxy.client.post(path, content=BODY)).status_code == 401
         assert (await proxy.client.post(path, content=BODY, headers=bearer("wrong"))).status_code == 401
         assert (await proxy.client.post(path, content=BODY, headers=bearer(KEY))).status_code == 200
