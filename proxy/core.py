@@ -134,7 +134,7 @@ class Core:
         self.holding = HoldingLine(settings.admission, self.router, self.instances, self.admission)
         self.short_load = ShortLoad(state.ledger)
         self.shadows = Shadows(settings.shadow, self.router.routing)
-        self.responses = StoredResponses(settings.responses, self.instances)
+        self.responses = StoredResponses(settings.responses, self.instances, settings.index.text_block_bytes)
         self.sharing: Sharing | None = None
         """State shared with other replicas; None: this proxy is the only one."""
         if settings.sharing.url is not None or worker is not None:

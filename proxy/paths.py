@@ -15,7 +15,7 @@ HANDED_OFF = frozenset(("/v1/completions", "/v1/chat/completions"))
 """Those that take ``kv_transfer_params`` in every supported version of vLLM."""
 PASSED_ON = frozenset(
     (
-        *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank"),
+        *("/v1/embeddings", "/v2/embed", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank"),
         *("/pooling", "/classify", "/tokenize", "/detokenize"),
         *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech"),
         *("/v1/images/generations", "/v1/images/edits"),
@@ -66,6 +66,18 @@ def methods_of(path: str) -> tuple[str, ...]:
         return ("POST",)
     encoded = path.encode("utf-8", "replace")
     return tuple(method.decode() for method in _STORED_PATHS if stored_path(encoded, method))
+
+
+def wrong_base_url(path: str) -> str | None:
+    """Explanation of a path that a client makes from a base URL with or without ``/v1``; None for any other path."""
+    if path in CLIENT_PATHS:
+        return None
+    if f"/v1{path}" in CLIENT_PATHS:
+        return f"the path here is /v1{path}: the client's base URL lacks /v1 at its end"
+    inner = path.removeprefix("/v1")
+    if inner != path and inner in CLIENT_PATHS:
+        return f"the path here is {inner}: the client adds /v1 itself, so its base URL must end before that"
+    return None
 
 
 class OtherPaths:

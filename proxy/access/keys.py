@@ -47,8 +47,11 @@ class Keys:
         """
         if not self._client:
             return None
-        if b"authorization" not in headers and (key := headers.get(b"x-api-key")) is not None:
-            return _holder_of(self._client, key)  # Anthropic's clients send it this way
+        if b"authorization" not in headers:
+            key = headers.get(b"x-api-key")  # Anthropic's clients send it this way
+            if key is None:
+                raise _refused("no API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+            return _holder_of(self._client, key)
         return _holder(self._client, headers)
 
     def admin(self, headers: dict[bytes, bytes]) -> KeyName | None:

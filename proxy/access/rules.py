@@ -11,7 +11,7 @@ from proxy.access.keys import KeyName, Keys
 from proxy.clip import clip
 from proxy.errors import RequestError
 from proxy.logs import LimitedLog
-from proxy.paths import CLIENT_PATHS, DASHBOARD_FILES, DASHBOARD_PAGES, PING
+from proxy.paths import CLIENT_PATHS, DASHBOARD_FILES, DASHBOARD_PAGES, PING, wrong_base_url
 from proxy.settings import Settings
 from proxy.settings.urls import is_loopback
 
@@ -89,6 +89,8 @@ class Access:
             if path.startswith("//"):  # a base URL that ends with one: a mistake, not a matter of keys
                 message = f"{method} {clip(path, 200)}: no path here begins with two slashes"
                 raise RequestError(404, message, kind="not_found_error", code="unknown_path")
+            if side is Side.ADMIN and (mistake := wrong_base_url(path)) is not None:
+                raise RequestError(404, f"{method} {path}: {mistake}", kind="not_found_error", code="unknown_path")
             if side is Side.OPEN:
                 return None
             if side is Side.CLIENT:

@@ -47,8 +47,8 @@ class Visit:
         self._counted = quota.begin(self._session, now_s)
         quota.spend(prompt_tokens, now_s)
 
-    def close(self, completion_tokens: int | None) -> None:
-        """End the request, whose answer had so many tokens; None: unknown."""
+    def close(self, tokens: int) -> None:
+        """End the request, which had so many tokens that were not counted when it began."""
         quota = self._quota
         if quota is None:
             return
@@ -56,8 +56,8 @@ class Visit:
         quota.leave()
         if self._counted:
             quota.end(self._session, now_s, keep=not self._single)
-        if completion_tokens:
-            quota.spend(completion_tokens, now_s)
+        if tokens:
+            quota.spend(tokens, now_s)
 
 
 _ANYBODY = Visit(NO_TENANT, None)

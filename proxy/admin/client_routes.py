@@ -12,7 +12,7 @@ from proxy.clip import clip
 from proxy.core import Core
 from proxy.errors import RequestError, no_instance_error
 from proxy.fleet.reachability import list_refusal, outage
-from proxy.paths import CLIENT_PATHS, OTHER_METHODS, methods_of
+from proxy.paths import CLIENT_PATHS, OTHER_METHODS, methods_of, wrong_base_url
 
 
 def client_routes(core: Core) -> APIRouter:
@@ -58,6 +58,9 @@ def unsupported(method: str, path: str, methods: tuple[str, ...]) -> RequestErro
     if methods:
         message = f"{method} {clip(path, 200)}: this path has {', '.join(methods)} only"
         return RequestError(405, message, code="method_not_allowed")
+    if (mistake := wrong_base_url(path)) is not None:
+        message = f"{method} {clip(path, 200)}: {mistake}"
+        return RequestError(404, message, kind="not_found_error", code="unknown_path")
     return RequestError(
         404,
         f"{method} {clip(path, 200)}: this proxy does not serve the path. It serves {', '.join(sorted(CLIENT_PATHS))}; "

@@ -12,12 +12,14 @@ from proxy.access.quotas import KeyLimitError
 from proxy.access.tenants import Visit
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
+from proxy.engines.status import is_failure
 from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
 from proxy.errors import AttemptFailedError, dialect_of, draining_error
 from proxy.exchange.attempts import Attempts
 from proxy.exchange.bound import Bound
 from proxy.exchange.offloading import hand_over
-from proxy.exchange.reading import EventFilter, echoed, event_filter, further_sequences, usage_of
+from proxy.exchange.outcomes import note_reported
+from proxy.exchange.reading import EventFilter, check_first, echoed, event_filter, further_sequences, usage_of
 from proxy.exchange.relay import stream_relay
 from proxy.exchange.while_connected import while_connected
 from proxy.fleet.instances import Instance
@@ -200,7 +202,7 @@ class Exchange:
         While D pulls KV, a timeout is not counted as its failure: P may be the one that does not send.
 
         Raises:
-            AttemptFailedError: refused, broken, late, or answered 5xx.
+            AttemptFailedError: refused, broken, late, or answered 5xx other than 501.
         """
         core, decode = self._core, self._decode  # an abandoned pull outlives its attempt
         answer: Answer | None = None
@@ -218,12 +220,12 @@ class Exchange:
                     answer = await core.upstream.post(url, body, headers)
                 streamed = parsed.stream and answer.status == 200
                 first = await (answer.chunk() if streamed else answer.read())
-            if answer.status >= 500 or (
+            if is_failure(answer.status) or (
                 answer.status == 401 and core.forwarding.replaces_authorization(decode.settings)
             ):
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")
-            if streamed and not first:
-                raise UpstreamError("closed its stream before the first byte")
+            if streamed:
+                check_first(answer, first)
             opened = True
         except TimeoutError as error:
             self._attempts.guard.suspect(decode)
@@ -291,6 +293,7 @@ class Exchange:
         closing = b""
         try:
             await relay.run(chunk, learn)
+            note_reported(row, routed.decision.decode_on, relay.reported)
             if resuming:
                 closing = resuming.missing_end()
             self._core.instances.completed(self._decode)
@@ -344,10 +347,7 @@ class Exchange:
         return self._core.context_tokens(model)
 
     def _break_stream(self, instance: str, what: str) -> bytes:
-        """Record a broken stream; returns the error event for the client.
-
-        ``UsageFilter`` has ended the client's stream at an event boundary.
-        """
+        """Record a stream that broke, of which whole events were sent; returns the error event for the client."""
         row = self._row
         row.outcome, row.error = RequestOutcome.STREAM_BROKEN, what
         row.note_failed(instance, what)

@@ -95,8 +95,8 @@ class Generation:
             if row.outcome is RequestOutcome.INTERNAL_ERROR:
                 row.outcome = RequestOutcome.REJECTED
             raise
+        endpoint = _ENDPOINTS.get(inbound.path)
         try:
-            endpoint = _ENDPOINTS.get(inbound.path)
             if endpoint is not None:
                 parsed = await self._parsed(endpoint, inbound, row, allow_priority=visit.allows_priority)
                 if row.trace is not None:
@@ -107,7 +107,9 @@ class Generation:
             else:
                 await ShortExchange(core, row, inbound, allow_priority=visit.allows_priority).run()
         finally:
-            visit.close(row.completion_tokens)
+            # The prompt of a generation was counted when it began; the tokens of other requests are known at their end.
+            before = 0 if endpoint is not None else row.prompt_tokens or 0
+            visit.close(before + (row.completion_tokens or 0))
 
     def _identify(self, inbound: Inbound) -> tuple[KeyName | None, Tenant]:
         """Key and tenant. The row has the tenant from here on, also if the request is refused. Raises RequestError."""

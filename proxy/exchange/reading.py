@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 
 from proxy.core import Core
-from proxy.engines.upstream import Answer
+from proxy.engines.upstream import Answer, UpstreamError
 from proxy.fleet.instances import Instance
 from proxy.request.generation_body import ResponsesBody
 from proxy.request.parse import Endpoint, Parsed
+from proxy.request.stream_end import reported_error
 from proxy.request.typed_events import MESSAGE_EVENTS, RESPONSE_EVENTS, TypedEvents
 from proxy.request.typed_usage import read_typed_answer
 from proxy.request.usage import Usage, UsageFilter, usage_of_answer
@@ -37,6 +38,19 @@ def echoed(endpoint: Endpoint, request_id: str, answer: Answer, first: bytes) ->
     if answer.status != 200 or endpoint in _TYPED or answer.headers.encoded:
         return None
     return f"cmpl-{request_id}".encode("latin-1") in first[:_ID_BYTES]
+
+
+def check_first(answer: Answer, piece: bytes) -> None:
+    """Check the first piece of a stream, of which nothing has been sent to the client, so that it may be retried.
+
+    Raises:
+        UpstreamError: there is none, or an engine's failure is in it: vLLM reports one so, with status 200.
+    """
+    if not piece:
+        raise UpstreamError("closed its stream before the first byte")
+    error = None if answer.headers.encoded else reported_error(piece)
+    if error is not None and not error.refusal:
+        raise UpstreamError(f"reported an error: {error.message}")
 
 
 def further_sequences(parsed: Parsed) -> int:

@@ -12,7 +12,7 @@ from functools import partial
 from proxy.clients.inbound import Inbound
 from proxy.engines.upstream import Answer, UpstreamError
 from proxy.exchange.passage import RelayedSoFar, passage
-from proxy.request.stream_end import shows_end
+from proxy.request.stream_end import ReportedError, reported_error, shows_end
 from proxy.request.stream_filter import StreamFilter
 from proxy.request.typed_events import TypedEvents
 from proxy.request.usage import UsageFilter
@@ -67,6 +67,8 @@ class StreamRelay:
         self._done_seen = False
         self._error: Exception | None = None
         self._done: asyncio.Future[None] = self._loop.create_future()
+        self._cancel: Callable[[], object] | None = None
+        """Handler of a client that leaves, as it was before."""
 
     async def run(self, first: bytes, begun: Callable[[], None] | None = None) -> None:
         """Relay ``first`` and everything that follows until the engine's stream ends; the client's stream stays open.
@@ -78,6 +80,8 @@ class StreamRelay:
             ClientStalledError: the client does not read.
         """
         inbound = self._inbound
+        self._cancel = inbound.on_gone
+        inbound.on_gone = self._left
         self._take(first)
         if begun is not None:
             begun()
@@ -100,6 +104,8 @@ class StreamRelay:
                     del error
         finally:
             inbound.on_writable = None
+            if not self._done_seen:
+                inbound.on_gone = self._cancel
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -110,6 +116,11 @@ class StreamRelay:
             raise UpstreamError(f"ended its stream without {self._end}")
         if held:
             inbound.write(held)
+
+    @property
+    def reported(self) -> ReportedError | None:
+        """The error with which the engine itself has ended its stream."""
+        return reported_error(self._progress.before_last + self._progress.last) if self._readable else None
 
     @property
     def _readable(self) -> bool:
@@ -142,6 +153,14 @@ class StreamRelay:
         if type(keep) is not UsageFilter or self._done_seen:
             return None
         return passage(keep, self._inbound, self._progress, self._loop.time)
+
+    def _left(self) -> None:
+        """Handle a client that leaves: one that has an engine's error has its whole answer, as libraries raise it."""
+        if self.reported is not None:
+            self._done_seen = True
+            self._ended(None)
+        elif self._cancel is not None:
+            self._cancel()
 
     def _mark_done(self) -> None:
         """Record that the last event has arrived. The end of the answer then only decides if the connection is kept.
@@ -207,6 +226,10 @@ class TypedRelay(StreamRelay):
     ) -> None:
         super().__init__(answer, inbound, keep, idle_s, stall_s, total_s)
         self._events = keep
+
+    @property
+    def reported(self) -> ReportedError | None:
+        return self._events.reported
 
     def _complete(self, held: bytes) -> bool:
         return self._events.ending

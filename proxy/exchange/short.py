@@ -9,6 +9,7 @@ from policies.row import RequestOutcome, Row
 from proxy.access.forwarding import is_value
 from proxy.clients.inbound import Inbound
 from proxy.core import Core
+from proxy.engines.status import is_failure
 from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
 from proxy.errors import AttemptFailedError, RequestError, dialect_of, draining_error
 from proxy.exchange.attempts import Attempts
@@ -21,10 +22,9 @@ from proxy.request.addressed import Addressed
 from proxy.request.parse import Endpoint
 from proxy.request.stream_filter import Unread
 from proxy.request.typed_events import RESPONSE_EVENTS, TypedEvents
+from proxy.request.usage import usage_of_answer
 
 _JSON = b"application/json"
-_NOT_IMPLEMENTED = 501
-"""Of engines that do not have the endpoint, or whose model does not: another engine would answer the same."""
 _OF_STORED = frozenset((STORED, CANCEL))
 
 
@@ -144,12 +144,21 @@ class ShortExchange:
             inbound.start(answer.status, headers, None if streamed else len(first))
             if not streamed:
                 inbound.finish(first)
+                self._note_usage(answer, first)
             elif self._stored and not answer.headers.encoded:
                 inbound.finish(await self._relay(answer, first, instance))
             else:
                 await self._relay_plain(answer, first, instance)
         finally:
             answer.close()
+
+    def _note_usage(self, answer: Answer, content: bytes) -> None:
+        """Record the tokens that the engine reports, as for embeddings. Those of a stored response were counted."""
+        if self._stored or answer.status != 200 or answer.headers.encoded:
+            return
+        usage = usage_of_answer(content)
+        if usage is not None:
+            self._row.prompt_tokens, self._row.completion_tokens = usage.prompt_tokens, usage.completion_tokens
 
     async def _open(self, instance: Instance) -> tuple[Answer, bytes]:
         """Head and first piece of the answer, the whole of it unless it is a stream. Raises AttemptFailedError.
@@ -168,7 +177,7 @@ class ShortExchange:
                     inbound.method, instance.url + inbound.target, self._body, self._headers(instance)
                 )
                 first = await (answer.chunk() if self._is_stream(answer) else answer.read())
-            if (answer.status >= 500 and answer.status != _NOT_IMPLEMENTED) or (
+            if is_failure(answer.status) or (
                 answer.status == 401 and core.forwarding.replaces_authorization(instance.settings)
             ):
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")

@@ -13,6 +13,7 @@ from policies.types import OffloadReason
 from proxy.access.forwarding import Forwarding
 from proxy.engines.control import Control
 from proxy.engines.shortage import own_shortage
+from proxy.engines.status import is_failure
 from proxy.engines.upstream import NoSocketError, Upstream, UpstreamError
 from proxy.fleet.instances import Instance
 from proxy.fleet.model_lists import is_model_missing
@@ -95,7 +96,7 @@ class HandOff:
                 OffloadReason.FELL_BACK_P_ERROR, str(error), by_prefill=not own, received=error.seen
             ) from error
         if status != 200:
-            failed = status >= 500
+            failed = is_failure(status)
             raise OffloadFailedError(
                 OffloadReason.FELL_BACK_P_ERROR,
                 f"P answered {status}",

@@ -75,6 +75,12 @@ class Metrics:
         )
         self._resumes = Tally(self.registry, "warmroute_resumes", "Broken streams, by result of resuming", ["result"])
         self._prompt = Tally(self.registry, "warmroute_prompt_tokens", "Prompt tokens", ["instance"])
+        self._reported = Tally(
+            self.registry,
+            "warmroute_reported_prompt_tokens",
+            "Prompt tokens of requests whose engine reported its cached tokens",
+            ["instance"],
+        )
         self._cached = Tally(
             self.registry, "warmroute_cached_tokens", "Prompt tokens served from the prefix cache", ["instance", "kind"]
         )
@@ -157,6 +163,7 @@ class Metrics:
             self._prompt.values[(instance,)] += row.prompt_tokens
         actual, predicted = row.actual_cached_tokens, row.predicted_cached_tokens
         if actual is not None and predicted is not None:
+            self._reported.values[(instance,)] += row.prompt_tokens or 0
             self._cached.values[instance, "actual"] += actual
             self._cached.values[instance, "predicted"] += predicted
             self._error.values[(instance,)] += abs(actual - predicted)

@@ -50,12 +50,18 @@ def messages_text(fields: MessagesBody) -> Steps[bytes]:
 
 
 def responses_text(fields: ResponsesBody) -> bytes:
-    """Instructions, tools and input of a Responses request. Raises RequestError."""
+    """Instructions, tools and input of a Responses request. Raises RequestError.
+
+    Of a request that continues a stored response only the input: the engine's prompt has instructions and tools once,
+    and the stored text counts them already.
+    """
     given = memoryview(fields.input)
     if not given:
         raise RequestError(400, "'input' is missing: give a string or a list of items", param="input")
     if given[0] not in b'["' or len(given) < 3:
         raise RequestError(400, "'input' must be a non-empty string or list of items", param="input")
+    if fields.previous_response_id:
+        return bytes(given[:-1])
     return b"".join((memoryview(fields.instructions), memoryview(fields.tools), given[:-1]))
 
 

@@ -67,6 +67,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """Blocks of token ids, for a base model, without cache salt: those that KV events can report."""
     media: int = 0
     """Images and other media, each counted as a constant length of text."""
+    lead_blocks: int = 0
+    """Blocks of a chat's tools, before those of its messages."""
     continued: bool = False
     """The engine puts a stored conversation before it, whose length is estimated."""
 
@@ -259,14 +261,17 @@ def _chat_prompt(
         raise RequestError(400, "'messages' is missing: give a list of messages", param="messages")
     if raw[0] != ord("[") or len(raw) < 3:
         raise RequestError(400, "'messages' must be a non-empty list of messages", param="messages")
-    # Without the closing bracket a continued conversation has the earlier one as an exact byte prefix. Tools come
-    # before the messages in every chat template, so they belong to the root of the chain.
+    # Without the closing bracket a continued conversation has the earlier one as an exact byte prefix. Tools are in the
+    # root of the chain, and blocks of their own before those of the messages.
     history: bytes | memoryview = raw[:-1]
     media = 0
     if look_for_media:
         history, media = yield from without_media(bytes(history), rules.seed)
     root = root_hash("chat", *salts, xxh3_128_hexdigest(fields.tools, rules.seed), seed=rules.seed)
-    return Prompt(_text_blocks(history, rules.text_block_bytes, root), 0, len(history), media=media)
+    tools = memoryview(fields.tools)
+    lead = _text_blocks(tools, rules.text_block_bytes, root)
+    blocks = _text_blocks(history, rules.text_block_bytes, lead[-1] if lead else root)
+    return Prompt(lead + blocks if lead else blocks, 0, len(tools) + len(history), media=media, lead_blocks=len(lead))
 
 
 def _conversation_prompt(

@@ -1,11 +1,13 @@
-"""Recognition of a complete event stream by its last events."""
+"""Recognition of a complete event stream, and of an engine's own error, by the last events."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+
+from proxy.clip import clip
 
 _GAP = re.compile(rb"\r?\n\r?\n")
 
@@ -21,6 +23,53 @@ class _Event(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Event).decode
+_MAX_MESSAGE = 200
+_CLIENT_ERRORS = range(400, 500)
+_REFUSALS = frozenset(("invalid_request_error", "not_found_error", "request_too_large", "invalid_prompt"))
+"""Errors of the typed APIs that are the client's."""
+
+
+class ReportedError(NamedTuple):
+    """An error that an engine reported as an event of its stream."""
+
+    message: str
+    """As the engine gave it, cut if it is long."""
+    refusal: bool
+    """True if the engine refuses the request, as with a 4xx; False if it has failed."""
+
+    @classmethod
+    def of(cls, error: Any) -> ReportedError:
+        """The error of an event: an object, or anything else that an engine writes there."""
+        if not isinstance(error, dict):
+            return cls(clip(str(error), _MAX_MESSAGE), False)
+        code = error.get("code")
+        refusal = code in _CLIENT_ERRORS if isinstance(code, int) else not _REFUSALS.isdisjoint(_names(error))
+        return cls(clip(str(error.get("message")), _MAX_MESSAGE), refusal)
+
+
+def _names(error: dict[str, Any]) -> set[str]:
+    return {name for name in (error.get("type"), error.get("code")) if isinstance(name, str)}
+
+
+def reported_error(tail: bytes) -> ReportedError | None:
+    """The error that the last events of a stream report; None if they report none."""
+    if b'"error"' not in tail:  # inside a text its quotes are escaped
+        return None
+    for event in reversed(_GAP.split(tail)):
+        data = _data(event)
+        if b'"error"' not in data:
+            continue
+        try:
+            error = _decode(data).error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+        if error is not None:
+            return ReportedError.of(error)
+    return None
+
+
+def _data(event: bytes) -> bytes:
+    return b"\n".join([line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")])
 
 
 def shows_end(tail: bytes) -> bool:
@@ -31,8 +80,7 @@ def shows_end(tail: bytes) -> bool:
     choices (``n``) the last event's is the one that counts.
     """
     for event in reversed(_GAP.split(tail)):
-        lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
-        data = b"\n".join(lines)
+        data = _data(event)
         if not data:
             continue  # a comment, or the end after the last blank line
         if data == b"[DONE]":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
+from proxy.request.stream_end import ReportedError
 from proxy.request.typed_usage import TypedAnswer, TypedUsage
 from proxy.request.usage import Usage
 
@@ -34,6 +35,9 @@ RESPONSE_EVENTS = EventNames(
 )
 
 
+_FAILURES = frozenset((b"error", b"response.failed"))
+
+
 class _Named(msgspec.Struct):
     """An event; the answer is in ``message`` or ``response``, or its usage stands alone."""
 
@@ -42,7 +46,21 @@ class _Named(msgspec.Struct):
     usage: TypedUsage | None = None
 
 
+class _FailedResponse(msgspec.Struct):
+    error: Any = None
+
+
+class _Failure(msgspec.Struct):
+    """An event that reports an error: in ``error``, in the response's, or in its own fields."""
+
+    error: Any = None
+    response: _FailedResponse | None = None
+    message: Any = None
+    code: Any = None
+
+
 _decode = msgspec.json.Decoder(_Named).decode
+_decode_failure = msgspec.json.Decoder(_Failure).decode
 _GAP = re.compile(rb"\r?\n\r?\n")
 
 
@@ -54,7 +72,7 @@ class TypedEvents:
         on_id: called once with the answer's id.
     """
 
-    __slots__ = ("_held", "_names", "_on_id", "_usage", "ended", "ending", "events")
+    __slots__ = ("_held", "_names", "_on_id", "_usage", "ended", "ending", "events", "reported")
 
     def __init__(self, names: EventNames, on_id: Callable[[str], object] | None = None) -> None:
         self._names = names
@@ -65,6 +83,8 @@ class TypedEvents:
         """Number of events fed so far."""
         self.ending = self.ended = False
         """True once the last event has begun · was fed as a whole."""
+        self.reported: ReportedError | None = None
+        """The error that the engine reported as its last event."""
 
     @property
     def usage(self) -> Usage | None:
@@ -100,6 +120,8 @@ class TypedEvents:
             return
         self.ended = self.ended or last
         start = data.find(b"{", at)
+        if name in _FAILURES:
+            self.reported = _reported(data[start : gap.start()] if 0 <= start < gap.start() else b"")
         if not 0 <= start < gap.start():
             return
         try:
@@ -113,3 +135,12 @@ class TypedEvents:
         usage = event.usage or (answer and answer.usage)
         if usage:
             self._usage = usage if self._usage is None else self._usage.updated(usage)
+
+
+def _reported(data: bytes) -> ReportedError:
+    try:
+        event = _decode_failure(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ReportedError("an unreadable error", False)
+    error = event.error or (event.response and event.response.error)
+    return ReportedError.of(error or {"message": event.message, "code": event.code})

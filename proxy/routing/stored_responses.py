@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
+from xxhash import xxh3_64_digest
 
 from policies.predict.blocks import hash_byte_blocks
 from proxy.clip import clip
@@ -16,6 +17,7 @@ from proxy.errors import RequestError
 from proxy.fleet.instances import Instance, Instances
 from proxy.request.generation_body import ResponsesBody
 from proxy.request.parse import Parsed, Prompt
+from proxy.request.token_chunks import MAX_BLOCKS
 from proxy.settings import ResponseSettings
 
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
@@ -59,7 +61,8 @@ class StoredResponses:
     An id is learned when an engine's answer begins. Times are monotonic.
     """
 
-    def __init__(self, settings: ResponseSettings, instances: Instances) -> None:
+    def __init__(self, settings: ResponseSettings, instances: Instances, text_block_bytes: int) -> None:
+        self._block_bytes = text_block_bytes
         self._capacity, self._ttl_s = settings.capacity, settings.ttl_s
         self._instances = instances
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
@@ -127,8 +130,21 @@ class StoredResponses:
             return parsed
         stored, instance = self._find(fields.previous_response_id, "previous_response_id", now_s)
         before = array("Q", stored.hashes).tolist()
-        prompt = _continued_prompt(parsed.prompt, before, stored.text_bytes)
+        prompt = self._continued_prompt(parsed.prompt, fields, before, stored.text_bytes)
         return msgspec.structs.replace(parsed, prompt=prompt, only=instance.name)
+
+    def _continued_prompt(
+        self, prompt: Prompt, fields: ResponsesBody, before: Sequence[int], before_bytes: int
+    ) -> Prompt:
+        """A prompt of text after a stored one of ``before_bytes`` bytes, whose blocks are ``before``."""
+        text_bytes, hashes = before_bytes + prompt.text_bytes, prompt.hashes
+        if before:
+            # The stored text is not kept, so the block that ends in this text is hashed from the blocks before and the
+            # whole of this text, and so are those after it: inputs shorter than a block add up to blocks as well.
+            added = text_bytes // self._block_bytes - before_bytes // self._block_bytes
+            digest = xxh3_64_digest(memoryview(fields.input)[:-1], before[-1])
+            hashes = [*before, *hash_byte_blocks(digest * min(added, MAX_BLOCKS), len(digest), before[-1])]
+        return msgspec.structs.replace(prompt, hashes=hashes, text_bytes=text_bytes, continued=True)
 
     def _first(self) -> _Stored:
         return next(iter(self._stored.values()))
@@ -160,16 +176,6 @@ class StoredResponses:
                 retry_after_s=1,
             )
         return stored, instance
-
-
-def _continued_prompt(prompt: Prompt, before: Sequence[int], before_bytes: int) -> Prompt:
-    """A prompt of text after a stored one of ``before_bytes`` bytes, whose blocks are ``before``."""
-    own = array("Q", prompt.hashes)
-    # The stored text is not kept, so the chains are joined by hashing the hashes of the second.
-    added = hash_byte_blocks(memoryview(own).cast("B"), own.itemsize, before[-1]) if before else []
-    return msgspec.structs.replace(
-        prompt, hashes=[*before, *added], text_bytes=before_bytes + prompt.text_bytes, continued=True
-    )
 
 
 def _is_same(instance: Instance, stored: _Stored) -> bool:

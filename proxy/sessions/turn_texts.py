@@ -1,6 +1,6 @@
 """Conversations as their clients wrote them, for comparison with the session's turn before.
 
-A chat's blocks are hashed over just that text, so its hashes serve here too. Those of messages and responses are hashed
+A chat's messages have blocks of their own, so their hashes serve here too. Those of messages and responses are hashed
 over the prompt that the engine is expected to make of them, without Claude Code's line and with the tools among the
 text, so their conversations are hashed again, after the answer: 1.5 us per KB of messages, 0.3 us per KB of responses.
 """
@@ -32,11 +32,14 @@ def turn_text(parsed: Parsed, block_bytes: int) -> TurnText | None:
 def chat_turn(parsed: Parsed, block_bytes: int) -> TurnText | None:
     """The conversation of a chat request; None for other requests, and where blocks are not those of its bytes."""
     prompt, fields = parsed.prompt, parsed.fields
-    if parsed.endpoint is not Endpoint.CHAT or prompt.media or prompt.tokens or not prompt.hashes:
+    if parsed.endpoint is not Endpoint.CHAT or prompt.media or prompt.tokens:
+        return None
+    hashes = prompt.hashes[prompt.lead_blocks :] if prompt.lead_blocks else prompt.hashes
+    if not hashes:
         return None
     text = memoryview(fields.messages)[:-1]  # as it was hashed
     scope = (fields.model, fields.cache_salt or "")
-    return TurnText(scope, text, prompt.hashes, block_bytes, memoryview(fields.tools))
+    return TurnText(scope, text, hashes, block_bytes, memoryview(fields.tools))
 
 
 def _messages_turn(fields: MessagesBody, block_bytes: int) -> TurnText | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -15,7 +16,6 @@ from tests.chaos.rig.wire import (
     EVENTS,
     LAST_CHUNK,
     chunk,
-    event,
     good_body,
     head,
     null_usage,
@@ -75,8 +75,6 @@ FRAMINGS: dict[str, tuple[list[bytes], list[bytes]]] = {
         [sse({"choices": [{"text": "data: [DONE]"}]}), *WORDS, usage_event(), DONE],
         [usage_event()],
     ),
-    "an error event and no [DONE]": ([*WORDS[:2], ERROR], []),
-    "an error event, then [DONE]": ([*WORDS[:2], ERROR, DONE], []),
     "UTF-8 cut inside a character": (bytewise(ACCENTS, usage_event(), DONE), [usage_event()]),
     "invalid UTF-8": ([b"data: \xff\xfe\x80\n\n", usage_event(), DONE], [usage_event()]),
     "NUL bytes": ([NULS, usage_event(), DONE], [usage_event()]),
@@ -142,6 +140,73 @@ async def test_half_an_event_never_reaches_a_client_as_a_whole_one(start_chaos: 
     assert last["error"]["code"] == "stream_broken"
 
 
+REFUSAL = sse({"error": {"message": "too long", "type": "BadRequestError", "code": 400}})
+REPORTED: dict[str, tuple[list[bytes], str, str]] = {
+    # name -> (pieces the engine sends, outcome, error in the row)
+    "no [DONE]": ([*WORDS[:2], ERROR], "stream_broken", "reported an error: out of memory"),
+    "[DONE]": ([*WORDS[:2], ERROR, DONE], "stream_broken", "reported an error: out of memory"),
+    "one chunk": ([WORDS[0], b"".join([WORDS[1], ERROR, DONE])], "stream_broken", "reported an error: out of memory"),
+    "CRLF": (crlf(*WORDS[:2], ERROR, DONE), "stream_broken", "reported an error: out of memory"),
+    "a text": ([*WORDS[:2], sse({"error": "boom"}), DONE], "stream_broken", "reported an error: boom"),
+    "a client's mistake": ([*WORDS[:2], REFUSAL, DONE], "engine_refused", "reported an error: too long"),
+    "inside a text": ([*WORDS[:2], sse({"choices": [{"text": '"error":{}'}]}), DONE], "ok", ""),
+    "a client's mistake at once": ([REFUSAL, DONE], "engine_refused", "reported an error: too long"),
+    "null": ([sse({"choices": [{"text": "w"}], "error": None}), DONE], "ok", ""),
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+async def test_an_error_that_the_engine_reports_in_its_stream_is_recorded(start_chaos: StartChaos, name: str) -> None:
+    pieces, outcome, error = REPORTED[name]
+    proxy = await start_chaos(ChaosEngine(raw_stream(pieces)))
+    answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True})
+    assert answer.content == b"".join(pieces)
+    [row] = await proxy.rows()
+    assert (row["outcome"], row["error"] or "") == (outcome, error)
+    assert len(row["attempts"]) == (outcome == "stream_broken")
+    assert proxy.instance().failures_in_a_row == 0
+    await proxy.nothing_left()
+
+
+@pytest.mark.parametrize(
+    "pieces", [[ERROR, DONE], [b"".join([*WORDS[:2], ERROR, DONE])]], ids=["first", "in one piece"]
+)
+async def test_an_error_before_anything_was_sent_is_retried(start_chaos: StartChaos, pieces: list[bytes]) -> None:
+    """vLLM's way to fail the streams that it prefills when its core dies."""
+    proxy = await start_chaos(ChaosEngine(raw_stream(pieces)), ChaosEngine())
+    contents = [(await proxy.client.post("/v1/completions", json={**BODY, "stream": True})).content for _ in range(2)]
+    assert contents == [b"".join(EVENTS)] * 2
+    rows = await proxy.rows()
+    assert [row["outcome"] for row in rows] == ["ok", "ok"]
+    errors = {attempt["error"] for row in rows for attempt in row["attempts"]}
+    assert errors == {"reported an error: out of memory"}
+    await proxy.nothing_left()
+
+
+async def test_a_client_that_leaves_at_the_engines_error_has_not_left_early(start_chaos: StartChaos) -> None:
+    """OpenAI's libraries raise an exception at the event and close the connection."""
+    received = asyncio.Event()
+
+    async def fault(talk: Talk) -> None:
+        await talk.send(head("200 OK", "content-type: text/event-stream", "transfer-encoding: chunked"))
+        await talk.send(chunk(WORDS[0]))
+        await received.wait()
+        await talk.send(chunk(ERROR))
+        await talk.hang()
+
+    proxy = await start_chaos(ChaosEngine(fault))
+    async with proxy.client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
+        content = b""
+        async for piece in answer.aiter_bytes():
+            content += piece
+            received.set()
+            if ERROR in content:
+                break
+    [row] = await proxy.rows()
+    assert (row["outcome"], row["error"]) == ("stream_broken", "reported an error: out of memory")
+    await proxy.nothing_left()
+
+
 CUT: dict[str, list[bytes]] = {
     "after an event": WORDS[:2],
     "inside an event": [*WORDS[:2], b'data: {"choi'],
@@ -192,15 +257,6 @@ async def test_an_engine_that_ignores_stream_is_passed_on(start_chaos: StartChao
     answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True})
     assert answer.content == good_body()
     assert (await proxy.rows())[0]["outcome"] == "ok"
-
-
-async def test_an_error_event_inside_a_good_stream_is_relayed(start_chaos: StartChaos) -> None:
-    """vLLM reports a failure during a stream this way, with status 200."""
-    proxy = await start_chaos(ChaosEngine(raw_stream([event(0), ERROR, DONE])))
-    answer = await proxy.client.post("/v1/completions", json={**BODY, "stream": True})
-    assert answer.content == event(0) + ERROR + DONE
-    [row] = await proxy.rows()
-    assert row["attempts"] == []
 
 
 async def test_nothing_a_client_waits_for_comes_after_done(start_chaos: StartChaos) -> None:

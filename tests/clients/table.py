@@ -121,6 +121,7 @@ FEATURES = (
     ClientFeature("claude_code", "a turn with a tool of its own, streamed", SCRIPTED, "test_turn_with_a_tool"),
     ClientFeature("claude_code", "a resumed session, recognised, on one engine", SCRIPTED, "test_resumed_session"),
     ClientFeature("claude_code", "a sub-agent, tied to its parent session", SCRIPTED, "test_sub_agent"),
+    ClientFeature("claude_code", "its variables for models and bounds", SCRIPTED, "test_bounds_and_other_models"),
     ClientFeature("claude_code", "its requests accepted, its session recognised", REAL, "test_claude_code", AGENTS),
     ClientFeature("codex", "a resumed session, recognised, its cache read reported", SIMULATED, "test_resumed_session"),
     ClientFeature("codex", "a turn with a tool of its own, streamed", SCRIPTED, "test_turn_with_a_tool"),

@@ -48,7 +48,7 @@ def _quantiles(metric: str, by: str = "") -> dict[str, str]:
 
 def _hit_rate(kind: str) -> str:
     cached = f'sum(rate(warmroute_cached_tokens_total{{{_FLEET}, kind="{kind}"}}{_RATE}))'
-    return f"{cached} / sum(rate(warmroute_prompt_tokens_total{{{_FLEET}}}{_RATE}))"
+    return f"{cached} / sum(rate(warmroute_reported_prompt_tokens_total{{{_FLEET}}}{_RATE}))"
 
 
 _FAILED = "|".join(each.value for each in RequestOutcome if each in FAILED_OUTCOMES)
@@ -165,7 +165,7 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             {
                 "{{instance}}": _rate("warmroute_cache_prediction_error_tokens_total", "instance", _EACH)
                 + " / "
-                + _rate("warmroute_prompt_tokens_total", "instance", _EACH)
+                + _rate("warmroute_reported_prompt_tokens_total", "instance", _EACH)
             },
             "percentunit",
             description="Share of the prompt tokens.",

@@ -53,7 +53,7 @@ def of(metric: str, **labels: str) -> str:
 def hits(then: str, prompt: str) -> dict[str, str]:
     return {
         of("warmroute_cached_tokens_total", instance="e0", kind="actual"): then,
-        of("warmroute_prompt_tokens_total", instance="e0"): prompt,
+        of("warmroute_reported_prompt_tokens_total", instance="e0"): prompt,
     }
 
 

@@ -28,6 +28,7 @@ class PassingEngine(StubEngine):
 
     arrived: list[Arrived] = field(default_factory=list)
     answer_headers: dict[str, str] = field(default_factory=dict)
+    answer_fields: dict[str, object] = field(default_factory=dict)
     version: str = "0.18.1"
 
     def _more_routes(self, app: web.Application) -> None:
@@ -56,7 +57,7 @@ class PassingEngine(StubEngine):
             return await self._write(request, "audio/mpeg", AUDIO)
         if self.mode.endswith("events"):
             return await self._write(request, "text/event-stream; charset=utf-8", EVENTS)
-        return web.json_response({"answered": request.path}, headers=self.answer_headers)
+        return web.json_response({"answered": request.path, **self.answer_fields}, headers=self.answer_headers)
 
     async def _write(self, request: web.Request, kind: str, pieces: list[bytes]) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"content-type": kind})

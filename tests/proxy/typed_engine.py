@@ -73,6 +73,11 @@ def response_events(response_id: str) -> list[bytes]:
     ]
 
 
+def error_event(kind: str) -> bytes:
+    """The event with which vLLM ends a message that fails."""
+    return event("error", error={"type": kind, "message": "as reported"})
+
+
 @dataclass
 class TypedEngine(StubEngine):
     """Ids of responses begin with ``resp_`` and the engine's port."""
@@ -116,6 +121,11 @@ class TypedEngine(StubEngine):
     async def _write(self, request: web.Request, events: list[bytes]) -> web.StreamResponse:
         answer = web.StreamResponse(headers=HEADERS)
         await answer.prepare(request)
+        if self.mode == "no_cache_counts":
+            usage = {"input_tokens": 90, "output_tokens": 4}
+            events = [event("message_delta", usage=usage) if b"cache_read" in each else each for each in events]
+        if self.mode == "report_error":
+            events = [*events[:2], error_event("internal_error")]
         if self.mode == "truncate_stream":
             events = [each for each in events[:-1] if b"message_stop" not in each]
         stream = b"".join(events)

@@ -154,7 +154,7 @@ CELLS: list[Cell] = [
     *_both("404", faults.answers("404 Not Found"), passed(404)),
     *_both("429", faults.answers("429 Too Many Requests", "retry-after: 7"), passed(429)),
     *_both("500", faults.answers("500 Internal Server Error"), RETRIED),
-    *_both("501", faults.answers("501 Not Implemented"), RETRIED),
+    *_both("501", faults.answers("501 Not Implemented"), passed(501)),
     *_both("503", faults.answers("503 Service Unavailable"), RETRIED),
     *_both("503 with an HTML body", faults.answers("503 X", body=b"<html>\xff\x00</html>"), RETRIED),
     *_both("204", faults.bodiless("204 No Content"), passed(204, "ok")),

@@ -105,3 +105,28 @@ async def test_sub_agent(claude: ClaudeCode, start_proxy: StartProxy) -> None:
     assert rows[1]["session_id"].startswith(f"{session}/")
     assert {rows[0]["session_id"], rows[2]["session_id"]} == {session}
     check_traffic("claude_code", rows)
+
+
+async def test_bounds_and_other_models(claude: ClaudeCode, start_proxy: StartProxy) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def script(body: dict[str, Any]) -> str:
+        bodies.append(body)
+        return "done"
+
+    proxy = await start_proxy(engines=[AgentEngine(script=script)])
+    haiku = ("-p", "Say done.", "--model", "haiku")
+    unknown = await claude.start(proxy.url, "stub", *haiku)
+    assert json.loads(unknown.out)["is_error"] is True
+    known = await claude.start(
+        proxy.url,
+        "stub",
+        *haiku,
+        ANTHROPIC_DEFAULT_HAIKU_MODEL="stub",
+        CLAUDE_CODE_MAX_CONTEXT_TOKENS="32768",
+        CLAUDE_CODE_MAX_OUTPUT_TOKENS="4096",
+    )
+    result = json.loads(known.checked)
+    assert result["is_error"] is False
+    assert result["modelUsage"]["stub"]["contextWindow"] == 32768
+    assert [(body["model"], body["max_tokens"]) for body in bodies] == [("stub", 4096)]

@@ -81,6 +81,14 @@ async def test_without_a_good_key_nothing_reaches_an_engine(start_proxy: StartPr
     assert ledger_is_zero(await proxy.settled())
 
 
+async def test_a_refusal_names_every_header_that_may_have_the_key(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(1, keys=KEYS)
+    client = (await proxy.client.post("/v1/messages", json={})).json()["error"]["message"]
+    admin = (await proxy.client.get("/stats")).json()["error"]["message"]
+    assert client == "no API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+    assert admin == "no API key: send it as 'Authorization: Bearer KEY'"
+
+
 async def test_a_request_without_a_key_is_refused_before_its_body_is_read(start_proxy: StartProxy) -> None:
     proxy = await started(start_proxy)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rsplit(":", 1)[1]))

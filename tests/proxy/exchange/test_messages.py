@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.proxy.conftest import Running, StartProxy, ledger_is_zero
-from tests.proxy.typed_engine import MESSAGE, WHOLE_MESSAGE, TypedEngine
+from tests.proxy.typed_engine import MESSAGE, WHOLE_MESSAGE, TypedEngine, error_event
 
 STREAM = b"".join(MESSAGE)
 
@@ -94,6 +94,30 @@ async def test_a_broken_stream_ends_with_anthropics_error_event(start_proxy: Sta
     assert "broke off" in error["error"]["message"]
     [row] = await proxy.rows()
     assert row["outcome"] == "stream_broken"
+
+
+async def test_hit_rates_leave_out_engines_that_report_no_cached_tokens(start_proxy: StartProxy) -> None:
+    """vLLM 0.18 reports none for messages: their prompts must not count as missed."""
+    proxy = await start(start_proxy)
+    typed(proxy)[0].mode = "no_cache_counts"
+    await proxy.client.post("/v1/messages", json=message(stream=True))
+    typed(proxy)[0].mode = "ok"
+    await proxy.client.post("/v1/messages", json=message(stream=True))
+    lines = set((await proxy.client.get("/metrics")).text.splitlines())
+    assert {
+        'warmroute_prompt_tokens_total{instance="inst-0"} 180.0',
+        'warmroute_reported_prompt_tokens_total{instance="inst-0"} 90.0',
+        'warmroute_cached_tokens_total{instance="inst-0",kind="actual"} 64.0',
+    } <= lines
+
+
+async def test_an_error_event_of_the_engine_is_relayed_and_recorded(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy)
+    typed(proxy)[0].mode = "report_error"
+    answer = await proxy.client.post("/v1/messages", json=message(stream=True))
+    assert answer.content == b"".join((*MESSAGE[:2], error_event("internal_error")))
+    [row] = await proxy.rows()
+    assert (row["outcome"], row["error"]) == ("stream_broken", "reported an error: as reported")
 
 
 async def test_a_stream_without_its_last_event_is_reported_as_truncated(start_proxy: StartProxy) -> None:

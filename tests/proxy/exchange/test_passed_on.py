@@ -194,7 +194,7 @@ async def test_streams_are_relayed_as_they_come(start_proxy: StartProxy, mode: s
 
 async def test_client_keys_and_their_limits_apply(start_proxy: StartProxy) -> None:
     proxy, [engine] = await start(start_proxy, keys=KEYS)
-    for path in ("/v1/embeddings", "/tokenize", "/v2/rerank"):
+    for path in ("/v1/embeddings", "/v2/embed", "/tokenize", "/v2/rerank"):
         assert (await proxy.client.post(path, content=BODY)).status_code == 401
         assert (await proxy.client.post(path, content=BODY, headers=bearer("wrong"))).status_code == 401
         assert (await proxy.client.post(path, content=BODY, headers=bearer(KEY))).status_code == 200
@@ -203,6 +203,21 @@ async def test_client_keys_and_their_limits_apply(start_proxy: StartProxy) -> No
         assert (await proxy.client.get(path, headers=bearer(KEY))).status_code == 200
     assert (await proxy.client.get("/ping")).status_code == 200
     assert all("authorization" not in arrived.headers for arrived in engine.arrived)
+
+
+async def test_tokens_that_the_engine_reports_are_recorded_and_count_for_the_keys_limit(
+    start_proxy: StartProxy,
+) -> None:
+    limited = {"client": [{**key, "max_tokens_per_min": 100} for key in KEYS["client"]]}
+    proxy, [engine] = await start(start_proxy, keys=limited)
+    engine.answer_fields = {"usage": {"prompt_tokens": 5_000, "total_tokens": 5_000}}
+    headers = bearer(KEY)
+    assert (await proxy.client.post("/v1/embeddings", content=BODY, headers=headers)).status_code == 200
+    refused = await proxy.client.post("/v1/embeddings", content=BODY, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert "max_tokens_per_min" in refused.json()["error"]["message"]
+    [row] = await proxy.rows(outcome="ok")
+    assert (row["prompt_tokens"], row["completion_tokens"]) == (5_000, None)
 
 
 async def test_bodies_are_bounded(start_proxy: StartProxy) -> None:

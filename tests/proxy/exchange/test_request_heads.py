@@ -97,3 +97,24 @@ async def test_a_path_with_two_slashes_at_its_beginning_is_not_found(start_proxy
         answer = await proxy.client.get(f"{proxy.client.base_url}{path}", headers={"host": host})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
         assert "two slashes" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/chat/completions", "the path here is /v1/chat/completions: the client's base URL lacks /v1"),
+        ("/messages", "the path here is /v1/messages: the client's base URL lacks /v1"),
+        ("/responses", "the path here is /v1/responses: the client's base URL lacks /v1"),
+        ("/models", "the path here is /v1/models: the client's base URL lacks /v1"),
+        ("/v1/v1/messages", "the path here is /v1/messages: the client adds /v1 itself"),
+        ("/v1/v1/messages/count_tokens", "the path here is /v1/messages/count_tokens: the client adds /v1 itself"),
+    ],
+)
+async def test_a_base_url_with_or_without_v1_is_named_as_the_mistake(
+    start_proxy: StartProxy, path: str, says: str
+) -> None:
+    proxy = await start_proxy()
+    for method in ("GET", "POST"):
+        answer = await proxy.client.request(method, path, json={"model": "stub"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
+        assert says in answer.json()["error"]["message"]

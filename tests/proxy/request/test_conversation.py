@@ -173,3 +173,21 @@ def test_a_block_that_ends_early_stays() -> None:
     whole = compact([text_block('a "quoted" text' * 20)])
     for end in range(len(whole)):
         assert plain_text_blocks(whole[:end]) == whole[:end]
+
+
+def test_a_chats_tools_are_counted_before_its_messages() -> None:
+    tools = [{"type": "function", "function": {"name": "read", "description": "d" * 6400}}]
+    turns = [[{"role": "user", "content": "u" * 640 * count}] for count in (1, 2)]
+    plain, first, other = (
+        parse_request(Endpoint.CHAT, compact({"model": "m", **body}), 16, 64).prompt
+        for body in (
+            {"messages": turns[0]},
+            {"messages": turns[0], "tools": tools},
+            {"messages": turns[1], "tools": tools},
+        )
+    )
+    assert first.text_bytes == plain.text_bytes + len(compact(tools))
+    assert first.lead_blocks == len(compact(tools)) // 64
+    assert len(first.hashes) == first.lead_blocks + len(plain.hashes)
+    assert common(first.hashes, other.hashes) >= first.lead_blocks + len(plain.hashes) - 1
+    assert common(plain.hashes, first.hashes) == 0

@@ -63,8 +63,9 @@ def test_text_keeps_its_length_whatever_it_mentions() -> None:
     mention = json.dumps(image("Q" * 20_000))
     for content in ("word " * 10_000, "x" * 50_000, "\u4e16" * 20_000, mention):
         message = {"role": "user", "content": content}
-        found = prompt_of(message, tools=[{"type": "function", "function": {"parameters": {"image_url": {}}}}])
-        assert (found.media, found.text_bytes) == (0, len(json.dumps([message])) - 1)
+        tools = [{"type": "function", "function": {"parameters": {"image_url": {}}}}]
+        found = prompt_of(message, tools=tools)
+        assert (found.media, found.text_bytes) == (0, len(json.dumps(tools)) + len(json.dumps([message])) - 1)
 
 
 def test_only_runs_without_a_space_are_looked_at_closely() -> None:

@@ -50,6 +50,43 @@ def test_every_last_event_ends_a_response(name: str) -> None:
     assert events.ended
 
 
+REPORTED: dict[str, tuple[bytes, bool, str]] = {
+    # name -> (event, if it is the client's mistake, message)
+    "vLLM's of a message": (event("error", error={"type": "internal_error", "message": "boom"}), False, "boom"),
+    "Anthropic's": (event("error", error={"type": "overloaded_error", "message": "full"}), False, "full"),
+    "a refused message": (event("error", error={"type": "invalid_request_error", "message": "no"}), True, "no"),
+    "a failed response": (
+        event("response.failed", response={"id": "r", "error": {"code": "server_error", "message": "boom"}}),
+        False,
+        "boom",
+    ),
+    "a refused response": (
+        event("response.failed", response={"id": "r", "error": {"code": "invalid_prompt", "message": "no"}}),
+        True,
+        "no",
+    ),
+    "its own fields": (event("error", code="server_error", message="boom", param=None), False, "boom"),
+    "a code of 4xx": (event("error", error={"code": 400, "message": "no"}), True, "no"),
+    "no object": (event("error", error="boom"), False, "boom"),
+    "no JSON": (b"event: error\ndata: boom\n\n", False, "an unreadable error"),
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_an_error_of_the_engine_is_read(name: str) -> None:
+    sent, refusal, says = REPORTED[name]
+    events = TypedEvents(RESPONSE_EVENTS)
+    assert events.feed(sent) == sent
+    assert events.ended
+    assert events.reported == (says, refusal)
+
+
+def test_a_complete_answer_reports_no_error() -> None:
+    events = TypedEvents(RESPONSE_EVENTS)
+    events.feed(b"".join(response_events("resp_1")))
+    assert events.reported is None
+
+
 def test_an_event_beyond_the_bound_passes_in_pieces_and_still_ends_the_stream() -> None:
     large = event("response.completed", response={"id": "resp_1", "instructions": "x" * 3_000_000})
     events = TypedEvents(RESPONSE_EVENTS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from proxy.errors import RequestError
@@ -10,7 +12,7 @@ from proxy.request.parse import Endpoint, Prompt, parse_request
 from proxy.routing.stored_responses import StoredResponses
 from proxy.settings import HealthSettings, InstanceSettings, ResponseSettings
 
-PROMPT = Prompt([1, 2, 3], 0, 3000)
+PROMPT = Prompt([1, 2, 3], 0, 3 * 1024)
 
 
 def fleet(*names: str) -> Instances:
@@ -23,7 +25,7 @@ def fleet(*names: str) -> Instances:
 
 
 def stored(instances: Instances, capacity: int = 100, ttl_s: float = 60.0) -> StoredResponses:
-    return StoredResponses(ResponseSettings(capacity=capacity, ttl_s=ttl_s), instances)
+    return StoredResponses(ResponseSettings(capacity=capacity, ttl_s=ttl_s), instances, 1024)
 
 
 def code_of(responses: StoredResponses, response_id: str, now_s: float = 0.0) -> str | None:
@@ -88,7 +90,38 @@ def test_a_follow_up_has_the_stored_blocks_before_its_own() -> None:
     assert continued.only == "b"
     assert continued.prompt.hashes[:3] == PROMPT.hashes
     assert len(continued.prompt.hashes) == 5
-    assert continued.prompt.text_bytes == 3000 + parsed.prompt.text_bytes
+    assert continued.prompt.text_bytes == 3 * 1024 + parsed.prompt.text_bytes
     assert continued.prompt.continued
     plain = parse_request(Endpoint.RESPONSES, b'{"model":"m","input":"x"}', 16, 1024)
     assert responses.continued(plain, 0.0) is plain
+
+
+def test_a_conversation_counts_instructions_and_tools_once() -> None:
+    instances = fleet("a")
+    responses = stored(instances)
+    lead: dict[str, object] = {"model": "m", "instructions": "i" * 20_000, "tools": [{"name": "t" * 10_000}]}
+    first = parse_request(Endpoint.RESPONSES, json.dumps({**lead, "input": "x" * 300}).encode(), 16, 1024)
+    responses.learn("resp_0", instances["a"], first.prompt, 0.0)
+    before = first.prompt
+    for number in range(20):
+        body = {**lead, "input": "y" * 300, "previous_response_id": f"resp_{number}"}
+        parsed = parse_request(Endpoint.RESPONSES, json.dumps(body).encode(), 16, 1024)
+        prompt = responses.continued(parsed, 0.0).prompt
+        assert prompt.text_bytes == before.text_bytes + 301
+        # Inputs are shorter than a block, and the blocks keep up with the text.
+        assert len(prompt.hashes) == prompt.text_bytes // 1024
+        assert prompt.hashes[: len(before.hashes)] == before.hashes
+        responses.learn(f"resp_{number + 1}", instances["a"], prompt, 0.0)
+        before = prompt
+
+
+def test_two_follow_ups_of_one_response_share_its_blocks_only() -> None:
+    instances = fleet("a")
+    responses = stored(instances)
+    responses.learn("resp_1", instances["a"], PROMPT, 0.0)
+    chains = []
+    for letter in "xy":
+        body = json.dumps({"model": "m", "input": letter * 3000, "previous_response_id": "resp_1"}).encode()
+        chains.append(responses.continued(parse_request(Endpoint.RESPONSES, body, 16, 1024), 0.0).prompt.hashes)
+    assert chains[0][:3] == chains[1][:3] == PROMPT.hashes
+    assert not set(chains[0][3:]) & set(chains[1][3:])

@@ -19,8 +19,8 @@ from tests.proxy.sessions.turns import BLOCK_BYTES, Messages, conversation, word
 SYSTEM = words(400, 5)
 
 
-def text_of(messages: Messages, indent: int | None = None) -> TurnText:
-    body = json.dumps({"model": "m", "messages": messages}, indent=indent).encode()
+def text_of(messages: Messages, indent: int | None = None, **fields: Any) -> TurnText:
+    body = json.dumps({"model": "m", "messages": messages, **fields}, indent=indent).encode()
     turn = turn_text(parse_request(Endpoint.CHAT, body, 16, BLOCK_BYTES, seed=3), BLOCK_BYTES)
     assert turn is not None
     return turn
@@ -42,6 +42,14 @@ def test_a_turn_that_begins_with_the_whole_prompt_before_has_its_id(indent: int 
     assert len(ids) == 1
     assert other not in ids
     assert len(chains) == 2
+
+
+def test_a_conversation_with_tools_is_recognised() -> None:
+    chains = PrefixChains(100)
+    tools = [{"type": "function", "function": {"name": "f", "description": words(300, 1)}}]
+    messages = conversation(4)
+    assert len({chains.session_of(text_of(messages[:count], tools=tools)) for count in (2, 4, 6)}) == 1
+    assert chains.session_of(text_of(messages[:2])) != chains.session_of(text_of(messages[:2], tools=tools))
 
 
 def test_turns_with_tool_calls_and_many_results_are_recognised() -> None:

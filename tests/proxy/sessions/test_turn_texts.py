@@ -39,7 +39,7 @@ class Responses:
         instances = Instances((InstanceSettings(name="a", url="http://a:1"),), HealthSettings())
         self._engine = instances["a"]
         self._engine.healthy = True
-        self._stored = StoredResponses(ResponseSettings(), instances)
+        self._stored = StoredResponses(ResponseSettings(), instances, 1024)
 
     def request(self, number: int, before: int | None, **body: Any) -> Parsed:
         """Request ``number``, which continues number ``before``."""

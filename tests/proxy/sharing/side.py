@@ -39,7 +39,7 @@ class Side:
         key = ClientKey(name="team", sha256=digest_of("secret"), **limits)
         self.keys = Keys(KeySettings(client=(key,)))
         self.drains = DrainMarks(name)
-        self.responses = StoredResponses(ResponseSettings(), self.instances)
+        self.responses = StoredResponses(ResponseSettings(), self.instances, 1024)
         self.responses.share()
         self.gate = AdmissionGate(SessionCap(sessions=1, keep_s=30.0), self.state.accounts)
         self.own = OwnState(
