@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from replayer.traces.formats.source import is_tar, iter_json_members, iter_lines, open_bytes
+from replayer.traces.formats.source import is_empty, is_tar, iter_json_members, iter_lines
 from replayer.traces.trace import TraceError
 
 
@@ -34,9 +34,8 @@ def detect_format(path: Path) -> Format:
         if next(iter_json_members(path), None) is None:
             raise TraceError(f"{path}: has no .json file; a folder or archive must have kv-cache-tester traces")
         return Format.WEKA
-    with open_bytes(path) as stream:
-        if not stream.read(1):
-            raise TraceError(f"{path}: the file is empty")
+    if is_empty(path):
+        raise TraceError(f"{path}: the file is empty")
     first = next(islice(iter_lines(path), 1), None)
     if first is None:
         raise TraceError(f"{path}: the file has only blank lines")
