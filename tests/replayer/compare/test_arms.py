@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,8 +157,8 @@ def test_other_fleets_of_loose_runs_are_named() -> None:
         ({"offered": {"requests": 9, "ideal_apc": 0.3}}, r"offered load differs \(ideal_apc 0.25 against 0.3"),
     ],
 )
-def test_runs_of_one_trace_with_another_plan_are_refused(other: dict[str, object], message: str) -> None:
-    plan: dict[str, object] = {"options": {"idle_gap_cap_s": 60.0}, "offered": {"requests": 9, "ideal_apc": 0.25}}
+def test_runs_of_one_trace_with_another_plan_are_refused(other: dict[str, Any], message: str) -> None:
+    plan: dict[str, Any] = {"options": {"idle_gap_cap_s": 60.0}, "offered": {"requests": 9, "ideal_apc": 0.25}}
     arms = [single(make_run("a", **plan)), single(make_run("b", noise_seed=2, **(plan | other)))]
     with pytest.raises(ComparisonError, match=message):
         compare_arms(arms)
