@@ -24,7 +24,7 @@ from replayer.traces.trace import Trace, TraceError
 from sim.offline.options import SimulationError
 from sim.offline.running import loaded, run_setup
 from sim.offline.setup import Setup, changed, parsed_value
-from sim.offline.workers import worker_processes
+from sim.worker_processes import worker_processes
 
 SCHEMA = 1
 """Version of sweep.json."""

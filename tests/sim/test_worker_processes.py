@@ -11,7 +11,7 @@ import pytest
 LIMIT_S = 120.0
 BUSY = """
 import os, time
-from sim.offline.workers import worker_processes
+from sim.worker_processes import worker_processes
 with worker_processes(2) as pool:
     pool.submit(os.getpid).result()
     computing = [pool.submit(time.sleep, 3600) for _ in range(2)]
