@@ -34,7 +34,7 @@ class PromptMode(StrEnum):
 TracePath = Annotated[
     Path,
     typer.Argument(
-        help="Trace: Bailian-style, Mooncake, agent text or kv-cache-tester; plain or compressed. Detected.",
+        help="Trace: Bailian-style, Mooncake, kv-cache-tester, agent text, Azure or BurstGPT. Detected.",
         show_default=False,
     ),
 ]

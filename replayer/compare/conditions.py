@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from math import isclose
 from pathlib import Path
+
+import msgspec
 
 from replayer.compare.arms import ArmRun, ArmRuns
 from replayer.compare.freshness import FRESH_FILE, engines_of, stale_reasons
@@ -12,7 +15,25 @@ from replayer.records.runs import Run
 from replayer.traces.trace import Trace
 
 _MUST_AGREE = ("trace_sha256", "time_scale", "think_scale", "clock_scale", "max_inflight_sessions", "request_limit")
+_MUST_AGREE_OPTIONS = ("idle_gap_cap_s", "block_tokens", "prompt_mode")
+_PLANNED = ("requests", "sessions", "span_s", "prompt_tokens_per_s", "output_tokens_per_s", "ideal_apc")
+"""Figures of the offered load that differ wherever the plan does, as when the trace was loaded with other options."""
 _WORTH_TELLING = ("model", "warmroute_version")
+_WORTH_TELLING_OPTIONS = (
+    "instances",
+    "prefill_instances",
+    "kv_capacity_tokens",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "transport",
+    "slowdown",
+    "arrival_jitter_s",
+    "speed_sigma",
+    "max_hold_s",
+    "timeout_s",
+)
+"""Of the fleet and the client: runs that differ in them compare more than policies."""
 
 
 class ComparisonError(ValueError):
@@ -46,13 +67,22 @@ def refuse_or_note(arms: Sequence[ArmRuns], trace: Trace | None, *, force: bool)
             f"{_listed(named)} are not runs of the same experiment: {'; '.join(unlike)}. "
             "Replay all under the same conditions, or pass --force to compare anyway."
         )
+    repeated = list(chain.from_iterable(_repeated(arm) for arm in arms))
+    if repeated and not force:
+        raise ComparisonError(
+            f"{'; '.join(repeated)}. They would count as runs without any noise between them: give --arm one of "
+            "them, simulate with --arrival-jitter-s or --speed-sigma and another --seed for each repeat, or pass "
+            "--force to compare anyway."
+        )
     warm = [*chain.from_iterable(_warm(name, one, trace) for name, one in named), *_reused(named)]
     if warm and not force:
         raise ComparisonError(
             f"{'; '.join(warm)}. A warm arm's figures are not a policy's: restart its engines and replay it, "
             "or pass --force to compare anyway."
         )
-    return [*unlike, *warm, *_worth_telling(named)]
+    # Arms of an experiment have the fleets that its file gives them.
+    declared = all(arm.configuration for arm in arms)
+    return [*unlike, *repeated, *warm, *_worth_telling(named, () if declared else _WORTH_TELLING_OPTIONS)]
 
 
 def recorded_warnings(arms: Sequence[ArmRuns]) -> tuple[list[str], list[str]]:
@@ -96,9 +126,44 @@ def _unlike(leader: Run, run: Run, leader_name: str, name: str) -> list[str]:
         before, after = getattr(leader.header, field), getattr(run.header, field)
         if before != after:
             reasons.append(f"{field} differs ({before} against {after}, in {leader_name} and {name})")
+    for option in _MUST_AGREE_OPTIONS:
+        before, after = leader.header.options.get(option), run.header.options.get(option)
+        # Earlier versions did not record all of them.
+        if before is not None and after is not None and before != after:
+            reasons.append(f"{option} differs ({before} against {after}, in {leader_name} and {name})")
+    if not reasons:
+        reasons += _other_plan(leader, run, leader_name, name)
     if run.incomplete:
         reasons.append(f"the run {name} is not complete ({run.incomplete})")
     return reasons
+
+
+def _other_plan(leader: Run, run: Run, leader_name: str, name: str) -> list[str]:
+    """Offered loads that differ although trace and scales agree; runs of a stream have none."""
+    before, after = leader.header.offered, run.header.offered
+    for figure in _PLANNED:
+        one, other = before.get(figure), after.get(figure)
+        if one is not None and other is not None and not isclose(one, other, rel_tol=1e-9):
+            return [
+                f"the offered load differs ({figure} {one:g} against {other:g}, in {leader_name} and {name}), as with "
+                "other --sessions, --chain, --time-unit or --block-tokens"
+            ]
+    return []
+
+
+def _repeated(arm: ArmRuns) -> list[str]:
+    """Replicates with the same times throughout, which show no noise between runs where there may be some."""
+    seen: dict[tuple[object, ...], str] = {}
+    for number, one in enumerate(arm.runs, 1):
+        name = one.repeat or str(number)
+        times = tuple((record.request_id, record.sent_s, record.finished_s) for record in one.run.records)
+        other = seen.setdefault(times, name)
+        if other != name:
+            return [
+                f"runs {other} and {name} of '{arm.label}' are equal in every time: a simulation without noise was "
+                "repeated, or a file was copied"
+            ]
+    return []
 
 
 def _warm(name: str, one: ArmRun, trace: Trace | None) -> list[str]:
@@ -125,10 +190,20 @@ def _reused(named: Sequence[tuple[str, ArmRun]]) -> list[str]:
     return reasons
 
 
-def _worth_telling(named: Sequence[tuple[str, ArmRun]]) -> list[str]:
+def _worth_telling(named: Sequence[tuple[str, ArmRun]], options: Sequence[str]) -> list[str]:
     notes = []
-    for field in _WORTH_TELLING:
-        values = {str(getattr(one.run.header, field)): name for name, one in named}
+    for field in (*_WORTH_TELLING, *options):
+        values: dict[str, str] = {}
+        for name, one in named:
+            found = one.run.header.options if field in options else msgspec.structs.asdict(one.run.header)
+            if field in found:  # a replay does not record the fleet
+                values.setdefault(_value(found[field]), name)
         if len(values) > 1:
             notes.append(f"{field} differs ({', '.join(f'{value} in {name}' for value, name in values.items())})")
     return notes
+
+
+def _value(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "not set" if value is None else str(value)

@@ -16,6 +16,9 @@ WARM_BELOW_TOKENS = 5_000
 HEAVY_FROM_TOKENS = 20_000
 CLASSES = ("WARM", "MEDIUM", "HEAVY")
 ERROR_KEY_CHARACTERS = 60
+"""Errors that agree in so many characters differ in detail only and count as one."""
+ERROR_CHARACTERS = 300
+"""Longest error in a summary."""
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -78,6 +81,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     send_lag_s: Quantiles
     """Sent - scheduled: waiting for a session slot, and the client's own lateness."""
     errors: dict[str, int]
+    """Failed requests by reason; those whose errors begin alike are counted under the first one's."""
 
 
 def quantiles(values: Iterable[float | None]) -> Quantiles:
@@ -113,9 +117,18 @@ def _class_summary(name: str, records: Sequence[RequestRecord]) -> ClassSummary:
     )
 
 
-def _error_key(error: str | None) -> str:
-    """Beginning of an error, so that errors that differ only in detail count as one."""
-    return (error or "unknown")[:ERROR_KEY_CHARACTERS]
+def _failures(records: Iterable[RequestRecord]) -> dict[str, int]:
+    """Failed requests by reason, most frequent first: the first error of those that begin alike -> their number."""
+    counts: Counter[str] = Counter()
+    reasons: dict[str, str] = {}
+    for record in records:
+        if not record.ok:
+            error = record.error or "unknown"
+            beginning = error[:ERROR_KEY_CHARACTERS]
+            counts[beginning] += 1
+            cut = len(error) > ERROR_CHARACTERS
+            reasons.setdefault(beginning, error[: ERROR_CHARACTERS - 1] + "…" if cut else error)
+    return {reasons[beginning]: count for beginning, count in counts.most_common()}
 
 
 def summarise(
@@ -173,7 +186,7 @@ def summarise(
         span_s=span_s,
         requests_per_s=len(good) / span_s if span_s > 0 else 0.0,
         send_lag_s=quantiles(r.sent_s - r.scheduled_s for r in records if r.sent_s is not None),
-        errors=dict(Counter(_error_key(record.error) for record in records if not record.ok).most_common()),
+        errors=_failures(records),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from replayer.traces.chaining import Chainer
-from replayer.traces.formats import Format, agent_text, bailian, detect_format, mooncake, weka
+from replayer.traces.formats import Format, agent_text, bailian, detect_format, lengths, mooncake, weka
 from replayer.traces.formats.checks import (
     MIN_FOLLOW_UPS,
     MIN_SHARING,
@@ -39,6 +39,9 @@ EPOCH_S = 1e8
 REMEMBERED_REQUESTS = 100_000
 """Last requests a stream remembers, to find parents and duplicate chat ids."""
 _DEFAULT_UNIT = {Format.BAILIAN: "s", Format.MOONCAKE: "ms", Format.AGENT_TEXT: "us", Format.WEKA: "s"}
+_DEFAULT_UNIT |= {Format.AZURE: "s", Format.BURSTGPT: "s"}
+_MADE_BLOCKS = {Format.AGENT_TEXT, Format.AZURE, Format.BURSTGPT}
+"""Formats without block ids, which get blocks of 64 tokens unless another size is given."""
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +101,10 @@ def _open(path: Path, options: LoadOptions, remembered: int | None = None, *, wh
             stream = mooncake.read(path, UNITS_S[unit], notes)
         case Format.AGENT_TEXT:
             stream = agent_text.read(path, UNITS_S[unit], options.block_tokens or 64, notes)
+        case Format.AZURE:
+            stream = lengths.read(path, lengths.AZURE, 1.0, options.block_tokens or 64, notes)
+        case Format.BURSTGPT:
+            stream = lengths.read(path, lengths.BURSTGPT, UNITS_S[unit], options.block_tokens or 64, notes)
         case Format.WEKA:
             placed = weka.WekaOptions(idle_gap_cap_s=options.idle_gap_cap_s, spacing_s=options.spacing_s)
             stream = weka.read(path, placed, notes)
@@ -106,10 +113,10 @@ def _open(path: Path, options: LoadOptions, remembered: int | None = None, *, wh
     probe = list(islice(stream, PROBE_REQUESTS))
     if not probe:
         raise TraceError(f"{path}: no requests; check the file{'' if options.limit is None else ', or --limit'}")
-    if options.time_unit == "auto" and kind in (Format.BAILIAN, Format.MOONCAKE, Format.AGENT_TEXT):
+    if options.time_unit == "auto" and kind not in (Format.WEKA, Format.AZURE):
         check_unit([request.timestamp_s for request in probe], unit, str(path))
     tail: TailRule
-    if kind is Format.AGENT_TEXT:
+    if kind in _MADE_BLOCKS:
         block_tokens, tail = options.block_tokens or 64, "ceil"
     elif options.block_tokens is not None:
         block_tokens, tail = options.block_tokens, detect_tail(probe, options.block_tokens)
@@ -166,7 +173,7 @@ def stream_sessions(path: str | Path, options: LoadOptions | None = None) -> Ite
 
 def _open_stream(path: Path, options: LoadOptions) -> _Opened:
     opened = _open(path, options, REMEMBERED_REQUESTS)
-    if opened.format not in {Format.BAILIAN, Format.MOONCAKE}:
+    if opened.format in {Format.AGENT_TEXT, Format.WEKA}:
         raise TraceError(
             f"{path}: {opened.format} traces cannot be streamed, as they are not in time order or need their "
             "whole text: load them whole, or convert them with `warmroute trace sample` first"

@@ -8,9 +8,8 @@ import itertools
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from replayer.traces.trace import Trace, TraceError
 from sim.offline.options import SimulationError
 from sim.offline.running import loaded, run_setup
 from sim.offline.setup import Setup, changed, parsed_value
+from sim.worker_processes import worker_processes
 
 SCHEMA = 1
 """Version of sweep.json."""
@@ -150,8 +150,7 @@ def in_processes(jobs: int) -> Execute:
             for point in points:
                 yield point, simulate_point(point.setup)
             return
-        executor = ProcessPoolExecutor(min(jobs, len(points)), mp_context=get_context("spawn"))
-        try:
+        with worker_processes(min(jobs, len(points))) as executor:
             running = {executor.submit(simulate_point, point.setup): point for point in points}
             for future in as_completed(running):
                 try:
@@ -161,8 +160,6 @@ def in_processes(jobs: int) -> Execute:
                 except Exception as error:  # noqa: BLE001 - what a process cannot receive or send back
                     result = PointResult({}, error=_described(error))
                 yield running[future], result
-        finally:
-            executor.shutdown(wait=True, cancel_futures=True)
 
     return execute
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from replayer.traces.formats.source import is_tar, iter_json_members, iter_lines, open_bytes
+from replayer.traces.formats.lengths import AZURE, BURSTGPT, columns_of
+from replayer.traces.formats.source import is_empty, is_tar, iter_json_members, iter_lines
 from replayer.traces.trace import TraceError
 
 
@@ -20,6 +21,11 @@ class Format(StrEnum):
     MOONCAKE = "mooncake"
     WEKA = "weka"
     AGENT_TEXT = "agent-text"
+    AZURE = "azure"
+    BURSTGPT = "burstgpt"
+
+
+_OF_COLUMNS = {AZURE: Format.AZURE, BURSTGPT: Format.BURSTGPT}
 
 
 def detect_format(path: Path) -> Format:
@@ -34,20 +40,24 @@ def detect_format(path: Path) -> Format:
         if next(iter_json_members(path), None) is None:
             raise TraceError(f"{path}: has no .json file; a folder or archive must have kv-cache-tester traces")
         return Format.WEKA
-    with open_bytes(path) as stream:
-        if not stream.read(1):
-            raise TraceError(f"{path}: the file is empty")
+    if is_empty(path):
+        raise TraceError(f"{path}: the file is empty")
     first = next(islice(iter_lines(path), 1), None)
     if first is None:
         raise TraceError(f"{path}: the file has only blank lines")
     if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
         return Format.WEKA
     number, line = first
+    columns = columns_of(line)
+    if columns is not None:
+        return _OF_COLUMNS[columns]
     try:
         row: Any = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
         raise TraceError(
-            f"{path}:{number}: not a JSON object ({error}); traces are JSONL, one object per line"
+            f"{path}:{number}: not a JSON object ({error}); traces are JSONL, one object per line, or CSV with the "
+            "columns of Azure (TIMESTAMP, ContextTokens, GeneratedTokens) or BurstGPT (Timestamp, Request tokens, "
+            "Response tokens)"
         ) from None
     keys = set(row) if isinstance(row, dict) else set()
     if "requests" in keys:

@@ -6,19 +6,73 @@ import gzip
 import hashlib
 import io
 import tarfile
+import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, cast
 
 import zstandard
 
 from replayer.traces.trace import TraceError
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
 ZSTD_WINDOW_BYTES = 1 << 27
 """Largest window accepted: the zstd program's default limit for decompression."""
 CHUNK_BYTES = 1 << 20
+_ZSTD_INPUT_BYTES = 1 << 14
+"""Compressed bytes per step; a step's output is held in memory."""
+_DAMAGE = (zstandard.ZstdError, gzip.BadGzipFile, zlib.error, EOFError)
+"""Errors of reading compressed data that is damaged or cut."""
+
+
+class _ZstdFrames(io.RawIOBase):
+    """Decompressed bytes of a sequence of zstd frames, all of which must be whole.
+
+    zstandard's own reader takes a frame that is cut for the end of the data, so a download that broke off would be a
+    shorter trace.
+
+    Raises:
+        EOFError: while reading, the file ends within a frame.
+        zstandard.ZstdError: while reading, damaged data.
+    """
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self._frame = self._new_frame()
+        self._frame_began = False
+        self._input = b""
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        while not self._output:
+            if not self._input:
+                self._input = self._raw.read(_ZSTD_INPUT_BYTES)
+            if not self._input:
+                if self._frame_began:
+                    raise EOFError("the file ends before the end of a zstd frame")
+                return 0
+            self._frame_began = True
+            self._output = memoryview(self._frame.decompress(self._input))
+            self._input = b""
+            if self._frame.eof:
+                self._input = self._frame.unused_data
+                self._frame, self._frame_began = self._new_frame(), False
+        target = memoryview(buffer).cast("B")
+        count = min(len(target), len(self._output))
+        target[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+    @staticmethod
+    def _new_frame() -> zstandard.ZstdDecompressionObj:
+        return zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj()
 
 
 @contextmanager
@@ -31,10 +85,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
             with gzip.open(raw, "rb") as unzipped:
                 yield cast(IO[bytes], unzipped)
         elif magic == b"\x28\xb5\x2f\xfd":
-            reader = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).stream_reader(
-                raw, read_across_frames=True
-            )
-            with io.BufferedReader(cast(io.RawIOBase, reader), CHUNK_BYTES) as buffered:
+            with io.BufferedReader(_ZstdFrames(raw), CHUNK_BYTES) as buffered:
                 yield buffered
         else:
             yield raw
@@ -53,10 +104,23 @@ def iter_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 text = _without_bom(line) if number == 1 else line
                 if text.strip():
                     yield number, text
-    except (zstandard.ZstdError, gzip.BadGzipFile, EOFError) as error:
+    except _DAMAGE as error:
         raise TraceError(
             f"{path}:{number + 1}: the compressed data is damaged or cut ({error}); fetch the file again"
         ) from error
+
+
+def is_empty(path: Path) -> bool:
+    """Test for a file without content, decompressed.
+
+    Raises:
+        TraceError: the compressed data is damaged or cut before its first byte.
+    """
+    try:
+        with open_bytes(path) as stream:
+            return not stream.read(1)
+    except _DAMAGE as error:
+        raise TraceError(f"{path}: the compressed data is damaged or cut ({error}); fetch the file again") from error
 
 
 def _without_bom(text: bytes) -> bytes:
@@ -84,11 +148,17 @@ def iter_json_members(path: Path) -> Iterator[tuple[str, bytes]]:
                     extracted = archive.extractfile(entry) if entry.isfile() and entry.name.endswith(".json") else None
                     if extracted is not None:
                         yield f"{path}!{entry.name}", _without_bom(extracted.read())
-        except (tarfile.TarError, zstandard.ZstdError, gzip.BadGzipFile, EOFError) as error:
+        except (tarfile.TarError, *_DAMAGE) as error:
             raise TraceError(f"{path}: not a readable tar archive ({error}); fetch the file again") from error
     else:
-        with open_bytes(path) as stream:
-            yield str(path), _without_bom(stream.read())
+        try:
+            with open_bytes(path) as stream:
+                content = stream.read()
+        except _DAMAGE as error:
+            raise TraceError(
+                f"{path}: the compressed data is damaged or cut ({error}); fetch the file again"
+            ) from error
+        yield str(path), _without_bom(content)
 
 
 def file_sha256(path: Path) -> str:

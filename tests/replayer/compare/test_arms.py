@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from replayer.compare.arms import ArmFilesError, ArmRuns, parse_arm, read_arm, read_experiment, single, unique
+from replayer.compare.comparison import CompareOptions
 from replayer.compare.conditions import refuse_or_note
 from replayer.compare.runs import ComparisonError, compare_arms
+from replayer.records.runs import Run
 from tests.replayer.compare.conftest import MakeExperiment
 from tests.replayer.constructed_runs import make_run, write_run
 
@@ -128,3 +133,42 @@ def test_repeats_of_unlike_conditions_are_refused_by_name() -> None:
         ComparisonError, match=r"time_scale differs \(1.0 against 2.0, in 'a' \(run 1\) and 'a' \(run 2\)"
     ):
         compare_arms(arms)
+
+
+def with_options(label: str, **options: object) -> Run:
+    return make_run(label, options={"policy": label, **options})
+
+
+def test_other_fleets_of_loose_runs_are_named() -> None:
+    eight, four = with_options("a", instances=8, slowdown=1.0), with_options("b", instances=4, slowdown=1.0)
+    warnings = compare_arms([single(eight), single(four)])[0].warnings
+    assert "instances differs (8 in 'a', 4 in 'b')" in warnings
+    assert not any("slowdown" in warning for warning in warnings)
+    # A replay does not know the fleet behind its endpoint.
+    assert not any("instances" in one for one in compare_arms([single(eight), single(with_options("c"))])[0].warnings)
+    declared = [replace(single(run), configuration=run.header.label) for run in (eight, four)]
+    assert not any("instances" in warning for warning in compare_arms(declared)[0].warnings)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"options": {"idle_gap_cap_s": 10.0}}, r"idle_gap_cap_s differs \(60.0 against 10.0"),
+        ({"offered": {"requests": 9, "ideal_apc": 0.3}}, r"offered load differs \(ideal_apc 0.25 against 0.3"),
+    ],
+)
+def test_runs_of_one_trace_with_another_plan_are_refused(other: dict[str, Any], message: str) -> None:
+    plan: dict[str, Any] = {"options": {"idle_gap_cap_s": 60.0}, "offered": {"requests": 9, "ideal_apc": 0.25}}
+    arms = [single(make_run("a", **plan)), single(make_run("b", noise_seed=2, **(plan | other)))]
+    with pytest.raises(ComparisonError, match=message):
+        compare_arms(arms)
+    forced = compare_arms(arms, CompareOptions(force=True))[0].warnings
+    assert any(re.search(message, warning) for warning in forced)
+
+
+def test_repeats_that_are_equal_in_every_time_are_refused() -> None:
+    arms = [ArmRuns("a", [*single(make_run()).runs, *single(make_run()).runs]), single(make_run("b", noise_seed=2))]
+    with pytest.raises(ComparisonError, match=r"runs 1 and 2 of 'a' are equal in every time"):
+        compare_arms(arms)
+    forced = compare_arms(arms, CompareOptions(force=True))[0].warnings
+    assert any("equal in every time" in warning for warning in forced)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,6 +91,14 @@ def test_a_summary_counts_what_the_records_say() -> None:
     text = "\n".join(summary_lines(summary))
     for words in ("3 ok", "0.200", "failed, 1x: http 503: busy", "fewer tokens"):
         assert words in text
+
+
+def test_reasons_of_failures_are_whole_and_counted_by_their_beginning() -> None:
+    refusal = 'http 400: {"error":{"message":"This model\'s maximum context length is 20000 tokens, and you sent '
+    errors = [f"{refusal}{prompt}" for prompt in (20_286, 20_300)] + ["connect: refused", "x" * 5_000]
+    failed = [msgspec.structs.replace(record(i, ok=False), error=error) for i, error in enumerate(errors)]
+    summary = summarise(run_of(failed))
+    assert summary.errors == {errors[0]: 2, "connect: refused": 1, "x" * 299 + "…": 1}
 
 
 def test_an_empty_and_an_incomplete_run_are_summarised() -> None:

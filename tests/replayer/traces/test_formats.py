@@ -205,6 +205,36 @@ def test_a_missing_file_and_a_cut_archive_are_named(tmp_path: Path) -> None:
         load_trace(tmp_path / "t.jsonl.gz")
 
 
+def zstd_frame(chat_ids: range) -> bytes:
+    return zstandard.compress("".join(json.dumps(row(number)) + "\n" for number in chat_ids).encode())
+
+
+def test_zstd_files_of_several_frames_are_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl.zst"
+    path.write_bytes(zstd_frame(range(20)) + zstd_frame(range(0)) + zstd_frame(range(20, 40)))
+    assert len(load_trace(path).requests) == 40
+
+
+@pytest.mark.parametrize("part", [0.02, 0.5, 0.99])
+@pytest.mark.parametrize("before", [b"", zstd_frame(range(9))])
+def test_a_cut_zstd_file_is_no_shorter_trace(tmp_path: Path, before: bytes, part: float) -> None:
+    last = zstd_frame(range(9, 500))
+    path = tmp_path / "t.jsonl.zst"
+    path.write_bytes(before + last[: int(part * len(last))])
+    with pytest.raises(TraceError, match="damaged or cut"):
+        load_trace(path)
+
+
+@pytest.mark.parametrize(("name", "header_bytes"), [("t.jsonl.gz", 10), ("t.json.gz", 10), ("t.jsonl.zst", 7)])
+def test_damaged_compressed_data_is_named(tmp_path: Path, name: str, header_bytes: int) -> None:
+    path = write_lines(tmp_path / name, [row(0)])
+    content = bytearray(path.read_bytes())
+    content[header_bytes] |= 0b110  # both formats reserve block type 3
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="damaged or cut"):
+        load_trace(path)
+
+
 def test_mooncake_times_are_milliseconds(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "m.jsonl", mooncake_rows(20, 500))
     assert detect_format(path) is Format.MOONCAKE
