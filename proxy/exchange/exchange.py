@@ -17,7 +17,7 @@ from proxy.errors import AttemptFailedError, dialect_of, draining_error
 from proxy.exchange.attempts import Attempts
 from proxy.exchange.bound import Bound
 from proxy.exchange.offloading import hand_over
-from proxy.exchange.reading import EventFilter, echoed, event_filter, further_sequences, usage_of
+from proxy.exchange.reading import EventFilter, echoed, event_filter, further_sequences, refuse_page, usage_of
 from proxy.exchange.relay import stream_relay
 from proxy.exchange.while_connected import while_connected
 from proxy.fleet.instances import Instance
@@ -224,6 +224,7 @@ class Exchange:
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")
             if streamed and not first:
                 raise UpstreamError("closed its stream before the first byte")
+            refuse_page(answer, first)
             opened = True
         except TimeoutError as error:
             self._attempts.guard.suspect(decode)

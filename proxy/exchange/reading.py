@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from proxy.core import Core
-from proxy.engines.upstream import Answer
+from proxy.engines.upstream import Answer, UpstreamError
 from proxy.fleet.instances import Instance
 from proxy.request.generation_body import ResponsesBody
 from proxy.request.parse import Endpoint, Parsed
@@ -37,6 +37,21 @@ def echoed(endpoint: Endpoint, request_id: str, answer: Answer, first: bytes) ->
     if answer.status != 200 or endpoint in _TYPED or answer.headers.encoded:
         return None
     return f"cmpl-{request_id}".encode("latin-1") in first[:_ID_BYTES]
+
+
+def refuse_page(answer: Answer, first: bytes) -> None:
+    """Refuse a 200 with a text that no generation endpoint gives, such as the page of a gateway before the engine.
+
+    Engines answer in JSON or server-sent events.
+
+    Raises:
+        UpstreamError: it is another text; ``first`` is its beginning.
+    """
+    kind = answer.headers.content_type
+    if answer.status == 200 and kind[:5].lower() == "text/" and not kind.lower().startswith("text/event-stream"):
+        raise UpstreamError(
+            f"answered 200 with {kind[:80]}, not JSON or events: {first[:200].decode('utf-8', 'replace')}"
+        )
 
 
 def further_sequences(parsed: Parsed) -> int:
