@@ -78,15 +78,15 @@ export default function fleetPage() {
     const { instances, proxy, conditions: known } = feed.state;
     const last = feed.points.slice(-10);
     const point = feed.points[feed.points.length - 1];
-    const minute = instances.reduce((sum, row) => sum + (row.recent?.failed ?? 0), 0);
-    const finished = instances.reduce((sum, row) => sum + (row.recent?.finished ?? 0), 0);
+    const { minute } = feed.state;
     figures.rate.set(last.length ? rate(last.reduce((sum, each) => sum + each.requests, 0) / last.length) : "–", "/s", `${count(proxy.finished)} finished`);
     figures.flight.set(count(proxy.in_flight), "", `${count(proxy.sessions)} sessions`);
-    figures.held.set(count(proxy.held), "", words(proxy.admission));
+    figures.held.set(count(proxy.held), "", proxy.queued ? `${count(proxy.queued)} queued` : words(proxy.admission));
     figures.hit.set(share(point?.hit_rate), "", "of prompt tokens, 10 s");
     const [value, unit = ""] = ms(point?.first_byte_p50_ms).split(" ");
     figures.first.set(value, unit, `95 %: ${ms(point?.first_byte_p95_ms)}`);
-    figures.failed.set(count(minute), "", `of ${count(finished)}`);
+    // Before a minute has been watched, the figure says how many seconds it covers.
+    figures.failed.set(count(minute.failed), "", `of ${count(minute.finished)}${minute.seconds < 60 ? ` in ${minute.seconds} s` : ""}`);
     for (const chart of [latency, hits, total, waiting]) chart.update(feed.points);
 
     const broken = known.filter((each) => !each.ok);
