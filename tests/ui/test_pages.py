@@ -165,6 +165,14 @@ def test_conditions_are_those_of_the_readiness_endpoint(proxy: LiveProxy, open_p
         expect(page.locator("#meters tbody tr")).to_have_count(4)
 
 
+def test_the_line_of_held_requests_counts_those_that_are_not_listed(proxy: LiveProxy, open_page: OpenPage) -> None:
+    held = {"request_id": "r", "session_id": "s", "held_s": 3.0, "sentence": "no instance has room"}
+    page = open_page("#/control")
+    stats = {"holding": {"held": 115, "longest_held_s": 68.1, "line": [held] * 20}}
+    page.route("**/stats", lambda route: route.fulfill(json=stats))
+    expect(page.locator("#held-others")).to_contain_text("95 more behind them, 115 in all")
+
+
 def test_shadow_policies_are_chosen_by_click_and_compared_live(
     proxy: LiveProxy, open_page: OpenPage, screenshot: Screenshot
 ) -> None:
