@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import msgspec
 import pytest
 from rich.console import Console
@@ -304,6 +305,30 @@ async def test_requests_that_wait_are_not_in_flight(
     assert data_of(feed_of(proxy).compute(NOW_S))["proxy"]["in_flight"] == 1
     engine.open.set()
     assert {(await task).status_code for task in tasks} == {200}
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "remedy"),
+    [
+        (
+            "https://proxy:9090",
+            httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate"),
+            "--ca-file",
+        ),
+        ("http://proxy:9090", httpx.RemoteProtocolError("Server disconnected"), "https://"),
+        ("https://proxy:9090", httpx.ConnectError("refused"), "is the proxy running?"),
+    ],
+    ids=["unknown authority", "HTTP to a port with TLS", "nobody"],
+)
+def test_a_connection_that_fails_has_its_own_remedy(
+    monkeypatch: pytest.MonkeyPatch, url: str, error: Exception, remedy: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(httpx.Client, "get", fail)
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(build(), ["top", "--once", "--url", url])
+    assert (result.exit_code, remedy in result.output) == (2, True), result.output
 
 
 class Terminal:
