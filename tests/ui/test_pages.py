@@ -234,3 +234,40 @@ def test_the_api_page_lists_every_endpoint(proxy: LiveProxy, open_page: OpenPage
     expect(page.locator("details.endpoint")).to_have_count(sum(len(methods) for methods in paths.values()))
     page.locator('[data-path="/policy"]').last.locator("summary").click()
     expect(page.locator('[data-path="/policy"]').last).to_contain_text("routing policy to apply")
+
+
+def test_the_end_of_a_long_name_is_visible_among_many_instances(proxy: LiveProxy, open_page: OpenPage) -> None:
+    names = [f"cluster-eu-west-1a-h100-node-replica-of-vllm-engine-{number:03}" for number in range(64)]
+    row = {**proxy.get("/instances/engine-0"), "healthy": False}
+    figures = {"finished": 0, "in_flight": 0, "held": 0, "queued": 0, "sessions": 0, "admission": "never_hold"}
+    state = {
+        "instances": [{**row, "name": name} for name in names],
+        "proxy": figures,
+        "minute": {"finished": 0, "failed": 0, "seconds": 60},
+        "conditions": [],
+    }
+    page = open_page("#/control")
+    page.evaluate(
+        """async (state) => {
+            const { default: fleetPage } = await import(
+                new URL("pages/fleet.js", document.querySelector("script").src).href
+            );
+            const made = fleetPage();
+            document.querySelector("main").replaceChildren(made.element);
+            made.update({ points: [], state });
+        }""",
+        state,
+    )
+    expect(page.locator(".card .name").last).to_have_text(names[-1])
+    # The right edge of each name's last character, against that of the part of the card that is left for the name.
+    cut = page.locator(".card .name").evaluate_all(
+        """(shown) => shown.filter((name) => {
+            const text = name.lastChild.lastChild ?? name.lastChild;
+            const range = document.createRange();
+            range.setStart(text, text.length - 3);
+            range.setEnd(text, text.length);
+            const room = name.parentElement.querySelector(".end").getBoundingClientRect().left;
+            return range.getBoundingClientRect().right > room + 1;
+        }).length"""
+    )
+    assert cut == 0

@@ -6,10 +6,13 @@ import { count, link, ms, rate, seconds, share, words } from "../format.js";
 import { CLASSES, conditionOf, figure, meter } from "../parts.js";
 
 const DENSE_FROM = 25;
+const NAME_END = 7;
 
 function makeCard(name) {
+  // Names of one fleet differ at the end, so a long one loses its middle.
+  const kept = name.length > 2 * NAME_END ? name.length - NAME_END : name.length;
   const parts = {
-    name: h("span", { class: "name", title: name }), state: h("span", { class: "pill" }), role: h("span", { class: "tag" }),
+    name: h("span", { class: "name", title: name }, h("span", { class: "cut" }, name.slice(0, kept)), h("span", null, name.slice(kept))), state: h("span", { class: "pill" }), role: h("span", { class: "tag" }),
     load: h("span"), bar: h("span", { class: "meter" }), kv: h("span", { class: "soft end" }), kvBar: h("span", { class: "meter" }),
     hit: h("span", { class: "soft" }), first: h("span", { class: "soft end" }), sessions: h("span", { class: "soft" }), queue: h("span", { class: "soft end" }),
     error: h("div", { class: "error" }),
@@ -31,7 +34,6 @@ function makeCard(name) {
 function updateCard({ element, parts }, row, busiest) {
   const [kind, word] = conditionOf(row);
   element.className = `card ${kind === "good" ? "" : kind}`;
-  say(parts.name, row.name);
   parts.state.className = `pill ${kind}`;
   say(parts.state, word);
   say(parts.role, words(row.role));
