@@ -57,6 +57,10 @@ def _instances(core: Core) -> Condition:
         return Condition("instances", False, "the fleet has no instance", add)
     detail = f"{healthy} of {known} instances can be sent requests"
     remedy = None if healthy == known else "GET /instances has the last error of each instance"
+    if drained := [each.name for each in core.instances if each.draining]:
+        detail += f", {len(drained)} draining"
+        if healthy + len(drained) == known:
+            remedy = f"POST /instances/{drained[0]}/undrain ends it"
     return Condition("instances", healthy == known, detail, remedy)
 
 
@@ -66,9 +70,10 @@ def _discovery(core: Core) -> Condition:
         return Condition("discovery", True, "the instances are those of the settings and of POST /instances")
     found = f"{status.instances} instances of the source {status.source}"
     if status.last is Reading.FAILED or status.last is None:
-        failed = (
-            f"the last {status.failures_in_a_row} readings failed; " if status.failures_in_a_row else "not read yet; "
-        )
+        failures = status.failures_in_a_row
+        failed = f"the last {'reading' if failures == 1 else f'{failures} readings'} failed; "
+        if not failures:
+            failed = "not read yet; "
         return Condition("discovery", False, f"{failed}{found} are kept", "GET /stats has the error, under discovery")
     if status.last is Reading.EMPTY:
         remedy = "check the name or selector of the source; discovery.accept_empty: true if it is right"
@@ -112,7 +117,7 @@ def _policies(core: Core) -> Iterator[Condition]:
         yield Condition(
             "decision_time",
             False,
-            f"{slow.count} routing decisions of {router.policy.name} were slow, the last one within {minutes}",
+            f"routing decisions of {router.policy.name} that were slow: {slow.count}, the last one within {minutes}",
             "use a cheaper policy, or give the proxy more CPU; limits.slow_decision_s is the limit",
         )
 

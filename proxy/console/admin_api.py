@@ -70,15 +70,22 @@ class AdminApi:
         try:
             answer = self._client.get(path, params=query)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise NoAnswerError(
-                f"no answer from {self.url} ({error or type(error).__name__}): is the proxy running? --url names it"
-            ) from error
+            remedy = self._unreached(error)
+            raise NoAnswerError(f"no answer from {self.url} ({error or type(error).__name__}): {remedy}") from error
         if answer.is_error and not (path == "/ready" and answer.status_code == 503):
             raise NoAnswerError(f"{self.url}{path}: {answer.status_code} {_message(answer)}{_remedy(answer)}")
         try:
             return msgspec.json.decode(answer.content, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise NoAnswerError(f"{self.url}{path} is not a proxy's: {error}") from error
+
+    def _unreached(self, error: Exception) -> str:
+        """Remedy for a proxy that cannot be reached."""
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return "give the authority of its certificate with --ca-file, and in --url a name that the certificate has"
+        if isinstance(error, httpx.RemoteProtocolError) and self.url.startswith("http://"):
+            return "does it serve HTTPS? then begin --url with https://"
+        return "is the proxy running? --url names it"
 
 
 def _message(answer: httpx.Response) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from policies.row import FAILED_OUTCOMES
 
 WINDOW_S = 60.0
-"""Rates, hit rates and latencies are those of requests that ended within so many seconds."""
+"""Rates, hit rates and latencies are those of requests that ended within so many seconds, at most."""
 MAX_ROWS = 20_000
 """Rows kept for the window."""
 
@@ -91,6 +91,9 @@ class InstanceFigures(NamedTuple):
 class FleetFigures(NamedTuple):
     """Everything that a frame shows."""
 
+    span_s: float
+    """Seconds that the recent figures cover."""
+
     instances: tuple[InstanceFigures, ...]
     """Those that need attention first, then by load."""
     recent: RecentFigures
@@ -110,25 +113,38 @@ class RecentRows:
         self._begin_unix_s = 0.0
         self.cursor: int | None = None
         """Number of the newest row; None: the next poll begins with the newest rows."""
+        self.behind = False
+        """True if there may be further rows after the last page."""
 
     def add(self, page: TopPage, limit: int) -> None:
-        """Add a page of at most ``limit`` rows. A full one is behind the proxy, so the next poll skips to the end."""
-        if page.proxy_started_unix_s != self._started_unix_s:
+        """Add a page of at most ``limit`` rows, asked for with ``cursor``."""
+        newest = self.cursor is None
+        if newest or page.proxy_started_unix_s != self._started_unix_s:
             self._rows.clear()
             self._started_unix_s = self._begin_unix_s = page.proxy_started_unix_s
-            if len(page.rows) >= limit:  # there are older ones, which were not asked for
+            if newest and len(page.rows) >= limit:  # there are older ones, which were not asked for
                 self._begin_unix_s = min(row.ended_unix_s for row in page.rows)
         known = self._rows[-1].row if self._rows else 0
         self._rows.extend(row for row in page.rows if row.row > known)
-        behind = self.cursor is not None and len(page.rows) >= limit
-        self.cursor = None if behind else page.next.get("after")
+        self.cursor = page.next.get("after")
+        self.behind = not newest and len(page.rows) >= limit
+
+    def add_older(self, page: TopPage, limit: int) -> None:
+        """Add a page of at most ``limit`` rows that end right before the oldest known one."""
+        self._rows.extendleft(reversed(page.rows))
+        ended = [row.ended_unix_s for row in page.rows]
+        self._begin_unix_s = min([self._begin_unix_s, *ended]) if len(ended) >= limit else self._started_unix_s
+
+    def skip(self) -> None:
+        """Let the next poll begin again with the newest rows, as figures of a window with a gap would be wrong."""
+        self.cursor, self.behind = None, False
 
     def within(self, now_s: float) -> list[TopRow]:
         """The rows of requests that ended within the window before ``now_s``, on the proxy's clock."""
         return [row for row in self._rows if row.ended_unix_s >= now_s - WINDOW_S]
 
     def span_s(self, now_s: float) -> float:
-        """The part of the window that the rows cover: less than all of it soon after the start."""
+        """The part of the window that the rows cover: less than all of it soon after the start, and under much load."""
         return min(WINDOW_S, max(1.0, now_s - self._begin_unix_s))
 
     def last(self, count: int) -> tuple[TopRow, ...]:
@@ -150,7 +166,7 @@ def figures_of(answers: TopAnswers, recent: RecentRows, now_s: float, shown_rows
         for each in answers.conditions
         if not each.get("ok")
     )
-    return FleetFigures(tuple(fleet), _recent(rows, span_s), answers.stats, problems, recent.last(shown_rows))
+    return FleetFigures(span_s, tuple(fleet), _recent(rows, span_s), answers.stats, problems, recent.last(shown_rows))
 
 
 def _instance(row: dict[str, Any], rows: Iterable[TopRow], span_s: float) -> InstanceFigures:

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from proxy.console.figures import WINDOW_S, FleetFigures, InstanceFigures, TopRow
+from proxy.console.figures import FleetFigures, InstanceFigures, TopRow
 from proxy.console.printable import printable
 
 _FEWEST_ROWS = 3
@@ -80,7 +80,7 @@ def _totals(figures: FleetFigures) -> Text:
         f"{up}/{len(figures.instances)} instances ok   in flight {queue.get('in_flight', 0)}"
         f"   held {holding.get('held', 0)}   queued {queue.get('waiting', 0)}   {recent.per_s:.1f} requests/s\n"
         f"hit rate {_share(recent.hit_rate)}   TTFT p50 {_ms(recent.ttft_ms)}   failed {recent.failed}"
-        f"   (last {WINDOW_S:.0f} s)\n"
+        f"   (last {figures.span_s:.0f} s)\n"
         f"policy {figures.stats.get('policy')}   planner {figures.stats.get('planner')}"
         f"   admission {holding.get('rule')}"
     )

@@ -53,6 +53,21 @@ def check_first(answer: Answer, piece: bytes) -> None:
         raise UpstreamError(f"reported an error: {error.message}")
 
 
+def refuse_page(answer: Answer, first: bytes) -> None:
+    """Refuse a 200 with a text that no generation endpoint gives, such as the page of a gateway before the engine.
+
+    Engines answer in JSON or server-sent events.
+
+    Raises:
+        UpstreamError: it is another text; ``first`` is its beginning.
+    """
+    kind = answer.headers.content_type
+    if answer.status == 200 and kind[:5].lower() == "text/" and not kind.lower().startswith("text/event-stream"):
+        raise UpstreamError(
+            f"answered 200 with {kind[:80]}, not JSON or events: {first[:200].decode('utf-8', 'replace')}"
+        )
+
+
 def further_sequences(parsed: Parsed) -> int:
     """Sequences beyond the first that an engine runs for one request: several prompts, several choices."""
     fields = parsed.fields

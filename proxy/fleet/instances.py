@@ -267,7 +267,7 @@ class Instances:
             return
         now_s = time.monotonic()
         if instance.breaker.succeeded(now_s, now_s if sent_s is None else sent_s):
-            log.info("%s passed its trial request", instance.name)
+            log.info("%s passed its trial request and is up", instance.name)
             self._update(instance)
         if complete:
             instance.breaker.completed()
@@ -319,8 +319,7 @@ class Instances:
         instance.good_probes_in_a_row += 1
         if instance.good_probes_in_a_row >= self._health.healthy_after:
             instance.up = True
-            if instance.breaker.probed(time.monotonic()):
-                log.info("%s is on trial", instance.name)
+            instance.breaker.probed(time.monotonic())
         if instance.up and instance.breaker.state is BreakerState.CLOSED and not instance.failures_in_a_row:
             instance.last_error = None
         self._update(instance)
@@ -352,7 +351,8 @@ class Instances:
         instance.healthy = instance.up and state is not BreakerState.OPEN
         if was_healthy != instance.healthy:
             if instance.healthy:
-                log.info("%s is up", instance.name)
+                trial = instance.breaker.state is BreakerState.HALF_OPEN
+                log.info("%s %s", instance.name, "answers its probes and is on trial" if trial else "is up")
             else:
                 log.warning("%s is down: %s", instance.name, instance.breaker.why or instance.last_error)
         if instance.healthy:

@@ -33,8 +33,8 @@ REMEDIES = MappingProxyType(
     {
         "prediction_drift": "send all traffic of the engines through this proxy, or set events_url and "
         "tokenizer.path; GET /meters has the figures",
-        "ledger_drift": "send all traffic of the engines through this proxy; if the ledger has more, look for a hop "
-        "that queues requests before the engine",
+        "ledger_drift": "send all traffic of the engines through this proxy; if the ledger has more, look for an "
+        "engine that hangs, or for a hop that queues requests before it",
         "transfer_drift": "check the transport between the instances with warmroute doctor, then their load; "
         "GET /meters has the figures",
         "kv_events": "check --kv-events-config of the engine, events_url and the network between; set "

@@ -55,6 +55,8 @@ class DashboardFeed:
         self._shown: list[dict[str, Any]] = []
         self._row_number: int | None = None
         """Number of the last row read; None: none was looked for."""
+        self._from_unix_s: float | None = None
+        """End of the oldest request that was read; None: all that are kept were read."""
         self._message = b""
         self._state: dict[str, Any] = {}
         self._computed_s = float("-inf")
@@ -106,8 +108,12 @@ class DashboardFeed:
     def compute(self, now_unix_s: float) -> bytes:
         """The message of this moment."""
         first = self._row_number is None
-        rows = self._rows(_READ_AT_START if first else _READ_PER_MESSAGE)
+        limit = _READ_AT_START if first else _READ_PER_MESSAGE
+        rows = self._rows(limit)
         recent = self._recent
+        if first:
+            served = [row for row in rows if row.outcome != "rejected"]  # rejected ones are kept apart
+            self._from_unix_s = served[0].ended_unix_s if len(served) >= limit else None
         recent.add(rows)
         chosen = sample(rows, _SHOWN_AT_START if first else DECISIONS_PER_MESSAGE)
         shown = list(decisions(chosen))
@@ -120,6 +126,7 @@ class DashboardFeed:
             "instances": self._instances(),
             "departing": [departure_row(each) for each in self._fleet.departures],
             "flows": recent.flows(),
+            "minute": {**recent.fleet(), "seconds": self._seconds_read(now_unix_s)},
             "conditions": [condition.as_dict() for condition in conditions(self._core)],
         }
         streamed = {"points": points, "decisions": shown, "decisions_left_out": len(rows) - len(chosen)}
@@ -141,6 +148,12 @@ class DashboardFeed:
                 log.debug("a row cannot be shown: %s", error)
         return rows
 
+    def _seconds_read(self, now_unix_s: float) -> int:
+        """Seconds of the last minute whose requests were read: fewer soon after the first viewer arrived."""
+        if self._from_unix_s is None:
+            return INSTANCE_WINDOW_S
+        return min(INSTANCE_WINDOW_S, max(1, round(now_unix_s - self._from_unix_s)))
+
     def _proxy(self) -> dict[str, Any]:
         core, router = self._core, self._core.router
         breakdown = core.breakdown
@@ -153,6 +166,7 @@ class DashboardFeed:
             "finished": breakdown.finished,
             "in_flight": core.admission.in_flight,
             "held": len(core.holding),
+            "queued": core.admission.waiting,
             "sessions": len(router.state.sessions),
             "event_loop_late_s": round(core.lag.late_s(10.0), 3),
             "viewers": self.viewers,

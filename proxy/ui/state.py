@@ -137,6 +137,7 @@ class RecentRequests:
         self._charted: int | None = None
         self._instances: dict[str, _Sums] = {}
         self._flows: dict[tuple[str, str], list[int]] = {}
+        self._fleet = _Sums()
         self.points: deque[dict[str, Any]] = deque(maxlen=KEPT_S)
         """Points of the charts, oldest first."""
 
@@ -169,6 +170,10 @@ class RecentRequests:
                 self._count(row, -1)
         return points
 
+    def fleet(self) -> dict[str, int]:
+        """Requests that ended within the last minute, and those that failed, also if no instance got them."""
+        return {"finished": self._fleet.requests, "failed": self._fleet.failed}
+
     def by_instance(self) -> dict[str, dict[str, Any]]:
         """Figures of the last minute by instance: finished, failed, hit rate, mean time to the first byte."""
         return {name: sums.as_dict() for name, sums in self._instances.items()}
@@ -193,6 +198,7 @@ class RecentRequests:
         return seconds[place - 1]
 
     def _count(self, row: FinishedRequest, sign: int) -> None:
+        self._fleet.count(row, sign)
         if row.instance is None:
             return
         sums = self._instances.setdefault(row.instance, _Sums())

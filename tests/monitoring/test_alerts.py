@@ -65,6 +65,12 @@ HEALTHY = {
     of("warmroute_instance_breaker", instance="e0", state="open"): "0x60",
     of("warmroute_instance_breaker", instance="e0", state="closed"): "1x60",
     of("warmroute_instance_breaker_openings_total", instance="e0"): "0x20 1x40",
+    of("warmroute_instance_pending_prefill_tokens", instance="e0"): "5000x60",
+    of("warmroute_engine_prefix_query_tokens_total", instance="e0"): "0+5000x60",
+    of("warmroute_instance_pending_prefill_tokens", instance="e1"): "0x60",
+    of("warmroute_engine_prefix_query_tokens_total", instance="e1"): "0x60",
+    of("warmroute_config_reloads_total", result="applied"): "0x20 1x40",
+    of("warmroute_config_reloads_total", result="refused"): "1x60",
     of("warmroute_requests_total", instance="e0", outcome="ok"): "0+100x60",
     of("warmroute_requests_total", instance="e0", outcome="upstream_error"): "0+1x60",
     of("warmroute_requests_total", instance="", outcome="rejected"): "0+50x60",
@@ -86,6 +92,8 @@ HEALTHY = {
 }
 """All that rules look at, in a fleet with the usual share of failures."""
 
+FLEET = {of("warmroute_instance_healthy", instance="e0"): "1x60"}
+
 SYMPTOMS = {
     "healthy": Symptom(set(), HEALTHY),
     "the proxy does not answer": Symptom({"WarmrouteDown"}, {of("up", job="warmroute"): "1x20 0x40"}),
@@ -102,10 +110,41 @@ SYMPTOMS = {
         },
     ),
     "a breaker is open": Symptom(
-        {"WarmrouteBreakerOpen"}, {of("warmroute_instance_breaker", instance="e0", state="open"): "0x59 1"}
+        {"WarmrouteBreakerOpen"},
+        {**FLEET, of("warmroute_instance_breaker", instance="e0", state="open"): "0x59 1"},
     ),
     "a breaker opens again and again": Symptom(
-        {"WarmrouteBreakerOpen"}, {of("warmroute_instance_breaker_openings_total", instance="e0"): "0x40 0+1x20"}
+        {"WarmrouteBreakerOpen"},
+        {**FLEET, of("warmroute_instance_breaker_openings_total", instance="e0"): "0x40 0+1x20"},
+    ),
+    "a breaker that is open, for the fifth time": Symptom(
+        {"WarmrouteBreakerOpen"},
+        {
+            **FLEET,
+            of("warmroute_instance_breaker", job="warmroute", instance="e0", state="open"): "0x59 1",
+            of("warmroute_instance_breaker_openings_total", job="warmroute", instance="e0"): "0x40 0+1x20",
+        },
+    ),
+    "an engine whose breaker opened again and again is removed": Symptom(
+        set(),
+        {
+            of("warmroute_instance_healthy", instance="e0"): "1x55 stale",
+            of("warmroute_instance_breaker_openings_total", instance="e0"): "0x40 0+1x15 stale",
+        },
+    ),
+    "an engine hangs": Symptom(
+        {"WarmrouteInstanceStalled"},
+        {
+            **FLEET,
+            of("warmroute_instance_pending_prefill_tokens", instance="e0"): "5000x60",
+            of("warmroute_engine_prefix_query_tokens_total", instance="e0"): "0+5000x40 200000x20",
+        },
+    ),
+    "an engine that reports no counters": Symptom(
+        set(), {**FLEET, of("warmroute_instance_pending_prefill_tokens", instance="e0"): "5000x60"}
+    ),
+    "settings are refused": Symptom(
+        {"WarmrouteReloadRefused"}, {of("warmroute_config_reloads_total", result="refused"): "0x50 1x10"}
     ),
     "a condition": Symptom({"WarmrouteConditionNotOk"}, {of("warmroute_condition", condition="hash_seed"): "1x59 0"}),
     "requests fail": Symptom(
@@ -193,7 +232,8 @@ def test_each_symptom_fires_its_alerts_and_no_other(tmp_path: Path) -> None:
             "input_series": [{"series": series, "values": values} for series, values in symptom.series.items()],
             "promql_expr_test": [
                 {
-                    "expr": 'group by (alertname) (ALERTS{alertstate="firing"})',
+                    # Each once: two series of one alert and instance are two notifications of one fault.
+                    "expr": 'max by (alertname) (count by (alertname, proxy, instance) (ALERTS{alertstate="firing"}))',
                     "eval_time": symptom.at,
                     "exp_samples": [
                         {"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(symptom.alerts)

@@ -161,6 +161,8 @@ class StubEngine:
         is_decode_leg = bool((body.get("kv_transfer_params") or {}).get("do_remote_prefill"))
         if self.mode == "error" or (self.mode == "p_error" and is_prefill_leg):
             return web.json_response({"error": {"message": "boom"}}, status=500)
+        if self.mode == "page":
+            return web.Response(text="<html>sign in</html>", content_type="text/html")
         if self.mode == "refuse_input":
             return web.json_response({"error": {"message": "too long", "type": "BadRequestError"}}, status=400)
         if (

@@ -165,6 +165,14 @@ def test_conditions_are_those_of_the_readiness_endpoint(proxy: LiveProxy, open_p
         expect(page.locator("#meters tbody tr")).to_have_count(4)
 
 
+def test_the_line_of_held_requests_counts_those_that_are_not_listed(proxy: LiveProxy, open_page: OpenPage) -> None:
+    held = {"request_id": "r", "session_id": "s", "held_s": 3.0, "sentence": "no instance has room"}
+    page = open_page("#/control")
+    stats = {"holding": {"held": 115, "longest_held_s": 68.1, "line": [held] * 20}}
+    page.route("**/stats", lambda route: route.fulfill(json=stats))
+    expect(page.locator("#held-others")).to_contain_text("95 more behind them, 115 in all")
+
+
 def test_shadow_policies_are_chosen_by_click_and_compared_live(
     proxy: LiveProxy, open_page: OpenPage, screenshot: Screenshot
 ) -> None:
@@ -226,3 +234,40 @@ def test_the_api_page_lists_every_endpoint(proxy: LiveProxy, open_page: OpenPage
     expect(page.locator("details.endpoint")).to_have_count(sum(len(methods) for methods in paths.values()))
     page.locator('[data-path="/policy"]').last.locator("summary").click()
     expect(page.locator('[data-path="/policy"]').last).to_contain_text("routing policy to apply")
+
+
+def test_the_end_of_a_long_name_is_visible_among_many_instances(proxy: LiveProxy, open_page: OpenPage) -> None:
+    names = [f"cluster-eu-west-1a-h100-node-replica-of-vllm-engine-{number:03}" for number in range(64)]
+    row = {**proxy.get("/instances/engine-0"), "healthy": False}
+    figures = {"finished": 0, "in_flight": 0, "held": 0, "queued": 0, "sessions": 0, "admission": "never_hold"}
+    state = {
+        "instances": [{**row, "name": name} for name in names],
+        "proxy": figures,
+        "minute": {"finished": 0, "failed": 0, "seconds": 60},
+        "conditions": [],
+    }
+    page = open_page("#/control")
+    page.evaluate(
+        """async (state) => {
+            const { default: fleetPage } = await import(
+                new URL("pages/fleet.js", document.querySelector("script").src).href
+            );
+            const made = fleetPage();
+            document.querySelector("main").replaceChildren(made.element);
+            made.update({ points: [], state });
+        }""",
+        state,
+    )
+    expect(page.locator(".card .name").last).to_have_text(names[-1])
+    # The right edge of each name's last character, against that of the part of the card that is left for the name.
+    cut = page.locator(".card .name").evaluate_all(
+        """(shown) => shown.filter((name) => {
+            const text = name.lastChild.lastChild ?? name.lastChild;
+            const range = document.createRange();
+            range.setStart(text, text.length - 3);
+            range.setEnd(text, text.length);
+            const room = name.parentElement.querySelector(".end").getBoundingClientRect().left;
+            return range.getBoundingClientRect().right > room + 1;
+        }).length"""
+    )
+    assert cut == 0

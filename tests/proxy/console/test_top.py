@@ -9,8 +9,9 @@ import os
 import pty
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import httpx
 import msgspec
 import pytest
 from rich.console import Console
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from proxy.breakdown import Breakdown
 from proxy.console.figures import RecentRows, TopAnswers, TopPage, figures_of
 from proxy.console.frames import frame
+from proxy.console.top import poll
 from proxy.settings import load_settings
 from tests.integration.fleet import free_port
 from tests.proxy.conftest import StartProxy, serving
@@ -127,15 +129,79 @@ def test_mistakes_of_clients_are_no_failures() -> None:
     assert figures_of(answers([]), recent, NOW_S).recent.failed == 2
 
 
-def test_a_poll_that_is_behind_continues_with_the_newest_rows_and_a_restart_begins_again() -> None:
+def test_a_poll_that_is_behind_begins_again_with_the_newest_rows_and_so_does_a_restart() -> None:
     recent = RecentRows()
     recent.add(page([row(1)], 1), 200)
     recent.add(page([row(2), row(3)], 3), limit=2)
-    assert recent.cursor is None
-    recent.add(page([row(3), row(9)], 9), limit=2)
-    assert (recent.cursor, [each.row for each in recent.last(10)]) == (9, [9, 3, 2, 1])
+    assert recent.behind
+    recent.skip()
+    recent.add(page([row(8), row(9)], 9), limit=2)
+    assert (recent.cursor, recent.behind, [each.row for each in recent.last(10)]) == (9, False, [9, 8])
     recent.add(page([row(1)], 1, started=2.0), 200)
     assert (recent.cursor, [each.row for each in recent.last(10)]) == (1, [1])
+
+
+class ManyRows:
+    """Answers of a proxy whose requests end one after the other, ``per_s`` each second."""
+
+    def __init__(self, per_s: float, count: int) -> None:
+        self.per_s = per_s
+        self.numbers = range(1, count + 1)
+        self.failed = frozenset({count - 250})
+        self.pages = 0
+
+    def get(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"/instances": {"instances": [instance("e0")]}, "/stats": {}}.get(path, {})
+
+    def read(
+        self, _path: str, _kind: type[TopPage], limit: int, before: int | None = None, after: int | None = None
+    ) -> TopPage:
+        self.pages += 1
+        newest = self.numbers[-1]
+        if after is not None:
+            numbers = self.numbers[after : after + limit]
+        else:
+            end = newest if before is None else before - 1
+            numbers = self.numbers[max(0, end - limit) : end]
+        rows = [
+            row(
+                number,
+                ago_s=0.2 - number / self.per_s,
+                outcome="upstream_error" if number in self.failed else "ok",
+            )
+            for number in numbers
+        ]
+        answer = {
+            "rows": rows,
+            "next": {
+                "before": numbers[0] if numbers and numbers[0] > 1 else None,
+                "after": numbers[-1] if numbers else newest,
+            },
+            "proxy_started_unix_s": NOW_S - 3600,
+            "unix_s": NOW_S + newest / self.per_s,
+        }
+        return msgspec.json.decode(msgspec.json.encode(answer), type=TopPage)
+
+
+@pytest.mark.parametrize(
+    ("per_s", "span_s"), [(10.0, 60.0), (500.0, 4.0)], ids=["the whole window", "as much as is read"]
+)
+def test_the_first_frame_has_the_figures_of_the_seconds_that_it_names(per_s: float, span_s: float) -> None:
+    figures = poll(cast(Any, ManyRows(per_s, 10_000)), RecentRows())
+    assert figures.recent.per_s == pytest.approx(per_s, rel=0.02)
+    assert figures.recent.failed == 1
+    assert figures.span_s == pytest.approx(span_s, rel=0.02)
+    assert f"(last {span_s:.0f} s)" in drawn(frame(figures, "u", None, None))
+
+
+@pytest.mark.parametrize("more", [900, 9_000], ids=["behind by pages", "behind by more than it reads"])
+def test_rates_are_right_after_a_pause_in_which_many_requests_ended(more: int) -> None:
+    api, recent = ManyRows(50.0, 3_000), RecentRows()
+    poll(cast(Any, api), recent)
+    api.numbers = range(1, 3_000 + more + 1)
+    api.pages = 0
+    assert poll(cast(Any, api), recent).recent.per_s == pytest.approx(50.0, rel=0.02)
+    assert api.pages <= 20
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80])
@@ -239,6 +305,30 @@ async def test_requests_that_wait_are_not_in_flight(
     assert data_of(feed_of(proxy).compute(NOW_S))["proxy"]["in_flight"] == 1
     engine.open.set()
     assert {(await task).status_code for task in tasks} == {200}
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "remedy"),
+    [
+        (
+            "https://proxy:9090",
+            httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate"),
+            "--ca-file",
+        ),
+        ("http://proxy:9090", httpx.RemoteProtocolError("Server disconnected"), "https://"),
+        ("https://proxy:9090", httpx.ConnectError("refused"), "is the proxy running?"),
+    ],
+    ids=["unknown authority", "HTTP to a port with TLS", "nobody"],
+)
+def test_a_connection_that_fails_has_its_own_remedy(
+    monkeypatch: pytest.MonkeyPatch, url: str, error: Exception, remedy: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(httpx.Client, "get", fail)
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(build(), ["top", "--once", "--url", url])
+    assert (result.exit_code, remedy in result.output) == (2, True), result.output
 
 
 class Terminal:

@@ -99,7 +99,15 @@ async def test_engine_4xx_passes_unchanged_is_never_retried_and_never_counts_aga
 
 @pytest.mark.parametrize(
     ("mode", "stream"),
-    [("error", False), ("error", True), ("reset", False), ("reset", True), ("empty_stream", True)],
+    [
+        ("error", False),
+        ("error", True),
+        ("reset", False),
+        ("reset", True),
+        ("empty_stream", True),
+        ("page", False),
+        ("page", True),
+    ],
 )
 async def test_failure_before_the_first_byte_is_retried_elsewhere(
     start_proxy: StartProxy, mode: str, stream: bool

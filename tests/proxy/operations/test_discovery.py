@@ -103,7 +103,7 @@ async def test_a_bad_or_missing_file_keeps_the_last_good_set_and_is_reported(sta
     await running.until(lambda: status.failures_in_a_row >= 2)
     found = await condition(running)
     assert not found["ok"]
-    assert "readings failed; 1 instances of the source file are kept" in found["detail"]
+    assert "failed; 1 instances of the source file are kept" in found["detail"]
     stats = (await running.client.get("/stats")).json()["discovery"]
     assert "neither JSON nor YAML" in stats["last_error"]
     metrics = (await running.client.get("/metrics")).text

@@ -175,6 +175,15 @@ async def test_a_fleet_where_all_drain_says_so_and_the_last_instance_may_leave(s
     assert await asked_of(running) == {"inst-0": 6}
 
 
+async def test_the_condition_names_draining_as_the_reason_and_the_way_back(start: Start) -> None:
+    running = await start(2)
+    await running.client.post("/instances/inst-1/drain")
+    shown = (await running.client.get("/ready", params={"verbose": "1"})).json()["conditions"]
+    [found] = [each for each in shown if each["name"] == "instances"]
+    assert found["detail"] == "1 of 2 instances can be sent requests, 1 draining"
+    assert found["remedy"] == "POST /instances/inst-1/undrain ends it"
+
+
 async def test_a_removal_waits_for_running_streams(start: Start) -> None:
     running, released = await start(2), asyncio.Event()
     for each in running.engines:

@@ -43,8 +43,9 @@ async def probed_to_trial(proxy: Running) -> None:
 
 
 async def test_an_engine_that_hangs_while_its_health_endpoint_answers_stays_out_until_a_request_gets_through(
-    start_proxy: StartProxy,
+    start_proxy: StartProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="warmroute.health")
     hung = StubEngine(mode="hang")
     proxy = await start_proxy(
         engines=[hung, StubEngine()],
@@ -80,6 +81,15 @@ async def test_an_engine_that_hangs_while_its_health_endpoint_answers_stays_out_
     assert proxy.core.instances.healthy() == {"inst-0", "inst-1"}
     row = await shown(proxy)
     assert (row["breaker"]["why"], row["breaker"]["until_unix_s"], row["breaker"]["trial_requests"]) == (None, None, 0)
+    log = [record.getMessage() for record in caplog.records if record.getMessage().startswith("inst-0")]
+    assert [line.split(":")[0].removeprefix("inst-0 ") for line in log] == [
+        "is up",
+        "is down",
+        "answers its probes and is on trial",
+        "is down",
+        "answers its probes and is on trial",
+        "passed its trial request and is up",
+    ]
     assert ledger_is_zero(await proxy.settled())
 
 

@@ -87,6 +87,26 @@ async def test_requests_in_flight_are_counted_by_class(start_proxy: StartProxy) 
     assert instance["in_flight"] == {}
 
 
+async def test_requests_that_no_instance_got_are_among_the_failures_of_the_minute(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(1)
+    for outcome in (RequestOutcome.NO_INSTANCE, RequestOutcome.QUEUE_FULL, RequestOutcome.REJECTED, RequestOutcome.OK):
+        finish(proxy.core.breakdown, outcome.value, outcome)
+    message = data_of(feed_of(proxy).compute(1e9 + 1))
+    assert message["minute"] == {"finished": 4, "failed": 2, "seconds": 60}
+
+
+async def test_the_minute_names_the_seconds_that_the_first_viewers_rows_cover(
+    start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "_READ_AT_START", 3)
+    proxy = await start_proxy(1)
+    feed = feed_of(proxy)
+    for number in range(8):
+        finish(proxy.core.breakdown, f"r{number}")
+    assert data_of(feed.compute(1e9 + 20))["minute"] == {"finished": 3, "failed": 0, "seconds": 20}
+    assert data_of(feed.compute(1e9 + 70))["minute"]["seconds"] == 60
+
+
 async def test_viewers_share_one_computation(start_proxy: StartProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "PERIOD_S", 60.0)
     proxy = await start_proxy(1)
@@ -129,8 +149,8 @@ async def test_a_burst_is_sampled_and_what_nobody_saw_is_not_kept(start_proxy: S
     assert data_of(feed.compute(1e9 + 2))["decisions"] == []
 
 
-def finish(breakdown: Breakdown, request_id: str) -> None:
-    row = breakdown.open_row(Row(request_id, "/v1/completions", 1e9, prompt_tokens=3, outcome=RequestOutcome.OK))
+def finish(breakdown: Breakdown, request_id: str, outcome: RequestOutcome = RequestOutcome.OK) -> None:
+    row = breakdown.open_row(Row(request_id, "/v1/completions", 1e9, prompt_tokens=3, outcome=outcome))
     breakdown.close_row(row)
 
 

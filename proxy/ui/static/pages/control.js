@@ -92,7 +92,12 @@ export default function controlPage({ toast, changeKey }) {
     try {
       const { holding } = await api.get("/stats");
       const rows = holding.line.map((each) => [each.request_id, each.session_id ?? "–", seconds(each.held_s), each.sentence]);
-      put(line, rows.length ? table(["Request", "Session", "Held", "Reason"], rows, ["Held"]) : h("div", { class: "empty" }, "No request is held."));
+      const others = holding.held - rows.length;
+      put(
+        line,
+        rows.length ? table(["Request", "Session", "Held", "Reason"], rows, ["Held"]) : h("div", { class: "empty" }, "No request is held."),
+        others > 0 ? h("p", { class: "faint", id: "held-others" }, `and ${count(others)} more behind them, ${count(holding.held)} in all; the longest is held for ${seconds(holding.longest_held_s)}`) : null,
+      );
     } catch (error) {
       put(line, problem(error, changeKey));
     }

@@ -6,10 +6,13 @@ import { count, link, ms, rate, seconds, share, words } from "../format.js";
 import { CLASSES, conditionOf, figure, meter } from "../parts.js";
 
 const DENSE_FROM = 25;
+const NAME_END = 7;
 
 function makeCard(name) {
+  // Names of one fleet differ at the end, so a long one loses its middle.
+  const kept = name.length > 2 * NAME_END ? name.length - NAME_END : name.length;
   const parts = {
-    name: h("span", { class: "name", title: name }), state: h("span", { class: "pill" }), role: h("span", { class: "tag" }),
+    name: h("span", { class: "name", title: name }, h("span", { class: "cut" }, name.slice(0, kept)), h("span", null, name.slice(kept))), state: h("span", { class: "pill" }), role: h("span", { class: "tag" }),
     load: h("span"), bar: h("span", { class: "meter" }), kv: h("span", { class: "soft end" }), kvBar: h("span", { class: "meter" }),
     hit: h("span", { class: "soft" }), first: h("span", { class: "soft end" }), sessions: h("span", { class: "soft" }), queue: h("span", { class: "soft end" }),
     error: h("div", { class: "error" }),
@@ -31,7 +34,6 @@ function makeCard(name) {
 function updateCard({ element, parts }, row, busiest) {
   const [kind, word] = conditionOf(row);
   element.className = `card ${kind === "good" ? "" : kind}`;
-  say(parts.name, row.name);
   parts.state.className = `pill ${kind}`;
   say(parts.state, word);
   say(parts.role, words(row.role));
@@ -78,15 +80,15 @@ export default function fleetPage() {
     const { instances, proxy, conditions: known } = feed.state;
     const last = feed.points.slice(-10);
     const point = feed.points[feed.points.length - 1];
-    const minute = instances.reduce((sum, row) => sum + (row.recent?.failed ?? 0), 0);
-    const finished = instances.reduce((sum, row) => sum + (row.recent?.finished ?? 0), 0);
+    const { minute } = feed.state;
     figures.rate.set(last.length ? rate(last.reduce((sum, each) => sum + each.requests, 0) / last.length) : "–", "/s", `${count(proxy.finished)} finished`);
     figures.flight.set(count(proxy.in_flight), "", `${count(proxy.sessions)} sessions`);
-    figures.held.set(count(proxy.held), "", words(proxy.admission));
+    figures.held.set(count(proxy.held), "", proxy.queued ? `${count(proxy.queued)} queued` : words(proxy.admission));
     figures.hit.set(share(point?.hit_rate), "", "of prompt tokens, 10 s");
     const [value, unit = ""] = ms(point?.first_byte_p50_ms).split(" ");
     figures.first.set(value, unit, `95 %: ${ms(point?.first_byte_p95_ms)}`);
-    figures.failed.set(count(minute), "", `of ${count(finished)}`);
+    // Before a minute has been watched, the figure says how many seconds it covers.
+    figures.failed.set(count(minute.failed), "", `of ${count(minute.finished)}${minute.seconds < 60 ? ` in ${minute.seconds} s` : ""}`);
     for (const chart of [latency, hits, total, waiting]) chart.update(feed.points);
 
     const broken = known.filter((each) => !each.ok);
