@@ -19,15 +19,7 @@ from proxy.exchange.attempts import Attempts
 from proxy.exchange.bound import Bound
 from proxy.exchange.offloading import hand_over
 from proxy.exchange.outcomes import note_reported
-from proxy.exchange.reading import (
-    EventFilter,
-    check_first,
-    echoed,
-    event_filter,
-    further_sequences,
-    refuse_page,
-    usage_of,
-)
+from proxy.exchange.reading import EventFilter, check_first, echoed, event_filter, further_sequences, usage_of
 from proxy.exchange.relay import stream_relay
 from proxy.exchange.while_connected import while_connected
 from proxy.fleet.instances import Instance
@@ -232,9 +224,7 @@ class Exchange:
                 answer.status == 401 and core.forwarding.replaces_authorization(decode.settings)
             ):
                 raise UpstreamError(f"answered {answer.status}: {first[:200].decode('utf-8', 'replace')}")
-            if streamed:
-                check_first(answer, first)
-            refuse_page(answer, first)
+            check_first(answer, first, streamed=streamed)
             opened = True
         except TimeoutError as error:
             self._attempts.guard.suspect(decode)

@@ -40,27 +40,19 @@ def echoed(endpoint: Endpoint, request_id: str, answer: Answer, first: bytes) ->
     return f"cmpl-{request_id}".encode("latin-1") in first[:_ID_BYTES]
 
 
-def check_first(answer: Answer, piece: bytes) -> None:
-    """Check the first piece of a stream, of which nothing has been sent to the client, so that it may be retried.
+def check_first(answer: Answer, first: bytes, *, streamed: bool) -> None:
+    """Check the first piece of an answer, of which nothing has been sent to the client, so that it may be retried.
 
     Raises:
-        UpstreamError: there is none, or an engine's failure is in it: vLLM reports one so, with status 200.
+        UpstreamError: a stream has none, or an engine's failure is in it: vLLM reports one so, with status 200; or a
+            200 has a text that no generation endpoint gives, such as the page of a gateway before the engine.
     """
-    if not piece:
-        raise UpstreamError("closed its stream before the first byte")
-    error = None if answer.headers.encoded else reported_error(piece)
-    if error is not None and not error.refusal:
-        raise UpstreamError(f"reported an error: {error.message}")
-
-
-def refuse_page(answer: Answer, first: bytes) -> None:
-    """Refuse a 200 with a text that no generation endpoint gives, such as the page of a gateway before the engine.
-
-    Engines answer in JSON or server-sent events.
-
-    Raises:
-        UpstreamError: it is another text; ``first`` is its beginning.
-    """
+    if streamed:
+        if not first:
+            raise UpstreamError("closed its stream before the first byte")
+        error = None if answer.headers.encoded else reported_error(first)
+        if error is not None and not error.refusal:
+            raise UpstreamError(f"reported an error: {error.message}")
     kind = answer.headers.content_type
     if answer.status == 200 and kind[:5].lower() == "text/" and not kind.lower().startswith("text/event-stream"):
         raise UpstreamError(
