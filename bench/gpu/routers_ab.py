@@ -157,10 +157,17 @@ def run(
 def table(
     folder: Annotated[Path, typer.Argument(help="Folder of records.")],
     base: Annotated[str, typer.Option(help="The arm that others are compared with.")] = "warm",
+    skip_first_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Leave out what was planned in the first seconds, such as warming. Default: a tenth of the tokens.",
+        ),
+    ] = None,
 ) -> None:
     """Print the comparison as Markdown: what was measured, and differences with paired 95 % intervals."""
     try:
-        for line in lines_of(list(read_records(folder).values()), base):
+        for line in lines_of(list(read_records(folder).values()), base, skip_first_s):
             typer.echo(line)
     except RouterRecordError as error:
         _stop(error)

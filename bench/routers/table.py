@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from bench.routers.arms import ALL_ARMS
@@ -14,6 +15,7 @@ from replayer.compare.arms import ArmRun, ArmRuns
 from replayer.compare.comparison import Comparison
 from replayer.compare.runs import CompareOptions, ComparisonError, compare_arms
 from replayer.compare.statistics.tests import Effect, Verdict
+from replayer.compare.window import planned_times
 from replayer.records.runs import RequestRecord
 
 METRICS = ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90", "E2E p50", "E2E p90", "session time mean")
@@ -22,8 +24,14 @@ RESAMPLES = 4000
 _MARKS = {Verdict.BETTER: " **better**", Verdict.WORSE: " **worse**"}
 
 
-def lines_of(records: Sequence[RouterRecord], base: str) -> Iterator[str]:
+def lines_of(records: Sequence[RouterRecord], base: str, skip_first_s: float | None = None) -> Iterator[str]:
     """Markdown: for each kind of prompt and load what was measured, and differences from the base with intervals.
+
+    Args:
+        records: those of all runs.
+        base: the arm that others are compared with.
+        skip_first_s: only requests planned this many engine seconds after the first one or later count; None: all are
+            shown, and compared without the cold start.
 
     Raises:
         RouterRecordError: there is no record of ``base`` at any load.
@@ -33,7 +41,7 @@ def lines_of(records: Sequence[RouterRecord], base: str) -> Iterator[str]:
         raise RouterRecordError(f"no record of {base}; found: {', '.join(labels) or 'none'}")
     for mode, load in sorted({(record.conditions.prompt_mode, record.load) for record in records}):
         chosen = [each for each in records if each.conditions.prompt_mode == mode and each.load == load]
-        yield from _section(mode, load, chosen, base)
+        yield from _section(mode, load, chosen, base, skip_first_s)
         yield ""
 
 
@@ -48,8 +56,11 @@ def by_arm(records: Sequence[RouterRecord], base: str) -> dict[str, list[RouterR
     return {label: [record for record in ordered if record.label == label] for label in labels}
 
 
-def _section(mode: str, load: float, records: Sequence[RouterRecord], base: str) -> Iterator[str]:
+def _section(
+    mode: str, load: float, records: Sequence[RouterRecord], base: str, skip_first_s: float | None
+) -> Iterator[str]:
     arms = by_arm(records, base)
+    counted = arms if skip_first_s is None else _later(arms, skip_first_s)
     first = records[0]
     offered = first.header.offered
     hardware = sorted({record.hardware for record in records if record.hardware})
@@ -61,7 +72,7 @@ def _section(mode: str, load: float, records: Sequence[RouterRecord], base: str)
         f"{first.conditions.engines} engines ({', '.join(versions) or 'version unknown'}; "
         f"{', '.join(hardware) or 'hardware not stated'}), "
         f"pools of {' or '.join(f'{tokens:,}' for tokens in pools)} tokens. Times from when a request was due, all "
-        "runs together; means of single runs in parentheses."
+        f"runs together; means of single runs in parentheses{_of_later(skip_first_s)}."
     )
     yield ""
     yield (
@@ -70,23 +81,46 @@ def _section(mode: str, load: float, records: Sequence[RouterRecord], base: str)
     )
     yield "| --- | ---: | ---: | --- | --- | --- | --- | --- | --- | ---: | ---: | ---: |"
     for label, runs in arms.items():
-        yield _measured(label, runs)
+        yield _measured(label, runs, counted[label])
     yield ""
-    yield from _compared(arms, base)
+    yield from _compared(arms, base, skip_first_s)
     yield from _notes(arms)
-    yield from hand_off_lines(arms, base)
+    yield from hand_off_lines(counted, base)
 
 
-def _measured(label: str, runs: Sequence[RouterRecord]) -> str:
-    per_run = [[request.record() for request in run.requests] for run in runs]
+def _of_later(skip_first_s: float | None) -> str:
+    if skip_first_s is None:
+        return ""
+    return (
+        f". Only requests planned after the first {skip_first_s:g} s are shown and compared; hit rates by counters and "
+        "CPU are of all"
+    )
+
+
+def _later(arms: Mapping[str, Sequence[RouterRecord]], skip_first_s: float) -> dict[str, list[RouterRecord]]:
+    """The same runs without what was planned in the first seconds."""
+    kept: dict[str, list[RouterRecord]] = {}
+    for label, runs in arms.items():
+        kept[label] = []
+        for run in runs:
+            times_s = np.array([each.record().trace_timestamp_s for each in run.requests])
+            later = planned_times(times_s, run.header.time_scale) >= skip_first_s
+            requests = [each for each, counts in zip(run.requests, later, strict=True) if counts]
+            planned = run.planned - len(run.requests) + len(requests)
+            kept[label].append(msgspec.structs.replace(run, requests=requests, planned=planned))
+    return kept
+
+
+def _measured(label: str, runs: Sequence[RouterRecord], counted: Sequence[RouterRecord]) -> str:
+    per_run = [[request.record() for request in run.requests] for run in counted]
     good = [[each for each in records if each.ok] for records in per_run]
     every = [each for records in good for each in records]
-    sent = sum(len(records) for records in per_run)
+    sent = sum(len(run.requests) for run in runs)
     cached, prompt = (sum(getattr(each, name) or 0 for each in every) for name in ("cached_tokens", "prompt_tokens"))
     cpu_s = sum(run.router_cpu_s for run in runs)
     handed = sum(each.prefill_instance is not None for each in every)
     return (
-        f"| `{label}` | {len(runs)} | {len(every)}/{sum(run.planned for run in runs)} "
+        f"| `{label}` | {len(runs)} | {len(every)}/{sum(run.planned for run in counted)} "
         f"| {_quantiles(_values(every, 'ttft_scheduled_s'), 3)} | {_means(good, 'ttft_scheduled_s')} "
         f"| {_quantiles(1e3 * _values(every, 'tpot_s'), 1)} | {_quantiles(_values(every, 'e2e_scheduled_s'), 2)} "
         f"| {_means(good, 'e2e_scheduled_s')} | {_listed([totals_of(run.counters).hit_rate for run in runs], 3)} "
@@ -94,7 +128,7 @@ def _measured(label: str, runs: Sequence[RouterRecord]) -> str:
     )
 
 
-def _compared(arms: Mapping[str, Sequence[RouterRecord]], base: str) -> Iterator[str]:
+def _compared(arms: Mapping[str, Sequence[RouterRecord]], base: str, skip_first_s: float | None) -> Iterator[str]:
     if base not in arms or len(arms) < 2:
         yield f"Nothing to compare with `{base}` at this load."
         return
@@ -103,7 +137,9 @@ def _compared(arms: Mapping[str, Sequence[RouterRecord]], base: str) -> Iterator
     ]
     cut = any(run.cut for runs in arms.values() for run in runs)
     # Times count from when a request was due, as a router's queue counts; the window is that of `warmroute compare`.
-    options = CompareOptions(resamples=RESAMPLES, skip_first_s=None, skip_last_s=None, clock="scheduled", force=cut)
+    options = CompareOptions(
+        resamples=RESAMPLES, skip_first_s=skip_first_s, skip_last_s=None, clock="scheduled", force=cut
+    )
     try:
         comparisons = compare_arms(sides, options)
     except ComparisonError as error:

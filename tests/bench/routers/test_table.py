@@ -16,7 +16,11 @@ def test_arms_come_in_the_order_of_the_comparison_the_base_first() -> None:
 
 
 def test_the_table_has_every_arm_and_its_difference_from_the_base() -> None:
-    records = [routed(label, repeat, s) for repeat in range(2) for label, s in (("warm", 1.0), ("round_robin", 2.0))]
+    records = [
+        routed(label, repeat, seconds * (1 + 0.01 * repeat))
+        for repeat in range(2)
+        for label, seconds in (("warm", 1.0), ("round_robin", 2.0))
+    ]
     lines = list(lines_of(records, "warm"))
     [row] = [line for line in lines if line.startswith("| `round_robin` | 2 |")]
     assert "| 192/192 |" in row
@@ -26,6 +30,20 @@ def test_the_table_has_every_arm_and_its_difference_from_the_base() -> None:
     assert "+100 % [" in difference
     assert "**worse**" in difference
     assert any("`warm`: warm 1.0." in line for line in lines)
+
+
+def test_what_was_planned_in_the_first_seconds_can_be_left_out_of_figures_and_differences() -> None:
+    records = [routed("warm", 0, 1.0), routed("round_robin", 0, 2.0)]
+    times_s = [each.record().trace_timestamp_s for each in records[0].requests]
+    later = sum(each - min(times_s) >= 30 for each in times_s)
+    for record in records:  # failures among those left out are not counted
+        record.requests[0] = msgspec.structs.replace(record.requests[0], error="http 500: early")
+    lines = list(lines_of(records, "warm", skip_first_s=30.0))
+    [row] = [line for line in lines if line.startswith("| `warm` | 1 |")]
+    assert f"| {later}/{later} |" in row
+    assert "| 10.0 | 0 |" in row  # CPU of all requests
+    assert any("after the first 30 s" in line for line in lines)
+    assert any(f"Left out of every arm by the plan: {96 - later} requests" in line for line in lines)
 
 
 def test_kinds_of_prompts_and_loads_are_never_mixed() -> None:
