@@ -31,14 +31,16 @@ _DEFAULT_TYPE = "application/json"
 class AnswerHeaders:
     """Headers of one answer as they arrive."""
 
-    __slots__ = ("_hop", "content_type", "encoded", "passed")
+    __slots__ = ("_hop", "_typed", "content_type", "encoded", "passed")
 
     content_type: str
+    """The first of them: what comes before the engine may add another."""
     passed: list[tuple[bytes, bytes]]
     """Headers for the client, besides the content type: names in lower case."""
     encoded: bool
     """True if the body is compressed, although the proxy requested ``identity``."""
     _hop: frozenset[bytes]
+    _typed: bool
 
     def __init__(self) -> None:
         self.clear()
@@ -46,6 +48,7 @@ class AnswerHeaders:
     def clear(self) -> None:
         """Drop all headers: those of an interim answer (1xx) are not the answer's."""
         self.content_type = _DEFAULT_TYPE
+        self._typed = False
         self.passed = []
         self.encoded = False
         self._hop = frozenset()
@@ -53,8 +56,9 @@ class AnswerHeaders:
     def add(self, name: bytes, value: bytes) -> None:
         """Accept one header; ``name`` in lower case."""
         if name == b"content-type":
-            if _VALUE.fullmatch(value):
+            if not self._typed and _VALUE.fullmatch(value):
                 self.content_type = value.decode("latin-1")
+                self._typed = True
         elif name == b"connection":
             self._hop |= {each.strip() for each in value.lower().split(b",")}
         elif (

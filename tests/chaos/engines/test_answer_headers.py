@@ -201,3 +201,14 @@ async def test_legs_of_a_hand_off_may_be_compressed(start_chaos: StartChaos, str
     assert answer.content == (b"".join(EVENTS) if stream else good_body())
     assert (await proxy.rows())[0]["offload_reason"] == "chosen"
     await proxy.nothing_left()
+
+
+def test_the_first_content_type_is_the_engines() -> None:
+    headers = AnswerHeaders()
+    for value in (b"text/event-stream", b"text/plain"):
+        headers.add(b"content-type", value)
+    assert headers.content_type == "text/event-stream"
+    headers.clear()
+    headers.add(b"content-type", b"bad\0")
+    headers.add(b"content-type", b"text/x")
+    assert headers.content_type == "text/x"
