@@ -136,6 +136,40 @@ SYMPTOMS = {
             of("warmroute_instance_healthy", instance="e1"): "0x60",
         },
     ),
+    "a drained engine is stopped": Symptom(
+        set(),
+        {
+            **HEALTHY,
+            of("warmroute_condition", condition="instances"): "1x50 0x10",
+            of("warmroute_instance_draining", instance="e0"): "0x60",
+            of("warmroute_instance_draining", instance="e1"): "0x50 1x10",
+            of("warmroute_instance_healthy", instance="e1"): "1x55 0x5",
+        },
+    ),
+    "an engine is killed while another one is drained": Symptom(
+        {"WarmrouteInstanceDown"},
+        {
+            **HEALTHY,
+            of("warmroute_condition", condition="instances"): "1x50 0x10",
+            of("warmroute_instance_draining", instance="e0"): "0x60",
+            of("warmroute_instance_draining", instance="e1"): "0x50 1x10",
+            of("warmroute_instance_healthy", instance="e0"): "1x59 0",
+            of("warmroute_instance_healthy", instance="e2"): "1x60",
+        },
+    ),
+    "every engine is drained": Symptom(
+        {"WarmrouteNoInstance"},
+        {**FLEET, of("warmroute_instance_draining", instance="e0"): "0x50 1x10"},
+    ),
+    "an instance is down": Symptom(
+        {"WarmrouteInstanceDown", "WarmrouteConditionNotOk"},
+        {
+            **HEALTHY,
+            of("warmroute_condition", condition="instances"): "1x50 0x10",
+            of("warmroute_instance_healthy", instance="e1"): "1x50 0x10",
+            of("warmroute_instance_draining", instance="e1"): "0x60",
+        },
+    ),
     "a breaker is open": Symptom(
         {"WarmrouteBreakerOpen"},
         {**FLEET, of("warmroute_instance_breaker", instance="e0", state="open"): "0x59 1"},
@@ -150,6 +184,15 @@ SYMPTOMS = {
             **FLEET,
             of("warmroute_instance_breaker", job="warmroute", instance="e0", state="open"): "0x59 1",
             of("warmroute_instance_breaker_openings_total", job="warmroute", instance="e0"): "0x40 0+1x20",
+        },
+    ),
+    "an engine whose breaker is open is drained": Symptom(
+        set(),
+        {
+            **FLEET,
+            of("warmroute_instance_healthy", instance="e1"): "1x50 0x10",
+            of("warmroute_instance_breaker", instance="e1", state="open"): "0x50 1x10",
+            of("warmroute_instance_draining", instance="e1"): "0x55 1x5",
         },
     ),
     "an engine whose breaker opened again and again is removed": Symptom(
@@ -185,6 +228,14 @@ SYMPTOMS = {
         set(), {**first_tokens("e0", 0.4), **first_tokens("e1", 15, per_interval=0.25)}
     ),
     "a slow engine is alone": Symptom(set(), first_tokens("e0", 15)),
+    "a slow engine is drained": Symptom(
+        set(),
+        {
+            **first_tokens("e0", 0.4),
+            **first_tokens("e1", 15),
+            of("warmroute_instance_draining", instance="e1"): "0x55 1x5",
+        },
+    ),
     "settings are refused": Symptom(
         {"WarmrouteReloadRefused"}, {of("warmroute_config_reloads_total", result="refused"): "0x50 1x10"}
     ),
