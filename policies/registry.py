@@ -216,7 +216,9 @@ def _make(found: Mapping[str, type | EntryPoint], kind: str, name: str, params: 
     try:
         made = factory(**params)
     except (TypeError, ValueError) as error:
-        raise PolicyParameterError(f"{kind} {name!r}: {error}") from error
+        # Built directly, as in a simulation, the error has to name the class itself.
+        reason = str(error).removeprefix(f"{name}: ")
+        raise PolicyParameterError(f"{kind} {name!r}: {reason}") from error
     except Exception as error:
         raise PolicyLoadError(f"{kind} {name!r} cannot be built: {type(error).__name__}: {error}") from error
     method = _METHODS[kind]

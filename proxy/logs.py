@@ -50,6 +50,11 @@ def redact(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate cannot be written
 
 
+def _utc(unix_s: float) -> str:
+    """Time in ISO 8601 with its offset, as in the access log: logs of several hosts are read side by side."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds")
+
+
 class _Formatter(logging.Formatter):
     worker: int | None = None
     """Number of this process among several workers, which its lines have."""
@@ -71,11 +76,11 @@ class _Formatter(logging.Formatter):
 
 
 class TextFormatter(_Formatter):
-    """``time level logger message [request id]``, followed by a traceback if there is one."""
+    """``time level logger message [request id]``, with the time as in JSON, followed by a traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         name = record.name if self.worker is None else f"{record.name} worker {self.worker}:"
-        line = f"{self.formatTime(record)} {record.levelname} {name} {self.message_of(record)}"
+        line = f"{_utc(record.created)} {record.levelname} {name} {self.message_of(record)}"
         serving = request_id.get()
         if serving is not None and serving not in line:
             line += f" [{serving}]"
@@ -92,7 +97,7 @@ class JsonFormatter(_Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": _utc(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": self.message_of(record),

@@ -110,14 +110,16 @@ def _policies(core: Core) -> Iterator[Condition]:
             f"{name} failed {failed.count} times, the last time within {minutes}; {instead}",
             f"the log has the first error and its calls, GET /stats the last one; switch to another with PUT {switch}",
         )
-    slow = router.watch.slow.get(router.policy.name)
-    if slow is None or not slow.recent(now_s):
-        yield Condition("decision_time", True, "no slow routing decision lately")
+    times = router.watch.times[router.policy.name]
+    slow, decided = times.lately(now_s)
+    counts = f"{slow} of {decided} routing decisions of {router.policy.name} were slow within {minutes}"
+    if not times.too_slow(now_s):
+        yield Condition("decision_time", True, counts if slow else "no slow routing decision lately")
     else:
         yield Condition(
             "decision_time",
             False,
-            f"routing decisions of {router.policy.name} that were slow: {slow.count}, the last one within {minutes}",
+            counts,
             "use a cheaper policy, or give the proxy more CPU; limits.slow_decision_s is the limit",
         )
 

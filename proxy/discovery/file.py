@@ -55,15 +55,15 @@ class FileInstances:
             with self._path.open("rb") as file:
                 content = file.read(MAX_BYTES + 1)
         except OSError as error:
-            raise DiscoveryError(f"{self._path} cannot be read: {error.strerror or error}") from error
+            raise DiscoveryError(f"cannot be read: {error.strerror or error}") from error
         if self._seen is not None and self._seen[0] == content:
             return self._seen
         if len(content) > MAX_BYTES:
-            raise DiscoveryError(f"{self._path} has more than {MAX_BYTES} bytes")
+            raise DiscoveryError(f"has more than {MAX_BYTES} bytes")
         try:
             return content, parsed(content.decode())
         except (ValueError, RecursionError) as error:
-            raise DiscoveryError(f"{self._path}: {error}") from error
+            raise DiscoveryError(str(error)) from error
 
 
 def parsed(text: str) -> Wanted:

@@ -10,7 +10,7 @@ from proxy.settings import InstanceSettings, TakenAddresses
 
 
 class DiscoveryError(Exception):
-    """A reading that failed; the message names the source and, where it is known, the remedy."""
+    """A reading that failed: the reason and, where known, the remedy; its readers put the source's `origin` first."""
 
 
 class Wanted(NamedTuple):

@@ -44,7 +44,7 @@ _RULES = {
         *("warmroute_breakdown_file_failing", "warmroute_discovery_instances", "warmroute_discovery_left_out"),
         *("warmroute_event_loop_late_seconds", "warmroute_exact_index_blocks", "warmroute_instance_breaker"),
         *("warmroute_instance_engine_running_requests", "warmroute_instance_engine_waiting_requests"),
-        *("warmroute_instance_index_blocks", "warmroute_instance_kv_usage_ratio"),
+        *("warmroute_instance_draining", "warmroute_instance_index_blocks", "warmroute_instance_kv_usage_ratio"),
         *("warmroute_instance_prediction_error_ratio", "warmroute_instance_recycle_wanted"),
         *("warmroute_instance_sessions", "warmroute_instance_transfer_error_ratio"),
         *("warmroute_kv_event_next_sequence", "warmroute_pool_tokens", "warmroute_recomputation_ratio"),

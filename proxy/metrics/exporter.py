@@ -24,6 +24,8 @@ log = logging.getLogger("warmroute.metrics")
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4, 10)
+# Factors of 1.4 around 1, so that the medians of two instances can be compared; few, because every instance has them.
+_INSTANCE_RATIOS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1, 1.4, 2, 2.8, 4, 5.6, 8, 16, 50)
 _DECIDE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 
 
@@ -39,6 +41,15 @@ class _First(Collector):
     def collect(self) -> Iterable[Metric]:
         self._settle()
         return ()
+
+
+def _prefilled_on(row: Row, leg: str) -> str | None:
+    """Instance whose prefill the leg timed; None: none, or not known any more."""
+    if row.resume is not None:  # the decision is that of the continuation
+        return None
+    if leg == "first_token":
+        return row.instance
+    return row.prefill_instance if leg == "prefill" else None
 
 
 class Metrics:
@@ -123,6 +134,13 @@ class Metrics:
             ["leg"],
             _RATIOS,
         )
+        self._first_token_ratio = Spread(
+            self.registry,
+            "warmroute_instance_first_token_actual_to_predicted_ratio",
+            "Actual over predicted time to the first token of streams and P legs, by the instance that prefilled",
+            ["instance"],
+            _INSTANCE_RATIOS,
+        )
         self._leg_error = Tally(
             self.registry,
             "warmroute_leg_prediction_error_seconds",
@@ -173,7 +191,11 @@ class Metrics:
         for leg, times in row.legs.items():
             self._leg_error.values[(leg,)] += abs(times["predicted_s"] - times["actual_s"])
             if times["predicted_s"] > 0:
-                self._leg_ratio.observe((leg,), times["actual_s"] / times["predicted_s"])
+                ratio = times["actual_s"] / times["predicted_s"]
+                self._leg_ratio.observe((leg,), ratio)
+                prefilled_on = _prefilled_on(row, leg)
+                if prefilled_on is not None:
+                    self._first_token_ratio.observe((prefilled_on,), ratio)
         stages = row.stages_ms
         if "decide" in stages:
             self._deciding.observe((), stages["decide"] / 1e3)

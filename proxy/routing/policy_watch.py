@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from policies.types import PolicyFailure, PolicyPart
+from proxy.fleet.sliding_count import SlidingCount
 from proxy.logs import LimitedLog
 
 log = logging.getLogger("warmroute.policy")
 
 RECENT_S = 300.0
-"""Seconds for which a failure or slow decision counts as current."""
+"""Seconds for which a failure counts as current, and over which slow decisions are counted."""
+MIN_SLOW = 5
+"""Fewest slow decisions within ``RECENT_S`` that are a finding: one may be a pause of the machine."""
+SLOW_SHARE = 0.01
+"""Share of all decisions within ``RECENT_S`` from which on the slow ones are a finding."""
 
 
 _INSTEAD = {PolicyPart.PLANNER: "the prefill was not offloaded", PolicyPart.ADMISSION: "it was sent at once"}
@@ -37,10 +43,31 @@ class Trouble:
         self.count, self.last_s, self.last = self.count + 1, now_s, what
 
 
+class DecisionTimes:
+    """Decisions of one policy within the last ``RECENT_S`` seconds, and the slow ones among them."""
+
+    __slots__ = ("decided", "slow")
+
+    def __init__(self) -> None:
+        self.decided = SlidingCount(RECENT_S)
+        self.slow = SlidingCount(RECENT_S)
+
+    def lately(self, now_s: float) -> tuple[int, int]:
+        """Slow decisions, and all."""
+        return self.slow.total(now_s), self.decided.total(now_s)
+
+    def too_slow(self, now_s: float) -> bool:
+        """True if the slow ones are at least ``MIN_SLOW`` and at least ``SLOW_SHARE`` of all."""
+        slow, decided = self.lately(now_s)
+        return slow >= MIN_SLOW and slow >= SLOW_SHARE * decided
+
+
 class PolicyWatch:
     """Counts of one router. Policies and planners are installed ones, so their names are a closed set."""
 
     def __init__(self) -> None:
+        self.times: defaultdict[str, DecisionTimes] = defaultdict(DecisionTimes)
+        """Recent decisions by the name of the policy."""
         self.failures: dict[tuple[PolicyPart, str], Trouble] = {}
         self.slow: dict[str, Trouble] = {}
         """Slow decisions by the name of the policy."""
@@ -59,8 +86,9 @@ class PolicyWatch:
             else:
                 self._failure_log.warning(name, message, part.value, name, instead, error)
 
-    def was_slow(self, policy: str, seconds: float) -> None:
-        """Count a slow decision."""
+    def was_slow(self, policy: str, seconds: float, now_s: float) -> None:
+        """Count a slow decision, which is in ``times[policy].decided`` too."""
+        self.times[policy].slow.add(now_s)
         self.slow.setdefault(policy, Trouble()).note(time.monotonic(), f"{seconds * 1e3:.0f} ms")
         self._slow_log.warning(
             policy,

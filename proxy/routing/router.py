@@ -177,9 +177,10 @@ class Router:
         routed = self.routing.route(request, decoders, producers, now_s, room_on)
         if routed.decision.failures:
             self.watch.failed(routed.decision.failures, routed.decision.policy)
+        self.watch.times[self.policy.name].decided.add(now_s)
         took_s = time.monotonic() - now_s
         if took_s > self._slow_s:
-            self.watch.was_slow(self.policy.name, took_s)
+            self.watch.was_slow(self.policy.name, took_s, now_s)
         return routed
 
     def explain(

@@ -111,6 +111,15 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "percentunit",
             description="Share of one core: the event loop has one.",
         ),
+        Panel(
+            "Time to first token over the predicted one, median by instance",
+            {
+                "{{instance}}": "histogram_quantile(0.5, "
+                + _rate("warmroute_instance_first_token_actual_to_predicted_ratio_bucket", "le, instance", _EACH)
+                + ")"
+            },
+            description="Predicted from new tokens and queue, fleet-wide. An instance above its peers is slow.",
+        ),
         Panel("Routing decision", _quantiles("warmroute_decide_seconds"), "s"),
         Panel("Wait in the queue", _quantiles("warmroute_queue_wait_seconds"), "s"),
         Panel(

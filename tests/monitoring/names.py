@@ -23,8 +23,10 @@ OF_ENGINES = frozenset(
 )
 """Metrics of vLLM 0.20 that rules and dashboard may use."""
 OF_PROMETHEUS = frozenset({"up"})
+OF_RULES = frozenset({"warmroute:instance_first_token_ratio:median10m"})
+"""Recorded by a rule of configs/monitoring/alerts.yml."""
 
-_NAME = re.compile(r"\b(?:warmroute_|process_|vllm:)[a-zA-Z0-9_:]+|\bup\b(?=[{\s])")
+_NAME = re.compile(r"\b(?:warmroute[_:]|process_|vllm:)[a-zA-Z0-9_:]+|\bup\b(?=[{\s])")
 _ROW = re.compile(r"^\| `((?:warmroute|process)_\w+)` \| (\w+) \|", re.MULTILINE)
 
 
@@ -39,4 +41,4 @@ def known_metrics() -> set[str]:
     names = set()
     for name, kind in _ROW.findall(page):
         names |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
-    return names | OF_ENGINES | OF_PROMETHEUS
+    return names | OF_ENGINES | OF_PROMETHEUS | OF_RULES

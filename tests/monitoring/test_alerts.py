@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from policies.row import FAILED_OUTCOMES
-from tests.monitoring.names import ROOT, known_metrics, metrics_in
+from tests.monitoring.names import OF_RULES, ROOT, known_metrics, metrics_in
 from tests.test_wording import anchors
 
 FOLDER = ROOT / "configs" / "monitoring"
@@ -27,6 +27,15 @@ ALERTS: dict[str, dict[str, Any]] = {
     rule["alert"]: rule
     for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
     for rule in group["rules"]
+    if "alert" in rule
+}
+
+
+RECORDED: dict[str, str] = {
+    rule["record"]: rule["expr"]
+    for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    for rule in group["rules"]
+    if "record" in rule
 }
 
 
@@ -92,6 +101,24 @@ HEALTHY = {
 }
 """All that rules look at, in a fleet with the usual share of failures."""
 
+
+def first_tokens(instance: str, ratio: float, per_interval: float = 2) -> dict[str, str]:
+    """Histogram of an instance whose first tokens all take ``ratio`` times as long as predicted."""
+    name = "warmroute_instance_first_token_actual_to_predicted_ratio"
+    counted, none = f"0+{per_interval}x60", "0x60"
+    bounds = {f"{bound:g}": bound for bound in (0.1, 0.2, 0.35, 0.5, 0.7, 1, 1.4, 2, 2.8, 4, 5.6, 8, 16, 50)}
+    buckets = {
+        of(f"{name}_bucket", instance=instance, le=le): counted if ratio <= bound else none
+        for le, bound in bounds.items()
+    }
+    return {
+        **buckets,
+        of(f"{name}_bucket", instance=instance, le="+Inf"): counted,
+        of(f"{name}_count", instance=instance): counted,
+        of("warmroute_instance_healthy", instance=instance): "1x60",
+    }
+
+
 FLEET = {of("warmroute_instance_healthy", instance="e0"): "1x60"}
 
 SYMPTOMS = {
@@ -109,6 +136,40 @@ SYMPTOMS = {
             of("warmroute_instance_healthy", instance="e1"): "0x60",
         },
     ),
+    "a drained engine is stopped": Symptom(
+        set(),
+        {
+            **HEALTHY,
+            of("warmroute_condition", condition="instances"): "1x50 0x10",
+            of("warmroute_instance_draining", instance="e0"): "0x60",
+            of("warmroute_instance_draining", instance="e1"): "0x50 1x10",
+            of("warmroute_instance_healthy", instance="e1"): "1x55 0x5",
+        },
+    ),
+    "an engine is killed while another one is drained": Symptom(
+        {"WarmrouteInstanceDown"},
+        {
+            **HEALTHY,
+            of("warmroute_condition", condition="instances"): "1x50 0x10",
+            of("warmroute_instance_draining", instance="e0"): "0x60",
+            of("warmroute_instance_draining", instance="e1"): "0x50 1x10",
+            of("warmroute_instance_healthy", instance="e0"): "1x59 0",
+            of("warmroute_instance_healthy", instance="e2"): "1x60",
+        },
+    ),
+    "every engine is drained": Symptom(
+        {"WarmrouteNoInstance"},
+        {**FLEET, of("warmroute_instance_draining", instance="e0"): "0x50 1x10"},
+    ),
+    "an instance is down": Symptom(
+        {"WarmrouteInstanceDown", "WarmrouteConditionNotOk"},
+        {
+            **HEALTHY,
+            of("warmroute_condition", condition="instances"): "1x50 0x10",
+            of("warmroute_instance_healthy", instance="e1"): "1x50 0x10",
+            of("warmroute_instance_draining", instance="e1"): "0x60",
+        },
+    ),
     "a breaker is open": Symptom(
         {"WarmrouteBreakerOpen"},
         {**FLEET, of("warmroute_instance_breaker", instance="e0", state="open"): "0x59 1"},
@@ -123,6 +184,15 @@ SYMPTOMS = {
             **FLEET,
             of("warmroute_instance_breaker", job="warmroute", instance="e0", state="open"): "0x59 1",
             of("warmroute_instance_breaker_openings_total", job="warmroute", instance="e0"): "0x40 0+1x20",
+        },
+    ),
+    "an engine whose breaker is open is drained": Symptom(
+        set(),
+        {
+            **FLEET,
+            of("warmroute_instance_healthy", instance="e1"): "1x50 0x10",
+            of("warmroute_instance_breaker", instance="e1", state="open"): "0x50 1x10",
+            of("warmroute_instance_draining", instance="e1"): "0x55 1x5",
         },
     ),
     "an engine whose breaker opened again and again is removed": Symptom(
@@ -142,6 +212,29 @@ SYMPTOMS = {
     ),
     "an engine that reports no counters": Symptom(
         set(), {**FLEET, of("warmroute_instance_pending_prefill_tokens", instance="e0"): "5000x60"}
+    ),
+    "an engine is slow": Symptom(
+        {"WarmrouteInstanceSlow"},
+        {**first_tokens("e0", 0.4), **first_tokens("e1", 0.5), **first_tokens("e2", 15), **first_tokens("e3", 0.4)},
+    ),
+    "one of two engines is slow": Symptom(
+        {"WarmrouteInstanceSlow"}, {**first_tokens("e0", 0.15), **first_tokens("e1", 7)}
+    ),
+    "one of two engines is not twice as slow": Symptom(set(), {**first_tokens("e0", 0.9), **first_tokens("e1", 1.6)}),
+    "all engines are slower than predicted": Symptom(
+        set(), {**first_tokens("e0", 7), **first_tokens("e1", 10), **first_tokens("e2", 7)}
+    ),
+    "a slow engine with few requests": Symptom(
+        set(), {**first_tokens("e0", 0.4), **first_tokens("e1", 15, per_interval=0.25)}
+    ),
+    "a slow engine is alone": Symptom(set(), first_tokens("e0", 15)),
+    "a slow engine is drained": Symptom(
+        set(),
+        {
+            **first_tokens("e0", 0.4),
+            **first_tokens("e1", 15),
+            of("warmroute_instance_draining", instance="e1"): "0x55 1x5",
+        },
     ),
     "settings are refused": Symptom(
         {"WarmrouteReloadRefused"}, {of("warmroute_config_reloads_total", result="refused"): "0x50 1x10"}
@@ -272,6 +365,12 @@ def test_an_alert_has_what_its_reader_needs(name: str) -> None:
 def test_the_page_of_incidents_has_no_entry_without_an_alert() -> None:
     page = (ROOT / "docs" / "incidents.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^## (Warmroute\w+)$", page, re.MULTILINE)) == set(ALERTS)
+
+
+def test_recorded_series_are_known_and_read_metrics_that_exist() -> None:
+    assert set(RECORDED) == OF_RULES
+    for expression in RECORDED.values():
+        assert metrics_in(expression) <= known_metrics(), expression
 
 
 @pytest.mark.parametrize("name", ALERTS)

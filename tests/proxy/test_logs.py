@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
@@ -79,6 +80,20 @@ def test_text_has_one_line_per_message_for_any_content() -> None:
     assert "refused x\\r\\n2026" in line
     line.encode()
     json.loads(logs.JsonFormatter().format(record))
+
+
+def test_both_formats_have_the_time_in_utc_with_its_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        record = logging.LogRecord("warmroute.test", logging.INFO, __file__, 1, "ready", (), None)
+        record.created = 1_800_000_000.25
+        text, entry = logs.TextFormatter().format(record), json.loads(logs.JsonFormatter().format(record))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert text == "2027-01-15T08:00:00.250+00:00 INFO warmroute.test ready"
+    assert entry["time"] == text.split()[0]
 
 
 def test_long_messages_fields_and_tracebacks_are_cut_after_secrets_were_hidden() -> None:

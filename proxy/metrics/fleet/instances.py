@@ -39,7 +39,8 @@ class Readings(Collector):
 
 
 _GAUGES = {
-    "healthy": "1 if the instance can be sent requests",
+    "healthy": "1 if probes and breaker let the instance be sent requests; draining is apart",
+    "draining": "1 while it is drained: it gets no new requests because an operator asked for that",
     "recycle_wanted": "1 if the instance should be restarted",
     "requests": "Requests in flight, P legs included",
     "pending_prefill_tokens": "New tokens of requests without a first token",
@@ -67,6 +68,7 @@ def instance_families(router: Router, instances: Instances, events: EventSubscri
         load = router.state.ledger.load(name, now_s)
         for figure, value in (
             ("healthy", instance.healthy),
+            ("draining", instance.draining),
             ("recycle_wanted", instance.recycle_wanted is not None),
             ("requests", load.requests),
             ("pending_prefill_tokens", load.pending_prefill_tokens),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from policies.row import RequestOutcome, Row
-from policies.types import RequestClass
+from policies.types import Decision, OffloadPlan, OffloadReason, Reason, RequestClass
+from proxy.metrics.exporter import Metrics
 from proxy.metrics.latencies import LatencyHistograms
 from tests.proxy.conftest import StartProxy
 
@@ -86,3 +89,41 @@ async def test_a_served_stream_is_in_all_of_them_and_the_process_has_its_own(sta
         assert series in text.splitlines()
     for name in ("process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds"):
         assert f"\n{name} " in text
+
+
+def ratios(*rows: Row) -> dict[str, float]:
+    """Sum of the ratios to predicted first tokens by instance."""
+    metrics = Metrics()
+    for row in rows:
+        metrics.record(row)
+    found = {}
+    for family in metrics.registry.collect():
+        for sample in family.samples:
+            if sample.name == "warmroute_instance_first_token_actual_to_predicted_ratio_sum":
+                found[sample.labels["instance"]] = sample.value
+    return found
+
+
+def decided(decode_on: str) -> Decision:
+    plan = OffloadPlan(None, OffloadReason.PLANNER_NEVER)
+    return Decision("r", decode_on, None, RequestClass.WARM, Reason.LOWEST_SCORE, plan, (), "warm", 600, 512)
+
+
+def timed(leg: str, predicted_s: float, actual_s: float, **fields: Any) -> Row:
+    row = finished(decision=decided("d"), **fields)
+    row.note_leg(leg, predicted_s, actual_s)
+    return row
+
+
+def test_first_tokens_are_compared_with_their_predictions_by_the_instance_that_prefilled() -> None:
+    assert ratios(
+        timed("first_token", 0.1, 5.0),
+        timed("first_token", 0.1, 0.2),
+        timed("prefill", 1.0, 3.0, prefill_instance="p"),
+        timed("transfer", 1.0, 9.0, prefill_instance="p"),
+    ) == pytest.approx({"d": 52.0, "p": 3.0})
+
+
+def test_a_first_token_is_not_counted_where_its_instance_is_not_known() -> None:
+    fell_back, continued = timed("prefill", 1.0, 3.0), timed("first_token", 1.0, 3.0, resume="resumed")
+    assert ratios(fell_back, continued, timed("first_token", 0.0, 3.0)) == {}

@@ -124,6 +124,9 @@ async def test_a_draining_instance_finishes_its_streams_and_takes_nothing_new(st
     await running.until(lambda: sum(each.running for each in running.engines) == 4)
     for _ in range(2):
         drained = await running.client.post("/instances/inst-0/drain")
+        exported = (await running.client.get("/metrics")).text
+        assert 'warmroute_instance_draining{instance="inst-0"} 1.0' in exported
+        assert 'warmroute_instance_draining{instance="inst-1"} 0.0' in exported
         assert (drained.status_code, drained.json()["draining"], drained.json()["requests"]) == (200, True, 2)
     assert await asked_of(running, 4, max_tokens=1) == {"inst-1": 4}
     released.set()
