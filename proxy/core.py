@@ -106,7 +106,7 @@ class Core:
         self.instances = Instances(settings.instances, settings.health)
         self.discovery = DiscoveryStatus(settings.discovery.source)
         self.model_lists = ModelLists(self.instances, self.get)
-        self.router = Router(settings, self.is_base_model, self._sole_model)
+        self.router = Router(settings, self.is_base_model, self._sole_model, self._is_served)
         self.events = EventSubscriber(settings.instances, settings.events, self.router.state.predictor.exact)
         self.tokens = Tokens(settings.tokenizer)
         self.metrics = Metrics()
@@ -226,6 +226,10 @@ class Core:
     def is_base_model(self, name: str) -> bool:
         """True if the engines that list ``name`` list it as a base model, not as an adapter."""
         return self.instances.served.is_base(name)
+
+    def _is_served(self, name: str) -> bool:
+        """True if an engine lists a model by this name."""
+        return name in self.instances.served.names
 
     def context_tokens(self, model: str) -> int | None:
         """Context length of a model in tokens, the smallest its engines report; None if none reports it."""

@@ -82,7 +82,7 @@ def _version() -> str:
 
 
 def _cards(core: Core) -> list[dict[str, Any]]:
-    """One card for each name: the first instance's, with the shortest context length of all, then the aliases'."""
+    """One card for each name: the first instance's, with the shortest context length of all, then exact aliases'."""
     cards: dict[str, dict[str, Any]] = {}
     for instance in core.instances:
         for card in instance.cards:
@@ -90,7 +90,7 @@ def _cards(core: Core) -> list[dict[str, Any]]:
     for name, card in cards.items():
         if (length := core.context_tokens(name)) is not None:
             card["max_model_len"] = length
-    for alias, model in core.settings.models.aliases.items():
+    for alias, model in core.router.aliases.exact.items():
         if model in cards:
             cards[alias] = {**cards[model], "id": alias, "root": cards[model].get("root") or model}
     return list(cards.values())
