@@ -27,6 +27,7 @@ PING = "/ping"
 DASHBOARD_PAGES = frozenset(("/ui", "/ui/", "/docs"))
 DASHBOARD_FILES = "/ui/static/"
 """Pages of the admin side without any data, and the folder of their files."""
+MODEL = "/v1/models/{model_id:path}"
 READ = ("/v1/models", "/version", "/load")
 """GET requests that the proxy answers itself."""
 CLIENT_PATHS = frozenset((*GENERATION_PATHS, COUNT_TOKENS, *PASSED_ON, *READ))
@@ -44,6 +45,7 @@ _STORED_PATHS = MappingProxyType(
         b"POST": (re.compile(rb"/v1/responses/[^/]+/cancel"), CANCEL),
     }
 )
+_MODELS_BELOW = "/v1/models/"
 _SEGMENT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~:@-]+")
 _EVERYTHING_BELOW = "*"
 
@@ -64,6 +66,8 @@ def methods_of(path: str) -> tuple[str, ...]:
         return ("GET", "POST")
     if path in CLIENT_PATHS:
         return ("POST",)
+    if path.startswith(_MODELS_BELOW) and path != _MODELS_BELOW:
+        return ("GET",)
     encoded = path.encode("utf-8", "replace")
     return tuple(method.decode() for method in _STORED_PATHS if stored_path(encoded, method))
 

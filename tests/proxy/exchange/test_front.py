@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -110,6 +111,38 @@ async def test_a_prefix_of_names_stands_for_a_model_and_is_not_listed(start_prox
         assert answer.status_code == 200
     assert [seen["model"] for seen in engine.seen] == ["stub", "stub"]
     assert [card["id"] for card in (await proxy.client.get("/v1/models")).json()["data"]] == ["stub", "gpt"]
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+async def test_one_model_is_read_by_name_or_alias(start_proxy: StartProxy, encoded: bool) -> None:
+    aliases = {"gpt-4o": "org/large", "claude-*": "org/large", "ghost": "not-served"}
+    proxy = await start_proxy(engines=[StubEngine(model="org/large", adapters=["sql"])], models={"aliases": aliases})
+    listed = {card["id"]: card for card in (await proxy.client.get("/v1/models")).json()["data"]}
+    for name in ("org/large", "sql", "gpt-4o"):
+        written = quote(name, safe="") if encoded else name
+        answer = await proxy.client.get(f"/v1/models/{written}")
+        assert (answer.status_code, answer.json()) == (200, listed[name])
+    by_prefix = (await proxy.client.get("/v1/models/claude-sonnet-4-5-20250929")).json()
+    assert by_prefix == {**listed["gpt-4o"], "id": "claude-sonnet-4-5-20250929"}
+    assert (await proxy.client.get("/v1/models/")).json() == (await proxy.client.get("/v1/models")).json()
+    for name in ("nope", "ghost", "org"):
+        answer = await proxy.client.get(f"/v1/models/{name}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    anthropic = await proxy.client.get("/v1/models/nope", headers={"anthropic-version": "2023-06-01"})
+    assert (anthropic.status_code, anthropic.json()["error"]["type"]) == (404, "not_found_error")
+    assert anthropic.json()["type"] == "error"
+    wrong = await proxy.client.delete("/v1/models/org/large")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET")
+
+
+async def test_one_model_needs_a_key_and_an_engine(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(1, keys=KEYS)
+    assert (await proxy.client.get("/v1/models/stub")).status_code == 401
+    assert (await proxy.client.get("/v1/models/stub", headers=bearer(KEY))).status_code == 200
+    down = await start_proxy(engines=[StubEngine()], models={"aliases": {"a": "stub"}})
+    for instance in down.core.instances:
+        instance.healthy, instance.models = False, None
+    assert (await down.client.get("/v1/models/stub")).status_code == (await down.client.get("/v1/models")).status_code
 
 
 async def test_a_prefix_replaces_no_name_that_an_engine_serves(start_proxy: StartProxy) -> None:
