@@ -84,6 +84,19 @@ def wrong_base_url(path: str) -> str | None:
     return None
 
 
+def not_served() -> str:
+    """Explanation of a path that is none of the proxy's."""
+    return (
+        f"this proxy does not serve the path. It serves {', '.join(sorted(CLIENT_PATHS))}; "
+        "pass_through.paths adds others below /v1/. See 'Endpoints' in docs/proxy.md"
+    )
+
+
+def first_part(path: str) -> str:
+    """The first part of a path, in lower case; empty for the root."""
+    return path.strip("/").partition("/")[0].lower()
+
+
 class OtherPaths:
     """Allow-list of further paths below ``/v1/``: exact ones, and ``/v1/NAME/*`` for everything below one.
 

@@ -13,7 +13,7 @@ from proxy.clip import clip
 from proxy.core import Core
 from proxy.errors import RequestError, dialect_of, no_instance_error
 from proxy.fleet.reachability import list_refusal, outage
-from proxy.paths import CLIENT_PATHS, MODEL, OTHER_METHODS, methods_of, wrong_base_url
+from proxy.paths import MODEL, OTHER_METHODS, methods_of, not_served, wrong_base_url
 
 
 def client_routes(core: Core) -> APIRouter:
@@ -79,8 +79,7 @@ def unsupported(method: str, path: str, methods: tuple[str, ...]) -> RequestErro
         return RequestError(404, message, kind="not_found_error", code="unknown_path")
     return RequestError(
         404,
-        f"{method} {clip(path, 200)}: this proxy does not serve the path. It serves {', '.join(sorted(CLIENT_PATHS))}; "
-        "pass_through.paths adds others below /v1/. See 'Endpoints' in docs/proxy.md",
+        f"{method} {clip(path, 200)}: {not_served()}",
         kind="not_found_error",
         code="unknown_path",
     )
