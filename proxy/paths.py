@@ -46,6 +46,9 @@ _STORED_PATHS = MappingProxyType(
     }
 )
 _MODELS_BELOW = "/v1/models/"
+_RESPONSE_ACTION = re.compile(r"/v1/responses/([^/]+)(/input_items)?")
+_RESPONSE_ACTIONS = frozenset(("compact", "input_tokens"))
+_RESPONSES_SERVED = "Served are POST /v1/responses, GET /v1/responses/ID and POST /v1/responses/ID/cancel"
 _SEGMENT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~:@-]+")
 _EVERYTHING_BELOW = "*"
 
@@ -70,6 +73,23 @@ def methods_of(path: str) -> tuple[str, ...]:
         return ("GET",)
     encoded = path.encode("utf-8", "replace")
     return tuple(method.decode() for method in _STORED_PATHS if stored_path(encoded, method))
+
+
+def no_response_action(path: str, method: str) -> str | None:
+    """Explanation of a request of the Responses API that vLLM does not have; None for any other request."""
+    match = _RESPONSE_ACTION.fullmatch(path)
+    if match is None:
+        return None
+    name, below = match.groups()
+    if below is None and method == "DELETE":
+        return f"vLLM cannot delete a stored response, it keeps it until the engine ends. {_RESPONSES_SERVED}"
+    if below is not None or (method == "POST" and name in _RESPONSE_ACTIONS):
+        lacking = below or f"/{name}"
+        return (
+            f"vLLM does not have {lacking} of the Responses API. {_RESPONSES_SERVED}; pass_through.paths adds paths "
+            "that other engines have"
+        )
+    return None
 
 
 def wrong_base_url(path: str) -> str | None:

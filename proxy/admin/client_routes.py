@@ -13,7 +13,7 @@ from proxy.clip import clip
 from proxy.core import Core
 from proxy.errors import RequestError, dialect_of, no_instance_error
 from proxy.fleet.reachability import list_refusal, outage
-from proxy.paths import MODEL, OTHER_METHODS, methods_of, not_served, wrong_base_url
+from proxy.paths import MODEL, OTHER_METHODS, methods_of, no_response_action, not_served, wrong_base_url
 
 
 def client_routes(core: Core) -> APIRouter:
@@ -70,6 +70,11 @@ def unsupported(method: str, path: str, methods: tuple[str, ...]) -> RequestErro
     """Error for a path of the client side that is not served, or that has only other ``methods``."""
     if method in methods:
         message = f"{method} {clip(path, 200)}: write the path as it is, without percent-encoding"
+        return RequestError(404, message, kind="not_found_error", code="unknown_path")
+    if (lacking := no_response_action(path, method)) is not None:
+        message = f"{method} {clip(path, 200)}: {lacking}"
+        if method == "DELETE":
+            return RequestError(405, message, code="method_not_allowed")
         return RequestError(404, message, kind="not_found_error", code="unknown_path")
     if methods:
         message = f"{method} {clip(path, 200)}: this path has {', '.join(methods)} only"
