@@ -57,7 +57,7 @@ from proxy.routing.router import Router
 from proxy.routing.short_load import ShortLoad
 from proxy.routing.stored_responses import StoredResponses
 from proxy.sessions.cache_killers import CacheKillers
-from proxy.sessions.identity import SessionIdentity, SessionSources
+from proxy.sessions.identity import CHAIN_SOURCE, SessionIdentity, SessionSources
 from proxy.sessions.normalize import Normalizer
 from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
 from proxy.sessions.turn_texts import chat_turn
@@ -203,6 +203,8 @@ class Core:
     def identify(self, headers: dict[bytes, bytes], parsed: Parsed, *, keep: bool = True) -> SessionIdentity:
         """The session of a request: named by it, else recognised by its prompt; ``keep``: it is the next turn."""
         named = self.session_sources.identify(headers, parsed.fields)
+        if named.session_id is None and parsed.chain is not None:
+            return SessionIdentity(parsed.chain, CHAIN_SOURCE)
         if named.session_id is not None or parsed.endpoint is not Endpoint.CHAT or not self.prefix_chains.enabled:
             return named
         turn = chat_turn(parsed, self.settings.index.text_block_bytes)

@@ -83,6 +83,8 @@ class Parsed(msgspec.Struct, frozen=True):
     prompt: Prompt
     only: str | None = None
     """The one instance that can serve it, since it stored what the request continues; None: any."""
+    chain: str | None = None
+    """Id of the first of the stored responses that it continues, one after the other; None: it continues none."""
 
     @property
     def stream(self) -> bool:

@@ -237,3 +237,24 @@ async def test_what_an_engine_has_beyond_vllm_is_passed_on_if_it_is_listed(start
     proxy = await start(start_proxy, 1, pass_through={"paths": ["/v1/responses/compact"]})
     answer = await proxy.client.post("/v1/responses/compact", json=request())
     assert answer.headers["x-warmroute-instance"] == "inst-0"
+
+
+async def test_stored_responses_that_continue_each_other_are_one_session(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy)
+    first, instance = await create(proxy)
+    other, _ = await create(proxy)
+    second, _ = await create(proxy, previous_response_id=first)
+    _, third_on = await create(proxy, previous_response_id=second, stream=False)
+    await create(proxy, previous_response_id=other)
+    await create(proxy, previous_response_id=second, prompt_cache_key="named")
+    rows = sorted(await proxy.rows(), key=lambda row: int(row["row"]))
+    assert third_on == instance
+    assert [(row["session_id"], row["session_source"]) for row in rows] == [
+        (None, None),
+        (None, None),
+        (first, "body.previous_response_id"),
+        (first, "body.previous_response_id"),
+        (other, "body.previous_response_id"),
+        ("named", "body.prompt_cache_key"),
+    ]
+    assert ledger_is_zero(await proxy.settled())
