@@ -109,17 +109,24 @@ def _control_app(core: Core, operations: Operations, endpoints: _Endpoints) -> F
             yield
 
     app = FastAPI(title="warmroute", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.include_router(probe_routes(core))
-    app.include_router(admin_routes(core, operations.fleet))
-    app.include_router(breakdown_routes(core))
-    app.include_router(client_routes(core))
-    app.include_router(admission_routes(core))
-    app.include_router(session_routes(core))
-    app.include_router(meter_routes(core))
-    app.include_router(shadow_routes(core))
-    app.include_router(fleet_routes(core, operations))
-    app.include_router(replica_routes(core))
-    app.include_router(ui_routes(core, operations.fleet))
+    routers = (
+        probe_routes(core),
+        admin_routes(core, operations.fleet),
+        breakdown_routes(core),
+        client_routes(core),
+        admission_routes(core),
+        session_routes(core),
+        meter_routes(core),
+        shadow_routes(core),
+        fleet_routes(core, operations),
+        replica_routes(core),
+        ui_routes(core, operations.fleet),
+    )
+    registered = [*app.routes, *(route for router in routers for route in router.routes)]
+    # A route without a path, as a nested router is, may have any.
+    core.access.set_endpoints(str(getattr(route, "path", None) or "/") for route in registered)
+    for router in routers:
+        app.include_router(router)
     describe_generation(app)
     _handle_errors(app, core)
     return app

@@ -57,7 +57,7 @@ from proxy.routing.router import Router
 from proxy.routing.short_load import ShortLoad
 from proxy.routing.stored_responses import StoredResponses
 from proxy.sessions.cache_killers import CacheKillers
-from proxy.sessions.identity import SessionIdentity, SessionSources
+from proxy.sessions.identity import CHAIN_SOURCE, SessionIdentity, SessionSources
 from proxy.sessions.normalize import Normalizer
 from proxy.sessions.prefix_chain import PREFIX_SOURCE, PrefixChains
 from proxy.sessions.turn_texts import chat_turn
@@ -106,7 +106,7 @@ class Core:
         self.instances = Instances(settings.instances, settings.health)
         self.discovery = DiscoveryStatus(settings.discovery.source)
         self.model_lists = ModelLists(self.instances, self.get)
-        self.router = Router(settings, self.is_base_model, self._sole_model)
+        self.router = Router(settings, self.is_base_model, self._sole_model, self._is_served)
         self.events = EventSubscriber(settings.instances, settings.events, self.router.state.predictor.exact)
         self.tokens = Tokens(settings.tokenizer)
         self.metrics = Metrics()
@@ -203,6 +203,8 @@ class Core:
     def identify(self, headers: dict[bytes, bytes], parsed: Parsed, *, keep: bool = True) -> SessionIdentity:
         """The session of a request: named by it, else recognised by its prompt; ``keep``: it is the next turn."""
         named = self.session_sources.identify(headers, parsed.fields)
+        if named.session_id is None and parsed.chain is not None:
+            return SessionIdentity(parsed.chain, CHAIN_SOURCE)
         if named.session_id is not None or parsed.endpoint is not Endpoint.CHAT or not self.prefix_chains.enabled:
             return named
         turn = chat_turn(parsed, self.settings.index.text_block_bytes)
@@ -226,6 +228,10 @@ class Core:
     def is_base_model(self, name: str) -> bool:
         """True if the engines that list ``name`` list it as a base model, not as an adapter."""
         return self.instances.served.is_base(name)
+
+    def _is_served(self, name: str) -> bool:
+        """True if an engine lists a model by this name."""
+        return name in self.instances.served.names
 
     def context_tokens(self, model: str) -> int | None:
         """Context length of a model in tokens, the smallest its engines report; None if none reports it."""

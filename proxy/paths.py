@@ -27,6 +27,7 @@ PING = "/ping"
 DASHBOARD_PAGES = frozenset(("/ui", "/ui/", "/docs"))
 DASHBOARD_FILES = "/ui/static/"
 """Pages of the admin side without any data, and the folder of their files."""
+MODEL = "/v1/models/{model_id:path}"
 READ = ("/v1/models", "/version", "/load")
 """GET requests that the proxy answers itself."""
 CLIENT_PATHS = frozenset((*GENERATION_PATHS, COUNT_TOKENS, *PASSED_ON, *READ))
@@ -44,6 +45,10 @@ _STORED_PATHS = MappingProxyType(
         b"POST": (re.compile(rb"/v1/responses/[^/]+/cancel"), CANCEL),
     }
 )
+_MODELS_BELOW = "/v1/models/"
+_RESPONSE_ACTION = re.compile(r"/v1/responses/([^/]+)(/input_items)?")
+_RESPONSE_ACTIONS = frozenset(("compact", "input_tokens"))
+_RESPONSES_SERVED = "Served are POST /v1/responses, GET /v1/responses/ID and POST /v1/responses/ID/cancel"
 _SEGMENT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~:@-]+")
 _EVERYTHING_BELOW = "*"
 
@@ -64,8 +69,27 @@ def methods_of(path: str) -> tuple[str, ...]:
         return ("GET", "POST")
     if path in CLIENT_PATHS:
         return ("POST",)
+    if path.startswith(_MODELS_BELOW) and path != _MODELS_BELOW:
+        return ("GET",)
     encoded = path.encode("utf-8", "replace")
     return tuple(method.decode() for method in _STORED_PATHS if stored_path(encoded, method))
+
+
+def no_response_action(path: str, method: str) -> str | None:
+    """Explanation of a request of the Responses API that vLLM does not have; None for any other request."""
+    match = _RESPONSE_ACTION.fullmatch(path)
+    if match is None:
+        return None
+    name, below = match.groups()
+    if below is None and method == "DELETE":
+        return f"vLLM cannot delete a stored response, it keeps it until the engine ends. {_RESPONSES_SERVED}"
+    if below is not None or (method == "POST" and name in _RESPONSE_ACTIONS):
+        lacking = below or f"/{name}"
+        return (
+            f"vLLM does not have {lacking} of the Responses API. {_RESPONSES_SERVED}; pass_through.paths adds paths "
+            "that other engines have"
+        )
+    return None
 
 
 def wrong_base_url(path: str) -> str | None:
@@ -78,6 +102,19 @@ def wrong_base_url(path: str) -> str | None:
     if inner != path and inner in CLIENT_PATHS:
         return f"the path here is {inner}: the client adds /v1 itself, so its base URL must end before that"
     return None
+
+
+def not_served() -> str:
+    """Explanation of a path that is none of the proxy's."""
+    return (
+        f"this proxy does not serve the path. It serves {', '.join(sorted(CLIENT_PATHS))}; "
+        "pass_through.paths adds others below /v1/. See 'Endpoints' in docs/proxy.md"
+    )
+
+
+def first_part(path: str) -> str:
+    """The first part of a path, in lower case; empty for the root."""
+    return path.strip("/").partition("/")[0].lower()
 
 
 class OtherPaths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -11,7 +12,7 @@ from proxy.access.keys import KeyName, Keys
 from proxy.clip import clip
 from proxy.errors import RequestError
 from proxy.logs import LimitedLog
-from proxy.paths import CLIENT_PATHS, DASHBOARD_FILES, DASHBOARD_PAGES, PING, wrong_base_url
+from proxy.paths import CLIENT_PATHS, DASHBOARD_FILES, DASHBOARD_PAGES, PING, first_part, not_served, wrong_base_url
 from proxy.settings import Settings
 from proxy.settings.urls import is_loopback
 
@@ -58,9 +59,19 @@ class Access:
     def __init__(self, settings: Settings, keys: Keys) -> None:
         self._keys = keys
         self._admin = settings.admin
+        self._first_parts: frozenset[str] | None = None
         self._bound = {Listener.MAIN: settings.host, Listener.ADMIN: settings.admin.host}
         self.refusals = LimitedLog(log)
         """Guessing keys must not fill the disk."""
+
+    def set_endpoints(self, paths: Iterable[str]) -> None:
+        """Take the paths of all endpoints; until then, and if one may begin with anything, all paths may be one.
+
+        Args:
+            paths: as registered, with parameters in braces.
+        """
+        parts = frozenset(first_part(path) for path in paths)
+        self._first_parts = None if any(not part or "{" in part for part in parts) else parts
 
     def apply(self, settings: Settings) -> None:
         """Apply other rules; the listeners' addresses stay."""
@@ -91,6 +102,10 @@ class Access:
                 raise RequestError(404, message, kind="not_found_error", code="unknown_path")
             if side is Side.ADMIN and (mistake := wrong_base_url(path)) is not None:
                 raise RequestError(404, f"{method} {path}: {mistake}", kind="not_found_error", code="unknown_path")
+            if side is Side.ADMIN and not self._may_be_endpoint(path):
+                # Refused here, whatever the key: a path that is taken for unknown by mistake reaches no endpoint.
+                message = f"{method} {clip(path, 200)}: {not_served()}"
+                raise RequestError(404, message, kind="not_found_error", code="unknown_path")
             if side is Side.OPEN:
                 return None
             if side is Side.CLIENT:
@@ -106,6 +121,10 @@ class Access:
                 error.status, clip(error.message, 300),
             )  # fmt: skip
             raise
+
+    def _may_be_endpoint(self, path: str) -> bool:
+        """False if no endpoint's path begins as this one; compared without regard to case and to slashes at the end."""
+        return self._first_parts is None or first_part(path) in self._first_parts
 
     def _check_admin(self, listener: Listener, method: str, path: str, headers: dict[bytes, bytes]) -> KeyName | None:
         if path == "/metrics" and method in _SAFE and self._admin.open_metrics:

@@ -6,25 +6,41 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import APIRouter, Response
+import msgspec
+from fastapi import APIRouter, Request, Response
 
 from proxy.clip import clip
 from proxy.core import Core
-from proxy.errors import RequestError, no_instance_error
+from proxy.errors import RequestError, dialect_of, no_instance_error
 from proxy.fleet.reachability import list_refusal, outage
-from proxy.paths import CLIENT_PATHS, OTHER_METHODS, methods_of, wrong_base_url
+from proxy.paths import MODEL, OTHER_METHODS, methods_of, no_response_action, not_served, wrong_base_url
 
 
 def client_routes(core: Core) -> APIRouter:
     """Routes over one core."""
     routes = APIRouter()
 
+    @routes.get("/v1/models/", include_in_schema=False)
     @routes.get("/v1/models", summary="Models, adapters and aliases that the fleet serves")
     async def models() -> dict[str, Any]:
         cards = _cards(core)
         if not cards and (reason := outage(core.instances) or list_refusal(core.instances)):
             raise no_instance_error(core.settings.health.interval_s, reason)
-        return {"object": "list", "data": cards}
+        return {"object": "list", "data": list(cards.values())}
+
+    @routes.get(MODEL, summary="One of the models, by its name or alias; the name may have slashes")
+    async def model(model_id: str, request: Request) -> Response:
+        cards = _cards(core)
+        card = cards.get(model_id)
+        if card is None and (aliased := cards.get(core.router.aliases.get(model_id) or "")) is not None:
+            card = _alias_card(model_id, aliased)
+        if card is not None:
+            return Response(msgspec.json.encode(card), media_type="application/json")
+        error = _no_model(core, model_id, any_known=bool(cards))
+        # The path is the same in both APIs: only this header, which Anthropic's clients send, differs.
+        path = "/v1/messages" if "anthropic-version" in request.headers else MODEL
+        headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else {}
+        return Response(dialect_of(path).body(error), error.status, headers, "application/json")
 
     @routes.get("/version", summary="Version of warmroute, and those of the engines")
     async def versions() -> dict[str, Any]:
@@ -55,6 +71,11 @@ def unsupported(method: str, path: str, methods: tuple[str, ...]) -> RequestErro
     if method in methods:
         message = f"{method} {clip(path, 200)}: write the path as it is, without percent-encoding"
         return RequestError(404, message, kind="not_found_error", code="unknown_path")
+    if (lacking := no_response_action(path, method)) is not None:
+        message = f"{method} {clip(path, 200)}: {lacking}"
+        if method == "DELETE":
+            return RequestError(405, message, code="method_not_allowed")
+        return RequestError(404, message, kind="not_found_error", code="unknown_path")
     if methods:
         message = f"{method} {clip(path, 200)}: this path has {', '.join(methods)} only"
         return RequestError(405, message, code="method_not_allowed")
@@ -63,8 +84,7 @@ def unsupported(method: str, path: str, methods: tuple[str, ...]) -> RequestErro
         return RequestError(404, message, kind="not_found_error", code="unknown_path")
     return RequestError(
         404,
-        f"{method} {clip(path, 200)}: this proxy does not serve the path. It serves {', '.join(sorted(CLIENT_PATHS))}; "
-        "pass_through.paths adds others below /v1/. See 'Endpoints' in docs/proxy.md",
+        f"{method} {clip(path, 200)}: {not_served()}",
         kind="not_found_error",
         code="unknown_path",
     )
@@ -81,8 +101,16 @@ def _version() -> str:
         return "unknown"
 
 
-def _cards(core: Core) -> list[dict[str, Any]]:
-    """One card for each name: the first instance's, with the shortest context length of all, then the aliases'."""
+def _no_model(core: Core, name: str, *, any_known: bool) -> RequestError:
+    """Error for a name that is no model's; without ``any_known`` the fleet's, if it is the reason."""
+    if not any_known and (reason := outage(core.instances) or list_refusal(core.instances)):
+        return no_instance_error(core.settings.health.interval_s, reason)
+    message = f"The model `{clip(name, 200)}` does not exist: GET /v1/models lists those that are served"
+    return RequestError(404, message, kind="not_found_error", code="model_not_found", param="model")
+
+
+def _cards(core: Core) -> dict[str, dict[str, Any]]:
+    """One card for each name: the first instance's, with the shortest context length of all, then exact aliases'."""
     cards: dict[str, dict[str, Any]] = {}
     for instance in core.instances:
         for card in instance.cards:
@@ -90,7 +118,12 @@ def _cards(core: Core) -> list[dict[str, Any]]:
     for name, card in cards.items():
         if (length := core.context_tokens(name)) is not None:
             card["max_model_len"] = length
-    for alias, model in core.settings.models.aliases.items():
+    for alias, model in core.router.aliases.exact.items():
         if model in cards:
-            cards[alias] = {**cards[model], "id": alias, "root": cards[model].get("root") or model}
-    return list(cards.values())
+            cards[alias] = _alias_card(alias, cards[model])
+    return cards
+
+
+def _alias_card(alias: str, card: dict[str, Any]) -> dict[str, Any]:
+    """The card of a model under another name."""
+    return {**card, "id": alias, "root": card.get("root") or card["id"]}

@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 
 from proxy.clients.bounds import SPARE_CONNECTIONS, ClientBounds, large_trailers, late_body
 from proxy.clients.inbound import LINGER_S, STATUS_LINE
-from proxy.errors import RequestError
+from proxy.errors import RequestError, dialect_of
 
 _END_OF_AUTHORITY = re.compile(rb"[/?#]")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -43,6 +43,7 @@ class BoundedProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.url = b""  # before the first request there is an answer already if there are too many connections
         self._bounds = bounds
         self._spare = False
         self._in_head = True
@@ -326,7 +327,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _answer(self, error: RequestError) -> None:
         self._bounds.refused(error, self.peer())
-        body = error.body()
+        body = dialect_of(self.url.decode("latin-1")).body(error)
         retry = b"" if error.retry_after_s is None else b"retry-after: %d\r\n" % error.retry_after_s
         self.transport.write(
             b"%bcontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n%b"

@@ -79,4 +79,4 @@ def usage_of(core: Core, parsed: Parsed, instance: Instance, content: bytes) -> 
 def _learn(core: Core, parsed: Parsed, instance: Instance, response_id: str) -> None:
     fields = parsed.fields
     if isinstance(fields, ResponsesBody) and fields.store is not False:
-        core.responses.learn(response_id, instance, parsed.prompt, time.monotonic())
+        core.responses.learn(response_id, instance, parsed.prompt, time.monotonic(), parsed.chain)

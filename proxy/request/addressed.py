@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple, cast
 
 import msgspec
 
 from proxy.errors import RequestError
+from proxy.request.aliases import ModelAliases
 from proxy.request.bodies import with_model
 from proxy.request.fields import REFUSED_FIELDS, check_fields
 from proxy.request.outline import fields_of
@@ -37,7 +38,7 @@ class AddressRules(NamedTuple):
 
     allowed_fields: Set[str]
     """Guarded fields that clients may send."""
-    aliases: Mapping[str, str]
+    aliases: ModelAliases
     sole_model: Callable[[], str | None]
     """Returns the model of requests that name none; None: several are served."""
     model_required: bool = True

@@ -19,6 +19,9 @@ _DECODED_BYTES = 2 * 1024 * 1024
 _LONGEST_BYTES = 64 * 1024
 """Longest field of a large body besides its prompt."""
 
+_LARGEST = 2.0**63
+"""Bound on floats that are taken for integers."""
+
 
 class StreamOptions(msgspec.Struct):
     """The fields of ``stream_options`` that are read."""
@@ -97,6 +100,10 @@ class _Reading(NamedTuple):
     decode: Callable[[bytes], GenerationBody]
     decode_guarded: Callable[[bytes], GenerationBody]
     """One pass finds the guarded fields as well, however their names are escaped."""
+    decode_floats: Callable[[bytes], GenerationBody]
+    """As ``decode_guarded``, for bodies that one of the others refuses: integers may be floats."""
+    integers: tuple[str, ...]
+    """Fields that are integers."""
     prompts: frozenset[str]
     """Fields that are left as they are."""
     short: frozenset[str]
@@ -108,10 +115,16 @@ def _reading(kind: type[GenerationBody]) -> _Reading:
         f"_Guarded{kind.__name__}", [(name, msgspec.Raw, _NOTHING) for name in _GUARDED], bases=(kind,)
     )
     fields = msgspec.structs.fields(kind)
+    integers = tuple(field.name for field in fields if field.type == int | None)
+    floats = msgspec.defstruct(
+        f"_Floats{kind.__name__}", [(name, int | float | None, None) for name in integers], bases=(guarded,)
+    )
     prompts = frozenset(field.encode_name for field in fields if field.type is msgspec.Raw) - _SESSION_FIELDS
     return _Reading(
         msgspec.json.Decoder(kind).decode,
         msgspec.json.Decoder(cast(type[GenerationBody], guarded)).decode,
+        msgspec.json.Decoder(cast(type[GenerationBody], floats)).decode,
+        integers,
         prompts,
         frozenset(field.encode_name for field in fields) - prompts,
     )
@@ -125,7 +138,7 @@ def decode_fields(body: bytes, allowed: Set[str], kind: type[GenerationBody] = G
     try:
         fields = _READINGS[kind].decode_guarded(body)
     except _UNREADABLE as error:
-        raise _problem(error) from error
+        fields = _with_whole_floats(body, _READINGS[kind], error)
     guarded = _guarded_values(fields)
     if guarded != _NONE_GIVEN:
         given = {name: raw for name, raw in zip(_GUARDED, guarded, strict=True) if raw != _NOTHING}
@@ -139,11 +152,32 @@ def large_fields(body: bytes, allowed: Set[str], kind: type[GenerationBody] = Ge
     try:
         given = (yield from fields_of(body)) if len(body) > _DECODED_BYTES else _decode_top(body)
         check_fields(given, allowed)
-        fields = reading.decode(_encode(_bounded({name: raw for name, raw in given.items() if name in reading.short})))
+        short = _encode(_bounded({name: raw for name, raw in given.items() if name in reading.short}))
     except _UNREADABLE as error:
         raise _problem(error) from error
+    try:
+        fields = reading.decode(short)
+    except _UNREADABLE as error:
+        fields = _with_whole_floats(short, reading, error)
     for name in reading.prompts:
         setattr(fields, name, given.get(name, _NOTHING))
+    return fields
+
+
+def _with_whole_floats(body: bytes, reading: _Reading, error: Exception) -> GenerationBody:
+    """Decode a body again whose integers may be whole floats (``10.0``), which vLLM accepts; raises as ``_problem``."""
+    if not isinstance(error, msgspec.ValidationError):
+        raise _problem(error) from error
+    try:
+        fields = reading.decode_floats(body)
+    except _UNREADABLE as second:
+        raise _problem(error if "int | float" in str(second) else second) from error
+    for name in reading.integers:
+        value = getattr(fields, name)
+        if isinstance(value, float):
+            if not value.is_integer() or abs(value) >= _LARGEST:
+                raise _problem(error) from error
+            setattr(fields, name, int(value))
     return fields
 
 

@@ -16,6 +16,7 @@ from policies.predict.exact_index import plain_root
 from policies.types import NO_TENANT, RequestView, Tenant
 from proxy.errors import RequestError
 from proxy.paths import HANDED_OFF
+from proxy.request.aliases import NO_ALIASES, ModelAliases
 from proxy.request.bodies import with_model
 from proxy.request.conversation import messages_text, responses_text
 from proxy.request.generation_body import (
@@ -82,6 +83,8 @@ class Parsed(msgspec.Struct, frozen=True):
     prompt: Prompt
     only: str | None = None
     """The one instance that can serve it, since it stored what the request continues; None: any."""
+    chain: str | None = None
+    """Id of the first of the stored responses that it continues, one after the other; None: it continues none."""
 
     @property
     def stream(self) -> bool:
@@ -120,7 +123,7 @@ class ParseRules(NamedTuple):
     """Guarded fields that clients may send."""
     seed: int = 0
     """Secret seed of the block hashes."""
-    aliases: Mapping[str, str] = MappingProxyType({})
+    aliases: ModelAliases = NO_ALIASES
     """Further names of models, and the names that replace them in the body."""
     sole_model: Callable[[], str | None] = lambda: None
     """Returns the model of requests that name none; None: several are served."""
@@ -169,9 +172,9 @@ def parse_steps(
         fields.named_model = model_of_none(rules.sole_model())
     elif len(fields.model) > _MAX_MODEL_NAME:
         raise RequestError(400, f"'model' is longer than {_MAX_MODEL_NAME} characters", param="model")
-    elif fields.model in rules.aliases:
-        fields.named_model = rules.aliases[fields.model]
-        body = yield from with_model(body, fields.model)
+    elif (model := rules.aliases.get(fields.model)) is not None:
+        fields.named_model = model
+        body = yield from with_model(body, model)
     salts = (fields.model, fields.cache_salt or "")
     if endpoint is Endpoint.COMPLETIONS:
         prompt = yield from _completion_prompt(

@@ -27,6 +27,7 @@ from policies.snapshot import FleetSnapshot
 from policies.state import FleetState
 from policies.types import NO_TENANT, Decision, PolicyFailure, RequestView, Tenant
 from proxy.request.addressed import Addressed, AddressRules, address_steps
+from proxy.request.aliases import ModelAliases
 from proxy.request.parse import (
     AT_ONCE_BYTES,
     Endpoint,
@@ -57,8 +58,14 @@ class Router:
         settings: Settings,
         is_base_model: Callable[[str], bool] = lambda _: False,
         sole_model: Callable[[], str | None] = lambda: None,
+        is_served: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """``is_base_model``: True if the fleet serves a model name without an adapter; ``sole_model``: its only one."""
+        """``is_base_model``: True if the fleet serves a model name without an adapter; ``sole_model``: its only one;
+        ``is_served``: True if an engine lists the name.
+        """
+        self._is_served = is_served
+        self.aliases = ModelAliases(settings.models.aliases, is_served)
+        """Further names of models."""
         self._sole_model = sole_model
         self.seed = secrets.randbits(64)
         """Secret seed of the block hashes: clients must not be able to construct colliding prompts."""
@@ -136,7 +143,7 @@ class Router:
             RequestError: 400; with ``model_required`` also if JSON names no model and several are served.
         """
         allowed = self._allowed_fields | _PRIORITY if allow_priority else self._allowed_fields
-        rules = AddressRules(allowed, self._settings.models.aliases, self._sole_model, model_required)
+        rules = AddressRules(allowed, self.aliases, self._sole_model, model_required)
         steps = address_steps(body, content_type, rules)
         return at_once(steps) if len(body) <= AT_ONCE_BYTES else await self.large_bodies.run(steps)
 
@@ -225,6 +232,7 @@ class Router:
     def apply(self, settings: Settings) -> None:
         """Apply other settings. Policy and planner stay: ``switch`` changes those."""
         self._settings = settings
+        self.aliases = ModelAliases(settings.models.aliases, self._is_served)
         self._allowed_fields = frozenset(settings.fields.allow)
         self._rules = None
         self.routing.thresholds = settings.classes.thresholds()
@@ -273,7 +281,7 @@ class Router:
             settings.limits.prompts,
             self._allowed_fields,
             self.seed,
-            settings.models.aliases,
+            self.aliases,
             self._sole_model,
         )
         return self._rules

@@ -35,6 +35,8 @@ class _Stored(NamedTuple):
     hashes: bytes
     """Hashes of its prompt's blocks, packed."""
     text_bytes: int
+    chain: str
+    """Id of the first response of its conversation; empty: unknown, as another replica's."""
     until_s: float
 
 
@@ -53,6 +55,8 @@ class _Elsewhere(Protocol):
     def hashes(self) -> bytes: ...
     @property
     def text_bytes(self) -> int: ...
+    @property
+    def chain(self) -> str: ...
 
 
 class StoredResponses:
@@ -73,13 +77,20 @@ class StoredResponses:
         """Number of known responses, expired ones included until the next is learned."""
         return len(self._stored)
 
-    def learn(self, response_id: str, instance: Instance, prompt: Prompt, now_s: float) -> None:
-        """Record that an engine has begun a response; ids that cannot be asked for are ignored."""
+    def learn(
+        self, response_id: str, instance: Instance, prompt: Prompt, now_s: float, chain: str | None = None
+    ) -> None:
+        """Record that an engine has begun a response; ids that cannot be asked for are ignored.
+
+        ``chain``: id of the first response of the conversation; None: this one.
+        """
         if not _ID.fullmatch(response_id):
             return
         hashes = array("Q", prompt.hashes[:_MAX_BLOCKS]).tobytes()
         until_s = now_s + self._ttl_s
-        stored = _Stored(instance.name, instance.url, instance.started_unix_s, hashes, prompt.text_bytes, until_s)
+        started_unix_s, text_bytes = instance.started_unix_s, prompt.text_bytes
+        chain = chain or response_id
+        stored = _Stored(instance.name, instance.url, started_unix_s, hashes, text_bytes, chain, until_s)
         self._keep(response_id, stored, now_s)
         if self._learned is not None:
             self._learned[response_id] = None
@@ -90,14 +101,14 @@ class StoredResponses:
         """Keep the ids that are learned from now on for ``take_learned``."""
         self._learned = OrderedDict()
 
-    def take_learned(self, limit: int) -> list[tuple[str, str, str, float | None, bytes, int]]:
-        """The oldest responses learned here and not taken: id, instance, its URL and start, hashes, bytes of text."""
-        taken: list[tuple[str, str, str, float | None, bytes, int]] = []
+    def take_learned(self, limit: int) -> list[tuple[str, str, str, float | None, bytes, int, str]]:
+        """The oldest responses learned here and not taken: the fields of `SharedResponse`."""
+        taken: list[tuple[str, str, str, float | None, bytes, int, str]] = []
         while self._learned and len(taken) < limit:
             response_id, _ = self._learned.popitem(last=False)
             stored = self._stored.get(response_id)
             if stored is not None:
-                taken.append((response_id, *stored[:5]))
+                taken.append((response_id, *stored[:6]))
         return taken
 
     def learn_elsewhere(self, response: _Elsewhere, now_s: float) -> None:
@@ -106,7 +117,15 @@ class StoredResponses:
             return
         hashes = response.hashes[: _MAX_BLOCKS * array("Q").itemsize]
         until_s = now_s + self._ttl_s
-        stored = _Stored(response.instance, response.url, response.started_unix_s, hashes, response.text_bytes, until_s)
+        stored = _Stored(
+            response.instance,
+            response.url,
+            response.started_unix_s,
+            hashes,
+            response.text_bytes,
+            response.chain if _ID.fullmatch(response.chain) else "",
+            until_s,
+        )
         self._keep(response.response_id, stored, now_s)
 
     def _keep(self, response_id: str, stored: _Stored, now_s: float) -> None:
@@ -131,7 +150,8 @@ class StoredResponses:
         stored, instance = self._find(fields.previous_response_id, "previous_response_id", now_s)
         before = array("Q", stored.hashes).tolist()
         prompt = self._continued_prompt(parsed.prompt, fields, before, stored.text_bytes)
-        return msgspec.structs.replace(parsed, prompt=prompt, only=instance.name)
+        chain = stored.chain or fields.previous_response_id
+        return msgspec.structs.replace(parsed, prompt=prompt, only=instance.name, chain=chain)
 
     def _continued_prompt(
         self, prompt: Prompt, fields: ResponsesBody, before: Sequence[int], before_bytes: int

@@ -17,6 +17,8 @@ _MAX_SESSION_ID = 256
 _MAX_AGENT_ID = 64
 _MAX_METADATA_BYTES = 64 * 1024
 _CLAUDE_AGENT, _CLAUDE_PARENT_AGENT = b"x-claude-code-agent-id", b"x-claude-code-parent-agent-id"
+CHAIN_SOURCE = "body.previous_response_id"
+"""Source of sessions that are named by the stored responses that they continue."""
 _PARENT_SESSION = b"x-parent-session-id"
 _SESSION_PART = re.compile(r"_session_([0-9A-Za-z-]{8,64})\Z")
 """End of the user id of Claude Code before 2.1.78: ``user_HASH_account_UUID_session_UUID``; later ones are JSON."""

@@ -12,13 +12,17 @@ from proxy.settings.section import Section
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 _MAX_NAME = 256
 
+ANY_END = "*"
+"""Last character of an alias that stands for all names with what is before it."""
+
 
 class ModelNameSettings(Section):
     """Names under which clients may use models."""
 
     aliases: dict[str, str] = Field(
         default_factory=dict,
-        description="further name of a model: the name that engines serve it by, which replaces it in the body",
+        description="further name of a model, or the beginning of such names with a * behind it: the name that engines "
+        "serve it by, which replaces it in the body",
     )
 
     @model_validator(mode="after")
@@ -27,6 +31,15 @@ class ModelNameSettings(Section):
             for name in (alias, model):
                 if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
                     raise ValueError(f"models.aliases: {name!r} is not a model's name")
+            if ANY_END in alias[:-1]:
+                raise ValueError(
+                    f"models.aliases: {alias!r}: a * may only be the last character, where it stands for any end of "
+                    "the name, as in claude-*"
+                )
+            if ANY_END in model:
+                raise ValueError(
+                    f"models.aliases: {model!r}, which {alias!r} stands for, is not one model: * is for aliases"
+                )
             if model in self.aliases:
                 raise ValueError(f"models.aliases: {alias!r} is an alias of {model!r}, which is itself an alias")
         return self

@@ -18,7 +18,7 @@ class ResponseTable(Protocol):
     def share(self) -> None:
         """Keep what is learned from now on for ``take_learned``."""
 
-    def take_learned(self, limit: int) -> list[tuple[str, str, str, float | None, bytes, int]]:
+    def take_learned(self, limit: int) -> list[tuple[str, str, str, float | None, bytes, int, str]]:
         """The oldest responses learned here and not taken: the fields of `SharedResponse`."""
         ...
 

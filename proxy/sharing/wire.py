@@ -64,6 +64,8 @@ class SharedResponse(msgspec.Struct, array_like=True, frozen=True):
     hashes: bytes
     """Of its prompt's blocks, packed."""
     text_bytes: int
+    chain: str = ""
+    """Id of the first response of its conversation; empty: unknown."""
 
 
 class HeldReport(msgspec.Struct, array_like=True, frozen=True):

@@ -92,6 +92,9 @@ async def test_embeddings(client: openai.AsyncOpenAI) -> None:
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == [MODEL]
+    assert (await client.models.retrieve(MODEL)).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("nope")
 
 
 async def test_refused_features(client: openai.AsyncOpenAI) -> None:

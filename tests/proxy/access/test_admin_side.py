@@ -37,7 +37,9 @@ CHANGING = [
     ("PUT", "/instances/inst-0"),
     ("PATCH", "/instances/inst-0"),
     ("POST", "/instances/inst-0/drain"),
-    ("POST", "/something/new"),
+    ("POST", "/instances/inst-0/something/new"),
+    ("POST", "/INSTANCES"),
+    ("POST", "/reload/"),
 ]
 
 
@@ -112,7 +114,44 @@ async def test_what_changes_the_fleet_needs_an_admin_key_even_on_loopback(start_
         assert code(await guarded.client.request(method, path, json={}))[0] == 401
         assert code(await guarded.client.request(method, path, json={}, headers=bearer(KEY)))[0] == 401
     # Allowed: FastAPI decides if there is such an endpoint.
-    assert (await guarded.client.post("/something/new", headers=bearer(ADMIN))).status_code == 404
+    assert (await guarded.client.post("/policy/new", headers=bearer(ADMIN))).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/invocations", "/api/event_logging/batch", "/foo", "/%2e/reload", "/foo%2freload", "/", "/v1x/a"],
+)
+async def test_a_path_that_is_no_endpoint_is_not_found_whatever_the_key(start_proxy: StartProxy, path: str) -> None:
+    open_proxy, reachable = await start_proxy(1), await start_proxy(1, host="0.0.0.0")
+    guarded = await start_proxy(1, keys=KEYS, admin={"port": 0})
+    async with admin_client(guarded) as admin:
+        for client in (open_proxy.client, reachable.client, guarded.client, admin):
+            for headers in ({}, bearer(KEY), bearer(ADMIN)):
+                for method in ("GET", "POST"):
+                    answer = await client.request(method, path, headers=headers)
+                    assert code(answer) == (404, "unknown_path")
+                    assert "/v1/chat/completions" in answer.json()["error"]["message"]
+
+
+def test_every_path_may_be_an_endpoint_until_all_are_known_or_if_one_begins_with_anything() -> None:
+    rules = access()
+    for paths in ((), ("/instances", "/{anything}"), ("/instances", "/")):
+        if paths:
+            rules.set_endpoints(paths)
+        with pytest.raises(RequestError) as refused:
+            rules.check(Listener.MAIN, "POST", "/foo", {b"host": b"localhost"})
+        assert refused.value.status == 403
+    rules.set_endpoints(("/instances/{name}",))
+    for path, status in (
+        ("/foo", 404),
+        ("/foo/../instances", 404),
+        ("/./instances", 404),
+        ("/instances", 403),
+        ("/Instances/x/y/", 403),
+    ):
+        with pytest.raises(RequestError) as refused:
+            rules.check(Listener.MAIN, "POST", path, {b"host": b"localhost"})
+        assert refused.value.status == status
 
 
 async def test_a_listener_that_others_reach_has_no_admin_side_without_admin_keys(start_proxy: StartProxy) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
+from proxy.request.aliases import ModelAliases
 from proxy.settings import SettingsError, load_settings
 from tests.proxy.access.test_keys import KEY, KEYS, bearer
 from tests.proxy.conftest import StartProxy, ledger_is_zero
@@ -67,6 +69,87 @@ async def test_models_are_merged_with_their_adapters_and_aliases(start_proxy: St
 def test_aliases_that_are_refused(aliases: dict[str, str]) -> None:
     with pytest.raises(SettingsError, match="models"):
         load_settings(None, instances=[{"url": "http://127.0.0.1:1"}], models={"aliases": aliases})
+
+
+@pytest.mark.parametrize(
+    ("aliases", "problem"),
+    [
+        ({"claude-*-4": "stub"}, "last character"),
+        ({"**": "stub"}, "last character"),
+        ({"claude": "st*"}, "not one model"),
+    ],
+)
+def test_a_star_elsewhere_is_refused_with_its_place(aliases: dict[str, str], problem: str) -> None:
+    with pytest.raises(SettingsError, match=problem):
+        load_settings(None, instances=[{"url": "http://127.0.0.1:1"}], models={"aliases": aliases})
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("claude-sonnet-4-5-20250929", "large"),
+        ("claude-haiku-4-5-20251001", "small"),
+        ("claude-", "large"),
+        ("claude-haiku-exact", "exact"),
+        ("claude-served", None),
+        ("claude-target", None),
+        ("claude", None),
+        ("Claude-sonnet", None),
+    ],
+)
+def test_an_exact_alias_comes_first_then_a_served_name_then_the_longest_prefix(name: str, model: str | None) -> None:
+    aliases = {"claude-*": "large", "claude-haiku-*": "small", "claude-haiku-exact": "exact", "x": "claude-target"}
+    assert ModelAliases(aliases, lambda each: each == "claude-served").get(name) == model
+
+
+async def test_a_prefix_of_names_stands_for_a_model_and_is_not_listed(start_proxy: StartProxy) -> None:
+    engine = TypedEngine()
+    proxy = await start_proxy(engines=[engine], models={"aliases": {"claude-*": "stub", "*": "stub", "gpt": "stub"}})
+    body = {"max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = await proxy.client.post(path, json={**body, "model": "claude-sonnet-4-5-20250929"})
+        assert answer.status_code == 200
+    assert [seen["model"] for seen in engine.seen] == ["stub", "stub"]
+    assert [card["id"] for card in (await proxy.client.get("/v1/models")).json()["data"]] == ["stub", "gpt"]
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+async def test_one_model_is_read_by_name_or_alias(start_proxy: StartProxy, encoded: bool) -> None:
+    aliases = {"gpt-4o": "org/large", "claude-*": "org/large", "ghost": "not-served"}
+    proxy = await start_proxy(engines=[StubEngine(model="org/large", adapters=["sql"])], models={"aliases": aliases})
+    listed = {card["id"]: card for card in (await proxy.client.get("/v1/models")).json()["data"]}
+    for name in ("org/large", "sql", "gpt-4o"):
+        written = quote(name, safe="") if encoded else name
+        answer = await proxy.client.get(f"/v1/models/{written}")
+        assert (answer.status_code, answer.json()) == (200, listed[name])
+    by_prefix = (await proxy.client.get("/v1/models/claude-sonnet-4-5-20250929")).json()
+    assert by_prefix == {**listed["gpt-4o"], "id": "claude-sonnet-4-5-20250929"}
+    assert (await proxy.client.get("/v1/models/")).json() == (await proxy.client.get("/v1/models")).json()
+    for name in ("nope", "ghost", "org"):
+        answer = await proxy.client.get(f"/v1/models/{name}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    anthropic = await proxy.client.get("/v1/models/nope", headers={"anthropic-version": "2023-06-01"})
+    assert (anthropic.status_code, anthropic.json()["error"]["type"]) == (404, "not_found_error")
+    assert anthropic.json()["type"] == "error"
+    wrong = await proxy.client.delete("/v1/models/org/large")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET")
+
+
+async def test_one_model_needs_a_key_and_an_engine(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(1, keys=KEYS)
+    assert (await proxy.client.get("/v1/models/stub")).status_code == 401
+    assert (await proxy.client.get("/v1/models/stub", headers=bearer(KEY))).status_code == 200
+    down = await start_proxy(engines=[StubEngine()], models={"aliases": {"a": "stub"}})
+    for instance in down.core.instances:
+        instance.healthy, instance.models = False, None
+    assert (await down.client.get("/v1/models/stub")).status_code == (await down.client.get("/v1/models")).status_code
+
+
+async def test_a_prefix_replaces_no_name_that_an_engine_serves(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(engines=[StubEngine(adapters=["sql"])], models={"aliases": {"*": "stub"}})
+    for name, sent in (("sql", "sql"), ("stub", "stub"), ("other", "stub")):
+        assert (await proxy.client.post("/v1/completions", json={**OK, "model": name})).status_code == 200
+        assert proxy.engines[0].seen[-1]["model"] == sent
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,13 @@ async def test_a_message_is_explained_as_one(start_proxy: StartProxy) -> None:
     [decision] = [each for name, each in explained.json()["decisions"].items() if name == "warm"]
     assert decision["instance"] == served.headers["x-warmroute-instance"]
     assert decision["predicted_cached_tokens"] > 0
+
+
+async def test_a_head_that_is_too_large_is_refused_in_the_shape_of_its_api(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy, limits={"header_bytes": 4096})
+    large = {"x-large": "y" * 5000}
+    answer = await proxy.client.post("/v1/messages?beta=true", json=message(), headers=large)
+    assert (answer.status_code, answer.json()["type"]) == (431, "error")
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    other = await proxy.client.post("/v1/chat/completions", json=message(), headers=large)
+    assert (other.status_code, other.json()["error"]["code"]) == (431, "headers_too_large")

@@ -209,3 +209,52 @@ async def test_an_engine_that_fails_before_the_first_byte_is_replaced(start_prox
         answer = await proxy.client.post("/v1/responses", json=request(stream=True))
         assert answer.headers["x-warmroute-instance"] == "inst-1"
         assert answer.content.endswith(response_events("x")[-1][-4:])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code", "says"),
+    [
+        ("POST", "/v1/responses/compact", 404, "unknown_path", "vLLM does not have /compact"),
+        ("POST", "/v1/responses/input_tokens", 404, "unknown_path", "vLLM does not have /input_tokens"),
+        ("GET", "/v1/responses/resp_1/input_items", 404, "unknown_path", "vLLM does not have /input_items"),
+        ("DELETE", "/v1/responses/resp_1", 405, "method_not_allowed", "cannot delete a stored response"),
+    ],
+)
+async def test_what_vllm_lacks_of_the_api_is_refused_as_such(
+    start_proxy: StartProxy, method: str, path: str, status: int, code: str, says: str
+) -> None:
+    proxy = await start(start_proxy, 1)
+    answer = await proxy.client.request(method, path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], set(error)) == (status, code, {"message", "type", "param", "code"})
+    assert says in error["message"]
+    assert "POST /v1/responses/ID/cancel" in error["message"]
+    assert answer.headers.get("allow") == ("GET" if status == 405 else None)
+    assert not typed(proxy)[0].paths
+
+
+async def test_what_an_engine_has_beyond_vllm_is_passed_on_if_it_is_listed(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy, 1, pass_through={"paths": ["/v1/responses/compact"]})
+    answer = await proxy.client.post("/v1/responses/compact", json=request())
+    assert answer.headers["x-warmroute-instance"] == "inst-0"
+
+
+async def test_stored_responses_that_continue_each_other_are_one_session(start_proxy: StartProxy) -> None:
+    proxy = await start(start_proxy)
+    first, instance = await create(proxy)
+    other, _ = await create(proxy)
+    second, _ = await create(proxy, previous_response_id=first)
+    _, third_on = await create(proxy, previous_response_id=second, stream=False)
+    await create(proxy, previous_response_id=other)
+    await create(proxy, previous_response_id=second, prompt_cache_key="named")
+    rows = sorted(await proxy.rows(), key=lambda row: int(row["row"]))
+    assert third_on == instance
+    assert [(row["session_id"], row["session_source"]) for row in rows] == [
+        (None, None),
+        (None, None),
+        (first, "body.previous_response_id"),
+        (first, "body.previous_response_id"),
+        (other, "body.previous_response_id"),
+        ("named", "body.prompt_cache_key"),
+    ]
+    assert ledger_is_zero(await proxy.settled())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from proxy.errors import RequestError
 from proxy.request.addressed import Addressed, AddressRules, address_steps
+from proxy.request.aliases import ModelAliases
 from proxy.request.steps import at_once
 
 LARGE = 3 * 1024 * 1024
@@ -19,7 +20,7 @@ ALIASES = {"alias": "the-model"}
 
 
 def addressed(body: bytes, kind: bytes = b"", *, sole: str | None = None, required: bool = True) -> Addressed:
-    return at_once(address_steps(body, kind, AddressRules(frozenset(), ALIASES, lambda: sole, required)))
+    return at_once(address_steps(body, kind, AddressRules(frozenset(), ModelAliases(ALIASES), lambda: sole, required)))
 
 
 def form(*parts: tuple[bytes, bytes], boundary: bytes = b"b") -> bytes:

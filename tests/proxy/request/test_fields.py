@@ -87,3 +87,27 @@ def test_an_allowed_container_passes_with_its_own_keys() -> None:
 
 def test_names_inside_the_prompt_or_other_fields_are_no_concern() -> None:
     parse(request('"metadata":{"kv_transfer_params":1},"priority":0,"user":"vllm_xargs"'))
+
+
+@pytest.mark.parametrize("padding", [0, PADDING])
+def test_a_whole_float_is_taken_for_an_integer_as_by_vllm(padding: int) -> None:
+    body = request('"max_tokens":10.0,"n":1e0,"best_of":null', padding)
+    parsed = parse(body)
+    assert (parsed.max_tokens, parsed.fields.n, parsed.fields.best_of) == (10, 1, None)
+    assert isinstance(parsed.fields.max_tokens, int)
+    assert parsed.body == body.encode()
+
+
+@pytest.mark.parametrize("padding", [0, PADDING])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ('"max_tokens":10.5', "max_tokens"),
+        ('"max_tokens":1e300', "max_tokens"),
+        ('"max_tokens":"10"', "max_tokens"),
+        ('"max_tokens":10.0,"stream":3', "stream"),
+        ('"max_tokens":10.0,"kv_transfer_params":{"a":1}', "kv_transfer_params"),
+    ],
+)
+def test_other_numbers_are_refused_with_their_field(fields: str, param: str, padding: int) -> None:
+    assert refused(fields, padding=padding).param == param

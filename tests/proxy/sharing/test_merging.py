@@ -8,7 +8,7 @@ import pytest
 from policies.admission.gate import Room
 from policies.types import RequestView
 from proxy.access.quotas import KeyLimitError
-from proxy.request.parse import Prompt
+from proxy.request.parse import Endpoint, Prompt, parse_request
 from proxy.sharing.drains import DrainMarks
 from proxy.sharing.wire import DrainMark, HeldReport, KeyReport, LoadReport, Message, Pin, WireError, decode
 from tests.policies.builders import decision_for
@@ -212,12 +212,14 @@ def test_the_working_set_is_the_sum_of_the_others() -> None:
 def test_a_response_stored_through_one_replica_is_found_through_another() -> None:
     here, there = Side("here"), Side("there")
     instance = here.instances["a"]
-    here.responses.learn("resp_1", instance, Prompt([1, 2, 3], 0, 3000), 0.0)
+    here.responses.learn("resp_1", instance, Prompt([1, 2, 3], 0, 3000), 0.0, chain="resp_0")
     message = here.own.message(0.0, UNIX_S, full=False)
     assert message is not None
     there.hears(message)
     there.instances["a"].healthy = True
     assert there.responses.instance_of("resp_1", "id", 1.0) is there.instances["a"]
+    body = b'{"model":"m","input":"more","previous_response_id":"resp_1"}'
+    assert there.responses.continued(parse_request(Endpoint.RESPONSES, body, 16, 1024), 1.0).chain == "resp_0"
     again = here.own.message(1.0, UNIX_S, full=False)
     assert again is None or not again.responses
 
