@@ -45,8 +45,8 @@ def check_answer(method: str, path: str, answer: Any) -> None:
 
 
 CONTROL = [
-    *(("GET", "/health"), ("GET", "/ready"), ("GET", "/v1/models"), ("GET", "/stats"), ("GET", "/metrics")),
-    *(("GET", "/version"), ("GET", "/load"), ("GET", "/ping"), ("POST", "/ping")),
+    *(("GET", "/health"), ("GET", "/ready"), ("GET", "/stats"), ("GET", "/metrics"), ("GET", "/v1/models")),
+    *(("GET", "/v1/models/{model_id}"), ("GET", "/version"), ("GET", "/load"), ("GET", "/ping"), ("POST", "/ping")),
     *(("GET", "/instances"), ("POST", "/instances"), ("GET", "/breakdown"), ("GET", "/policy"), ("PUT", "/policy")),
     *(("GET", "/admission"), ("PUT", "/admission"), ("GET", "/shadow"), ("PUT", "/shadow"), ("GET", "/cache-killers")),
     *(("GET", "/meters"), ("GET", "/replicas"), ("POST", "/explain"), ("POST", "/reload")),
