@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -15,17 +17,26 @@ from sim.worker_processes import worker_processes
 with worker_processes(2) as pool:
     pool.submit(os.getpid).result()
     computing = [pool.submit(time.sleep, 3600) for _ in range(2)]
-    while not all(one.running() for one in computing):
+    for _ in range(6000):
+        if all(one.running() for one in computing):
+            break
         time.sleep(0.01)
+    else:
+        raise TimeoutError("no worker has begun within a minute")
     print("computing", flush=True)
     {then}
 """
 
 
-def busy(then: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", BUSY.format(then=then)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@contextmanager
+def busy(then: str) -> Iterator[subprocess.Popen[str]]:
+    """A process whose workers compute; it is killed, if it has not ended by then."""
+    command = [sys.executable, "-c", BUSY.format(then=then)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def assert_all_end(process: subprocess.Popen[str]) -> str:
@@ -40,17 +51,17 @@ def assert_all_end(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_when_their_parent_is_killed(stop: signal.Signals) -> None:
-    process = busy("computing[0].result()")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "computing\n"
-    process.send_signal(stop)
-    assert_all_end(process)
-    assert process.returncode == -stop
+    with busy("computing[0].result()") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "computing\n"
+        process.send_signal(stop)
+        assert_all_end(process)
+        assert process.returncode == -stop
 
 
 def test_an_error_does_not_wait_for_what_workers_compute() -> None:
-    process = busy("raise KeyboardInterrupt")
-    assert "KeyboardInterrupt" in assert_all_end(process)
+    with busy("raise KeyboardInterrupt") as process:
+        assert "KeyboardInterrupt" in assert_all_end(process)
 
 
 def test_workers_ignore_the_terminal_s_interrupt() -> None:
