@@ -15,7 +15,7 @@ from bench.tournament.workload import CellWorkload
 from replayer.traces.loading import load_trace
 from replayer.traces.trace import Trace, TraceRequest
 
-RECORDS = Path(__file__).parents[2] / "docs" / "results" / "hand-offs-h100-4x"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def request(chat_id: int, at_s: float, output_length: int) -> TraceRequest:
@@ -67,19 +67,25 @@ def test_a_run_ends_after_the_judged_seconds_and_answers_are_cut() -> None:
 
 
 @pytest.mark.traces
-def test_the_command_of_the_page_writes_the_trace_of_its_records(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("results", "seed", "judged_s", "judged_from"),
+    [("hand-offs-h100-4x", 1, 150, "78.3"), ("hand-offs-h100-4x-second", 2, 225, "90.1")],
+)
+def test_the_commands_of_the_page_write_the_traces_of_its_records(
+    results: str, seed: int, judged_s: int, judged_from: str, tmp_path: Path
+) -> None:
     folder = Path(os.environ.get("WARMROUTE_TRACES") or Path(__file__).parents[3] / "shared" / "traces")
     if not folder.is_dir():
         pytest.skip(f"public traces not found at {folder}; set WARMROUTE_TRACES")
     output = tmp_path / "cell.jsonl"
-    cell = ["--trace", "kct_raw", "--load", "0.8", "--pool", "4", "--fleet", "4"]
-    cut = ["--warming-load", "0.5", "--output-tokens", "4096", "--judged-s", "150"]
-    profile = ["--profile", str(RECORDS / "engines.yaml")]
+    cell = ["--trace", "kct_raw", "--load", "0.8", "--pool", "4", "--fleet", "4", "--seed", str(seed)]
+    cut = ["--warming-load", "0.5", "--output-tokens", "4096", "--judged-s", str(judged_s)]
+    profile = ["--profile", str(RESULTS / results / "engines.yaml")]
     done = CliRunner().invoke(app, [str(folder), str(output), *cell, *profile, *cut])
     assert done.exit_code == 0, done.output
-    assert "judged from 78.3 s on" in done.output
+    assert f"judged from {judged_from} s on" in done.output
     sent = {(each.session_id, each.turn): each.input_length for each in load_trace(output).requests}
-    for run in read_records(RECORDS).values():
+    for run in read_records(RESULTS / results).values():
         records = [each.record() for each in run.requests]
         assert {(each.session_id, each.turn): each.input_length for each in records} == sent
 

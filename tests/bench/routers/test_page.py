@@ -21,6 +21,7 @@ _PAGE = (_DOCS / "head-to-head.md").read_text(encoding="utf-8")
         ("head to head", "head-to-head-h100-2x", None),
         ("hand-offs", "hand-offs-h100-2x", None),
         ("own GPUs", "hand-offs-h100-4x", 78.3),
+        ("own GPUs, second", "hand-offs-h100-4x-second", 90.1),
     ],
 )
 def test_the_page_shows_the_table_of_the_kept_records(name: str, folder: str, skip_first_s: float | None) -> None:
