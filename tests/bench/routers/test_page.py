@@ -70,3 +70,39 @@ def test_what_the_page_says_of_single_runs_on_gpus_of_their_own() -> None:
     assert f"`joint` ({first:.2f} and {second:.2f} s)" in _PAGE
     assert f"`warm` ({min(p90['warm']):.2f} to {max(p90['warm']):.2f} s)" in _PAGE
     assert f"{min(longest):.1f} to {max(longest):.1f} s for 123,058 tokens" in _PAGE
+
+
+def test_what_the_page_says_of_contexts_that_moved() -> None:
+    for run in read_records(_DOCS / "results" / "hand-offs-h100-4x-second").values():
+        if run.label == "joint":
+            records = sorted([each.record() for each in run.requests], key=_sent)
+            handed = [each for each in records if each.prefill_instance is not None]
+            judged = [each for each in handed if each.trace_timestamp_s >= 90.1]
+            assert (len(handed), len(judged), f"{_sent(handed[-1]):.0f}") == (12, 7, "107")
+            assert _moved_from_busy_instances(records, until_s=112.0) == (17, 17)
+
+
+def _sent(record: RequestRecord) -> float:
+    assert record.sent_s is not None
+    return record.sent_s
+
+
+def _moved_from_busy_instances(records: list[RequestRecord], until_s: float) -> tuple[int, int]:
+    """Turns that were computed without 2,000 tokens or more of their context on another instance than it, and those of
+    them that were sent while that instance computed 20,000 tokens or more of another prompt.
+    """
+    homes: dict[str, set[str | None]] = {}
+    moved = busy = 0
+    for record in [each for each in records if _sent(each) < until_s]:
+        where, home = record.prefill_instance or record.instance, homes.get(record.session_id, set())
+        if home and (record.own_prefix_tokens or 0) - (record.cached_tokens or 0) > 2_000:
+            moved += where not in home
+            busy += any(
+                (other.prefill_instance or other.instance) in home
+                and _sent(other) < _sent(record) < (other.first_token_s or 0.0)
+                and other.input_length - (other.cached_tokens or 0) >= 20_000
+                for other in records
+                if other is not record
+            )
+        homes.setdefault(record.session_id, set()).update({where, record.instance})
+    return moved, busy
