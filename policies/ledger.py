@@ -12,6 +12,8 @@ from enum import StrEnum
 from math import exp2
 from typing import NamedTuple
 
+from policies.types import QueuedPrefill
+
 
 class Phase(StrEnum):
     """Phase of a lease's work."""
@@ -32,6 +34,8 @@ class Account:
     promised_tokens: int = 0
     recent_tokens: float = 0.0
     recent_at_s: float = 0.0
+    queue: dict[Lease, QueuedPrefill] = field(default_factory=dict)
+    """Own prefills without a first token that an order applies to."""
 
 
 class Load(NamedTuple):
@@ -56,6 +60,8 @@ class Lease:
     _account: Account = field(repr=False)
     phase: Phase = Phase.PREFILL
     _on_release: Callable[[], None] | None = field(default=None, repr=False)
+    due_s: float | None = None
+    """Its place in the order of prefills (`policies.order`); None: that of its arrival."""
 
     def first_token(self) -> None:
         """Move the lease from prefill to decode: its tokens stop pending. Later calls do nothing."""
@@ -64,12 +70,18 @@ class Lease:
             self._account.prefilling -= 1
             self._account.pending_prefill_tokens -= self.new_tokens
             self._account.decoding_tokens += self.context_tokens
+            self._leave_queue()
 
-    def add_prefill(self, new_tokens: int) -> None:
-        """Add tokens to prefill here, as when an offload falls back; only before the first token."""
+    def add_prefill(self, new_tokens: int, seconds: float = 0.0) -> None:
+        """Add tokens to prefill here, as when an offload falls back; only before the first token.
+
+        ``seconds``: predicted for all of them. The place in the order stays: the request has waited already.
+        """
         if self.phase is Phase.PREFILL:
             self.new_tokens += new_tokens
             self._account.pending_prefill_tokens += new_tokens
+            if self.due_s is not None:
+                self._account.queue[self] = QueuedPrefill(self.due_s, seconds)
 
     def release(self) -> bool:
         """Remove the leg from the counts. True the first time; later calls do nothing and return False."""
@@ -78,6 +90,7 @@ class Lease:
         if self.phase is Phase.PREFILL:
             self._account.prefilling -= 1
             self._account.pending_prefill_tokens -= self.new_tokens
+            self._leave_queue()
         else:
             self._account.decoding_tokens -= self.context_tokens
         self._account.requests -= 1
@@ -86,6 +99,10 @@ class Lease:
         if self._on_release is not None:
             self._on_release()
         return True
+
+    def _leave_queue(self) -> None:
+        if self.due_s is not None:
+            self._account.queue.pop(self, None)
 
 
 class Ledger:
@@ -118,8 +135,17 @@ class Ledger:
             raise ValueError(f"recent_half_life_s must be positive, got {recent_half_life_s}")
         self._half_life_s = recent_half_life_s
 
-    def acquire(self, instance: str, new_tokens: int, context_tokens: int, now_s: float) -> Lease:
+    def acquire(
+        self,
+        instance: str,
+        new_tokens: int,
+        context_tokens: int,
+        now_s: float,
+        queued: QueuedPrefill | None = None,
+    ) -> Lease:
         """Count one leg: ``new_tokens`` to prefill, ``context_tokens`` of KV once decoding.
+
+        ``queued``: its place in the order of prefills; None: in order of arrival.
 
         Raises:
             ValueError: a token count is negative.
@@ -137,7 +163,11 @@ class Ledger:
         account.recent_at_s = now_s
         if self.on_acquire is not None:
             self.on_acquire()
-        return Lease(instance, new_tokens, context_tokens, account, _on_release=self.on_release)
+        lease = Lease(instance, new_tokens, context_tokens, account, _on_release=self.on_release)
+        if queued is not None:
+            lease.due_s = queued.due_s
+            account.queue[lease] = queued
+        return lease
 
     def requests(self, instance: str) -> int:
         """Legs in flight on one instance, P legs included."""
@@ -190,6 +220,7 @@ class Ledger:
             own.promised_tokens + remote.promised_tokens,
             self.recent_tokens(own, now_s) + self.recent_tokens(remote, now_s),
             now_s,
+            own.queue,
         )
 
     def forget_recent(self, instance: str) -> None:

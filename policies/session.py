@@ -164,7 +164,8 @@ class RoutingSession:
             guarded=self._guarded,
             scored=self.scored,
         )
-        commitment = self.state.commit(request, fleet, decision, now_s)
+        slowdown: float = getattr(self.policy, "slowdown", 0.0)
+        commitment = self.state.commit(request, fleet, decision, now_s, slowdown)
         if self.on_decided is not None:
             self.on_decided(request, choice, decision)
         prefill = fleet.prefill_view(decision.prefill_on) if decision.prefill_on is not None else None

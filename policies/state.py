@@ -18,6 +18,7 @@ from policies.holds import Holds, KvHold
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger
 from policies.offload.specialists import FleetLoad, Specialists
+from policies.order import PrefillOrder
 from policies.pairs import PairBreaker
 from policies.predict.predictor import Predictor, Promised
 from policies.predict.prefix_index import Insertion, PrefixIndex
@@ -113,7 +114,9 @@ class Commitment:
         if self._hold is not None:
             self._hold.orphan(orphaned_until_s)
         self._end_offload()
-        self.decode.add_prefill(self._not_yet_on_decode)
+        job = self.workload.decode
+        seconds = self._state.costs.prefill.seconds(job.new_tokens, job.cached_tokens)
+        self.decode.add_prefill(self._not_yet_on_decode, seconds)
         self._not_yet_on_decode = 0
 
     def retract(self, instance: str) -> None:
@@ -189,14 +192,20 @@ class FleetState:
         host: str = "",
         transport: Transport | None = None,
         connector: Connector = Connector.MOONCAKE,
+        *,
+        ordered: bool = False,
     ) -> None:
-        """Register an instance, or update role, host, transport and connector of a known one. Idempotent."""
+        """Register an instance, or update these properties of a known one. Idempotent.
+
+        ``ordered``: its engine computes waiting prompts by ``priority`` (`policies.order`).
+        """
         (self.producers.add if role is Role.KV_PRODUCER else self.producers.discard)(instance)
         known = self._instances.get(instance)
         if known:
             known.role, known.host, known.transport, known.connector = role, host, transport, connector
+            known.ordered = ordered
             return
-        self._instances[instance] = KnownInstance(role, host, transport, connector)
+        self._instances[instance] = KnownInstance(role, host, transport, connector, ordered=ordered)
         self.accounts.add_instance(instance)
         self.index.add_instance(instance)
         self.predictor.add_instance(instance)
@@ -289,8 +298,13 @@ class FleetState:
             specialists=self.specialists.names,
         )
 
-    def commit(self, request: RequestView, fleet: FleetSnapshot, decision: Decision, now_s: float) -> Commitment:
-        """Count the decision: leases, index entries, session pin, hotspot streak. No await after the snapshot."""
+    def commit(
+        self, request: RequestView, fleet: FleetSnapshot, decision: Decision, now_s: float, slowdown: float = 0.0
+    ) -> Commitment:
+        """Count the decision: leases, index entries, session pin, hotspot streak. No await after the snapshot.
+
+        ``slowdown``: that of the order of prefills, where the engine has one (`policies.order`); 0: none.
+        """
         self._sequence += 1
         holders = sum([view.holds_class for view in fleet.instances])
         chosen = fleet.view(decision.decode_on)
@@ -308,17 +322,20 @@ class FleetState:
         prefill: InstanceView | None = None
         added: dict[str, Insertion] = {}
         promised = self.predictor.promised()
+        order = PrefillOrder(self._instances, self.costs.prefill, now_s, slowdown)
         new_tokens = new_on_decode = decision.new_tokens
         if decision.prefill_on is not None:
             prefill = fleet.prefill_view(decision.prefill_on)
             assert prefill is not None
             new_on_prefill = request.prompt_tokens - prefill.cached_tokens
-            prefill_lease = self.ledger.acquire(prefill.instance, new_on_prefill, request.prompt_tokens, now_s)
+            queued = order.queued(prefill.instance, new_on_prefill, prefill.cached_tokens)
+            prefill_lease = self.ledger.acquire(prefill.instance, new_on_prefill, request.prompt_tokens, now_s, queued)
             added[prefill.instance] = self.index.insert(prefill.instance, request.block_hashes)
             promised.add(prefill.instance, request)
             self.offloads_in_flight += 1
             new_on_decode = 0
-        decode_lease = self.ledger.acquire(decision.decode_on, new_on_decode, request.prompt_tokens, now_s)
+        queued = order.queued(decision.decode_on, new_on_decode, decision.cached_tokens)
+        decode_lease = self.ledger.acquire(decision.decode_on, new_on_decode, request.prompt_tokens, now_s, queued)
         added[decision.decode_on] = self.index.insert(decision.decode_on, request.block_hashes)
         promised.add(decision.decode_on, request)
         workload = Workload.of(request, chosen, prefill, self.offloads_in_flight, self.costs.bytes_per_token)

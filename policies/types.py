@@ -137,6 +137,15 @@ class RequestView(NamedTuple):
     """Session whose sub-agent sent the request, if it is one."""
 
 
+class QueuedPrefill(NamedTuple):
+    """A prefill that waits in an engine or is computed there, where the engine orders them (`policies.order`)."""
+
+    due_s: float
+    """Its place in the order; monotonic or virtual time."""
+    seconds: float
+    """Predicted time of the prefill alone."""
+
+
 class InstanceView(NamedTuple):
     """One instance as one request sees it. Token counts are sums over whole requests in flight."""
 
@@ -177,6 +186,8 @@ class InstanceView(NamedTuple):
     """Prediction of the shadow index."""
     exact_cached_tokens: int | None = None
     """Prediction of the exact index; None where it is not available."""
+    queue: tuple[QueuedPrefill, ...] = ()
+    """Prefills of this proxy that wait there or are computed, where the engine orders them (`policies.order`)."""
 
     @property
     def decode_streams(self) -> int:

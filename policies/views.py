@@ -22,6 +22,8 @@ class KnownInstance:
     kv_capacity_tokens: int = 0
     kv_used_tokens: int = 0
     promised_at_report_tokens: int = 0
+    ordered: bool = False
+    """Its engine computes waiting prompts by ``priority`` (`policies.order`)."""
 
 
 class Viewer:
@@ -80,7 +82,7 @@ class Viewer:
             reported, used = known.promised_at_report_tokens, known.kv_used_tokens
             promised = account.promised_tokens - (reported if reported < used else used)
             held = 0 if holds is None else holds.tokens(name, now_s)
-            # Positional: naming 19 fields takes as long as the rest of the loop.
+            # Positional: naming 20 fields takes as long as the rest of the loop.
             views.append(
                 new(
                     InstanceView,
@@ -104,6 +106,7 @@ class Viewer:
                         source,
                         shadow_tokens,
                         exact_tokens,
+                        tuple(account.queue.values()) if account.queue else (),
                     ),
                 )
             )

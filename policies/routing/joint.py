@@ -13,7 +13,7 @@ from policies.costs.formulas import Costs
 from policies.costs.transfers import Transfers
 from policies.offload.base import may_receive, may_send
 from policies.routing.base import Pick, least, require, tie_break
-from policies.routing.warm import Prices, Terms, Warm, queued_s
+from policies.routing.warm import Prices, Terms, Warm
 from policies.snapshot import FleetColumns, FleetSnapshot
 from policies.types import CandidateScore, Choice, InstanceView, OffloadPlan, OffloadReason, Reason, RequestView
 
@@ -257,7 +257,7 @@ class _Job:
         streams_s = (view.requests - view.prefilling) * prefill_s
         if prefill_s + streams_s >= score_s:
             return False
-        queue_s = self._queue_s(view)
+        queue_s = self._queue_s(view, prefill_s)
         return queue_s + prefill_s + streams_s + self._policy.queue_cost * queue_s < score_s
 
     def handed_off(self, prefills: Sequence[InstanceView]) -> _Placement | OffloadReason:
@@ -284,7 +284,8 @@ class _Job:
                 transfers = Transfers(self._request, decode, costs, fleet.offloads_in_flight)
                 self._transfers[place] = transfers
             transfer_s, _ = transfers.times(view, pair, max(streams, decode.decode_streams), 0.0)
-            queue_s, prefill_s = self._queue_s(view), self._prices.own_s(view.cached_tokens)
+            prefill_s = self._prices.own_s(view.cached_tokens)
+            queue_s = self._queue_s(view, prefill_s)
             decode_queue_s = self._queue_s(decode)
             first_s = max(queue_s + prefill_s + transfer_s, decode_queue_s)
             if first_s > self._bound_s:
@@ -350,8 +351,9 @@ class _Job:
     def _receives(self, view: InstanceView) -> bool:
         return self._policy._has_room(view, self._request.prompt_tokens, self._request.max_tokens)
 
-    def _queue_s(self, view: InstanceView) -> float:
-        return queued_s(view.pending_prefill_tokens, view.prefilling, self._prices.model)
+    def _queue_s(self, view: InstanceView, own_s: float = 0.0) -> float:
+        """Seconds of the queue before P's prefill, or before D's next token after the transfer (none of its own)."""
+        return self._prices.queue_s(view, own_s)
 
 
 def _first_s(terms: Terms) -> float:

@@ -8,10 +8,11 @@ from functools import partial
 from typing import ClassVar
 
 from policies.costs.formulas import PrefillModel
+from policies.order import SLOWDOWN, overtaken_share, wait_s
 from policies.pool import POOL_SHARE, all_tokens_over, tokens_over
 from policies.routing.base import ColumnPolicy, Pick, least, require, tie_break
 from policies.snapshot import FleetColumns, FleetSnapshot
-from policies.types import CandidateScore, Choice, Reason, RequestView
+from policies.types import CandidateScore, Choice, InstanceView, Reason, RequestView
 
 Terms = tuple[float, float, float, float, float]
 """Queue, crowd, room, own and others of one candidate, in seconds; their sum is its score."""
@@ -25,7 +26,8 @@ class Warm(ColumnPolicy):
     in flight on the instance, and ``q`` of them still in prefill:
 
     - ``queue = (q - 1/2) x t``: the prefill queued there, ``t`` being ``T`` of a mean queued prefill less its fixed
-      part (short prefills share a step).
+      part (short prefills share a step). Where the engine orders prefills (`policies.order`, by ``slowdown``), less
+      ``overtakes`` times the seconds of those that this one overtakes: later ones may overtake this one too.
     - ``crowd = queue_crowd x r x queue``: extra weight of a queue on an instance with many requests.
     - ``room = hold_s x over / pool``: ``over`` is the number of tokens by which the prompts in flight and this one
       exceed ``pool_share`` of the KV pool (`policies.pool`). One pool's worth of tokens is freed in the time a request
@@ -54,6 +56,8 @@ class Warm(ColumnPolicy):
     hold_s: float = 30.0
     pool_share: float = POOL_SHARE
     learned: bool = True
+    slowdown: float = SLOWDOWN
+    overtakes: float = 0.5
     name: ClassVar[str] = "warm"
 
     def __post_init__(self) -> None:
@@ -62,6 +66,8 @@ class Warm(ColumnPolicy):
         require(self.step_s >= 0, "warm: step_s must not be negative")
         require(self.hold_s >= 0, "warm: hold_s must not be negative")
         require(0 < self.pool_share <= 1, "warm: pool_share must be above 0 and at most 1")
+        require(self.slowdown >= 0, "warm: slowdown must not be negative")
+        require(0 <= self.overtakes <= 1, "warm: overtakes must be within 0..1")
 
     def scores(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Sequence[float]:
         terms = self._all_terms(request, fleet, columns)
@@ -86,6 +92,13 @@ class Warm(ColumnPolicy):
     def prices(self, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> Prices:
         """Scores of single candidates."""
         return Prices(self, request, fleet, columns)
+
+    def waits_s(self, queue_s: float, view: InstanceView, own_s: float, fleet: FleetSnapshot) -> float:
+        """What is left of a queue for a prefill of ``own_s`` seconds where the engine orders them, seconds."""
+        costs = fleet.costs
+        if not self.slowdown or costs is None:
+            return queue_s
+        return queue_s * (1 - self.overtakes * overtaken_share(view.queue, costs.now_s + wait_s(own_s, self.slowdown)))
 
     def _scored(self, columns: FleetColumns, terms: Sequence[Terms]) -> list[CandidateScore]:
         new = tuple.__new__
@@ -128,7 +141,8 @@ class Warm(ColumnPolicy):
         owns: dict[int, float] = {}
         """By cached tokens, which are mostly equal across instances."""
         terms = []
-        for cached, requests, prefilling, queue_s, pool, over in zip(
+        for view, cached, requests, prefilling, full_s, pool, over in zip(
+            fleet.instances,
             columns.cached_tokens,
             columns.requests,
             columns.prefilling,
@@ -140,6 +154,7 @@ class Warm(ColumnPolicy):
             own_s = owns.get(cached)
             if own_s is None:
                 own_s = owns[cached] = model.seconds(prompt - cached, cached)
+            queue_s = self.waits_s(full_s, view, own_s, fleet) if view.queue else full_s
             others_s = weight * requests * (own_s if prefilling else own_s + step_s)
             room_s = 0.0
             if over > 0:
@@ -172,14 +187,20 @@ class Prices:
     def first_s(self, place: int) -> float:
         """Seconds to the first token at a place: its queue, and this prefill."""
         view = self._fleet.instances[place]
-        return queued_s(view.pending_prefill_tokens, view.prefilling, self.model) + self.own_s(view.cached_tokens)
+        own_s = self.own_s(view.cached_tokens)
+        return self.queue_s(view, own_s) + own_s
+
+    def queue_s(self, view: InstanceView, own_s: float) -> float:
+        """Seconds that a prefill of ``own_s`` seconds waits for others on an instance."""
+        queue_s = queued_s(view.pending_prefill_tokens, view.prefilling, self.model)
+        return self._policy.waits_s(queue_s, view, own_s, self._fleet) if view.queue else queue_s
 
     def terms(self, place: int) -> Terms:
         """Queue, crowd, room, own and others of the candidate at a place."""
         policy, view, prompt = self._policy, self._fleet.instances[place], self._prompt
         requests, prefilling, pool = view.requests, view.prefilling, view.kv_capacity_tokens
         own_s = self.own_s(view.cached_tokens)
-        queue_s = queued_s(view.pending_prefill_tokens, prefilling, self.model)
+        queue_s = self.queue_s(view, own_s)
         others_s = policy.others_weight * requests * (own_s if prefilling else own_s + policy.step_s)
         over, room_s = tokens_over(view, prompt, policy.pool_share), 0.0
         if over > 0:

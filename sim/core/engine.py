@@ -46,7 +46,13 @@ class Engine:
     def __post_init__(self) -> None:
         config = self.config
         pool = BlockPool(config.num_blocks)
-        self.scheduler = Scheduler(pool, config.block_tokens, config.max_num_batched_tokens, config.max_num_seqs)
+        self.scheduler = Scheduler(
+            pool,
+            config.block_tokens,
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            by_priority=config.priority_scheduling,
+        )
 
     # Requests
 
@@ -70,6 +76,7 @@ class Engine:
         sequence = Sequence(request, self.config.block_tokens, self.config.max_model_len)
         self._live[request.request_id] = sequence
         self._submitted += 1
+        sequence.arrival = self._submitted
         ready_s = now_s + self.timing.frontend(request.prompt_tokens)
         heapq.heappush(self._arriving, (ready_s, self._submitted, sequence))
         step = self._step

@@ -1,4 +1,4 @@
-"""vLLM V1's scheduling of one step: running requests first, then first come first served, in one token budget."""
+"""vLLM V1's scheduling of one step: running requests first, then waiting ones in their order, in one token budget."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from sim.core.blocks import BlockPool, Holding, PrefixMatch
 from sim.core.decoding import Decoders
 from sim.core.kvevents import BlocksStored
 from sim.core.sequence import RequestStatus, Sequence
+from sim.core.waiting import PriorityQueue, Waiting, place_of
 
 
 @dataclass(slots=True)
@@ -50,12 +51,21 @@ class Scheduler:
     less than it needs has used up the budget, and none is admitted behind it. The others are in ``decoders``.
     """
 
-    def __init__(self, pool: BlockPool, block_tokens: int, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_tokens: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        *,
+        by_priority: bool = False,
+    ) -> None:
         self.pool = pool
         self.block_tokens = block_tokens
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
-        self.waiting: deque[Sequence] = deque()
+        self.by_priority = by_priority
+        self.waiting: Waiting = PriorityQueue() if by_priority else deque()
         self.running: list[Sequence] = []
         self.decoders = Decoders(block_tokens)
         self.pulling: dict[str, Sequence] = {}
@@ -151,7 +161,10 @@ class Scheduler:
         return plan
 
     def _plan_running(self, plan: StepPlan) -> int:
-        """Schedule the running requests, preempting the newest while blocks are short; returns the budget left."""
+        """Schedule the running requests, preempting the last while blocks are short; returns the budget left.
+
+        The last is the newest, or with priorities the one that is last in their order.
+        """
         budget = self.max_num_batched_tokens
         running = self.running
         index = 0
@@ -159,7 +172,12 @@ class Scheduler:
             sequence = running[index]
             count = min(sequence.total - sequence.computed, budget)
             while self._lacking(sequence, count) > self.pool.free_blocks:
-                victim = running.pop()
+                victim = max(running, key=place_of) if self.by_priority else running[-1]
+                place = running.index(victim) if self.by_priority else len(running) - 1
+                del running[place]
+                if place < index:
+                    budget += _take_back(plan, victim)
+                    index -= 1
                 self._preempt(victim)
                 if victim is sequence:
                     return budget
@@ -289,6 +307,15 @@ class Scheduler:
         sequence.computed = sequence.published = sequence.serial = 0
         self.counters.preemptions += 1
         self.requeue(sequence)
+
+
+def _take_back(plan: StepPlan, sequence: Sequence) -> int:
+    """Remove a request from a plan; returns the tokens it would have computed."""
+    if sequence in plan.streams:
+        plan.streams.remove(sequence)
+        return 1
+    place = [each for each, _, _ in plan.chunks].index(sequence)
+    return plan.chunks.pop(place)[1]
 
 
 def _record(plan: StepPlan, sequence: Sequence, count: int) -> None:

@@ -42,6 +42,8 @@ class Request(NamedTuple):
     """The prompt's token bytes, where known: only reports of the cache's content need them."""
     output_key: int | None = None
     """Key of the first block with generated tokens, the next ones counting up; None: they are hashed from content."""
+    priority: int = 0
+    """Lower goes first where the engine schedules by priority."""
 
     @classmethod
     def from_tokens(
@@ -75,6 +77,7 @@ def keyed_request(
     max_tokens: int,
     output_key: int,
     kv_transfer: KvTransfer | None = None,
+    priority: int = 0,
 ) -> Request:
     """A request by keys alone, for virtual time: nothing is hashed, ``keys`` are taken as they are and never changed.
 
@@ -82,7 +85,13 @@ def keyed_request(
     ``output_key``: keys from it on, one per 64 generated tokens or whatever a block holds, are this output's own.
     """
     return Request(
-        request_id, prompt_tokens, keys, max_tokens=max_tokens, kv_transfer=kv_transfer, output_key=output_key
+        request_id,
+        prompt_tokens,
+        keys,
+        max_tokens=max_tokens,
+        kv_transfer=kv_transfer,
+        output_key=output_key,
+        priority=priority,
     )
 
 
@@ -100,6 +109,7 @@ class Sequence:
     """A live request: its computed tokens, the blocks it references, when and why it will finish."""
 
     __slots__ = (
+        "arrival",
         "block_tokens",
         "blocks",
         "cached_tokens",
@@ -141,6 +151,8 @@ class Sequence:
         self.decoding = False
         """True while it gets a token a step along with the other streams (``sim.core.decoding``)."""
         self.joined = 0
+        self.arrival = 0
+        """Number of its submission."""
         self.serial = 0
         """Number of its admission while it runs: the running requests are in this order."""
         self.reported = 0

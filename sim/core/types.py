@@ -36,6 +36,8 @@ class EngineConfig:
     abort_timeout_s: float = 480.0
     """Seconds for which P holds blocks that no engine pulls (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT)."""
     load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.HANG
+    priority_scheduling: bool = False
+    """Waiting requests are computed by priority, then in order of arrival (``--scheduling-policy priority``)."""
 
     def __post_init__(self) -> None:
         if min(self.block_tokens, self.max_num_batched_tokens, self.max_num_seqs) < 1:

@@ -169,6 +169,7 @@ class Simulation:
                 # Prompts differ after their last full block, so their outputs differ: the number ensures that here.
                 FIRST_OUTPUT_KEY + self._count * OUTPUT_KEYS,
                 transfer,
+                _priority(exchange),
             ),
         )
 
@@ -328,3 +329,10 @@ def view_of(request: TraceRequest, request_id: str, block_tokens: int) -> Reques
         request.session_id or None,
         max(request.output_length, 1),
     )
+
+
+def _priority(exchange: SimulatedExchange) -> int:
+    """``priority`` of the current leg: its due time in milliseconds, as the proxy sends it; 0 without an order."""
+    commitment = exchange.commitment
+    lease = commitment.prefill if exchange.leg is SimulatedLeg.PREFILL else commitment.decode
+    return 0 if lease is None or lease.due_s is None else round(lease.due_s * 1e3)

@@ -101,6 +101,8 @@ class SimOptions:
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
+    scheduling_policy: str = "fcfs"
+    """``priority``: the engines compute waiting prompts by priority, and a policy may order them."""
     transport: str | None = None
     """Transport of KV between instances; None: the profile's default."""
     recent_half_life_s: float = 30.0
@@ -172,6 +174,7 @@ class SimOptions:
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_num_seqs=self.max_num_seqs,
                 max_model_len=self.max_model_len,
+                scheduling_policy=self.scheduling_policy,
                 transport=self.transport,
                 abort_timeout_s=self.bounds.hold_s,
             )

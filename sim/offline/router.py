@@ -138,6 +138,6 @@ def _state(
     state = FleetState(ledger=Ledger(options.recent_half_life_s), costs=costs)
     for name, engine in engines.items():
         config = engine.config
-        state.add_instance(name, roles[name], transport=transport)
+        state.add_instance(name, roles[name], transport=transport, ordered=config.priority_scheduling)
         state.set_capacity(name, config.num_blocks * config.block_tokens, config.block_tokens)
     return state

@@ -11,6 +11,7 @@ from sim.core.types import EngineConfig
 from sim.hardware import HardwareProfile, load_profile
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer", "none")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
 class EngineSettingsError(Exception):
@@ -69,6 +70,7 @@ class ServerSettings:
         kv_events_replay_port: int | None = None,
         hash_seed: int = 0,
         data_parallel_size: int = 1,
+        scheduling_policy: str = "fcfs",
     ) -> ServerSettings:
         """Settings with every option that is not given taken from the profile.
 
@@ -81,6 +83,8 @@ class ServerSettings:
             raise EngineSettingsError(
                 f"--kv-load-failure-policy {kv_load_failure_policy!r}: choose hang, fail or recompute"
             )
+        if scheduling_policy not in SCHEDULING_POLICIES:
+            raise EngineSettingsError(f"--scheduling-policy {scheduling_policy!r}: choose fcfs or priority")
         if kv_events_replay_port is not None and kv_events_port is None:
             raise EngineSettingsError("--kv-events-replay-port needs --kv-events-port")
         if connector_kv_fraction is not None and not 0 <= connector_kv_fraction < 1:
@@ -120,6 +124,7 @@ class ServerSettings:
                 kv_bytes_per_token=hardware.kv.bytes_per_token,
                 abort_timeout_s=abort_timeout_s,
                 load_failure_policy=LoadFailurePolicy(kv_load_failure_policy),
+                priority_scheduling=scheduling_policy == "priority",
             )
         except ValueError as error:
             raise EngineSettingsError(str(error)) from error
