@@ -36,6 +36,15 @@ class Account:
     recent_at_s: float = 0.0
     queue: dict[Lease, QueuedPrefill] = field(default_factory=dict)
     """Own prefills without a first token that an order applies to."""
+    computing: Lease | None = None
+    """The one of them that the engine computes now: it was due first when the one before it ended."""
+
+    def ordered(self) -> tuple[QueuedPrefill, ...]:
+        """``queue``, the one that is computed first."""
+        computing = self.computing
+        if computing is None:
+            return ()
+        return (self.queue[computing], *[each for lease, each in self.queue.items() if lease is not computing])
 
 
 class Load(NamedTuple):
@@ -101,8 +110,9 @@ class Lease:
         return True
 
     def _leave_queue(self) -> None:
-        if self.due_s is not None:
-            self._account.queue.pop(self, None)
+        account = self._account
+        if account.queue.pop(self, None) is not None and account.computing is self:
+            account.computing = min(account.queue, key=account.queue.__getitem__, default=None)
 
 
 class Ledger:
@@ -167,6 +177,7 @@ class Ledger:
         if queued is not None:
             lease.due_s = queued.due_s
             account.queue[lease] = queued
+            account.computing = account.computing or lease
         return lease
 
     def requests(self, instance: str) -> int:
@@ -221,6 +232,7 @@ class Ledger:
             self.recent_tokens(own, now_s) + self.recent_tokens(remote, now_s),
             now_s,
             own.queue,
+            own.computing,
         )
 
     def forget_recent(self, instance: str) -> None:

@@ -7,15 +7,15 @@ prefills overtake long ones; those that arrive later than that overtake none, so
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from policies.costs.formulas import PrefillModel
 from policies.types import QueuedPrefill
 from policies.views import KnownInstance
 
-SLOWDOWN = 20.0
-"""Seconds of waiting per second of its own after which a prefill is not overtaken any more."""
+SLOWDOWN = 10.0
+"""Seconds for which a prefill of one second may be overtaken; 40 for one of two seconds."""
 
 
 class PrefillOrder(NamedTuple):
@@ -41,16 +41,10 @@ def wait_s(seconds: float, slowdown: float) -> float:
     return slowdown * seconds * seconds
 
 
-def overtaken_share(queue: Collection[QueuedPrefill], due_s: float) -> float:
+def overtaken_share(queue: Sequence[QueuedPrefill], due_s: float) -> float:
     """Share, by time, of the queued prefills that one due at ``due_s`` overtakes.
 
-    The one that is due first is being computed: it cannot be overtaken, and half of it is left. O(n).
+    The first of ``queue`` is being computed: it cannot be overtaken, and half of it is left. O(n).
     """
-    behind = [each for each in queue if each.due_s > due_s]
-    if not behind:
-        return 0.0
-    seconds = sum([each.seconds for each in behind])
-    first_s = min(queue).seconds
-    if len(behind) == len(queue):
-        seconds -= first_s
-    return seconds / (sum([each.seconds for each in queue]) - first_s / 2) if seconds else 0.0
+    overtaken = sum([each.seconds for each in queue[1:] if each.due_s > due_s])
+    return overtaken / (sum([each.seconds for each in queue]) - queue[0].seconds / 2) if overtaken else 0.0

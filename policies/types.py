@@ -187,7 +187,7 @@ class InstanceView(NamedTuple):
     exact_cached_tokens: int | None = None
     """Prediction of the exact index; None where it is not available."""
     queue: tuple[QueuedPrefill, ...] = ()
-    """Prefills of this proxy that wait there or are computed, where the engine orders them (`policies.order`)."""
+    """Prefills of this proxy there, the one that is computed and those that wait, where the engine orders them."""
 
     @property
     def decode_streams(self) -> int:

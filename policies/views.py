@@ -106,7 +106,7 @@ class Viewer:
                         source,
                         shadow_tokens,
                         exact_tokens,
-                        tuple(account.queue.values()) if account.queue else (),
+                        account.ordered() if account.queue else (),
                     ),
                 )
             )

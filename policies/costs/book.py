@@ -20,7 +20,7 @@ class PrefillJob(NamedTuple):
     pending_tokens: int
     prefilling: int
     room: bool = True
-    """The KV pool had room for the prompt, so its first token did not wait for blocks."""
+    """Its first token waited neither for blocks, as the KV pool had room, nor among prefills in an order."""
 
 
 class Workload(NamedTuple):
@@ -68,7 +68,7 @@ def _prefill_job(request: RequestView, view: InstanceView) -> PrefillJob:
         view.cached_tokens,
         view.pending_prefill_tokens,
         view.prefilling,
-        tokens_over(view, request.prompt_tokens) <= 0,
+        tokens_over(view, request.prompt_tokens) <= 0 and not view.queue,
     )
 
 
@@ -93,8 +93,8 @@ class CostBook:
     def prefilled(self, job: PrefillJob, seconds: float) -> float:
         """Learn from a first token after ``seconds``; returns the predicted seconds.
 
-        A prompt without room in the KV pool waited for blocks for an unknown time, so its time is not a sample of a
-        prefill.
+        A prompt without room in the KV pool waited for blocks for an unknown time, and one that others may have
+        overtaken (`policies.order`) for those, so its time is not a sample of a prefill.
         """
         queue_s = self.prefill.queue_s(job.pending_tokens, job.prefilling)
         expected_s = queue_s + self.prefill.seconds(job.new_tokens, job.cached_tokens)

@@ -171,16 +171,17 @@ class Scheduler:
         while index < len(running) and budget > 0:
             sequence = running[index]
             count = min(sequence.total - sequence.computed, budget)
-            while self._lacking(sequence, count) > self.pool.free_blocks:
+            if self._lacking(sequence, count) > self.pool.free_blocks:
                 victim = max(running, key=place_of) if self.by_priority else running[-1]
-                place = running.index(victim) if self.by_priority else len(running) - 1
+                place = running.index(victim)
                 del running[place]
                 if place < index:
                     budget += _take_back(plan, victim)
                     index -= 1
                 self._preempt(victim)
-                if victim is sequence:
+                if victim is sequence and index:
                     return budget
+                continue  # vLLM plans nothing after a victim, and next what is left
             self.grow(sequence, count)
             budget -= count
             _record(plan, sequence, count)
