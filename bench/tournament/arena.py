@@ -252,6 +252,7 @@ class Arena:
             seed=seed,
             role=Role.KV_BOTH if self.settings.transport else Role.NONE,
             transport=self.settings.transport or None,
+            scheduling_policy="priority" if self.settings.priority_scheduling else "fcfs",
             plan=PlanOptions(time_scale=1.0, think_scale=1.0, idle_gap_cap_s=None),
             noise=Noise(arrival_jitter_s=sizes.arrival_jitter_s, speed_sigma=sizes.speed_sigma),
             label=str(cell),
@@ -264,9 +265,10 @@ class Arena:
         example."""
         ground = self.ground(trace)
         profile = self.profile.model_dump()
-        transport = (self.settings.transport,) if self.settings.transport else ()
+        engines = (self.settings.transport,) if self.settings.transport else ()
+        engines = (*engines, "priority") if self.settings.priority_scheduling else engines
         parts = msgspec.json.encode(
-            (more, ground.sha256, ground.rule.sessions, self.settings.sizes, profile, *transport)
+            (more, ground.sha256, ground.rule.sessions, self.settings.sizes, profile, *engines)
         )
         return f"{hashlib.sha256(parts).hexdigest()[:16]}-{self._sources}"
 

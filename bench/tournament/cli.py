@@ -57,6 +57,13 @@ def main(
             "--hand-offs", help="Play on instances that can hand over KV, with the subject and variants of `hand_offs`."
         ),
     ] = False,
+    priority_scheduling: Annotated[
+        bool,
+        typer.Option(
+            "--priority-scheduling",
+            help="Play on engines that compute waiting prompts by priority; policies without an order set none.",
+        ),
+    ] = False,
     with_folds: Annotated[
         bool, typer.Option("--folds", help="Also choose among the subject's variants with each family held out.")
     ] = False,
@@ -92,6 +99,7 @@ def main(
             settings = msgspec.structs.replace(settings, profile=profile)
         if hand_offs:
             settings = settings.with_hand_offs()
+        settings = msgspec.structs.replace(settings, priority_scheduling=priority_scheduling)
         grid = _grid(settings.grid, loads, pools, fleets, seeds)
         settings = msgspec.structs.replace(settings, grid=grid)
         entrants = field_of(policies or [], settings.left_out)
@@ -279,7 +287,8 @@ def _command(
             words.append(f"--{name} {','.join(f'{value:g}' for value in getattr(grid, name))}")
     if settings.profile != TournamentSettings().profile:
         words.append(f"--profile {settings.profile}")
-    words += ["--hand-offs"] * bool(settings.transport) + ["--ablations"] * with_ablations + ["--folds"] * with_folds
+    words += ["--hand-offs"] * bool(settings.transport) + ["--priority-scheduling"] * settings.priority_scheduling
+    words += ["--ablations"] * with_ablations + ["--folds"] * with_folds
     return " ".join(words)
 
 
