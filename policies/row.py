@@ -123,6 +123,8 @@ class Row:
     legs: dict[str, dict[str, float]] = field(default_factory=dict)
     """``prefill``, ``transfer`` or ``first_token`` -> predicted and actual seconds."""
     error: str | None = None
+    priority: int | None = None
+    """Priority sent with the leg that was to compute the prompt, live; None: none."""
     admission: AdmissionReason | None = None
     """Reason for which it was sent when it was; None: it was not."""
     held_s: float = 0.0
@@ -186,6 +188,7 @@ class Row:
             "class": decision.request_class if decision else None,
             "instance": self.instance,
             "prefill_instance": self.prefill_instance,
+            "priority": self.priority,
             "admission": self.admission,
             "held_s": round(self.held_s, 3),
             "held_because": self.held_because,

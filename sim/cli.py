@@ -33,6 +33,9 @@ def engine(
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Most running requests. Default: the profile's.", min=1, show_default=False)
     ] = None,
+    scheduling_policy: Annotated[
+        str, typer.Option(help="Order of waiting requests: fcfs, or priority (of each request, lower first).")
+    ] = "fcfs",
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -116,6 +119,7 @@ def engine(
             role=role,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
+            scheduling_policy=scheduling_policy,
             max_model_len=max_model_len,
             time_scale=engine_speed,
             seed=seed,

@@ -44,6 +44,7 @@ class VllmEngine:
             ("num-gpu-blocks-override", vllm.num_gpu_blocks_override),
             ("max-model-len", vllm.max_model_len),
             ("max-num-seqs", vllm.max_num_seqs),
+            ("scheduling-policy", vllm.scheduling_policy if vllm.scheduling_policy != "fcfs" else None),
             ("max-num-batched-tokens", vllm.max_num_batched_tokens),
             ("gpu-memory-utilization", vllm.gpu_memory_utilization),
             ("tensor-parallel-size", vllm.tensor_parallel_size if vllm.tensor_parallel_size > 1 else None),

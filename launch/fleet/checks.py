@@ -29,6 +29,7 @@ _OWN_FLAGS = {
     "-tp": "vllm.tensor_parallel_size",
     "--data-parallel-size": "vllm.data_parallel_size",
     "-dp": "vllm.data_parallel_size",
+    "--scheduling-policy": "vllm.scheduling_policy",
     "--enable-prefix-caching": "vllm.prefix_caching",
     "--no-enable-prefix-caching": "vllm.prefix_caching",
 }

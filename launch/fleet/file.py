@@ -57,6 +57,7 @@ class FleetFile(FleetLayout):
                     "events_url": self.events_url(member.index),
                     "events_replay_url": self.events_replay_url(member.index),
                     "data_parallel_size": member.ranks if member.ranks > 1 else None,
+                    "priority_scheduling": True if member.priority_scheduling else None,
                 }
             )
         instances += [peer.model_dump(mode="json", exclude_defaults=True) for peer in self.peers]

@@ -33,6 +33,7 @@ class Member:
     vllm: VllmSettings
     ranks: int = 1
     """Data-parallel ranks; rank r publishes its events r ports above the first."""
+    priority_scheduling: bool = False
     env: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -110,6 +111,7 @@ def _member(
         devices=devices,
         vllm=vllm,
         ranks=vllm.data_parallel_size if real else fleet.sim.data_parallel_size,
+        priority_scheduling=(vllm if real else fleet.sim).scheduling_policy == "priority",
         env={**fleet.env, **group.env},
     )
 

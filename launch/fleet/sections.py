@@ -28,6 +28,10 @@ class SimSettings(Section):
     seed: int = Field(default=0, description="seed of the generated text, the same for every engine of the fleet")
     max_num_batched_tokens: int | None = Field(default=None, ge=1, description="token budget of one engine step")
     max_num_seqs: int | None = Field(default=None, ge=1, description="most requests in one batch")
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        default="fcfs",
+        description="order of waiting prompts: of arrival, or priority, which the proxy then sets in every request",
+    )
     max_model_len: int | None = Field(default=None, ge=2, description="most tokens of prompt plus output")
     stream_interval: int | None = Field(default=None, ge=1, description="fewest tokens in one stream event")
     flush_ms: float | None = Field(default=None, ge=0.1, description="wall time over which tokens form one event")
@@ -184,6 +188,11 @@ class VllmSettings(Section):
     num_gpu_blocks_override: int | None = Field(default=None, ge=1, description="--num-gpu-blocks-override")
     max_model_len: int | None = Field(default=None, ge=2, description="--max-model-len")
     max_num_seqs: int | None = Field(default=None, ge=1, description="--max-num-seqs")
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        default="fcfs",
+        description="--scheduling-policy, the order of waiting prompts: of arrival, or priority, which the proxy then "
+        "sets in every request",
+    )
     max_num_batched_tokens: int | None = Field(default=None, ge=1, description="--max-num-batched-tokens")
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1, description="--gpu-memory-utilization")
     tensor_parallel_size: int = Field(default=1, ge=1, description="devices of one instance, or of one rank of it")
@@ -241,5 +250,6 @@ class PeerSettings(Section):
     events_url: str | None = Field(default=None, description="its KV events, such as tcp://10.0.0.7:5701")
     events_replay_url: str | None = Field(default=None, description="replay address of its KV events")
     data_parallel_size: int = Field(default=1, ge=1, description="its data-parallel ranks")
+    priority_scheduling: bool = Field(default=False, description="it runs with --scheduling-policy priority")
     host: str = Field(default="", description="machine it runs on; default: the host part of the URL")
     transport: Transport | None = Field(default=None, description="its KV transport, if known; not verified")

@@ -12,11 +12,13 @@ from proxy.settings.prediction import LedgerSettings
 
 _SECONDS = re.compile(r"_s(_per_|$)")
 """Parameters of policies that are times: ``hold_s``, ``ttft_slo_s_per_1k_tokens``."""
+_RATES = frozenset({"slowdown"})
+"""Parameters of policies per second: times the square of a prefill's seconds, a slowdown gives seconds."""
 
 
 def in_wall_time(proxy: dict[str, Any], clock_scale: float) -> dict[str, Any]:
     """A proxy's settings with its times divided by ``clock_scale``: load's half-life, bound on holding, and the
-    parameters of policy and admission rule.
+    parameters of policy and admission rule; parameters per second are multiplied.
 
     Args:
         proxy: Settings by section, times in engine seconds; omitted keys have their defaults.
@@ -43,7 +45,8 @@ def _faster(make: Callable[..., object], section: dict[str, Any], clock_scale: f
     params = section.get("params") or {}
     try:
         made = parameters(make(section["name"], params))
-        times = {key: value for key, value in made.items() if _SECONDS.search(key)}
+        wall = {key: value / clock_scale for key, value in made.items() if _SECONDS.search(key)}
+        wall |= {key: value * clock_scale for key, value in made.items() if key in _RATES}
     except (PolicyParameterError, UnknownPolicyError):
         return params  # refused with a better message where the fleet is read
-    return {**params, **{key: value / clock_scale for key, value in times.items()}}
+    return {**params, **wall}

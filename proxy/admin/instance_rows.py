@@ -54,6 +54,7 @@ def _row(
         "host": instance.settings.host,
         "connector": instance.settings.connector.value,
         "transport": instance.settings.transport.value if instance.settings.transport else None,
+        "priority_scheduling": instance.settings.priority_scheduling,
         "requests": load.requests,
         "prefilling": load.prefilling,
         "in_flight": dict(classes.get(instance.name, {})),

@@ -14,6 +14,7 @@ from proxy.settings import EngineTemplate, InstanceSettings
 ANNOTATION = "warmroute.io/"
 _ROLE = f"{ANNOTATION}role"
 _RANKS = f"{ANNOTATION}data-parallel-size"
+_ORDERED = f"{ANNOTATION}priority-scheduling"
 _PORTS = ("port", "bootstrap-port", "events-port", "events-replay-port")
 _ENDED = frozenset({"Succeeded", "Failed"})
 _PORT_NAMES = ("http", "api")
@@ -103,6 +104,7 @@ def _instance(pod: Pod, template: EngineTemplate) -> InstanceSettings:
         events_port=events_port,
         events_replay_port=replay_port,
         data_parallel_size=_size(notes, template),
+        priority_scheduling=_ordered(notes, template),
     )
 
 
@@ -120,6 +122,13 @@ def _size(notes: dict[str, str], template: EngineTemplate) -> int:
     if not text.isdigit():
         raise ValueError(f"annotation {_RANKS}: {text!r} is no number of ranks")
     return int(text)
+
+
+def _ordered(notes: dict[str, str], template: EngineTemplate) -> bool:
+    text = notes.get(_ORDERED, str(template.priority_scheduling).lower())
+    if text not in {"true", "false"}:
+        raise ValueError(f"annotation {_ORDERED}: {text!r} is neither true nor false")
+    return text == "true"
 
 
 def _declared_port(pod: Pod) -> int | None:

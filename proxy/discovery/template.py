@@ -20,7 +20,8 @@ def instance_at(
         address: host name or IP address.
         port: port of its API; None: the template's.
         name: its name; default: host:port.
-        other: keys that differ from the template: ``role``, ``host``, ``data_parallel_size``, the three other ports.
+        other: keys that differ from the template: ``role``, ``host``, ``data_parallel_size``, ``priority_scheduling``,
+            the three other ports.
 
     Raises:
         ValueError: no port is known, or a value is invalid; the message names the key.
@@ -42,7 +43,7 @@ def instance_at(
             events_replay_url=_url("tcp", host, ports["events_replay_port"]),
             connector=template.connector,
             api_key_env=template.api_key_env,
-            **{"role": template.role, "data_parallel_size": template.data_parallel_size, **other},
+            **{key: getattr(template, key) for key in ("role", "data_parallel_size", "priority_scheduling")} | other,
         )
     except ValidationError as error:
         raise ValueError(problem_of(error)) from error

@@ -15,16 +15,18 @@ from proxy.core import Core
 from proxy.engines.status import is_failure
 from proxy.engines.upstream import Answer, NoSocketError, NotAcceptedError, NotConnectedError, UpstreamError
 from proxy.errors import AttemptFailedError, dialect_of, draining_error
+from proxy.exchange.answer_headers import answer_headers
 from proxy.exchange.attempts import Attempts
 from proxy.exchange.bound import Bound
 from proxy.exchange.offloading import hand_over
 from proxy.exchange.outcomes import note_reported
+from proxy.exchange.priority import priorities_of
 from proxy.exchange.reading import EventFilter, check_first, echoed, event_filter, further_sequences, usage_of
 from proxy.exchange.relay import stream_relay
 from proxy.exchange.while_connected import while_connected
 from proxy.fleet.instances import Instance
 from proxy.request.agent import agent_of
-from proxy.request.bodies import request_usage
+from proxy.request.bodies import Priorities, extended
 from proxy.request.parse import Parsed
 from proxy.request.stream_filter import StreamFilter, Unread
 from proxy.request.usage import Usage, with_cached_tokens
@@ -152,8 +154,9 @@ class Exchange:
         decision = routed.decision
         drop_usage = self._core.settings.inject_usage and parsed.hides_usage
         resuming = Resuming.of(self._core.settings.resume, self._row, parsed, self._headers, with_usage=drop_usage)
-        body = resuming.body if resuming else b""
-        body = body or (request_usage(parsed.body) if drop_usage else parsed.body)
+        body = (resuming.body if resuming else b"") or parsed.body
+        add_usage = drop_usage and body is parsed.body
+        priorities = self._priorities(parsed, routed)
         prefill_usage: Usage | None = None
         opened: tuple[Answer, bytes] | None = None
         if decision.prefill_on is not None:
@@ -162,14 +165,16 @@ class Exchange:
                 self._row,
                 routed,
                 parsed.endpoint.value,
-                body,
+                extended(body, usage=add_usage),
                 self._upstream_headers(self._core.instances.chosen(decision.prefill_on), "prefill"),
+                priorities,
                 lambda leg, bound_s: self._open(decision.decode_on, parsed, leg, bound_s, pulling=True),
                 self._pull_bound(parsed),
                 self._attempts.guard,
             )
         first_token_s: float | None = None
         if opened is None:
+            body = extended(body, usage=add_usage, priority=priorities.decode)
             started_s = time.perf_counter()
             opened = await self._open(decision.decode_on, parsed, body, self._first_byte_bound(parsed))
             first_token_s = time.perf_counter() - started_s
@@ -246,6 +251,11 @@ class Exchange:
         if answer.status == 404:
             core.model_lists.not_found(decode, parsed.fields.model, first)
         return answer, first
+
+    def _priorities(self, parsed: Parsed, routed: Routed) -> Priorities:
+        found = priorities_of(parsed, routed.commitment, time.time() - time.monotonic())
+        self._row.priority = found.decode if found.prefill is None else found.prefill
+        return found
 
     def _first_byte_bound(self, parsed: Parsed) -> float:
         timeouts = self._core.settings.timeouts
@@ -328,6 +338,7 @@ class Exchange:
     async def open_again(self, routed: Routed, parsed: Parsed, body: bytes) -> tuple[Answer, bytes]:
         """Send the continuation to the chosen instance."""
         self._decode = self._core.instances.chosen(routed.decision.decode_on)
+        body = extended(body, priority=self._priorities(parsed, routed).decode)
         return await self._open(routed.decision.decode_on, parsed, body, self._first_byte_bound(parsed))
 
     async def relay_again(self, answer: Answer, first: bytes, keep: StreamFilter) -> None:
@@ -356,22 +367,7 @@ class Exchange:
         return event(f"the stream from {instance} broke off: {what}", "stream_broken", row.events)
 
     def _start(self, answer: Answer, routed: Routed, length: int | None) -> None:
-        decision = routed.decision
-        headers = [
-            (b"content-type", answer.headers.content_type.encode("latin-1")),
-            *answer.headers.passed,
-            (b"x-request-id", self._row.request_id.encode("latin-1")),
-            (b"x-warmroute-instance", decision.decode_on.encode("latin-1")),
-            (b"x-warmroute-class", decision.request_class.encode()),
-            (b"x-warmroute-reason", decision.reason.encode()),
-            (b"x-warmroute-predicted-cached-tokens", str(self._row.predicted_cached_tokens).encode()),
-        ]
-        if self._row.normalized:
-            headers.append((b"x-warmroute-normalized", ",".join(self._row.normalized).encode()))
-        if self._row.held_s:
-            headers.append((b"x-warmroute-held-s", b"%.3f" % self._row.held_s))
-        if self._row.prefill_instance:
-            headers.append((b"x-warmroute-prefill-instance", self._row.prefill_instance.encode("latin-1")))
+        headers = answer_headers(answer, self._row, routed.decision)
         self._inbound.start(answer.status, headers, length)
 
     def _learn(self, parsed: Parsed, usage: Usage | None, prefill_usage: Usage | None) -> None:

@@ -15,6 +15,7 @@ from proxy.errors import AttemptFailedError
 from proxy.exchange.poison import PoisonGuard
 from proxy.fleet.instances import Instance
 from proxy.handoff.legs import HandedOff, OffloadFailedError
+from proxy.request.bodies import Priorities
 from proxy.request.usage import Usage
 
 Opened = tuple[Answer, bytes]
@@ -30,6 +31,7 @@ async def hand_over(
     path: str,
     body: bytes,
     headers: Mapping[str, str],
+    priorities: Priorities,
     open_decode: OpenDecode,
     bound_s: float,
     guard: PoisonGuard,
@@ -50,7 +52,7 @@ async def hand_over(
     try:
         started_s, sent_s = time.perf_counter(), time.monotonic()
         try:
-            handed = await core.handoff.prefill(prefill, path, body, headers)
+            handed = await core.handoff.prefill(prefill, path, body, headers, priorities)
         except (OffloadFailedError, asyncio.CancelledError) as error:
             # The part of the prompt that P computed is unknown, so none is assumed.
             routed.commitment.retract(decision.prefill_on)

@@ -18,7 +18,7 @@ from proxy.engines.upstream import NoSocketError, Upstream, UpstreamError
 from proxy.fleet.instances import Instance
 from proxy.fleet.model_lists import is_model_missing
 from proxy.handoff.connectors import DIALECTS, engine_ids_of
-from proxy.request.bodies import decode_leg, prefill_leg, transfer_params_of
+from proxy.request.bodies import NO_PRIORITIES, Priorities, decode_leg, prefill_leg, transfer_params_of
 from proxy.request.usage import Usage, usage_of_answer
 from proxy.settings import OffloadSettings
 
@@ -66,7 +66,14 @@ class HandOff:
         """Apply other settings to hand-offs that begin from now on."""
         self._settings = settings
 
-    async def prefill(self, prefill: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> HandedOff:
+    async def prefill(
+        self,
+        prefill: Instance,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        priorities: Priorities = NO_PRIORITIES,
+    ) -> HandedOff:
         """Prefill on P within its bound, then verify that P is still the same engine.
 
         Raises:
@@ -77,7 +84,7 @@ class HandOff:
         engine_id = (prefill.engine_id if dialect.needs_bootstrap else None) or await self._identity(prefill)
         try:
             async with asyncio.timeout(self._settings.prefill_timeout_s):
-                leg = prefill_leg(body, dialect.prefill_params(transfer_id))
+                leg = prefill_leg(body, dialect.prefill_params(transfer_id), priorities.prefill)
                 answer = await self._upstream.post(prefill.url + path, leg, headers)
                 try:
                     status, content = answer.status, await answer.read()
@@ -111,7 +118,7 @@ class HandOff:
             )
         except ValueError as error:
             raise OffloadFailedError(OffloadReason.FELL_BACK_P_ERROR, str(error)) from error
-        return HandedOff(decode_leg(body, params), usage_of_answer(content), engine_id)
+        return HandedOff(decode_leg(body, params, priorities.decode), usage_of_answer(content), engine_id)
 
     async def _check_unchanged(self, prefill: Instance, engine_id: str | None) -> None:
         """Raise OffloadFailedError unless P, which has answered, is still the same engine."""

@@ -200,9 +200,7 @@ class FleetChanges:
         core = self._core
         instance = Instance(settings, source)
         instance.draining = core.sharing is not None and core.sharing.drains.draining(settings.name)
-        core.router.state.add_instance(
-            settings.name, settings.role, settings.host, settings.transport, settings.connector
-        )
+        core.router.register(settings)
         core.instances.add(instance)
         core.events.add(settings)
         log.info("%s (%s) was added", settings.name, settings.url)
@@ -288,9 +286,7 @@ class FleetChanges:
             core.events.add(settings)
         if before.bootstrap_url != settings.bootstrap_url:
             instance.engine_id = None
-        core.router.state.add_instance(
-            settings.name, settings.role, settings.host, settings.transport, settings.connector
-        )
+        core.router.register(settings)
         instance.settings = settings
         log.info("settings of %s changed", settings.name)
 

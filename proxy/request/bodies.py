@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -17,6 +17,18 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.encode
 
 
+class Priorities(NamedTuple):
+    """Priority of each leg; None: the body stays as it is."""
+
+    prefill: int | None = None
+    """Of the P leg."""
+    decode: int | None = None
+    """Of the request to D, also after a failed hand-off."""
+
+
+NO_PRIORITIES = Priorities()
+
+
 class _TransferAnswer(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -24,10 +36,21 @@ class _TransferAnswer(msgspec.Struct):
 _decode_transfer = msgspec.json.Decoder(_TransferAnswer).decode
 
 
-def request_usage(body: bytes) -> bytes:
-    """Add ``stream_options.include_usage``; the body must not have ``stream_options``."""
-    end = body.rindex(b"}")  # one copy of a long body, not two
-    return b"".join((memoryview(body)[:end], b',"stream_options":{"include_usage":true}}'))
+def extended(body: bytes, *, usage: bool = False, priority: int | None = None) -> bytes:
+    """The body with further fields at its end, not decoded and copied once; itself without any.
+
+    Args:
+        body: a JSON object with at least one field.
+        usage: add ``stream_options.include_usage``; the body must not have ``stream_options``.
+        priority: add ``priority``; of two, engines read the last.
+    """
+    if not usage and priority is None:
+        return body
+    fields = b',"stream_options":{"include_usage":true}' if usage else b""
+    if priority is not None:
+        fields += b',"priority":%d' % priority
+    end = body.rindex(b"}")
+    return b"".join((memoryview(body)[:end], fields, b"}"))
 
 
 def with_model(body: bytes, model: str) -> Steps[bytes]:
@@ -36,8 +59,8 @@ def with_model(body: bytes, model: str) -> Steps[bytes]:
     return _encode({**fields, "model": model})
 
 
-def prefill_leg(body: bytes, transfer_params: Mapping[str, Any]) -> bytes:
-    """Body of the P leg: one token, not streamed, KV kept for D.
+def prefill_leg(body: bytes, transfer_params: Mapping[str, Any], priority: int | None = None) -> bytes:
+    """Body of the P leg: one token, not streamed, KV kept for D; ``priority``: replaces the client's.
 
     ``min_tokens`` is 1 because an engine sends the KV only of a request that ended *by length*: an end-of-sequence as
     the first token would leave D waiting for minutes.
@@ -52,12 +75,17 @@ def prefill_leg(body: bytes, transfer_params: Mapping[str, Any]) -> bytes:
     fields.pop("stream_options", None)
     if "max_completion_tokens" in fields:
         changes["max_completion_tokens"] = 1
+    if priority is not None:
+        changes["priority"] = priority
     return _encode({**fields, **changes})
 
 
-def decode_leg(body: bytes, transfer_params: Mapping[str, Any]) -> bytes:
-    """Body of the D leg: pull the KV that P kept, then answer the client."""
-    return _encode({**_decode_fields(body), "kv_transfer_params": transfer_params})
+def decode_leg(body: bytes, transfer_params: Mapping[str, Any], priority: int | None = None) -> bytes:
+    """Body of the D leg: pull the KV that P kept, then answer the client; ``priority``: replaces the client's."""
+    changes: dict[str, Any] = {"kv_transfer_params": transfer_params}
+    if priority is not None:
+        changes["priority"] = priority
+    return _encode({**_decode_fields(body), **changes})
 
 
 def transfer_params_of(answer: bytes) -> dict[str, Any] | None:

@@ -46,6 +46,7 @@ class GenerationBody(msgspec.Struct):
     litellm_session_id: msgspec.Raw = msgspec.Raw()
     metadata: msgspec.Raw = msgspec.Raw()
     cache_salt: str | None = None
+    priority: msgspec.Raw = msgspec.Raw()
     n: int | None = None
     best_of: int | None = None
     echo: bool | None = None

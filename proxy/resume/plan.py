@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from proxy.request.bodies import request_usage
+from proxy.request.bodies import extended
 from proxy.request.parse import Endpoint, Parsed
 from proxy.resume.continuation import Cut, StreamSoFar
 from proxy.routing.retries import NO_RETRY_HEADER
@@ -223,7 +223,7 @@ def continuation_body(
 def body_to_send(body: bytes, plan: ResumePlan, *, with_usage: bool) -> bytes:
     """The client's request with token ids requested for resuming, and with ``with_usage`` the usage."""
     asked = body if plan.returns_ids else request_token_ids(body)
-    return request_usage(asked) if with_usage else asked
+    return extended(asked, usage=with_usage)
 
 
 def _may_continue(plan: ResumePlan, so_far: StreamSoFar, body: bytes, model_tokens: int | None) -> bool:

@@ -41,7 +41,7 @@ from proxy.request.steps import Lane, Steps, at_once
 from proxy.request.token_chunks import TokenChunks
 from proxy.routing.policy_watch import PolicyWatch
 from proxy.routing.text_ratio import TextRatios
-from proxy.settings import Settings
+from proxy.settings import InstanceSettings, Settings
 from proxy.settings.routing import admission_rule, hardware_constants
 
 log = logging.getLogger("warmroute.policy")
@@ -110,7 +110,18 @@ class Router:
         )
         self.routing.gate.on_failure = self._rule_failed
         for instance in settings.instances:
-            self.state.add_instance(instance.name, instance.role, instance.host, instance.transport, instance.connector)
+            self.register(instance)
+
+    def register(self, instance: InstanceSettings) -> None:
+        """Add an instance to the fleet's state, or change these properties of a known one."""
+        self.state.add_instance(
+            instance.name,
+            instance.role,
+            instance.host,
+            instance.transport,
+            instance.connector,
+            ordered=instance.priority_scheduling,
+        )
 
     @property
     def policy(self) -> RoutingPolicy:

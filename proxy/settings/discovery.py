@@ -34,6 +34,10 @@ class EngineTemplate(Section):
     data_parallel_size: int = Field(
         default=1, ge=1, le=1024, description="data-parallel ranks of every engine, where the source gives none"
     )
+    priority_scheduling: bool = Field(
+        default=False,
+        description="every engine runs with --scheduling-policy priority, where the source does not say otherwise",
+    )
     api_key_env: str | None = Field(
         default=None, description="environment variable with the engines' key; default: engine_key_env"
     )

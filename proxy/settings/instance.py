@@ -48,6 +48,11 @@ class InstanceSettings(Section):
     data_parallel_rank: int | None = Field(
         default=None, ge=0, description="the only rank to use, with its own name and ports; none: all ranks"
     )
+    priority_scheduling: bool = Field(
+        default=False,
+        description="the engine runs with --scheduling-policy priority: requests carry a priority, by which it orders "
+        "waiting prompts",
+    )
     api_key_env: str | None = Field(
         default=None, description="environment variable with this engine's key; default: engine_key_env"
     )

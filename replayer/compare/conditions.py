@@ -24,6 +24,7 @@ _WORTH_TELLING_OPTIONS = (
     "prefill_instances",
     "kv_capacity_tokens",
     "max_num_seqs",
+    "scheduling_policy",
     "max_num_batched_tokens",
     "max_model_len",
     "transport",

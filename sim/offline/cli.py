@@ -88,6 +88,10 @@ def simulate_command(
         int | None,
         typer.Option(min=1, help="Most running requests of an instance. Default: the profile's.", show_default=False),
     ] = None,
+    scheduling_policy: Annotated[
+        str,
+        typer.Option(help="Order of waiting requests: fcfs, or priority, which a policy with a slowdown sets."),
+    ] = "fcfs",
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -204,6 +208,7 @@ def simulate_command(
             pool_tokens=pool_tokens,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
+            scheduling_policy=scheduling_policy,
             max_model_len=max_model_len,
             transport=transport,
             time_scale=arrival_speed,

@@ -39,6 +39,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pool_tokens: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
+    scheduling_policy: str = "fcfs"
     max_model_len: int | None = None
     transport: str | None = None
     time_scale: float = 1.0
@@ -103,6 +104,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             pool_tokens=self.pool_tokens,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
+            scheduling_policy=self.scheduling_policy,
             max_model_len=self.max_model_len,
             transport=self.transport,
             plan=self.plan_options(),

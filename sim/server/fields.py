@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -40,7 +40,14 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     kv_transfer_params: KvTransferParams | None = None
 
 
-class OpenAiFields(GenerationFields, kw_only=True):
+class OrderedFields(GenerationFields, kw_only=True):
+    """The fields of OpenAI's APIs; vLLM's messages have no priority."""
+
+    priority: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    """Read where the engine schedules by priority."""
+
+
+class OpenAiFields(OrderedFields, kw_only=True):
     """The fields that completions and chats have besides; of those here only some values are accepted."""
 
     response_format: dict[str, Any] | None = None

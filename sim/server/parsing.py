@@ -10,7 +10,7 @@ import msgspec
 
 from sim.core.content import output_bytes, text_token_bytes, token_bytes
 from sim.core.sequence import KvTransfer, Request
-from sim.server.fields import GenerationFields, KvTransferParams, OpenAiFields, logprobs_asked
+from sim.server.fields import GenerationFields, KvTransferParams, OpenAiFields, OrderedFields, logprobs_asked
 from sim.server.settings import ServerSettings
 
 DEFAULT_MAX_TOKENS = 16
@@ -293,7 +293,7 @@ def _request(
         min_tokens=min_tokens,
         seed=((settings.seed if body.seed is None else body.seed) + choice) % 2**63,
         kv_transfer=_kv_transfer(body.kv_transfer_params),
-    )
+    )._replace(priority=body.priority if isinstance(body, OrderedFields) else 0)
     if body.stop:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         request = request._replace(stop_after=_stop_after(request, stops))

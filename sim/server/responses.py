@@ -12,7 +12,7 @@ import msgspec
 from sim.core.content import output_bytes, text_token_bytes
 from sim.server.answers import Answers
 from sim.server.driver import Delivery
-from sim.server.fields import GenerationFields
+from sim.server.fields import OrderedFields
 from sim.server.parsing import ApiError, GenerationCall, call_of, decode_body, render_chat
 from sim.server.settings import ServerSettings
 
@@ -22,7 +22,7 @@ _OF_ITEMS = frozenset(("id", "status", "type"))
 """Fields of a message item that are not in its prompt."""
 
 
-class ResponseFields(GenerationFields, kw_only=True):
+class ResponseFields(OrderedFields, kw_only=True):
     """Body of POST /v1/responses: the fields that the simulator reads."""
 
     input: str | list[dict[str, Any]]

@@ -298,6 +298,15 @@ def test_probes_use_https_where_the_proxy_has_tls() -> None:
     assert "probes have no client certificate" in caught.value.stderr
 
 
+def test_engines_that_order_prompts_have_the_flag_and_the_annotation() -> None:
+    pod = engine_pod(rendered({"engines": {"schedulingPolicy": "priority"}}))
+    assert "--scheduling-policy=priority" in pod["spec"]["containers"][0]["args"]
+    assert pod["metadata"]["annotations"]["warmroute.io/priority-scheduling"] == "true"
+    plain = engine_pod(copy())
+    assert not [each for each in plain["spec"]["containers"][0]["args"] if each.startswith("--scheduling")]
+    assert "warmroute.io/priority-scheduling" not in plain["metadata"]["annotations"]
+
+
 def test_an_engine_without_ranks_is_one_instance_without_their_flag() -> None:
     (engine,) = engine_pod(copy())["spec"]["containers"]
     assert not [each for each in engine["args"] if each.startswith("--data-parallel")]
@@ -313,6 +322,10 @@ def test_an_engine_without_ranks_is_one_instance_without_their_flag() -> None:
             "engines.args has --data-parallel-size=2: give engines.dataParallelSize",
         ),
         ({"args": ["-dp", "2"]}, "engines.args has -dp: give engines.dataParallelSize"),
+        (
+            {"args": ["--scheduling-policy=priority"]},
+            "engines.args has --scheduling-policy=priority: give engines.schedulingPolicy",
+        ),
         ({"events": {"replayPort": 5557}}, r"events \(5557 and above\) and of replays \(5557 and above\) overlap"),
         (
             {"dataParallelSize": 2, "resources": GPUS, "events": {"replayPort": 5558}},
@@ -338,6 +351,7 @@ def test_values_of_ranks_that_do_not_fit_are_refused_with_the_reason(engines: di
     [
         {"prox": {}},
         {"engines": {"dataParallelSize": 0}},
+        {"engines": {"schedulingPolicy": "lifo"}},
         {"proxy": {"replicas": 0}},
         {"proxy": {"settings": {"port": 1}}},
         {"engines": {"model": ""}},

@@ -31,13 +31,14 @@ StartCluster = Callable[..., Awaitable[Cluster]]
 
 @pytest.fixture
 async def start_cluster(tmp_path: Path) -> AsyncIterator[StartCluster]:
-    """``await start_cluster(count, *engine_flags, **proxy_settings)``."""
+    """``await start_cluster(count, *engine_flags, every={}, **proxy_settings)``: ``every`` applies to all instances."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(count: int, *flags: str, **overrides: Any) -> Cluster:
             engines = await start_engines(count, tmp_path, *flags)
             for engine in engines:
                 stack.callback(engine.kill)
+            every = overrides.pop("every", {})
             settings = load_settings(
                 None,
                 **{
@@ -48,6 +49,7 @@ async def start_cluster(tmp_path: Path) -> AsyncIterator[StartCluster]:
                             "url": engine.url,
                             "bootstrap_url": engine.bootstrap_url,
                             "role": "kv_both",
+                            **every,
                         }
                         for number, engine in enumerate(engines)
                     ],

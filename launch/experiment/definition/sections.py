@@ -196,6 +196,10 @@ class SimulatedBackend(Section):
         default=None, ge=1, description="KV pool of an instance in tokens; default: the profile's"
     )
     max_num_seqs: int | None = Field(default=None, ge=1, description="most requests in one batch")
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        default="fcfs",
+        description="order of waiting prompts: of arrival, or priority, which a routing policy with a slowdown sets",
+    )
     max_num_batched_tokens: int | None = Field(default=None, ge=1, description="token budget of one engine step")
     transport: str | None = Field(default=None, description="KV transport; default: the profile's")
     role: Role | None = Field(

@@ -79,6 +79,7 @@ def simulator_command(experiment: LoadedExperiment, slot: Slot, trace: Path, run
         "profile": backend.profile,
         "pool-tokens": backend.pool_tokens,
         "max-num-seqs": backend.max_num_seqs,
+        "scheduling-policy": backend.scheduling_policy if backend.scheduling_policy != "fcfs" else None,
         "max-num-batched-tokens": backend.max_num_batched_tokens,
         "transport": backend.transport,
         "role": None if backend.role is None else backend.role.value,

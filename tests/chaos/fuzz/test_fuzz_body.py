@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from proxy.errors import RequestError
-from proxy.request.bodies import decode_leg, prefill_leg, request_usage
+from proxy.request.bodies import decode_leg, extended, prefill_leg
 from proxy.request.parse import Endpoint, Parsed, parse_request, request_view
 from tests.chaos.rig.profiles import fuzz
 
@@ -135,7 +135,7 @@ def test_what_is_forwarded_is_what_came_but_for_the_fields_that_must_change(
     if parsed is None:
         return
     assert parsed.body is raw
-    asked = json.loads(request_usage(raw))
+    asked = json.loads(extended(raw, usage=True))
     assert asked.pop("stream_options") == {"include_usage": True}
     assert asked == body
     params = {"do_remote_decode": True}

@@ -1,7 +1,13 @@
-"""A real engine with two data-parallel ranks behind one URL, started by the launcher before the shared engines."""
+"""A real engine with two data-parallel ranks behind one URL, started by the launcher before the shared engines.
+
+It schedules by priority, one request at a time: the order of its prompts is tested here too.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -14,9 +20,10 @@ import pytest_asyncio
 
 from launch.fleet.file import FleetFile, load_fleet
 from launch.run.supervisor import Fleet
+from proxy.app import ProxyApp
 from proxy.settings import load_settings
 from tests.engines.conftest import ROOT
-from tests.engines.rig import REAL_ENGINES, fresh_prompt, until
+from tests.engines.rig import REAL_ENGINES, fresh_prompt, many, sse_data, until
 from tests.proxy.conftest import serving
 
 pytestmark = REAL_ENGINES
@@ -27,6 +34,7 @@ class Ranks:
     """The engine's fleet, and a proxy over its ranks."""
 
     file: FleetFile
+    app: ProxyApp
     client: httpx.AsyncClient
     """Client of the proxy."""
 
@@ -62,6 +70,8 @@ async def ranks(
             "base_events_replay_port=17831",
             "base_master_port=19901",
             "vllm.data_parallel_size=2",
+            "vllm.scheduling_policy=priority",
+            "vllm.max_num_seqs=1",
             "vllm.num_gpu_blocks_override=1024",
             "vllm.max_model_len=8192",
             f"vllm.python={engine_python}",
@@ -72,6 +82,7 @@ async def ranks(
         "port": 0,
         "instances": file.proxy_config()["instances"],
         "policy": {"name": "round_robin"},
+        "fields": {"allow": ["priority"]},
         "classes": {"medium_tokens": 200, "heavy_tokens": 2_000},
         "health": {"interval_s": 0.5, "timeout_s": 5.0},
         "events": {"join_interval_s": 0.2},
@@ -80,9 +91,9 @@ async def ranks(
     }
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(Fleet(file, tmp_path_factory.mktemp("ranks") / "run", with_proxy=False))
-        _, url = await stack.enter_async_context(serving(load_settings(None, **settings)))
+        app, url = await stack.enter_async_context(serving(load_settings(None, **settings)))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
-        found = Ranks(file, client)
+        found = Ranks(file, app, client)
 
         async def well() -> bool:
             rows = await found.rows()
@@ -154,3 +165,48 @@ async def test_one_rank_prefills_for_the_other(ranks: Ranks) -> None:
     assert {handed["instance"], handed["prefill_instance"]} == {"engine-0/0", "engine-0/1"}
     texts = {(await ranks.ask(prompt))["text"] for _ in range(2)}
     assert texts == {handed["text"]}
+
+
+async def test_a_short_prompt_overtakes_a_long_one_that_waits(ranks: Ranks) -> None:
+    """In order of arrival: ``later``, whose client gave it a later tier, ``long`` and ``short``."""
+    prompts = {"later": fresh_prompt(60), "long": fresh_prompt(4_000), "short": fresh_prompt(50)}
+    order = {"name": "warm", "params": {"slowdown": 1_000.0}}
+    (await ranks.client.put("/policy", json=order)).raise_for_status()
+    ranks.app.operations.fleet.drain("engine-0/1")
+    answers: dict[str, str] = {}
+    """In the order of their first tokens."""
+
+    async def stream(name: str, prompt: list[int], **more: Any) -> None:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True, **more}
+        async with ranks.client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for event in sse_data(answer):
+                if event != b"[DONE]":
+                    answers[name] = answers.get(name, "") + json.loads(event)["choices"][0]["text"]
+
+    async def waiting(count: int) -> bool:
+        return (await ranks.rows())[0]["engine"]["waiting"] == count
+
+    async def begun() -> bool:
+        return "running" in answers
+
+    try:
+        async with many([stream("running", fresh_prompt(20), max_tokens=8_000, ignore_eos=True)]) as [running]:
+            await until(begun, "the first token of the request that takes the only place")
+            asked = []
+            for count, (name, prompt) in enumerate(prompts.items(), 1):
+                more = {"priority": 5} if name == "later" else {}
+                asked.append(asyncio.create_task(stream(name, prompt, **more)))
+                await until(functools.partial(waiting, count), f"{name} waits in the engine")
+            assert not running.done()
+        await asyncio.gather(*asked)
+    finally:
+        ranks.app.operations.fleet.undrain("engine-0/1")
+        await ranks.policy("round_robin")
+    # vLLM reads the last of two priorities, which is the proxy's: the first, 5, would have gone before all others.
+    assert list(answers) == ["running", "short", "long", "later"]
+    url, headers = ranks.file.url(0), {"x-data-parallel-rank": "1"}
+    for name, prompt in prompts.items():
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        plain = await ranks.client.post(f"{url}/v1/completions", json=body, headers=headers)
+        assert plain.json()["choices"][0]["text"] == answers[name], name

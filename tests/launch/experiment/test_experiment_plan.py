@@ -96,6 +96,17 @@ class TestAdmission:
             settings(arms={"a": {"policy": "warm", "admission": "nonsense"}, "b": {"policy": "warm"}})
 
 
+def test_the_order_of_waiting_prompts_reaches_the_simulator(tmp_path: Path) -> None:
+    def command(**backend: str) -> list[str]:
+        experiment = loaded(tmp_path, backend={**SIMULATED["backend"], **backend})
+        return simulator_command(experiment, plan_runs(experiment.settings)[0], Path("t"), tmp_path)
+
+    assert "--scheduling-policy" not in command()
+    assert dict(itertools.pairwise(command(scheduling_policy="priority")))["--scheduling-policy"] == "priority"
+    with pytest.raises(ExperimentError, match="scheduling_policy"):
+        settings(backend={**SIMULATED["backend"], "scheduling_policy": "lifo"})
+
+
 class TestOrder:
     def test_each_repeat_runs_all_arms_and_begins_one_later(self) -> None:
         runs = plan_runs(settings(repeats=4))

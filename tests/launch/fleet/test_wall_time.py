@@ -8,6 +8,7 @@ import pytest
 
 from launch.fleet.wall_time import in_wall_time
 from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S
+from policies.order import wait_s
 
 
 def params(name: str, **given: Any) -> dict[str, Any]:
@@ -16,10 +17,17 @@ def params(name: str, **given: Any) -> dict[str, Any]:
 
 
 def test_times_are_divided_and_nothing_else() -> None:
-    assert params("warm") == {"hold_s": 1.5, "step_s": 0.002}
-    assert params("warm", hold_s=10.0, pool_share=0.5) == {"hold_s": 0.5, "step_s": 0.002, "pool_share": 0.5}
+    assert params("warm", slowdown=0.0) == {"hold_s": 1.5, "step_s": 0.002, "slowdown": 0.0}
+    given = {"hold_s": 10.0, "pool_share": 0.5, "slowdown": 0.0}
+    assert params("warm", **given) == {"hold_s": 0.5, "step_s": 0.002, "pool_share": 0.5, "slowdown": 0.0}
     assert params("smetric") == {"ttft_slo_s": 0.05, "ttft_slo_s_per_1k_tokens": pytest.approx(0.0625 / 20)}
     assert params("linear", alpha=2.0) == {"alpha": 2.0}
+
+
+def test_an_order_of_prefills_stays_the_same() -> None:
+    # A prefill of 2 engine seconds: 12 of them until it is due.
+    slowdown = params("warm", slowdown=3.0)["slowdown"]
+    assert wait_s(2.0 / 20, slowdown) * 20 == pytest.approx(wait_s(2.0, 3.0)) == pytest.approx(12.0)
 
 
 def test_the_load_s_half_life_is_one_of_them() -> None:

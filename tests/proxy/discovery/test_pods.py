@@ -59,6 +59,22 @@ def test_a_pod_with_ranks_is_an_instance_for_each() -> None:
     assert [each.events_url for each in found[:2]] == ["tcp://127.0.0.2:5557", "tcp://127.0.0.2:5558"]
 
 
+def test_a_pod_may_say_that_its_engine_orders_prompts() -> None:
+    pods = [
+        pod_of("engine-0", "127.0.0.2", annotations={"warmroute.io/priority-scheduling": "true"}),
+        pod_of("engine-1", "127.0.0.3", annotations={"warmroute.io/priority-scheduling": "false"}),
+        pod_of("engine-2", "127.0.0.4"),
+    ]
+    assert [each.priority_scheduling for each in wanted(*pods).instances] == [True, False, False]
+    assert [each.priority_scheduling for each in wanted(*pods, priority_scheduling=True).instances] == [
+        True,
+        False,
+        True,
+    ]
+    (problem,) = wanted(pod_of("a", "127.0.0.2", annotations={"warmroute.io/priority-scheduling": "yes"})).problems
+    assert "'yes' is neither true nor false" in problem
+
+
 def test_pods_without_an_address_in_deletion_or_ended_are_no_instances() -> None:
     leaving = pod_of("c", "127.0.0.4")
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"

@@ -202,7 +202,7 @@ def test_defaults_agree_wherever_they_are_written() -> None:
         assert getattr(options, name) == setup[name], name
     assert (options.plan.idle_gap_cap_s, options.noise.arrival_jitter_s) == (60.0, 0.0)
     engine = inspect.signature(ServerSettings.resolve).parameters
-    for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "transport"):
+    for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "transport", "scheduling_policy"):
         assert engine[name].default == getattr(options, name)
 
 

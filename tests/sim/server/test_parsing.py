@@ -79,6 +79,20 @@ def test_a_stop_string_ends_the_output_where_it_occurs() -> None:
     assert completion(prompt="abc", max_tokens=20, stop="!").request.stop_after is None
 
 
+@pytest.mark.parametrize("priority", [0, -3, 1_800_000_000_000, 2**63 - 1, -(2**63)])
+def test_a_priority_reaches_the_engine(priority: int) -> None:
+    assert completion(prompt="abc", priority=priority, n=2).others[0].priority == priority
+    assert chat({"role": "user", "content": "x"}, priority=priority).request.priority == priority
+    assert completion(prompt="abc").request.priority == 0
+
+
+@pytest.mark.parametrize("priority", ["first", 1.5, None, {}, 2**63, -(2**63) - 1])
+def test_a_priority_that_is_no_integer_of_64_bits_is_refused(priority: object) -> None:
+    with pytest.raises(ApiError) as refused:
+        completion(prompt="abc", priority=priority)
+    assert refused.value.status == 400
+
+
 def test_transfer_parameters_reach_the_engine() -> None:
     params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "t", "remote_engine_id": "e"}
     call = completion(prompt="abc", kv_transfer_params={**params, "remote_bootstrap_addr": "http://x:1", "extra": 1})

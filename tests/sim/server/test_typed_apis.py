@@ -22,6 +22,12 @@ def begin(api: Api, **body: Any) -> tuple[GenerationCall, Answers]:
     return api.begin(json.dumps({"model": "warm-sim", **body}).encode(), SETTINGS, "r")
 
 
+def test_responses_have_a_priority_and_messages_ignore_it() -> None:
+    assert begin(ResponsesApi(), input="hello", priority=7)[0].request.priority == 7
+    messages = [{"role": "user", "content": "hello"}]
+    assert begin(MessagesApi(), messages=messages, max_tokens=5, priority=7)[0].request.priority == 0
+
+
 def finished(call: GenerationCall, *, cached: int = 0) -> Delivery:
     delivery = Delivery(call.request, 0.0, stream=False, interval=1)
     delivery.sent, delivery.cached_tokens, delivery.finish_reason = call.request.max_tokens, cached, "length"

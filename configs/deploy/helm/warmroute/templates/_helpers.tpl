@@ -45,6 +45,9 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- if regexMatch "^(--data-parallel-size|--data_parallel_size|-dp)(=.*)?$" . }}
 {{- fail (printf "engines.args has %s: give engines.dataParallelSize, which the proxies are configured with too" .) }}
 {{- end }}
+{{- if regexMatch "^(--scheduling-policy|--scheduling_policy)(=.*)?$" . }}
+{{- fail (printf "engines.args has %s: give engines.schedulingPolicy, which the proxies are configured with too" .) }}
+{{- end }}
 {{- end }}
 {{- $gpus := get ($engines.resources.limits | default dict) "nvidia.com/gpu" -}}
 {{- if and $gpus (lt ($gpus | int) $ranks) }}
