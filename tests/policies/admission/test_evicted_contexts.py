@@ -1,4 +1,4 @@
-"""What counts as lost: contexts that no instance holds any more, not those of sessions that moved."""
+"""Lost contexts: those that no instance holds any more, not those of sessions that moved."""
 
 from __future__ import annotations
 
