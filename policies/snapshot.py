@@ -42,6 +42,14 @@ class FleetSnapshot(NamedTuple):
         """The instance of that name among those that may prefill for another, or None."""
         return _named(self.senders, instance)
 
+    def cached_elsewhere(self, instance: str) -> int:
+        """Largest number of prompt tokens predicted to be cached on an instance other than this one. O(n)."""
+        most = 0
+        for view in self.senders:
+            if view[1] > most and view[0] != instance:  # cached tokens and name, as in ``_named``
+                most = view[1]
+        return most
+
 
 class FleetColumns(NamedTuple):
     """The first fields of all candidates' views, each as one tuple in the order of the fleet.

@@ -340,8 +340,10 @@ class FleetState:
         promised.add(decision.decode_on, request)
         workload = Workload.of(request, chosen, prefill, self.offloads_in_flight, self.costs.bytes_per_token)
         not_yet_on_decode = new_tokens - new_on_decode
-        cached = chosen.cached_tokens if prefill is None else prefill.cached_tokens
-        turn = self.accounts.sent(request, decision.decode_on, cached, self.costs.prefill, now_s)
+        computing = chosen if prefill is None else prefill
+        cached = computing.cached_tokens
+        elsewhere = fleet.cached_elsewhere(computing.instance) if request.session_id else 0
+        turn = self.accounts.sent(request, decision.decode_on, cached, self.costs.prefill, now_s, elsewhere)
         self._designate(request, fleet, decision, cached, now_s)
         return Commitment(self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, turn)
 

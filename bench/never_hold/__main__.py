@@ -52,7 +52,15 @@ class NoAccounts(SessionAccounts):
         super().__init__()
         self._turn = Turn()
 
-    def sent(self, request: RequestView, instance: str, cached_tokens: int, model: PrefillModel, now_s: float) -> Turn:
+    def sent(
+        self,
+        request: RequestView,
+        instance: str,
+        cached_tokens: int,
+        model: PrefillModel,
+        now_s: float,
+        elsewhere_tokens: int = 0,
+    ) -> Turn:
         """Count nothing."""
         return self._turn
 

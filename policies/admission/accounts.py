@@ -102,12 +102,12 @@ class SessionAccounts:
 
     @property
     def lost_tokens(self) -> int:
-        """Tokens recomputed although the fleet had computed them for the same session before."""
+        """Tokens recomputed that the fleet had computed for the same session and evicted since."""
         self.settle()
         return self._losses.tokens
 
     def lost_share(self, instances: int, now_s: float) -> float:
-        """Share of the time of ``instances`` that recomputation took, lately (`policies.admission.losses`)."""
+        """Share of the time of ``instances`` that recomputing what was evicted took (`policies.admission.losses`)."""
         if self._waiting:
             self.settle()
         return self._losses.share(instances, now_s)
@@ -140,17 +140,26 @@ class SessionAccounts:
         self.homes.remove(instance)
         self.instances = max(1, len(self.homes.by_name))
 
-    def sent(self, request: RequestView, instance: str, cached_tokens: int, model: PrefillModel, now_s: float) -> Turn:
+    def sent(
+        self,
+        request: RequestView,
+        instance: str,
+        cached_tokens: int,
+        model: PrefillModel,
+        now_s: float,
+        elsewhere_tokens: int = 0,
+    ) -> Turn:
         """A request is sent, which ends with ``ended``.
 
         Args:
             instance: where its answer is computed, and its context is then.
             cached_tokens: predicted to be cached where its prompt is computed.
             model: prices what is recomputed.
+            elsewhere_tokens: the most predicted to be cached on another instance, which has not evicted them.
         """
         turn = Turn()
         turn.request, turn.instance, turn.cached_tokens = request, instance, cached_tokens
-        turn.model, turn.sent_s = model, now_s
+        turn.elsewhere_tokens, turn.model, turn.sent_s = elsewhere_tokens, model, now_s
         if not self._deferred:
             self._count(turn)
             return turn
@@ -338,7 +347,8 @@ class SessionAccounts:
         turn.account = account
         turn.before_tokens = before_tokens = account.computed_before(request) if request.session_id else 0
         if before_tokens > turn.cached_tokens:
-            self._losses.sent(turn.model, tokens, before_tokens, turn.cached_tokens, now_s)
+            held_tokens = max(turn.cached_tokens, turn.elsewhere_tokens)
+            self._losses.sent(turn.model, tokens, before_tokens, held_tokens, now_s)
 
     def _count_end(self, turn: Turn, now_s: float | None, cached_tokens: int | None, model: PrefillModel) -> None:
         account, request = turn.account, turn.request
@@ -348,7 +358,8 @@ class SessionAccounts:
             before_tokens, predicted = turn.before_tokens, turn.cached_tokens
             losses = self._losses
             if before_tokens > cached_tokens or cached_tokens != predicted or not losses.reports_cached:
-                losses.reported(model, request.prompt_tokens, before_tokens, predicted, cached_tokens, now_s)
+                others = turn.elsewhere_tokens
+                losses.reported(model, request.prompt_tokens, before_tokens, predicted, cached_tokens, now_s, others)
         account.in_flight -= 1
         if account.in_flight:
             return

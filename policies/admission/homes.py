@@ -20,7 +20,7 @@ class RemoteContexts(NamedTuple):
     kept_sessions: int = 0
     kept_tokens: int = 0
     lost_share: float = 0.0
-    """Share of the fleet's time that recomputing what they had sent before took."""
+    """Share of the fleet's time that recomputing evicted contexts of their sessions took."""
     held: int = 0
     """Requests that their admission rules hold."""
 

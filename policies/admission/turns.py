@@ -75,7 +75,16 @@ class SessionAccount:
 class Turn:
     """One attempt of a request, from when it is sent until it has ended."""
 
-    __slots__ = ("account", "before_tokens", "cached_tokens", "instance", "model", "request", "sent_s")
+    __slots__ = (
+        "account",
+        "before_tokens",
+        "cached_tokens",
+        "elsewhere_tokens",
+        "instance",
+        "model",
+        "request",
+        "sent_s",
+    )
 
     # No constructor: setting the attributes takes half of the time of its call.
     request: RequestView
@@ -83,6 +92,8 @@ class Turn:
     """Instance that computes its answer, and has its session's context then."""
     cached_tokens: int
     """Predicted to be cached where its prompt is computed."""
+    elsewhere_tokens: int
+    """The most predicted to be cached on another instance."""
     model: PrefillModel
     sent_s: float
     account: SessionAccount

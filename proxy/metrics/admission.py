@@ -48,11 +48,13 @@ class AdmissionMetrics(Collector):
         )
         yield GaugeMetricFamily(
             "warmroute_recomputation_ratio",
-            "Share of the fleet's time spent on recomputing prefixes that it had computed and lost, lately",
+            "Share of the fleet's time spent on recomputing prefixes that no instance holds any more, lately",
             holding.lost_share(),
         )
         yield CounterMetricFamily(
-            "warmroute_lost_tokens", "Tokens recomputed that the fleet had computed and lost", accounts.lost_tokens
+            "warmroute_lost_tokens",
+            "Tokens recomputed that the fleet had computed and no instance holds any more",
+            accounts.lost_tokens,
         )
 
     def _ended(self, end: HoldEnd, seconds: float) -> None:

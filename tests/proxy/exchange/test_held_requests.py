@@ -370,12 +370,18 @@ async def test_metrics_have_the_line_and_the_working_set(start: Any) -> None:
     assert await fleet.metric('warmroute_hold_seconds_count{end="sent"}') == 1
 
 
-async def test_lost_tokens_are_counted(start: Any) -> None:
+async def test_tokens_that_no_engine_holds_any_more_are_counted_as_lost(start: Any) -> None:
     fleet = await start(2, policy={"name": "round_robin"}, admission={"name": "never_hold", "params": {}})
     fleet.open()
     for turn in range(2):
         assert (await fleet.ask("a", f"turn {turn}")).status_code == 200
-    # Round robin has sent the second turn to the other engine, which computes the 6 full blocks of 16 tokens again.
+    # Round robin has sent the second turn to the other engine, which computes again what the first one still holds.
+    assert await fleet.metric("warmroute_lost_tokens_total") == 0
+    assert await fleet.metric("warmroute_recomputation_ratio") == 0
+    for name in fleet.core.router.state.instances:
+        fleet.core.router.state.restarted(name)
+    assert (await fleet.ask("a", "turn 2")).status_code == 200
+    # The 6 full blocks of 16 tokens.
     assert await fleet.metric("warmroute_lost_tokens_total") == 96
     assert await fleet.metric("warmroute_recomputation_ratio") > 0
 
