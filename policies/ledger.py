@@ -70,7 +70,7 @@ class Lease:
     phase: Phase = Phase.PREFILL
     _on_release: Callable[[], None] | None = field(default=None, repr=False)
     due_s: float | None = None
-    """Its place in the order of prefills (`policies.order`); None: that of its arrival."""
+    """Its place in the order of prefills (`policies.costs.order`); None: that of its arrival."""
 
     def first_token(self) -> None:
         """Move the lease from prefill to decode: its tokens stop pending. Later calls do nothing."""

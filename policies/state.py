@@ -14,18 +14,18 @@ from policies.admission.gate import Room
 from policies.admission.residency import Residency
 from policies.admission.turns import Turn
 from policies.costs.book import CostBook, Workload
+from policies.costs.order import PrefillOrder
 from policies.holds import Holds, KvHold
 from policies.hotspots import HotspotTracker, is_hotspot
 from policies.ledger import Lease, Ledger
 from policies.offload.specialists import FleetLoad, Specialists
-from policies.order import PrefillOrder
 from policies.pairs import PairBreaker
 from policies.predict.predictor import Predictor, Promised
 from policies.predict.prefix_index import Insertion, PrefixIndex
 from policies.replicas.shared_sessions import SharedSessions
 from policies.sessions import SessionTable
 from policies.snapshot import FleetSnapshot
-from policies.types import Connector, Decision, InstanceView, RequestClass, RequestView, Role, Transport
+from policies.types import Connector, Decision, RequestClass, RequestView, Role, Transport
 from policies.views import KnownInstance, Viewer
 
 
@@ -114,8 +114,8 @@ class Commitment:
         if self._hold is not None:
             self._hold.orphan(orphaned_until_s)
         self._end_offload()
-        job = self.workload.decode
-        seconds = self._state.costs.prefill.seconds(job.new_tokens, job.cached_tokens)
+        _, new_tokens, cached_tokens, *_ = self.workload.decode
+        seconds = self._state.costs.prefill.seconds(new_tokens, cached_tokens)
         self.decode.add_prefill(self._not_yet_on_decode, seconds)
         self._not_yet_on_decode = 0
 
@@ -195,10 +195,7 @@ class FleetState:
         *,
         ordered: bool = False,
     ) -> None:
-        """Register an instance, or update these properties of a known one. Idempotent.
-
-        ``ordered``: its engine computes waiting prompts by ``priority`` (`policies.order`).
-        """
+        """Register an instance, or update these properties of a known one. Idempotent (`KnownInstance`)."""
         (self.producers.add if role is Role.KV_PRODUCER else self.producers.discard)(instance)
         known = self._instances.get(instance)
         if known:
@@ -303,7 +300,7 @@ class FleetState:
     ) -> Commitment:
         """Count the decision: leases, index entries, session pin, hotspot streak. No await after the snapshot.
 
-        ``slowdown``: that of the order of prefills, where the engine has one (`policies.order`); 0: none.
+        ``slowdown``: that of the order of prefills (`policies.costs.order`); 0: none.
         """
         self._sequence += 1
         holders = sum([view.holds_class for view in fleet.instances])
@@ -318,31 +315,29 @@ class FleetState:
             self.sessions.pin(request.session_id, decision.decode_on, now_s)
             if self.shared is not None:
                 self.shared.ran(request.session_id, decision.decode_on, request.prompt_tokens, now_s)
-        prefill_lease = None
-        prefill: InstanceView | None = None
+        prefill_lease, prefill = None, None
         added: dict[str, Insertion] = {}
         promised = self.predictor.promised()
-        order = PrefillOrder(self._instances, self.costs.prefill, now_s, slowdown)
+        order, known = PrefillOrder(self.costs.prefill, now_s, slowdown), self._instances
         new_tokens = new_on_decode = decision.new_tokens
         if decision.prefill_on is not None:
             prefill = fleet.prefill_view(decision.prefill_on)
             assert prefill is not None
             new_on_prefill = request.prompt_tokens - prefill.cached_tokens
-            queued = order.queued(prefill.instance, new_on_prefill, prefill.cached_tokens)
+            queued = order.queued(new_on_prefill, prefill.cached_tokens, ordered=known[prefill.instance].ordered)
             prefill_lease = self.ledger.acquire(prefill.instance, new_on_prefill, request.prompt_tokens, now_s, queued)
             added[prefill.instance] = self.index.insert(prefill.instance, request.block_hashes)
             promised.add(prefill.instance, request)
             self.offloads_in_flight += 1
             new_on_decode = 0
-        queued = order.queued(decision.decode_on, new_on_decode, decision.cached_tokens)
+        queued = order.queued(new_on_decode, decision.cached_tokens, ordered=known[decision.decode_on].ordered)
         decode_lease = self.ledger.acquire(decision.decode_on, new_on_decode, request.prompt_tokens, now_s, queued)
         added[decision.decode_on] = self.index.insert(decision.decode_on, request.block_hashes)
         promised.add(decision.decode_on, request)
         workload = Workload.of(request, chosen, prefill, self.offloads_in_flight, self.costs.bytes_per_token)
         not_yet_on_decode = new_tokens - new_on_decode
-        computing = chosen if prefill is None else prefill
-        cached = computing.cached_tokens
-        elsewhere = fleet.cached_elsewhere(computing.instance) if request.session_id else 0
+        on, cached = (prefill or chosen)[:2]
+        elsewhere = fleet.cached_elsewhere(on) if request.session_id else 0
         turn = self.accounts.sent(request, decision.decode_on, cached, self.costs.prefill, now_s, elsewhere)
         self._designate(request, fleet, decision, cached, now_s)
         return Commitment(self, decode_lease, prefill_lease, added, not_yet_on_decode, workload, promised, turn)

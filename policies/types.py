@@ -138,7 +138,7 @@ class RequestView(NamedTuple):
 
 
 class QueuedPrefill(NamedTuple):
-    """A prefill that waits in an engine or is computed there, where the engine orders them (`policies.order`)."""
+    """A prefill that waits in an engine or is computed there, where the engine orders them (`policies.costs.order`)."""
 
     due_s: float
     """Its place in the order; monotonic or virtual time."""

@@ -23,7 +23,7 @@ class KnownInstance:
     kv_used_tokens: int = 0
     promised_at_report_tokens: int = 0
     ordered: bool = False
-    """Its engine computes waiting prompts by ``priority`` (`policies.order`)."""
+    """Its engine computes waiting prompts by ``priority`` (`policies.costs.order`)."""
 
 
 class Viewer:

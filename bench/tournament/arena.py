@@ -267,9 +267,7 @@ class Arena:
         profile = self.profile.model_dump()
         engines = (self.settings.transport,) if self.settings.transport else ()
         engines = (*engines, "priority") if self.settings.priority_scheduling else engines
-        parts = msgspec.json.encode(
-            (more, ground.sha256, ground.rule.sessions, self.settings.sizes, profile, *engines)
-        )
+        parts = msgspec.json.encode((more, ground.sha256, ground.rule.sessions, self.settings.sizes, profile, *engines))
         return f"{hashlib.sha256(parts).hexdigest()[:16]}-{self._sources}"
 
 

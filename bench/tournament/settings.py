@@ -88,7 +88,7 @@ class TournamentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     ablation_seeds: tuple[int, ...] = ()
     """Seeds that the ablations are played with, of those in the grid; empty: all."""
     priority_scheduling: bool = False
-    """The engines compute waiting prompts by priority, for policies that order them (`policies.order`)."""
+    """The engines compute waiting prompts by priority, for policies that order them (`policies.costs.order`)."""
     transport: str = ""
     """KV transport of instances that can hand over KV; empty: instances have no KV roles. Set by ``with_hand_offs``."""
     hand_offs: HandOffs = HandOffs()

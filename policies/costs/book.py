@@ -94,7 +94,7 @@ class CostBook:
         """Learn from a first token after ``seconds``; returns the predicted seconds.
 
         A prompt without room in the KV pool waited for blocks for an unknown time, and one that others may have
-        overtaken (`policies.order`) for those, so its time is not a sample of a prefill.
+        overtaken (`policies.costs.order`) for those, so its time is not a sample of a prefill.
         """
         queue_s = self.prefill.queue_s(job.pending_tokens, job.prefilling)
         expected_s = queue_s + self.prefill.seconds(job.new_tokens, job.cached_tokens)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import ClassVar
 
 from policies.costs.formulas import PrefillModel
-from policies.order import SLOWDOWN, overtaken_share, wait_s
+from policies.costs.order import SLOWDOWN, overtaken_share, wait_s
 from policies.pool import POOL_SHARE, all_tokens_over, tokens_over
 from policies.routing.base import ColumnPolicy, Pick, least, require, tie_break
 from policies.snapshot import FleetColumns, FleetSnapshot
@@ -26,8 +26,8 @@ class Warm(ColumnPolicy):
     in flight on the instance, and ``q`` of them still in prefill:
 
     - ``queue = (q - 1/2) x t``: the prefill queued there, ``t`` being ``T`` of a mean queued prefill less its fixed
-      part (short prefills share a step). Where the engine orders prefills (`policies.order`, by ``slowdown``), less
-      ``overtakes`` times the seconds of those that this one overtakes: later ones may overtake this one too.
+      part (short prefills share a step). Where the engine orders prefills (`policies.costs.order`, by ``slowdown``),
+      less ``overtakes`` times the share of those that this one overtakes: later ones may overtake this one too.
     - ``crowd = queue_crowd x r x queue``: extra weight of a queue on an instance with many requests.
     - ``room = hold_s x over / pool``: ``over`` is the number of tokens by which the prompts in flight and this one
       exceed ``pool_share`` of the KV pool (`policies.pool`). One pool's worth of tokens is freed in the time a request
@@ -94,7 +94,7 @@ class Warm(ColumnPolicy):
         return Prices(self, request, fleet, columns)
 
     def waits_s(self, queue_s: float, view: InstanceView, own_s: float, fleet: FleetSnapshot) -> float:
-        """What is left of a queue for a prefill of ``own_s`` seconds where the engine orders them, seconds."""
+        """Seconds of a queue that a prefill of ``own_s`` seconds waits for where the engine orders them."""
         costs = fleet.costs
         if not self.slowdown or costs is None:
             return queue_s

@@ -1,8 +1,8 @@
 """The body field ``priority``, by which an engine with vLLM's priority scheduling orders waiting prompts. Pure.
 
-The value is the due time of a leg's prefill (`policies.order`) in Unix milliseconds: all replicas of the proxy send the
-same engines values that compare. Where a client may set ``priority`` itself (``fields.allow``), its value is a tier: it
-goes before all requests with a higher one, and within a tier the due time decides.
+The value is the due time of a leg's prefill (`policies.costs.order`) in Unix milliseconds: all replicas of the proxy
+send the same engines values that compare. Where a client may set ``priority`` itself (``fields.allow``), its value is a
+tier: it goes before all requests with a higher one, and within a tier the due time decides.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 
 from launch.fleet.wall_time import in_wall_time
 from policies.admission.base import DEFAULT_RULE, MAX_HOLD_S
-from policies.order import wait_s
+from policies.costs.order import wait_s
 
 
 def params(name: str, **given: Any) -> dict[str, Any]:

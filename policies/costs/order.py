@@ -2,17 +2,16 @@
 
 vLLM with ``--scheduling-policy priority`` computes waiting prompts in the order of their requests' ``priority``. Here
 that is the due time: the arrival plus ``slowdown`` times the square of the prefill's own seconds (`wait_s`). Short
-prefills overtake long ones; those that arrive later than that overtake none, so nothing waits for ever.
+prefills overtake long ones; those that arrive later than that overtake none, so nothing waits without end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from policies.costs.formulas import PrefillModel
 from policies.types import QueuedPrefill
-from policies.views import KnownInstance
 
 SLOWDOWN = 10.0
 """Seconds for which a prefill of one second may be overtaken; 40 for one of two seconds."""
@@ -21,16 +20,15 @@ SLOWDOWN = 10.0
 class PrefillOrder(NamedTuple):
     """The order at the time of one decision."""
 
-    instances: Mapping[str, KnownInstance]
     model: PrefillModel
     now_s: float
     """Monotonic or virtual time."""
     slowdown: float
     """0: the engines compute in order of arrival."""
 
-    def queued(self, instance: str, new_tokens: int, cached_tokens: int) -> QueuedPrefill | None:
-        """The place of a prefill on an instance; None where its engine computes in order of arrival."""
-        if not self.slowdown or not self.instances[instance].ordered:
+    def queued(self, new_tokens: int, cached_tokens: int, *, ordered: bool) -> QueuedPrefill | None:
+        """The place of a prefill; None where its engine is not ``ordered``: it computes in order of arrival."""
+        if not ordered or not self.slowdown:
             return None
         seconds = self.model.seconds(new_tokens, cached_tokens) if new_tokens else 0.0
         return QueuedPrefill(self.now_s + wait_s(seconds, self.slowdown), seconds)
