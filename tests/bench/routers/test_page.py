@@ -16,18 +16,21 @@ _PAGE = (_DOCS / "head-to-head.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    ("name", "folder", "skip_first_s"),
+    ("name", "folder", "skip_first_s", "base"),
     [
-        ("head to head", "head-to-head-h100-2x", None),
-        ("hand-offs", "hand-offs-h100-2x", None),
-        ("own GPUs", "hand-offs-h100-4x", 78.3),
-        ("own GPUs, second", "hand-offs-h100-4x-second", 90.1),
+        ("head to head", "head-to-head-h100-2x", None, "warm"),
+        ("hand-offs", "hand-offs-h100-2x", None, "warm"),
+        ("own GPUs", "hand-offs-h100-4x", 78.3, "warm"),
+        ("own GPUs, second", "hand-offs-h100-4x-second", 90.1, "warm"),
+        ("order", "order-h100-4x", 48.9, "warm,slowdown=0"),
     ],
 )
-def test_the_page_shows_the_table_of_the_kept_records(name: str, folder: str, skip_first_s: float | None) -> None:
+def test_the_page_shows_the_table_of_the_kept_records(
+    name: str, folder: str, skip_first_s: float | None, base: str
+) -> None:
     shown = _PAGE.partition(f"<!-- {name}: begin -->")[2].partition(f"<!-- {name}: end -->")[0].strip()
     records = read_records(_DOCS / "results" / folder)
-    assert shown == "\n".join(lines_of(list(records.values()), "warm", skip_first_s)).strip()
+    assert shown == "\n".join(lines_of(list(records.values()), base, skip_first_s)).strip()
 
 
 def test_what_the_page_says_of_hand_offs_by_length() -> None:
@@ -80,6 +83,30 @@ def test_what_the_page_says_of_contexts_that_moved() -> None:
             judged = [each for each in handed if each.trace_timestamp_s >= 90.1]
             assert (len(handed), len(judged), f"{_sent(handed[-1]):.0f}") == (12, 7, "107")
             assert _moved_from_busy_instances(records, until_s=112.0) == (17, 17)
+
+
+def test_what_the_page_says_of_an_order_of_prefills() -> None:
+    times: dict[str, list[float]] = {"warm": [], "warm,slowdown=0": [], "llmd_affinity": []}
+    long: dict[str, list[float]] = {label: [] for label in times}
+    sent = preempted = 0
+    for run in read_records(_DOCS / "results" / "order-h100-4x").values():
+        records = [each.record() for each in run.requests]
+        assert all(each.ok for each in records)
+        sent += len(records)
+        preempted += sum(int(counter.preemptions) for counter in run.counters)
+        for each in records:
+            if each.trace_timestamp_s >= 48.9:
+                assert each.ttft_scheduled_s is not None
+                times[run.label].append(each.ttft_scheduled_s)
+                if each.input_length - (each.cached_tokens or 0) >= 32_000:
+                    long[run.label].append(each.ttft_scheduled_s)
+    ordered, plain = times["warm"], times["warm,slowdown=0"]
+    assert f"All {sent:,} requests were answered, and no engine preempted one" in _PAGE
+    assert preempted == 0
+    p99 = [float(np.quantile(each, 0.99)) for each in (ordered, plain)]
+    assert f"TTFT p99 {p99[0]:.0f} instead of {p99[1]:.0f} s, the longest {max(ordered):.0f} instead of" in _PAGE
+    waits = [float(np.mean(long[label])) for label in ("warm", "warm,slowdown=0")]
+    assert f"wait {waits[0]:.1f} instead of {waits[1]:.1f} s on average" in _PAGE
 
 
 def _sent(record: RequestRecord) -> float:
