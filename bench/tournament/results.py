@@ -37,6 +37,7 @@ _COSTS = (
     "policies/costs/book.py",
     "policies/costs/formulas.py",
     "policies/costs/estimates.py",
+    "policies/costs/order.py",
     "policies/costs/published.py",
     "policies/costs/transfer_constants.py",
     "policies/costs/transfers.py",
