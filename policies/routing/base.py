@@ -13,7 +13,7 @@ from policies.types import CandidateScore, Choice, InstanceView, Reason, Request
 class RoutingPolicy(Protocol):
     """Chooses the decode instance. Implementations are frozen dataclasses: their fields are the policy's parameters.
 
-    One with an attribute ``slowdown`` above 0 also orders the prefills that wait in an engine (`policies.costs.order`).
+    One with an attribute ``slowdown`` above 0 also orders the prefills that wait in an engine (`RoutingSession.route`).
     """
 
     name: ClassVar[str]
