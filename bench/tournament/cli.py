@@ -99,7 +99,8 @@ def main(
             settings = msgspec.structs.replace(settings, profile=profile)
         if hand_offs:
             settings = settings.with_hand_offs()
-        settings = msgspec.structs.replace(settings, priority_scheduling=priority_scheduling)
+        if priority_scheduling:
+            settings = msgspec.structs.replace(settings, priority_scheduling=True)
         grid = _grid(settings.grid, loads, pools, fleets, seeds)
         settings = msgspec.structs.replace(settings, grid=grid)
         entrants = field_of(policies or [], settings.left_out)

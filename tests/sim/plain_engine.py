@@ -110,6 +110,7 @@ class PlainEngine:
         sequence.blocks = []
         self.live[request.request_id] = sequence
         self.count += 1
+        sequence.arrival = self.count
         ready_s = now_s + self.timing.frontend(request.prompt_tokens)
         heapq.heappush(self.arriving, (ready_s, self.count, sequence))
 
@@ -139,6 +140,11 @@ class PlainEngine:
     def requeue(self, sequence: Any) -> None:
         sequence.status = RequestStatus.WAITING
         self.waiting.appendleft(sequence)
+        self.sort_waiting()
+
+    def sort_waiting(self) -> None:
+        if self.config.priority_scheduling:
+            self.waiting = deque(sorted(self.waiting, key=priority_and_arrival))
 
     # Steps
 
@@ -148,6 +154,7 @@ class PlainEngine:
             if sequence.status is RequestStatus.ARRIVING:
                 sequence.status = RequestStatus.WAITING
                 self.waiting.append(sequence)
+                self.sort_waiting()
         if not (self.running or self.waiting or self.pulling):
             return None
         for blocks in self.holds.reap(now_s):
@@ -188,17 +195,33 @@ class PlainEngine:
             sequence = self.running[index]
             count = min(sequence.total - sequence.computed, budget)
             while not self.grow(sequence, count):
-                victim = self.running.pop()
+                by_priority = self.config.priority_scheduling
+                victim = max(self.running, key=priority_and_arrival) if by_priority else self.running[-1]
+                planned = victim in self.running[:index]
+                self.running.remove(victim)
+                if planned:
+                    index -= 1
+                    budget += self.take_back(victim)
+                    count = min(sequence.total - sequence.computed, budget)
                 self.free(victim)
                 victim.computed = victim.published = 0
                 self.counters.preemptions += 1
                 self.requeue(victim)
-                if victim is sequence:
-                    return 0
+                if victim is not sequence:
+                    continue
+                # vLLM ends the step's planning here; one without work takes no time, and the next one plans the rest.
+                return budget if index else self.plan_running(budget)
             budget -= count
             self.record(sequence, count)
             index += 1
         return budget
+
+    def take_back(self, sequence: Any) -> int:
+        """Remove a request from the plan; returns the tokens that it would have computed."""
+        chunk_tokens = sum(count for each, count, _ in self.chunks if each is sequence)
+        self.streams = [each for each in self.streams if each is not sequence]
+        self.chunks = [chunk for chunk in self.chunks if chunk[0] is not sequence]
+        return chunk_tokens or 1
 
     def end_step(self) -> list[TokenEvent]:
         now_s, self.step_end_s = self.step_end_s, None
@@ -370,3 +393,7 @@ class PlainEngine:
 
     def reuse_order(self) -> list[int | None]:
         return [self.pool.key_of[block] for block in self.pool.free]
+
+
+def priority_and_arrival(sequence: Any) -> tuple[int, int]:
+    return sequence.request.priority, sequence.arrival

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -256,6 +257,41 @@ def test_hand_offs_change_the_instances_the_subject_and_the_digest(folder: Path)
     assert [stage.options.role for stage in stages] == [Role.NONE, Role.KV_BOTH]
     assert [stage.options.transport for stage in stages] == [None, "nvlink"]
     assert stages[0].made_of != stages[1].made_of
+
+
+def test_priority_scheduling_changes_the_engines_and_the_digest(folder: Path) -> None:
+    plain = read_settings(folder / "config.yaml")
+    ordering = msgspec.structs.replace(plain, priority_scheduling=True)
+    cell = GridCell(trace="tiny", load=0.8, pool=1.0, fleet=2)
+    made_of = set()
+    for settings, scheduling in ((plain, "fcfs"), (ordering, "priority")):
+        for each in (settings, settings.with_hand_offs()):
+            stage = Arena(each, folder / "traces").stage(cell, seed=1)
+            assert stage.options.scheduling_policy == scheduling
+            made_of.add(stage.made_of)
+    assert len(made_of) == 4
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+def test_priority_scheduling_is_in_the_command_of_the_page(folder: Path, tmp_path: Path, in_config: bool) -> None:
+    """A configuration may ask for it too, and the option's absence does not undo that."""
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIGURED + "priority_scheduling: true\n" * in_config)
+    given = ["--config", str(config), "--trace-dir", str(folder / "traces"), "--output", str(tmp_path / "out")]
+    options = [
+        "--traces",
+        "tiny",
+        "--seeds",
+        "1",
+        "--policies",
+        "lmetric",
+        *["--priority-scheduling"] * (not in_config),
+    ]
+    result = CliRunner().invoke(app, [*given, *options])
+    assert result.exit_code == 0, result.output
+    made = re.search(r"^Made by `(.*?)`", result.stdout, re.MULTILINE)
+    assert made
+    assert made[1].endswith("--seeds 1 --priority-scheduling")
 
 
 def test_the_designation_of_specialists_counts_for_policies_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from launch.run.supervisor import Fleet
 from proxy.app import ProxyApp
 from proxy.settings import load_settings
 from tests.engines.conftest import ROOT
-from tests.engines.rig import REAL_ENGINES, fresh_prompt, many, sse_data, until
+from tests.engines.rig import REAL_ENGINES, fresh_prompt, sse_data, until
 from tests.proxy.conftest import serving
 
 pytestmark = REAL_ENGINES
@@ -85,6 +85,7 @@ async def ranks(
         "fields": {"allow": ["priority"]},
         "classes": {"medium_tokens": 200, "heavy_tokens": 2_000},
         "health": {"interval_s": 0.5, "timeout_s": 5.0},
+        "timeouts": {"connect_s": 30},  # an engine that decodes takes both cores of a small machine
         "events": {"join_interval_s": 0.2},
         "offload": {"planner": "never", "first_token_timeout_s": 20.0, "prefill_timeout_s": 20.0},
         "log_level": "warning",
@@ -184,28 +185,38 @@ async def test_a_short_prompt_overtakes_a_long_one_that_waits(ranks: Ranks) -> N
                 if event != b"[DONE]":
                     answers[name] = answers.get(name, "") + json.loads(event)["choices"][0]["text"]
 
+    url, headers = ranks.file.url(0), {"x-data-parallel-rank": "0"}
+    body = {"model": "tiny", "prompt": fresh_prompt(20), "max_tokens": 8_000, "ignore_eos": True}
+    # Sent past the proxy, so without a priority: they go before all others. One runs at a time, for some seconds each.
+    blockers = [
+        asyncio.create_task(ranks.client.post(f"{url}/v1/completions", json=body, headers=headers)) for _ in range(10)
+    ]
+
     async def waiting(count: int) -> bool:
-        return (await ranks.rows())[0]["engine"]["waiting"] == count
+        left = sum(not each.done() for each in blockers)
+        return (await ranks.rows())[0]["engine"]["waiting"] == left - 1 + count
 
-    async def begun() -> bool:
-        return "running" in answers
-
+    asked = []
     try:
-        async with many([stream("running", fresh_prompt(20), max_tokens=8_000, ignore_eos=True)]) as [running]:
-            await until(begun, "the first token of the request that takes the only place")
-            asked = []
-            for count, (name, prompt) in enumerate(prompts.items(), 1):
-                more = {"priority": 5} if name == "later" else {}
-                asked.append(asyncio.create_task(stream(name, prompt, **more)))
-                await until(functools.partial(waiting, count), f"{name} waits in the engine")
-            assert not running.done()
+        await until(functools.partial(waiting, 0), "the only place is taken", 180)
+        for count, (name, prompt) in enumerate(prompts.items(), 1):
+            more = {"priority": 5} if name == "later" else {}
+            asked.append(asyncio.create_task(stream(name, prompt, **more)))
+            await until(functools.partial(waiting, count), f"{name} waits in the engine", 180)
+        assert not answers
+        for each in blockers:
+            each.cancel()
         await asyncio.gather(*asked)
     finally:
+        tasks: list[asyncio.Task[Any]] = [*blockers, *asked]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         ranks.app.operations.fleet.undrain("engine-0/1")
         await ranks.policy("round_robin")
     # vLLM reads the last of two priorities, which is the proxy's: the first, 5, would have gone before all others.
-    assert list(answers) == ["running", "short", "long", "later"]
-    url, headers = ranks.file.url(0), {"x-data-parallel-rank": "1"}
+    assert list(answers) == ["short", "long", "later"]
+    headers = {"x-data-parallel-rank": "1"}
     for name, prompt in prompts.items():
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
         plain = await ranks.client.post(f"{url}/v1/completions", json=body, headers=headers)

@@ -7,12 +7,13 @@ from typing import Any
 
 from policies.costs.book import transfer_job
 from policies.costs.formulas import Costs
+from policies.costs.order import overtaken_share
 from policies.offload.base import may_receive, may_send
 from policies.routing.base import tie_break
 from policies.routing.joint import Joint
 from policies.routing.warm import Warm
 from policies.snapshot import FleetColumns, FleetSnapshot
-from policies.types import Connector, InstanceView, OffloadReason, RequestView, Role, Transport
+from policies.types import Connector, InstanceView, OffloadReason, QueuedPrefill, RequestView, Role, Transport
 from tests.policies.builders import ask
 from tests.policies.offload.test_few_are_priced import drawn_costs, drawn_view
 
@@ -23,6 +24,8 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"heavy_tokens": 1, "specialist_s": 0.0, "max_own_loss": 3.0, "others_weight": 0.5},
     {"heavy_tokens": 1, "learned": False, "hold_s": 0.0, "stream_s": 0.5},
     {"heavy_tokens": 1, "max_own_loss": 10.0, "queue_cost": 0.0},
+    {"heavy_tokens": 1, "max_own_loss": 10.0, "slowdown": 0.5, "overtakes": 1.0},
+    {"heavy_tokens": 1, "max_own_loss": 10.0, "slowdown": 0.0},
 )
 
 
@@ -50,22 +53,31 @@ def drawn(draw: random.Random) -> tuple[RequestView, FleetSnapshot]:
                 **able,
             )
     only = [drawn_view(draw, f"p-{number}", prompt, ties=ties < 0.5) for number in range(draw.choice((0, 0, 1, 4)))]
+    ordered = draw.random() < 0.5
+    if ordered:
+        views, only = [with_queue(draw, view) for view in views], [with_queue(draw, view) for view in only]
     return ask(prompt, max_tokens=draw.randint(1, 8_000)), FleetSnapshot(
         tuple(views),
         sequence=draw.randint(0, 99),
         offloads_in_flight=draw.randint(0, 3),
-        costs=draw.choice((None, None, drawn_costs(draw, names))),
+        costs=draw.choice((None, None, drawn_costs(draw, names))) if not ordered else drawn_costs(draw, names),
         broken_pairs=frozenset((draw.choice(names), draw.choice(names)) for _ in range(draw.choice((0, 0, 4)))),
         prefill_instances=(*views, *only) if only else (),
         specialists=(*specialists, *draw.choice(((), ("gone",)))),
     )
 
 
+def with_queue(draw: random.Random, view: InstanceView) -> InstanceView:
+    """An instance whose engine orders prefills; some of those queued are due after the time of ``drawn_costs``."""
+    queued = [QueuedPrefill(draw.choice((60.0, 125.0, 500.0)), draw.random() * 5) for _ in range(view.prefilling)]
+    return view._replace(queue=tuple(queued))
+
+
 def exhaustive(
     policy: Joint, request: RequestView, fleet: FleetSnapshot
 ) -> tuple[str, str | None, dict[str, float], float]:
     """D, P (or None), the hand-off's terms if it is chosen, and the score: every placement priced."""
-    warm = Warm(policy.others_weight, hold_s=policy.hold_s, learned=policy.learned).choose(request, fleet)
+    warm = warm_of(policy).choose(request, fleet)
     names = [view.instance for view in fleet.instances]
     scores = [
         each.score + policy.specialist_s if each.instance in fleet.specialists else each.score for each in warm.scores
@@ -73,7 +85,15 @@ def exhaustive(
     place = min(range(len(names)), key=lambda at: (scores[at], tie_break(fleet, at)))
     if request.prompt_tokens - fleet.instances[place].cached_tokens < policy.heavy_tokens:
         return names[place], None, {}, scores[place]
-    queues = {score.instance: score.inputs["queue_s"] for score in warm.scores}
+    queues = {}
+    """D's own prefill is none, so it is due at once: it overtakes more than the whole prompt would."""
+    for view in fleet.instances:
+        # The whole queue: that of an instance whose engine computes in order of arrival.
+        plain = warm_of(policy).choose(request, fleet._replace(instances=(view._replace(queue=()),))).scores[0]
+        share = 0.0
+        if fleet.costs is not None and policy.slowdown:
+            share = policy.overtakes * overtaken_share(view.queue, fleet.costs.now_s)
+        queues[view.instance] = plain.inputs["queue_s"] * (1 - share)
     firsts = [score.inputs["queue_s"] + score.inputs["own_s"] for score in warm.scores]
     first_s, others = firsts[place], [at for at, name in enumerate(names) if name not in fleet.specialists]
     if names[place] in fleet.specialists and others:
@@ -108,6 +128,17 @@ def exhaustive(
     return decode_on, prefill_on, terms, score_s
 
 
+def warm_of(policy: Joint) -> Warm:
+    """``warm`` with the same parameters."""
+    return Warm(
+        policy.others_weight,
+        hold_s=policy.hold_s,
+        learned=policy.learned,
+        slowdown=policy.slowdown,
+        overtakes=policy.overtakes,
+    )
+
+
 def roomy(view: InstanceView, request: RequestView, answer_tokens: int) -> bool:
     pool, taken = view.kv_capacity_tokens, view.kv_used_tokens + view.kv_promised_tokens + request.prompt_tokens
     return pool > 0 and taken <= 0.9 * pool and taken + answer_tokens <= pool
@@ -125,7 +156,7 @@ def priced(
     model = costs.prefill if policy.learned else Costs().prefill
     job = transfer_job(request, prefill, decode, fleet.offloads_in_flight, costs.bytes_per_token)
     # Warm's own queue of a candidate like P: the same formula for instances that only prefill.
-    like_p = Warm(policy.others_weight, learned=policy.learned).choose(request, fleet._replace(instances=(prefill,)))
+    like_p = warm_of(policy).choose(request, fleet._replace(instances=(prefill,)))
     queue_s, prefill_s = (
         like_p.scores[0].inputs["queue_s"],
         model.seconds(request.prompt_tokens - prefill.cached_tokens, prefill.cached_tokens),
@@ -149,7 +180,7 @@ def priced(
 
 
 def test_joint_places_as_if_it_had_priced_every_placement() -> None:
-    draw, handed_off, late = random.Random(20), 0, 0
+    draw, handed_off, late, overtakes = random.Random(20), 0, 0, 0
     for _ in range(3_000):
         request, fleet = drawn(draw)
         policy = Joint(**draw.choice(PARAMS))
@@ -165,7 +196,10 @@ def test_joint_places_as_if_it_had_priced_every_placement() -> None:
         columns = FleetColumns.of(fleet.instances)
         assert columns.instance[policy.quick(request, fleet, columns).place] == decode_on
         handed_off += prefill_on is not None
+        whole = policy.choose(request, fleet._replace(instances=tuple(v._replace(queue=()) for v in fleet.instances)))
+        overtakes += scores != {each.instance: each.score for each in whole.scores}
     assert handed_off > 50
+    assert overtakes > 50
     assert late > 50
 
 
@@ -173,7 +207,14 @@ def test_warm_prices_a_candidate_alone_as_among_all() -> None:
     draw = random.Random(21)
     for _ in range(1_000):
         request, fleet = drawn(draw)
-        policy = draw.choice((Warm(), Warm(others_weight=0.5, hold_s=3.0), Warm(learned=False, pool_share=0.2)))
+        policies = (
+            Warm(),
+            Warm(others_weight=0.5, hold_s=3.0),
+            Warm(learned=False, pool_share=0.2),
+            Warm(slowdown=0.5, overtakes=1.0),
+            Warm(slowdown=0.0),
+        )
+        policy = draw.choice(policies)
         columns = FleetColumns.of(fleet.instances)
         prices, choice = policy.prices(request, fleet, columns), policy.choose(request, fleet)
         assert [prices.of(place) for place in range(len(fleet.instances))] == [each.score for each in choice.scores]

@@ -32,6 +32,7 @@ class Spec(NamedTuple):
     own: int
     output: int
     abort_s: float | None
+    priority: int
 
 
 class Case(NamedTuple):
@@ -43,6 +44,7 @@ class Case(NamedTuple):
     most: int
     policy: LoadFailurePolicy
     timing: StepTiming
+    by_priority: bool
 
 
 # No round numbers: sums of equal times in another order would differ only in the last bit.
@@ -63,6 +65,7 @@ SPECS = st.builds(
     st.integers(0, 12),
     st.integers(1, 30),
     st.one_of(st.none(), st.none(), st.floats(0, 4)),
+    st.sampled_from([0, 0, 1, 2, -5]),
 )
 CASES = st.builds(
     Case,
@@ -72,11 +75,17 @@ CASES = st.builds(
     st.integers(1, 5),
     st.sampled_from(list(LoadFailurePolicy)),
     st.sampled_from(TIMINGS),
+    st.booleans(),
 )
 
 
 def request_of(number: int, spec: Spec) -> Request:
     """Prompts of a family share their prefix; equal prompts generate equal text."""
+    return plain_request_of(number, spec)._replace(priority=spec.priority)
+
+
+def plain_request_of(number: int, spec: Spec) -> Request:
+    """The same without a priority."""
     name, ids = f"r{number}", [spec.family] * spec.length + [100 + spec.own] * (spec.own % 5)
     other = NAMES[spec.engine == NAMES[0]]
     if spec.kind == "keyed":
@@ -132,6 +141,7 @@ def play(
                 engine_id=name,
                 abort_timeout_s=2.0,
                 load_failure_policy=case.policy,
+                priority_scheduling=case.by_priority,
             ),
             case.timing,
             transfer_seconds,
@@ -222,7 +232,16 @@ def test_the_fast_engine_is_the_plain_one(
 
 
 def test_the_workloads_of_the_comparison_reach_the_corners() -> None:
-    seen = {"preemptions": 0, "evictions": 0, "copies": 0, "aborts": 0, "pulled": 0, "errors": 0, "fused": 0}
+    seen = {
+        "preemptions": 0,
+        "ordered": 0,
+        "evictions": 0,
+        "copies": 0,
+        "aborts": 0,
+        "pulled": 0,
+        "errors": 0,
+        "fused": 0,
+    }
 
     @given(case=CASES)
     @settings(max_examples=150, deadline=None, database=None, derandomize=True)
@@ -243,6 +262,7 @@ def test_the_workloads_of_the_comparison_reach_the_corners() -> None:
         seen["copies"] += copies
         for engine in engines.values():
             seen["preemptions"] += engine.counters.preemptions
+            seen["ordered"] += case.by_priority and engine.counters.preemptions
             seen["evictions"] += engine.pool.evictions
             seen["aborts"] += engine.counters.finished.get("abort", 0)
             seen["pulled"] += engine.counters.external_tokens > 0
