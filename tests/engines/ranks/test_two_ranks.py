@@ -179,7 +179,7 @@ async def test_a_short_prompt_overtakes_a_long_one_that_waits(ranks: Ranks) -> N
 
     async def stream(name: str, prompt: list[int], **more: Any) -> None:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True, **more}
-        async with ranks.client.stream("POST", "/v1/completions", json=body) as answer:
+        async with ranks.client.stream("POST", "/v1/completions", json=body, timeout=300) as answer:
             assert answer.status_code == 200, await answer.aread()
             async for event in sse_data(answer):
                 if event != b"[DONE]":
@@ -189,7 +189,8 @@ async def test_a_short_prompt_overtakes_a_long_one_that_waits(ranks: Ranks) -> N
     body = {"model": "tiny", "prompt": fresh_prompt(20), "max_tokens": 8_000, "ignore_eos": True}
     # Sent past the proxy, so without a priority: they go before all others. One runs at a time, for some seconds each.
     blockers = [
-        asyncio.create_task(ranks.client.post(f"{url}/v1/completions", json=body, headers=headers)) for _ in range(10)
+        asyncio.create_task(ranks.client.post(f"{url}/v1/completions", json=body, headers=headers, timeout=300))
+        for _ in range(10)
     ]
 
     async def waiting(count: int) -> bool:
