@@ -28,6 +28,7 @@ WALL_CLOCK = {
     "proxy/console/frames.py": "times of rows",
     "proxy/console/top.py": "age of rows, if the proxy gives no time",
     "proxy/discovery/status.py": "display of the time of the last reading",
+    "proxy/exchange/exchange.py": "priorities, which several proxies send; a jump changes only an order",
     "proxy/gather/gather.py": "start of a worker's silence",
     "proxy/gather/records.py": "time of an answer",
     "proxy/logs.py": "time of a line",
