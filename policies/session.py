@@ -198,14 +198,16 @@ class RoutingSession:
 
     def prefilled(self, commitment: Commitment, seconds: float) -> LegTime:
         """Learn from D's first token of a request that ran co-located."""
-        return LegTime(self.state.costs.prefilled(commitment.workload.decode, seconds), seconds)
+        ordered = commitment.decode.due_s is not None
+        return LegTime(self.state.costs.prefilled(commitment.workload.decode, seconds, ordered=ordered), seconds)
 
     def prefilled_on_p(self, commitment: Commitment, seconds: float) -> LegTime:
         """Learn from a P leg that succeeded; its KV is held for D from now on."""
         commitment.end_prefill()
-        job = commitment.workload.prefill
+        job, lease = commitment.workload.prefill, commitment.prefill
         assert job is not None
-        return LegTime(self.state.costs.prefilled(job, seconds), seconds)
+        assert lease is not None
+        return LegTime(self.state.costs.prefilled(job, seconds, ordered=lease.due_s is not None), seconds)
 
     def handed_over(self, commitment: Commitment, seconds: float, now_s: float) -> LegTime:
         """Learn from a D leg whose first token came after ``seconds``: the hand-off succeeded.

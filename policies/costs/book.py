@@ -20,7 +20,7 @@ class PrefillJob(NamedTuple):
     pending_tokens: int
     prefilling: int
     room: bool = True
-    """Its first token waited neither for blocks, as the KV pool had room, nor among prefills in an order."""
+    """The KV pool had room for the prompt, so its first token did not wait for blocks."""
 
 
 class Workload(NamedTuple):
@@ -68,7 +68,7 @@ def _prefill_job(request: RequestView, view: InstanceView) -> PrefillJob:
         view.cached_tokens,
         view.pending_prefill_tokens,
         view.prefilling,
-        tokens_over(view, request.prompt_tokens) <= 0 and not view.queue,
+        tokens_over(view, request.prompt_tokens) <= 0,
     )
 
 
@@ -90,16 +90,22 @@ class CostBook:
         """Snapshot of the models for a decision at ``now_s``."""
         return Costs(self.prefill, self.transfer, now_s, self.bytes_per_token)
 
-    def prefilled(self, job: PrefillJob, seconds: float) -> float:
+    def prefilled(self, job: PrefillJob, seconds: float, *, ordered: bool = False) -> float:
         """Learn from a first token after ``seconds``; returns the predicted seconds.
 
-        A prompt without room in the KV pool waited for blocks for an unknown time, and one that others may have
-        overtaken (`policies.costs.order`) for those, so its time is not a sample of a prefill.
+        A prompt without room in the KV pool waited for blocks for an unknown time, and one that was not computed at
+        once in an order of prefills (`policies.costs.order`) for those that overtook it, this proxy's or another's. So
+        their times are not samples of a prefill.
+
+        Args:
+            job: the prefill.
+            seconds: from sending it to its first token.
+            ordered: its engine computes by due times.
         """
         queue_s = self.prefill.queue_s(job.pending_tokens, job.prefilling)
         expected_s = queue_s + self.prefill.seconds(job.new_tokens, job.cached_tokens)
         predicted_s = self.short_prefills.predict(job.new_tokens, expected_s)
-        if job.room:
+        if job.room and not (ordered and job.prefilling):
             self.prefill = self.prefill.observe(job.new_tokens, job.cached_tokens, queue_s, seconds)
             self.short_prefills = self.short_prefills.observe(job.new_tokens, expected_s, seconds)
         return predicted_s

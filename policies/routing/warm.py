@@ -94,7 +94,10 @@ class Warm(ColumnPolicy):
         return Prices(self, request, fleet, columns)
 
     def waits_s(self, queue_s: float, view: InstanceView, own_s: float, fleet: FleetSnapshot) -> float:
-        """Seconds of a queue that a prefill of ``own_s`` seconds waits for where the engine orders them."""
+        """Seconds of a queue that a prefill of ``own_s`` seconds waits for where the engine orders them.
+
+        Other replicas' prefills are part of the queue; they count as overtaken in the proportion of this one's.
+        """
         costs = fleet.costs
         if not self.slowdown or costs is None:
             return queue_s

@@ -8,7 +8,7 @@ from policies.costs.book import CostBook, PrefillJob, Workload, transfer_job
 from policies.costs.formulas import PrefillModel, TransferJob, TransferModel, transfer_formula
 from policies.costs.transfer_constants import KV_BYTES_PER_TOKEN
 from policies.state import FleetState
-from policies.types import InstanceView, QueuedPrefill, Role, Transport
+from policies.types import InstanceView, Role, Transport
 from tests.policies.builders import ask, ask_new, decision_for
 
 REQUEST = ask(60_000)
@@ -150,11 +150,9 @@ def test_what_was_known_of_an_instance_that_left_goes_with_it() -> None:
 
 
 def test_the_time_of_a_prefill_that_others_may_have_overtaken_teaches_nothing() -> None:
-    ordered = D._replace(queue=(QueuedPrefill(5.0, 1.0),))
-    queued, alone = (Workload.of(REQUEST, view, None, 0, 1_000.0).decode for view in (ordered, D))
-    assert (queued.room, alone.room) == (False, True)
-    book, fresh = CostBook(), CostBook()
-    expected_s = fresh.prefilled(alone, 30.0)
-    assert book.prefilled(queued, 30.0) == expected_s
-    assert (book.prefill, book.short_prefills) == (CostBook().prefill, CostBook().short_prefills)
-    assert fresh.prefill != book.prefill
+    queued, alone = PrefillJob("d", 40_000, 0, 10_000, 1), PrefillJob("d", 40_000, 0, 0, 0)
+    for job, ordered, learns in ((queued, True, False), (queued, False, True), (alone, True, True)):
+        book, fresh = CostBook(), CostBook()
+        predicted_s = book.prefilled(job, 30.0, ordered=ordered)
+        assert predicted_s == CostBook().prefilled(job, 1.0)
+        assert (book.prefill != fresh.prefill) is learns
