@@ -70,7 +70,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _prompts(request: pytest.FixtureRequest) -> None:
-    begin_prompts(request.node.nodeid)
+    # A second attempt (pytest-rerunfailures) must not find the first one's prompts in the engines' caches.
+    attempt = getattr(request.node, "execution_count", 1)
+    begin_prompts(request.node.nodeid if attempt == 1 else f"{request.node.nodeid} {attempt}")
 
 
 @pytest.fixture(scope="session")

@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import pytest_asyncio
 
 from launch.fleet.file import FleetFile, load_fleet
+from launch.run.state import read_state
 from launch.run.supervisor import Fleet
 from proxy.app import ProxyApp
 from proxy.settings import load_settings
 from tests.engines.conftest import ROOT
-from tests.engines.rig import REAL_ENGINES, fresh_prompt, sse_data, until
+from tests.engines.rig import REAL_ENGINES, fresh_prompt, many, sse_data, until
 from tests.proxy.conftest import serving
 
 pytestmark = REAL_ENGINES
@@ -34,9 +36,16 @@ class Ranks:
     """The engine's fleet, and a proxy over its ranks."""
 
     file: FleetFile
+    run_dir: Path
     app: ProxyApp
     client: httpx.AsyncClient
     """Client of the proxy."""
+
+    def core(self, rank: int) -> psutil.Process:
+        """The process that schedules a rank."""
+        guard = psutil.Process(read_state(self.run_dir).processes[0].pid)
+        title = f"EngineCore_DP{rank}"
+        return next(each for each in guard.children(recursive=True) if title in " ".join(each.cmdline()))
 
     async def rows(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = (await self.client.get("/instances")).json()["instances"]
@@ -91,10 +100,11 @@ async def ranks(
         "log_level": "warning",
     }
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(Fleet(file, tmp_path_factory.mktemp("ranks") / "run", with_proxy=False))
+        run_dir = tmp_path_factory.mktemp("ranks") / "run"
+        await stack.enter_async_context(Fleet(file, run_dir, with_proxy=False))
         app, url = await stack.enter_async_context(serving(load_settings(None, **settings)))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
-        found = Ranks(file, app, client)
+        found = Ranks(file, run_dir, app, client)
 
         async def well() -> bool:
             rows = await found.rows()
@@ -168,9 +178,14 @@ async def test_one_rank_prefills_for_the_other(ranks: Ranks) -> None:
     assert texts == {handed["text"]}
 
 
-async def test_a_short_prompt_overtakes_a_long_one_that_waits(ranks: Ranks) -> None:
-    """In order of arrival: ``later``, whose client gave it a later tier, ``long`` and ``short``."""
-    prompts = {"later": fresh_prompt(60), "long": fresh_prompt(4_000), "short": fresh_prompt(50)}
+async def test_short_prompts_overtake_long_ones_that_wait(ranks: Ranks) -> None:
+    """While the core of rank 0 is suspended, long prompts are sent, then one whose client gave it a later tier, then
+    short ones. Which of them it has when it goes on, beside the first, is a matter of milliseconds: hence several.
+    """
+    # All have room in its pool: the proxy holds requests that have none.
+    long = {f"long-{number}": fresh_prompt(1_500) for number in range(8)}
+    short = {"later": fresh_prompt(60)} | {f"short-{number}": fresh_prompt(50) for number in range(3)}
+    prompts = long | short
     # Due times an hour and a day later: however long the requests take to get here, they decide.
     order = {"name": "warm", "params": {"slowdown": 1e7}}
     (await ranks.client.put("/policy", json=order)).raise_for_status()
@@ -178,48 +193,39 @@ async def test_a_short_prompt_overtakes_a_long_one_that_waits(ranks: Ranks) -> N
     answers: dict[str, str] = {}
     """In the order of their first tokens."""
 
-    async def stream(name: str, prompt: list[int], **more: Any) -> None:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True, **more}
+    async def stream(name: str) -> None:
+        body = {"model": "tiny", "prompt": prompts[name], "max_tokens": 8, "temperature": 0, "stream": True}
+        body |= {"priority": 5} if name == "later" else {}
         async with ranks.client.stream("POST", "/v1/completions", json=body, timeout=300) as answer:
             assert answer.status_code == 200, await answer.aread()
             async for event in sse_data(answer):
                 if event != b"[DONE]":
                     answers[name] = answers.get(name, "") + json.loads(event)["choices"][0]["text"]
 
-    url, headers = ranks.file.url(0), {"x-data-parallel-rank": "0"}
-    body = {"model": "tiny", "prompt": fresh_prompt(20), "max_tokens": 8_000, "ignore_eos": True}
-    # Sent past the proxy, so without a priority: they go before all others. One runs at a time, for some seconds each.
-    blockers = [
-        asyncio.create_task(ranks.client.post(f"{url}/v1/completions", json=body, headers=headers, timeout=300))
-        for _ in range(10)
-    ]
+    async def sent(count: int) -> bool:
+        return bool((await ranks.rows())[0]["requests"] == count)
 
-    async def waiting(count: int) -> bool:
-        left = sum(not each.done() for each in blockers)
-        return (await ranks.rows())[0]["engine"]["waiting"] == left - 1 + count
-
-    asked = []
+    core = ranks.core(0)
     try:
-        await until(functools.partial(waiting, 0), "the only place is taken", 180)
-        for count, (name, prompt) in enumerate(prompts.items(), 1):
-            more = {"priority": 5} if name == "later" else {}
-            asked.append(asyncio.create_task(stream(name, prompt, **more)))
-            await until(functools.partial(waiting, count), f"{name} waits in the engine", 180)
-        assert not answers
-        for each in blockers:
-            each.cancel()
-        await asyncio.gather(*asked)
+        core.suspend()
+        async with many([stream(name) for name in long]) as first:
+            await until(functools.partial(sent, len(long)), "the long prompts are sent to the engine")
+            async with many([stream(name) for name in short]) as then:
+                await until(functools.partial(sent, len(prompts)), "all prompts are sent to the engine")
+                await asyncio.sleep(2)  # until its API server has passed them on; one that comes later is only later
+                assert not answers
+                core.resume()
+                await asyncio.gather(*first, *then)
     finally:
-        tasks: list[asyncio.Task[Any]] = [*blockers, *asked]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        core.resume()
         ranks.app.operations.fleet.undrain("engine-0/1")
         await ranks.policy("round_robin")
     # vLLM reads the last of two priorities, which is the proxy's: the first, 5, would have gone before all others.
-    assert list(answers) == ["short", "long", "later"]
-    headers = {"x-data-parallel-rank": "1"}
-    for name, prompt in prompts.items():
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    *others, last = answers
+    assert last == "later"
+    assert others[-1].startswith("long"), others
+    url, headers = ranks.file.url(0), {"x-data-parallel-rank": "1"}
+    for name in ("long-0", "later", "short-0"):
+        body = {"model": "tiny", "prompt": prompts[name], "max_tokens": 8, "temperature": 0}
         plain = await ranks.client.post(f"{url}/v1/completions", json=body, headers=headers)
         assert plain.json()["choices"][0]["text"] == answers[name], name
