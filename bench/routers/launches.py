@@ -145,7 +145,7 @@ def _warmroute(arm: RouterArm, base: Mapping[str, Any], folder: Path) -> RouterL
         note=f"warmroute {installed_version() or 'of a source tree'}, policy {arm.label}",
         metrics_url=f"{url}/metrics",
         events_path="/instances",
-        evidence=("warmroute_offloads_total", "warmroute_prefill_specialists"),
+        evidence=("warmroute_offloads_total", "warmroute_prefill_specialists", "warmroute_recomputation"),
     )
 
 

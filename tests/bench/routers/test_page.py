@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.routers.records import read_records
+from bench.routers.records import RequestFigures, read_records
 from bench.routers.table import lines_of
 from replayer.records.runs import RequestRecord
 
@@ -83,6 +83,34 @@ def test_what_the_page_says_of_contexts_that_moved() -> None:
             judged = [each for each in handed if each.trace_timestamp_s >= 90.1]
             assert (len(handed), len(judged), f"{_sent(handed[-1]):.0f}") == (12, 7, "107")
             assert _moved_from_busy_instances(records, until_s=112.0) == (17, 17)
+
+
+def test_what_the_page_says_of_the_specialist_that_stays() -> None:
+    """The run with the corrected bound beside the same requests of the runs before."""
+    second = read_records(_DOCS / "results" / "hand-offs-h100-4x-second").values()
+    [third] = read_records(_DOCS / "results" / "hand-offs-h100-4x-third").values()
+    assert {"warmroute_prefill_specialists 1.0", "warmroute_recomputation_ratio 0.0"} <= set(third.evidence)
+    records = [each.record() for each in third.requests]
+    handed = [each.trace_timestamp_s for each in records if each.prefill_instance is not None]
+    assert (len(records), len(handed)) == (505, 26)
+    assert max(handed) == max(each.trace_timestamp_s for each in records)
+    compared = {(each.session_id, each.turn) for each in records if 90.1 <= each.trace_timestamp_s < 185}
+    assert f"Of the {len(compared)} requests planned from 90.1 to 185 s" in _PAGE
+    times = []
+    for run in [third, *(each for label in ("warm", "joint") for each in second if each.label == label)]:
+        same = [each for each in map(RequestFigures.record, run.requests) if (each.session_id, each.turn) in compared]
+        assert len(same) == len(compared)
+        ttft, e2e = (
+            np.array([getattr(each, name) for each in same]) for name in ("ttft_scheduled_s", "e2e_scheduled_s")
+        )
+        times.append((np.quantile(ttft, 0.9), np.mean(ttft), np.mean(e2e)))
+    said = [
+        f"{name} {new:.2f} s ({w0:.2f}, {w1:.2f}; {j0:.2f}, {j1:.2f})"
+        for name, (new, w0, w1, j0, j1) in zip(
+            ("TTFT p90", "mean TTFT", "mean E2E"), zip(*times, strict=True), strict=True
+        )
+    ]
+    assert ", ".join(said) in _PAGE.replace("\n", " ")
 
 
 def test_what_the_page_says_of_an_order_of_prefills() -> None:
