@@ -23,6 +23,33 @@ class Phase(StrEnum):
     RELEASED = "released"
 
 
+_MOST_PAIRS = 200.0
+"""Pairs from which on the older ones count less: an engine that now computes in another order is soon seen to."""
+
+
+@dataclass(slots=True)
+class DuePairs:
+    """Pairs of prefills that waited on one instance together, of which the later one was due first."""
+
+    kept: float = 0.0
+    """The one that was due first had its first token first."""
+    broken: float = 0.0
+    """The one that arrived first had it first, although it was not being computed when the other arrived."""
+
+    @property
+    def total(self) -> float:
+        """All pairs."""
+        return self.kept + self.broken
+
+    def add(self, kept: int, broken: int) -> None:
+        """Count pairs."""
+        self.kept += kept
+        self.broken += broken
+        if self.total > _MOST_PAIRS:
+            self.kept /= 2
+            self.broken /= 2
+
+
 @dataclass(slots=True)
 class Account:
     """In-flight work of one instance. `Ledger.recent_tokens` applies the decay to the recent term."""
@@ -38,6 +65,8 @@ class Account:
     """Own prefills without a first token that an order applies to."""
     computing: Lease | None = None
     """The one of them that the engine computes now: it was due first when the one before it ended."""
+    pairs: DuePairs = field(default_factory=DuePairs)
+    """Evidence of the order in which the engine computes those that wait together."""
 
     def ordered(self) -> tuple[QueuedPrefill, ...]:
         """``queue``, the one that is computed first."""
@@ -71,6 +100,8 @@ class Lease:
     _on_release: Callable[[], None] | None = field(default=None, repr=False)
     due_s: float | None = None
     """Its place in the order of prefills (`policies.costs.order`); None: that of its arrival."""
+    _behind: Lease | None = field(default=None, repr=False)
+    """The one that was computed when it was added to the queue; None once it has left it."""
 
     def first_token(self) -> None:
         """Move the lease from prefill to decode: its tokens stop pending. Later calls do nothing."""
@@ -79,6 +110,8 @@ class Lease:
             self._account.prefilling -= 1
             self._account.pending_prefill_tokens -= self.new_tokens
             self._account.decoding_tokens += self.context_tokens
+            if self.due_s is not None:
+                self._compare(self.due_s)
             self._leave_queue()
 
     def add_prefill(self, new_tokens: int, seconds: float = 0.0) -> None:
@@ -109,8 +142,23 @@ class Lease:
             self._on_release()
         return True
 
+    def _compare(self, due_s: float) -> None:
+        """Count the pairs of this prefill, whose first token has come, with those that still wait."""
+        kept = broken = 0
+        later = False
+        for lease, queued in self._account.queue.items():  # in the order in which they were sent
+            if lease is self:
+                later = True
+            elif later:
+                broken += queued.due_s < due_s and lease._behind is not self
+            else:
+                kept += queued.due_s > due_s
+        if kept or broken:
+            self._account.pairs.add(kept, broken)
+
     def _leave_queue(self) -> None:
         account = self._account
+        self._behind = None
         if account.queue.pop(self, None) is not None and account.computing is self:
             account.computing = min(account.queue, key=account.queue.__getitem__, default=None)
 
@@ -176,6 +224,7 @@ class Ledger:
         lease = Lease(instance, new_tokens, context_tokens, account, _on_release=self.on_release)
         if queued is not None:
             lease.due_s = queued.due_s
+            lease._behind = account.computing
             account.queue[lease] = queued
             account.computing = account.computing or lease
         return lease
@@ -242,6 +291,7 @@ class Ledger:
         if account is None:
             return
         account.recent_tokens = 0.0
+        account.pairs = DuePairs()
         if not account.requests:  # no lease refers to it; names of departed instances must not accumulate
             del self._accounts[instance]
 

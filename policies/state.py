@@ -318,7 +318,7 @@ class FleetState:
         prefill_lease, prefill = None, None
         added: dict[str, Insertion] = {}
         promised = self.predictor.promised()
-        order, known = PrefillOrder(self.costs.prefill, now_s, slowdown), self._instances
+        order, known = PrefillOrder(self.costs.prefill, now_s, slowdown, request.has_priority), self._instances
         new_tokens = new_on_decode = decision.new_tokens
         if decision.prefill_on is not None:
             prefill = fleet.prefill_view(decision.prefill_on)

@@ -135,6 +135,8 @@ class RequestView(NamedTuple):
     """Kind of the agent that sent it, in the client's words; None if it gave none."""
     parent_session_id: str | None = None
     """Session whose sub-agent sent the request, if it is one."""
+    has_priority: bool = True
+    """False for an API without the field ``priority``: engines that order their prefills compute it first."""
 
 
 class QueuedPrefill(NamedTuple):

@@ -7,6 +7,7 @@ prefills overtake long ones; those that arrive later than that overtake none, so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from policies.types import QueuedPrefill
 
 SLOWDOWN = 10.0
 """Seconds for which a prefill of one second may be overtaken; 40 for one of two seconds."""
+FIRST_S = -math.inf
+"""Due time of a request that cannot have a ``priority``: engines take it as 0, so it goes before all that have one."""
 
 
 class PrefillOrder(NamedTuple):
@@ -26,17 +29,25 @@ class PrefillOrder(NamedTuple):
     slowdown: float
     """0: the engines compute in order of arrival."""
 
+    has_priority: bool = True
+    """Of the request (`RequestView.has_priority`)."""
+
     def queued(self, new_tokens: int, cached_tokens: int, *, ordered: bool) -> QueuedPrefill | None:
         """The place of a prefill; None where its engine is not ``ordered``: it computes in order of arrival."""
         if not ordered or not self.slowdown:
             return None
         seconds = self.model.seconds(new_tokens, cached_tokens) if new_tokens else 0.0
-        return QueuedPrefill(self.now_s + wait_s(seconds, self.slowdown), seconds)
+        return QueuedPrefill(due_s(self.now_s, seconds, self.slowdown, self.has_priority), seconds)
 
 
 def wait_s(seconds: float, slowdown: float) -> float:
     """Seconds for which later requests may overtake a prefill of ``seconds``."""
     return slowdown * seconds * seconds
+
+
+def due_s(now_s: float, seconds: float, slowdown: float, has_priority: bool) -> float:
+    """Due time of a prefill of ``seconds`` that arrives at ``now_s``."""
+    return now_s + wait_s(seconds, slowdown) if has_priority else FIRST_S
 
 
 def overtaken_share(queue: Sequence[QueuedPrefill], due_s: float) -> float:

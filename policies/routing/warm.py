@@ -8,7 +8,7 @@ from functools import partial
 from typing import ClassVar
 
 from policies.costs.formulas import PrefillModel
-from policies.costs.order import SLOWDOWN, overtaken_share, wait_s
+from policies.costs.order import SLOWDOWN, due_s, overtaken_share
 from policies.pool import POOL_SHARE, all_tokens_over, tokens_over
 from policies.routing.base import ColumnPolicy, Pick, least, require, tie_break
 from policies.snapshot import FleetColumns, FleetSnapshot
@@ -93,7 +93,9 @@ class Warm(ColumnPolicy):
         """Scores of single candidates."""
         return Prices(self, request, fleet, columns)
 
-    def waits_s(self, queue_s: float, view: InstanceView, own_s: float, fleet: FleetSnapshot) -> float:
+    def waits_s(
+        self, queue_s: float, view: InstanceView, own_s: float, fleet: FleetSnapshot, has_priority: bool
+    ) -> float:
         """Seconds of a queue that a prefill of ``own_s`` seconds waits for where the engine orders them.
 
         Other replicas' prefills are part of the queue; they count as overtaken in the proportion of this one's.
@@ -101,7 +103,8 @@ class Warm(ColumnPolicy):
         costs = fleet.costs
         if not self.slowdown or costs is None:
             return queue_s
-        return queue_s * (1 - self.overtakes * overtaken_share(view.queue, costs.now_s + wait_s(own_s, self.slowdown)))
+        due = due_s(costs.now_s, own_s, self.slowdown, has_priority)
+        return queue_s * (1 - self.overtakes * overtaken_share(view.queue, due))
 
     def _scored(self, columns: FleetColumns, terms: Sequence[Terms]) -> list[CandidateScore]:
         new = tuple.__new__
@@ -157,7 +160,7 @@ class Warm(ColumnPolicy):
             own_s = owns.get(cached)
             if own_s is None:
                 own_s = owns[cached] = model.seconds(prompt - cached, cached)
-            queue_s = self.waits_s(full_s, view, own_s, fleet) if view.queue else full_s
+            queue_s = self.waits_s(full_s, view, own_s, fleet, request.has_priority) if view.queue else full_s
             others_s = weight * requests * (own_s if prefilling else own_s + step_s)
             room_s = 0.0
             if over > 0:
@@ -170,11 +173,12 @@ class Warm(ColumnPolicy):
 class Prices:
     """Scores of single candidates for one request: each has the value that it has among all."""
 
-    __slots__ = ("_columns", "_fleet", "_nobody_has_room", "_owns", "_policy", "_prompt", "model")
+    __slots__ = ("_columns", "_fleet", "_has_priority", "_nobody_has_room", "_owns", "_policy", "_prompt", "model")
 
     def __init__(self, policy: Warm, request: RequestView, fleet: FleetSnapshot, columns: FleetColumns) -> None:
         self._policy = policy
         self._prompt = request.prompt_tokens
+        self._has_priority = request.has_priority
         self._fleet = fleet
         self._columns = columns
         self.model = policy._model(fleet)
@@ -196,7 +200,7 @@ class Prices:
     def queue_s(self, view: InstanceView, own_s: float) -> float:
         """Seconds that a prefill of ``own_s`` seconds waits for others on an instance."""
         queue_s = queued_s(view.pending_prefill_tokens, view.prefilling, self.model)
-        return self._policy.waits_s(queue_s, view, own_s, self._fleet) if view.queue else queue_s
+        return self._policy.waits_s(queue_s, view, own_s, self._fleet, self._has_priority) if view.queue else queue_s
 
     def terms(self, place: int) -> Terms:
         """Queue, crowd, room, own and others of the candidate at a place."""

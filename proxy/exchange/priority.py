@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import msgspec
 
+from policies.costs.order import FIRST_S
 from policies.state import Commitment
 from proxy.request.bodies import NO_PRIORITIES, Priorities
-from proxy.request.parse import Endpoint, Parsed
+from proxy.request.parse import Parsed
 
 TIER = 10**13
 """Distance between two tiers in milliseconds, 317 years: due times stay below it until the year 2286."""
 MOST_TIERS = 900_000
 """Largest value of a client, up or down, that counts: engines take 64 bits."""
-
-_WITH_PRIORITY = frozenset((Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPONSES))
-"""Endpoints whose requests have the field in vLLM. A message has none: its priority is 0, so it goes first."""
 
 _decode = msgspec.json.Decoder(int, strict=False).decode
 
@@ -52,7 +50,7 @@ def leg_priority(parsed: Parsed, due_s: float | None, unix_offset_s: float) -> i
 
     An engine refuses a request whose own value is no integer.
     """
-    if due_s is None or parsed.endpoint not in _WITH_PRIORITY:
+    if due_s is None or due_s == FIRST_S:  # a message has no such field
         return None
     own = parsed.fields.priority
     if not memoryview(own):

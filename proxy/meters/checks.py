@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from policies.ledger import Ledger
 from policies.meters.latch import Latch
 from policies.predict.exact_index import ExactIndex
 from proxy.events.subscriber import EventSubscriber
@@ -22,6 +23,9 @@ FLEET = ""
 """Key of what concerns no single instance."""
 _MISLEADING_SHARE = 0.5
 """Share of the tokens predicted from KV events that were not cached, from which on the events mislead."""
+_ORDERED_SHARE = 0.25
+"""Share of the pairs of waiting prefills below which an engine does not compute them by their due times. In one step of
+an engine several short prompts are computed together, and have their first tokens in any order."""
 _MIN_SILENT = 2
 _TRANSIENT = frozenset({"", "no_events", "waiting_for_events", "replaying"})
 """Reasons without trust in the exact index that pass by themselves; lasting silence is found by its own check."""
@@ -49,6 +53,8 @@ REMEDIES = MappingProxyType(
         "engine directly",
         "hybrid_events": "remove events_url of the instance: models with several cache groups report blocks that "
         "cannot be reused",
+        "priority_scheduling": "start the engine with --scheduling-policy priority, or remove priority_scheduling of "
+        "the instance",
         "prefix_cache": "start the engine with --enable-prefix-caching",
         "cached_token_reports": "start the engine with --enable-prompt-tokens-details",
     }
@@ -66,6 +72,7 @@ MEANINGS = MappingProxyType(
         "session_headers": "session ids arrive as before",
         "engine_headers": "engines receive the request headers, as far as their answers show",
         "hybrid_events": "tokens predicted from KV events are cached",
+        "priority_scheduling": "engines compute waiting prompts in the order that they are given",
         "prefix_cache": "repeated prefixes are found in the engines' caches",
         "cached_token_reports": "engines report the cached tokens that they count",
     }
@@ -77,9 +84,15 @@ class Checks:
     """The examination of all meters; ``failing`` has its last result."""
 
     def __init__(
-        self, settings: MeterSettings, exact: ExactIndex, instances: Instances, events: EventSubscriber
+        self,
+        settings: MeterSettings,
+        exact: ExactIndex,
+        ledger: Ledger,
+        instances: Instances,
+        events: EventSubscriber,
     ) -> None:
         self.settings = settings
+        self._ledger = ledger
         self._exact = exact
         self._instances = instances
         self._events = events
@@ -143,6 +156,11 @@ class Checks:
         if meter.not_echoed >= settings.min_requests and known and any(each.echoed for each in engines.values()):
             text = f"its last {meter.not_echoed} answers do not have the id of x-request-id"
             found["engine_headers"][name] = text
+
+        pairs = self._ledger.account(name).pairs
+        if pairs.total >= settings.min_requests and pairs.kept < _ORDERED_SHARE * pairs.total:
+            text = f"{pairs.broken:.0f} of {pairs.total:.0f} prompts that were to be overtaken were not"
+            found["priority_scheduling"][name] = text
 
     def _of_events(self, engines: Mapping[str, EngineMeter], found: dict[str, dict[str, str]], now_s: float) -> None:
         for name, stream in self._events.streams.items():

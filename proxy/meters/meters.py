@@ -53,7 +53,7 @@ class Meters:
         self._batch.open(None)
         self._state = state
         self._instances = instances
-        self._checks = Checks(settings, state.predictor.exact, instances, events)
+        self._checks = Checks(settings, state.predictor.exact, state.ledger, instances, events)
 
     def served(self, request: RequestView, row: Row, sent_s: float, echoed: bool | None) -> None:
         """Count a request that an engine has answered; called after its last byte. Does not raise.

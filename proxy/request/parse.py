@@ -217,11 +217,8 @@ def request_view(
     """View of a request for policies: exact for token ids, by the learned ratio for text."""
     prompt = parsed.prompt
     if not prompt.tokens:
-        tokens, block, exact = (
-            max(1, round(prompt.text_bytes / bytes_per_token)),
-            text_block_bytes / bytes_per_token,
-            False,
-        )
+        tokens = max(1, round(prompt.text_bytes / bytes_per_token))
+        block, exact = text_block_bytes / bytes_per_token, False
     else:
         tokens, block, exact = prompt.tokens, float(block_tokens), True
     return RequestView(
@@ -235,8 +232,9 @@ def request_view(
         _may_offload(parsed),
         prompt.plain,
         tenant,
-        agent,
-        parent_session_id,
+        agent=agent,
+        parent_session_id=parent_session_id,
+        has_priority=parsed.endpoint is not Endpoint.MESSAGES,
     )
 
 

@@ -65,14 +65,26 @@ async def order_of(cluster: Cluster, requests: dict[str, list[int]]) -> list[str
     return first
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-async def test_a_short_prompt_that_arrives_last_is_answered_first(start_cluster: StartCluster, ordered: bool) -> None:
-    flags = ("--max-num-seqs", "1", "--scheduling-policy", "priority" if ordered else "fcfs")
-    every = {"priority_scheduling": ordered}
-    cluster = await start_cluster(1, *flags, every=every, policy=SLOW)
+@pytest.mark.parametrize(("engine", "marked"), [("priority", True), ("fcfs", False), ("fcfs", True)])
+async def test_a_short_prompt_that_arrives_last_is_answered_first(
+    start_cluster: StartCluster, engine: str, marked: bool
+) -> None:
+    flags = ("--max-num-seqs", "1", "--scheduling-policy", engine)
+    meters = {"interval_s": 0.05, "raise_s": 0.1, "min_requests": 2}
+    cluster = await start_cluster(1, *flags, every={"priority_scheduling": marked}, policy=SLOW, meters=meters)
     requests = {f"long-{number}": [number] * 10_000 for number in range(3)} | {"short": [9] * 100}
-    arrived = list(requests)
+    arrived, ordered = list(requests), engine == "priority"
     assert await order_of(cluster, requests) == (["short", *arrived[:-1]] if ordered else arrived)
+    pairs = cluster.core.router.state.ledger.account("inst-0").pairs
+    # The first long prompt might have been computed before the short one came.
+    assert (pairs.kept, pairs.broken) == ((3, 0) if ordered else (0, 2 if marked else 0))
+
+    async def condition() -> bool:
+        listed = (await cluster.client.get("/ready?verbose")).json()["conditions"]
+        [found] = [each for each in listed if each["name"] == "priority_scheduling"]
+        return found["ok"] is (ordered or not marked)
+
+    await until(condition)
 
 
 async def test_a_flood_of_long_prompts_delays_a_polite_tenant_by_its_share_only(start_cluster: StartCluster) -> None:

@@ -224,6 +224,9 @@ async def test_short_prompts_overtake_long_ones_that_wait(ranks: Ranks) -> None:
     *others, last = answers
     assert last == "later"
     assert others[-1].startswith("long"), others
+    pairs = ranks.app.core.router.state.ledger.account("engine-0/0").pairs
+    assert pairs.kept >= 2 * len(short)
+    assert pairs.kept > pairs.broken  # of these is ``later``: its due time is early, but not its tier
     url, headers = ranks.file.url(0), {"x-data-parallel-rank": "1"}
     for name in ("long-0", "later", "short-0"):
         body = {"model": "tiny", "prompt": prompts[name], "max_tokens": 8, "temperature": 0}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.costs.formulas import PrefillModel
-from policies.costs.order import PrefillOrder, overtaken_share, wait_s
+from policies.costs.order import FIRST_S, PrefillOrder, overtaken_share, wait_s
 from policies.types import QueuedPrefill
 
 MODEL = PrefillModel(fixed_s=0.5, s_per_token=1e-3, s_per_token_squared=0.0)
@@ -20,6 +20,12 @@ def test_a_prefill_is_due_by_the_square_of_its_own_seconds() -> None:
     assert order.queued(500, 0, ordered=True) == (pytest.approx(110.0), pytest.approx(1.0))
     assert order.queued(1_500, 0, ordered=True) == (pytest.approx(140.0), pytest.approx(2.0))
     assert (wait_s(1.0, 10.0), wait_s(2.0, 10.0), wait_s(2.0, 0.0)) == (10.0, 40.0, 0.0)
+
+
+def test_a_request_without_a_priority_is_due_before_all_others() -> None:
+    found = PrefillOrder(MODEL, 100.0, 10.0, has_priority=False).queued(1_500, 0, ordered=True)
+    assert found == (FIRST_S, pytest.approx(2.0))
+    assert FIRST_S < -1e300
 
 
 def test_attention_over_cached_tokens_counts_for_the_due_time() -> None:

@@ -50,6 +50,67 @@ def test_one_that_gives_up_waiting_leaves_the_computed_one_alone() -> None:
     assert (ledger.account("a").computing, dues(ledger)) == (first, [90.0])
 
 
+def pairs(ledger: Ledger) -> tuple[float, float]:
+    found = ledger.account("a").pairs
+    return found.kept, found.broken
+
+
+def test_a_prefill_that_overtakes_has_kept_the_order() -> None:
+    ledger = Ledger()
+    first, long, short, last = (acquire(ledger, due_s) for due_s in (90.0, 80.0, 20.0, 95.0))
+    first.first_token()  # it was computed when the others came: no engine could have kept it waiting for them
+    assert pairs(ledger) == (0, 0)
+    short.first_token()
+    assert pairs(ledger) == (1, 0)
+    long.first_token()
+    last.first_token()
+    assert pairs(ledger) == (1, 0)
+
+
+def test_a_prefill_that_was_to_be_overtaken_has_broken_it() -> None:
+    ledger = Ledger()
+    first, long, short, shorter = (acquire(ledger, due_s) for due_s in (90.0, 80.0, 20.0, 10.0))
+    for lease in (first, long, short, shorter):
+        lease.first_token()
+    assert pairs(ledger) == (0, 3)
+
+
+def test_prefills_that_end_without_a_first_token_and_equal_due_times_say_nothing() -> None:
+    ledger = Ledger()
+    first, gone, equal, other = (acquire(ledger, due_s) for due_s in (90.0, 80.0, 20.0, 20.0))
+    first.first_token()
+    gone.release()
+    other.first_token()
+    equal.first_token()
+    assert pairs(ledger) == (0, 0)
+
+
+def test_old_pairs_count_less_and_those_before_a_restart_not_at_all() -> None:
+    ledger = Ledger()
+    acquire(ledger, None)
+    found = ledger.account("a").pairs
+    for _ in range(300):
+        found.add(0, 1)
+    assert 100 <= found.broken <= 200
+    for _ in range(400):
+        found.add(1, 0)
+    assert found.kept > 0.8 * found.total
+    ledger.forget_recent("a")
+    assert pairs(ledger) == (0, 0)
+
+
+def test_a_lease_that_has_left_the_queue_keeps_no_other_alive() -> None:
+    ledger = Ledger()
+    for _ in range(3):
+        lease = acquire(ledger, 20.0)
+        assert lease._behind is None  # the one before has left
+        lease.first_token()
+    behind = [acquire(ledger, due_s) for due_s in (20.0, 30.0)]
+    assert behind[1]._behind is behind[0]
+    behind[1].release()
+    assert behind[1]._behind is None
+
+
 def test_the_last_one_leaves_an_empty_queue_and_the_next_one_is_computed() -> None:
     ledger = Ledger()
     acquire(ledger, 90.0).first_token()

@@ -53,6 +53,12 @@ def test_only_those_that_are_due_later_are_overtaken() -> None:
     assert scored(PLAIN._replace(queue=after), 10_000).score < scored(PLAIN, 10_000).score
 
 
+def test_a_request_without_a_priority_overtakes_all_that_wait() -> None:
+    message = LONG._replace(has_priority=False)
+    found = {view: Warm(overtakes=1.0).choose(message, fleet(view)).scores[0].inputs for view in (PLAIN, ORDERED)}
+    assert found[ORDERED]["queue_s"] == pytest.approx(found[PLAIN]["queue_s"] * (1 - 0.8))
+
+
 def test_cached_tokens_make_a_prompt_short() -> None:
     assert (
         scored(ORDERED._replace(cached_tokens=59_999), 60_000).score

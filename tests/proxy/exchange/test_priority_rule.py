@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from policies.costs.formulas import PrefillModel
+from policies.costs.order import PrefillOrder
 from proxy.exchange.priority import MOST_TIERS, TIER, leg_priority, priority_of
 from proxy.request.bodies import decode_leg, extended, prefill_leg
-from proxy.request.parse import Endpoint, ParseRules, parse_steps
+from proxy.request.parse import Endpoint, ParseRules, parse_steps, request_view
 from proxy.request.steps import at_once
 from proxy.request.token_chunks import TokenChunks
 
@@ -58,8 +60,15 @@ def test_requests_of_openais_apis_have_one(endpoint: Endpoint) -> None:
     assert priority(endpoint, due_s=None) is None
 
 
-def test_messages_have_none() -> None:
-    assert priority(Endpoint.MESSAGES) is None
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_messages_have_none(endpoint: Endpoint) -> None:
+    body = json.dumps({"model": "m", **BODIES[endpoint]}).encode()
+    parsed = at_once(parse_steps(endpoint, body, ParseRules(16, 64), lambda _: False, TokenChunks(1)))
+    request = request_view(parsed, "r", None, 16, 64, 4.0)
+    assert request.has_priority is (endpoint is not Endpoint.MESSAGES)
+    queued = PrefillOrder(PrefillModel(), 5.0, 10.0, request.has_priority).queued(1_000, 0, ordered=True)
+    assert queued is not None
+    assert (leg_priority(parsed, queued.due_s, OFFSET_S) is None) is (endpoint is Endpoint.MESSAGES)
 
 
 @pytest.mark.parametrize(("own", "tier"), [(0, 0), (-2, -2), (5, 5), (5.0, 5), ("5", 5), (10**30, MOST_TIERS)])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from policies.ledger import Ledger
 from policies.predict.exact_index import ExactIndex, StoredBlocks
 from proxy.events.subscriber import EventSubscriber
 from proxy.fleet.instances import Instances
@@ -30,6 +31,7 @@ class Rig:
         ]
         settings: Settings = load_settings(None, instances=instances, meters={"min_requests": 10, **meters})
         self.exact = ExactIndex(block_tokens=4)
+        self.ledger = Ledger()
         for name in "ab":
             self.exact.add_instance(name)
         self.instances = Instances(settings.instances, settings.health)
@@ -38,7 +40,7 @@ class Rig:
         self.events = EventSubscriber(settings.instances, settings.events, self.exact)
         self.engines = {name: EngineMeter(settings.meters.window_s) for name in "ab"}
         self.headers = SessionHeaders()
-        self.checks = Checks(settings.meters, self.exact, self.instances, self.events)
+        self.checks = Checks(settings.meters, self.exact, self.ledger, self.instances, self.events)
         self.now_s = 100.0
 
     def examine(self, seconds: float = 0.0) -> dict[str, dict[str, str]]:
@@ -117,6 +119,15 @@ def test_ledger_and_engine_that_differ_are_named_with_both_figures() -> None:
     rig = Rig()
     rig.engines["b"].readings.extend([LoadReading(2, 40)] * 3)
     assert rig.examine(4) == {"ledger_drift": {"b": "2 requests by the ledger, 40 by the engine"}}
+
+
+@pytest.mark.parametrize(("kept", "broken", "raised"), [(2, 8, True), (3, 7, False), (1, 8, False)])
+def test_an_engine_that_does_not_keep_the_order_is_named_with_its_pairs(kept: int, broken: int, raised: bool) -> None:
+    rig = Rig()
+    rig.ledger.acquire("b", 1, 1, 0.0)
+    rig.ledger.account("b").pairs.add(kept, broken)
+    text = f"{broken} of {kept + broken} prompts that were to be overtaken were not"
+    assert rig.examine(4) == ({"priority_scheduling": {"b": text}} if raised else {})
 
 
 def test_silent_events_are_found_with_requests_only() -> None:
