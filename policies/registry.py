@@ -118,8 +118,13 @@ def admission_rules() -> list[str]:
     return sorted(_found(ADMISSION_GROUP))
 
 
-def make_routing(name: str, params: Mapping[str, Any] | None = None) -> RoutingPolicy:
+def make_routing(name: str, params: Mapping[str, Any] | None = None, *, modules: bool = False) -> RoutingPolicy:
     """Build a routing policy.
+
+    Args:
+        name: of a policy.
+        params: other values than its defaults.
+        modules: accept ``MODULE:Class`` as a name too. Not where others give it: the module is imported.
 
     Raises:
         UnknownPolicyError: no such policy.
@@ -127,7 +132,7 @@ def make_routing(name: str, params: Mapping[str, Any] | None = None) -> RoutingP
         PolicyNameTakenError: an installed package declares a name that is taken.
         PolicyParameterError: an unknown parameter or a refused value.
     """
-    return cast(RoutingPolicy, _make(_found(ROUTING_GROUP), "routing policy", name, params or {}))
+    return cast(RoutingPolicy, _make(_known(ROUTING_GROUP, name, modules), "routing policy", name, params or {}))
 
 
 class InstalledPolicies(NamedTuple):
@@ -153,14 +158,14 @@ def all_routing() -> InstalledPolicies:
     return installed
 
 
-def make_planner(name: str, params: Mapping[str, Any] | None = None) -> OffloadPlanner:
-    """Build an offload planner; errors as ``make_routing``."""
-    return cast(OffloadPlanner, _make(_found(OFFLOAD_GROUP), "offload planner", name, params or {}))
+def make_planner(name: str, params: Mapping[str, Any] | None = None, *, modules: bool = False) -> OffloadPlanner:
+    """Build an offload planner, as ``make_routing``."""
+    return cast(OffloadPlanner, _make(_known(OFFLOAD_GROUP, name, modules), "offload planner", name, params or {}))
 
 
-def make_admission(name: str, params: Mapping[str, Any] | None = None) -> AdmissionRule:
-    """Build an admission rule; errors as ``make_routing``."""
-    return cast(AdmissionRule, _make(_found(ADMISSION_GROUP), "admission rule", name, params or {}))
+def make_admission(name: str, params: Mapping[str, Any] | None = None, *, modules: bool = False) -> AdmissionRule:
+    """Build an admission rule, as ``make_routing``."""
+    return cast(AdmissionRule, _make(_known(ADMISSION_GROUP, name, modules), "admission rule", name, params or {}))
 
 
 def parameters(policy: object) -> dict[str, Any]:
@@ -182,6 +187,14 @@ def _found(group: str) -> dict[str, type | EntryPoint]:
                 f"but that name is taken by {owner}: rename or uninstall one of them"
             )
         found[point.name] = point
+    return found
+
+
+def _known(group: str, name: str, modules: bool) -> dict[str, type | EntryPoint]:
+    """Result of ``_found``, and with ``modules`` the class that a name ``MODULE:Class`` stands for."""
+    found = _found(group)
+    if modules and ":" in name:
+        found[name] = EntryPoint(name, name, group)
     return found
 
 
@@ -232,7 +245,7 @@ def _load(point: EntryPoint, kind: str) -> object:
     try:
         return point.load()
     except Exception as error:
+        owner = "" if point.name == point.value else f" of {_distribution(point)} ({point.value})"
         raise PolicyLoadError(
-            f"{kind} {point.name!r} of {_distribution(point)} ({point.value}) cannot be loaded: "
-            f"{type(error).__name__}: {error}"
+            f"{kind} {point.name!r}{owner} cannot be loaded: {type(error).__name__}: {error}"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -48,15 +49,15 @@ def simulate_command(
             show_default=False,
         ),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Name of the routing policy.")] = "warm",
+    policy: Annotated[str, typer.Option(help="Name of the routing policy, or MODULE:Class.")] = "warm",
     policy_param: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE: parameter of the policy. Repeatable.", show_default=False)
     ] = None,
-    planner: Annotated[str, typer.Option(help="Name of the offload planner.")] = "never",
+    planner: Annotated[str, typer.Option(help="Name of the offload planner, or MODULE:Class.")] = "never",
     planner_param: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE: parameter of the planner. Repeatable.", show_default=False)
     ] = None,
-    admission: Annotated[str, typer.Option(help="Name of the admission rule.")] = DEFAULT_RULE,
+    admission: Annotated[str, typer.Option(help="Name of the admission rule, or MODULE:Class.")] = DEFAULT_RULE,
     admission_param: Annotated[
         list[str] | None,
         typer.Option(help="KEY=VALUE: parameter of the admission rule. Repeatable.", show_default=False),
@@ -190,6 +191,10 @@ def simulate_command(
     from replayer.traces.trace import TraceError
     from sim.offline.options import SimulationError
     from sim.offline.setup import Setup, parsed_params
+
+    # Where a MODULE:Class is looked for last; a sweep's processes get this path too.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
 
     try:
         setup = Setup(

@@ -61,15 +61,15 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def routing(self) -> RoutingPolicy:
         """The policy; raises UnknownPolicyError or PolicyParameterError."""
-        return make_routing(self.policy, self.policy_params)
+        return make_routing(self.policy, self.policy_params, modules=True)
 
     def offload(self) -> OffloadPlanner:
         """The planner; raises UnknownPolicyError or PolicyParameterError."""
-        return make_planner(self.planner, self.planner_params)
+        return make_planner(self.planner, self.planner_params, modules=True)
 
     def admission_rule(self) -> AdmissionRule:
         """The admission rule; raises UnknownPolicyError or PolicyParameterError."""
-        return make_admission(self.admission, self.admission_params)
+        return make_admission(self.admission, self.admission_params, modules=True)
 
     def load_options(self) -> LoadOptions:
         """Reading of the trace."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +131,26 @@ def test_a_sweep_writes_a_folder(trace: Path, tmp_path: Path) -> None:
     call("simulate", trace, "-o", failing, "--sweep", "pool-tokens=null,3", "--jobs", 1, code=1)
 
 
+OWN = """
+from policies.routing.warm import Warm
+
+
+class Own(Warm):
+    name = "own"
+"""
+
+
+def test_a_class_that_no_package_declares_is_simulated_too(trace: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_policy.py").write_text(OWN)
+    same = ["--sweep", "policy=warm,my_policy:Own", "--jobs", "2"]
+    command = [sys.executable, "-m", "warmroute", "simulate", str(trace), "-o", "sweep", "--instances", "2", *same]
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = [point["figures"] for point in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]]
+    assert figures[0] == figures[1]
+
+
 def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:
     run = tmp_path / "run.jsonl"
     command = [sys.executable, "-m", "sim", "simulate", str(trace), "-o", str(run), "--request-limit", "5"]
@@ -142,6 +163,9 @@ def test_python_m_sim_simulates_too(trace: Path, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--policy", "best"], "unknown routing policy 'best'"),
+        (["--policy", "no_such_module:Best"], "'no_such_module:Best' cannot be loaded: ModuleNotFoundError"),
+        (["--policy", "policies.types:Best"], "'policies.types:Best' cannot be loaded: AttributeError"),
+        (["--planner", "policies.types:Role"], "offload planner 'policies.types:Role'"),
         (["--policy", "linear", "--policy-param", "beta=1"], "has no parameter 'beta'"),
         (["--policy-param", "alpha"], "give parameters as KEY=VALUE"),
         (["--planner", "best"], "unknown offload planner 'best'"),
