@@ -27,7 +27,7 @@ from proxy.admin.session_routes import session_routes
 from proxy.admin.shadow_routes import shadow_routes
 from proxy.admin_listener import admin_listener
 from proxy.core import Core
-from proxy.errors import RequestError, error_body
+from proxy.errors import RequestError, dialect_of, error_body
 from proxy.exchange.generation import Generation
 from proxy.gather.gather import Gather
 from proxy.gather.inner import listed
@@ -196,7 +196,7 @@ def _handle_errors(app: FastAPI, core: Core) -> None:
             methods = client_methods(core, request.scope)
             problem = unsupported(method, path, methods)
             allowed = {"allow": ", ".join(methods)} if problem.status == 405 else {}
-            return Response(problem.body(), problem.status, allowed, "application/json")
+            return Response(dialect_of(path).body(problem), problem.status, allowed, "application/json")
         message = f"{method} {path}: {error.detail}"
         return Response(
             error_body(message, "invalid_request_error"), error.status_code, error.headers, "application/json"

@@ -96,10 +96,10 @@ def wrong_base_url(path: str) -> str | None:
     """Explanation of a path that a client makes from a base URL with or without ``/v1``; None for any other path."""
     if path in CLIENT_PATHS:
         return None
-    if f"/v1{path}" in CLIENT_PATHS:
+    if f"/v1{path}" in CLIENT_PATHS or path.startswith("/models/"):
         return f"the path here is /v1{path}: the client's base URL lacks /v1 at its end"
     inner = path.removeprefix("/v1")
-    if inner != path and inner in CLIENT_PATHS:
+    if inner != path and (inner in CLIENT_PATHS or inner.startswith("/v1/models/")):
         return f"the path here is {inner}: the client adds /v1 itself, so its base URL must end before that"
     return None
 

@@ -100,8 +100,10 @@ class Access:
             if path.startswith("//"):  # a base URL that ends with one: a mistake, not a matter of keys
                 message = f"{method} {clip(path, 200)}: no path here begins with two slashes"
                 raise RequestError(404, message, kind="not_found_error", code="unknown_path")
-            if side is Side.ADMIN and (mistake := wrong_base_url(path)) is not None:
-                raise RequestError(404, f"{method} {path}: {mistake}", kind="not_found_error", code="unknown_path")
+            if side is Side.ADMIN and (mistake := wrong_base_url(clip(path, 200))) is not None:
+                raise RequestError(
+                    404, f"{method} {clip(path, 200)}: {mistake}", kind="not_found_error", code="unknown_path"
+                )
             if side is Side.ADMIN and not self._may_be_endpoint(path):
                 # Refused here, whatever the key: a path that is taken for unknown by mistake reaches no endpoint.
                 message = f"{method} {clip(path, 200)}: {not_served()}"

@@ -79,7 +79,7 @@ def unsupported(method: str, path: str, methods: tuple[str, ...]) -> RequestErro
     if methods:
         message = f"{method} {clip(path, 200)}: this path has {', '.join(methods)} only"
         return RequestError(405, message, code="method_not_allowed")
-    if (mistake := wrong_base_url(path)) is not None:
+    if (mistake := wrong_base_url(clip(path, 200))) is not None:
         message = f"{method} {clip(path, 200)}: {mistake}"
         return RequestError(404, message, kind="not_found_error", code="unknown_path")
     return RequestError(

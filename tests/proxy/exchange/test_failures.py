@@ -83,6 +83,17 @@ async def test_unknown_paths_and_methods_answer_in_openai_shape(start_proxy: Sta
     assert "POST only" in wrong.json()["error"]["message"]
 
 
+async def test_unknown_paths_and_methods_below_messages_answer_in_anthropics_shape(start_proxy: StartProxy) -> None:
+    proxy = await start_proxy(1)
+    unknown = await proxy.client.post("/v1/messages/batches", json={"requests": []})
+    assert (unknown.status_code, unknown.json()["type"]) == (404, "error")
+    assert unknown.json()["error"]["type"] == "not_found_error"
+    wrong = await proxy.client.get("/v1/messages")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json()["error"]["type"] == "invalid_request_error"
+    assert "POST only" in wrong.json()["error"]["message"]
+
+
 async def test_engine_4xx_passes_unchanged_is_never_retried_and_never_counts_against_it(
     start_proxy: StartProxy,
 ) -> None:

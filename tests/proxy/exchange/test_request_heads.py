@@ -106,6 +106,8 @@ async def test_a_path_with_two_slashes_at_its_beginning_is_not_found(start_proxy
         ("/messages", "the path here is /v1/messages: the client's base URL lacks /v1"),
         ("/responses", "the path here is /v1/responses: the client's base URL lacks /v1"),
         ("/models", "the path here is /v1/models: the client's base URL lacks /v1"),
+        ("/models/stub", "the path here is /v1/models/stub: the client's base URL lacks /v1"),
+        ("/v1/v1/models/stub", "the path here is /v1/models/stub: the client adds /v1 itself"),
         ("/v1/v1/messages", "the path here is /v1/messages: the client adds /v1 itself"),
         ("/v1/v1/messages/count_tokens", "the path here is /v1/messages/count_tokens: the client adds /v1 itself"),
     ],
