@@ -41,8 +41,8 @@ def extended(body: bytes, *, usage: bool = False, priority: int | None = None) -
 
     Args:
         body: a JSON object with at least one field.
-        usage: add ``stream_options.include_usage``; the body must not have ``stream_options``.
-        priority: add ``priority``; of two, engines read the last.
+        usage: add ``stream_options.include_usage``.
+        priority: add ``priority``. Of two fields of one name, engines read the last.
     """
     if not usage and priority is None:
         return body

@@ -100,8 +100,10 @@ class Parsed(msgspec.Struct, frozen=True):
     @property
     def hides_usage(self) -> bool:
         """True if the engine's stream has no usage unless the proxy requests it."""
-        fields = self.fields
-        return bool(fields.stream) and fields.stream_options is None and self.endpoint in _WITH_USAGE_OPTION
+        fields, options = self.fields, self.fields.stream_options
+        # Options without the field have vLLM's default, which is to report it.
+        hidden = options is None or (options.include_usage is False and not options.continuous_usage_stats)
+        return bool(fields.stream) and hidden and self.endpoint in _WITH_USAGE_OPTION
 
     @property
     def max_tokens(self) -> int:

@@ -50,14 +50,28 @@ async def test_stream_bytes_are_relayed_untouched_when_the_client_asks_for_usage
     assert engine.seen[0] == body
 
 
-async def test_usage_is_learnt_but_not_shown_when_the_client_did_not_ask(start_proxy: StartProxy) -> None:
+@pytest.mark.parametrize("asked", [{}, {"stream_options": {"include_usage": False}}])
+async def test_usage_is_learnt_but_not_shown_when_the_client_did_not_ask(
+    start_proxy: StartProxy, asked: dict[str, Any]
+) -> None:
     proxy = await start_proxy(1, engines=[StubEngine(cached_tokens=320)])
-    answer = await proxy.client.post("/v1/completions", json=completion(stream=True))
+    answer = await proxy.client.post("/v1/completions", json=completion(stream=True, **asked))
     engine = proxy.engines[0]
     assert answer.content == b"".join(engine.event(number) for number in range(4)) + b"data: [DONE]\n\n"
     assert engine.seen[0]["stream_options"] == {"include_usage": True}
     [row] = await proxy.rows()
     assert (row["actual_cached_tokens"], row["completion_tokens"], row["events"]) == (320, 4, 6)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"include_usage": None}, {"include_usage": False, "continuous_usage_stats": True}]
+)
+async def test_options_that_an_engine_reads_otherwise_are_left_alone(
+    start_proxy: StartProxy, options: dict[str, Any]
+) -> None:
+    proxy = await start_proxy(1)
+    await proxy.client.post("/v1/completions", json=completion(stream=True, stream_options=options))
+    assert proxy.engines[0].seen[0]["stream_options"] == options
 
 
 async def test_usage_is_left_alone_when_injection_is_off(start_proxy: StartProxy) -> None:
