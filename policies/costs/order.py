@@ -7,7 +7,6 @@ prefills overtake long ones; those that arrive later than that overtake none, so
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,8 +15,10 @@ from policies.types import QueuedPrefill
 
 SLOWDOWN = 10.0
 """Seconds for which a prefill of one second may be overtaken; 40 for one of two seconds."""
-FIRST_S = -math.inf
-"""Due time of a request that cannot have a ``priority``: engines take it as 0, so it goes before all that have one."""
+FIRST_S = -1e12
+"""Due time of a request that cannot have a ``priority``: engines take it as 0, so it goes before all that have one.
+
+Finite, since explanations have it in JSON."""
 
 
 class PrefillOrder(NamedTuple):
